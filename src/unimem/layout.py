@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
+
+import numpy as np
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
@@ -15,6 +18,7 @@ from unimem.errors import ClosedError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
+from unimem.system.arguments import flag
 from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import Load, Progress
 from unimem.weights.opened import Weights, open_weights
@@ -161,7 +165,9 @@ class Lifetimes(Generic[TapeT]):
         From now on `weights` and `history` refuse every take, `scratch` every take beyond the most
         it has ever held, and attached caches every token for which they would have to commit
         memory, with `FrozenError`. Clearing, and appending to what is committed, go on. Attached
-        caches keep what trimming would give back.
+        caches keep what trimming would give back. A tape over a file of a disk that is mapped with
+        ``mode="r+"`` is the exception: the kernel writes its pages back, and the next write to each
+        faults.
 
         Raises
         ------
@@ -334,7 +340,12 @@ class Layout(Lifetimes[Tape]):
         tapes |= {tape: tape.used_bytes for tape in used}
         alone: list[Any] = [cache for cache in caches if cache.tape is None]
         cold_bytes = sum(
-            _cold_bytes(tape.block, nbytes, tape.block._resident_range(0, nbytes))
+            _cold_bytes(
+                tape.block,
+                nbytes,
+                # Pages of a file in RAM are copied once more, or held until they are on disk.
+                0 if tape._is_of_file else tape.block._resident_range(0, nbytes),
+            )
             for tape, nbytes in tapes.items()
         ) + sum(
             _cold_bytes(cache.block, cache.capacity_bytes, cache.resident_bytes) for cache in alone
@@ -349,6 +360,10 @@ class Layout(Lifetimes[Tape]):
         n_threads = limits.thread_count()
         for tape, nbytes in tapes.items():
             tape.block._warm_range(0, nbytes, n_threads)
+            if tape._is_of_file:
+                # Reading has brought its pages in; the first write to each would fault still.
+                pages = tape.block.as_array("uint8")[: nbytes : mmap.PAGESIZE]
+                np.bitwise_or(pages, 0, out=pages)
         for cache in alone:
             cache.warm(n_threads)
         warm_python_heap()
@@ -406,7 +421,7 @@ class Layout(Lifetimes[Tape]):
             "threads": threads,
             **placement,
         }
-        strict = bool(placement.get("strict"))
+        strict = flag(placement.get("strict", False), "strict")
         given = isinstance(path_or_weights, Weights)
         if isinstance(path_or_weights, Weights):
             weights = path_or_weights

@@ -51,7 +51,7 @@ def figures(tape: Any) -> tuple[int, int, int, int]:
 
 
 SHAPES: list[Any] = [
-    *(5, (), (2, 3), [2, 3], (2, 0, 3), 0, (1,) * 32, np.int64(4), (np.int32(4), True)),
+    *(5, (), (2, 3), [2, 3], (2, 0, 3), 0, (1,) * 32, np.int64(4), (np.int32(4), np.uint8(1))),
     np.array([2, 2]),
 ]
 

@@ -348,7 +348,7 @@ def test_of_any_architecture(tmp_path: Path) -> None:
 def test_what_cannot_fit_ends_with_3() -> None:
     screen = show("plan", "--ctx", 2**30, "--kv-dtype", "f32", "--batch", 2**10)
     assert (screen.code, screen.err) == (3, "")
-    assert "What helps, that costs the least first:" in screen.lines
+    assert "What helps, the cheapest first:" in screen.lines
     assert screen.lines[0].startswith("Does not fit: ")
 
 

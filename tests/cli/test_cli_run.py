@@ -221,7 +221,7 @@ def test_the_model_comes_into_memory_as_asked_for(model: Path) -> None:
     assert len(split["model"]["files"]) > 2
     assert split["options"]["load"] == "auto"
     assert split["model"]["load"] in ("copy", "direct")
-    assert "numa='preferred:0' is not kept by a mapped file" in split["model"]["load_reason"]
+    assert "numa='preferred:0' cannot be had for a mapped file" in split["model"]["load_reason"]
     page = page_of(model, "-n", "1", "--load", "copy")
     assert re.search(r"^load +copy: it was asked for$", page, re.M)
 
@@ -419,7 +419,7 @@ def sessions(model: Path, chat_model: Path) -> Path:
      "context of 20"),
     (["--resume", "a.session", "--ctx", "30", "-n", "6"], 3, "a session of 25 tokens, a prompt "
      "of 0 tokens and 6 more do not fit in the context of 30"),
-    (["--window", "601"], 1, "window: expected at most the context, 600"),
+    (["--window", "601"], 2, "--window: expected at most the context, 600"),
     (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
 def test_a_session_must_fit(sessions: Path, arguments: list[str], code: int, said: str) -> None:

@@ -73,6 +73,11 @@ USAGE = [
     (["plan", "--ctx", ""], 2, "got ''"),
     (["plan", "--ctx", "9" * 5000], 2, "got '99999"),
     (["plan", "--window", "1e3"], 2, "'--window': expected a whole number"),
+    (["plan", "--window", "513"], 2, "--window: expected at most the context, 512, got 513"),
+    (["run", "--ctx", "8", "--window", "9"], 2, "--window: expected at most the context, 8"),
+    (["plan", ""], 2, "expected the path of a model, got ''"),
+    (["run", ""], 2, "expected the path of a model, got ''"),
+    (["inspect", ""], 2, "expected the path of a model, got ''"),
     (["plan", "--kv-dtype", "int3"], 2, "'--kv-dtype'"),
     (["plan", "--pages", "3m"], 2, "'--pages'"),
     (["plan", "--load", "slowly"], 2, "'--load'"),
@@ -172,6 +177,12 @@ def test_strangers(folder: Path, arguments: list[str], code: int, words: str) ->
     more = ["--threads", 1] if arguments[:1] == ["run"] else []
     with chdir(folder):
         check(show(*arguments, *more), code, words)
+
+
+def test_the_table_is_long_and_names_no_row_twice() -> None:
+    table: list[tuple[Any, ...]] = [*USAGE, *FILES, *RUNS]
+    rows = [" ".join(map(str, row[0])) for row in table]
+    assert len(set(rows)) == len(rows) >= 60
 
 
 def test_the_first_process_is_read_or_refused_in_words() -> None:

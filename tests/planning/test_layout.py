@@ -139,6 +139,27 @@ def test_caches_elsewhere_are_cleared_too(host_layout: um.Layout) -> None:
     assert host_layout.history.used_bytes == 0
 
 
+@pytest.mark.parametrize("mode", ["c", "r+"])
+def test_freezing_warms_a_mapped_file_for_writing(mode: Any, tmp_path: Path) -> None:
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(range(256)) * 4096)
+    with (
+        um.Block.map(path, mode=mode, category="scratch") as block,
+        um.Layout(64 * KIB, block, 32 * KIB) as layout,
+    ):
+        layout.scratch.take_bytes(KIB * KIB)
+        layout.clear_pass()
+        layout.freeze()
+        taken = layout.scratch.take_bytes(KIB * KIB)
+        taken[:1] += 0  # what Python and NumPy touch with it
+        with um.measure() as m:
+            taken[:] += 1
+        assert m.minor_faults == 0
+        del taken
+    changed = bytes(range(1, 256)) + b"\0"
+    assert path.read_bytes() == (bytes(range(256)) if mode == "c" else changed) * 4096
+
+
 def test_frozen_means_no_new_memory(device: Device, layout: Any) -> None:
     layout.scratch.take_bytes(1000)
     layout.clear_pass()

@@ -171,6 +171,29 @@ def test_a_header_that_does_not_end(
     assert server.sent_bytes == 30_000
 
 
+@pytest.mark.parametrize(("limit", "error", "text"), [
+    ("MOST_MODEL_BYTES", OSError, "The headers before this one have .*, and no more is read of"),
+    ("TOTAL_S", TimeoutError, "The headers before this one were not read within .* s: try again"),
+])  # fmt: skip
+def test_a_model_of_too_many_files(
+    server: ModelServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    error: type[Exception],
+    text: str,
+) -> None:
+    paths = safetensors_of_two(tmp_path)
+    # The index and one file pass it together.
+    monkeypatch.setattr(remote, limit, paths[0].stat().st_size + 1)
+    seconds = iter([0, 1, 1 << 30])
+    monkeypatch.setattr(remote, "monotonic", lambda: next(seconds))
+    with pytest.raises(error, match=text) as caught:
+        um.plan(escaped_files(server, paths))
+    assert str(caught.value).endswith(("part%20%231.safetensors'", "/second.safetensors'"))
+    assert len(server.asked) == 2
+
+
 def compress(server: ModelServer) -> None:
     server.has_ranges = False
     server.headers["Content-Encoding"] = "gzip"

@@ -43,7 +43,7 @@ def unclear(things: Things, make: Callable[[Things], Call]) -> list[str]:
     found = []
     _, right = make(things)
     for argument in right:
-        for wrong in WRONG[:-2] if isinstance(right[argument], bool) else WRONG:
+        for wrong in WRONG:
             with ExitStack() as undo:
                 call, arguments = make(Things(things.folder, undo, things.kept))
                 try:

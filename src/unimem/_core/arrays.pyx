@@ -121,10 +121,12 @@ cdef object dtype_among(object dtype, object among, str what):
 cdef object index_of(object n, str what):
     if type(n) is int:
         return n
-    try:
-        return PyNumber_Index(n)
-    except TypeError:
-        raise TypeError(f"{what}: expected an integer, got {n!r:.60}") from None
+    if type(n) is not bool:  # which nobody means as one
+        try:
+            return PyNumber_Index(n)
+        except TypeError:
+            pass
+    raise TypeError(f"{what}: expected an integer, got {n!r:.60}")
 
 
 cdef size_t size_of(object n, str what, object least=0) except? 0:

@@ -9,7 +9,7 @@ import weakref
 import numpy as np
 
 from unimem.system import limits, policy
-from unimem.system.arguments import check_callable, file_path, integer, one_of, string
+from unimem.system.arguments import check_callable, file_path, flag, integer, one_of, string
 from unimem.errors import ClosedError, PlacementError
 from unimem.system.text import format_bytes
 
@@ -112,6 +112,7 @@ cdef class Block:
         cdef size_t size = size_of(nbytes, "nbytes", 1)
         cdef size_t kept = size if reserve is None else size_of(reserve, "reserve", size)
         policy.check_lock(lock, "lock")
+        strict = flag(strict, "strict")
         if not isinstance(shared, (bool, str)):
             raise TypeError(f"shared: expected False, True or a name, got {shared!r}")
         path = policy.shared_path(shared) if isinstance(shared, str) else None
@@ -126,13 +127,12 @@ cdef class Block:
                            "shared": shared, "reserve": kept}
         try:
             if path is None:
-                self._place(request, entered, fd, n_threads, bool(warm), bool(strict), fill)
+                self._place(request, entered, fd, n_threads, bool(warm), strict, fill)
             else:
-                self._place_named(path, request, entered, n_threads, bool(warm), bool(strict))
+                self._place_named(path, request, entered, n_threads, bool(warm), strict)
         except BaseException:
             self._drop()
             raise
-
         return 0
 
     @staticmethod
@@ -278,7 +278,7 @@ cdef class Block:
         return _new_block(region, string(name, "name", file), category, mode == "r+")
 
     @staticmethod
-    def attach(fd_or_path, *, bint writable=False, name=None, category="other"):
+    def attach(fd_or_path, *, writable=False, name=None, category="other"):
         """Map the shared memory that another block has made, here or in another process.
 
         Parameters
@@ -303,9 +303,9 @@ cdef class Block:
         ValueError
             It is no memory or file, or empty.
         """
-        cdef um.um_category entered = _category_of(category)
         cdef Region region
         cdef int fd
+        writable = flag(writable, "writable")
         cdef bint is_path = isinstance(fd_or_path, (str, bytes, os.PathLike))
         if not is_path:
             number = integer(fd_or_path, "fd_or_path")
@@ -317,7 +317,7 @@ cdef class Block:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{label}: expected shared memory (Block.fileno(), or its path)")
-            region = attach_file(fd, writable, entered, label)
+            region = attach_file(fd, writable, _category_of(category), label)
         finally:
             if is_path:
                 os.close(fd)

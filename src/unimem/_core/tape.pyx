@@ -465,6 +465,11 @@ cdef class Tape(Bump):
         self.check_open()
         self._block._warm_range(0, self.tape.total, threads)
 
+    @property
+    def _is_of_file(self):
+        """Whether its memory is a file that is mapped."""
+        return bool((<Block>self._block).region().block.is_file)
+
     def _address_of(self, thing):
         return thing
 

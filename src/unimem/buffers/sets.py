@@ -25,7 +25,7 @@ from unimem.buffers.buffer_set import (
     total_bytes,
 )
 from unimem.buffers.dims import MAX_SPLITS, ModelDims
-from unimem.system.arguments import integer, string
+from unimem.system.arguments import flag, integer, string
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]
@@ -498,7 +498,7 @@ class ForwardScratch(BufferSet):
         f32 = np.dtype("float32")
         specs = {name: Spec(None, (width,), f32) for name, width in widths.items()}
         sizes = {name: spec.nbytes for name, spec in specs.items()}
-        if overlap:
+        if flag(overlap, "overlap"):
             plan = BufferPlan(BufferUse(name, sizes[name], *use) for name, use in cls.USES.items())
             return specs, dict(plan.offsets) | {"logits": plan.total_bytes}, plan.total_bytes
         return specs, pack(sizes), sum(sizes.values()) - sizes["logits"]

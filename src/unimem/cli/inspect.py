@@ -16,7 +16,7 @@ import typer
 from unimem._core.gguf import GGUFHeader
 from unimem.cli import terminal
 from unimem.cli.documents import document_head
-from unimem.cli.options import AsJson
+from unimem.cli.options import AsJson, path_or_url
 from unimem.system.text import (
     Bar,
     escape,
@@ -28,7 +28,7 @@ from unimem.system.text import (
 from unimem.weights.files import Value
 from unimem.weights.loading import unloaded_memory
 from unimem.weights.opened import Weights, open_weights
-from unimem.weights.remote import is_url, open_remote
+from unimem.weights.remote import open_remote
 from unimem.weights.residency import Residency, map_resident
 from unimem.weights.tensors import Contents, ModelPart
 
@@ -70,16 +70,17 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Show what a model file holds, without reading its data."""
-    if is_url(model):
+    path = path_or_url(model)
+    if isinstance(path, str):
         if residency or content_hash:
             raise typer.BadParameter(
                 "--residency and --content-hash need the data, and of a URL only headers are read"
             )
-        with open_remote(model) as remote:
+        with open_remote(path) as remote:
             contents = Contents(tuple(map(ModelPart, remote.files, unloaded_memory(remote))))
             _show(contents, metadata, None, None, tensors=tensors, as_json=as_json)
         return
-    with open_weights(Path(model), load="map") as weights:
+    with open_weights(path, load="map") as weights:
         chooses = metadata is not None and not as_json
         look = _look(weights) if residency and not chooses else None
         digest = _hash(weights) if content_hash and not chooses else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +28,8 @@ __all__ = [
     "Threads",
     "Window",
     "check_numa",
+    "check_window",
+    "model_path",
     "number_parser",
     "parse_tokens",
     "path_or_url",
@@ -154,6 +157,36 @@ def check_numa(numa: str | None) -> None:
         raise typer.BadParameter(f"--{error}") from None
 
 
-def path_or_url(model: str) -> Path | str:
-    """Return the path of a model file; a URL stays as it is, with its two slashes."""
-    return model if is_url(model) else Path(model)
+@contextmanager
+def check_window() -> Iterator[None]:
+    """Refuse a `Window` beyond the context, which the model's file has a part in, as wrong usage.
+
+    Raises
+    ------
+    typer.BadParameter
+        With the context.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if str(error).startswith("window: "):
+            raise typer.BadParameter(f"--{error}") from None
+        raise
+
+
+def model_path(text: str) -> Path:
+    """Return the path of a model file.
+
+    Raises
+    ------
+    typer.BadParameter
+        The text is empty, which `Path` takes for the current folder.
+    """
+    if not text:
+        raise typer.BadParameter("expected the path of a model, got ''")
+    return Path(text)
+
+
+def path_or_url(text: str) -> Path | str:
+    """Return the path of a model file, as `model_path`; a URL stays as it is."""
+    return text if is_url(text) else model_path(text)

@@ -20,6 +20,7 @@ from unimem.cli.options import (
     Threads,
     Window,
     check_numa,
+    check_window,
     path_or_url,
 )
 from unimem.planning.plan import MOST_SESSIONS
@@ -64,20 +65,20 @@ def plan(
         str | None,
         typer.Option(
             metavar="cuda:N",
-            help="A GPU that weights, KV cache and scratch memory shall lie on. [default: none]",
+            help="Put weights, KV cache and scratch memory on this GPU. [default: none]",
             show_default=False,
         ),
     ] = None,
     pages: PageSize = "auto",
     numa: NumaNodes = None,
     lock: Annotated[
-        bool, typer.Option("--lock", help="All of it is locked in RAM, a mapped file, too.")
+        bool, typer.Option("--lock", help="Lock all of it in RAM, also a mapped file.")
     ] = False,
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Plan for another machine with so much memory, as in 16G. [default: this one]",
+            help="Plan for another machine with this much memory, as in 16G. [default: this one]",
             show_default=False,
         ),
     ] = None,
@@ -120,21 +121,22 @@ def plan(
         path: Path | str = embedded_model()
     else:
         path = path_or_url(model)
-    made = make_plan(
-        path,
-        ctx=ctx,
-        batch=batch,
-        kv_dtype=kv_dtype,
-        window=window,
-        threads=threads,
-        sessions=sessions,
-        load=load,
-        device=device,
-        machine=machine,
-        pages=pages,
-        numa=numa,
-        lock=lock,
-    )
+    with check_window():
+        made = make_plan(
+            path,
+            ctx=ctx,
+            batch=batch,
+            kv_dtype=kv_dtype,
+            window=window,
+            threads=threads,
+            sessions=sessions,
+            load=load,
+            device=device,
+            machine=machine,
+            pages=pages,
+            numa=numa,
+            lock=lock,
+        )
     # A URL is shown without what may be secret in it.
     shown = str(path) if isinstance(path, Path) else None
     text = made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, shown))

@@ -32,12 +32,13 @@ def report(
         str | None,
         typer.Argument(
             metavar="PID",
-            help="The number of a process; without one, all that have a model are listed.",
+            help="The number of a process; without one, list all that have a model.",
             show_default=False,
         ),
     ] = None,
     mappings: Annotated[
-        bool, typer.Option("--mappings", help="Add a line a mapping, what is in RAM first.")
+        bool,
+        typer.Option("--mappings", help="Add one line for each mapping, the largest in RAM first."),
     ] = False,
     watch: Annotated[
         bool, typer.Option("--watch", help="Show it again and again, until q is pressed.")
@@ -48,7 +49,7 @@ def report(
             min=0.1,
             max=86400,
             metavar="SECONDS",
-            help="Time between two, with --watch. [default: 1]",
+            help="Time from one to the next, with --watch. [default: 1]",
             show_default=False,
         ),
     ] = None,
@@ -57,7 +58,7 @@ def report(
         typer.Option(
             min=1,
             metavar="N",
-            help="Show it so many times, with --watch. [default: without end]",
+            help="Show it N times, with --watch. [default: until q is pressed]",
             show_default=False,
         ),
     ] = None,

@@ -30,6 +30,8 @@ from unimem.cli.options import (
     Threads,
     Window,
     check_numa,
+    check_window,
+    model_path,
     parse_tokens,
 )
 from unimem.errors import CacheFull
@@ -132,7 +134,7 @@ class Talk:
 
 def run(
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
             metavar="MODEL.gguf",
             help="A GGUF file, or a part of a split one; without one, the small model that is in "
@@ -158,8 +160,8 @@ def run(
             "-n",
             parser=parse_tokens,
             metavar="N",
-            help=f"The most tokens to make, as 256 or 1k. [default: {DEFAULT_TOKENS}, or what the "
-            "context holds]",
+            help="The most tokens to generate, as 256 or 1k. "
+            f"[default: {DEFAULT_TOKENS}, or what the context holds]",
             show_default=False,
         ),
     ] = None,
@@ -171,7 +173,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Go on with a session that was saved; a prompt follows its text.",
+            help="Continue a saved session; a prompt follows its text.",
             show_default=False,
         ),
     ] = None,
@@ -184,15 +186,19 @@ def run(
     ] = False,
     temperature: Annotated[
         float,
-        typer.Option(min=0, metavar="X", help="0 takes the likeliest token; above 0, by chance."),
+        typer.Option(
+            min=0, metavar="X", help="0 takes the likeliest token each time; more adds chance."
+        ),
     ] = 0.0,
     top_k: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Choose among so many of the likeliest; 0 for all."),
+        typer.Option(min=0, metavar="N", help="Choose among the N likeliest tokens; 0 for all."),
     ] = 40,
     top_p: Annotated[
         float,
-        typer.Option(metavar="X", help="Of these, among the fewest that make up this probability."),
+        typer.Option(
+            metavar="X", help="Of these, choose among the fewest whose probabilities sum up to X."
+        ),
     ] = 1.0,
     seed: Annotated[
         int | None,
@@ -207,11 +213,11 @@ def run(
     pages: PageSize = "auto",
     numa: NumaNodes = None,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Say all of what is not as it was asked for.")
+        bool, typer.Option("--verbose", help="Say in full what memory is not placed as asked for.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make text; show what every byte is for and what a token costs."""
+    """Generate text; show where memory goes and what a token costs."""
     check_numa(numa)
     sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(model is None, ctx, load, pages, numa, chat, resume, save_session, sampling)
@@ -230,7 +236,7 @@ def run(
         NewFile(save_session).close()
     from unimem.engine import Decoder, embedded_model
 
-    path = embedded_model() if model is None else model
+    path = embedded_model() if model is None else model_path(model)
     started = time.perf_counter()
     not_saved: BaseException | None = None
     with (
@@ -297,7 +303,7 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
 
     with open_weights(path, load="map") as weights:
         Model.from_weights(weights)  # what cannot run is not read
-    with terminal.updates("loading") as progress:
+    with terminal.updates("loading") as progress, check_window():
         return Layout.for_model(
             path,
             ctx=options.ctx,

@@ -34,7 +34,7 @@ def stage(
             show_default=False,
         ),
     ] = None,
-    pages: Annotated[Pages, typer.Option(help="Pages that it shall lie in.")] = "auto",
+    pages: Annotated[Pages, typer.Option(help="The page size of the staged model.")] = "auto",
     numa: NumaNodes = None,
     lock: Annotated[bool, typer.Option("--lock", help="Keep it from being swapped out.")] = False,
     backing: Annotated[

@@ -17,7 +17,7 @@ from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry, row_name
 from unimem.errors import ClosedError
 from unimem.system import gpu
-from unimem.system.arguments import string
+from unimem.system.arguments import flag, string
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.system.text import format_bytes
 
@@ -234,6 +234,7 @@ class Block:
         self.name = string(name, "name", "block")
         size = checked_size(nbytes, "nbytes", 1)
         check_placement("Block", placement)
+        pinned = flag(pinned, "pinned")
         if placement and not pinned:
             unsupported(
                 "placement",

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unimem.system.arguments import integer, string
+from unimem.system.arguments import flag, integer, string
 
 try:
     import sentencepiece
@@ -240,12 +240,13 @@ class Tokenizer:
                 f"{error.start}"
             ) from None
         output: list[int] = []
-        if self.add_bos if add_bos is None else add_bos:
+        if self.add_bos if add_bos is None else flag(add_bos, "add_bos"):
             if self.bos_id is None:
                 raise ValueError("add_bos: the vocabulary has no token that begins a text")
             output.append(self.bos_id)
         after_special = True
-        for part in self._cut(text, self._special if special else self._user_defined):
+        cut_at = self._special if flag(special, "special") else self._user_defined
+        for part in self._cut(text, cut_at):
             if isinstance(part, int):
                 output.append(part)
                 after_special = True

@@ -2,6 +2,7 @@
 """The KV cache: K and V of all layers of one conversation, in memory that never moves."""
 import numpy as np
 
+from unimem.system.arguments import flag
 from unimem.system.placement import PlacementOptions
 
 cimport numpy as cnp
@@ -198,7 +199,7 @@ cdef class KVCache(KVMemory):
     """
 
     def __init__(self, n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                 window=None, spare_rows=0, budget_bytes=None, bint grow=False, tape=None,
+                 window=None, spare_rows=0, budget_bytes=None, grow=False, tape=None,
                  name=None, **placement):
         cdef um.um_kv_spec spec
         for option in placement:
@@ -210,12 +211,13 @@ cdef class KVCache(KVMemory):
         self._placement = placement
         if size_of(spare_rows, "spare_rows") and window is None:
             raise ValueError("spare_rows: expected together with window")
-        if window is not None and grow:
+        cdef bint is_growing = flag(grow, "grow")
+        if window is not None and is_growing:
             raise ValueError("window and grow: a ring's memory is taken at once: expected one of "
                              "them")
         if tape is not None:
             Tape._require(tape)
-        if tape is not None and (window is not None or grow):
+        if tape is not None and (window is not None or is_growing):
             raise ValueError("tape: fixed storage is taken from it once: expected no window and "
                              "no grow beside it")
         if tape is not None and placement:
@@ -223,7 +225,7 @@ cdef class KVCache(KVMemory):
                              f"{', '.join(placement)} not accepted beside tape=")
         if window is not None:
             self.place_ring(&spec, spare_rows, placement)
-        elif grow:
+        elif is_growing:
             self.place_growing(&spec, placement)
         else:
             self.place_fixed(&spec, tape, placement)

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
-from unimem.system.arguments import string
+from unimem.system.arguments import flag, string
 from unimem.system.text import format_bytes
 from unimem.kv.prefix import PrefixIndex
 
@@ -110,7 +110,7 @@ cdef class PagedKVCache:
     """
 
     def __init__(self, n_layers, n_kv_heads, head_dim, *, n_blocks, block_tokens=16, dtype="f16",
-                 bint prefix_cache=True, name=None, **placement):
+                 prefix_cache=True, name=None, **placement):
         cdef um.um_error err
         cdef um.um_paged_spec spec
         cdef size_t nbytes
@@ -118,6 +118,7 @@ cdef class PagedKVCache:
         if self._begun:
             raise RuntimeError("the PagedKVCache is made already")
         self._begun = True
+        cdef bint has_index = flag(prefix_cache, "prefix_cache")
         self.dtype = kv_type(dtype)
         for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                         ("n_blocks", n_blocks), ("block_tokens", block_tokens)):
@@ -135,7 +136,7 @@ cdef class PagedKVCache:
         cdef Block block = Block(nbytes, name=self.name, category="kv", **placement)
         block._is_part = True
         cdef Region region = block.region()
-        index = PrefixIndex() if prefix_cache else None
+        index = PrefixIndex() if has_index else None
         if um.um_paged_init(&self.paged, &spec, region.block.base, &err) != um.UM_OK:
             self.fail(&err)
         self.block, self._region, self._index = block, region, index

@@ -26,7 +26,7 @@ from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot_format as fmt
 from unimem.kv.snapshot_format import Chunk, Snapshot
-from unimem.system.arguments import file_path, one_of
+from unimem.system.arguments import file_path, flag, one_of
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import wait_until
@@ -308,6 +308,8 @@ def restore(
             f"a mapped file lies in the page cache: {', '.join(placement)} not accepted with "
             "mode='map', use mode='copy'"
         )
+    if verify is not None:
+        flag(verify, "verify")
     ids = _token_ids(tokens)
     with _opened(file_path(path)) as (fd, snapshot):
         _check_wanted(snapshot, ids, model)

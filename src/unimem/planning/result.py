@@ -415,7 +415,7 @@ def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
     if not plan.advice:
         return
     yield ""
-    yield surface.heading("What helps, that costs the least first:")
+    yield surface.heading("What helps, the cheapest first:")
     remedies = {check.remedy for check in plan.checks}
     for number, advice in enumerate(plan.advice, 1):
         text = advice.text[:1].upper() + advice.text[1:]

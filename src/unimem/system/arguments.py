@@ -11,7 +11,9 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["check_callable", "file_path", "integer", "one_of", "string"]
+import numpy as np
+
+__all__ = ["check_callable", "file_path", "flag", "integer", "one_of", "string"]
 
 
 def integer(
@@ -50,6 +52,19 @@ def integer(
     if (least is not None and exact < least) or (most is not None and exact > most):
         raise ValueError(f"{start}expected an integer{low}, got {exact}")
     return exact
+
+
+def flag(value: object, name: str) -> bool:
+    """Return a bool, or NumPy's, as a `bool`.
+
+    Raises
+    ------
+    ValueError
+        It is of another type: ``"no"`` would count as True.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name}: expected False or True, got {value!r:.60}")
+    return bool(value)
 
 
 def one_of(value: object, name: str, choices: Collection[str]) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
 from unimem.errors import PlacementError, PlacementWarning
-from unimem.system.arguments import integer, one_of
+from unimem.system.arguments import flag, integer, one_of
 from unimem.system.limits import SHM, HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
 from unimem.system.text import format_bytes, format_count, format_ranges
@@ -158,9 +158,7 @@ def check_options(placement: Mapping[str, object]) -> None:
     parse_numa(placement.get("numa"))
     check_lock(placement.get("lock", False), "lock")
     warm_threads(placement.get("warm", False))
-    strict = placement.get("strict", False)
-    if not isinstance(strict, bool):
-        raise ValueError(f"strict: expected False or True, got {strict!r}")
+    flag(placement.get("strict", False), "strict")
 
 
 def warm_threads(warm: object) -> int:

@@ -273,9 +273,9 @@ def choose(
     if tape is not None:
         why = "a tape was given"
     elif placement.get("pages", "auto") not in ("auto", "4k"):
-        why = f"pages='{placement['pages']}' are not had of a mapped file"
+        why = f"pages='{placement['pages']}' cannot be had for a mapped file"
     elif placement.get("numa") is not None:
-        why = f"numa='{placement['numa']}' is not kept by a mapped file"
+        why = f"numa='{placement['numa']}' cannot be had for a mapped file"
     elif network:
         unkept = False
         why = f"a mapping on {network} would wait for the network with every fault"

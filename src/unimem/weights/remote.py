@@ -11,6 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from time import monotonic
 from typing import Any, NoReturn, Protocol
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -29,7 +30,9 @@ _INSTEAD = "download the file, and give its path"
 FIRST_BYTES = 256 << 10  # of each file; headers without a vocabulary are mostly shorter
 MOST_BYTES = 64 << 20  # of a header; the longest known has 20 MB
 WAIT_S = 30  # for a connection, and for each next byte
-TOTAL_S = 600  # for an answer
+TOTAL_S = 600  # for an answer, and before the last file of a model is opened
+# Of all files. A server may name a hundred thousand parts; the longest models known have 200.
+MOST_MODEL_BYTES = 256 << 20
 # The parsers read no more of a file, however long it is.
 _PARSED_BYTES = 256 << 20
 # The magic number, the version or the length: no later byte changes what a parser says of them.
@@ -66,7 +69,8 @@ def open_remote(url: str) -> RemoteFiles:
         The server sends a page of HTML instead.
     OSError
         The server cannot be reached, refuses, or is too slow (`TimeoutError`); the file is missing,
-        or ends early; its header is longer than 64 MiB.
+        or ends early; its header is longer than 64 MiB, or all headers than 256 MiB; the files
+        before the last have taken 10 minutes (`TimeoutError`).
     ValueError
         A URL of another kind.
     ImportError
@@ -97,17 +101,36 @@ class RemoteFiles(ModelFiles):
         super().__init__()
         self._server, self.path = _server_of(url)
         self._known: dict[str, ModelFile] = {}
+        self._begun_s = monotonic()
         self.read_bytes = 0
 
     def add(self, path: str) -> ModelFile:
         """Read as much of a file as its header needs, and check the header."""
         if path not in self._known:
+            self._check_limits(path)
             with self._open(path) as file:
                 header = _read_header(file)
             version = (0, 0, file.nbytes, 0)  # of no device
             self._known[path] = ModelFile(path, path, version, file.nbytes, header, False)
         self.files.append(self._known[path])
         return self.files[-1]
+
+    def _check_limits(self, path: str) -> None:
+        """Raise OSError where the files before this one were too much."""
+        if self.read_bytes >= MOST_MODEL_BYTES:
+            raise OSError(
+                errno.EFBIG,
+                f"The headers before this one have {format_bytes(self.read_bytes)}, and no more is "
+                f"read of one model: {_INSTEAD}",
+                path,
+            )
+        if monotonic() - self._begun_s > TOTAL_S:
+            raise OSError(
+                errno.ETIMEDOUT,
+                f"The headers before this one were not read within {TOTAL_S} s: try again "
+                f"later, or {_INSTEAD}",
+                path,
+            )
 
     def beside(self, path: str, name: str) -> str:
         """Return the URL of a file that lies beside another."""
