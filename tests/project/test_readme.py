@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -81,6 +81,26 @@ def environment() -> Iterator[dict[str, str]]:
         yield os.environ | new | {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+@contextmanager
+def run_group(words: list[str], cwd: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a command, and at the end kill what it has left behind."""
+    with subprocess.Popen(
+        words,
+        cwd=cwd,
+        env=env,
+        text=True,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.slow  # each of the commands has tests of its own
 @pytest.mark.xdist_group("machine")
 @pytest.mark.parametrize("name", COMMANDS)
@@ -88,28 +108,40 @@ def test_commands_run(name: str, environment: dict[str, str], tmp_path: Path) ->
     needs, lines = COMMANDS[name]
     for package in needs:
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[test]'")
-    with subprocess.Popen(
-        ["bash", "-eu", "-c", "\n".join(blocks(name, "sh"))],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as shell:
-        try:
+    words = ["bash", "-eu", "-c", "\n".join(blocks(name, "sh"))]
+    try:
+        with run_group(words, cwd=tmp_path, env=environment) as shell:
             out, err = shell.communicate(timeout=300)
-        finally:
-            with suppress(ProcessLookupError):  # what it has left behind
-                os.killpg(shell.pid, signal.SIGKILL)
-            left = [each for each in holders() if each.source == str(embedded_model())]
-            for each in left:
-                drop(each)
+    finally:
+        left = [each for each in holders() if each.source == str(embedded_model())]
+        for each in left:
+            drop(each)
     assert shell.returncode == 0, err
     assert "Traceback" not in err
     assert left == []
     assert [line for line in lines if not re.search(f"^{line}$", out, re.M)] == []
+
+
+@pytest.mark.slow  # installs two environments, as a newcomer does
+@pytest.mark.timeout(1600)
+def test_the_two_commands_run_in_a_fresh_clone(tmp_path: Path) -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("this is no checkout of git")
+    commands = blocks("README.md", "sh")[0]
+    assert [line.split("#")[0].split() for line in commands.splitlines()] == [
+        ["make", "run"],
+        ["make", "test"],
+    ]
+    clone = tmp_path / "unimem"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    ours = ("MAKE", "PYTEST", "PYTHON", "UNIMEM", "VIRTUAL_ENV")
+    new = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    new |= {"PYTEST_ADDOPTS": "--collect-only"}  # the tests are running already: here
+    with run_group(["bash", "-eu", "-c", commands], cwd=clone, env=new) as shell:
+        out, err = shell.communicate(timeout=1500)
+    assert shell.returncode == 0, f"{out[-5000:]}\n{err[-5000:]}"
+    assert "Once upon a time" in out
+    assert "This was the fast tier." in out
 
 
 def test_figures_are_those_of_the_benchmarks() -> None:
