@@ -124,6 +124,7 @@ def test_commands_run(name: str, environment: dict[str, str], tmp_path: Path) ->
 
 @pytest.mark.slow  # installs two environments, as a newcomer does
 @pytest.mark.timeout(1600)
+@pytest.mark.alone  # the tests in C reserve huge pages
 def test_the_two_commands_run_in_a_fresh_clone(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout of git")
