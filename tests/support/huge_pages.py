@@ -40,6 +40,15 @@ def all_held() -> Iterator[None]:
 _lock: TextIO | None = None
 
 
+def _take(kind: int) -> None:
+    """Take the pool, behind whoever waits to have it alone: else many who share it go first."""
+    assert _lock is not None
+    fcntl.flock(_lock, fcntl.LOCK_UN)
+    with open(f"{_lock.name}.gate", "w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(_lock, kind)
+
+
 @contextmanager
 def sharing_the_pool(*, alone: bool) -> Iterator[None]:
     """Share the pool with other workers, or have it alone.
@@ -50,7 +59,7 @@ def sharing_the_pool(*, alone: bool) -> Iterator[None]:
     global _lock  # noqa: PLW0603 - one for each worker
     path = Path(tempfile.gettempdir()) / f"unimem-tests-{os.getuid()}.lock"
     with open(path, "w") as _lock:
-        fcntl.flock(_lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        _take(fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         try:
             yield
         finally:
@@ -61,7 +70,7 @@ def sharing_the_pool(*, alone: bool) -> Iterator[None]:
 def reserved(n_pages: int) -> Iterator[None]:
     """Let the pool have n_pages that are free, and as many pages as before at the end."""
     if _lock is not None:
-        fcntl.flock(_lock, fcntl.LOCK_EX)
+        _take(fcntl.LOCK_EX)
     if not POOL.exists():
         pytest.skip("this kernel has no hugetlb pages of 2m")
     if os.geteuid() != 0:
