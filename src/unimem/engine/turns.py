@@ -33,17 +33,26 @@ class Turn:
     """A decoder's turn: entered for each computation, and no more once `end` was called.
 
     A thread that has it may enter it again.
+
+    Attributes
+    ----------
+    lock : RLock
+        Held by who has the turn; a forked child has another one.
+    is_over : bool
+        Whether `end` was called.
     """
 
+    __slots__ = ("__weakref__", "is_over", "lock")
+
     def __init__(self) -> None:
-        self._lock = RLock()
-        self._is_over = False
+        self.lock = RLock()
+        self.is_over = False
         _turns.add(self)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        if self._is_over:
-            self._lock.release()
+        self.lock.acquire()
+        if self.is_over:
+            self.lock.release()
             raise ClosedError("the Decoder is closed")
 
     def __exit__(
@@ -52,7 +61,7 @@ class Turn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._lock.release()
+        self.lock.release()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -63,17 +72,17 @@ class Turn:
         BufferError
             Another thread computes.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             raise BufferError("another thread computes with the Decoder: let it end first")
         try:
             yield
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def end(self) -> None:
         """Refuse every further computation, and wait for the one in flight."""
-        self._is_over = True
-        with self._lock:
+        self.is_over = True
+        with self.lock:
             pass
 
 
@@ -99,13 +108,13 @@ def _end_all() -> None:
     """Wait for what is computed in daemon threads, and leave them waiting for their next turn."""
     deadline = time.monotonic() + _END_SECONDS
     for turn in list(_turns):
-        turn._lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        turn.lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def _begin_anew() -> None:
     """Take all turns from the threads that a forked child does not have."""
     for turn in list(_turns):
-        turn._lock = RLock()
+        turn.lock = RLock()
 
 
 atexit.register(_end_all)
