@@ -104,34 +104,28 @@ class Tally:
     kv_address : int, optional
         Where the KV cache lies, which is a part of its own in the ledger: of that part, what is in
         use is what `hold` last said.
-
-    Attributes
-    ----------
-    cells : memoryview
-        uint64: the counters in the order of `COUNTERS`, and `kv_address`. Ends and forks change
-        which they are.
     """
 
-    __slots__ = ("__weakref__", "cells")
+    __slots__ = ("__weakref__", "_cells")
 
     def __init__(self, kv_address: int = 0) -> None:
-        self.cells = _private_cells()
+        self._cells = _private_cells()
         publish()
         with _lock:
             if _shared is not None and _shared.free_rows:
-                self.cells = _shared.free_rows.pop()
-            self.cells[4] = kv_address
+                self._cells = _shared.free_rows.pop()
+            self._cells[4] = kv_address
             _tallies.add(self)
 
     def count(self, n_prompt: int, n_generated: int) -> None:
         """Count tokens that were computed, or chosen."""
-        cells = self.cells
+        cells = self._cells
         cells[0] += n_prompt
         cells[1] += n_generated
 
     def hold(self, nbytes: int, n_tokens: int) -> None:
         """Note what the KV cache holds now."""
-        cells = self.cells
+        cells = self._cells
         cells[2] = nbytes
         cells[3] = n_tokens
 
@@ -139,14 +133,14 @@ class Tally:
         """Give the row back. Ending twice is no error; a tally that is collected ends by itself."""
         with _lock:
             self.hold(0, 0)
-            cells, self.cells = self.cells, _private_cells()
+            cells, self._cells = self._cells, _private_cells()
             if _shared is not None and cells.obj is _shared.memory.obj:
                 cells[4] = 0
                 _shared.free_rows.append(cells)
                 _shared.write()
 
     def __del__(self) -> None:
-        if _shared is not None and hasattr(self, "cells"):
+        if _shared is not None and hasattr(self, "_cells"):
             self.end()
 
 
@@ -275,7 +269,7 @@ def _unpublish() -> None:
     """Take back what is shown, at the end of the process and in a forked child."""
     global _shared
     for tally in list(_tallies):
-        tally.cells = _private_cells()
+        tally._cells = _private_cells()
     shown, _shared = _shared, None
     if shown is not None:
         shown.block.__exit__()

@@ -360,7 +360,7 @@ cdef class ForwardPass:
 
     cdef int _tell(self, uint64_t n_generated) except -1:
         """Count as `Tally.count` and `Tally.hold`."""
-        cells = self.tally.cells
+        cells = self.tally._cells  # an end or a fork changes which they are
         cdef uint64_t *cell = <uint64_t *>PyMemoryView_GET_BUFFER(cells).buf
         cell[1] += n_generated
         cell[2] = self._kv.used_bytes()
