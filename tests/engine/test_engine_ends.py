@@ -14,6 +14,7 @@ from conftest import Run
 from decoders import computing_by
 from forks import in_child
 from unimem.engine import Decoder, embedded_model
+from unimem.engine.turns import Turn
 from unimem.system import ggml
 
 SECONDS = 100  # of what ends at once
@@ -74,6 +75,32 @@ def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
         assert decoder.layout.closed
     (error,) = raised
     assert isinstance(error, um.ClosedError)
+
+
+def test_who_waits_is_next() -> None:
+    """Though the thread that has it would take it again at once, and first."""
+    turn = Turn()
+    order: list[object] = []
+    turn.take()
+
+    def wait() -> None:
+        with turn:
+            order.append("other")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not turn.n_waiting:
+        thread.join(0.001)
+    turn.give()
+    with turn:
+        order.append("first")
+    thread.join(SECONDS)
+    assert order == ["other", "first"]
+    assert turn.take(0)
+    waits = threading.Thread(target=lambda: order.append(turn.take(0.001)))
+    waits.start()
+    waits.join(SECONDS)
+    assert (order[2:], turn.n_waiting) == ([False], 0)
 
 
 def test_a_forked_child_waits_for_nobody() -> None:

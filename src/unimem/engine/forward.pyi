@@ -6,7 +6,7 @@ from unimem.accounting.published import Tally
 from unimem.engine.graph import Arrays, Graph
 from unimem.engine.sampling import Sampling
 from unimem.engine.thread_count import ThreadCount
-from unimem.engine.turns import Turn
+from unimem.engine.turn import Ownership
 from unimem.kv.cache import KVCache
 
 class ForwardPass:
@@ -21,7 +21,7 @@ class ForwardPass:
         *,
         window: int,
         threads: ThreadCount,
-        turn: Turn,
+        turn: Ownership,
     ) -> None: ...
     window: int
     tally: Tally

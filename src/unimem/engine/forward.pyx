@@ -20,6 +20,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from unimem._core cimport native as um
 from unimem.engine.thread_count cimport ThreadCount
+from unimem.engine.turn cimport Ownership
 from unimem.kv.cache cimport KVCache
 
 cdef extern from "<stdbool.h>":
@@ -139,7 +140,7 @@ cdef class ForwardPass:
         Tokens that each one sees: itself and those before it.
     threads : ThreadCount
         How many threads compute.
-    turn : unimem.engine.turns.Turn
+    turn : Ownership
         The decoder's.
 
     Attributes
@@ -164,7 +165,8 @@ cdef class ForwardPass:
     cdef readonly uint64_t n_ids, logits_end
     cdef readonly int64_t compute_ns
     cdef KVCache _kv
-    cdef object _prefill_graph, _turn, _rng, _seed
+    cdef Ownership _turn
+    cdef object _prefill_graph, _rng, _seed
     cdef cnp.ndarray _logits, _ids
     cdef Graph _decode, _prefill
     cdef int64_t _batch, _ctx
@@ -179,7 +181,8 @@ cdef class ForwardPass:
     cdef bint _is_closed
 
     def __init__(self, decode, prefill, KVCache kv not None, inputs, cnp.ndarray logits not None,
-                 cnp.ndarray ids not None, *, window, ThreadCount threads not None, turn):
+                 cnp.ndarray ids not None, *, window, ThreadCount threads not None,
+                 Ownership turn not None):
         self._prefill_graph = prefill
         self._kv = kv
         self._logits, self._ids = logits, ids
@@ -220,6 +223,9 @@ cdef class ForwardPass:
 
     def require_room(self, int64_t n):
         """Raise `CacheFull` where there is no room for n more tokens."""
+        self._require_room(n)
+
+    cdef int _require_room(self, int64_t n) except -1:
         # A ring always has room: the context is what ends.
         cdef um.um_kv *kv = &self._kv.kv
         cdef int64_t position = um.um_kv_next_position(kv)
@@ -229,6 +235,7 @@ cdef class ForwardPass:
                 f"no room for {n} more token{'s' * (n > 1)}: {used} of {self._ctx} are used, "
                 f"{self._ctx - used} left; reset() begins a new conversation",
                 self._ctx, used, n)
+        return 0
 
     def next_token(self, temperature, top_k, top_p, seed):
         """Choose a token by the logits and compute it, as `Decoder.generate_next_token`."""
@@ -236,14 +243,14 @@ cdef class ForwardPass:
         cdef int64_t token
         if not is_greedy(temperature, top_k, top_p, seed):
             options = Sampling(temperature, top_k, top_p, seed)
-        lock = self._begin()
+        self._turn.enter()
         try:
-            self.require_room(1)
+            self._require_room(1)
             token = self._choose(options)
             self._step(token)
             self._tell(1)
         finally:
-            lock.release()
+            self._turn.leave()
         return token
 
     def choose(self, options):
@@ -266,11 +273,11 @@ cdef class ForwardPass:
         ArithmeticError
             As `sample`.
         """
-        lock = self._begin()
+        self._turn.enter()
         try:
             return self._choose(options)
         finally:
-            lock.release()
+            self._turn.leave()
 
     def step(self, int32_t token):
         """Compute one token; nothing is taken, and nothing moves.
@@ -288,21 +295,12 @@ cdef class ForwardPass:
         -----
         When it raises, the token does not count.
         """
-        lock = self._begin()
+        self._turn.enter()
         try:
             self._step(token)
             self._tell(0)
         finally:
-            lock.release()
-
-    cdef object _begin(self):
-        """Wait for the decoder's turn, which ends with the release of what is returned."""
-        lock = self._turn.lock
-        lock.acquire()
-        if self._turn.is_over:
-            lock.release()
-            raise ClosedError("the Decoder is closed")
-        return lock
+            self._turn.leave()
 
     cdef int64_t _choose(self, options) except -1:
         cdef um.um_kv *kv = &self._kv.kv
