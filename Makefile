@@ -79,7 +79,7 @@ check: $(VENV)/.checkers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/cython-lint src/unimem/_core src/unimem/kv
+	$(BIN)/cython-lint src/unimem/_core src/unimem/kv src/unimem/engine
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/python -m pytest -q tests/project/test_tidy.py
 

@@ -96,8 +96,9 @@ class DecoderProcess:
     ----------
     model : path-like
         A GGUF file.
-    threads : int
-        That compute.
+    threads : int or None
+        That compute; None: as many as a decoder takes by itself, which are fewer while others work.
+        Not for llama.cpp.
     ctx : int
         Tokens of context.
     kind : {"unimem", "llama.cpp", "llama.cpp-mapped"}
@@ -141,7 +142,7 @@ class DecoderProcess:
         self,
         model: str | os.PathLike[str],
         *,
-        threads: int,
+        threads: int | None,
         ctx: int,
         kind: Kind = "unimem",
         python: str | None = None,
@@ -167,7 +168,9 @@ class DecoderProcess:
             script = Path(__file__).with_name("llama_cpp_side.py")
             command = [python or peer_python(), str(script)]
         # Two threads that may run anywhere may run on one core.
-        bound = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores", "OMP_NUM_THREADS": str(threads)}
+        bound = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
+        if threads is not None:
+            bound["OMP_NUM_THREADS"] = str(threads)
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         try:
             self._process = subprocess.Popen(

@@ -32,8 +32,9 @@ SETTLE_S = 0.05
 class Side(Protocol):
     """One conversation of one library."""
 
-    # Seconds within ggml's compute call so far; None where that is not known.
-    compute_s: float | None
+    @property
+    def compute_s(self) -> float | None:
+        """Seconds within ggml's compute call so far; None where that is not known."""
 
     def prefill(self, tokens: list[int]) -> Logits:
         """Start anew with `tokens`; return the logits after the last."""

@@ -14,7 +14,6 @@ from typing import Any, cast
 import unimem as um
 from unimem.accounting.report import Report
 from unimem.engine import Decoder
-from unimem.system import ggml as binding
 from unimem.system.placement import sum_placements
 from unimem.weights.opened import warm_where_it_fits
 from unimem_bench.side_server import Logits, serve
@@ -23,14 +22,12 @@ from unimem_bench.side_server import Logits, serve
 class Unimem:
     """A conversation with a decoder on memory that is placed as ``unimem run`` places it."""
 
-    compute_s: float | None
-
     def __init__(
         self,
         model: str,
         *,
         ctx: int,
-        threads: int,
+        threads: int | None,
         kv_dtype: str,
         window: int | None,
         **memory: Any,
@@ -43,27 +40,15 @@ class Unimem:
             assert isinstance(layout.weights, um.Weights)  # for_model opened them
             self._decoder = Decoder(layout.weights, ctx=ctx, layout=layout, **how)
             if layout.weights.load == "map":
-                warm_where_it_fits(layout.weights, threads, None)
+                warm_where_it_fits(layout.weights, self._decoder.threads, None)
             self._start_s = time.perf_counter() - start
         self._warnings = [str(warning.message) for warning in caught]
         self.step: Callable[[], int] = self._decoder.generate_next_token
-        self.compute_s = 0.0
-        self._time_compute()
 
-    def _time_compute(self) -> None:
-        """Add up what ggml's compute call takes; what is around it is Python's part."""
-        compute, clock = binding.graph_compute, time.perf_counter
-        total = 0.0
-
-        def timed(*arguments: Any) -> Any:
-            nonlocal total
-            start = clock()
-            result = compute(*arguments)
-            total += clock() - start
-            self.compute_s = total
-            return result
-
-        binding.graph_compute = timed
+    @property
+    def compute_s(self) -> float:
+        """As `Side.compute_s`: what of a token is not within is Python's part."""
+        return self._decoder._forward.compute_ns / 1e9
 
     def prefill(self, tokens: list[int]) -> Logits:
         """As `Side.prefill`."""

@@ -28,6 +28,8 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (7, "accounting"): {"cost": [1.1] * 4 + [1.25, 3]},
     (8, "scaling"): {"exponent": [0.1] * 7 + [1.1] * 8},
     (11, "decode"): {"speed": [0.97]},
+    # A small and a large model beside a neighbour, and a large one alone.
+    (18, "decode"): {"speed": [0.9, 0.9, 0.98], "figure": [0.1] * 2},
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,10 @@ from numpy.typing import NDArray
 
 import unimem as um
 from decoders import WIDE_HEADS as SHAPE
-from decoders import greedy, interrupted, sizes, tokens
+from decoders import computing_by, greedy, interrupted, sizes, tokens
 from models.make import TINY, write_model
 from tiers import examples
 from unimem.engine import Decoder, UnsupportedModel
-from unimem.engine.graph import Graph
 from unimem.planning.needs import PREFILL_BATCH
 
 CTX = 1200
@@ -43,7 +43,7 @@ def ring(model: Path) -> Iterator[Decoder]:
 def full_cache(model: Path, window: int = WINDOW, **options: Any) -> Decoder:
     """A decoder that keeps all tokens, with the mask of a window."""
     decoder = Decoder(model, ctx=CTX, threads=1, **options)
-    decoder._attention.window = window
+    decoder._forward.window = window
     return decoder
 
 
@@ -202,7 +202,7 @@ def test_the_context_ends_a_conversation_in_a_ring(model: Path) -> None:
 def test_a_prompt_that_is_interrupted_counts_in_whole_batches(ring: Decoder) -> None:
     ring.prefill(tokens(9))
     prompt = tokens(600, seed=2)
-    with interrupted(Graph, "compute", 3):
+    with interrupted(ring, 3):
         ring.prefill(prompt)
     assert ring.kv.next_position == 9 + 2 * PREFILL_BATCH
     assert ring.kv.seq_len == WINDOW
@@ -301,23 +301,28 @@ def test_a_failure_gives_the_ring_back(model: Path, monkeypatch: pytest.MonkeyPa
 # ---- a plain cache that was trimmed -------------------------------------------------------
 
 
-def hide(decoder: Decoder, begin: Callable[[], int], end: Callable[[], int]) -> None:
+@contextmanager
+def hidden(decoder: Decoder, begin: int, end: Callable[[], int]) -> Iterator[None]:
     """Hide rows of a full cache from attention."""
-    for graph in (decoder._decode, decoder._prefill):
 
-        def compute(graph: Any = graph, compute: Callable[[], None] = graph.compute) -> None:
-            graph.mask[:, begin() : end()] = -np.inf
-            compute()
+    def compute(call: Callable[[], int], _graph: int) -> int:
+        for graph in (decoder._decode, decoder._prefill):
+            graph.mask[:, begin : end()] = -np.inf
+        return call()
 
-        graph.compute = compute  # type: ignore[method-assign]
+    with computing_by(decoder, compute):
+        yield
 
 
 @pytest.mark.parametrize("keep_first", [0, 4])
 def test_a_trimmed_cache_is_a_full_one_with_the_same_mask(model: Path, keep_first: int) -> None:
     # The trimmed one is short, so that its rows are used up and move to the front, again and again.
-    with Decoder(model, ctx=200, threads=1) as short, Decoder(model, ctx=CTX, threads=1) as full:
-        hidden_to = keep_first
-        hide(full, lambda: keep_first, lambda: hidden_to)
+    hidden_to = keep_first
+    with (
+        Decoder(model, ctx=200, threads=1) as short,
+        Decoder(model, ctx=CTX, threads=1) as full,
+        hidden(full, keep_first, lambda: hidden_to),
+    ):
         prefill_both(short, full, tokens(150))
         for i in range(8):
             short.kv.trim_to(50, keep_first=keep_first)

@@ -17,8 +17,7 @@ from conftest import Run
 from decoders import append_foreign, greedy, interrupted, sizes, tokens
 from models.make import TINY, write_model
 from unimem.accounting import published
-from unimem.engine import Decoder, attention
-from unimem.engine.graph import Graph
+from unimem.engine import Decoder
 from unimem.planning.needs import token_bytes
 from unimem.system.limits import Limit
 
@@ -283,8 +282,11 @@ def test_what_ggml_takes_from_malloc(run_python: Run) -> None:
             return wrapped
 
         taken = [0]
-        for name in ("init", "_threadpool_new", "graph_plan", "graph_compute"):
+        for name in ("init", "_threadpool_new", "graph_plan"):
             setattr(ggml, name, counted(getattr(ggml, name)))
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        compute = kind(counted(kind(ggml.graph_compute_address)))
+        ggml.graph_compute_address = ctypes.cast(compute, ctypes.c_void_p).value
         for n in (1, 2, 16):
             taken[0] = 0
             with Decoder(embedded_model(), ctx=128, threads=n) as decoder:
@@ -355,7 +357,7 @@ def test_lengths_are_checked_first(decoder: Decoder) -> None:
 def test_interrupted_batches_leave_no_token(decoder: Decoder) -> None:
     expected = after(decoder, PROMPT, 6)
     decoder.kv.crop(len(PROMPT))
-    with interrupted(Graph, "compute", 2):
+    with interrupted(decoder, 2):
         decoder.prefill(tokens(200))
     assert decoder.kv.seq_len == len(PROMPT)
     with pytest.raises(RuntimeError, match="prefill"):
@@ -373,7 +375,7 @@ def test_an_interrupted_step_leaves_no_half_mask(decoder: Decoder) -> None:
         decoder.prefill([3])
         if is_interrupted:
             # With the 257th row attention reads more of them, and the mask is made anew.
-            with interrupted(attention, "_show", before=True):
+            with interrupted(decoder):
                 decoder.prefill([4])
             assert decoder.kv.seq_len == 256
         logits.append(decoder.prefill([4]).copy())

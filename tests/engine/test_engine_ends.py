@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
-import decoders  # noqa: F401 - skips where something is missing
 import unimem as um
 from conftest import Run
+from decoders import computing_by
 from forks import in_child
 from unimem.engine import Decoder, embedded_model
+from unimem.engine.turns import Turn
 from unimem.system import ggml
 
 SECONDS = 100  # of what ends at once
 
 
 @contextmanager
-def computing(decoder: Decoder, patch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[Any]]]:
+def computing(decoder: Decoder) -> Iterator[tuple[Any, list[Any]]]:
     """Another thread is within ggml, until the event is set; then what it has raised is noted."""
     begun, go, raised = threading.Event(), threading.Event(), []
-    compute = ggml.graph_compute
 
-    def wait_first(*arguments: Any) -> Any:
+    def wait_first(compute: Callable[[], int], _graph: int) -> int:
         begun.set()
         assert go.wait(SECONDS)
-        return compute(*arguments)
+        return compute()
 
     def work() -> None:
         try:
@@ -38,21 +38,21 @@ def computing(decoder: Decoder, patch: pytest.MonkeyPatch) -> Iterator[tuple[Any
         except BaseException as error:
             raised.append(error)
 
-    patch.setattr(ggml, "graph_compute", wait_first)
     thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        assert begun.wait(SECONDS)
-        yield go, raised
-    finally:
-        go.set()
-        thread.join(SECONDS)
+    with computing_by(decoder, wait_first):
+        thread.start()
+        try:
+            assert begun.wait(SECONDS)
+            yield go, raised
+        finally:
+            go.set()
+            thread.join(SECONDS)
     assert not thread.is_alive()
 
 
-def test_close_refuses_while_another_thread_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_refuses_while_another_thread_computes() -> None:
     with Decoder(embedded_model(), ctx=64) as decoder:
-        with computing(decoder, monkeypatch) as (go, raised):
+        with computing(decoder) as (go, raised):
             with pytest.raises(BufferError, match="another thread computes"):
                 decoder.close()
             assert not decoder.layout.closed
@@ -63,9 +63,9 @@ def test_close_refuses_while_another_thread_computes(monkeypatch: pytest.MonkeyP
         assert isinstance(error, um.ClosedError)
 
 
-def test_leaving_a_with_waits_for_the_token_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
     decoder = Decoder(embedded_model(), ctx=64)
-    with computing(decoder, monkeypatch) as (go, raised):
+    with computing(decoder) as (go, raised):
         leaves = threading.Thread(target=decoder.__exit__)
         leaves.start()
         leaves.join(0.05)
@@ -77,14 +77,40 @@ def test_leaving_a_with_waits_for_the_token_in_flight(monkeypatch: pytest.Monkey
     assert isinstance(error, um.ClosedError)
 
 
-def test_a_forked_child_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_is_next() -> None:
+    """Though the thread that has it would take it again at once, and first."""
+    turn = Turn()
+    order: list[object] = []
+    turn.take()
+
+    def wait() -> None:
+        with turn:
+            order.append("other")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not turn.n_waiting:
+        thread.join(0.001)
+    turn.give()
+    with turn:
+        order.append("first")
+    thread.join(SECONDS)
+    assert order == ["other", "first"]
+    assert turn.take(0)
+    waits = threading.Thread(target=lambda: order.append(turn.take(0.001)))
+    waits.start()
+    waits.join(SECONDS)
+    assert (order[2:], turn.n_waiting) == ([False], 0)
+
+
+def test_a_forked_child_waits_for_nobody() -> None:
     def ends() -> bool:
         decoder.__exit__()
         return decoder.layout.closed
 
     with (
         Decoder(embedded_model(), ctx=64, threads=1) as decoder,
-        computing(decoder, monkeypatch) as (go, _),
+        computing(decoder) as (go, _),
     ):
         assert in_child(ends)
         go.set()
@@ -93,14 +119,16 @@ def test_a_forked_child_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # The first `atexit` function runs last: behind the engine's.
 AT_THE_END = """
-    import atexit, threading, time
+    import atexit, ctypes, threading, time
     calls = []
     atexit.register(lambda: print(calls.count("begun"), calls.count("done")))
     from unimem.engine import Decoder, embedded_model, turns
     from unimem.system import ggml
 
-    compute, begun = ggml.graph_compute, threading.Event()
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    compute, begun = kind(ggml.graph_compute_address), threading.Event()
 
+    @kind
     def slow(*arguments):
         calls.append("begun")
         begun.set()
@@ -109,7 +137,8 @@ AT_THE_END = """
         calls.append("done")
         return status
 
-    ggml.graph_compute, turns._END_SECONDS = slow, {bound}
+    ggml.graph_compute_address = ctypes.cast(slow, ctypes.c_void_p).value
+    turns._END_SECONDS = {bound}
     decoder = Decoder(embedded_model(), ctx=256, threads=2)
     work = lambda: list(decoder.generate("Once upon a time", 200))
     threading.Thread(target=work, daemon=True).start()

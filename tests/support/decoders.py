@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -54,20 +55,42 @@ def append_foreign(decoder: Decoder, n: int) -> None:
 
 
 @contextmanager
-def interrupted(owner: Any, name: str, n: int = 1, *, before: bool = False) -> Iterator[None]:
-    """Interrupt what is called here, behind the nth call of a function, or before that call."""
-    call, calls = getattr(owner, name), count(1)
+def computing_by(
+    decoder: Decoder, compute: Callable[[Callable[[], int], int], int]
+) -> Iterator[None]:
+    """Have it compute by a function of what computes the graph, and of the graph's address.
 
-    def interrupt(*arguments: Any) -> None:
-        is_nth = next(calls) == n
-        if not (is_nth and before):
-            call(*arguments)
-        if is_nth:
-            raise KeyboardInterrupt
+    It returns the status. What it raises does not come out.
+    """
+    forward = decoder._forward
+    address = forward.graph_compute_address
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    call = kind(address)
+    ours = kind(lambda *given: compute(lambda: call(*given), given[0]))
+    forward.graph_compute_address = ctypes.cast(ours, ctypes.c_void_p).value or 0
+    try:
+        yield
+    finally:
+        forward.graph_compute_address = address
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, interrupt)
-        with pytest.raises(KeyboardInterrupt):
+
+@contextmanager
+def interrupted(
+    decoder: Decoder, n: int = 1, *, raised: type[BaseException] = KeyboardInterrupt
+) -> Iterator[None]:
+    """Send SIGINT, as it were, while the nth graph is computed."""
+    interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p).value or 0
+    calls = count(2)
+
+    def compute(call: Callable[[], int], _graph: int) -> int:
+        if next(calls) == n:
+            decoder._forward.graph_compute_address = interrupt
+        return call()
+
+    with computing_by(decoder, compute):
+        if n == 1:
+            decoder._forward.graph_compute_address = interrupt
+        with pytest.raises(raised):
             yield
 
 

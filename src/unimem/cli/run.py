@@ -251,7 +251,7 @@ def run(
             ctx=plan.ctx,
             kv_dtype=kv_dtype,
             window=window,
-            threads=plan.threads,
+            threads=threads,
             layout=layout,
         ) as decoder:
             talk = _talk(decoder, prompt or "", options, tokens)

@@ -17,10 +17,11 @@ from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.buffers.dims import ModelDims
 from unimem.engine.accounting import list_parts, make_report
-from unimem.engine.attention import Attention
-from unimem.engine.checks import MOST_POSITIONS, check_model, check_session, check_tokens
+from unimem.engine.checks import check_model, check_session, check_tokens
+from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
-from unimem.engine.sampling import Sampling, sample
+from unimem.engine.sampling import Sampling
+from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
@@ -63,7 +64,9 @@ class Decoder:
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
         then, and as long as this, not as `ctx`. By default attention sees all.
     threads : int, optional
-        Threads that compute; by default as `plan` says, so that a small model has one.
+        Threads that compute. By default at most as many as `plan` says, so that a small model has
+        one; fewer make tokens while other work keeps them waiting, which changes the last bits of
+        logits where attention reads 512 rows or more. A number that is given is kept.
     layout : Layout, optional
         Where to take memory; it is borrowed, not closed, and what was taken stays taken. By default
         the decoder makes its own.
@@ -98,7 +101,7 @@ class Decoder:
         The conversation so far. It may be cropped, trimmed or cleared between calls: attention
         sees the tokens that it holds, each at its own position.
     ctx, threads : int
-        Tokens that fit in the cache, with a window the most positions; threads that compute.
+        Tokens that fit in the cache, with a window the most positions; the most threads.
 
     Examples
     --------
@@ -146,6 +149,7 @@ class Decoder:
             self.layout = layout
             self.dims: ModelDims = self._model.dims
             self.ctx, self.threads = needed.ctx, needed.threads
+            self._count = ThreadCount(needed.threads, adapts=threads is None)
             self._set_up(kv_dtype, window, needed.scratch_bytes, progress)
         except BaseException:
             if own_layout is not None:
@@ -154,12 +158,8 @@ class Decoder:
                 self.weights.__exit__(None, None, None)
             raise
         self._tokenizer: Tokenizer | None = None
-        self._rng: np.random.Generator | None = None
-        self._seed: int | None = None
         self._n_talks = 0  # conversations, so that an old generator notices a new one
-        self._n_ids = 0  # positions whose ids were noted; known while the cache kept them
-        self._logits_end = 0  # the position behind the token of the logits; 0 without logits
-        self._tally = Tally(self.kv.address(0, "k"))
+        self._forward.tally = self._tally = Tally(self.kv.address(0, "k"))
         self._closed = False
         ledger.enter(self, ledger.sizes_of(self._parts))
         publish()
@@ -241,12 +241,11 @@ class Decoder:
         self._tokens = view(arrays.tokens, batch, "int32")
         self._positions = view(arrays.positions, batch, "int32")
         self._rows = view(arrays.rows, batch, "int64")
-        self._last = view(arrays.last, 1, "int32")
         self._logits_address = arrays.logits
         self._logits = view(arrays.logits, dims.vocab_size, "float32")
         self._logits[:] = 0
-        self._ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
-        vectors = [self._tokens, self._positions, self._rows, self._last, self._ids]
+        ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
+        vectors = [self._tokens, self._positions, self._rows, view(arrays.last, 1, "int32"), ids]
         self._parts = list_parts(vectors, self._logits)
         nbytes = Graph.bytes_needed(dims.num_layers)
         graphs = []
@@ -261,7 +260,10 @@ class Decoder:
         for graph in graphs:
             graph.set_memory(arena, work, self.threads, self._threadpool)
         window = self.kv.window or self.ctx
-        self._attention = Attention(self._decode, self._prefill, n_rows, window)
+        self._forward = ForwardPass(
+            self._decode, self._prefill, self.kv, arrays, self._logits, ids,
+            window=window, threads=self._count, turn=self._turn,
+        )  # fmt: skip
 
     # ---- memory -------------------------------------------------------------------------------
 
@@ -360,6 +362,7 @@ class Decoder:
     def _end(self) -> None:
         self._turn.end()
         self._closed = True
+        self._forward.close()
         self._free()
         self._held = []
         self.kv.__exit__()
@@ -462,13 +465,13 @@ class Decoder:
         n = self.kv.next_position
         if self.kv.is_empty:
             raise RuntimeError("there is nothing to save: prefill tokens first")
-        known = min(self._n_ids, self.kv._lowest_end)
+        known = min(self._forward.n_ids, self.kv._lowest_end)
         if n > known:
             raise RuntimeError(
                 f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
                 "this decoder did not compute them: save them with kv.save(path, tokens=...)"
             )
-        self.kv.save(path, tokens=self._ids[:n], model=self.weights.fingerprint)
+        self.kv.save(path, tokens=self._forward.ids[:n], model=self.weights.fingerprint)
 
     def resume(self, path: str | os.PathLike[str]) -> NDArray[Any]:
         """Go on with a conversation that was saved, instead of the one that is there.
@@ -512,10 +515,10 @@ class Decoder:
         self.reset()
         try:
             snapshot.read_into(self.kv, path, tokens=ids, model=saved.model)
-            self._note_ids(0, ids)
+            self._forward.note_ids(0, ids)
             last = [row.copy() for row in self._last_rows(saved)]
             self.kv.crop(saved.seq_len - 1)
-            self._step(int(ids[-1]))
+            self._forward.step(int(ids[-1]))
             # Computed from the tokens that are left, they differ where some had been trimmed.
             for row, was in zip(self._last_rows(saved), last, strict=True):
                 row[:] = was
@@ -540,9 +543,7 @@ class Decoder:
         self._check_open()
         self.kv.clear()
         self._n_talks += 1
-        self._n_ids = 0
-        self._logits_end = 0
-        self._rng = None
+        self._forward.forget()
         self._tally.hold(0, 0)
         refresh()
 
@@ -574,7 +575,7 @@ class Decoder:
         """
         self._check_open()
         checked = check_tokens(tokens, self.dims.vocab_size)
-        self._require_room(len(checked))
+        self._forward.require_room(len(checked))
         self._compute(checked)
         self._tally.count(len(checked), 0)
         return self.logits
@@ -612,13 +613,7 @@ class Decoder:
             There are no logits to choose by: nothing was prefilled, or not since `kv` was cleared,
             cropped or appended to.
         """
-        self._check_open()
-        options = Sampling(temperature, top_k, top_p, seed)
-        self._require_room(1)
-        token = self._choose(options)
-        self._step(token)
-        self._tally.count(0, 1)
-        return token
+        return self._forward.next_token(temperature, top_k, top_p, seed)
 
     def generate(
         self,
@@ -691,7 +686,7 @@ class Decoder:
         self._tally.count(len(tokens), 0)
         stream = self.tokenizer.stream()
         for i in range(n):
-            token = self._choose(options)
+            token = self._forward.choose(options)
             if token in stop:
                 break
             self._tally.count(0, 1)
@@ -701,100 +696,18 @@ class Decoder:
             if n_talks != self._n_talks:
                 raise RuntimeError("a new conversation has begun; this one cannot go on")
             if i < n - 1:
-                self._step(token)
+                self._forward.step(token)
         if text := stream.flush():
             yield text
-
-    def _require_room(self, n: int) -> None:
-        # A ring always has room: the context is what ends.
-        used = self.kv.next_position if self.kv.window else self.kv.seq_len
-        if n > self.ctx - used or n > MOST_POSITIONS - self.kv.next_position:
-            raise CacheFull(
-                f"no room for {n} more token{'s' * (n > 1)}: {used} of {self.ctx} are used, "
-                f"{self.ctx - used} left; reset() begins a new conversation",
-                self.ctx,
-                used,
-                n,
-            )
-
-    @in_turn
-    def _choose(self, options: Sampling) -> int:
-        kv = self.kv
-        if not self._logits_end == kv.next_position == kv._lowest_end or kv.is_empty:
-            raise RuntimeError("there are no logits to choose by: prefill tokens first")
-        if options.temperature and (self._rng is None or options.seed != self._seed):
-            self._rng, self._seed = np.random.default_rng(options.seed), options.seed
-        return sample(self._logits, options, self._rng)
 
     @in_turn
     def _compute(self, tokens: NDArray[Any]) -> None:
         """Compute checked tokens: all of them count, or none; in a ring, whole batches do."""
         if len(tokens) == 1:
-            self._step(int(tokens[0]))
+            self._forward.step(int(tokens[0]))
             return
         # A ring has rows for one batch beside its window.
         most = self._batch if self.kv.window else len(tokens)
         for start in range(0, len(tokens), most):
-            self._compute_batches(tokens[start : start + most])
-
-    def _compute_batches(self, tokens: NDArray[Any]) -> None:
-        kv, n = self.kv, len(tokens)
-        position, held = kv.next_position, kv.seq_len
-        row = kv.reserve(n)
-        self._logits_end = 0
-        try:
-            for i in range(0, n, self._batch):
-                self._compute_batch(tokens[i : i + self._batch], position + i, held + i, row + i)
-            self._note_ids(position, tokens)
-            self._logits_end = position + n
-            kv.commit(n)
-        except BaseException:
-            kv.rollback()
-            raise
-        self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
-
-    def _compute_batch(self, tokens: NDArray[Any], position: int, held: int, row: int) -> None:
-        """Compute tokens from a position and a row on; `held` tokens precede them."""
-        n, graph = len(tokens), self._prefill
-        graph.resize(n)
-        self._attention.show_batch(n, held, row)
-        self._tokens[:n] = tokens
-        self._positions[:n] = np.arange(position, position + n)
-        self._rows[:n] = np.arange(row, row + n) % self.kv.n_rows
-        self._last[0] = n - 1
-        graph.compute()
-
-    @in_turn
-    def _step(self, token: int) -> None:
-        """Compute one token; nothing is taken, and nothing moves."""
-        kv = self.kv
-        position, held = kv.next_position, kv.seq_len
-        row = kv.reserve(1)
-        self._logits_end = 0
-        try:
-            self._attention.show_token(held, row)
-            self._tokens[0] = token
-            self._positions[0] = position
-            self._rows[0] = row
-            self._last[0] = 0
-            self._decode.compute()
-            self._note_ids(position, self._tokens[:1])
-            self._logits_end = position + 1
-            kv.commit(1)
-        except BaseException:
-            kv.rollback()
-            raise
-        self._tally.hold(kv.memory_usage_bytes, kv.seq_len)
-
-    def _note_ids(self, position: int, tokens: NDArray[Any]) -> None:
-        """Note the ids of tokens from `position` on, unless some before them are not known."""
-        end = position + len(tokens)
-        # Other writers of the cache write behind its end.
-        self._n_ids = min(self._n_ids, self.kv._lowest_end)
-        if position <= self._n_ids:
-            if end > len(self._ids):
-                # Positions go beyond the context only after the cache was trimmed.
-                self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
-            self._ids[position:end] = tokens
-            self._n_ids = end
-        self.kv._lowest_end = end  # before they are committed; a rollback lowers it again
+            self._forward.prefill(tokens[start : start + most])
+            self._tally.hold(self.kv.memory_usage_bytes, self.kv.seq_len)

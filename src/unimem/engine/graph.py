@@ -120,6 +120,14 @@ class Graph:
 
     Attributes
     ----------
+    n_tokens, n_kv : int
+        Of the graph as it is now, and the rows of the cache that attention reads.
+    address, plan_address : int
+        Of ggml's graph and of the plan of its computation.
+    mask_address, mask_strides_address : int
+        Of the mask, and of the strides in its header that depend on `n_kv`.
+    kv_lengths : ndarray
+        uint64: the addresses of each length in a header that is `n_kv`.
     values : BufferPlan
         Where each value lies in the arena; a value is called by the number of the node that makes
         it, and a step is the computation of one node.
@@ -138,22 +146,18 @@ class Graph:
         self._model = model
         self._headers = headers
         self._arrays = arrays
-        self._mask_address = mask
         self._context = ggml.new_context(address, nbytes)
         self._words = view(address, nbytes // _WORD, "uint64")
         self._base = address
         self._nodes: NDArray[Any] = np.empty(0, np.int64)
         self._offsets: NDArray[Any] = np.empty(0, np.int64)
-        self._n_kv_words: NDArray[Any] = np.empty(0, np.int64)
         self._arena = 0
         self._work = 0
         self._plan = ggml.ComputePlan()
-        self._plan_pointer = ctypes.c_void_p(ctypes.addressof(self._plan))
-        self._graph_pointer = ctypes.c_void_p()
+        self.plan_address = ctypes.addressof(self._plan)
+        self.mask_address = mask
         self.batch = batch
-        self.n_tokens = 0
-        self.n_kv = 0
-        self.mask = view(mask, (batch, headers.n_rows), "float16")
+        self.n_tokens = batch
         self._build(batch)
         self.values = BufferPlan(self._uses())
         # -1 marks a node without memory of its own.
@@ -175,39 +179,25 @@ class Graph:
 
     def work_bytes(self, n_threads: int, threadpool: int) -> int:
         """Bytes that ggml works in while it computes the graph."""
-        return int(ggml.graph_plan(self._graph_pointer, n_threads, threadpool).work_size)
+        return int(ggml.graph_plan(self.address, n_threads, threadpool).work_size)
 
     def resize(self, n_tokens: int) -> None:
         """Rebuild the graph for `n_tokens` tokens, in the same memory."""
         if n_tokens != self.n_tokens:
+            self.n_tokens = 0  # until all of it is there
             self._build(n_tokens)
             self._bind()
+            self.n_tokens = n_tokens
 
-    def attend(self, n_kv: int) -> None:
-        """Make attention read the first `n_kv` rows of the cache."""
-        if n_kv == self.n_kv:
-            return
-        self._words[self._n_kv_words] = n_kv
-        mask = ggml.TensorHeader.from_address(self._mask)
-        mask.nb[1] = 2 * n_kv
-        mask.nb[2] = mask.nb[3] = 2 * n_kv * self.n_tokens
-        self.mask = view(self._mask_address, (self.n_tokens, n_kv), "float16")
-        self.n_kv = n_kv
+    @property
+    def n_kv(self) -> int:
+        """The rows of the cache that attention reads."""
+        return int(ggml.TensorHeader.from_address(self._mask).ne[0])
 
-    def compute(self) -> None:
-        """Compute the graph, with the interpreter's lock released.
-
-        Raises
-        ------
-        RuntimeError
-            ggml says that it failed.
-        ClosedError
-            In a forked child, which has none of ggml's threads.
-        """
-        ggml.use_threads(self._n_threads)
-        status = ggml.graph_compute(self._graph_pointer, self._plan_pointer)
-        if status != 0:
-            raise RuntimeError(f"ggml could not compute the graph (status {status})")
+    @property
+    def mask(self) -> NDArray[Any]:
+        """float16 [n_tokens, n_kv]: what is added to a token's scores, 0 or minus infinity."""
+        return view(self.mask_address, (self.n_tokens, self.n_kv), "float16")
 
     def free(self) -> None:
         """Free what ggml holds beside the given memory."""
@@ -221,16 +211,15 @@ class Graph:
     def _build(self, n: int) -> None:
         ggml.reset(self._context)
         builder = _Builder(self._model, self._headers, self._arrays, self._context, n)
-        builder.build(self._mask_address)
-        self.n_tokens, self.n_kv = n, self._headers.n_rows
-        self.mask = view(self._mask_address, (n, self.n_kv), "float16")
+        builder.build(self.mask_address)
         self._output, self._mask = builder.output, builder.mask
-        self._graph_pointer = ctypes.c_void_p(builder.graph)
+        self.mask_strides_address = self._mask + ggml.TensorHeader.nb.offset + _WORD
+        self.address = builder.graph
         n_nodes = ggml.graph_n_nodes(builder.graph)
         self._nodes = np.array(view(ggml.graph_nodes(builder.graph), n_nodes, "int64"))
         ne = ggml.TensorHeader.ne.offset
-        words = [(address + ne) // _WORD + dim for address, dim in builder.kv_dims]
-        self._n_kv_words = np.array(words, np.int64) - self._base // _WORD
+        lengths = [address + ne + _WORD * dim for address, dim in builder.kv_dims]
+        self.kv_lengths = np.array(lengths, np.uint64)
 
     def _uses(self) -> list[BufferUse]:
         """Size, first and last use of each value that needs memory."""
@@ -263,7 +252,7 @@ class Graph:
             if tensor.view_src:
                 root = fields.from_address(tensor.view_src)
                 tensor.data = root.data + tensor.view_offs
-        plan = ggml.graph_plan(self._graph_pointer, self._n_threads, self._threadpool)
+        plan = ggml.graph_plan(self.address, self._n_threads, self._threadpool)
         ctypes.memmove(ctypes.addressof(self._plan), ctypes.addressof(plan), ctypes.sizeof(plan))
         self._plan.work_data = self._work
 

@@ -80,11 +80,7 @@ def sample(logits: NDArray[Any], options: Sampling, rng: np.random.Generator | N
         The likeliest token's logit is not a finite number.
     """
     best = int(logits.argmax())  # the first NaN, where there is one
-    if not math.isfinite(logits[best]):
-        raise ArithmeticError(
-            f"the logit of token {best} is {logits[best]}: the weights are damaged, or the model "
-            "does not work with this KV type"
-        )
+    check_finite(logits, best)
     if options.temperature == 0 or rng is None:
         return best
     n = len(logits)
@@ -101,3 +97,12 @@ def sample(logits: NDArray[Any], options: Sampling, rng: np.random.Generator | N
         sums = np.cumsum(np.exp(gaps / options.temperature))
     chosen = np.searchsorted(sums, rng.random() * sums[-1], side="right")
     return int(tokens[min(int(chosen), len(tokens) - 1)])
+
+
+def check_finite(logits: NDArray[Any], best: int) -> None:
+    """Raise `ArithmeticError` where the likeliest token's logit is not a finite number."""
+    if not math.isfinite(logits[best]):
+        raise ArithmeticError(
+            f"the logit of token {best} is {logits[best]}: the weights are damaged, or the model "
+            "does not work with this KV type"
+        )

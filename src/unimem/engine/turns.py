@@ -12,12 +12,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import RLock
-from types import TracebackType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakSet
 
-from unimem.errors import ClosedError
+from unimem.engine.turn import Ownership
 
 __all__ = ["Turn", "in_turn"]
 
@@ -29,30 +27,14 @@ _T = TypeVar("_T")
 _turns: WeakSet[Turn] = WeakSet()
 
 
-class Turn:
+class Turn(Ownership):
     """A decoder's turn: entered for each computation, and no more once `end` was called.
 
     A thread that has it may enter it again.
     """
 
     def __init__(self) -> None:
-        self._lock = RLock()
-        self._is_over = False
         _turns.add(self)
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if self._is_over:
-            self._lock.release()
-            raise ClosedError("the Decoder is closed")
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._lock.release()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -63,18 +45,18 @@ class Turn:
         BufferError
             Another thread computes.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self.take(0):
             raise BufferError("another thread computes with the Decoder: let it end first")
         try:
             yield
         finally:
-            self._lock.release()
+            self.give()
 
     def end(self) -> None:
         """Refuse every further computation, and wait for the one in flight."""
-        self._is_over = True
-        with self._lock:
-            pass
+        self.is_over = True
+        self.take()
+        self.give()
 
 
 class _HasTurn(Protocol):
@@ -99,13 +81,13 @@ def _end_all() -> None:
     """Wait for what is computed in daemon threads, and leave them waiting for their next turn."""
     deadline = time.monotonic() + _END_SECONDS
     for turn in list(_turns):
-        turn._lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        turn.take(max(0.0, deadline - time.monotonic()))
 
 
 def _begin_anew() -> None:
     """Take all turns from the threads that a forked child does not have."""
     for turn in list(_turns):
-        turn._lock = RLock()
+        turn.begin_anew()
 
 
 atexit.register(_end_all)

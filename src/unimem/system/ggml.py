@@ -206,7 +206,8 @@ graph_n_nodes = _base("graph_n_nodes", c_int, _P)
 graph_nodes = _base("graph_nodes", _P, _P)
 
 graph_plan = _cpu("graph_plan", ComputePlan, _P, c_int, _P)
-graph_compute = _cpu("graph_compute", c_int, _P, _P)
+graph_compute_address = ctypes.cast(_CPU.ggml_graph_compute, c_void_p).value
+"""int (*)(ggml_cgraph *, ggml_cplan *), for callers that hold no lock of the interpreter."""
 _threadpool_params_default = _base("threadpool_params_default", ThreadpoolParams, c_int)
 _threadpool_new = _cpu("threadpool_new", _P, POINTER(ThreadpoolParams))
 threadpool_free = _cpu("threadpool_free", None, _P)
@@ -224,23 +225,26 @@ def new_context(address: int, nbytes: int) -> int:
     return int(init(InitParams(mem_size=nbytes, mem_buffer=address, no_alloc=True)))
 
 
-class _Team:
-    """The threads that libgomp keeps for the next graph.
+class _Team(Structure):
+    """The threads that libgomp keeps for the next graph; who computes with several says so.
 
     The child of a fork has none of them, and would wait for them for ever. Other builds of OpenMP
     know of forks, and ggml's own threads belong to a decoder.
     """
 
-    def __init__(self) -> None:
-        self.is_kept = hasattr(_CPU, "GOMP_parallel")
-        self.is_made = self.is_lost = False
-        os.register_at_fork(after_in_child=self._lose)
+    _fields_ = (("is_kept", c_bool), ("is_made", c_bool), ("is_lost", c_bool))
+    is_kept: bool
+    is_made: bool
+    is_lost: bool
 
-    def _lose(self) -> None:
+    def lose(self) -> None:
+        """Note in a forked child what it does not have."""
         self.is_lost = self.is_lost or self.is_made
 
 
-_team = _Team()
+_team = _Team(is_kept=hasattr(_CPU, "GOMP_parallel"))
+team_address = ctypes.addressof(_team)
+os.register_at_fork(after_in_child=_team.lose)
 
 
 def require_threads(n_threads: int) -> None:
@@ -257,13 +261,6 @@ def require_threads(n_threads: int) -> None:
             "none of ggml's threads: start it by spawn "
             "(multiprocessing.set_start_method('spawn')), or take threads=1"
         )
-
-
-def use_threads(n_threads: int) -> None:
-    """Say that a graph will be computed with so many threads; otherwise as `require_threads`."""
-    if n_threads > 1:
-        require_threads(n_threads)
-        _team.is_made = _team.is_kept
 
 
 def new_threadpool(n_threads: int) -> int:

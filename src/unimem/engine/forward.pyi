@@ -1,0 +1,46 @@
+from typing import Any
+
+from numpy.typing import NDArray
+
+from unimem.accounting.published import Tally
+from unimem.engine.graph import Arrays, Graph
+from unimem.engine.sampling import Sampling
+from unimem.engine.thread_count import ThreadCount
+from unimem.engine.turn import Ownership
+from unimem.kv.cache import KVCache
+
+class ForwardPass:
+    def __init__(
+        self,
+        decode: Graph,
+        prefill: Graph,
+        kv: KVCache,
+        inputs: Arrays,
+        logits: NDArray[Any],
+        ids: NDArray[Any],
+        *,
+        window: int,
+        threads: ThreadCount,
+        turn: Ownership,
+    ) -> None: ...
+    window: int
+    tally: Tally
+    graph_compute_address: int
+    @property
+    def threads(self) -> ThreadCount: ...
+    @property
+    def n_ids(self) -> int: ...
+    @property
+    def logits_end(self) -> int: ...
+    @property
+    def compute_ns(self) -> int: ...
+    @property
+    def ids(self) -> NDArray[Any]: ...
+    def require_room(self, n: int) -> None: ...
+    def next_token(self, temperature: float, top_k: int, top_p: float, seed: int | None) -> int: ...
+    def choose(self, options: Sampling) -> int: ...
+    def step(self, token: int) -> None: ...
+    def prefill(self, tokens: NDArray[Any]) -> None: ...
+    def note_ids(self, position: int, tokens: NDArray[Any]) -> None: ...
+    def forget(self) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,523 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
+"""Forward passes over the two graphs of a decoder, in one call each.
+
+What a token needs beside ggml's computation (mask, inputs, rows of the KV cache, ids) is written
+here, without the interpreter, whose lock is released meanwhile.
+"""
+import numpy as np
+
+from unimem.engine.sampling import Sampling, check_finite, sample
+from unimem.errors import CacheFull, ClosedError
+from unimem.system import ggml
+
+cimport numpy as cnp
+from cpython.buffer cimport Py_buffer
+from cpython.exc cimport PyErr_CheckSignals
+from libc.math cimport isfinite
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint64_t, uintptr_t
+from libc.string cimport memcpy
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from unimem._core cimport native as um
+from unimem.engine.thread_count cimport ThreadCount
+from unimem.engine.turn cimport Ownership
+from unimem.kv.cache cimport KVCache
+
+cdef extern from "<stdbool.h>":
+    ctypedef bint c_bool "bool"
+
+cdef extern from "numpy/ndarrayobject.h":
+    ctypedef struct PyArray_ArrFuncs:
+        int (*argmax)(void *data, cnp.npy_intp n, cnp.npy_intp *at, void *array) noexcept nogil
+    PyArray_ArrFuncs *PyDataType_GetArrFuncs(cnp.dtype dtype)
+
+cdef extern from "Python.h":
+    Py_buffer *PyMemoryView_GET_BUFFER(object view)
+
+cnp.import_array()
+
+cdef enum:
+    KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
+    NO_ROW = -2  # no row comes next after this one
+    SUCCESS = 0  # of ggml_status
+    ABORTED = 1
+
+# ggml counts positions in 32 bits.
+cdef int64_t MOST_POSITIONS = 2**31 - 1
+cdef uint16_t HIDDEN = 0xFC00  # minus infinity, as float16
+cdef uint16_t SHOWN = 0
+
+
+cdef struct ComputePlan:  # ggml_cplan, whose layout system/ggml.py checks
+    size_t work_size
+    uint8_t *work_data
+    int n_threads
+    void *threadpool
+    c_bool (*abort_callback)(void *) noexcept nogil
+    void *abort_callback_data
+    c_bool use_ref
+
+
+cdef struct Team:  # system/ggml.py
+    c_bool is_kept, is_made, is_lost
+
+
+ctypedef int (*Compute)(void *graph, ComputePlan *plan) noexcept nogil
+
+
+cdef struct Graph:
+    void *graph
+    ComputePlan *plan
+    uint16_t *mask  # [n_tokens, n_kv]
+    size_t *mask_strides  # nb[1] to nb[3] of its header
+    uintptr_t *lengths  # addresses of the int64 that are the number of rows that attention reads
+    Py_ssize_t n_lengths
+    int64_t n_tokens, n_kv
+
+
+cdef int64_t now_ns() noexcept nogil:
+    cdef timespec t
+    clock_gettime(CLOCK_MONOTONIC, &t)
+    return t.tv_sec * <int64_t>1_000_000_000 + t.tv_nsec
+
+
+cdef c_bool is_over(void *deadline_ns) noexcept nogil:
+    return now_ns() > (<int64_t *>deadline_ns)[0]
+
+
+cdef void attend(Graph *g, int64_t n_kv) noexcept nogil:
+    """Make attention read the first n_kv rows of the cache."""
+    cdef Py_ssize_t i
+    if n_kv == g.n_kv:
+        return
+    for i in range(g.n_lengths):
+        (<int64_t *>g.lengths[i])[0] = n_kv
+    g.mask_strides[0] = 2 * n_kv
+    g.mask_strides[1] = g.mask_strides[2] = 2 * n_kv * g.n_tokens
+    g.n_kv = n_kv
+
+
+cdef void fill(uint16_t *mask, int64_t begin, int64_t end, uint16_t value) noexcept nogil:
+    cdef int64_t i
+    for i in range(begin, end):
+        mask[i] = value
+
+
+cdef void show(uint16_t *mask, int64_t n_kv, int64_t first, int64_t last) noexcept nogil:
+    """Show a token the rows [first, last]; those below 0 are the last ones of a ring."""
+    fill(mask, 0, n_kv, HIDDEN)
+    if first < 0:
+        fill(mask, n_kv + first, n_kv, SHOWN)
+    fill(mask, max(first, 0), last + 1, SHOWN)
+
+
+cdef bint is_greedy(temperature, top_k, top_p, seed) except -1:
+    """Whether these are options of `Sampling`, surely, that take the likeliest token."""
+    return (
+        (type(temperature) is float or type(temperature) is int) and temperature == 0
+        and type(top_k) is int and top_k >= 0
+        and (type(top_p) is float or type(top_p) is int) and 0 < top_p <= 1
+        and (seed is None or (type(seed) is int and seed >= 0))
+    )
+
+
+cdef class ForwardPass:
+    """Computes tokens behind those of a KV cache, writes their rows into it, and chooses the next.
+
+    One thread at a time, in the decoder's turn.
+
+    Parameters
+    ----------
+    decode, prefill : unimem.engine.graph.Graph
+        The graph of one token, and that of a batch, with their memory.
+    kv : KVCache
+        With a row for each token of `window` and of a batch.
+    inputs : unimem.engine.graph.Arrays
+        Where the graphs read and write.
+    logits, ids : numpy.ndarray
+        float32 [vocab], what the graphs write; int32 [ctx], where ids are noted, by position.
+    window : int
+        Tokens that each one sees: itself and those before it.
+    threads : ThreadCount
+        How many threads compute.
+    turn : Ownership
+        The decoder's.
+
+    Attributes
+    ----------
+    window, threads
+        As given.
+    tally : unimem.accounting.published.Tally
+        Where tokens are counted.
+    n_ids : int
+        Positions whose ids were noted; they are known while the cache kept them.
+    logits_end : int
+        The position behind the token of the logits; 0 without logits.
+    compute_ns : int
+        Nanoseconds within ggml's compute call so far.
+    graph_compute_address : int
+        ggml's function.
+    """
+    cdef public int64_t window
+    cdef public uintptr_t graph_compute_address
+    cdef public object tally
+    cdef readonly ThreadCount threads
+    cdef readonly uint64_t n_ids, logits_end
+    cdef readonly int64_t compute_ns
+    cdef KVCache _kv
+    cdef Ownership _turn
+    cdef object _prefill_graph, _rng, _seed
+    cdef cnp.ndarray _logits, _ids
+    cdef Graph _decode, _prefill
+    cdef int64_t _batch, _ctx
+    cdef int64_t _shown_first, _shown_last  # rows that the mask of `_decode` shows
+    # The inputs of both graphs.
+    cdef int32_t *_tokens
+    cdef int32_t *_positions
+    cdef int64_t *_rows
+    cdef int32_t *_last
+    cdef Team *_team
+    cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
+    cdef bint _is_closed
+
+    def __init__(self, decode, prefill, KVCache kv not None, inputs, cnp.ndarray logits not None,
+                 cnp.ndarray ids not None, *, window, ThreadCount threads not None,
+                 Ownership turn not None):
+        self._prefill_graph = prefill
+        self._kv = kv
+        self._logits, self._ids = logits, ids
+        self._ctx, self._batch = ids.shape[0], prefill.batch
+        self.window, self.threads, self._turn = window, threads, turn
+        self._tokens = <int32_t *><uintptr_t>inputs.tokens
+        self._positions = <int32_t *><uintptr_t>inputs.positions
+        self._rows = <int64_t *><uintptr_t>inputs.rows
+        self._last = <int32_t *><uintptr_t>inputs.last
+        self._team = <Team *><uintptr_t>ggml.team_address
+        self.graph_compute_address = ggml.graph_compute_address
+        self._shown_last = NO_ROW
+        self._argmax = PyDataType_GetArrFuncs(logits.dtype).argmax
+        self._load(&self._decode, decode)
+        self._load(&self._prefill, prefill)
+
+    cdef int _load(self, Graph *g, graph) except -1:
+        cdef cnp.ndarray lengths = graph.kv_lengths  # which the graph keeps
+        g.graph = <void *><uintptr_t>graph.address
+        g.plan = <ComputePlan *><uintptr_t>graph.plan_address
+        g.mask = <uint16_t *><uintptr_t>graph.mask_address
+        g.mask_strides = <size_t *><uintptr_t>graph.mask_strides_address
+        g.lengths = <uintptr_t *>cnp.PyArray_DATA(lengths)
+        g.n_lengths = lengths.shape[0]
+        g.n_tokens, g.n_kv = graph.n_tokens, graph.n_kv
+        return 0
+
+    def close(self):
+        """Compute nothing any more: the memory goes."""
+        self._is_closed = True
+
+    @property
+    def ids(self):
+        """int32 [n_ids]: the ids of the tokens that were computed, by position."""
+        return self._ids[:self.n_ids]
+
+    # ---- computing ----
+
+    def require_room(self, int64_t n):
+        """Raise `CacheFull` where there is no room for n more tokens."""
+        self._require_room(n)
+
+    cdef int _require_room(self, int64_t n) except -1:
+        # A ring always has room: the context is what ends.
+        cdef um.um_kv *kv = &self._kv.kv
+        cdef int64_t position = um.um_kv_next_position(kv)
+        cdef int64_t used = position if kv.spec.window else um.um_kv_seq_len(kv)
+        if n > self._ctx - used or n > MOST_POSITIONS - position:
+            raise CacheFull(
+                f"no room for {n} more token{'s' * (n > 1)}: {used} of {self._ctx} are used, "
+                f"{self._ctx - used} left; reset() begins a new conversation",
+                self._ctx, used, n)
+        return 0
+
+    def next_token(self, temperature, top_k, top_p, seed):
+        """Choose a token by the logits and compute it, as `Decoder.generate_next_token`."""
+        cdef object options = None
+        cdef int64_t token
+        if not is_greedy(temperature, top_k, top_p, seed):
+            options = Sampling(temperature, top_k, top_p, seed)
+        self._turn.enter()
+        try:
+            self._require_room(1)
+            token = self._choose(options)
+            self._step(token)
+            self._tell(1)
+        finally:
+            self._turn.leave()
+        return token
+
+    def choose(self, options):
+        """Choose a token by the logits.
+
+        Parameters
+        ----------
+        options : Sampling
+            How. The same seed goes on with a sequence of choices until `forget` is called.
+
+        Returns
+        -------
+        int
+            Its id.
+
+        Raises
+        ------
+        RuntimeError
+            There are no logits to choose by.
+        ArithmeticError
+            As `sample`.
+        """
+        self._turn.enter()
+        try:
+            return self._choose(options)
+        finally:
+            self._turn.leave()
+
+    def step(self, int32_t token):
+        """Compute one token; nothing is taken, and nothing moves.
+
+        Raises
+        ------
+        CacheFull, BufferError
+            As `KVCache.reserve`.
+        ClosedError
+            It is closed, or this is a forked child, which has none of ggml's threads.
+        RuntimeError
+            ggml says that it failed.
+
+        Notes
+        -----
+        When it raises, the token does not count.
+        """
+        self._turn.enter()
+        try:
+            self._step(token)
+            self._tell(0)
+        finally:
+            self._turn.leave()
+
+    cdef int64_t _choose(self, options) except -1:
+        cdef um.um_kv *kv = &self._kv.kv
+        cdef uint64_t end = um.um_kv_next_position(kv)
+        cdef cnp.npy_intp best
+        cdef float *logits
+        self._check()
+        if (self.logits_end != end or self._kv._lowest_end != end
+                or um.um_kv_seq_len(kv) == 0):
+            raise RuntimeError("there are no logits to choose by: prefill tokens first")
+        if options is None:
+            logits = <float *>cnp.PyArray_DATA(self._logits)
+            # The first NaN, where there is one. This is what the array's method calls in the end.
+            self._argmax(logits, self._logits.shape[0], &best, <void *>self._logits)
+            if not isfinite(logits[best]):
+                check_finite(self._logits, best)
+            return best
+        if options.temperature and (self._rng is None or options.seed != self._seed):
+            self._rng, self._seed = np.random.default_rng(options.seed), options.seed
+        return sample(self._logits, options, self._rng)
+
+    cdef int _step(self, int32_t token) except -1:
+        cdef KVCache kv = self._kv
+        cdef uint64_t position, held, row
+        cdef um.um_error err
+        cdef int status
+        self._check()
+        kv.begin_change()
+        position = um.um_kv_next_position(&kv.kv)
+        held = um.um_kv_seq_len(&kv.kv)
+        if um.um_kv_reserve(&kv.kv, 1, &row, &err) == um.UM_OK:
+            kv._reserved = 1
+        else:
+            row = kv.reserve(1)
+        self.logits_end = 0
+        try:
+            with nogil:
+                self._show_token(held, row)
+                self._tokens[0] = token
+                self._positions[0] = position
+                self._rows[0] = row
+                self._last[0] = 0
+                status = self._compute_token()
+            self._end(status)
+            self.note_tokens(position, &token, 1)
+            self.logits_end = position + 1
+            if um.um_kv_commit(&kv.kv, 1, &err) == um.UM_OK:
+                kv._reserved = 0
+            else:
+                kv.commit(1)
+        except BaseException:
+            kv.rollback()
+            raise
+        return 0
+
+    cdef int _tell(self, uint64_t n_generated) except -1:
+        """Count as `Tally.count` and `Tally.hold`."""
+        cells = self.tally._cells  # an end or a fork changes which they are
+        cdef uint64_t *cell = <uint64_t *>PyMemoryView_GET_BUFFER(cells).buf
+        cell[1] += n_generated
+        cell[2] = self._kv.used_bytes()
+        cell[3] = um.um_kv_seq_len(&self._kv.kv)
+        return 0
+
+    def prefill(self, tokens):
+        """Compute tokens in batches, of which the last token gets logits.
+
+        Parameters
+        ----------
+        tokens : numpy.ndarray
+            At least one id, checked; in a ring no more than a batch.
+
+        Raises
+        ------
+        CacheFull, BufferError, ClosedError, RuntimeError
+            As `step`.
+
+        Notes
+        -----
+        When it raises, none of the tokens counts.
+        """
+        cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
+        cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(ids)
+        cdef KVCache kv = self._kv
+        cdef int64_t position, held, row, i, batch, n = ids.shape[0]
+        cdef int status
+        self._check()
+        position = um.um_kv_next_position(&kv.kv)
+        held = um.um_kv_seq_len(&kv.kv)
+        row = kv.reserve(n)
+        self.logits_end = 0
+        try:
+            for i in range(0, n, self._batch):
+                batch = min(self._batch, n - i)
+                if batch != self._prefill.n_tokens:
+                    self._prefill.n_tokens = 0  # until all of it is there
+                    self._prefill_graph.resize(batch)
+                    self._load(&self._prefill, self._prefill_graph)
+                with nogil:
+                    self._show_batch(batch, held + i, row + i)
+                    self._write_batch(given + i, batch, position + i, row + i)
+                    status = self._run(&self._prefill, self.threads.most, 0)
+                self._end(status)
+            self.note_tokens(position, given, n)
+            self.logits_end = position + n
+            kv.commit(n)
+        except BaseException:
+            kv.rollback()
+            raise
+
+    cdef int _check(self) except -1:
+        if self._is_closed:
+            raise ClosedError("the Decoder is closed")
+        if self._team.is_lost:
+            ggml.require_threads(self.threads.most)
+        return 0
+
+    cdef int _end(self, int status) except -1:
+        # As the interpreter would, which has not run meanwhile. A handler may close the decoder.
+        PyErr_CheckSignals()
+        self._check()
+        self._kv.begin_change()
+        if status != SUCCESS:
+            raise RuntimeError(f"ggml could not compute the graph (status {status})")
+        return 0
+
+    cdef int _compute_token(self) noexcept nogil:
+        cdef int64_t limit = self.threads.limit(), before = self.compute_ns
+        cdef int status = self._run(&self._decode, self.threads.next_count(), limit)
+        if status == ABORTED and limit:
+            self.threads.note_token(self.compute_ns - before, True)
+            before = self.compute_ns
+            status = self._run(&self._decode, self.threads.next_count(), 0)
+        self.threads.note_token(self.compute_ns - before, False)
+        return status
+
+    cdef int _run(self, Graph *g, int n_threads, int64_t limit) noexcept nogil:
+        cdef int64_t start = now_ns(), deadline = start + limit
+        cdef int status
+        if n_threads > 1:
+            self._team.is_made = self._team.is_kept
+        g.plan.n_threads = n_threads
+        g.plan.abort_callback = NULL
+        if limit:
+            g.plan.abort_callback = is_over
+        g.plan.abort_callback_data = &deadline
+        status = (<Compute>self.graph_compute_address)(g.graph, g.plan)
+        self.compute_ns += now_ns() - start
+        return status
+
+    # ---- what is computed ----
+
+    cdef void _write_batch(self, const int32_t *tokens, int64_t n, int64_t position,
+                           int64_t row) noexcept nogil:
+        cdef int64_t i, n_rows = self._kv.kv.n_rows
+        memcpy(self._tokens, tokens, 4 * n)
+        for i in range(n):
+            self._positions[i] = position + i
+            self._rows[i] = (row + i) % n_rows
+        self._last[0] = n - 1
+
+    cdef int64_t _first_row(self, int64_t held, int64_t row) noexcept nogil:
+        """The first row that the token in `row` sees; below 0, counted round the ring."""
+        return row - min(held, self.window - 1)
+
+    cdef int64_t _n_kv(self, int64_t first, int64_t end) noexcept nogil:
+        """How many rows attention reads, so that [first, end) are among them."""
+        cdef int64_t n_rows = self._kv.kv.n_rows
+        if first < 0:
+            return n_rows
+        return min(n_rows, (end + KV_BUCKET - 1) // KV_BUCKET * KV_BUCKET)
+
+    cdef void _show_batch(self, int64_t n, int64_t held, int64_t row) noexcept nogil:
+        """Show each of n tokens from `row` on those before it; `held` precede the first."""
+        cdef Graph *g = &self._prefill
+        cdef int64_t i, at
+        attend(g, self._n_kv(self._first_row(held, row), row + n))
+        for i in range(n):
+            at = (row + i) % <int64_t>self._kv.kv.n_rows
+            show(g.mask + i * g.n_kv, g.n_kv, self._first_row(held + i, at), at)
+
+    cdef void _show_token(self, int64_t held, int64_t row) noexcept nogil:
+        """Show the token in `row` the `held` tokens before it, as far as the window goes."""
+        cdef Graph *g = &self._decode
+        cdef int64_t first = self._first_row(held, row), before = self._shown_first
+        cdef int64_t n_kv = self._n_kv(first, row + 1)
+        if n_kv != g.n_kv or row != self._shown_last + 1 or not before <= first <= before + 1:
+            attend(g, n_kv)
+            show(g.mask, n_kv, first, row)
+        else:
+            if first != before:
+                g.mask[before if before >= 0 else n_kv + before] = HIDDEN
+            g.mask[row] = SHOWN
+        self._shown_first, self._shown_last = first, row
+
+    # ---- ids ----
+
+    def forget(self):
+        """Begin a new conversation."""
+        self.n_ids = 0
+        self.logits_end = 0
+        self._rng = None
+
+    def note_ids(self, int64_t position, tokens):
+        """Note the ids of tokens from `position` on, unless some before them are not known."""
+        cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
+        self.note_tokens(position, <int32_t *>cnp.PyArray_DATA(ids), ids.shape[0])
+
+    cdef int note_tokens(self, int64_t position, const int32_t *tokens, int64_t n) except -1:
+        cdef int64_t end = position + n
+        # Other writers of the cache write behind its end.
+        self.n_ids = min(self.n_ids, self._kv._lowest_end)
+        if position <= self.n_ids:
+            if end > self._ids.shape[0]:
+                # Positions go beyond the context only after the cache was trimmed.
+                self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
+            memcpy(<int32_t *>cnp.PyArray_DATA(self._ids) + position, tokens, 4 * n)
+            self.n_ids = end
+        self._kv._lowest_end = end  # before they are committed; a rollback lowers it again
+        return 0
