@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import random
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char, c_void_p
 from pathlib import Path
@@ -22,7 +23,15 @@ from typing import Any, NamedTuple
 
 from unimem.system import ggml
 
-__all__ = ["Buffer", "BufferType", "Order", "buffer_types", "build", "find_order"]
+__all__ = [
+    "Buffer",
+    "BufferType",
+    "Order",
+    "are_rows_apart",
+    "buffer_types",
+    "build",
+    "find_order",
+]
 
 _TINY_BYTES = 4096
 _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
@@ -55,10 +64,14 @@ class Order(NamedTuple):
         What writes it.
     nbytes : int
         What it takes in that order.
+    kernel : int
+        What ggml marks it with: the same for tensors that the same code multiplies, and of this
+        process alone.
     """
 
     buffer_type: BufferType
     nbytes: int
+    kernel: int
 
 
 @functools.cache
@@ -118,10 +131,51 @@ def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
                 ggml.buffer_init_tensor(buffer.address, weight)
                 # AMX marks what it has no kernel for, and repack says that it has none.
                 if header.extra and ggml.dev_supports_op(_device(), product):
-                    return Order(one, int(ggml.buft_get_alloc_size(one.address, weight)))
+                    nbytes = int(ggml.buft_get_alloc_size(one.address, weight))
+                    return Order(one, nbytes, int(header.extra))
     finally:
         ggml.free(context)
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def are_rows_apart(kind: int, ne: tuple[int, ...], n_rows: int) -> bool:
+    """Tell whether a tensor may be written in pieces, each as a 2-d tensor of so many rows.
+
+    ggml promises it of no type. So the pieces must be for the same kernel, add up to the same
+    bytes, and give a small tensor of this row length the bytes that it has when it is written
+    whole.
+
+    Parameters
+    ----------
+    kind, ne
+        As for `find_order`, of a tensor that has an order.
+    n_rows : int
+        Rows of a piece; those of all experts are counted through.
+    """
+    whole, total = find_order(kind, ne), ne[1] * (ne[2] if len(ne) > 2 else 1)
+    parts = {n_rows, total % n_rows or n_rows}
+    found = {n: find_order(kind, (ne[0], n)) for n in parts}
+    probe = (ne[0], 2 * n_rows) if len(ne) == 2 else (ne[0], n_rows, 2)
+    both = find_order(kind, probe)
+    if whole is None or both is None or whole.nbytes % total:
+        return False
+    row_bytes = whole.nbytes // total
+    for n, order in (*found.items(), (2 * n_rows, both)):
+        if order is None or (order.kernel, order.nbytes) != (whole.kernel, n * row_bytes):
+            return False
+    data = random.Random(0).randbytes(2 * n_rows * int(ggml.row_size(kind, ne[0])))
+    held = ctypes.create_string_buffer(data, len(data))
+    source = ctypes.addressof(held)
+    memory = [(c_char * (both.nbytes + _TINY_BYTES))() for _ in range(2)]
+    at = [-(-ctypes.addressof(one) // _TINY_BYTES) * _TINY_BYTES for one in memory]
+    for place, pieces in zip(at, (1, 2), strict=True):
+        with Buffer(whole.buffer_type, place, both.nbytes) as buffer:
+            for i in range(pieces):
+                shape = probe if pieces == 1 else (ne[0], n_rows)
+                done = i * len(data) // 2, i * both.nbytes // 2
+                buffer.write(kind, shape, source + done[0], place + done[1])
+    return ctypes.string_at(at[0], both.nbytes) == ctypes.string_at(at[1], both.nbytes)
 
 
 class Buffer:

@@ -33,10 +33,12 @@ __all__ = [
     "cached_bytes",
     "check_load",
     "check_request",
+    "check_tape",
     "choose",
     "copy_bytes",
     "load_model",
     "read_direct",
+    "take_room",
     "unloaded_memory",
 ]
 
@@ -194,14 +196,7 @@ def check_request(
         An option that is none, or does not go with another; the message names it.
     """
     check_load(load)
-    if tape is not None and not isinstance(tape, Tape):
-        raise TypeError(
-            f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
-            "a model to a GPU"
-        )
-    policy.check_options(placement)
-    if tape is not None and placement:
-        raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
+    check_tape(tape, placement)
     if tape is not None and load == "map":
         raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
     if threads is not None:
@@ -212,6 +207,18 @@ def check_request(
     # An option that holds for mappings alone was meant for one, whatever `auto` takes.
     if advice is not None and load in ("copy", "direct"):
         raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
+
+
+def check_tape(tape: Tape | None, placement: PlacementOptions) -> None:
+    """Check where weights shall lie; an error names the option."""
+    if tape is not None and not isinstance(tape, Tape):
+        raise TypeError(
+            f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
+            "a model to a GPU"
+        )
+    policy.check_options(placement)
+    if tape is not None and placement:
+        raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
 
 
 def load_model(
@@ -450,7 +457,7 @@ def _read(
 
     lifetime = Lifetime(model.files[0].path)
     if tape is not None:
-        block, base = tape.block, _take(tape, nbytes, lifetime, undo)
+        block, base = tape.block, take_room(tape, nbytes, lifetime, undo)
         block._require_room([(base, nbytes)])
         fill(block, base)
         if block.closed:
@@ -475,7 +482,7 @@ def _read(
     return Loaded(memory, (block,), choice, lifetime, nbytes)
 
 
-def _take(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
+def take_room(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
     """Take memory of a tape, and tell where in its block it is."""
     mark = tape.mark()
     # The block begins with a page, and the tape with the block. Where others take something at this

@@ -1,0 +1,429 @@
+"""Repacking weights: read past the page cache, piece by piece, in threads on the right nodes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core.block import Block
+from unimem._core.tape import Tape
+from unimem.errors import CapacityError
+from unimem.system import limits, policy
+from unimem.system.arguments import check_callable
+from unimem.system.placement import PlacementOptions
+from unimem.system.threads import run_in_threads
+from unimem.weights.files import reopen
+from unimem.weights.loading import (
+    MOSTLY,
+    Lifetime,
+    NoDirectReadsError,
+    Progress,
+    check_tape,
+    take_room,
+)
+from unimem.weights.opened import Weights
+from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
+from unimem.weights.tensors import ModelPart
+
+__all__ = ["STAGING_SHARE", "repack", "warm_rest"]
+
+STAGING_SHARE = 50
+"""What is read and not yet repacked takes a 50th of the model, where pieces can be so small."""
+
+_ALIGN = 4096  # of reads past the page cache
+_ROWS = 64  # a multiple of the rows that any order interleaves
+_TICK = 0.05  # seconds between two calls of a callback
+_MOST_BYTES, _LEAST_BYTES = 4 << 20, 256 << 10  # of a piece, where a type allows pieces
+
+
+def repack(
+    weights: Weights,
+    *,
+    tape: Tape | None = None,
+    progress: Progress | None = None,
+    **placement: Unpack[PlacementOptions],
+) -> Repacked:
+    """Put weights in the order that ggml multiplies fastest on this CPU, in placed memory.
+
+    Matrices that have such an order are read past the page cache, or out of it, and dropped from
+    it: memory is not doubled. `weights` stay as they are, and so do their arrays: what is asked for
+    of a mapped file is read from it again.
+
+    Parameters
+    ----------
+    weights : Weights
+        An opened model, mapped or in memory of its own, where it stays.
+    tape : Tape, optional
+        What the memory is taken from, instead of a block of its own: then placement is the tape's.
+    progress : callable, optional
+        Called with the bytes of the file that are repacked and all such bytes, in this thread, at
+        most 20 times a second, and once at the end. What it raises, as an interrupt does, stops the
+        work: nothing stays taken, and no thread is left.
+    **placement
+        See `PlacementOptions`. The memory is warm anyway.
+
+    Returns
+    -------
+    Repacked
+        Without tensors, and with a `PlacementWarning`, where none has another order here.
+
+    Raises
+    ------
+    CapacityError, PlacementError, MemoryError
+        It does not fit, or not as it was asked for; nothing was taken.
+    TapeFull, FrozenError, ClosedError
+        The tape has no room, or is frozen, or was cleared or closed meanwhile.
+    OSError
+        A file cannot be read, has become shorter, or was replaced or written to meanwhile.
+    ImportError
+        ggml-python is not installed.
+    TypeError, ValueError
+        An option that is unknown, or that does not go with another.
+
+    Notes
+    -----
+    The order is ggml's own (`unimem.system.ggml_repack`); docs/weights.md says which types have
+    one. Threads are pinned to the CPUs of the nodes that the memory is placed on.
+
+    Examples
+    --------
+    Beside the weights, for a runtime on ggml::
+
+        with um.open_weights("model.gguf") as w, um.repack(w, pages="thp") as repacked:
+            engine.run(repacked.tensors)
+    """
+    if not isinstance(weights, Weights):
+        raise TypeError(f"weights: expected opened Weights, got {weights!r:.60}: um.open_weights")
+    check_tape(tape, placement)
+    check_callable(progress)
+    weights._opened()
+    found, lifetime = arrange(weights), Lifetime(weights.files[0])
+    if not found.slots:
+        policy.warn(f"{lifetime.name}: {why_nothing(weights)}")
+        return Repacked(found, None, 0, lifetime, None)
+    # While these views live, the weights cannot be closed.
+    held = [block.as_array("uint8", 0) for block in weights.blocks]
+    with ExitStack() as undo:
+        if tape is not None:
+            block, base = tape.block, take_room(tape, found.nbytes, lifetime, undo)
+            block._require_room([(base, found.nbytes)])
+            _fill(weights, found, block, base, progress)
+            if block.closed:
+                lifetime.end("lay on a tape that was closed")
+            lifetime.check()
+        else:
+            options = {key: value for key, value in placement.items() if key != "warm"}
+
+            def fill(block: Block) -> None:
+                _fill(weights, found, block, 0, progress)
+                block._warm_range(found.nbytes, block.nbytes - found.nbytes)
+
+            base = 0
+            block = undo.enter_context(
+                Block._filled(
+                    found.nbytes,
+                    fill,
+                    name=lifetime.name,
+                    category="weights",
+                    **options,  # type: ignore[arg-type]
+                )
+            )
+        made = Repacked(found, block, base, lifetime, tape)
+        del held
+        undo.pop_all()
+        return made
+
+
+def why_nothing(weights: Weights) -> str:
+    """Say why nothing of a model is repacked."""
+    types = ", ".join(weights.by_type())
+    return f"no tensor has an order of its own on this CPU (types: {types})"
+
+
+# ---- the work -----------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """Some rows of a tensor, or all: where they are in a file, and where they go."""
+
+    slot: Slot
+    ne: tuple[int, ...]
+    offset: int
+    nbytes: int
+    at: int
+
+
+def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
+    """Cut tensors into pieces that suit the threads, the largest first, else as in the files."""
+    from unimem.system.ggml_repack import are_rows_apart
+
+    most = found.source_bytes // (STAGING_SHARE * n_threads)
+    most = min(max(most, _LEAST_BYTES), _MOST_BYTES)
+    pieces = []
+    for slot in found.slots:
+        tensor, order, at = slot
+        kind, ne = tensor.ggml_type, tensor.ne
+        assert kind is not None  # or it had no order
+        total = ne[1] * (ne[2] if len(ne) > 2 else 1)
+        row_bytes = tensor.nbytes // total
+        n_rows = max(1, most // (row_bytes * _ROWS)) * _ROWS
+        if n_rows >= total or not are_rows_apart(kind, ne, n_rows):
+            pieces.append(_Piece(slot, ne, tensor.offset, tensor.nbytes, at))
+            continue
+        for row in range(0, total, n_rows):
+            n = min(n_rows, total - row)
+            begin, nbytes = tensor.offset + row * row_bytes, n * row_bytes
+            pieces.append(_Piece(slot, (ne[0], n), begin, nbytes, at + order.nbytes // total * row))
+    return sorted(pieces, key=lambda piece: -piece.nbytes)  # which is stable
+
+
+def _fill(
+    weights: Weights, found: Arrangement, block: Block, base: int, progress: Progress | None
+) -> None:
+    """Write all that is repacked, from byte `base` of a block on."""
+    most = limits.thread_count()
+    pieces = _cut(found, most)
+    n_threads = min(most, len(pieces))
+    work = _Repacking(pieces, weights, found, block.address + base)
+    if weights.load != "map":
+        work.run(_cpus(block, n_threads), progress)
+        return
+    _unmap(weights)
+    slot_bytes = (pieces[0].nbytes // _ALIGN + 2) * _ALIGN
+    room = max(found.source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
+    cpus = _cpus(block, max(1, min(n_threads, room // slot_bytes)))
+    is_cached = _cached_bytes(weights) >= MOSTLY * weights.nbytes
+    nbytes = len(cpus) * slot_bytes
+    with Block(nbytes, name="repacking", category="staging", pages="4k") as staging:
+        work.stage(staging, slot_bytes)
+        try:
+            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT)
+        except NoDirectReadsError:
+            work.read(cpus, progress, 0)
+        finally:
+            work.stage(staging, 0)
+
+
+def _unmap(weights: Weights) -> None:
+    """Take files out of this process's page tables: what is mapped cannot be dropped."""
+    for part in weights._parts:
+        with suppress(OSError):  # it is locked, and shall stay
+            part.memory.block.advise("dontneed")
+
+
+def _cached_bytes(weights: Weights) -> int:
+    blocks = (part.memory.block for part in weights._parts)
+    return sum(min(block._resident_range(0, block.nbytes), block.nbytes) for block in blocks)
+
+
+def _cpus(block: Block, n_threads: int) -> list[int]:
+    """Choose the CPU of each thread: those of the nodes that the block is placed on."""
+    allowed = os.sched_getaffinity(0)
+    numa = policy.parse_numa(block.requested["numa"])
+    chosen = policy.warm_cpus(numa, n_threads, limits.nodes(), allowed) or sorted(allowed)
+    return [chosen[i % len(chosen)] for i in range(n_threads)]
+
+
+class _Repacking:
+    """Pieces that are being repacked. Its threads share it; `read` and `run` are for one.
+
+    Parameters
+    ----------
+    pieces : list of _Piece
+        What is to be done.
+    weights : Weights
+        Whose tensors they are.
+    found : Arrangement
+        What is repacked.
+    address : int
+        Where that begins.
+    """
+
+    def __init__(
+        self, pieces: list[_Piece], weights: Weights, found: Arrangement, address: int
+    ) -> None:
+        self._pieces, self._weights, self._found = pieces, weights, found
+        self._address = address
+        self._parts = {part.file.path: part for part in weights._parts}
+        self._staging: list[NDArray[np.uint8]] = []
+        self._fds: dict[str, int] = {}
+        self._is_direct = self._stopped = False
+        self._done: deque[int] = deque()
+
+    def stage(self, staging: Block, slot_bytes: int) -> None:
+        """Use a block for what is read, a slot of so many bytes a thread; with 0, no longer."""
+        n = staging.nbytes // slot_bytes if slot_bytes else 0
+        self._staging = [staging.as_array("uint8", slot_bytes, i * slot_bytes) for i in range(n)]
+
+    def read(self, cpus: list[int], progress: Progress | None, flags: int) -> None:
+        """Repack what is in files, and drop it from the page cache.
+
+        Raises
+        ------
+        NoDirectReadsError
+            With ``O_DIRECT``, which a file system has not.
+        """
+        with ExitStack() as opened:
+            try:
+                for path, part in self._parts.items():
+                    self._fds[path] = opened.enter_context(reopen(part.file, flags))
+            except OSError as error:
+                if flags and error.errno == errno.EINVAL:
+                    raise NoDirectReadsError from error
+                raise
+            self._is_direct = bool(flags)
+            if not flags:
+                for fd in self._fds.values():
+                    os.fdatasync(fd)  # what was not yet written to the disk would stay
+            try:
+                self.run(cpus, progress)
+            finally:
+                names = {slot.tensor.name for slot in self._found.slots}
+                for path, part in self._parts.items():
+                    _drop_gaps(part, self._fds[path], _runs_beside(part, self._weights, names))
+                self._fds = {}
+            for part in self._parts.values():
+                with reopen(part.file):
+                    pass  # it is the file that it was
+
+    def run(self, cpus: list[int], progress: Progress | None) -> None:
+        """Repack all, a thread a CPU; none is left when this returns or raises."""
+        total, done = self._found.source_bytes, 0
+        self._done.clear()
+        self._next = iter(self._pieces)
+        numbers = iter(range(len(cpus)))
+        self._buffers = new_buffers(self._found, self._address)
+
+        def tick() -> None:
+            nonlocal done
+            while self._done:
+                done += self._done.popleft()
+            if progress is not None and done < total:
+                progress(done, total)
+
+        def work() -> None:
+            number = next(numbers)
+            with suppress(OSError):  # the CPU may have gone
+                os.sched_setaffinity(0, {cpus[number]})
+            while not self._stopped and (piece := next(self._next, None)) is not None:
+                self._repack(piece, number)
+                self._done.append(piece.nbytes)
+
+        try:
+            run_in_threads(len(cpus), work, stop=self._stop, tick=tick)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+            raise
+        finally:
+            self._stopped = False
+            for buffer in self._buffers.values():
+                buffer.free()
+        if progress is not None:
+            progress(total, total)
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _repack(self, piece: _Piece, number: int) -> None:
+        tensor, order, _ = piece.slot
+        assert tensor.ggml_type is not None  # or it had no order
+        if self._fds:
+            source = self._read(piece, self._staging[number])
+        else:
+            source = tensor.address + piece.offset - tensor.offset
+        buffer = self._buffers[order.buffer_type.name]
+        buffer.write(tensor.ggml_type, piece.ne, source, self._address + piece.at)
+
+    def _read(self, piece: _Piece, memory: NDArray[np.uint8]) -> int:
+        """Read a piece into staging memory; returns its address."""
+        path, first = piece.slot.tensor.file, piece.offset // _ALIGN * _ALIGN
+        fd, wanted, got = self._fds[path], piece.offset + piece.nbytes - first, 0
+        size = -(-wanted // _ALIGN) * _ALIGN
+        while got < wanted:
+            try:
+                n = os.preadv(fd, [memory[got:size].data], first + got)
+            except OSError as error:
+                if self._is_direct and error.errno == errno.EINVAL:
+                    raise NoDirectReadsError from error
+                error.filename = path
+                raise
+            got += n
+            # A read past the page cache is of whole pages, but for the end of the file.
+            if n == 0 or (self._is_direct and got < wanted and got % _ALIGN):
+                raise OSError(errno.EIO, "The file has become shorter", path)
+        if not self._is_direct:
+            os.posix_fadvise(fd, first, size, os.POSIX_FADV_DONTNEED)
+        return int(memory.ctypes.data) + piece.offset - first
+
+
+# ---- what stays in the page cache ---------------------------------------------------------------
+
+
+def warm_rest(
+    weights: Weights, repacked: Repacked, threads: int, progress: Progress | None = None
+) -> None:
+    """Bring the tensors of a mapped model that were not repacked into RAM and the page tables.
+
+    Where they cannot stay there, a `PlacementWarning` says so. Others of the model do not come back
+    by being read ahead.
+    """
+    runs = {
+        part.file.path: _runs_beside(part, weights, repacked.tensors) for part in weights._parts
+    }
+    total = sum(end - begin for those in runs.values() for begin, end in those)
+    there = done = 0
+    for part in weights._parts:
+        for begin, end in runs[part.file.path]:
+            there += part.memory.block._resident_range(begin, end - begin)
+    try:
+        limits.require_cached(total, there, f"warming '{weights.files[0]}'")
+    except CapacityError as error:
+        policy.warn(f"what cannot stay in RAM is read from the disk for every token: {error}")
+        return
+    told = 0.0
+    for part in weights._parts:
+        with reopen(part.file) as fd:
+            for begin, end in runs[part.file.path]:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+                part.memory.block._warm_range(begin, end - begin, threads)
+                done += end - begin
+                if progress is not None and done < total and time.monotonic() - told >= _TICK:
+                    told = time.monotonic()
+                    progress(done, total)
+            _drop_gaps(part, fd, runs[part.file.path])
+    if progress is not None:
+        progress(total, total)
+
+
+def _runs_beside(
+    part: ModelPart, weights: Weights, names: Collection[str]
+) -> list[tuple[int, int]]:
+    """List the ranges of a file, in whole pages, that tensors of other names lie in."""
+    found: list[tuple[int, int]] = []
+    tensors = (weights.tensors[name] for name in part.file.header.tensor_names())
+    rest = [tensor for tensor in tensors if tensor.name not in names and tensor.nbytes]
+    for tensor in sorted(rest, key=lambda tensor: tensor.offset):
+        begin = tensor.offset // _ALIGN * _ALIGN
+        end = min(-(-(tensor.offset + tensor.nbytes) // _ALIGN) * _ALIGN, part.file.nbytes)
+        if found and begin <= found[-1][1]:
+            begin, _ = found.pop()
+        found.append((begin, end))
+    return found
+
+
+def _drop_gaps(part: ModelPart, fd: int, runs: Sequence[tuple[int, int]]) -> None:
+    """Drop from the page cache what is not in these ranges of a file."""
+    at = 0
+    for begin, end in (*runs, (part.file.nbytes, part.file.nbytes)):
+        if begin > at:
+            os.posix_fadvise(fd, at, begin - at, os.POSIX_FADV_DONTNEED)
+        at = end
