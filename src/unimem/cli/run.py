@@ -40,7 +40,7 @@ from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
 from unimem.system.text import escape, fact_lines, format_count, table_lines
-from unimem.weights.loading import Load
+from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Options:
 
     embedded: bool
     ctx: int | None
-    load: Load
+    load: EngineLoad
     pages: Pages
     numa: str | None
     chat: bool
@@ -240,16 +240,19 @@ def run(
         weights, plan = layout.weights, layout.plan
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
-        with Decoder(
-            weights,
-            ctx=plan.ctx,
-            kv_dtype=kv_dtype,
-            window=window,
-            threads=plan.threads,
-            layout=layout,
-        ) as decoder:
+        with terminal.updates("loading") as progress:
+            made = Decoder(
+                weights,
+                ctx=plan.ctx,
+                kv_dtype=kv_dtype,
+                window=window,
+                threads=plan.threads,
+                layout=layout,
+                progress=progress,
+            )
+        with made as decoder:
             talk = _talk(decoder, prompt or "", options, tokens)
-            _warm(weights, plan.threads)  # last: what is refused is refused at once
+            _warm(weights, plan)  # last: what is refused is refused at once
             fallbacks.tell(plan)
             talk.load_seconds = time.perf_counter() - started
             if resume is not None:
@@ -309,11 +312,11 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
         )
 
 
-def _warm(weights: Weights, threads: int) -> None:
+def _warm(weights: Weights, plan: Plan) -> None:
     """Read a mapped model, so that no token waits for its pages; one that spills stays mapped."""
-    if weights.load == "map":
+    if plan.load == "map":
         with terminal.updates("loading") as progress:
-            warm_where_it_fits(weights, threads, progress)
+            warm_where_it_fits(weights, plan.threads, progress)
 
 
 def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
@@ -518,8 +521,8 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "name": name if isinstance(name, str) else None,
             "architecture": report.facts["architecture"],
             "fingerprint": weights.fingerprint,
-            "load": weights.load,
-            "load_reason": weights.load_reason,
+            "load": report.facts["load"],
+            "load_reason": report.facts["load_reason"],
             "dims": asdict(decoder.dims),
         },
         "options": {

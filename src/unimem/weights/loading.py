@@ -22,6 +22,7 @@ from unimem.system.text import format_bytes
 from unimem.weights.files import ModelFile, ModelFiles
 
 __all__ = [
+    "EngineLoad",
     "Lifetime",
     "Load",
     "LoadChoice",
@@ -43,6 +44,9 @@ __all__ = [
 ]
 
 Load = Literal["auto", "map", "copy", "direct"]
+EngineLoad = Literal["auto", "map", "copy", "direct", "repack"]
+"""How a model comes into memory for the engine: as `Load`, or in ggml's order (`um.repack`)."""
+
 AccessPattern = Literal["willneed", "sequential", "random"]
 Progress = Callable[[int, int], object]
 # As `unimem._core.load.load` takes them.
@@ -55,6 +59,7 @@ _NETWORK = re.compile(
     r"coda|beegfs|fuse(\..+)?"
 )
 _ALIGN = 4096  # of files and memory, for reads past the page cache
+WHY_MAPPED = "a mapping shares the page cache, and reads nothing twice"
 MOSTLY = 0.5  # of a file in the page cache: then it is read through it
 
 
@@ -255,9 +260,9 @@ def load_model(
 # ---- the choice -------------------------------------------------------------------------------
 
 
-def check_load(load: object) -> None:
-    """Raise ValueError for what is no `Load`."""
-    one_of(load, "load", get_args(Load))
+def check_load(load: object, *, for_engine: bool = False) -> None:
+    """Raise ValueError for what is no `Load`, or for the engine no `EngineLoad`."""
+    one_of(load, "load", get_args(EngineLoad if for_engine else Load))
 
 
 def choose(
@@ -287,7 +292,7 @@ def choose(
         unkept = False
         why = f"a mapping on {network} would wait for the network with every fault"
     else:
-        return LoadChoice("map", "a mapping shares the page cache, and reads nothing twice")
+        return LoadChoice("map", WHY_MAPPED)
     # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
     needed, room = _layout_of(model)[1], facts.available_bytes()
     if tape is None and needed > room and not _fits_pool(needed, placement, facts):

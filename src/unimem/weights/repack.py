@@ -34,7 +34,7 @@ from unimem.weights.opened import Weights
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
 from unimem.weights.tensors import ModelPart
 
-__all__ = ["STAGING_SHARE", "repack", "warm_rest"]
+__all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "warm_rest"]
 
 STAGING_SHARE = 50
 """What is read and not yet repacked takes a 50th of the model, where pieces can be so small."""
@@ -402,6 +402,39 @@ def warm_rest(
             _drop_gaps(part, fd, runs[part.file.path])
     if progress is not None:
         progress(total, total)
+
+
+def repack_and_warm(
+    weights: Weights,
+    threads: int,
+    progress: Progress | None = None,
+    **placement: Unpack[PlacementOptions],
+) -> Repacked:
+    """Repack weights, and bring in the rest of a mapped model: one progress for both."""
+    found, rest_bytes = arrange(weights), 0
+    if weights.load == "map":
+        names = {slot.tensor.name for slot in found.slots}
+        runs = (run for part in weights._parts for run in _runs_beside(part, weights, names))
+        rest_bytes = sum(end - begin for begin, end in runs)
+    total = found.source_bytes + rest_bytes
+
+    def tell(done: int, of: int) -> None:
+        # The end of the first is told by the second, if there is one.
+        if progress is not None and (done < of or not rest_bytes):
+            progress(done, total)
+
+    def tell_rest(done: int, _: int) -> None:
+        if progress is not None:
+            progress(found.source_bytes + done, total)
+
+    repacked = repack(weights, progress=tell, **placement)
+    if rest_bytes:
+        try:
+            warm_rest(weights, repacked, threads, tell_rest)
+        except BaseException:
+            repacked.__exit__()
+            raise
+    return repacked
 
 
 def _runs_beside(
