@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple, Unpack
 
@@ -16,12 +16,15 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem._core.tape import Tape
-from unimem.errors import CapacityError
+from unimem.errors import CapacityError, FormatError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.arguments import check_callable
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import run_in_threads
 from unimem.weights.files import reopen
+from unimem.weights.image import Image
+from unimem.weights.image_cache import CacheChoice
+from unimem.weights.image_use import Images
 from unimem.weights.loading import (
     MOSTLY,
     Lifetime,
@@ -34,7 +37,7 @@ from unimem.weights.opened import Weights
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
 from unimem.weights.tensors import ModelPart
 
-__all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "warm_rest"]
+__all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
 
 STAGING_SHARE = 50
 """What is read and not yet repacked takes a 50th of the model, where pieces can be so small."""
@@ -49,6 +52,7 @@ def repack(
     weights: Weights,
     *,
     tape: Tape | None = None,
+    cache: CacheChoice = None,
     progress: Progress | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Repacked:
@@ -58,12 +62,19 @@ def repack(
     it: memory is not doubled. `weights` stay as they are, and so do their arrays: what is asked for
     of a mapped file is read from it again.
 
+    Where an image of them is staged (``unimem stage --repack``) or kept in the cache, that is
+    mapped or read instead; docs/images.md says when, and what is checked.
+
     Parameters
     ----------
     weights : Weights
         An opened model, mapped or in memory of its own, where it stays.
     tape : Tape, optional
         What the memory is taken from, instead of a block of its own: then placement is the tape's.
+    cache : bool or path-like, optional
+        Where an image is kept for the next start: True, in the cache folder; a path, in this
+        folder; False, nowhere, and none is used that is there. By default as True, unless another
+        user owns or may write the model or its folder.
     progress : callable, optional
         Called with the bytes of the file that are repacked and all such bytes, in this thread, at
         most 20 times a second, and once at the end. What it raises, as an interrupt does, stops the
@@ -106,41 +117,125 @@ def repack(
     check_tape(tape, placement)
     check_callable(progress)
     weights._opened()
-    found, lifetime = arrange(weights), Lifetime(weights.files[0])
+    found, name = arrange(weights), weights.files[0]
     if not found.slots:
-        policy.warn(f"{lifetime.name}: {why_nothing(weights)}")
-        return Repacked(found, None, 0, lifetime, None)
+        policy.warn(f"{name}: {why_nothing(weights)}")
+        return Repacked(found, None, 0, Lifetime(name), None)
     # While these views live, the weights cannot be closed.
     held = [block.as_array("uint8", 0) for block in weights.blocks]
+    work = _Request(weights, found, tape, progress, placement)
+    images = Images(weights, found, cache)
     with ExitStack() as undo:
-        if tape is not None:
-            block, base = tape.block, take_room(tape, found.nbytes, lifetime, undo)
-            block._require_room([(base, found.nbytes)])
-            _fill(weights, found, block, base, progress)
-            if block.closed:
-                lifetime.end("lay on a tape that was closed")
-            lifetime.check()
-        else:
-            options = {key: value for key, value in placement.items() if key != "warm"}
-
-            def fill(block: Block) -> None:
-                _fill(weights, found, block, 0, progress)
-                block._warm_range(found.nbytes, block.nbytes - found.nbytes)
-
-            base = 0
-            block = undo.enter_context(
-                Block._filled(
-                    found.nbytes,
-                    fill,
-                    name=lifetime.name,
-                    category="weights",
-                    **options,  # type: ignore[arg-type]
-                )
-            )
-        made = Repacked(found, block, base, lifetime, tape)
+        path = work.from_image(images, undo)
+        if path is None:
+            with images.making():
+                path = work.from_image(images, undo)  # which another process may have made
+                if path is None:
+                    work.place(
+                        lambda block, base: repack_into(weights, found, block, base, progress), undo
+                    )
+                    images.keep(work.block, work.base)
+        made = Repacked(found, work.block, work.base, work.lifetime, tape, path)
         del held
         undo.pop_all()
         return made
+
+
+class _Request:
+    """One call of `repack`: where the tensors lie in the end."""
+
+    block: Block
+    base: int
+    lifetime: Lifetime
+
+    def __init__(
+        self,
+        weights: Weights,
+        found: Arrangement,
+        tape: Tape | None,
+        progress: Progress | None,
+        placement: PlacementOptions,
+    ) -> None:
+        self._found, self._tape, self._placement = found, tape, placement
+        self._progress = progress
+        self._name = weights.files[0]
+
+    def from_image(self, images: Images, undo: ExitStack) -> str | None:
+        """Take what is staged or kept; None where nothing is, or what was there is damaged."""
+        image = images.find()
+        if image is None:
+            return None
+        with image:
+            try:
+                if self._is_mappable(image):
+                    self._map(image, undo)
+                else:
+                    self.place(lambda block, base: image.read(block, base, self._tell), undo)
+                    self._tell(1, 1)
+            except FormatError as error:
+                images.discard(image, error)
+                return None
+        return image.path
+
+    def place(self, fill: Callable[[Block, int], object], undo: ExitStack) -> None:
+        """Fill memory of the tape, or of a block of its own."""
+        found, tape = self._found, self._tape
+        with ExitStack() as attempt:
+            self.lifetime = Lifetime(self._name)
+            if tape is not None:
+                self.block = tape.block
+                self.base = take_room(tape, found.nbytes, self.lifetime, attempt)
+                self.block._require_room([(self.base, found.nbytes)])
+                fill(self.block, self.base)
+                if self.block.closed:
+                    self.lifetime.end("lay on a tape that was closed")
+                self.lifetime.check()
+            else:
+                options = {key: value for key, value in self._placement.items() if key != "warm"}
+
+                def fill_all(block: Block) -> None:
+                    fill(block, 0)
+                    block._warm_range(found.nbytes, block.nbytes - found.nbytes)
+
+                self.base = 0
+                self.block = attempt.enter_context(
+                    Block._filled(
+                        found.nbytes,
+                        fill_all,
+                        name=self._name,
+                        category="weights",
+                        **options,  # type: ignore[arg-type]
+                    )
+                )
+            undo.push(attempt.pop_all())
+
+    def _is_mappable(self, image: Image) -> bool:
+        """Whether a mapping is what was asked for: of what is in RAM, where nothing else is."""
+        pages = self._placement.get("pages", "auto")
+        if self._tape is not None or self._placement.get("numa") is not None:
+            return False
+        if image.is_staged:
+            return pages in ("auto", "4k", "thp")
+        return pages in ("auto", "4k") and image.is_cached()
+
+    def _map(self, image: Image, undo: ExitStack) -> None:
+        with ExitStack() as attempt:
+            self.lifetime, self.base = Lifetime(self._name), 0
+            self.block = attempt.enter_context(image.map(limits.thread_count(), self._tell))
+            if lock := self._placement.get("lock"):
+                try:
+                    self.block._lock(lock)
+                except PlacementError as error:
+                    if self._placement.get("strict"):
+                        raise
+                    policy.warn(error.strerror or str(error))
+            undo.push(attempt.pop_all())
+
+    def _tell(self, done: int, of: int) -> None:
+        """Tell the progress of an image as the share of what is repacked that it is."""
+        total = self._found.source_bytes
+        if self._progress is not None:
+            self._progress(done * total // of, total)
 
 
 def why_nothing(weights: Weights) -> str:
@@ -186,7 +281,7 @@ def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
     return sorted(pieces, key=lambda piece: -piece.nbytes)  # which is stable
 
 
-def _fill(
+def repack_into(
     weights: Weights, found: Arrangement, block: Block, base: int, progress: Progress | None
 ) -> None:
     """Write all that is repacked, from byte `base` of a block on."""

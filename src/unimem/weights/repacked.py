@@ -153,6 +153,8 @@ class Repacked:
         Their bytes.
     types : dict of str to int
         Their bytes by type.
+    image : str or None
+        The repacked image that they were mapped or read from; None where they were repacked here.
     """
 
     def __init__(
@@ -162,8 +164,10 @@ class Repacked:
         base: int,
         lifetime: Lifetime,
         tape: Tape | None,
+        image: str | None = None,
     ) -> None:
         self._block, self._tape, self._lifetime = block, tape, lifetime
+        self.image = image
         self._buffers: dict[str, Buffer] = {}
         self.types = arrangement.types
         self.nbytes = sum(self.types.values())
