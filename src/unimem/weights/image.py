@@ -165,12 +165,19 @@ class Image:
         header = self.header
         part = (self._fd, header.data_offset, block, base, header.data_bytes, self.path)
         read = read_parts if self.is_staged or self.is_cached() else loading.read_direct
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None and done < total:  # the end is told when it was checked
+                progress(done, total)
+
         with self._loss_as_damage():
             try:
-                read([part], progress=progress)
+                read([part], progress=tell)
             except loading.NoDirectReadsError:
-                read_parts([part], progress=progress)
+                read_parts([part], progress=tell)
         self._check(block, base, limits.thread_count(), None, is_mapped=False)
+        if progress is not None:
+            progress(header.data_bytes, header.data_bytes)
 
     def check(self, threads: int | None = None, progress: Progress | None = None) -> None:
         """Read all of it, and compare every tensor with its hash: raises as `map`."""

@@ -13,8 +13,7 @@ import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,8 +113,7 @@ def _is_own_model(contents: Contents) -> bool:
 # ---- the folder ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CachedImage:
+class CachedImage(NamedTuple):
     """One image of the folder.
 
     Attributes
@@ -275,6 +273,9 @@ class Cache:
                 path,
             )
         self._make_room(most - nbytes, keep=path)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):  # which would not be replaced
+                os.unlink(path)
         # What is written past the page cache has to begin with a page of memory.
         with Block(_PIECE_BYTES, name="image", category="staging") as memory, NewFile(path) as new:
             piece = memory.as_array("uint8")

@@ -171,7 +171,6 @@ class _Request:
                     self._map(image, undo)
                 else:
                     self.place(lambda block, base: image.read(block, base, self._tell), undo)
-                    self._tell(1, 1)
             except FormatError as error:
                 images.discard(image, error)
                 return None
