@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ import interrupts
 import unimem as um
 from unimem._core.status import ledger
 from unimem.system import limits
+from unimem.system.threads import wait_until
 from unimem.weights import repack as repacking
 from unimem.weights.repack import repack, warm_rest
 from unimem.weights.repacked import arrange
-from weight_bytes import cached_bytes, drop_from_cache, leaves_nothing
+from weight_bytes import cached_bytes, drop_from_cache
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
@@ -32,15 +34,23 @@ import gguf
 
 from unimem.system import ggml, ggml_repack
 
-__all__ = ["leaves_nothing"]  # a fixture
-
 KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_repack.find_order(kind, (256, 64))]
 if not KINDS:
     pytest.skip("this build of ggml has no orders of its own on this CPU", allow_module_level=True)
 
-pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_thread")
 
 MIB = 1 << 20
+
+
+@pytest.fixture
+def leaves_no_thread() -> Iterator[None]:
+    """No descriptor and no thread is left, whatever is raised."""
+    before = os.listdir("/proc/self/fd"), len(os.listdir("/proc/self/task"))
+    yield
+    assert os.listdir("/proc/self/fd") == before[0]
+    # Of a thread that has ended, the kernel may know a moment longer.
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= before[1])
 
 
 def name_of(kind: int) -> str:
