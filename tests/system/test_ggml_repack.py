@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest.importorskip(
     "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
-from unimem.system import ggml, ggml_repack
+from unimem.system import ggml, ggml_repack, ggml_trial
 
 ALL_KINDS = tuple(ggml.MATMUL_TYPES)
 KINDS = [kind for kind in ALL_KINDS if ggml_repack.find_order(kind, (256, 64))]
@@ -171,13 +172,32 @@ def test_a_buffer_that_knows_more_than_an_address_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ggml, "buffer_get_base", lambda _: 1 << 20)
-    ggml_repack._interface.cache_clear()
-    ggml_repack.buffer_types.cache_clear()
-    try:
-        assert ggml_repack.buffer_types() == ()
-    finally:
-        ggml_repack._interface.cache_clear()
-        ggml_repack.buffer_types.cache_clear()
+    monkeypatch.setattr(ggml_repack, "_interface", ggml_repack._interface.__wrapped__)
+    assert ggml_repack.all_types.__wrapped__() == ()
+
+
+def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = ggml_repack.all_types()
+    assert ggml_repack.buffer_types.__wrapped__() == types
+    monkeypatch.setattr(ggml_repack, "_SOUND", frozenset())
+    assert ggml_repack.buffer_types.__wrapped__() == types  # they pass it
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert ggml_repack.buffer_types.__wrapped__() == ()
+    monkeypatch.setattr(sys, "executable", "/none")
+    assert ggml_repack.buffer_types.__wrapped__() == ()
+
+
+def test_a_trial_sees_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    (name, *_) = [one.name for one in ggml_repack.all_types()]
+    assert ggml_trial._try(name)
+    write = ggml_repack.Buffer.write_as
+
+    def spoil(self: Any, order: Any, kind: int, ne: Any, source: int, data: int) -> None:
+        write(self, order, kind, ne, source, data)
+        ctypes.memset(data, 0, 32)
+
+    monkeypatch.setattr(ggml_repack.Buffer, "write_as", spoil)
+    assert not ggml_trial._try(name)
 
 
 def test_the_build_is_known_by_its_files_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from unimem.weights import image_identity, repack
 from unimem.weights.image import Image
 from unimem.weights.image_cache import Cache, cache_folder
 from unimem.weights.image_format import key_of
+from unimem.weights.repacked import arrange
 from weight_bytes import drop_from_cache, leaves_nothing
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -249,7 +250,7 @@ def test_an_image_of_something_else_is_never_met(
         os.utime(model, ns=(0, 0))  # of another time, as of another inode
         # Under the name that an image of it would have.
         with um.open_weights(model) as weights:
-            identity = image_identity.identify(weights, repack.arrange(weights))
+            identity = image_identity.identify(weights, arrange(weights))
         shutil.copy(path, cache.path_of(key_of(identity)))
         with pytest.warns(um.PlacementWarning, match="not of what its name says"):
             image, found = repacked_bytes(model)
@@ -271,7 +272,7 @@ def test_an_image_of_something_else_is_never_met(
 def test_the_probe_is_the_order(model: Path) -> None:
     """Equal for equal code, and another one where a byte lies elsewhere."""
     with um.open_weights(model) as weights:
-        found = repack.arrange(weights)
+        found = arrange(weights)
         first = image_identity.identify(weights, found)
         image_identity._hash_pattern.cache_clear()
         assert image_identity.identify(weights, found) == first

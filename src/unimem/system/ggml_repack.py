@@ -16,7 +16,6 @@ import ctypes
 import functools
 import hashlib
 import random
-from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +26,15 @@ __all__ = [
     "Buffer",
     "BufferType",
     "Order",
+    "all_types",
     "are_rows_apart",
     "buffer_types",
     "build",
     "find_order",
+    "order_of",
 ]
 
+_SOUND = frozenset({"CPU_REPACK"})
 _TINY_BYTES = 4096
 _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
 
@@ -76,10 +78,20 @@ class Order(NamedTuple):
 
 @functools.cache
 def buffer_types() -> tuple[BufferType, ...]:
-    """List the extra buffer types of this build and CPU, the one that is tried first in front.
+    """List the extra buffer types of this build and CPU, the one that is asked first in front.
 
-    A type whose buffers cannot lie in memory of the caller is left out.
+    A type is left out whose buffers cannot lie in memory of the caller, or that fails a trial: one
+    for AMX, as some compilers build it, ends the process. Only ggml's own interleaving, which is
+    plain code, is taken without a trial, which starts a process.
     """
+    from unimem.system.ggml_trial import runs
+
+    return tuple(one for one in all_types() if one.name in _SOUND or runs(one.name))
+
+
+@functools.cache
+def all_types() -> tuple[BufferType, ...]:
+    """List the extra buffer types that can lie in memory of the caller, before any trial."""
     address = _proc_address("ggml_backend_dev_get_extra_bufts")
     if not address:
         return ()
@@ -111,6 +123,12 @@ def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
     Order or None
         Of the first buffer type that computes the product; None where the file's order is used.
     """
+    found = (order_of(one, kind, ne) for one in buffer_types())
+    return next(filter(None, found), None)
+
+
+def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order | None:
+    """Tell whether one buffer type has an order for a weight: see `find_order`."""
     if len(ne) not in (2, 3) or kind not in ggml.MATMUL_TYPES:
         return None
     size = _MOST_TENSORS * int(ggml.tensor_overhead())
@@ -125,17 +143,16 @@ def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
             values = ggml.new_tensor(context, ggml.F32, ne[0], 1, 1)
             product = ggml.mul_mat_id(context, weight, values, ids)
         header = ggml.TensorHeader.from_address(weight)
-        for one in buffer_types():
-            with Buffer(one, ctypes.addressof(memory), size) as buffer:
-                header.buffer, header.extra = buffer.address, None
-                ggml.buffer_init_tensor(buffer.address, weight)
-                # AMX marks what it has no kernel for, and repack says that it has none.
-                if header.extra and ggml.dev_supports_op(_device(), product):
-                    nbytes = int(ggml.buft_get_alloc_size(one.address, weight))
-                    return Order(one, nbytes, int(header.extra))
+        with Buffer(buffer_type, ctypes.addressof(memory), size) as buffer:
+            header.buffer = buffer.address
+            ggml.buffer_init_tensor(buffer.address, weight)
+            # AMX marks what it has no kernel for, and repack says that it has none.
+            if not header.extra or not ggml.dev_supports_op(_device(), product):
+                return None
+            nbytes = int(ggml.buft_get_alloc_size(buffer_type.address, weight))
+            return Order(buffer_type, nbytes, int(header.extra))
     finally:
         ggml.free(context)
-    return None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -231,6 +248,9 @@ class Buffer:
             raise ValueError(
                 f"a tensor of {name}, shape {ne}: {self.buffer_type.name} has no order for it here"
             )
+        self._adopt_as(order, tensor, data)
+
+    def _adopt_as(self, order: Order, tensor: int, data: int) -> None:
         inside = data in self._range and data + order.nbytes <= self._range.stop
         if not inside or data % self.buffer_type.alignment:
             raise ValueError(
@@ -238,10 +258,11 @@ class Buffer:
                 f"{self.buffer_type.alignment} in {self._range.start:#x} to {self._range.stop:#x}, "
                 f"got address {data:#x}"
             )
+        header = ggml.TensorHeader.from_address(tensor)
         header.buffer, header.data = self.address, data
         ggml.buffer_init_tensor(self.address, tensor)
 
-    def write(self, kind: int, ne: Sequence[int], source: int, data: int) -> None:
+    def write(self, kind: int, ne: tuple[int, ...], source: int, data: int) -> None:
         """Write a whole tensor in the type's order; the interpreter's lock is released meanwhile.
 
         Parameters
@@ -253,12 +274,20 @@ class Buffer:
         data : int
             As for `adopt`.
         """
+        self.write_as(find_order(kind, ne), kind, ne, source, data)
+
+    def write_as(
+        self, order: Order | None, kind: int, ne: tuple[int, ...], source: int, data: int
+    ) -> None:
+        """Write a tensor whose order is known: see `write`."""
+        if order is None or order.buffer_type != self.buffer_type:
+            raise ValueError(f"{self.buffer_type.name} has no order for type {kind}, shape {ne}")
         size = int(ggml.tensor_overhead())
         memory = (c_char * (size + 16))()
         context = ggml.new_context(-(-ctypes.addressof(memory) // 16) * 16, size)
         try:
             tensor = ggml.new_tensor(context, kind, *ne)
-            self.adopt(tensor, data)
+            self._adopt_as(order, tensor, data)
             ggml.tensor_set(tensor, source, 0, ggml.nbytes(tensor))
         finally:
             ggml.free(context)

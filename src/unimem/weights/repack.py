@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import NamedTuple, Unpack
 
@@ -34,8 +34,8 @@ from unimem.weights.loading import (
     take_room,
 )
 from unimem.weights.opened import Weights
+from unimem.weights.page_cache import Dropper, drop_beside, runs_beside
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
-from unimem.weights.tensors import ModelPart
 
 __all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
 
@@ -350,6 +350,7 @@ class _Repacking:
         self._parts = {part.file.path: part for part in weights._parts}
         self._staging: list[NDArray[np.uint8]] = []
         self._fds: dict[str, int] = {}
+        self._droppers: dict[str, Dropper] = {}
         self._is_direct = self._stopped = False
         self._done: deque[int] = deque()
 
@@ -375,15 +376,17 @@ class _Repacking:
                     raise NoDirectReadsError from error
                 raise
             self._is_direct = bool(flags)
-            if not flags:
-                for fd in self._fds.values():
-                    os.fdatasync(fd)  # what was not yet written to the disk would stay
+            names = {slot.tensor.name for slot in self._found.slots}
+            for path, part in self._parts.items():
+                runs = runs_beside(part, self._weights, names)
+                self._droppers[path] = Dropper(self._fds[path], runs)
+                if not flags:
+                    os.fdatasync(self._fds[path])  # what is not on the disk yet would stay
             try:
                 self.run(cpus, progress)
             finally:
-                names = {slot.tensor.name for slot in self._found.slots}
-                for path, part in self._parts.items():
-                    _drop_gaps(part, self._fds[path], _runs_beside(part, self._weights, names))
+                for path, dropper in self._droppers.items():
+                    drop_beside(self._parts[path], self._fds[path], dropper.kept)
                 self._fds = {}
             for part in self._parts.values():
                 with reopen(part.file):
@@ -432,6 +435,8 @@ class _Repacking:
         assert tensor.ggml_type is not None  # or it had no order
         if self._fds:
             source = self._read(piece, self._staging[number])
+            if not self._is_direct:
+                self._droppers[tensor.file].drop(piece.offset, piece.offset + piece.nbytes)
         else:
             source = tensor.address + piece.offset - tensor.offset
         buffer = self._buffers[order.buffer_type.name]
@@ -454,8 +459,6 @@ class _Repacking:
             # A read past the page cache is of whole pages, but for the end of the file.
             if n == 0 or (self._is_direct and got < wanted and got % _ALIGN):
                 raise OSError(errno.EIO, "The file has become shorter", path)
-        if not self._is_direct:
-            os.posix_fadvise(fd, first, size, os.POSIX_FADV_DONTNEED)
         return int(memory.ctypes.data) + piece.offset - first
 
 
@@ -470,9 +473,7 @@ def warm_rest(
     Where they cannot stay there, a `PlacementWarning` says so. Others of the model do not come back
     by being read ahead.
     """
-    runs = {
-        part.file.path: _runs_beside(part, weights, repacked.tensors) for part in weights._parts
-    }
+    runs = {part.file.path: runs_beside(part, weights, repacked.tensors) for part in weights._parts}
     total = sum(end - begin for those in runs.values() for begin, end in those)
     there = done = 0
     for part in weights._parts:
@@ -493,7 +494,7 @@ def warm_rest(
                 if progress is not None and done < total and time.monotonic() - told >= _TICK:
                     told = time.monotonic()
                     progress(done, total)
-            _drop_gaps(part, fd, runs[part.file.path])
+            drop_beside(part, fd, runs[part.file.path])
     if progress is not None:
         progress(total, total)
 
@@ -508,7 +509,7 @@ def repack_and_warm(
     found, rest_bytes = arrange(weights), 0
     if weights.load == "map":
         names = {slot.tensor.name for slot in found.slots}
-        runs = (run for part in weights._parts for run in _runs_beside(part, weights, names))
+        runs = (run for part in weights._parts for run in runs_beside(part, weights, names))
         rest_bytes = sum(end - begin for begin, end in runs)
     total = found.source_bytes + rest_bytes
 
@@ -529,28 +530,3 @@ def repack_and_warm(
             repacked.__exit__()
             raise
     return repacked
-
-
-def _runs_beside(
-    part: ModelPart, weights: Weights, names: Collection[str]
-) -> list[tuple[int, int]]:
-    """List the ranges of a file, in whole pages, that tensors of other names lie in."""
-    found: list[tuple[int, int]] = []
-    tensors = (weights.tensors[name] for name in part.file.header.tensor_names())
-    rest = [tensor for tensor in tensors if tensor.name not in names and tensor.nbytes]
-    for tensor in sorted(rest, key=lambda tensor: tensor.offset):
-        begin = tensor.offset // _ALIGN * _ALIGN
-        end = min(-(-(tensor.offset + tensor.nbytes) // _ALIGN) * _ALIGN, part.file.nbytes)
-        if found and begin <= found[-1][1]:
-            begin, _ = found.pop()
-        found.append((begin, end))
-    return found
-
-
-def _drop_gaps(part: ModelPart, fd: int, runs: Sequence[tuple[int, int]]) -> None:
-    """Drop from the page cache what is not in these ranges of a file."""
-    at = 0
-    for begin, end in (*runs, (part.file.nbytes, part.file.nbytes)):
-        if begin > at:
-            os.posix_fadvise(fd, at, begin - at, os.POSIX_FADV_DONTNEED)
-        at = end
