@@ -20,7 +20,7 @@ import unimem as um
 from at_once import at_once
 from unimem.weights import image_identity, repack
 from unimem.weights.image import Image
-from unimem.weights.image_cache import Cache, cache_folder
+from unimem.weights.image_cache import ImageCache, cache_folder
 from unimem.weights.image_format import key_of
 from unimem.weights.repacked import arrange
 from weight_bytes import drop_from_cache, leaves_nothing
@@ -70,11 +70,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: Patch) -> Cache:
+def cache(tmp_path: Path, monkeypatch: Patch) -> ImageCache:
     folder = tmp_path / "cache"
     monkeypatch.setenv("UNIMEM_CACHE", str(folder))
     monkeypatch.setenv("UNIMEM_CACHE_BYTES", "1G")
-    return Cache(str(folder), create=True)
+    return ImageCache(str(folder), create=True)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def expected_bytes(path: Path) -> dict[str, bytes]:
     return found
 
 
-def only(cache: Cache) -> Path:
+def only(cache: ImageCache) -> Path:
     (image,) = cache.images()
     return Path(image.path)
 
@@ -117,7 +117,7 @@ def only(cache: Cache) -> Path:
 
 @pytest.mark.parametrize("way", ["mapped", "read", "tape", "numa"])
 def test_a_second_start_has_the_same_bytes(
-    way: str, model: Path, cache: Cache, repacks: list[str]
+    way: str, model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
     expected = expected_bytes(model)
     assert repacked_bytes(model) == (None, expected)
@@ -151,7 +151,7 @@ def test_a_second_start_has_the_same_bytes(
 
 
 def test_a_staged_image_is_mapped_by_all(
-    model: Path, cache: Cache, repacks: list[str], monkeypatch: Patch
+    model: Path, cache: ImageCache, repacks: list[str], monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", "off")
     expected = expected_bytes(model)
@@ -174,7 +174,7 @@ def test_a_staged_image_is_mapped_by_all(
         assert repacked_bytes(staged.path)[0] is None
 
 
-def test_staging_takes_what_is_kept(model: Path, cache: Cache, monkeypatch: Patch) -> None:
+def test_staging_takes_what_is_kept(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:
     expected = repacked_bytes(model)[1]
     monkeypatch.setattr("unimem.weights.staging.stage.repack_into", None)
     with um.stage(model, repack=True, backing="shm") as staged:
@@ -210,7 +210,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], bytes | bytearray], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_is_damaged_is_removed_and_made_anew(
-    damage: str, model: Path, cache: Cache, repacks: list[str]
+    damage: str, model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
     _, expected = repacked_bytes(model)
     path = only(cache)
@@ -223,7 +223,9 @@ def test_what_is_damaged_is_removed_and_made_anew(
 
 
 @pytest.mark.parametrize("way", ["mapped", "read", "tape"])
-def test_a_flipped_bit_is_found_however_it_is_loaded(way: str, model: Path, cache: Cache) -> None:
+def test_a_flipped_bit_is_found_however_it_is_loaded(
+    way: str, model: Path, cache: ImageCache
+) -> None:
     _, expected = repacked_bytes(model)
     path = only(cache)
     path.write_bytes(flip(bytearray(path.read_bytes()), path.stat().st_size - 5000))
@@ -240,7 +242,7 @@ def test_a_flipped_bit_is_found_however_it_is_loaded(way: str, model: Path, cach
 
 @pytest.mark.parametrize("other", ["model", "model of the same size", "build", "cpu", "probe"])
 def test_an_image_of_something_else_is_never_met(
-    other: str, model: Path, cache: Cache, repacks: list[str], monkeypatch: Patch
+    other: str, model: Path, cache: ImageCache, repacks: list[str], monkeypatch: Patch
 ) -> None:
     repacked_bytes(model)
     path = only(cache)
@@ -286,7 +288,7 @@ def test_the_probe_is_the_order(model: Path) -> None:
 
 @pytest.mark.parametrize("stranger", ["file", "folder", "owner", "owner of the folder"])
 def test_models_of_strangers_are_kept_only_when_asked(
-    stranger: str, model: Path, cache: Cache
+    stranger: str, model: Path, cache: ImageCache
 ) -> None:
     what = model.parent if "folder" in stranger else model
     if stranger.startswith("owner"):
@@ -301,7 +303,7 @@ def test_models_of_strangers_are_kept_only_when_asked(
     assert repacked_bytes(model, cache=True) == (str(only(cache)), expected)
 
 
-def test_folders_of_strangers_are_not_used(model: Path, cache: Cache) -> None:
+def test_folders_of_strangers_are_not_used(model: Path, cache: ImageCache) -> None:
     os.chmod(cache.folder, 0o777)
     assert repacked_bytes(model)[0] is None
     assert os.listdir(cache.folder) == []
@@ -310,7 +312,7 @@ def test_folders_of_strangers_are_not_used(model: Path, cache: Cache) -> None:
             repacked_bytes(model, cache=choice)
 
 
-def test_what_is_no_image_is_left_alone(model: Path, cache: Cache, tmp_path: Path) -> None:
+def test_what_is_no_image_is_left_alone(model: Path, cache: ImageCache, tmp_path: Path) -> None:
     _, expected = repacked_bytes(model)
     path, elsewhere = only(cache), tmp_path / "elsewhere"
     path.rename(elsewhere)
@@ -342,7 +344,7 @@ def test_the_folder(variables: dict[str, str], folder: str | None, monkeypatch: 
 
 
 def test_what_was_used_longest_ago_goes_first(
-    model: Path, cache: Cache, monkeypatch: Patch
+    model: Path, cache: ImageCache, monkeypatch: Patch
 ) -> None:
     models = [write(model.with_name(f"{i}.gguf"), seed=i) for i in range(3)]
     for i, path in enumerate(models[:2]):
@@ -363,7 +365,7 @@ def test_what_was_used_longest_ago_goes_first(
         repacked_bytes(models[1])
 
 
-def test_a_full_disk_leaves_nothing(model: Path, cache: Cache, monkeypatch: Patch) -> None:
+def test_a_full_disk_leaves_nothing(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "image")
 
@@ -376,7 +378,7 @@ def test_a_full_disk_leaves_nothing(model: Path, cache: Cache, monkeypatch: Patc
 # ---- several processes --------------------------------------------------------------------------
 
 
-def test_two_at_once_have_one_result(model: Path, cache: Cache, repacks: list[str]) -> None:
+def test_two_at_once_have_one_result(model: Path, cache: ImageCache, repacks: list[str]) -> None:
     expected = expected_bytes(model)
     repacks.clear()
     found: list[Any] = [None, None]
@@ -407,7 +409,7 @@ um.repack(um.open_weights(sys.argv[1], load="map"))
 
 @pytest.mark.parametrize("when", ["write", "publish"])
 def test_a_killed_writer_leaves_nothing_that_is_used(
-    when: str, model: Path, cache: Cache, repacks: list[str]
+    when: str, model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(model), when], check=False)
     assert done.returncode == -signal.SIGKILL
@@ -418,7 +420,7 @@ def test_a_killed_writer_leaves_nothing_that_is_used(
     assert os.listdir(cache.folder) == [only(cache).name]
 
 
-def test_an_interrupt_leaves_nothing(model: Path, cache: Cache) -> None:
+def test_an_interrupt_leaves_nothing(model: Path, cache: ImageCache) -> None:
     def stop(*_: int) -> None:
         raise KeyboardInterrupt
 

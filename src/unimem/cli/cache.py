@@ -14,7 +14,7 @@ from unimem.cli.documents import document_head
 from unimem.cli.exits import FAILED
 from unimem.cli.options import AsJson
 from unimem.system.text import escape, format_bytes, format_count
-from unimem.weights.image_cache import Cache, CachedImage, cache_folder
+from unimem.weights.image_cache import CachedImage, ImageCache, cache_folder
 
 __all__ = ["cache"]
 
@@ -51,7 +51,7 @@ def cache(
     if what is None and action == "drop":
         raise typer.BadParameter("drop: expected KEY, MODEL, stale or all")
     folder = cache_folder()
-    store = Cache(folder) if folder is not None and os.path.exists(folder) else None
+    store = ImageCache(folder) if folder is not None and os.path.exists(folder) else None
     found = [] if store is None else _choose(store.images(), what)
     if action == "drop" and store is not None and not dry_run:
         store.drop(found)
@@ -84,14 +84,14 @@ def _choose(images: list[CachedImage], what: str | None) -> list[CachedImage]:
     return found
 
 
-def _verified(store: Cache, image: CachedImage) -> CachedImage:
+def _verified(store: ImageCache, image: CachedImage) -> CachedImage:
     with terminal.updates("verifying") as progress:
         problem = store.verify(image, progress)
     return image._replace(problem=problem)
 
 
 def _document(
-    folder: str | None, store: Cache | None, found: list[CachedImage], action: str
+    folder: str | None, store: ImageCache | None, found: list[CachedImage], action: str
 ) -> dict[str, Any]:
     return document_head(_SCHEMA) | {
         "folder": folder,

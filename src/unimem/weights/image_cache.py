@@ -29,7 +29,7 @@ from unimem.weights.image_format import ALIGN, image_bytes, key_of
 from unimem.weights.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
-__all__ = ["Cache", "CacheChoice", "CachedImage", "cache_folder", "choose_cache"]
+__all__ = ["CacheChoice", "CachedImage", "ImageCache", "cache_folder", "choose_cache"]
 
 CacheChoice = bool | str | os.PathLike[str] | None
 
@@ -60,7 +60,7 @@ def cache_folder() -> str | None:
     return os.path.join(home, "unimem") if os.path.isabs(home) else None
 
 
-def choose_cache(contents: Contents, cache: CacheChoice) -> Cache | None:
+def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
     """Choose where the image of a model is kept; None where it is not.
 
     Parameters
@@ -89,7 +89,7 @@ def choose_cache(contents: Contents, cache: CacheChoice) -> Cache | None:
     else:
         folder = os.path.abspath(file_path(cache, "cache"))
     try:
-        found = Cache(folder, create=True)
+        found = ImageCache(folder, create=True)
     except OSError:
         if cache is None:
             return None
@@ -143,7 +143,7 @@ class CachedImage(NamedTuple):
     problem: str | None
 
 
-class Cache:
+class ImageCache:
     """A folder of images, of this user. Any number of threads and processes may use it.
 
     Parameters

@@ -27,7 +27,6 @@ __all__ = [
     "key_of",
     "pack",
     "parse",
-    "table_bytes",
 ]
 
 MAGIC = b"UNIMEMRP"
@@ -125,7 +124,7 @@ def _round_up(n: int) -> int:
     return -(-n // ALIGN) * ALIGN
 
 
-def table_bytes(identity: dict[str, Any], model: str, tensors: Sequence[ImageTensor]) -> bytes:
+def _table(identity: dict[str, Any], model: str, tensors: Sequence[ImageTensor]) -> bytes:
     """Return the table of an image; hashes of tensors do not change its length."""
     rows = [asdict(tensor) for tensor in tensors]
     return _canonical({"identity": identity, "model": model, "tensors": rows})
@@ -151,7 +150,7 @@ def pack(
     ValueError
         A table of more bytes than an image can have.
     """
-    table = table_bytes(identity, model, tensors)
+    table = _table(identity, model, tensors)
     if len(table) > MOST_TABLE_BYTES:
         raise ValueError(
             f"expected a table of at most {MOST_TABLE_BYTES} bytes, got {len(table)}: the model "
