@@ -10,7 +10,7 @@ from unimem.engine.checks import check_model
 from unimem.engine.graph import Headers
 from unimem.layout import Layout
 from unimem.system import policy
-from unimem.weights.loading import EngineLoad, Progress
+from unimem.weights.loading import EngineLoad, Progress, check_load
 from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 from unimem.weights.repack import repack_and_warm
 from unimem.weights.repacked import Repacked
@@ -47,6 +47,7 @@ class ModelMemory:
         progress: Progress | None,
         **asked: Any,
     ) -> None:
+        check_load(load, for_engine=True)
         self.repacked: Repacked | None = None
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
