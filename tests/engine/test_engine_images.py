@@ -81,6 +81,7 @@ def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         # What keeps it has it in a report as staged; who maps it, by its types.
         (kept,) = model_maps.models(read_process(held.pid))
         assert {part.category for area in kept.areas for part in kept.parts(area)} == {"staging"}
+        image = held.paths[0]
         with um.Block.map(image) as block:
             block.as_array()[::4096].sum()
             (mapped,) = [m for m in model_maps.models(read_process()) if m.path == image]

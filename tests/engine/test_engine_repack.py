@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,9 @@ def test_what_has_no_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
         decoder = Decoder(path, load="repack", **OPTIONS)
     assert decoder._memory.load == "map"
     decoder.close()
+    # An error leaves nothing, as the fixture sees.
+    with warnings.catch_warnings(action="error"), pytest.raises(um.PlacementWarning):
+        Decoder(path, load="repack", **OPTIONS)
     with pytest.warns(um.PlacementWarning, match="is not repacked"):
         um.Layout.for_model(path, load="repack", **OPTIONS).close()
     with pytest.raises(ValueError, match="load='repack': expected a model file"):

@@ -228,7 +228,7 @@ def run(
     if save_session is not None:
         # What cannot be written is refused now, and not after everything was computed.
         NewFile(save_session).close()
-    from unimem.engine import Decoder, embedded_model
+    from unimem.engine import embedded_model
 
     path = embedded_model() if model is None else model
     started = time.perf_counter()
@@ -240,17 +240,7 @@ def run(
         weights, plan = layout.weights, layout.plan
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
-        with terminal.updates("loading") as progress:
-            made = Decoder(
-                weights,
-                ctx=plan.ctx,
-                kv_dtype=kv_dtype,
-                window=window,
-                threads=plan.threads,
-                layout=layout,
-                progress=progress,
-            )
-        with made as decoder:
+        with _new_decoder(weights, layout, plan) as decoder:
             talk = _talk(decoder, prompt or "", options, tokens)
             _warm(weights, plan)  # last: what is refused is refused at once
             fallbacks.tell(plan)
@@ -309,6 +299,22 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
             pages=options.pages,
             numa=options.numa,
             **cache,
+        )
+
+
+def _new_decoder(weights: Weights, layout: Layout, plan: Plan) -> Decoder:
+    """Make the decoder, which repacks the model where the plan says so."""
+    from unimem.engine import Decoder
+
+    with terminal.updates("loading") as progress:
+        return Decoder(
+            weights,
+            ctx=plan.ctx,
+            kv_dtype=plan.kv_dtype,
+            window=plan.window,
+            threads=plan.threads,
+            layout=layout,
+            progress=progress,
         )
 
 

@@ -10,7 +10,7 @@ from unimem.engine.checks import check_model
 from unimem.engine.graph import Headers
 from unimem.layout import Layout
 from unimem.system import policy
-from unimem.weights.loading import EngineLoad, Progress
+from unimem.weights.loading import EngineLoad, Progress, check_load
 from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 from unimem.weights.repack import repack_and_warm
 from unimem.weights.repacked import Repacked
@@ -47,13 +47,15 @@ class ModelMemory:
         progress: Progress | None,
         **asked: Any,
     ) -> None:
+        check_load(load, for_engine=True)
         self.repacked: Repacked | None = None
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
         layout = asked["layout"]
         if isinstance(path_or_weights, Weights):
             self.weights, opened = path_or_weights, load
-            made_for = layout.plan if isinstance(layout, Layout) else None
+            is_theirs = isinstance(layout, Layout) and layout.weights is path_or_weights
+            made_for = layout.plan if is_theirs else None
             if load == "auto" and made_for is not None and made_for.load == "repack":
                 opened, reason = "repack", made_for.load_reason
         else:
@@ -62,22 +64,19 @@ class ModelMemory:
                 _, first = check_model(weights, path_or_weights, load=load, **asked)
             opened = "repack" if "repack" in (load, first.load) else "auto"
             reason = first.load_reason
-            self.weights = open_weights(
-                path_or_weights,
-                load="map" if load == "repack" or opened == "repack" else load,
-                progress=progress,
-            )
+            way = "map" if load == "repack" or opened == "repack" else load
+            self.weights = open_weights(path_or_weights, load=way, progress=progress)
         try:
             self.model, self.plan = check_model(self.weights, self.weights, load=opened, **asked)
+            self.load: str = self.plan.load
+            self.load_reason = self.plan.load_reason
+            if self.load == "repack" and reason is not None:
+                self.load_reason = reason
+            elif load == "repack" and self.load != "repack":
+                policy.warn(f"{self.weights.files[0]} is not repacked: {self.load_reason}")
         except BaseException:
             self.end()
             raise
-        self.load: str = self.plan.load
-        self.load_reason = self.plan.load_reason
-        if self.load == "repack" and reason is not None:
-            self.load_reason = reason
-        elif load == "repack" and self.load != "repack":
-            policy.warn(f"{self.weights.files[0]} is not repacked: {self.load_reason}")
 
     def bring_in(self, layout: Layout, threads: int, progress: Progress | None) -> None:
         """Repack what is to be repacked, placed like the layout's history, and warm what is mapped.

@@ -16,6 +16,8 @@ import ctypes
 import functools
 import hashlib
 import random
+import subprocess
+import sys
 from ctypes import CFUNCTYPE, POINTER, c_char, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _SOUND = frozenset({"CPU_REPACK"})
+_TRIAL_SECONDS = 60.0
 _TINY_BYTES = 4096
 _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
 
@@ -84,9 +87,16 @@ def buffer_types() -> tuple[BufferType, ...]:
     for AMX, as some compilers build it, ends the process. Only ggml's own interleaving, which is
     plain code, is taken without a trial, which starts a process.
     """
-    from unimem.system.ggml_trial import runs
+    return tuple(one for one in all_types() if one.name in _SOUND or _passes_trial(one.name))
 
-    return tuple(one for one in all_types() if one.name in _SOUND or runs(one.name))
+
+def _passes_trial(name: str) -> bool:
+    command = [sys.executable, "-m", "unimem.system.ggml_trial", name]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
 
 
 @functools.cache

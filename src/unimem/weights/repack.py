@@ -39,8 +39,8 @@ from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_bu
 
 __all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
 
-STAGING_SHARE = 50
-"""What is read and not yet repacked takes a 50th of the model, where pieces can be so small."""
+STAGING_SHARE = 100
+"""What is read, not yet repacked, takes a hundredth of the model, if pieces can be so small."""
 
 _ALIGN = 4096  # of reads past the page cache
 _ROWS = 64  # a multiple of the rows that any order interleaves
@@ -257,7 +257,11 @@ class _Piece(NamedTuple):
 
 
 def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
-    """Cut tensors into pieces that suit the threads, the largest first, else as in the files."""
+    """Cut tensors into pieces that suit the threads.
+
+    They are as in the files, so that memory comes as the page cache goes; but what stays whole and
+    is large comes first, so that no thread is left with it.
+    """
     from unimem.system.ggml_repack import are_rows_apart
 
     most = found.source_bytes // (STAGING_SHARE * n_threads)
@@ -277,7 +281,7 @@ def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
             n = min(n_rows, total - row)
             begin, nbytes = tensor.offset + row * row_bytes, n * row_bytes
             pieces.append(_Piece(slot, (ne[0], n), begin, nbytes, at + order.nbytes // total * row))
-    return sorted(pieces, key=lambda piece: -piece.nbytes)  # which is stable
+    return sorted(pieces, key=lambda piece: min(0, _MOST_BYTES - piece.nbytes))  # and stable
 
 
 def repack_into(
@@ -292,7 +296,7 @@ def repack_into(
         work.run(_cpus(block, n_threads), progress)
         return
     _unmap(weights)
-    slot_bytes = (pieces[0].nbytes // _ALIGN + 2) * _ALIGN
+    slot_bytes = (max(piece.nbytes for piece in pieces) // _ALIGN + 2) * _ALIGN
     room = max(found.source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
     cpus = _cpus(block, max(1, min(n_threads, room // slot_bytes)))
     is_cached = _cached_bytes(weights) >= MOSTLY * weights.nbytes
