@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import gguf_files as gf
 import unimem as um
 from at_once import at_once
 from unimem.weights import image_identity, repack
-from unimem.weights.image import Image
+from unimem.weights.image import IMAGE_NAME, Image
 from unimem.weights.image_cache import ImageCache, cache_folder
 from unimem.weights.image_format import key_of
 from unimem.weights.repacked import arrange
@@ -187,6 +189,25 @@ def test_staging_takes_what_is_kept(model: Path, cache: ImageCache, monkeypatch:
     with pytest.warns(um.PlacementWarning, match="hash"), pytest.raises(TypeError):
         um.stage(model, repack=True, backing="shm")
     assert cache.images() == []
+
+
+def test_an_image_on_disk_beside_a_model_is_not_trusted(
+    model: Path, cache: ImageCache, repacks: list[str]
+) -> None:
+    _, expected = repacked_bytes(model)
+    shutil.copy(only(cache), model.with_name(IMAGE_NAME))
+    only(cache).unlink()
+    assert repacked_bytes(model) == (None, expected)
+    assert len(repacks) == 2
+
+
+@pytest.mark.locks
+def test_a_mapping_is_locked_as_it_was_asked(model: Path, cache: ImageCache) -> None:
+    repacked_bytes(model)
+    only(cache).read_bytes()
+    with um.open_weights(model, load="map") as weights, um.repack(weights, lock=True) as made:
+        assert made.image == str(only(cache))
+        assert made.blocks[0].granted.locked_bytes >= made.nbytes
 
 
 # ---- damages ------------------------------------------------------------------------------------
@@ -378,9 +399,28 @@ def test_a_full_disk_leaves_nothing(model: Path, cache: ImageCache, monkeypatch:
 # ---- several processes --------------------------------------------------------------------------
 
 
-def test_two_at_once_have_one_result(model: Path, cache: ImageCache, repacks: list[str]) -> None:
+def test_two_at_once_have_one_result(
+    model: Path, cache: ImageCache, repacks: list[str], monkeypatch: Patch
+) -> None:
     expected = expected_bytes(model)
     repacks.clear()
+    asked = 0
+    second_waits = threading.Event()
+    counted, flock = repack.repack_into, fcntl.flock
+
+    def ask(fd: int, how: int) -> None:
+        nonlocal asked
+        asked += how == fcntl.LOCK_EX
+        if asked == 2:
+            second_waits.set()
+        flock(fd, how)
+
+    def repack_slowly(*arguments: Any) -> None:
+        assert second_waits.wait(60)
+        counted(*arguments)
+
+    monkeypatch.setattr("unimem.weights.image_cache.fcntl.flock", ask)
+    monkeypatch.setattr(repack, "repack_into", repack_slowly)
     found: list[Any] = [None, None]
 
     def start(number: int) -> None:
@@ -407,7 +447,7 @@ um.repack(um.open_weights(sys.argv[1], load="map"))
 """
 
 
-@pytest.mark.parametrize("when", ["write", "publish"])
+@pytest.mark.parametrize("when", ["write", pytest.param("publish", marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_nothing_that_is_used(
     when: str, model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
