@@ -44,7 +44,14 @@ MACHINE = {
 MACHINE_MODULES = {
     *("test_accounting", "test_block_cgroup", "test_block_grow", "test_block_lock"),
     *("test_block_pages", "test_cli_report", "test_cli_stage", "test_cli_watch_terminal"),
-    *("test_demo", "test_engine_weights", "test_kv_grow", "test_kv_memory", "test_limits"),
+    *(
+        "test_demo",
+        "test_engine_images",
+        "test_engine_weights",
+        "test_kv_grow",
+        "test_kv_memory",
+        "test_limits",
+    ),
     *("test_model_maps", "test_plan_limits", "test_process", "test_published", "test_report"),
     *("test_report_llama_cpp", "test_residency", "test_stage", "test_weights_load"),
 }

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.system.placement import Pages
-from unimem.weights.loading import Load
+from unimem.weights.loading import EngineLoad
 
 __all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError", "different_builds", "peer_python"]
 
@@ -148,7 +148,7 @@ class DecoderProcess:
         python: str | None = None,
         pages: Pages = "auto",
         numa: str | None = None,
-        load: Load = "auto",
+        load: EngineLoad = "auto",
         kv_dtype: str = "f16",
         window: int | None = None,
     ) -> None:

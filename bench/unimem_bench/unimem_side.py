@@ -39,7 +39,8 @@ class Unimem:
             layout = um.Layout.for_model(model, ctx=ctx, **how, **memory)
             assert isinstance(layout.weights, um.Weights)  # for_model opened them
             self._decoder = Decoder(layout.weights, ctx=ctx, layout=layout, **how)
-            if layout.weights.load == "map":
+            self._load = self._decoder.report().facts["load"]
+            if self._load == "map":
                 warm_where_it_fits(layout.weights, self._decoder.threads, None)
             self._start_s = time.perf_counter() - start
         self._warnings = [str(warning.message) for warning in caught]
@@ -59,7 +60,7 @@ class Unimem:
         """As `Side.facts`, and where the memory is."""
         return {
             "start_s": self._start_s,
-            "load": self._decoder.weights.load,
+            "load": self._load,
             "granted": granted(self._decoder.report()),
             "warnings": self._warnings,
         }

@@ -41,6 +41,8 @@ from unimem.planning.result import Plan
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights.opened import Weights, open_weights
+from unimem.weights.repack import repack
+from unimem.weights.repacked import Repacked
 from unimem.weights.staging.stage import Stage, stage
 from unimem.weights.tensors import Tensor
 
@@ -71,6 +73,7 @@ __all__ = [
     "PlacementOptions",
     "PlacementWarning",
     "Plan",
+    "Repacked",
     "Report",
     "SafetensorsError",
     "Scratchpad",
@@ -88,6 +91,7 @@ __all__ = [
     "measure",
     "open_weights",
     "plan",
+    "repack",
     "report",
     "stage",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
@@ -20,7 +20,7 @@ from unimem.planning.result import Plan
 from unimem.system import limits, policy
 from unimem.system.arguments import flag
 from unimem.system.python_heap import warm_python_heap
-from unimem.weights.loading import Load, Progress
+from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights, open_weights
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ class Layout(Lifetimes[Tape]):
         kv_dtype: str = "f16",
         window: int | None = None,
         threads: int | None = None,
-        load: Load = "auto",
+        load: EngineLoad = "auto",
         progress: Progress | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Layout:
@@ -394,7 +394,8 @@ class Layout(Lifetimes[Tape]):
         ctx : int, optional
             Tokens of context; by default the smallest of the model's, 4096 and what fits.
         batch, kv_dtype, window, threads, load
-            As for `plan`. With a window the KV cache will not lie on `history`.
+            As for `plan`. With a window the KV cache will not lie on `history`. Where `plan`
+            repacks, the layout maps the file, and a `Decoder` with it repacks.
         progress : callable, optional
             As for `open_weights`, of a file.
         **placement
@@ -427,11 +428,19 @@ class Layout(Lifetimes[Tape]):
             weights = path_or_weights
             needed = plan(weights, load=load, **options)
         else:
-            plan(path_or_weights, load=load, **options).require_fits(strict=strict)
+            before = plan(path_or_weights, load=load, **options)
+            before.require_fits(strict=strict)
+            repacks = before.load == "repack"
+            if load == "repack":
+                load = "map"
+                if not repacks:
+                    policy.warn(f"{path_or_weights} is not repacked: {before.load_reason}")
             weights = open_weights(path_or_weights, load=load, progress=progress, **placement)
         try:
-            if not given:
-                needed = plan(weights, **options)  # the file may be another one by now
+            if not given:  # the file may be another one by now
+                needed = plan(weights, load="repack" if repacks else "auto", **options)
+                reason = before.load_reason if repacks else needed.load_reason
+                needed = replace(needed, load_reason=reason)
             ModelDims.from_weights(weights)  # it raises where the dimensions are not known
             needed.require_fits(strict=strict)
             layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)

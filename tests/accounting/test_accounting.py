@@ -42,6 +42,8 @@ DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen2", "f16", "small", {"ctx": 700, "load": "copy"}),
     ("qwen3", "f32", "small", {"ctx": 700, "load": "direct"}),
     ("qwen3", "f16", "small", {"ctx": 900, "threads": 7}),
+    ("llama", "q4_0", "small", {"ctx": 700, "load": "repack"}),
+    ("qwen2", "q4_0", "small", {"ctx": 300, "load": "repack", "window": 20}),
 ]
 MORE: list[tuple[str, str, str, dict[str, Any]]] = [
     *(("llama", kind, "tiny", {"ctx": 64}) for kind in ("f16", "bf16", "q8_0", "q4_0")),
@@ -100,7 +102,7 @@ def in_smaps(blocks: list[um.Block]) -> int:
 
 def blocks_of(decoder: Decoder) -> list[um.Block]:
     layout = decoder.layout
-    blocks = [*decoder.weights.blocks, layout.scratch.block, layout.history.block]
+    blocks = [*decoder._memory.blocks, layout.scratch.block, layout.history.block]
     return blocks if decoder.kv.block is None else [*blocks, decoder.kv.block]
 
 

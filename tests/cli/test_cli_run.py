@@ -226,6 +226,21 @@ def test_the_model_comes_into_memory_as_asked_for(model: Path) -> None:
     assert re.search(r"^load +copy: it was asked for$", page, re.M)
 
 
+def test_a_repacked_model_is_planned_and_reported(tmp_path: Path) -> None:
+    ggml_repack = pytest.importorskip("unimem.system.ggml_repack", exc_type=ImportError)
+    if ggml_repack.find_order(2, (256, 64)) is None:
+        pytest.skip("this build of ggml has no order for q4_0 on this CPU")
+    path = write_model(tmp_path / "q4_0.gguf", shape=TINY, kind="q4_0")
+    document = run_json(path, "-p", "Hello", "-n", "9", "--load", "repack")
+    assert document["options"]["load"] == document["model"]["load"] == "repack"
+    assert document["model"]["load_reason"] == "it was asked for"
+    rows = {row["category"]: row["nbytes"] for row in document["report"]["rows"]}
+    assert rows == {row["category"]: row["nbytes"] for row in document["plan"]["rows"]}
+    assert rows["weights:q4_0 repacked"] > 0
+    plan = json.loads(show("plan", path, "--load", "repack", "--json").out)
+    assert (plan["load"], plan["unread_bytes"]) == ("repack", rows["weights:q4_0 repacked"])
+
+
 def test_the_default_number_of_tokens_ends_with_the_context(model: Path) -> None:
     document = run_json(model, "-p", "Hello", "--ctx", "32")
     n_prompt = len(document["prompt"]["tokens"])

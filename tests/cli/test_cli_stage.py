@@ -51,7 +51,7 @@ from unimem.system import limits, policy
 from unimem.system.process import read_process
 from unimem.weights.staging import held as stage_held
 from unimem.weights.staging.held import SCHEMA, Held, drop, holders
-from unimem.weights.staging.repacked import Repacked
+from unimem.weights.staging.repacked import RepackedByLlamaCpp
 from warm_python import start
 
 cli_stage = importlib.import_module("unimem.cli.stage")
@@ -179,13 +179,13 @@ def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
 
 
 def test_what_llama_cpp_does_not_share_is_told(model: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: Repacked(3 * MIB, 4 * MIB))
+    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(3 * MIB, 4 * MIB))
     for _ in range(2):  # what was staged already, too
         code, out, err = run(model)
         assert (code, out.count("\n")) == (0, 1)
         assert "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in err
         assert "--no-repack keeps all of it shared" in err
-    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: Repacked(0, 4 * MIB))
+    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(0, 4 * MIB))
     assert "repack" not in run(model).err
 
 

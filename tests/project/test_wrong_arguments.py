@@ -184,6 +184,10 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         | {"threads": 1, "load": "auto", "sessions": 1, "device": None}
         | PLACEMENT,
     ),
+    "repack": lambda t: (
+        um.repack,
+        {"weights": t.weights(), "tape": None, "progress": None} | PLACEMENT,
+    ),
     "report": lambda t: (um.report, {"pid": os.getpid()}),
     "snapshot.check": lambda t: (snapshot.check, {"path": t.saved()}),
     "snapshot.describe": lambda t: (snapshot.describe, {"path": t.saved()}),
@@ -225,7 +229,7 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
 # Made by other calls, or of plain values that nobody checks.
 DATA = {
     *("Machine", "Measured", "Placement", "PlacementOptions", "Report", "Stage", "Stat", "Tensor"),
-    *("Weights", "Plan", "Cell", "Sequence"),
+    *("Weights", "Plan", "Cell", "Sequence", "Repacked"),
 }
 
 

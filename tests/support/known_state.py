@@ -23,6 +23,7 @@ _VARIABLES = (
 _KEPT = {"UNIMEM_NUMA_VM"}
 _DEFAULT = {
     **{"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "xterm", "TZ": "UTC"},
+    "UNIMEM_CACHE": "off",  # no test finds what another has kept
     "PYTHONUNBUFFERED": "1",  # whoever waits for a line of a script gets it when it is written
 }
 # A worker of pytest-xdist begins from what its parent has made.

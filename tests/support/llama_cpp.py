@@ -24,14 +24,21 @@ Q4_K_M = 15  # llama_ftype
 
 
 def greedy(
-    model: Path, prompt: list[int], n: int, *, ctx: int = 1024, kv_dtype: str = "f16"
+    model: Path,
+    prompt: list[int],
+    n: int,
+    *,
+    ctx: int = 1024,
+    kv_dtype: str = "f16",
+    repack: bool = False,
 ) -> tuple[list[int], NDArray[Any]]:
     """Generate `n` tokens; returns them and the logits [n, vocab] each was chosen by.
 
-    Weights are used as they lie in the file (no repacking), attention is flash attention, and
-    what is written to a quantized cache is not rotated before.
+    Weights are used as they lie in the file, or with `repack` as is llama.cpp's default. Attention
+    is flash attention, and what is written to a quantized cache is not rotated before.
     """
     options = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
+    options |= {"repack": repack}
     with tempfile.TemporaryDirectory() as folder:  # the model's may be read-only
         out = f"{folder}/out.npz"
         _run("greedy", options | {"out": out})
@@ -85,8 +92,8 @@ def _run(command: str, options: dict[str, Any]) -> str:
     return done.stderr
 
 
-def _open(model: str, ctx: int, kv_dtype: str) -> tuple[Any, Any]:
-    """A model, as it lies in its file, and a context of it."""
+def _open(model: str, ctx: int, kv_dtype: str, *, repack: bool = False) -> tuple[Any, Any]:
+    """A model, as it lies in its file or repacked, and a context of it."""
     from cyllama.llama import llama_cpp
 
     class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
@@ -96,7 +103,7 @@ def _open(model: str, ctx: int, kv_dtype: str) -> tuple[Any, Any]:
 
     params = llama_cpp.LlamaModelParams()
     params.n_gpu_layers = 0
-    params.use_extra_bufts = False
+    params.use_extra_bufts = repack
     opened = Model(model, params)
     params = llama_cpp.LlamaContextParams()
     params.n_ctx = params.n_batch = ctx
@@ -109,7 +116,8 @@ def _open(model: str, ctx: int, kv_dtype: str) -> tuple[Any, Any]:
 def _greedy(options: dict[str, Any]) -> None:
     from cyllama.llama import llama_cpp
 
-    _model, context = _open(options["model"], options["ctx"], options["kv"])
+    repack = options["repack"]
+    _model, context = _open(options["model"], options["ctx"], options["kv"], repack=repack)
     batch, past = options["prompt"], 0
     tokens: list[int] = []
     rows = []

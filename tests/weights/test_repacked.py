@@ -10,7 +10,7 @@ import pytest
 
 from models.make import Shape, write_model
 from unimem.weights.files import open_model
-from unimem.weights.staging.repacked import Repacked, cpu_features, find_repacked
+from unimem.weights.staging.repacked import RepackedByLlamaCpp, cpu_features, find_repacked
 
 SHAPE = Shape(hidden=256, layers=1, heads=8, kv_heads=4, inner=256, vocab=512, ctx=256)
 AVX2, AVX512, AMX = {"avx2"}, {"avx2", "avx512f"}, {"avx2", "avx512f", "amx_int8"}
@@ -46,7 +46,7 @@ def test_types_by_cpu(kind: str, where: list[set[str]]) -> None:
     one = model(("output.weight", kind, (256, 64)))
     for features in (AVX2, AVX512, AMX, DOT, OLD_ARM, set()):
         found = find_repacked(one, frozenset(features))
-        assert found == Repacked(100 if features in where else 0, 100), features
+        assert found == RepackedByLlamaCpp(100 if features in where else 0, 100), features
 
 
 OUTPUT = ("output.weight", "f32", (256, 64))
@@ -65,12 +65,12 @@ OUTPUT = ("output.weight", "f32", (256, 64))
 )
 def test_tensors_by_name_and_shape(name: str, ne: tuple[int, ...], nbytes: int) -> None:
     found = find_repacked(model(OUTPUT, (name, "q4_0", ne)), frozenset(AVX2))
-    assert found == Repacked(nbytes, 200)
+    assert found == RepackedByLlamaCpp(nbytes, 200)
 
 
 def test_embeddings_that_are_the_output_too() -> None:
     found = find_repacked(model(("token_embd.weight", "q4_0", (256, 64))), frozenset(AVX2))
-    assert found == Repacked(100, 100)
+    assert found == RepackedByLlamaCpp(100, 100)
 
 
 KINDS = ("q4_0", "q4_K", "iq4_nl", "mxfp4", "q5_K", "q6_K", "q8_0")

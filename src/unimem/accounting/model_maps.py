@@ -20,6 +20,8 @@ from unimem.errors import FormatError, PlacementError
 from unimem.system.limits import SHM
 from unimem.system.process import Area, Process
 from unimem.weights.files import Header, version_of
+from unimem.weights.image import read_image_header
+from unimem.weights.image_format import MAGIC, ImageHeader
 from unimem.weights.staging.held import Held, holders
 
 __all__ = ["MappedModel", "library_files", "models"]
@@ -50,7 +52,7 @@ class MappedModel:
     state : {"file", "staged", "unnamed", "replaced", "deleted"}
         Whether `path` leads to it: to a file, or to what `unimem stage` keeps. Memory without a
         name never had a path. In the place of one that was replaced is another file now.
-    format : {"GGUF", "safetensors"} or None
+    format : {"GGUF", "safetensors", "repacked"} or None
         None where the header is not known.
     architecture, name : str or None
         As the file says.
@@ -200,7 +202,8 @@ class _StagedFiles:
             path: original
             for held in self._holders
             if held.backing != "page-cache"  # which keeps the file itself
-            for path, (original, _) in zip(held.paths, held.versions, strict=True)
+            # Of several files repacked, there is one image.
+            for path, (original, _) in zip(held.paths, held.versions, strict=not held.is_repacked)
         }
 
     @cached_property
@@ -340,11 +343,14 @@ def _read_header(file: _File, nbytes: int, *, is_named: bool) -> _ModelHeader | 
         try:
             if is_safetensors or (file.path.endswith(".safetensors") and not is_gguf):
                 return _parse_header("safetensors", SafetensorsHeader(fd, nbytes, file.path))
+            if head[:8] == MAGIC:
+                return _parse_image(read_image_header(fd, nbytes, file.path))
             if is_gguf or is_named:
                 return _parse_header("GGUF", GGUFHeader(fd, nbytes, file.path))
         except FormatError as error:
             # Many other files begin as safetensors do.
-            return _unknown_header(error.rule) if is_gguf or is_named else None
+            is_ours = is_gguf or is_named or head[:8] == MAGIC
+            return _unknown_header(error.rule) if is_ours else None
     finally:
         os.close(fd)
     return None
@@ -358,20 +364,40 @@ def _parse_header(kind: str, header: Header) -> _ModelHeader:
         return value if isinstance(value, str) else None
 
     runs = header.runs()
+    return _lay_out(
+        kind,
+        text("general.architecture"),
+        text("general.name"),
+        [(offset, nbytes, f"weights:{tensor_type}") for offset, nbytes, tensor_type in runs],
+    )
+
+
+def _parse_image(header: ImageHeader) -> _ModelHeader:
+    rows = [
+        (header.data_offset + one.offset, one.nbytes, f"weights:{one.type} repacked")
+        for one in header.tensors
+    ]
+    return _lay_out("repacked", None, None, rows)
+
+
+def _lay_out(
+    kind: str, architecture: str | None, name: str | None, runs: Sequence[tuple[int, int, str]]
+) -> _ModelHeader:
+    """Lay runs out, each of an offset, bytes and a category."""
     categories = {"weights:padding": 0}
-    for _, _, tensor_type in runs:
-        categories.setdefault(f"weights:{tensor_type}", len(categories))
+    for _, _, category in runs:
+        categories.setdefault(category, len(categories))
     # Padding lies between runs, mostly of no bytes, and behind the last.
     starts = np.zeros(2 * len(runs) + 1, np.int64)
     starts[1::2] = [offset for offset, _, _ in runs]
     starts[2::2] = [offset + nbytes for offset, nbytes, _ in runs]
     kinds = np.zeros(len(starts), np.intp)
-    kinds[1::2] = [categories[f"weights:{tensor_type}"] for _, _, tensor_type in runs]
+    kinds[1::2] = [categories[category] for _, _, category in runs]
     keep = np.diff(starts, append=starts[-1] + 1) > 0
     return _ModelHeader(
         format=kind,
-        architecture=text("general.architecture"),
-        name=text("general.name"),
+        architecture=architecture,
+        name=name,
         problem=None,
         starts=starts[keep],
         kinds=kinds[keep],

@@ -125,6 +125,7 @@ def _app() -> typer.Typer:
 
     import typer
 
+    from unimem.cli.cache import cache
     from unimem.cli.doctor import doctor
     from unimem.cli.inspect import inspect
     from unimem.cli.plan import plan
@@ -146,6 +147,7 @@ def _app() -> typer.Typer:
     app.command()(inspect)
     app.command()(doctor)
     app.command()(stage)
+    app.command()(cache)
     for command in entry_points(group="unimem.commands"):
         app.command(command.name)(command.load())
     return app

@@ -15,7 +15,7 @@ from unimem.kv.arrays import kv_type
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
-from unimem.weights.loading import Load
+from unimem.weights.loading import EngineLoad
 from unimem.weights.remote import is_url
 
 __all__ = [
@@ -119,10 +119,11 @@ Window = Annotated[
     ),
 ]
 LoadMode = Annotated[
-    Load,
+    EngineLoad,
     typer.Option(
-        help="How the model comes into memory: mapped, copied through the page cache, or read "
-        "past it; auto maps it where that gives what --pages and --numa ask for."
+        help="How the model comes into memory: mapped, copied through the page cache, read past "
+        "it, or repacked in the order that this CPU multiplies fastest; auto repacks a model that "
+        "gains by it, and maps others where that gives what --pages and --numa ask for."
     ),
 ]
 PageSize = Annotated[

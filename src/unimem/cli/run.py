@@ -42,7 +42,7 @@ from unimem.system.atomic_file import NewFile
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
 from unimem.system.text import escape, fact_lines, format_count, table_lines
-from unimem.weights.loading import Load
+from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Options:
 
     embedded: bool
     ctx: int | None
-    load: Load
+    load: EngineLoad
     pages: Pages
     numa: str | None
     chat: bool
@@ -234,7 +234,7 @@ def run(
     if save_session is not None:
         # What cannot be written is refused now, and not after everything was computed.
         NewFile(save_session).close()
-    from unimem.engine import Decoder, embedded_model
+    from unimem.engine import embedded_model
 
     path = embedded_model() if model is None else model_path(model)
     started = time.perf_counter()
@@ -246,16 +246,9 @@ def run(
         weights, plan = layout.weights, layout.plan
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
-        with Decoder(
-            weights,
-            ctx=plan.ctx,
-            kv_dtype=kv_dtype,
-            window=window,
-            threads=threads,
-            layout=layout,
-        ) as decoder:
+        with _new_decoder(weights, layout, plan, threads) as decoder:
             talk = _talk(decoder, prompt or "", options, tokens)
-            _warm(weights, plan.threads)  # last: what is refused is refused at once
+            _warm(weights, plan)  # last: what is refused is refused at once
             fallbacks.tell(plan)
             talk.load_seconds = time.perf_counter() - started
             if resume is not None:
@@ -315,11 +308,30 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
         )
 
 
-def _warm(weights: Weights, threads: int) -> None:
+def _new_decoder(weights: Weights, layout: Layout, plan: Plan, threads: int | None) -> Decoder:
+    """Make the decoder, which repacks the model where the plan says so.
+
+    `threads` is what the user asked for: where that is None, the decoder may take fewer.
+    """
+    from unimem.engine import Decoder
+
+    with terminal.updates("loading") as progress:
+        return Decoder(
+            weights,
+            ctx=plan.ctx,
+            kv_dtype=plan.kv_dtype,
+            window=plan.window,
+            threads=threads,
+            layout=layout,
+            progress=progress,
+        )
+
+
+def _warm(weights: Weights, plan: Plan) -> None:
     """Read a mapped model, so that no token waits for its pages; one that spills stays mapped."""
-    if weights.load == "map":
+    if plan.load == "map":
         with terminal.updates("loading") as progress:
-            warm_where_it_fits(weights, threads, progress)
+            warm_where_it_fits(weights, plan.threads, progress)
 
 
 def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
@@ -524,8 +536,8 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "name": name if isinstance(name, str) else None,
             "architecture": report.facts["architecture"],
             "fingerprint": weights.fingerprint,
-            "load": weights.load,
-            "load_reason": weights.load_reason,
+            "load": report.facts["load"],
+            "load_reason": report.facts["load_reason"],
             "dims": asdict(decoder.dims),
         },
         "options": {

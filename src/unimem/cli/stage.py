@@ -41,6 +41,14 @@ def stage(
         Literal["auto", "tmpfs", "hugetlb", "memfd", "shm"],
         typer.Option(help="The kind of shared memory."),
     ] = "auto",
+    repack: Annotated[
+        bool,
+        typer.Option(
+            "--repack",
+            help="Stage its weights in the order that this CPU multiplies fastest, once for all "
+            "decoders of unimem; the rest of the model stays in the page cache.",
+        ),
+    ] = False,
     page_cache: Annotated[
         bool,
         typer.Option(
@@ -69,6 +77,8 @@ def stage(
     It is read once; llama.cpp and other programs open the path in place of the model's.
     """
     asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}
+    if repack:
+        asked["repack"] = True
     _check_usage(model, asked, show=show, drop_what=drop_what, page_cache=page_cache)
     for option, value in (("--dry-run", dry_run), ("--yes", yes)):
         if value and drop_what is None:
@@ -103,6 +113,8 @@ def _check_usage(
         raise typer.BadParameter(
             "--page-cache has pages and nodes of its own: no --backing, --pages, --numa"
         )
+    if page_cache and asked.get("repack"):
+        raise typer.BadParameter("--repack puts another order into memory, which no file has")
     check_numa(asked["numa"])
 
 
@@ -137,7 +149,7 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
             terminal.show_path(held.path)
         again = "was staged already" if found is not None else "is staged"
         _tell(f"{source} {again}: {_describe(held)}")
-        if repacked.nbytes:
+        if repacked.nbytes and not held.is_repacked:
             share = repacked.nbytes / repacked.total_bytes
             _tell(
                 f"each llama.cpp on this CPU makes a copy of its own of up to "
@@ -241,7 +253,8 @@ def _document(held: Held) -> dict[str, Any]:
 
 
 def _describe(held: Held) -> str:
-    return f"{format_bytes(held.nbytes)}, {held.backing}, {held.granted}"
+    what = " repacked" if held.is_repacked else ""
+    return f"{format_bytes(held.nbytes)}{what}, {held.backing}, {held.granted}"
 
 
 def _tell(text: str) -> None:

@@ -13,6 +13,7 @@ from unimem.accounting.attribution import attribute
 from unimem.accounting.published import NAME
 from unimem.accounting.report import Report
 from unimem.engine.arch import Model
+from unimem.engine.model_memory import ModelMemory
 from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.system import ggml
@@ -34,6 +35,7 @@ class DecoderMemory(Protocol):
     ctx: int
     threads: int
     _model: Model
+    _memory: ModelMemory
 
 
 def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
@@ -56,7 +58,7 @@ def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Par
 def make_report(decoder: DecoderMemory) -> Report:
     """Report on an open decoder: see `Decoder.report`."""
     weights, kv, layout = decoder.weights, decoder.kv, decoder.layout
-    blocks = [*weights.blocks, layout.scratch.block, layout.history.block]
+    blocks = [*decoder._memory.blocks, layout.scratch.block, layout.history.block]
     if kv.block is not None:
         blocks.append(kv.block)
     addresses = {block.address for block in blocks}
@@ -80,8 +82,8 @@ def make_report(decoder: DecoderMemory) -> Report:
     n = decoder.threads - 1  # beside the thread that calls
     facts = {
         "model": ", ".join(weights.files),
-        "load": weights.load,
-        "load_reason": weights.load_reason,
+        "load": decoder._memory.load,
+        "load_reason": decoder._memory.load_reason,
         "architecture": decoder._model.arch,
         "ctx": decoder.ctx,
         "kv_dtype": kv.dtype,

@@ -19,7 +19,7 @@ from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import ggml
-from unimem.weights.loading import Load
+from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
 
 __all__ = ["MOST_POSITIONS", "check_model", "check_session", "check_tokens"]
@@ -36,7 +36,7 @@ def check_model(
     kv_dtype: str,
     window: int | None,
     threads: int | None,
-    load: Load,
+    load: EngineLoad,
 ) -> tuple[Model, Plan]:
     """Check that the engine runs a model with these options, and that its plan has room."""
     if layout is not None and not isinstance(layout, Layout):

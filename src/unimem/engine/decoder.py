@@ -17,9 +17,10 @@ from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.buffers.dims import ModelDims
 from unimem.engine.accounting import list_parts, make_report
-from unimem.engine.checks import check_model, check_session, check_tokens
+from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
+from unimem.engine.model_memory import ModelMemory
 from unimem.engine.sampling import Sampling
 from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
@@ -29,8 +30,8 @@ from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import ggml
-from unimem.weights.loading import Load, Progress
-from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
+from unimem.weights.loading import EngineLoad, Progress
+from unimem.weights.opened import Weights
 
 if TYPE_CHECKING:
     from unimem.engine.tokenizer import Tokenizer
@@ -70,8 +71,10 @@ class Decoder:
     layout : Layout, optional
         Where to take memory; it is borrowed, not closed, and what was taken stays taken. By default
         the decoder makes its own.
-    load : {"auto", "map", "copy", "direct"}
-        How a file comes into memory, as for `open_weights`.
+    load : {"auto", "map", "copy", "direct", "repack"}
+        How a file comes into memory, as for `open_weights`; or ``"repack"``, also of opened
+        weights: what ggml has a faster order for lies in that, as by `unimem.repack`, placed like
+        the layout's history. ``"auto"`` does so with a file that gains by it, where all fits.
     progress : callable, optional
         Called while a file is read, with the bytes that were read and all bytes, as by
         `open_weights`. What it raises stops the work, and nothing stays taken.
@@ -121,32 +124,25 @@ class Decoder:
         window: int | None = None,
         threads: int | None = None,
         layout: Layout | None = None,
-        load: Load = "auto",
+        load: EngineLoad = "auto",
         progress: Progress | None = None,
     ) -> None:
         self._closed = True
         self._turn = Turn()
-        self._owns_weights = not isinstance(path_or_weights, Weights)
         self._owns_layout = layout is None
         cache: dict[str, Any] = {"kv_dtype": kv_dtype, "window": window}
         asked = cache | {"layout": layout, "ctx": ctx, "threads": threads}
-        if isinstance(path_or_weights, Weights):
-            self.weights = path_or_weights
-        else:
-            # A model that is refused is refused before its data are read.
-            with open_weights(path_or_weights, load="map") as weights:
-                check_model(weights, path_or_weights, load=load, **asked)
-            self.weights = open_weights(path_or_weights, load=load, progress=progress)
+        self._memory = ModelMemory(path_or_weights, load, progress, **asked)
+        self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
         try:
-            opened = "auto" if self._owns_weights else load
-            self._model, needed = check_model(self.weights, self.weights, load=opened, **asked)
             assert needed.ctx is not None  # of a model that the engine runs
             if layout is None:
                 layout = own_layout = Layout.for_model(
                     self.weights, ctx=needed.ctx, threads=needed.threads, **cache
                 )
             self.layout = layout
+            self._model = self._memory.model
             self.dims: ModelDims = self._model.dims
             self.ctx, self.threads = needed.ctx, needed.threads
             self._count = ThreadCount(needed.threads, adapts=threads is None)
@@ -154,8 +150,7 @@ class Decoder:
         except BaseException:
             if own_layout is not None:
                 own_layout.__exit__()
-            if self._owns_weights:
-                self.weights.__exit__(None, None, None)
+            self._memory.end()
             raise
         self._tokenizer: Tokenizer | None = None
         self._n_talks = 0  # conversations, so that an old generator notices a new one
@@ -184,8 +179,7 @@ class Decoder:
         try:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
-            if self._owns_weights and self.weights.load == "map":
-                warm_where_it_fits(self.weights, self.threads, progress)
+            self._memory.bring_in(self.layout, self.threads, progress)
             self._build(_KV_KINDS[self.kv.dtype])
         except BaseException:
             self._free()
@@ -231,6 +225,7 @@ class Decoder:
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
         headers = Headers(model, tensors, parts, n_rows, kv_kind, take(nbytes), nbytes)
         self._made.append(headers)
+        self._memory.adopt(headers)
         arrays = Arrays(
             tokens=take(4 * batch),
             positions=take(4 * batch),
@@ -270,7 +265,7 @@ class Decoder:
     def _hold_blocks(self) -> None:
         # While these views live, no borrowed layout or weights can be closed under the decoder.
         # They have no bytes, so that the cache may move its tokens and give memory back.
-        blocks = (*self.weights.blocks, self.layout.scratch.block, self.layout.history.block)
+        blocks = (*self._memory.blocks, self.layout.scratch.block, self.layout.history.block)
         self._held = [block.as_array("uint8", 0) for block in blocks]
 
     def _free(self) -> None:
@@ -366,8 +361,7 @@ class Decoder:
         self._free()
         self._held = []
         self.kv.__exit__()
-        if self._owns_weights:
-            self.weights.__exit__(None, None, None)
+        self._memory.end()
         self._tally.end()
 
     def __enter__(self) -> Self:

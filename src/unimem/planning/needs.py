@@ -34,8 +34,8 @@ __all__ = [
     "token_bytes",
 ]
 
-Mode = Literal["map", "copy", "direct"]
-"""How a file comes into memory."""
+Mode = Literal["map", "copy", "direct", "repack"]
+"""How a file comes into memory: "repack" maps it, and repacks what ggml has an order for."""
 
 PREFILL_BATCH = 128
 """Tokens that the engine computes at once while it reads a prompt."""
@@ -196,6 +196,8 @@ class Need:
         The part that has to be in RAM, outside of reserved huge pages.
     file_bytes : int
         The part that belongs to a file, and can be dropped.
+    unread_bytes : int
+        The part of `file_bytes` that no token reads, and that needs no room: it was repacked.
     asked_bytes : dict of str to int
         What was asked for of pools of hugetlb pages, by their size.
     lock_bytes : int
@@ -209,6 +211,7 @@ class Need:
     rows: dict[str, int]
     ram_bytes: int = 0
     file_bytes: int = 0
+    unread_bytes: int = 0
     asked_bytes: dict[str, int] = field(default_factory=dict)
     lock_bytes: int = 0
     numa: NumaPolicy | None = None

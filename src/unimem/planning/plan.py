@@ -16,12 +16,14 @@ from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.needs import (
     Budget,
     MachineBudget,
+    Mode,
     Need,
     Session,
     Storage,
     default_threads,
     diagnostics_need,
 )
+from unimem.planning.repacked import NO_ROOM
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
@@ -34,7 +36,7 @@ from unimem.system.policy import NumaPolicy
 from unimem.system.text import format_bytes, format_ranges
 from unimem.weights import loading
 from unimem.weights.files import ModelFiles, open_model
-from unimem.weights.loading import Load
+from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
 from unimem.weights.remote import is_url, open_remote
 
@@ -53,7 +55,7 @@ def plan(
     kv_dtype: str = "f16",
     window: int | None = None,
     threads: int | None = None,
-    load: Load = "auto",
+    load: EngineLoad = "auto",
     sessions: int = 1,
     device: str | None = None,
     machine: MachineFacts | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -81,8 +83,10 @@ def plan(
     threads : int, optional
         Threads that compute; by default one for each 32 MiB of weights, which a token reads, and
         no more than the physical cores that the process may use.
-    load : {"auto", "map", "copy", "direct"}
-        How a file's data will come into memory, as for `open_weights`.
+    load : {"auto", "map", "copy", "direct", "repack"}
+        How a file's data will come into memory, as for `open_weights`; or repacked, which
+        ``"auto"`` takes for the engine where the model gains by it and all of it fits. Which types
+        that are is told by this machine's CPU.
     sessions : int, default 1
         Conversations at the same time: decoders over the same weights, each with a KV cache and
         scratch of its own.
@@ -169,7 +173,7 @@ class PlanOptions:
     kv_dtype: str
     window: int | None
     threads: int | None
-    load: Load
+    load: EngineLoad
     sessions: int
     device: int | None
     placement: PlacementOptions
@@ -177,7 +181,7 @@ class PlanOptions:
     @classmethod
     def from_arguments(cls, **given: Any) -> PlanOptions:
         """Check arguments; an error names the option."""
-        loading.check_load(given["load"])
+        loading.check_load(given["load"], for_engine=True)
         policy.check_options(given["placement"])
         threads, window, ctx = given["threads"], given["window"], given["ctx"]
         device = given["device"]
@@ -249,10 +253,21 @@ class _Planner:
     def _make(self, options: PlanOptions) -> Plan:
         if options.device is not None:
             return self._make_for_device(options, options.device)
+        budget = Budget(self._machine)
+        mode, reason = self._source.mode(options.load, options.placement, budget)
+        if mode != "repack" or options.load != "auto":
+            return self._make_as(options, mode, reason)
+        if self._is_elsewhere:  # with a CPU that nobody knows
+            return self._make_as(options, "map", loading.WHY_MAPPED)
+        made = self._make_as(options, mode, reason)
+        if made.verdict == "fits":
+            return made
+        return self._make_as(options, "map", f"{loading.WHY_MAPPED}; {NO_ROOM}")
+
+    def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
         session = self._session(options, storage)
         budget = Budget(self._machine)
-        mode, reason = self._source.mode(options.load, options.placement, budget)
         fixed = self._source.weights(mode, storage, budget)
         if self._is_elsewhere:
             fixed = [replace(need, taken_bytes=0) for need in fixed]
@@ -286,6 +301,7 @@ class _Planner:
             max_ctx=max_ctx,
             required_bytes=sum(need.nbytes - need.file_bytes for need in found),
             spilled_bytes=self._spilled(found),
+            unread_bytes=sum(need.unread_bytes for need in found),
             scratch_bytes=session.scratch_bytes(ctx or 1),
             history_bytes=session.history_bytes(ctx) if has_cache and ctx is not None else 0,
         )
@@ -344,11 +360,13 @@ class _Planner:
 
     def _spilled(self, needs: list[Need]) -> int:
         """Return the bytes of files that cannot stay in RAM beside the rest."""
-        nbytes = sum(need.file_bytes for need in needs)
+        nbytes = sum(need.file_bytes - need.unread_bytes for need in needs)
         rest = sum(need.ram_bytes - need.taken_bytes for need in needs)
         most = 0
         found = limits.room_for_files(
-            self._machine.memory, nbytes + max(0, rest), self._cached_bytes
+            self._machine.memory,
+            nbytes + max(0, rest),
+            lambda: min(self._cached_bytes(), nbytes),
         )
         for _, needed, room in found:
             most = max(most, needed - room)
@@ -364,7 +382,7 @@ class _Planner:
     def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
         needed = sum(need.ram_bytes for need in needs)
         taken = sum(need.taken_bytes for need in needs)
-        files = sum(need.file_bytes for need in needs)
+        files = sum(need.file_bytes - need.unread_bytes for need in needs)
         checks = [
             Check(
                 one.name,

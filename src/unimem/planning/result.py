@@ -127,7 +127,7 @@ class Plan:
         Tokens that attention sees; None for all.
     threads, sessions : int
         Threads that compute; decoders over the same weights.
-    load : {"map", "copy", "direct"}
+    load : {"map", "copy", "direct", "repack"}
         How a file comes into memory.
     load_reason : str
         Why.
@@ -144,6 +144,9 @@ class Plan:
     spilled_bytes : int
         Bytes of a mapped file that cannot stay in main memory beside the rest: each token reads
         them from the disk again.
+    unread_bytes : int
+        Bytes of the rows of a mapped file that no token reads, since they are repacked: they need
+        no room.
     available_bytes : int
         Main memory that this process may take now, including what of the weights it has taken
         already: the least of the checks.
@@ -176,6 +179,7 @@ class Plan:
     scratch_bytes: int
     history_bytes: int
     model_ctx: int | None = None
+    unread_bytes: int = 0
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -389,6 +393,8 @@ def _memory_lines(surface: Surface, plan: Plan) -> Iterator[str]:
         bars.append(Bar(row.nbytes / totals[row.device] if row.nbytes else 0.0))
     for device, nbytes in totals.items():
         rows.append((_on("total", device), format_bytes(nbytes)))
+        if device is None and plan.unread_bytes:
+            rows.append(("not read, since repacked", format_bytes(plan.unread_bytes)))
         if device is None and plan.required_bytes < nbytes:
             rows.append(("must stay in RAM", format_bytes(plan.required_bytes)))
     bars += [None] * (len(rows) - len(bars))
@@ -454,7 +460,7 @@ def _verdict(surface: Surface, plan: Plan) -> str:
     if plan.spilled_bytes:
         again = format_bytes(plan.spilled_bytes)
         return f"Reads from disk: {again} with every token. {_largest(plan)}"
-    fits = [_of(plan.total_bytes, plan.available_bytes)]
+    fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
     devices = {row.device for row in plan.rows}
     fits += [f"{_figures(check)} on {check.name}" for check in plan.checks if check.name in devices]
     return f"Fits: {', '.join(fits)}. {_largest(plan)}"

@@ -12,11 +12,19 @@ from unimem._core.safetensors import SafetensorsHeader
 from unimem.buffers import shapes
 from unimem.planning.device import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
+from unimem.planning.repacked import (
+    NOTHING,
+    find_gain,
+    reason_of,
+    repacked_need,
+    without_repacked,
+)
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
 from unimem.weights.files import ModelFiles
 from unimem.weights.remote import RemoteFiles
+from unimem.weights.repacked import Arrangement, arrange
 from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
@@ -24,7 +32,7 @@ if TYPE_CHECKING:
     from unimem.buffers.shapes import Shape
     from unimem.system.placement import PlacementOptions
     from unimem.weights.files import ModelFile
-    from unimem.weights.loading import Load
+    from unimem.weights.loading import EngineLoad
     from unimem.weights.opened import Weights
 
 __all__ = ["DimsSource", "FileSource", "ModelSource", "WeightsSource"]
@@ -44,7 +52,9 @@ class ModelSource(Protocol):
     shape: Shape
     facts: dict[str, Any]
 
-    def mode(self, load: Load, placement: PlacementOptions, budget: Budget) -> tuple[Mode, str]:
+    def mode(
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
+    ) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
@@ -87,8 +97,15 @@ class DimsSource:
         """Return the bytes of all tensors of each type."""
         return self._types
 
-    def mode(self, load: Load, _placement: PlacementOptions, _budget: Budget) -> tuple[Mode, str]:
+    def mode(
+        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
+    ) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
+        if load == "repack":
+            raise ValueError(
+                "load='repack': expected a model file, whose tensors have types and shapes, got "
+                "dimensions"
+            )
         if load == "auto":
             return "map", "a file would be mapped"
         return load, "it was asked for"
@@ -125,6 +142,7 @@ class FileSource:
             tuple(map(ModelPart, model.files, loading.unloaded_memory(model)))
         )
         self._held: _Unevictable | None = None
+        self._repacked: Arrangement | None = None
         self.shape, self.facts = _describe(self._contents, model, model.index)
         if isinstance(model, RemoteFiles):
             self.facts["read_bytes"] = model.read_bytes
@@ -134,20 +152,35 @@ class FileSource:
         """Return the bytes of all tensors of each type."""
         return self._contents.by_type()
 
-    def mode(self, load: Load, placement: PlacementOptions, budget: Budget) -> tuple[Mode, str]:
+    def mode(
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
+    ) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
+        if load == "repack":
+            self._repacked = self._repacked or arrange(self._contents)
+            return _mode_of(self._repacked, "map")
         choice = loading.choose(self._model, load, None, placement, budget)
+        # What is locked stays in RAM, and would be there twice.
+        may_gain = self.shape.dims is not None and not placement.get("lock")
+        if load == "auto" and choice.mode == "map" and may_gain:
+            self._repacked = self._repacked or find_gain(self._contents)
+            if self._repacked is not None:
+                return "repack", reason_of(self._repacked, self._contents.nbytes)
         return choice.mode, choice.reason
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """List what the weights take."""
-        if mode == "map":
-            self._held = self._held or self._measure_held()
-            found = _mapping_need(self._contents, self._held, storage, budget)
-        else:
+        headers = _headers_need(self._model.files)
+        if mode in ("copy", "direct"):
             nbytes = loading.copy_bytes(self._model)
-            found = storage.block(nbytes, _PADDING, budget, _weight_rows(self.by_type()))
-        return [found, _headers_need(self._model.files)]
+            types = _weight_rows(self.by_type())
+            return [storage.block(nbytes, _PADDING, budget, types), headers]
+        self._held = self._held or self._measure_held()
+        found = _mapping_need(self._contents, self._held, storage, budget)
+        if mode == "map" or self._repacked is None:
+            return [found, headers]
+        block = repacked_need(self._repacked, storage, budget)
+        return [without_repacked(found, self._repacked), block, headers]
 
     def _measure_held(self) -> _Unevictable:
         # Nothing of files with a disk behind them is locked yet.
@@ -179,14 +212,17 @@ class WeightsSource:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._held: _Unevictable | None = None
+        self._repacked: Arrangement | None = None
         self.shape, self.facts = _describe(weights, ModelFiles(), None)
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""
         return self._weights.by_type()
 
-    def mode(self, load: Load, _placement: PlacementOptions, _budget: Budget) -> tuple[Mode, str]:
-        """Return how they came into memory, and why.
+    def mode(
+        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
+    ) -> tuple[Mode, str]:
+        """Return how they came into memory, and why; or that they will be repacked.
 
         Raises
         ------
@@ -194,22 +230,30 @@ class WeightsSource:
             Another way is asked for.
         """
         weights = self._weights
+        if load == "repack":
+            self._repacked = self._repacked or arrange(weights)
+            return _mode_of(self._repacked, weights.load)
         if load not in ("auto", weights.load):
             raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
         return weights.load, weights.load_reason
 
-    def weights(self, _mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """List what they take, and have taken."""
+    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
+        """List what they take, and have taken, and what will be repacked."""
         weights = self._weights
         headers = _headers_need(part.file for part in weights._parts)
         if weights.load == "map":
             self._held = self._held or self._measure_held()
-            return [_mapping_need(weights, self._held, storage, budget), headers]
-        types, nbytes = _weight_rows(weights.by_type()), weights.mapped_bytes
-        on_tape = weights._tape is not None
-        in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
-        ram = 0 if in_pool else nbytes
-        return [Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram), headers]
+            found = _mapping_need(weights, self._held, storage, budget)
+        else:
+            types, nbytes = _weight_rows(weights.by_type()), weights.mapped_bytes
+            on_tape = weights._tape is not None
+            in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
+            ram = 0 if in_pool else nbytes
+            found = Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram)
+        if mode != "repack" or self._repacked is None:
+            return [found, headers]
+        block = repacked_need(self._repacked, storage, budget)
+        return [without_repacked(found, self._repacked), block, headers]
 
     def _measure_held(self) -> _Unevictable:
         held = _Unevictable(0, 0, 0)
@@ -227,6 +271,11 @@ class WeightsSource:
     def device_bytes(self) -> int:
         """Return what the tensors take on a GPU, before rounding to pages."""
         return bytes_needed(self._weights)
+
+
+def _mode_of(found: Arrangement, otherwise: Mode) -> tuple[Mode, str]:
+    """Return the mode of weights that shall be repacked, and why."""
+    return ("repack", "it was asked for") if found.slots else (otherwise, NOTHING)
 
 
 def _describe(

@@ -100,6 +100,36 @@ class ThreadpoolParams(Structure):
     )
 
 
+class BufferInterface(Structure):
+    """`ggml_backend_buffer_i`."""
+
+    _fields_ = tuple(
+        (name, c_void_p)
+        for name in (
+            *("free_buffer", "get_base", "init_tensor", "memset_tensor", "set_tensor"),
+            *("get_tensor", "set_tensor_2d", "get_tensor_2d", "cpy_tensor", "clear", "reset"),
+        )
+    )
+
+
+class BufferHeader(Structure):
+    """`ggml_backend_buffer`."""
+
+    _fields_ = (
+        ("iface", BufferInterface),
+        ("buft", c_void_p),
+        ("context", c_void_p),
+        ("size", c_size_t),
+        ("usage", c_int),
+    )
+
+
+class Feature(Structure):
+    """`ggml_backend_feature`."""
+
+    _fields_ = (("name", c_char_p), ("value", c_char_p))
+
+
 class _CpuTraits(Structure):
     """`ggml_type_traits_cpu`."""
 
@@ -147,6 +177,8 @@ def _load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 
 _BASE, _CPU = _load()
+LIBRARIES = (_BASE._name, _CPU._name)
+"""Paths of the files that ggml was loaded from."""
 
 _Function = Callable[..., Any]
 
@@ -165,6 +197,7 @@ def _cpu(name: str, restype: Any, *argtypes: Any) -> _Function:
 _P = c_void_p
 _version = _base("version", c_char_p)
 _log_set = _base("log_set", None, _P, _P)
+_commit = _base("commit", c_char_p)
 _type_name = _base("type_name", c_char_p, c_int)
 _blck_size = _base("blck_size", c_int64, c_int)
 _get_type_traits = _base("get_type_traits", POINTER(_Traits), c_int)
@@ -188,6 +221,7 @@ rms_norm = _base("rms_norm", _P, _P, _P, c_float)
 mul = _base("mul", _P, _P, _P, _P)
 add = _base("add", _P, _P, _P, _P)
 mul_mat = _base("mul_mat", _P, _P, _P, _P)
+mul_mat_id = _base("mul_mat_id", _P, _P, _P, _P, _P)
 swiglu_split = _base("swiglu_split", _P, _P, _P, _P)
 reshape_2d = _base("reshape_2d", _P, _P, _P, c_int64, c_int64)
 reshape_3d = _base("reshape_3d", _P, _P, _P, c_int64, c_int64, c_int64)
@@ -204,6 +238,20 @@ new_graph_custom = _base("new_graph_custom", _P, _P, c_size_t, c_bool)
 build_forward_expand = _base("build_forward_expand", None, _P, _P)
 graph_n_nodes = _base("graph_n_nodes", c_int, _P)
 graph_nodes = _base("graph_nodes", _P, _P)
+
+cpu_reg = _cpu("backend_cpu_reg", _P)
+reg_get_proc_address = _base("backend_reg_get_proc_address", _P, _P, c_char_p)
+reg_dev_get = _base("backend_reg_dev_get", _P, _P, c_size_t)
+dev_supports_op = _base("backend_dev_supports_op", c_bool, _P, _P)
+buft_name = _base("backend_buft_name", c_char_p, _P)
+buft_alloc_buffer = _base("backend_buft_alloc_buffer", _P, _P, c_size_t)
+buft_get_alignment = _base("backend_buft_get_alignment", c_size_t, _P)
+buft_get_alloc_size = _base("backend_buft_get_alloc_size", c_size_t, _P, _P)
+buffer_init = _base("backend_buffer_init", _P, _P, BufferInterface, _P, c_size_t)
+buffer_get_base = _base("backend_buffer_get_base", _P, _P)
+buffer_init_tensor = _base("backend_buffer_init_tensor", c_int, _P, _P)
+buffer_free = _base("backend_buffer_free", None, _P)
+tensor_set = _base("backend_tensor_set", None, _P, _P, c_size_t, c_size_t)
 
 graph_plan = _cpu("graph_plan", ComputePlan, _P, c_int, _P)
 graph_compute_address = ctypes.cast(_CPU.ggml_graph_compute, c_void_p).value
@@ -328,6 +376,11 @@ def own_bytes(n_threads: int) -> int:
     them keeps. The stacks of the threads come beside it.
     """
     return 4096 + 2048 * n_threads
+
+
+def version() -> dict[str, str]:
+    """Return ggml's version and commit, as the library tells them."""
+    return {"version": _version().decode(), "commit": _commit().decode()}
 
 
 def facts() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from unimem.system.text import format_bytes
 from unimem.weights.files import ModelFile, ModelFiles
 
 __all__ = [
+    "EngineLoad",
     "Lifetime",
     "Load",
     "LoadChoice",
@@ -33,14 +34,19 @@ __all__ = [
     "cached_bytes",
     "check_load",
     "check_request",
+    "check_tape",
     "choose",
     "copy_bytes",
     "load_model",
     "read_direct",
+    "take_room",
     "unloaded_memory",
 ]
 
 Load = Literal["auto", "map", "copy", "direct"]
+EngineLoad = Literal["auto", "map", "copy", "direct", "repack"]
+"""How a model comes into memory for the engine: as `Load`, or in ggml's order (`um.repack`)."""
+
 AccessPattern = Literal["willneed", "sequential", "random"]
 Progress = Callable[[int, int], object]
 # As `unimem._core.load.load` takes them.
@@ -53,6 +59,7 @@ _NETWORK = re.compile(
     r"coda|beegfs|fuse(\..+)?"
 )
 _ALIGN = 4096  # of files and memory, for reads past the page cache
+WHY_MAPPED = "a mapping shares the page cache, and reads nothing twice"
 MOSTLY = 0.5  # of a file in the page cache: then it is read through it
 
 
@@ -194,14 +201,7 @@ def check_request(
         An option that is none, or does not go with another; the message names it.
     """
     check_load(load)
-    if tape is not None and not isinstance(tape, Tape):
-        raise TypeError(
-            f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
-            "a model to a GPU"
-        )
-    policy.check_options(placement)
-    if tape is not None and placement:
-        raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
+    check_tape(tape, placement)
     if tape is not None and load == "map":
         raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
     if threads is not None:
@@ -212,6 +212,18 @@ def check_request(
     # An option that holds for mappings alone was meant for one, whatever `auto` takes.
     if advice is not None and load in ("copy", "direct"):
         raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
+
+
+def check_tape(tape: Tape | None, placement: PlacementOptions) -> None:
+    """Check where weights shall lie; an error names the option."""
+    if tape is not None and not isinstance(tape, Tape):
+        raise TypeError(
+            f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
+            "a model to a GPU"
+        )
+    policy.check_options(placement)
+    if tape is not None and placement:
+        raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
 
 
 def load_model(
@@ -248,9 +260,9 @@ def load_model(
 # ---- the choice -------------------------------------------------------------------------------
 
 
-def check_load(load: object) -> None:
-    """Raise ValueError for what is no `Load`."""
-    one_of(load, "load", get_args(Load))
+def check_load(load: object, *, for_engine: bool = False) -> None:
+    """Raise ValueError for what is no `Load`, or for the engine no `EngineLoad`."""
+    one_of(load, "load", get_args(EngineLoad if for_engine else Load))
 
 
 def choose(
@@ -280,7 +292,7 @@ def choose(
         unkept = False
         why = f"a mapping on {network} would wait for the network with every fault"
     else:
-        return LoadChoice("map", "a mapping shares the page cache, and reads nothing twice")
+        return LoadChoice("map", WHY_MAPPED)
     # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
     needed, room = _layout_of(model)[1], facts.available_bytes()
     if tape is None and needed > room and not _fits_pool(needed, placement, facts):
@@ -450,7 +462,7 @@ def _read(
 
     lifetime = Lifetime(model.files[0].path)
     if tape is not None:
-        block, base = tape.block, _take(tape, nbytes, lifetime, undo)
+        block, base = tape.block, take_room(tape, nbytes, lifetime, undo)
         block._require_room([(base, nbytes)])
         fill(block, base)
         if block.closed:
@@ -475,7 +487,7 @@ def _read(
     return Loaded(memory, (block,), choice, lifetime, nbytes)
 
 
-def _take(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
+def take_room(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
     """Take memory of a tape, and tell where in its block it is."""
     mark = tape.mark()
     # The block begins with a page, and the tape with the block. Where others take something at this

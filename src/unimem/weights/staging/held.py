@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from unimem.errors import PlacementError
 from unimem.system import kernel_files
 from unimem.system.placement import Lock, Placement
 from unimem.weights.files import Version, version_of
-from unimem.weights.staging.places import Folder, Memfd, proc_folder, sweep
-from unimem.weights.staging.stage import Stage
+from unimem.weights.staging.places import Folder, Memfd, Place, proc_folder, sweep
 
 __all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders"]
 
@@ -77,16 +76,30 @@ class Held:
 
     def staleness(self) -> str | None:
         """Say why it can no longer stand for the model; None while it can."""
-        for path, (original, version) in zip(self.paths, self.versions, strict=True):
-            try:
+        try:
+            for original, version in self.versions:
                 if version_of(os.stat(original)) != version:
                     return f"{original} was written to or replaced"
-                # A file of hugetlb pages ends with a whole page.
-                if os.stat(path).st_size < version[2]:
+            for path, nbytes in self._sizes():
+                if os.stat(path).st_size < nbytes:
                     return f"{path} was cut off"
-            except OSError as error:
-                return f"{error.filename}: {error.strerror}"
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
         return None
+
+    def _sizes(self) -> Iterator[tuple[str, int]]:
+        """Give the files, and the bytes that each has at least."""
+        if self.is_repacked:
+            yield self.paths[0], self.nbytes
+            return
+        # A file of hugetlb pages ends with a whole page.
+        for path, (_, version) in zip(self.paths, self.versions, strict=True):
+            yield path, version[2]
+
+    @property
+    def is_repacked(self) -> bool:
+        """Whether it is a repacked image of the model, beside links to the model's files."""
+        return bool(self.asked.get("repack"))
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON document shows of it."""
@@ -109,9 +122,28 @@ def holders() -> list[Held]:
     return [held for pid in psutil.pids() if (held := _read(pid)) is not None]
 
 
+class _Staged(Protocol):
+    """What is asked of a `Stage`, which knows more than this file."""
+
+    nbytes: int
+    granted: Placement
+    _names: tuple[str, ...]
+    _first: str
+    _versions: tuple[tuple[str, Version], ...]
+
+    @property
+    def backing(self) -> str: ...
+
+    def _opened(self) -> Place: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+
 @contextmanager
 def hold(
-    stage: Stage, source: str, asked: dict[str, Any], warnings: Sequence[str]
+    stage: _Staged, source: str, asked: dict[str, Any], warnings: Sequence[str]
 ) -> Iterator[Held]:
     """Give a staged model to a process of its own.
 

@@ -61,6 +61,10 @@ class Place:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
+    def link(self, name: str, target: str) -> None:
+        """Make a symbolic link."""
+        os.symlink(target, name, dir_fd=self.fd)
+
     def seal(self) -> None:
         """End all writing; no descriptor and no mapping that could write is left."""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from unimem.system import kernel_files
 from unimem.weights.files import ModelFiles
 
-__all__ = ["Repacked", "cpu_features", "find_repacked"]
+__all__ = ["LOOKED_UP", "RepackedByLlamaCpp", "cpu_features", "find_repacked"]
 
 # By the kernel's name of a CPU feature: types, and the number that divides their rows.
 _KERNELS: dict[str, dict[str, int]] = {
@@ -23,16 +23,13 @@ _KERNELS: dict[str, dict[str, int]] = {
     "asimddp": {"q4_0": 4, "q4_K": 8, "q5_K": 8, "q6_K": 8, "q8_0": 4, "mxfp4": 4},
 }
 _EMBEDDING = "token_embd.weight"
-# Single rows of these are looked up, which needs the order of the file.
-_LOOKED_UP = {
-    _EMBEDDING,
-    "per_layer_token_embd.weight",
-    "position_embd.weight",
-    "token_types.weight",
-}
+LOOKED_UP = frozenset(
+    {_EMBEDDING, "per_layer_token_embd.weight", "position_embd.weight", "token_types.weight"}
+)
+"""Tables of which single rows are looked up, which needs the order of the file."""
 
 
-class Repacked(NamedTuple):
+class RepackedByLlamaCpp(NamedTuple):
     """What of a model is repacked.
 
     Attributes
@@ -53,7 +50,7 @@ def cpu_features() -> frozenset[str]:
     return frozenset(f"{info.get('flags', '')} {info.get('Features', '')}".split())
 
 
-def find_repacked(model: ModelFiles, features: frozenset[str]) -> Repacked:
+def find_repacked(model: ModelFiles, features: frozenset[str]) -> RepackedByLlamaCpp:
     """Find what llama.cpp repacks of a model that it computes on a CPU.
 
     Parameters
@@ -65,7 +62,7 @@ def find_repacked(model: ModelFiles, features: frozenset[str]) -> Repacked:
 
     Returns
     -------
-    Repacked
+    RepackedByLlamaCpp
     """
     kernels = [types for feature, types in _KERNELS.items() if feature in features]
     rows = [
@@ -73,9 +70,9 @@ def find_repacked(model: ModelFiles, features: frozenset[str]) -> Repacked:
         for file in model.files
         for name, i in file.header.tensor_names().items()
     ]
-    looked_up = _LOOKED_UP
+    looked_up = LOOKED_UP
     if not any(name == "output.weight" for name, *_ in rows):
-        looked_up = _LOOKED_UP - {_EMBEDDING}  # which is multiplied with, too
+        looked_up = LOOKED_UP - {_EMBEDDING}  # which is multiplied with, too
     nbytes = sum(
         nbytes
         for name, ne, kind, _, _, nbytes in rows
@@ -83,4 +80,4 @@ def find_repacked(model: ModelFiles, features: frozenset[str]) -> Repacked:
         and len(ne) in (2, 3)
         and any(kind in types and ne[1] % types[kind] == 0 for types in kernels)
     )
-    return Repacked(nbytes, sum(nbytes for *_, nbytes in rows))
+    return RepackedByLlamaCpp(nbytes, sum(nbytes for *_, nbytes in rows))

@@ -7,6 +7,7 @@ import mmap
 import os
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from unimem._core import tmpfs
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.errors import CapacityError, ClosedError, PlacementError
+from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.arguments import check_callable, file_path, one_of
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
@@ -27,7 +28,14 @@ from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights import loading
 from unimem.weights.files import ModelFile, ModelFiles, Version, open_model, version_of
+from unimem.weights.image import IMAGE_NAME, pack_image
+from unimem.weights.image_cache import choose_cache
+from unimem.weights.image_format import image_bytes
+from unimem.weights.image_identity import identify
 from unimem.weights.loading import Progress
+from unimem.weights.opened import Weights, open_weights
+from unimem.weights.repack import repack_into, why_nothing
+from unimem.weights.repacked import arrange
 from unimem.weights.staging.places import (
     ACCESS_MODE,
     BACKINGS,
@@ -61,7 +69,7 @@ class Stage:
     path : str
         What to open instead of the model that was staged: the file, the first part, or the index.
     paths : tuple of str
-        All files, in the model's order; an index comes last.
+        All files, in the model's order; an index comes last. Of a repacked model, the image.
     source : str
         What was staged.
     backing : {"tmpfs", "hugetlb", "memfd", "shm"}
@@ -112,7 +120,7 @@ class Stage:
     @property
     def path(self) -> str:
         """What to open instead of what was staged; of this process's user, and root's."""
-        return self.paths[self._names.index(self._first)]
+        return os.path.join(self._proc, self._opened().path(self._first))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -169,6 +177,7 @@ def stage(
     path: str | os.PathLike[str],
     *,
     backing: Backing | Literal["auto"] = "auto",
+    repack: bool = False,
     progress: Progress | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Stage:
@@ -185,6 +194,11 @@ def stage(
         The kind of shared memory. ``"tmpfs"``: a file system of its own that is mounted nowhere,
         with huge pages. ``"hugetlb"``: pages from a pool, for one GGUF file. ``"memfd"``: for one
         file. ``"shm"``: files in ``/dev/shm``. ``"auto"`` takes the first of these that can be had.
+    repack : bool, default False
+        Whether to stage, instead of the model, its weights in the order that ggml multiplies
+        fastest on this CPU (docs/images.md): decoders map these and are ready. `Stage.path` then
+        is a link to the model, beside them, and the rest of the model stays in the page cache. It
+        takes names, so ``"tmpfs"`` or ``"shm"``.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)`` in this thread. What it raises ends the
         staging, and nothing is left.
@@ -208,7 +222,10 @@ def stage(
         The backing that was asked for cannot be had; with `strict`, when not all of the placement
         was granted. Without, one `PlacementWarning`.
     ValueError
-        An unknown option, or a backing that cannot hold this model.
+        An unknown option, a backing that cannot hold this model, or a model of which this CPU
+        repacks nothing.
+    ImportError
+        With `repack`, ggml-python is not installed.
 
     Examples
     --------
@@ -224,8 +241,11 @@ def stage(
     options = _StageOptions(**placement)
     proc_folder()  # without it, nobody could open what would be read in
     sweep()
+    if repack:
+        with open_weights(path, load="map") as weights:
+            return _RepackedStaging(weights, file_path(path), backing, options, progress).run()
     with open_model(path) as model:
-        return _Staging(model, file_path(path), backing, options, progress).run()
+        return _ModelStaging(model, file_path(path), backing, options, progress).run()
 
 
 @dataclass(frozen=True)
@@ -239,31 +259,49 @@ class _StageOptions:
     strict: bool = False
 
 
-class _Staging:
-    """One call of `stage`: whatever it raises, nothing is left."""
+class _Staging(ABC):
+    """One call of `stage`: whatever it raises, nothing is left.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes of the files.
+    names : list of str
+        Of the files, in the order of `Stage.paths`.
+    mapped : list of (str, int)
+        Those that are mapped, and their bytes.
+    first : str
+        The name of what is to be opened.
+    versions : list of (str, Version)
+        The files that are read, and what they are.
+    """
+
+    nbytes: int
+    names: list[str]
+    mapped: list[tuple[str, int]]
+    first: str
+    versions: list[tuple[str, Version]]
 
     def __init__(
         self,
-        model: ModelFiles,
         source: str,
         backing: Backing | Literal["auto"],
         options: _StageOptions,
         progress: Progress | None,
     ) -> None:
-        self.model = model
         self.source = source
         self.asked = backing
         self.options = options
         self.pages = options.pages
         self.progress = progress
-        self.nbytes = sum(file.nbytes for file in model.files)
-        # What is not in the page cache need not come there on its way.
-        self.direct = loading.cached_bytes(model) < loading.MOSTLY * self.nbytes
-        self.names = [os.path.basename(file.path) for file in model.files]
-        self.versions = [(file.path, file.version) for file in model.files]
-        if model.index is not None:
-            self.names.append(os.path.basename(model.index))
-            self.versions.append((model.index, version_of(os.stat(model.index))))
+
+    @abstractmethod
+    def _fill_files(self, place: Place, backing: Backing) -> None:
+        """Make the files of a place."""
+
+    @abstractmethod
+    def _name_refusal(self, backing: Backing) -> str | None:
+        """Say why these files cannot lie in a place that gives no names; None where they can."""
 
     def run(self) -> Stage:
         refusals: list[str] = []
@@ -313,15 +351,13 @@ class _Staging:
 
     def _refusal(self, backing: Backing) -> str | None:
         """Say why this model cannot lie there as it is asked to; None where it can."""
-        if backing in ("hugetlb", "memfd") and len(self.names) > 1:
-            return "several files need names side by side, which only tmpfs and shm give"
+        if backing in ("hugetlb", "memfd") and (why := self._name_refusal(backing)):
+            return why
         if backing != "hugetlb":
             if self.pages in policy.HUGETLB:
                 return f"pages='{self.pages}' come from a pool: backing='hugetlb'"
         elif self.pages in ("4k", "thp"):
             return f"pages='{self.pages}' come from no pool"
-        elif isinstance(self.model.files[0].header, SafetensorsHeader):
-            return "a safetensors file ends exactly, and a file of hugetlb pages with a whole page"
         return None
 
     def _pool_shortfall(self, pages: str) -> str | None:
@@ -356,13 +392,7 @@ class _Staging:
     def _fill(self, place: Place, backing: Backing, reason: str) -> Stage:
         with ExitStack() as undo:
             undo.callback(place.close)
-            done = 0
-            for name, file, fd in zip(self.names, self.model.files, self.model.fds, strict=False):
-                self._copy(place, backing, name, file, fd, done)
-                done += file.nbytes
-            if self.model.index is not None:
-                _copy_index(place, self.names[-1], self.model.index)
-            self._check_versions()
+            self._fill_files(place, backing)
             place.seal()
             granted, blocks = self._look(place, backing, undo)
             stage = Stage(
@@ -371,7 +401,7 @@ class _Staging:
                 reason or ("it was asked for" if self.asked != "auto" else "the first choice"),
                 self.source,
                 self.names,
-                self.names[0 if self.model.index is None else -1],
+                self.first,
                 self.versions,
                 self.nbytes,
                 granted,
@@ -380,59 +410,35 @@ class _Staging:
             undo.pop_all()
         return stage
 
-    def _check_versions(self) -> None:
-        self.model.check_versions()
-        if self.model.index is not None and self.versions[-1][1] != version_of(
-            os.stat(self.model.index)
-        ):
-            raise OSError(
-                errno.ESTALE, "The index was replaced or written to meanwhile", self.model.index
-            )
-
-    def _copy(
-        self, place: Place, backing: Backing, name: str, file: ModelFile, source: int, done: int
+    def _put(
+        self,
+        place: Place,
+        backing: Backing,
+        name: str,
+        nbytes: int,
+        label: str,
+        fill: Callable[[Block], None],
     ) -> None:
-        """Read one file into the place, through a block that puts it where it shall be."""
+        """Make one file of the place, through a block that puts it where it shall be."""
         target = place.create(name)
         try:
             with Block._filled(
-                file.nbytes,
-                self._reading(file, source, done),
+                nbytes,
+                fill,
                 fd=target,
                 pages=self.pages,
                 numa=self.options.numa,
                 lock=self.options.lock,
                 strict=self.options.strict,
-                name=f"{backing}:{file.path}",
+                name=f"{backing}:{label}",
                 category="staging",
             ):
                 pass
             if backing != "hugetlb":
-                os.ftruncate(target, file.nbytes)
+                os.ftruncate(target, nbytes)
             os.fchmod(target, ACCESS_MODE)
         finally:
             os.close(target)
-
-    def _reading(self, file: ModelFile, source: int, done: int) -> Callable[[Block], None]:
-        def progress(n: int, _: int) -> None:
-            # The end of a file is not the end of all.
-            if self.progress is not None and (n < file.nbytes or done + n == self.nbytes):
-                self.progress(done + n, self.nbytes)
-
-        def fill(block: Block) -> None:
-            # What is behind the end, in its last page, is there as well until it is cut off.
-            end = -(-file.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-            if end < block.nbytes:
-                block._warm_range(end, block.nbytes - end)
-            parts = [(source, 0, block, 0, file.nbytes, file.path)]
-            if self.direct:
-                try:
-                    return loading.read_direct(parts, progress=progress)
-                except loading.NoDirectReadsError:
-                    self.direct = False
-            read_parts(parts, progress=progress)
-
-        return fill
 
     def _look(
         self, place: Place, backing: Backing, undo: ExitStack
@@ -440,7 +446,7 @@ class _Staging:
         """Map the files as others will, and ask the kernel what that gives."""
         placements: list[Placement] = []
         blocks: list[Block] = []
-        for name in self.names[: len(self.model.files)]:
+        for name, _ in self.mapped:
             fd = place.open(name)
             try:
                 block = undo.enter_context(Block.attach(fd, name=name, category="staging"))
@@ -461,11 +467,11 @@ class _Staging:
         """Tell, or raise, when programs that just map the files do not get huge pages."""
         page = tmpfs.huge_page_bytes()
         found = whole = 0
-        for name, file in zip(self.names, self.model.files, strict=False):
-            whole += file.nbytes // page * page if page else 0
+        for name, nbytes in self.mapped:
+            whole += nbytes // page * page if page else 0
             fd = place.open(name)
             try:
-                found += _huge_bytes(fd, file.nbytes)
+                found += _huge_bytes(fd, nbytes)
             finally:
                 os.close(fd)
         if found == whole:
@@ -479,6 +485,154 @@ class _Staging:
         if self.options.strict:
             raise PlacementError(text)
         policy.warn(text)
+
+
+class _ModelStaging(_Staging):
+    """Of the files of a model, as they are."""
+
+    def __init__(
+        self,
+        model: ModelFiles,
+        source: str,
+        backing: Backing | Literal["auto"],
+        options: _StageOptions,
+        progress: Progress | None,
+    ) -> None:
+        super().__init__(source, backing, options, progress)
+        self.model = model
+        self.nbytes = sum(file.nbytes for file in model.files)
+        # What is not in the page cache need not come there on its way.
+        self.direct = loading.cached_bytes(model) < loading.MOSTLY * self.nbytes
+        self.names = [os.path.basename(file.path) for file in model.files]
+        sizes = [file.nbytes for file in model.files]
+        self.mapped = list(zip(self.names, sizes, strict=True))
+        self.versions = [(file.path, file.version) for file in model.files]
+        self.first = self.names[0]
+        if model.index is not None:
+            self.names.append(os.path.basename(model.index))
+            self.versions.append((model.index, version_of(os.stat(model.index))))
+            self.first = self.names[-1]
+
+    def _name_refusal(self, backing: Backing) -> str | None:
+        if len(self.names) > 1:
+            return "several files need names side by side, which only tmpfs and shm give"
+        if backing == "hugetlb" and isinstance(self.model.files[0].header, SafetensorsHeader):
+            return "a safetensors file ends exactly, and a file of hugetlb pages with a whole page"
+        return None
+
+    def _fill_files(self, place: Place, backing: Backing) -> None:
+        done = 0
+        for name, file, fd in zip(self.names, self.model.files, self.model.fds, strict=False):
+            self._copy(place, backing, name, file, fd, done)
+            done += file.nbytes
+        if self.model.index is not None:
+            _copy_index(place, self.names[-1], self.model.index)
+        self._check_versions()
+
+    def _check_versions(self) -> None:
+        self.model.check_versions()
+        if self.model.index is not None and self.versions[-1][1] != version_of(
+            os.stat(self.model.index)
+        ):
+            raise OSError(
+                errno.ESTALE, "The index was replaced or written to meanwhile", self.model.index
+            )
+
+    def _copy(
+        self, place: Place, backing: Backing, name: str, file: ModelFile, source: int, done: int
+    ) -> None:
+        """Read one file into the place."""
+        self._put(place, backing, name, file.nbytes, file.path, self._reading(file, source, done))
+
+    def _reading(self, file: ModelFile, source: int, done: int) -> Callable[[Block], None]:
+        def progress(n: int, _: int) -> None:
+            # The end of a file is not the end of all.
+            if self.progress is not None and (n < file.nbytes or done + n == self.nbytes):
+                self.progress(done + n, self.nbytes)
+
+        def fill(block: Block) -> None:
+            _warm_end(block, file.nbytes)
+            parts = [(source, 0, block, 0, file.nbytes, file.path)]
+            if self.direct:
+                try:
+                    return loading.read_direct(parts, progress=progress)
+                except loading.NoDirectReadsError:
+                    self.direct = False
+            read_parts(parts, progress=progress)
+
+        return fill
+
+
+class _RepackedStaging(_Staging):
+    """Of the image of a model, beside links to the model's files."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        source: str,
+        backing: Backing | Literal["auto"],
+        options: _StageOptions,
+        progress: Progress | None,
+    ) -> None:
+        super().__init__(source, backing, options, progress)
+        self.weights = weights
+        self.found = arrange(weights)
+        if not self.found.slots:
+            raise ValueError(f"repack=True: {source}: {why_nothing(weights)}")
+        self.identity = identify(weights, self.found)
+        files = [part.file for part in weights._parts]
+        self.links = [os.path.realpath(file.absolute_path) for file in files]
+        self.data_offset = len(pack_image(self.found, self.identity, self.links[0], None))
+        self.nbytes = image_bytes(self.data_offset, self.found.nbytes)
+        self.names = [IMAGE_NAME]
+        self.mapped = [(IMAGE_NAME, self.nbytes)]
+        self.versions = [(file.path, file.version) for file in files]
+        self.first = os.path.basename(files[0].path)
+        if source.endswith(".index.json"):
+            self.links.append(os.path.realpath(source))
+            self.first = os.path.basename(source)
+
+    def _name_refusal(self, backing: Backing) -> str | None:
+        return "an image lies beside links to its model, which only tmpfs and shm give"
+
+    def _fill_files(self, place: Place, backing: Backing) -> None:
+        self._put(place, backing, IMAGE_NAME, self.nbytes, self.source, self._fill_image)
+        names = [os.path.basename(part.file.path) for part in self.weights._parts]
+        for name, target in zip((*names, self.first), self.links, strict=False):
+            place.link(name, target)
+
+    def _fill_image(self, block: Block) -> None:
+        """Read it from the cache, or repack; then write what is in front of it."""
+        found, base = self.found, self.data_offset
+        end = base + found.nbytes
+        _warm_end(block, end)
+        head = self._read_kept(block)
+        if head is None:
+            repack_into(self.weights, found, block, base, self.progress)
+            head = pack_image(found, self.identity, self.links[0], block, base)
+        block.as_array("uint8", len(head))[:] = np.frombuffer(head, np.uint8)
+
+    def _read_kept(self, block: Block) -> bytes | None:
+        """Read the image that the cache has; None without one."""
+        found, base = self.found, self.data_offset
+        cache = choose_cache(self.weights, None)
+        image = None if cache is None else cache.find(found, self.identity)
+        if cache is None or image is None:
+            return None
+        with image:
+            try:
+                image.read(block, base, self.progress)
+            except FormatError as error:
+                cache.discard(image.header.key, str(error))
+                return None
+        return pack_image(found, self.identity, self.links[0], block, base)
+
+
+def _warm_end(block: Block, nbytes: int) -> None:
+    """Warm what is behind the end, in its last page: it is there as well until it is cut off."""
+    end = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if end < block.nbytes:
+        block._warm_range(end, block.nbytes - end)
 
 
 def _huge_bytes(fd: int, nbytes: int) -> int:

@@ -1,0 +1,378 @@
+"""Weights in the orders that ggml's extra buffer types multiply fastest, in memory of the caller.
+
+A build of ggml has such types for the CPUs that it knows: AMX, KleidiAI, and its own interleaving
+of rows ("CPU_REPACK"). A buffer of one of them writes a tensor in the type's order when the
+tensor's data are set, and marks the tensor, so that a product takes the type's kernel. ggml would
+allocate the memory of such a buffer itself. Here the interface of a small one is put over memory
+that the caller placed, with nothing to free.
+
+Facts of ggml 0.15.3: ``ggml-backend-impl.h`` (the structs), ``ggml-cpu/repack.cpp``,
+``ggml-cpu/amx/amx.cpp``, and ``make_cpu_buft_list`` of llama.cpp, whose order of types is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import random
+import subprocess
+import sys
+from ctypes import CFUNCTYPE, POINTER, c_char, c_void_p
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unimem.system import ggml
+
+__all__ = [
+    "Buffer",
+    "BufferType",
+    "Order",
+    "all_types",
+    "are_rows_apart",
+    "buffer_types",
+    "build",
+    "find_order",
+    "order_of",
+]
+
+_SOUND = frozenset({"CPU_REPACK"})
+_TRIAL_SECONDS = 60.0
+_TINY_BYTES = 4096
+_MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
+
+
+class BufferType(NamedTuple):
+    """One of ggml's extra buffer types, of this build and CPU.
+
+    Attributes
+    ----------
+    name : str
+        As ggml calls it: "CPU_REPACK", "AMX".
+    alignment : int
+        Of each tensor's data, in bytes.
+    address : int
+        ggml's struct, which is there as long as the process.
+    """
+
+    name: str
+    alignment: int
+    address: int
+
+
+class Order(NamedTuple):
+    """How a tensor is kept for the fastest product.
+
+    Attributes
+    ----------
+    buffer_type : BufferType
+        What writes it.
+    nbytes : int
+        What it takes in that order.
+    kernel : int
+        What ggml marks it with: the same for tensors that the same code multiplies, and of this
+        process alone.
+    """
+
+    buffer_type: BufferType
+    nbytes: int
+    kernel: int
+
+
+@functools.cache
+def buffer_types() -> tuple[BufferType, ...]:
+    """List the extra buffer types of this build and CPU, the one that is asked first in front.
+
+    A type is left out whose buffers cannot lie in memory of the caller, or that fails a trial: one
+    for AMX, as some compilers build it, ends the process. Only ggml's own interleaving, which is
+    plain code, is taken without a trial, which starts a process.
+    """
+    return tuple(one for one in all_types() if one.name in _SOUND or _passes_trial(one.name))
+
+
+def _passes_trial(name: str) -> bool:
+    command = [sys.executable, "-m", "unimem.system.ggml_trial", name]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
+
+
+@functools.cache
+def all_types() -> tuple[BufferType, ...]:
+    """List the extra buffer types that can lie in memory of the caller, before any trial."""
+    address = _proc_address("ggml_backend_dev_get_extra_bufts")
+    if not address:
+        return ()
+    found = CFUNCTYPE(POINTER(c_void_p), c_void_p)(address)(_device())
+    addresses: list[int] = []
+    while found and found[len(addresses)]:
+        addresses.append(int(found[len(addresses)]))
+    return tuple(
+        BufferType(ggml.buft_name(a).decode(), int(ggml.buft_get_alignment(a)), a)
+        for a in addresses
+        if _interface(a) is not None
+    )
+
+
+@functools.lru_cache(maxsize=1024)  # a model has few shapes
+def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
+    """Tell whether ggml has an order of its own for a weight, on this CPU.
+
+    Parameters
+    ----------
+    kind : int
+        ggml's number of the type.
+    ne : tuple of int
+        Shape in ggml's order: 2-d for `MUL_MAT`, 3-d with the number of experts last for
+        `MUL_MAT_ID`.
+
+    Returns
+    -------
+    Order or None
+        Of the first buffer type that computes the product; None where the file's order is used.
+    """
+    found = (order_of(one, kind, ne) for one in buffer_types())
+    return next(filter(None, found), None)
+
+
+def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order | None:
+    """Tell whether one buffer type has an order for a weight: see `find_order`."""
+    if len(ne) not in (2, 3) or kind not in ggml.MATMUL_TYPES:
+        return None
+    size = _MOST_TENSORS * int(ggml.tensor_overhead())
+    memory = (c_char * (size + 16))()
+    context = ggml.new_context(-(-ctypes.addressof(memory) // 16) * 16, size)
+    try:
+        weight = ggml.new_tensor(context, kind, *ne)
+        if len(ne) == 2:
+            product = ggml.mul_mat(context, weight, ggml.new_tensor(context, ggml.F32, ne[0], 1))
+        else:
+            ids = ggml.new_tensor(context, ggml.I32, 1, 1)
+            values = ggml.new_tensor(context, ggml.F32, ne[0], 1, 1)
+            product = ggml.mul_mat_id(context, weight, values, ids)
+        header = ggml.TensorHeader.from_address(weight)
+        with Buffer(buffer_type, ctypes.addressof(memory), size) as buffer:
+            header.buffer = buffer.address
+            ggml.buffer_init_tensor(buffer.address, weight)
+            # AMX marks what it has no kernel for, and repack says that it has none.
+            if not header.extra or not ggml.dev_supports_op(_device(), product):
+                return None
+            nbytes = int(ggml.buft_get_alloc_size(buffer_type.address, weight))
+            return Order(buffer_type, nbytes, int(header.extra))
+    finally:
+        ggml.free(context)
+
+
+@functools.lru_cache(maxsize=1024)
+def are_rows_apart(kind: int, ne: tuple[int, ...], n_rows: int) -> bool:
+    """Tell whether a tensor may be written in pieces, each as a 2-d tensor of so many rows.
+
+    ggml promises it of no type. So the pieces must be for the same kernel, add up to the same
+    bytes, and give a small tensor of this row length the bytes that it has when it is written
+    whole.
+
+    Parameters
+    ----------
+    kind, ne
+        As for `find_order`, of a tensor that has an order.
+    n_rows : int
+        Rows of a piece; those of all experts are counted through.
+    """
+    whole, total = find_order(kind, ne), ne[1] * (ne[2] if len(ne) > 2 else 1)
+    parts = {n_rows, total % n_rows or n_rows}
+    found = {n: find_order(kind, (ne[0], n)) for n in parts}
+    probe = (ne[0], 2 * n_rows) if len(ne) == 2 else (ne[0], n_rows, 2)
+    both = find_order(kind, probe)
+    if whole is None or both is None or whole.nbytes % total:
+        return False
+    row_bytes = whole.nbytes // total
+    for n, order in (*found.items(), (2 * n_rows, both)):
+        if order is None or (order.kernel, order.nbytes) != (whole.kernel, n * row_bytes):
+            return False
+    data = random.Random(0).randbytes(2 * n_rows * int(ggml.row_size(kind, ne[0])))
+    held = ctypes.create_string_buffer(data, len(data))
+    source = ctypes.addressof(held)
+    memory = [(c_char * (both.nbytes + _TINY_BYTES))() for _ in range(2)]
+    at = [-(-ctypes.addressof(one) // _TINY_BYTES) * _TINY_BYTES for one in memory]
+    for place, pieces in zip(at, (1, 2), strict=True):
+        with Buffer(whole.buffer_type, place, both.nbytes) as buffer:
+            for i in range(pieces):
+                shape = probe if pieces == 1 else (ne[0], n_rows)
+                done = i * len(data) // 2, i * both.nbytes // 2
+                buffer.write(kind, shape, source + done[0], place + done[1])
+    return ctypes.string_at(at[0], both.nbytes) == ctypes.string_at(at[1], both.nbytes)
+
+
+class Buffer:
+    """Memory of the caller, as a ggml buffer of one type.
+
+    ggml reads the buffer of a weight with each product: it, and the memory, must outlive the graphs
+    that use its tensors. Any number of threads may write different tensors.
+
+    Parameters
+    ----------
+    buffer_type : BufferType
+        In whose order tensors are.
+    address, nbytes : int
+        The memory.
+
+    Attributes
+    ----------
+    address : int
+        ggml's struct; 0 when it was freed.
+    """
+
+    def __init__(self, buffer_type: BufferType, address: int, nbytes: int) -> None:
+        interface = _interface(buffer_type.address)
+        if interface is None:
+            raise ValueError(f"{buffer_type.name}: its buffers cannot lie in memory of the caller")
+        self.buffer_type = buffer_type
+        self._range = range(address, address + nbytes)
+        self.address = int(ggml.buffer_init(buffer_type.address, interface, address, nbytes))
+
+    def adopt(self, tensor: int, data: int) -> None:
+        """Make a header of ggml a tensor whose repacked bytes are, or will be, at an address.
+
+        Nothing is written: the bytes may be those that another process has written.
+
+        Parameters
+        ----------
+        tensor : int
+            A header of a type and shape that `find_order` has an order of this type for.
+        data : int
+            Where its bytes are, a multiple of the type's alignment.
+
+        Raises
+        ------
+        ValueError
+            There is no order of this type for the tensor, or the bytes are not inside the memory.
+            The header is as it was.
+        """
+        header = ggml.TensorHeader.from_address(tensor)
+        ne = tuple(header.ne)
+        order = find_order(header.type, ne[: 3 if ne[2] > 1 else 2])
+        if order is None or order.buffer_type != self.buffer_type:
+            name = ggml.MATMUL_TYPES.get(header.type, f"type {header.type}")
+            raise ValueError(
+                f"a tensor of {name}, shape {ne}: {self.buffer_type.name} has no order for it here"
+            )
+        self._adopt_as(order, tensor, data)
+
+    def _adopt_as(self, order: Order, tensor: int, data: int) -> None:
+        inside = data in self._range and data + order.nbytes <= self._range.stop
+        if not inside or data % self.buffer_type.alignment:
+            raise ValueError(
+                f"data: expected {order.nbytes} bytes at a multiple of "
+                f"{self.buffer_type.alignment} in {self._range.start:#x} to {self._range.stop:#x}, "
+                f"got address {data:#x}"
+            )
+        header = ggml.TensorHeader.from_address(tensor)
+        header.buffer, header.data = self.address, data
+        ggml.buffer_init_tensor(self.address, tensor)
+
+    def write(self, kind: int, ne: tuple[int, ...], source: int, data: int) -> None:
+        """Write a whole tensor in the type's order; the interpreter's lock is released meanwhile.
+
+        Parameters
+        ----------
+        kind, ne
+            As for `find_order`.
+        source : int
+            Address of its bytes in the order of the file.
+        data : int
+            As for `adopt`.
+        """
+        self.write_as(find_order(kind, ne), kind, ne, source, data)
+
+    def write_as(
+        self, order: Order | None, kind: int, ne: tuple[int, ...], source: int, data: int
+    ) -> None:
+        """Write a tensor whose order is known: see `write`."""
+        if order is None or order.buffer_type != self.buffer_type:
+            raise ValueError(f"{self.buffer_type.name} has no order for type {kind}, shape {ne}")
+        size = int(ggml.tensor_overhead())
+        memory = (c_char * (size + 16))()
+        context = ggml.new_context(-(-ctypes.addressof(memory) // 16) * 16, size)
+        try:
+            tensor = ggml.new_tensor(context, kind, *ne)
+            self._adopt_as(order, tensor, data)
+            ggml.tensor_set(tensor, source, 0, ggml.nbytes(tensor))
+        finally:
+            ggml.free(context)
+
+    def free(self) -> None:
+        """Free ggml's struct; the memory stays. Twice is no error."""
+        if self.address:
+            ggml.buffer_free(self.address)
+            self.address = 0
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
+
+@functools.cache
+def build() -> dict[str, Any]:
+    """Say which build of ggml orders weights, and for which CPU.
+
+    Bytes that one build has written are for the same build on a CPU with the same features alone.
+
+    Returns
+    -------
+    dict
+        ``version`` and ``commit`` as ggml tells them, ``libraries`` (SHA-256 of ggml's files,
+        wherever they are installed), ``features`` (name and value of each, as ggml found them) and
+        ``buffer_types`` (names).
+    """
+    digest = hashlib.sha256()
+    for path in ggml.LIBRARIES:
+        digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+    return {
+        **ggml.version(),
+        "libraries": digest.hexdigest(),
+        "features": _features(),
+        "buffer_types": [one.name for one in buffer_types()],
+    }
+
+
+def _features() -> dict[str, str]:
+    address = _proc_address("ggml_backend_get_features")
+    if not address:
+        return {}
+    found = CFUNCTYPE(POINTER(ggml.Feature), c_void_p)(address)(ggml.cpu_reg())
+    features, i = {}, 0
+    while found[i].name:
+        features[found[i].name.decode()] = found[i].value.decode()
+        i += 1
+    return features
+
+
+def _proc_address(name: str) -> int | None:
+    found: int | None = ggml.reg_get_proc_address(ggml.cpu_reg(), name.encode())
+    return found
+
+
+def _device() -> int:
+    return int(ggml.reg_dev_get(ggml.cpu_reg(), 0))
+
+
+@functools.cache
+def _interface(buffer_type: int) -> ggml.BufferInterface | None:
+    """Copy the interface of a type's buffers, with nothing to free.
+
+    None where a buffer knows its memory by more than an address.
+    """
+    tiny = ggml.buft_alloc_buffer(buffer_type, _TINY_BYTES)
+    if not tiny:
+        return None
+    header = ggml.BufferHeader.from_address(tiny)
+    base, context = int(ggml.buffer_get_base(tiny)), int(header.context or 0)
+    is_known = header.buft == buffer_type and 0 <= base - context < _TINY_BYTES
+    interface = ggml.BufferInterface.from_buffer_copy(header.iface)
+    ggml.buffer_free(tiny)
+    interface.free_buffer = None
+    return interface if is_known else None

@@ -1,0 +1,78 @@
+"""A trial of one of ggml's extra buffer types, in a process of its own.
+
+``python -m unimem.system.ggml_trial NAME`` ends with 0 where its products are those of the file's
+order. A build may have kernels that end the process instead: GCC 12.2 removes the stores that set
+AMX's tiles up (llama.cpp pull request 26954).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from array import array
+from collections.abc import Sequence
+
+from unimem.system import ggml, ggml_repack
+
+__all__ = ["is_sound"]
+
+_NE = (256, 64)
+_COLUMNS = (1, 32)  # a token, and some at once, for which there is other code
+_MOST = 0.02  # of the largest product: inputs are rounded in another order
+_ROOM = 1 << 18
+
+
+def is_sound(name: str) -> bool:
+    """Tell whether products by a type of this name are right; it may end the process."""
+    (found,) = [one for one in ggml_repack.all_types() if one.name == name]
+    for kind in ggml.MATMUL_TYPES:
+        order = ggml_repack.order_of(found, kind, _NE)
+        if order is None:
+            continue
+        # Bytes of this range are small, positive scales.
+        rng = random.Random(kind)
+        nbytes = int(ggml.row_size(kind, _NE[0])) * _NE[1]
+        data = ctypes.create_string_buffer(bytes(rng.choices(range(32), k=nbytes)), nbytes)
+        memory = ctypes.create_string_buffer(order.nbytes + 64)
+        at = -(-ctypes.addressof(memory) // 64) * 64
+        with ggml_repack.Buffer(found, at, order.nbytes) as buffer:
+            buffer.write_as(order, kind, _NE, ctypes.addressof(data), at)
+            for n in _COLUMNS:
+                plain = _multiply(kind, n, ctypes.addressof(data), None)
+                other = _multiply(kind, n, at, buffer)
+                worst = max(abs(a - b) for a, b in zip(plain, other, strict=True))
+                if not worst <= _MOST * max(map(abs, plain)):
+                    return False
+    return True
+
+
+def _multiply(kind: int, n: int, data: int, buffer: ggml_repack.Buffer | None) -> Sequence[float]:
+    """Multiply n columns of any numbers with a weight, in ggml."""
+    memory = ctypes.create_string_buffer(_ROOM)
+    context = ggml.new_context(-(-ctypes.addressof(memory) // 64) * 64, _ROOM - 64)
+    weight = ggml.new_tensor(context, kind, *_NE)
+    header = ggml.TensorHeader.from_address(weight)
+    header.data = data
+    if buffer is not None:
+        header.buffer = buffer.address
+        ggml.buffer_init_tensor(buffer.address, weight)
+    inputs = ggml.new_tensor(context, ggml.F32, _NE[0], n)
+    product = ggml.mul_mat(context, weight, inputs)
+    rng = random.Random(n)
+    numbers = array("f", (rng.uniform(-1, 1) for _ in range(_NE[0] * n)))
+    result = array("f", bytes(4 * _NE[1] * n))
+    ggml.TensorHeader.from_address(inputs).data = numbers.buffer_info()[0]
+    ggml.TensorHeader.from_address(product).data = result.buffer_info()[0]
+    graph = ctypes.c_void_p(ggml.new_graph_custom(context, 8, False))
+    ggml.build_forward_expand(graph, product)
+    plan = ggml.graph_plan(graph, 1, None)
+    work = ctypes.create_string_buffer(plan.work_size + 64)
+    plan.work_data = -(-ctypes.addressof(work) // 64) * 64
+    ggml.graph_compute(graph, ctypes.byref(plan))
+    ggml.free(context)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(0 if is_sound(sys.argv[1]) else 1)

@@ -1,0 +1,354 @@
+"""Repacked images: opening one for a model, checking its bytes, and making one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unimem._core import guard
+from unimem._core.block import Block
+from unimem._core.load import load as read_parts
+from unimem.errors import FormatError
+from unimem.system import limits
+from unimem.system.threads import run_in_threads
+from unimem.weights import loading
+from unimem.weights.image_format import (
+    ALIGN,
+    HEADER_BYTES,
+    ImageHeader,
+    ImageTensor,
+    pack,
+    parse,
+)
+from unimem.weights.loading import Progress
+from unimem.weights.repacked import Arrangement
+
+__all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header"]
+
+IMAGE_NAME = "repacked.unimem"
+"""Of an image that is staged, beside links to the files of its model."""
+
+_PIECE_BYTES = 1 << 20  # it stays in the cache of the core that hashes it
+_NO_HASH = "0" * 32
+
+
+class Image:
+    """An image that was opened for reading, and whose header was checked. For one thread.
+
+    Leaving the ``with`` closes the descriptor; what was mapped stays.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+
+    Attributes
+    ----------
+    path : str
+        The same.
+    header : ImageHeader
+        What it says.
+    is_staged : bool
+        Whether it lies in shared memory, where it was checked when it was put there.
+
+    Raises
+    ------
+    FormatError
+        It is no image, or damaged.
+    OSError
+        It cannot be read, or is no regular file; PermissionError where it is another user's.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+        self._fd = os.open(path, flags)
+        try:
+            info = os.fstat(self._fd)
+            if not stat.S_ISREG(info.st_mode):
+                raise OSError(errno.EINVAL, "Expected a regular file", path)
+            if info.st_uid not in (os.geteuid(), 0):
+                raise PermissionError(errno.EPERM, "The image is another user's", path)
+            self.header = read_image_header(self._fd, info.st_size, path)
+            self.is_staged = _is_in_memory(self._fd)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the data in whole pages."""
+        return self.header.file_bytes - self.header.data_offset
+
+    @cached_property
+    def cached_bytes(self) -> int:
+        """Bytes of the data that were in the page cache when this was asked first."""
+        with self._map() as block:
+            return block._resident_range(0, block.nbytes)
+
+    def is_cached(self) -> bool:
+        """Tell whether most of it is in the page cache."""
+        return self.cached_bytes >= loading.MOSTLY * self.data_bytes
+
+    def map(self, threads: int, progress: Progress | None = None) -> Block:
+        """Map the data read-only, once its bytes are those that were written.
+
+        Parameters
+        ----------
+        threads : int
+            That bring it into the page tables, and hash it.
+        progress : callable, optional
+            Called with the bytes that are done and all bytes; what it raises stops the work.
+
+        Returns
+        -------
+        Block
+            Of the data, in whole pages.
+
+        Raises
+        ------
+        FormatError
+            A tensor's bytes are not those of its hash, or the disk has lost some.
+        CapacityError
+            It cannot stay in RAM.
+        OSError
+            It cannot be mapped.
+        """
+        block = self._map()
+        try:
+            if not self.is_staged:
+                limits.require_cached(block.nbytes, self.cached_bytes, f"mapping {self.path}")
+            with self._loss_as_damage():
+                block._warm_range(0, block.nbytes, threads)
+            if not self.is_staged:
+                self._check(block, 0, threads, progress)
+            elif progress is not None:
+                progress(block.nbytes, block.nbytes)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            block.__exit__(None, None, None)
+            raise
+        return block
+
+    def read(self, block: Block, base: int, progress: Progress | None = None) -> None:
+        """Read the data into memory of a block, and check it: past the page cache, if not in it.
+
+        Parameters
+        ----------
+        block : Block
+            Writable, warm or not.
+        base : int
+            Where in it, a multiple of 4096.
+        progress : callable, optional
+            As for `map`, of what is read.
+
+        Raises
+        ------
+        FormatError, OSError
+            As for `map`.
+        """
+        header = self.header
+        part = (self._fd, header.data_offset, block, base, header.data_bytes, self.path)
+        read = read_parts if self.is_staged or self.is_cached() else loading.read_direct
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None and done < total:  # the end is told when it was checked
+                progress(done, total)
+
+        with self._loss_as_damage():
+            try:
+                read([part], progress=tell)
+            except loading.NoDirectReadsError:
+                read_parts([part], progress=tell)
+        self._check(block, base, limits.thread_count(), None, is_mapped=False)
+        if progress is not None:
+            progress(header.data_bytes, header.data_bytes)
+
+    def check(self, threads: int | None = None, progress: Progress | None = None) -> None:
+        """Read all of it, and compare every tensor with its hash: raises as `map`."""
+        with self._map() as block:
+            self._check(block, 0, threads or limits.thread_count(), progress)
+
+    def _map(self) -> Block:
+        header = self.header
+        try:
+            return Block._map_fd(self._fd, header.data_offset, self.data_bytes, "r", self.path)
+        except ValueError:  # the range was inside the file when its header was read
+            raise FormatError("the image has become shorter", None, self.path) from None
+
+    @contextmanager
+    def _loss_as_damage(self) -> Iterator[None]:
+        """Raise FormatError where bytes cannot be had: cut off, or lost by the disk."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EFAULT):
+                raise
+            raise FormatError(f"it cannot be read: {error.strerror}", None, self.path) from error
+
+    def _check(
+        self,
+        block: Block,
+        base: int,
+        threads: int,
+        progress: Progress | None,
+        *,
+        is_mapped: bool = True,
+    ) -> None:
+        tensors = self.header.tensors
+        path = self.path if is_mapped else None
+        with self._loss_as_damage():
+            found = _hash_tensors(block, base, tensors, threads, progress, path=path)
+        for tensor, digest in zip(tensors, found, strict=True):
+            if digest != tensor.hash:
+                at = self.header.data_offset + tensor.offset
+                raise FormatError(f"the hash of {tensor.name} does not match", at, self.path)
+
+    def close(self) -> None:
+        """Close the descriptor. Twice is no error."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_image_header(fd: int, nbytes: int, path: str) -> ImageHeader:
+    """Read and check the header and the table of an image of so many bytes in all."""
+    head = os.pread(fd, HEADER_BYTES + ALIGN, 0)
+    if len(head) >= HEADER_BYTES:
+        # Where the data begins: what it says is checked with the rest.
+        end = int.from_bytes(head[24:32], "little")
+        if HEADER_BYTES + ALIGN < end <= min(nbytes, 1 << 27):
+            head = os.pread(fd, end, 0)
+    return parse(head, nbytes, path)
+
+
+def is_for(header: ImageHeader, found: Arrangement) -> bool:
+    """Tell whether an image has the tensors of an arrangement, where that puts them."""
+    if header.data_bytes != found.nbytes or len(header.tensors) != len(found.slots):
+        return False
+    return all(
+        (one.name, one.type, one.ne, one.order, one.offset, one.nbytes)
+        == (tensor.name, tensor.type, tensor.ne, order.buffer_type.name, at, order.nbytes)
+        for one, (tensor, order, at) in zip(header.tensors, found.slots, strict=True)
+    )
+
+
+def pack_image(
+    found: Arrangement, identity: dict[str, Any], model: str, block: Block | None, base: int = 0
+) -> bytes:
+    """Return what is in front of the data of an image.
+
+    Parameters
+    ----------
+    found : Arrangement
+        What is in it.
+    identity, model
+        As in `ImageHeader`.
+    block : Block or None
+        Where the data lies; None for a header of the same length, without hashes.
+    base : int
+        Where in the block.
+    """
+    tensors = [
+        ImageTensor(t.name, t.type, t.ne, order.buffer_type.name, at, order.nbytes, _NO_HASH)
+        for t, order, at in found.slots
+    ]
+    if block is not None:
+        digests = _hash_tensors(block, base, tensors, limits.thread_count(), None)
+        tensors = [replace(t, hash=digest) for t, digest in zip(tensors, digests, strict=True)]
+    return pack(identity, model, tensors, found.nbytes)
+
+
+def _is_in_memory(fd: int) -> bool:
+    # Files in shared memory have seals, and no others have.
+    try:
+        fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def _hash_tensors(
+    block: Block,
+    base: int,
+    tensors: Sequence[ImageTensor],
+    threads: int,
+    progress: Progress | None,
+    *,
+    path: str | None = None,
+) -> list[str]:
+    """Hash tensors in memory, the largest first; what is mapped of a file, under the guard."""
+    digests = [""] * len(tensors)
+    work = iter(sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes))
+    total, done = sum(tensor.nbytes for tensor in tensors), 0
+    finished: deque[int] = deque()
+    stopped = False
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+
+    def tick() -> None:
+        nonlocal done
+        while finished:
+            done += finished.popleft()
+        if progress is not None and done < total:
+            progress(done, total)
+
+    def hash_some() -> None:
+        copy = None if path is None else np.empty(_PIECE_BYTES, np.uint8)
+        while not stopped and (i := next(work, None)) is not None:
+            tensor = tensors[i]
+            memory = block.as_array("uint8", tensor.nbytes, base + tensor.offset)
+            digests[i] = _hash(memory, copy, path or "", lambda: stopped)
+            finished.append(tensor.nbytes)
+
+    run_in_threads(max(1, min(threads, len(tensors))), hash_some, stop=stop, tick=tick)
+    if progress is not None:
+        progress(total, total)
+    return digests
+
+
+def _hash(
+    memory: NDArray[np.uint8],
+    copy: NDArray[np.uint8] | None,
+    path: str,
+    is_stopped: Callable[[], bool],
+) -> str:
+    hasher = xxhash.xxh3_128()
+    for begin in range(0, memory.nbytes, _PIECE_BYTES):
+        if is_stopped():
+            break
+        piece = memory[begin : begin + _PIECE_BYTES]
+        if copy is not None:
+            # A file that is truncated meanwhile is an error here, and no signal.
+            guard.copy(copy, piece.ctypes.data, piece.nbytes, path)
+            piece = copy[: piece.nbytes]
+        hasher.update(piece.data)
+    return hasher.hexdigest()

@@ -1,0 +1,413 @@
+"""The folder that keeps repacked images on disk: found again, replaced whole, and never too many.
+
+There is no index that could be wrong: an image is found by its name, which is the hash of all that
+its bytes depend on. The time of its last use is that of its file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from unimem._core.block import Block
+from unimem.errors import FormatError
+from unimem.system import policy
+from unimem.system.arguments import file_path
+from unimem.system.atomic_file import NewFile
+from unimem.system.text import format_bytes
+from unimem.weights.files import version_of
+from unimem.weights.image import Image, is_for, pack_image
+from unimem.weights.image_format import ALIGN, image_bytes, key_of
+from unimem.weights.repacked import Arrangement
+from unimem.weights.tensors import Contents
+
+__all__ = ["CacheChoice", "CachedImage", "ImageCache", "cache_folder", "choose_cache"]
+
+CacheChoice = bool | str | os.PathLike[str] | None
+
+_SUFFIX = ".repacked"
+_TEMPORARY = ".unimem-tmp"  # of `atomic_file`
+_SHARE_OF_DISK = 10
+_PIECE_BYTES = 4 << 20
+_SIZE = re.compile(r"([0-9]{1,15})([kmgt]?)(i?b)?", re.I | re.A)
+_SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+# ---- which folder -------------------------------------------------------------------------------
+
+
+def cache_folder() -> str | None:
+    """Return the folder that images are kept in, there or not; None where they are not kept.
+
+    That is ``UNIMEM_CACHE``, or else ``unimem`` in ``XDG_CACHE_HOME`` or ``~/.cache``. With
+    ``UNIMEM_CACHE=off`` nothing is kept.
+    """
+    asked = os.environ.get("UNIMEM_CACHE", "")
+    if asked:
+        return None if asked == "off" else os.path.abspath(asked)
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(home):  # the specification has others ignored
+        home = os.path.expanduser("~/.cache")
+    return os.path.join(home, "unimem") if os.path.isabs(home) else None
+
+
+def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
+    """Choose where the image of a model is kept; None where it is not.
+
+    Parameters
+    ----------
+    contents : Contents
+        The model.
+    cache : bool or path-like, optional
+        False: nowhere. True: in `cache_folder`. A path: in this folder. None: as True, unless
+        another user owns or may write a file of the model, or the folder that it lies in.
+
+    Raises
+    ------
+    TypeError
+        None of these.
+    ValueError
+        ``UNIMEM_CACHE_BYTES`` is no size.
+    OSError
+        The folder that was asked for cannot be used.
+    """
+    if cache is False:
+        return None
+    if cache is None or cache is True:
+        folder = cache_folder()
+        if folder is None or (cache is None and not _is_own_model(contents)):
+            return None
+    else:
+        folder = os.path.abspath(file_path(cache, "cache"))
+    try:
+        found = ImageCache(folder, create=True)
+    except OSError:
+        if cache is None:
+            return None
+        raise
+    found.most_bytes()  # before anything is repacked that could not be kept
+    return found
+
+
+def _is_own_model(contents: Contents) -> bool:
+    for part in contents._parts:
+        path = os.path.realpath(part.file.absolute_path)
+        try:
+            found = os.stat(path), os.stat(os.path.dirname(path))
+        except OSError:
+            return False
+        if any(info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE for info in found):
+            return False
+    return True
+
+
+# ---- the folder ---------------------------------------------------------------------------------
+
+
+class CachedImage(NamedTuple):
+    """One image of the folder.
+
+    Attributes
+    ----------
+    key : str
+        Its name: the hash of what its bytes depend on.
+    path : str
+        Its file.
+    nbytes : int
+        Bytes of the file.
+    used : float
+        When it was used last: seconds since 1970.
+    model : str or None
+        The model that it was made of; None of one that is damaged.
+    current : bool
+        Whether that model is still what it was.
+    problem : str or None
+        What is wrong with it.
+    """
+
+    key: str
+    path: str
+    nbytes: int
+    used: float
+    model: str | None
+    current: bool
+    problem: str | None
+
+
+class ImageCache:
+    """A folder of images, of this user. Any number of threads and processes may use it.
+
+    Parameters
+    ----------
+    folder : str
+        Its absolute path.
+    create : bool
+        Whether to make it where there is none.
+
+    Raises
+    ------
+    OSError
+        It cannot be made or looked at; PermissionError where other users own it or may write it.
+    """
+
+    def __init__(self, folder: str, *, create: bool = False) -> None:
+        self.folder = folder
+        if create:
+            os.makedirs(folder, 0o700, exist_ok=True)
+        info = os.stat(folder)
+        if not stat.S_ISDIR(info.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
+        if info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE:
+            raise PermissionError(
+                errno.EPERM,
+                "Other users own this folder or may write to it: expected a cache of this user "
+                "alone: 'chmod go-w', or another one in UNIMEM_CACHE",
+                folder,
+            )
+
+    def path_of(self, key: str) -> str:
+        """Return the file of an image, there or not."""
+        return os.path.join(self.folder, key + _SUFFIX)
+
+    def find(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
+        """Open the image of a model, and note that it was used; one that is damaged is removed.
+
+        Parameters
+        ----------
+        found : Arrangement
+            What of the model is repacked.
+        identity : dict
+            What the image has to be.
+
+        Returns
+        -------
+        Image or None
+            Its header was checked, and its data is not read yet.
+        """
+        key = key_of(identity)
+        try:
+            image = Image(self.path_of(key))
+        except FormatError as error:
+            self.discard(key, str(error))
+            return None
+        except OSError:  # there is none, or none of this user
+            return None
+        if image.header.key != key or not is_for(image.header, found):
+            image.close()
+            self.discard(key, f"{image.path}: it is not of what its name says")
+            return None
+        with suppress(OSError):
+            os.utime(image.path)
+        return image
+
+    def discard(self, key: str, why: str) -> None:
+        """Remove an image that is damaged, and say so in a warning."""
+        with suppress(OSError):
+            os.unlink(self.path_of(key))
+        policy.warn(f"a repacked image of the cache was removed: {why}")
+
+    @contextmanager
+    def making(self, identity: dict[str, Any]) -> Iterator[None]:
+        """Wait until no other process makes this image, and keep others from it."""
+        path = os.path.join(self.folder, f".{key_of(identity)}.lock")
+        with ExitStack() as undo:
+            with suppress(OSError):  # without a lock both make it, and one result stays
+                while True:
+                    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                    with ExitStack() as closes:
+                        closes.callback(os.close, fd)
+                        fcntl.flock(fd, fcntl.LOCK_EX)
+                        # Who had it before has removed it.
+                        if os.fstat(fd).st_nlink and os.path.samestat(os.stat(path), os.fstat(fd)):
+                            closes.pop_all()
+                            undo.callback(_unlock, path, fd)
+                            break
+            yield
+
+    def keep(
+        self,
+        found: Arrangement,
+        identity: dict[str, Any],
+        model: str,
+        block: Block,
+        base: int,
+    ) -> None:
+        """Write an image, and remove those for which there is no room any more.
+
+        Parameters
+        ----------
+        found, identity
+            As for `find`.
+        model : str
+            The path of the model, for `list`.
+        block : Block
+            In which the data lies.
+        base : int
+            Where, a multiple of 4096.
+
+        Raises
+        ------
+        OSError
+            It cannot be written, or is larger than all that is kept may be; nothing has changed.
+        ValueError
+            The model has too many tensors.
+        """
+        head = pack_image(found, identity, model, block, base)
+        nbytes = image_bytes(len(head), found.nbytes)
+        path = self.path_of(key_of(identity))
+        most = self.most_bytes()
+        if nbytes > most:
+            raise OSError(
+                errno.EFBIG,
+                f"the image has {format_bytes(nbytes)}, and the cache at most {format_bytes(most)}"
+                ": UNIMEM_CACHE_BYTES sets that",
+                path,
+            )
+        self._make_room(most - nbytes, keep=path)
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(path).st_mode):  # which would not be replaced
+                os.unlink(path)
+        # What is written past the page cache has to begin with a page of memory.
+        with Block(_PIECE_BYTES, name="image", category="staging") as memory, NewFile(path) as new:
+            piece = memory.as_array("uint8")
+            new.allocate(nbytes)
+            for begin in range(0, len(head), _PIECE_BYTES):
+                data = np.frombuffer(head[begin : begin + _PIECE_BYTES], np.uint8)
+                piece[: data.nbytes] = data
+                new.write(piece[: data.nbytes], begin)
+            for begin in range(0, found.nbytes, _PIECE_BYTES):
+                n = min(_PIECE_BYTES, found.nbytes - begin)
+                whole = -(-n // ALIGN) * ALIGN
+                piece[:n] = block.as_array("uint8", n, base + begin)
+                piece[n:whole] = 0
+                new.write(piece[:whole], len(head) + begin)
+            new.publish()
+            del piece
+
+    def most_bytes(self) -> int:
+        """Return what all images may take: ``UNIMEM_CACHE_BYTES``, or a tenth of the file system.
+
+        Raises
+        ------
+        ValueError
+            The variable is no size.
+        """
+        text = os.environ.get("UNIMEM_CACHE_BYTES", "")
+        if not text:
+            info = os.statvfs(self.folder)
+            return info.f_blocks * info.f_frsize // _SHARE_OF_DISK
+        found = _SIZE.fullmatch(text)
+        if found is None:
+            raise ValueError(f"UNIMEM_CACHE_BYTES: expected a size as 20G, got {text!r:.40}")
+        return int(found[1]) * _SCALES[found[2].lower()]
+
+    def _make_room(self, most: int, *, keep: str) -> None:
+        """Remove what was used longest ago, until the rest takes at most so many bytes."""
+        self._sweep()
+        files = [entry for entry in self._files() if entry[0] != keep]
+        total = sum(info.st_size for _, info in files)
+        for path, info in sorted(files, key=lambda entry: entry[1].st_mtime_ns):
+            if total <= most:
+                break
+            with suppress(OSError):
+                os.unlink(path)
+                total -= info.st_size
+
+    def _files(self) -> list[tuple[str, os.stat_result]]:
+        found = []
+        for name in os.listdir(self.folder):
+            if name.endswith(_SUFFIX) and not name.startswith("."):
+                path = os.path.join(self.folder, name)
+                with suppress(OSError):
+                    info = os.stat(path, follow_symlinks=False)
+                    if stat.S_ISREG(info.st_mode):
+                        found.append((path, info))
+        return found
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed have left: what nobody has locked."""
+        for name in os.listdir(self.folder):
+            if name.startswith(".") and name.endswith((_TEMPORARY, ".lock")):
+                with suppress(OSError):
+                    _remove_unlocked(os.path.join(self.folder, name))
+
+    def images(self) -> list[CachedImage]:
+        """List the images, the one that was used last in front; data is not read."""
+        found = [_describe(path, info) for path, info in self._files()]
+        return sorted(found, key=lambda image: (-image.used, image.key))
+
+    def drop(self, images: Sequence[CachedImage]) -> None:
+        """Remove images; processes that have one mapped keep it."""
+        self._sweep()
+        for image in images:
+            with suppress(FileNotFoundError):
+                os.unlink(image.path)
+
+    def verify(
+        self, image: CachedImage, progress: Callable[[int, int], object] | None = None
+    ) -> str | None:
+        """Read an image, and compare every hash: returns what is wrong, and removes it then.
+
+        Raises
+        ------
+        OSError
+            It cannot be read.
+        """
+        try:
+            with Image(image.path) as opened:
+                if opened.header.key != image.key:
+                    return self._removed(image, "it is not of what its name says")
+                opened.check(progress=progress)
+        except FormatError as error:
+            return self._removed(image, error.rule)
+        except FileNotFoundError:  # another process has removed it
+            return None
+        return None
+
+    def _removed(self, image: CachedImage, why: str) -> str:
+        with suppress(FileNotFoundError):
+            os.unlink(image.path)
+        return why
+
+
+def _unlock(path: str, fd: int) -> None:
+    with suppress(OSError):
+        os.unlink(path)
+    os.close(fd)
+
+
+def _remove_unlocked(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)
+    finally:
+        os.close(fd)
+
+
+def _describe(path: str, info: os.stat_result) -> CachedImage:
+    key = os.path.basename(path).removesuffix(_SUFFIX)
+    model, current, problem = None, False, None
+    try:
+        with Image(path) as image:
+            model = image.header.model
+            current = _is_current(image.header.identity, model)
+    except (OSError, FormatError) as error:
+        problem = error.rule if isinstance(error, FormatError) else error.strerror or str(error)
+    return CachedImage(key, path, info.st_size, info.st_mtime, model, current, problem)
+
+
+def _is_current(identity: dict[str, Any], model: str) -> bool:
+    try:
+        return bool(list(version_of(os.stat(model))) == identity["files"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False

@@ -1,0 +1,100 @@
+"""What a repacked image is of and for: a model, a build of ggml, a CPU, and how both order bytes.
+
+Two identities are equal where the bytes are the same. The model is known by its fingerprint (its
+headers and sizes) and by device, inode, size and time of change of each file, as staging does:
+nothing of it is read. ggml is known by its version and by the hash of its files, the CPU by the
+features that ggml finds. The probe is what they do: a known pattern in each order, hashed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+from math import prod
+from typing import Any
+
+import xxhash
+
+from unimem.weights.repacked import Arrangement
+from unimem.weights.tensors import Contents
+
+__all__ = ["files_of", "identify"]
+
+_ALIGN = 4096
+_WIDTH, _ROWS = 512, 64  # of a pattern: what every order interleaves divides both
+
+
+def identify(contents: Contents, found: Arrangement) -> dict[str, Any]:
+    """Tell what an image of a model has to be, here and now.
+
+    Parameters
+    ----------
+    contents : Contents
+        The model; its headers are all that is needed.
+    found : Arrangement
+        What of it is repacked.
+
+    Returns
+    -------
+    dict
+        ``model``, ``files``, ``ggml`` and ``probe``, of what JSON can hold.
+    """
+    from unimem.system import ggml_repack
+
+    return {
+        "model": contents.fingerprint,
+        "files": files_of(contents),
+        "ggml": ggml_repack.build(),
+        "probe": _probe(found),
+    }
+
+
+def files_of(contents: Contents) -> list[list[int]]:
+    """Return what stays the same of a model's files while nobody writes to or replaces them."""
+    return [list(part.file.version) for part in contents._parts]
+
+
+def _probe(found: Arrangement) -> dict[str, str]:
+    """Hash a known pattern in each order: one for all tensors that the same code multiplies."""
+    shapes: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    names: dict[tuple[int, int, int], str] = {}
+    for tensor, order, _ in found.slots:
+        assert tensor.ggml_type is not None  # or it had no order
+        group = tensor.ggml_type, order.kernel, len(tensor.ne)
+        if group not in shapes:
+            shapes[group] = _pattern_shape(tensor.ggml_type, tensor.ne)
+            names[group] = f"{len(names)} {tensor.type} {order.buffer_type.name}"
+    return {names[group]: _hash_pattern(group[0], ne) for group, ne in shapes.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _pattern_shape(kind: int, ne: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a small shape that the same code orders; that of the tensor, where there is none."""
+    from unimem.system.ggml_repack import find_order
+
+    wanted = find_order(kind, ne)
+    assert wanted is not None
+    for width in (_WIDTH, ne[0]):
+        for rows in (_ROWS, ne[1]):
+            shape = (width, rows, *(2 for _ in ne[2:]))
+            order = find_order(kind, shape) if prod(shape) < prod(ne) else None
+            if order is not None and order.kernel == wanted.kernel:
+                return shape
+    return ne
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash_pattern(kind: int, ne: tuple[int, ...]) -> str:
+    from unimem.system import ggml
+    from unimem.system.ggml_repack import Buffer, find_order
+
+    order = find_order(kind, ne)
+    assert order is not None
+    data = random.Random(0).randbytes(prod(ne[1:]) * int(ggml.row_size(kind, ne[0])))
+    held = ctypes.create_string_buffer(data, len(data))
+    memory = (ctypes.c_char * (order.nbytes + _ALIGN))()
+    at = -(-ctypes.addressof(memory) // _ALIGN) * _ALIGN
+    with Buffer(order.buffer_type, at, order.nbytes) as buffer:
+        buffer.write(kind, ne, ctypes.addressof(held), at)
+    return xxhash.xxh3_128_hexdigest(ctypes.string_at(at, order.nbytes))

@@ -1,0 +1,78 @@
+"""Dropping from the page cache what of a model is not needed there, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+
+from unimem.weights.tensors import Contents, ModelPart
+
+__all__ = ["Dropper", "drop_beside", "runs_beside"]
+
+_PAGE = 4096
+# The page cache has pieces of up to 2 MiB, which are dropped whole or not at all.
+_LARGEST_FOLIO = 2 << 20
+_SMALL_RUN = 1 << 20  # is read again rather than left in such a piece
+
+
+class Dropper:
+    """Drops ranges of one file as they are done with. Any number of threads may.
+
+    Parameters
+    ----------
+    fd : int
+        The file.
+    runs : sequence of (begin, end)
+        Ranges that are needed, sorted.
+
+    Attributes
+    ----------
+    kept : list of (begin, end)
+        Those of them that stay; small ones are dropped, too.
+    """
+
+    def __init__(self, fd: int, runs: Sequence[tuple[int, int]]) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self.kept = [(begin, end) for begin, end in runs if end - begin >= _SMALL_RUN]
+        # What is done with, sorted, without overlaps.
+        self._done = [run for run in runs if run not in self.kept]
+
+    def drop(self, begin: int, end: int) -> None:
+        """Drop a range, and pieces of the page cache that it shares with others that are done."""
+        begin, end = begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
+        with self._lock:
+            first = bisect_left(self._done, begin, key=lambda run: run[1])
+            stop = bisect_left(self._done, end + 1, lo=first, key=lambda run: run[0])
+            joined = [(begin, end), *self._done[first:stop]]
+            low, high = min(run[0] for run in joined), max(run[1] for run in joined)
+            self._done[first:stop] = [(low, high)]
+        low, high = max(low, begin - _LARGEST_FOLIO), min(high, end + _LARGEST_FOLIO)
+        os.posix_fadvise(self._fd, low, high - low, os.POSIX_FADV_DONTNEED)
+
+
+def runs_beside(
+    part: ModelPart, contents: Contents, names: Collection[str]
+) -> list[tuple[int, int]]:
+    """List the ranges of a file, in whole pages, that tensors of other names lie in."""
+    found: list[tuple[int, int]] = []
+    tensors = (contents.tensors[name] for name in part.file.header.tensor_names())
+    rest = [tensor for tensor in tensors if tensor.name not in names and tensor.nbytes]
+    for tensor in sorted(rest, key=lambda tensor: tensor.offset):
+        begin = tensor.offset // _PAGE * _PAGE
+        end = min(-(-(tensor.offset + tensor.nbytes) // _PAGE) * _PAGE, part.file.nbytes)
+        if found and begin <= found[-1][1]:
+            begin, _ = found.pop()
+        found.append((begin, end))
+    return found
+
+
+def drop_beside(part: ModelPart, fd: int, runs: Sequence[tuple[int, int]]) -> None:
+    """Drop from the page cache what is in none of these ranges of a file."""
+    at = 0
+    for begin, end in (*runs, (part.file.nbytes, part.file.nbytes)):
+        if begin > at:
+            os.posix_fadvise(fd, at, begin - at, os.POSIX_FADV_DONTNEED)
+        at = end

@@ -1,0 +1,536 @@
+"""Repacking weights: read past the page cache, piece by piece, in threads on the right nodes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import NamedTuple, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core.block import Block
+from unimem._core.tape import Tape
+from unimem.errors import CapacityError, FormatError, PlacementError
+from unimem.system import limits, policy
+from unimem.system.arguments import check_callable
+from unimem.system.placement import PlacementOptions
+from unimem.system.threads import run_in_threads
+from unimem.weights.files import reopen
+from unimem.weights.image import Image
+from unimem.weights.image_cache import CacheChoice
+from unimem.weights.image_use import Images
+from unimem.weights.loading import (
+    MOSTLY,
+    Lifetime,
+    NoDirectReadsError,
+    Progress,
+    check_tape,
+    take_room,
+)
+from unimem.weights.opened import Weights
+from unimem.weights.page_cache import Dropper, drop_beside, runs_beside
+from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
+
+__all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
+
+STAGING_SHARE = 100
+"""What is read, not yet repacked, takes a hundredth of the model, if pieces can be so small."""
+
+_ALIGN = 4096  # of reads past the page cache
+_ROWS = 64  # a multiple of the rows that any order interleaves
+_TICK = 0.05  # seconds between two calls of a callback
+_MOST_BYTES, _LEAST_BYTES = 4 << 20, 256 << 10  # of a piece, where a type allows pieces
+
+
+def repack(
+    weights: Weights,
+    *,
+    tape: Tape | None = None,
+    cache: CacheChoice = None,
+    progress: Progress | None = None,
+    **placement: Unpack[PlacementOptions],
+) -> Repacked:
+    """Put weights in the order that ggml multiplies fastest on this CPU, in placed memory.
+
+    Matrices that have such an order are read past the page cache, or out of it, and dropped from
+    it: memory is not doubled. `weights` stay as they are, and so do their arrays: what is asked for
+    of a mapped file is read from it again.
+
+    Where an image of them is staged (``unimem stage --repack``) or kept in the cache, that is
+    mapped or read instead; docs/images.md says when, and what is checked.
+
+    Parameters
+    ----------
+    weights : Weights
+        An opened model, mapped or in memory of its own, where it stays.
+    tape : Tape, optional
+        What the memory is taken from, instead of a block of its own: then placement is the tape's.
+    cache : bool or path-like, optional
+        Where an image is kept for the next start: True, in the cache folder; a path, in this
+        folder; False, nowhere, and none is used that is there. By default as True, unless another
+        user owns or may write the model or its folder.
+    progress : callable, optional
+        Called with the bytes of the file that are repacked and all such bytes, in this thread, at
+        most 20 times a second, and once at the end. What it raises, as an interrupt does, stops the
+        work: nothing stays taken, and no thread is left.
+    **placement
+        See `PlacementOptions`. The memory is warm anyway.
+
+    Returns
+    -------
+    Repacked
+        Without tensors, and with a `PlacementWarning`, where none has another order here.
+
+    Raises
+    ------
+    CapacityError, PlacementError, MemoryError
+        It does not fit, or not as it was asked for; nothing was taken.
+    TapeFull, FrozenError, ClosedError
+        The tape has no room, or is frozen, or was cleared or closed meanwhile.
+    OSError
+        A file cannot be read, has become shorter, or was replaced or written to meanwhile.
+    ImportError
+        ggml-python is not installed.
+    TypeError, ValueError
+        An option that is unknown, or that does not go with another.
+
+    Notes
+    -----
+    The order is ggml's own (`unimem.system.ggml_repack`); docs/weights.md says which types have
+    one. Threads are pinned to the CPUs of the nodes that the memory is placed on.
+
+    Examples
+    --------
+    Beside the weights, for a runtime on ggml::
+
+        with um.open_weights("model.gguf") as w, um.repack(w, pages="thp") as repacked:
+            engine.run(repacked.tensors)
+    """
+    if not isinstance(weights, Weights):
+        raise TypeError(f"weights: expected opened Weights, got {weights!r:.60}: um.open_weights")
+    check_tape(tape, placement)
+    check_callable(progress)
+    weights._opened()
+    found, name = arrange(weights), weights.files[0]
+    if not found.slots:
+        policy.warn(f"{name}: {why_nothing(weights)}")
+        return Repacked(found, None, 0, Lifetime(name), None)
+    # While these views live, the weights cannot be closed.
+    held = [block.as_array("uint8", 0) for block in weights.blocks]
+    work = _Request(weights, found, tape, progress, placement)
+    images = Images(weights, found, cache)
+    with ExitStack() as undo:
+        path = work.from_image(images, undo)
+        if path is None:
+            with images.making():
+                path = work.from_image(images, undo)  # which another process may have made
+                if path is None:
+                    work.place(
+                        lambda block, base: repack_into(weights, found, block, base, progress), undo
+                    )
+                    images.keep(work.block, work.base)
+        made = Repacked(found, work.block, work.base, work.lifetime, tape, path)
+        del held
+        undo.pop_all()
+        return made
+
+
+class _Request:
+    """One call of `repack`: where the tensors lie in the end."""
+
+    block: Block
+    base: int
+    lifetime: Lifetime
+
+    def __init__(
+        self,
+        weights: Weights,
+        found: Arrangement,
+        tape: Tape | None,
+        progress: Progress | None,
+        placement: PlacementOptions,
+    ) -> None:
+        self._found, self._tape, self._placement = found, tape, placement
+        self._progress = progress
+        self._name = weights.files[0]
+
+    def from_image(self, images: Images, undo: ExitStack) -> str | None:
+        """Take what is staged or kept; None where nothing is, or what was there is damaged."""
+        image = images.find()
+        if image is None:
+            return None
+        with image:
+            try:
+                if self._is_mappable(image):
+                    self._map(image, undo)
+                else:
+                    self.place(lambda block, base: image.read(block, base, self._tell), undo)
+            except FormatError as error:
+                images.discard(image, error)
+                return None
+        return image.path
+
+    def place(self, fill: Callable[[Block, int], object], undo: ExitStack) -> None:
+        """Fill memory of the tape, or of a block of its own."""
+        found, tape = self._found, self._tape
+        with ExitStack() as attempt:
+            self.lifetime = Lifetime(self._name)
+            if tape is not None:
+                self.block = tape.block
+                self.base = take_room(tape, found.nbytes, self.lifetime, attempt)
+                self.block._require_room([(self.base, found.nbytes)])
+                fill(self.block, self.base)
+                if self.block.closed:
+                    self.lifetime.end("lay on a tape that was closed")
+                self.lifetime.check()
+            else:
+                options = {key: value for key, value in self._placement.items() if key != "warm"}
+
+                def fill_all(block: Block) -> None:
+                    fill(block, 0)
+                    block._warm_range(found.nbytes, block.nbytes - found.nbytes)
+
+                self.base = 0
+                self.block = attempt.enter_context(
+                    Block._filled(
+                        found.nbytes,
+                        fill_all,
+                        name=self._name,
+                        category="weights",
+                        **options,  # type: ignore[arg-type]
+                    )
+                )
+            undo.push(attempt.pop_all())
+
+    def _is_mappable(self, image: Image) -> bool:
+        """Whether a mapping is what was asked for: of what is in RAM, where nothing else is."""
+        pages = self._placement.get("pages", "auto")
+        if self._tape is not None or self._placement.get("numa") is not None:
+            return False
+        if image.is_staged:
+            return pages in ("auto", "4k", "thp")
+        return pages in ("auto", "4k") and image.is_cached()
+
+    def _map(self, image: Image, undo: ExitStack) -> None:
+        with ExitStack() as attempt:
+            self.lifetime, self.base = Lifetime(self._name), 0
+            self.block = attempt.enter_context(image.map(limits.thread_count(), self._tell))
+            if lock := self._placement.get("lock"):
+                try:
+                    self.block._lock(lock)
+                except PlacementError as error:
+                    if self._placement.get("strict"):
+                        raise
+                    policy.warn(error.strerror or str(error))
+            undo.push(attempt.pop_all())
+
+    def _tell(self, done: int, of: int) -> None:
+        """Tell the progress of an image as the share of what is repacked that it is."""
+        total = self._found.source_bytes
+        if self._progress is not None:
+            self._progress(done * total // of, total)
+
+
+def why_nothing(weights: Weights) -> str:
+    """Say why nothing of a model is repacked."""
+    types = ", ".join(weights.by_type())
+    return f"no tensor has an order of its own on this CPU (types: {types})"
+
+
+# ---- the work -----------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """Some rows of a tensor, or all: where they are in a file, and where they go."""
+
+    slot: Slot
+    ne: tuple[int, ...]
+    offset: int
+    nbytes: int
+    at: int
+
+
+def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
+    """Cut tensors into pieces that suit the threads.
+
+    They are as in the files, so that memory comes as the page cache goes; but what stays whole and
+    is large comes first, so that no thread is left with it.
+    """
+    from unimem.system.ggml_repack import are_rows_apart
+
+    most = found.source_bytes // (STAGING_SHARE * n_threads)
+    most = min(max(most, _LEAST_BYTES), _MOST_BYTES)
+    pieces = []
+    for slot in found.slots:
+        tensor, order, at = slot
+        kind, ne = tensor.ggml_type, tensor.ne
+        assert kind is not None  # or it had no order
+        total = ne[1] * (ne[2] if len(ne) > 2 else 1)
+        row_bytes = tensor.nbytes // total
+        n_rows = max(1, most // (row_bytes * _ROWS)) * _ROWS
+        if n_rows >= total or not are_rows_apart(kind, ne, n_rows):
+            pieces.append(_Piece(slot, ne, tensor.offset, tensor.nbytes, at))
+            continue
+        for row in range(0, total, n_rows):
+            n = min(n_rows, total - row)
+            begin, nbytes = tensor.offset + row * row_bytes, n * row_bytes
+            pieces.append(_Piece(slot, (ne[0], n), begin, nbytes, at + order.nbytes // total * row))
+    return sorted(pieces, key=lambda piece: min(0, _MOST_BYTES - piece.nbytes))  # and stable
+
+
+def repack_into(
+    weights: Weights, found: Arrangement, block: Block, base: int, progress: Progress | None
+) -> None:
+    """Write all that is repacked, from byte `base` of a block on."""
+    most = limits.thread_count()
+    pieces = _cut(found, most)
+    n_threads = min(most, len(pieces))
+    work = _Repacking(pieces, weights, found, block.address + base)
+    if weights.load != "map":
+        work.run(_cpus(block, n_threads), progress)
+        return
+    _unmap(weights)
+    slot_bytes = (max(piece.nbytes for piece in pieces) // _ALIGN + 2) * _ALIGN
+    room = max(found.source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
+    cpus = _cpus(block, max(1, min(n_threads, room // slot_bytes)))
+    is_cached = _cached_bytes(weights) >= MOSTLY * weights.nbytes
+    nbytes = len(cpus) * slot_bytes
+    with Block(nbytes, name="repacking", category="staging", pages="4k") as staging:
+        work.stage(staging, slot_bytes)
+        try:
+            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT)
+        except NoDirectReadsError:
+            work.read(cpus, progress, 0)
+        finally:
+            work.stage(staging, 0)
+
+
+def _unmap(weights: Weights) -> None:
+    """Take files out of this process's page tables: what is mapped cannot be dropped."""
+    for part in weights._parts:
+        with suppress(OSError):  # it is locked, and shall stay
+            part.memory.block.advise("dontneed")
+
+
+def _cached_bytes(weights: Weights) -> int:
+    blocks = (part.memory.block for part in weights._parts)
+    return sum(min(block._resident_range(0, block.nbytes), block.nbytes) for block in blocks)
+
+
+def _cpus(block: Block, n_threads: int) -> list[int]:
+    """Choose the CPU of each thread: those of the nodes that the block is placed on."""
+    allowed = os.sched_getaffinity(0)
+    numa = policy.parse_numa(block.requested["numa"])
+    chosen = policy.warm_cpus(numa, n_threads, limits.nodes(), allowed) or sorted(allowed)
+    return [chosen[i % len(chosen)] for i in range(n_threads)]
+
+
+class _Repacking:
+    """Pieces that are being repacked. Its threads share it; `read` and `run` are for one.
+
+    Parameters
+    ----------
+    pieces : list of _Piece
+        What is to be done.
+    weights : Weights
+        Whose tensors they are.
+    found : Arrangement
+        What is repacked.
+    address : int
+        Where that begins.
+    """
+
+    def __init__(
+        self, pieces: list[_Piece], weights: Weights, found: Arrangement, address: int
+    ) -> None:
+        self._pieces, self._weights, self._found = pieces, weights, found
+        self._address = address
+        self._parts = {part.file.path: part for part in weights._parts}
+        self._staging: list[NDArray[np.uint8]] = []
+        self._fds: dict[str, int] = {}
+        self._droppers: dict[str, Dropper] = {}
+        self._is_direct = self._stopped = False
+        self._done: deque[int] = deque()
+
+    def stage(self, staging: Block, slot_bytes: int) -> None:
+        """Use a block for what is read, a slot of so many bytes a thread; with 0, no longer."""
+        n = staging.nbytes // slot_bytes if slot_bytes else 0
+        self._staging = [staging.as_array("uint8", slot_bytes, i * slot_bytes) for i in range(n)]
+
+    def read(self, cpus: list[int], progress: Progress | None, flags: int) -> None:
+        """Repack what is in files, and drop it from the page cache.
+
+        Raises
+        ------
+        NoDirectReadsError
+            With ``O_DIRECT``, which a file system has not.
+        """
+        with ExitStack() as opened:
+            try:
+                for path, part in self._parts.items():
+                    self._fds[path] = opened.enter_context(reopen(part.file, flags))
+            except OSError as error:
+                if flags and error.errno == errno.EINVAL:
+                    raise NoDirectReadsError from error
+                raise
+            self._is_direct = bool(flags)
+            names = {slot.tensor.name for slot in self._found.slots}
+            for path, part in self._parts.items():
+                runs = runs_beside(part, self._weights, names)
+                self._droppers[path] = Dropper(self._fds[path], runs)
+                if not flags:
+                    os.fdatasync(self._fds[path])  # what is not on the disk yet would stay
+            try:
+                self.run(cpus, progress)
+            finally:
+                for path, dropper in self._droppers.items():
+                    drop_beside(self._parts[path], self._fds[path], dropper.kept)
+                self._fds = {}
+            for part in self._parts.values():
+                with reopen(part.file):
+                    pass  # it is the file that it was
+
+    def run(self, cpus: list[int], progress: Progress | None) -> None:
+        """Repack all, a thread a CPU; none is left when this returns or raises."""
+        total, done = self._found.source_bytes, 0
+        self._done.clear()
+        self._next = iter(self._pieces)
+        numbers = iter(range(len(cpus)))
+        self._buffers = new_buffers(self._found, self._address)
+
+        def tick() -> None:
+            nonlocal done
+            while self._done:
+                done += self._done.popleft()
+            if progress is not None and done < total:
+                progress(done, total)
+
+        def work() -> None:
+            number = next(numbers)
+            with suppress(OSError):  # the CPU may have gone
+                os.sched_setaffinity(0, {cpus[number]})
+            while not self._stopped and (piece := next(self._next, None)) is not None:
+                self._repack(piece, number)
+                self._done.append(piece.nbytes)
+
+        try:
+            run_in_threads(len(cpus), work, stop=self._stop, tick=tick)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+            raise
+        finally:
+            self._stopped = False
+            for buffer in self._buffers.values():
+                buffer.free()
+        if progress is not None:
+            progress(total, total)
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    def _repack(self, piece: _Piece, number: int) -> None:
+        tensor, order, _ = piece.slot
+        assert tensor.ggml_type is not None  # or it had no order
+        if self._fds:
+            source = self._read(piece, self._staging[number])
+            if not self._is_direct:
+                self._droppers[tensor.file].drop(piece.offset, piece.offset + piece.nbytes)
+        else:
+            source = tensor.address + piece.offset - tensor.offset
+        buffer = self._buffers[order.buffer_type.name]
+        buffer.write(tensor.ggml_type, piece.ne, source, self._address + piece.at)
+
+    def _read(self, piece: _Piece, memory: NDArray[np.uint8]) -> int:
+        """Read a piece into staging memory; returns its address."""
+        path, first = piece.slot.tensor.file, piece.offset // _ALIGN * _ALIGN
+        fd, wanted, got = self._fds[path], piece.offset + piece.nbytes - first, 0
+        size = -(-wanted // _ALIGN) * _ALIGN
+        while got < wanted:
+            try:
+                n = os.preadv(fd, [memory[got:size].data], first + got)
+            except OSError as error:
+                if self._is_direct and error.errno == errno.EINVAL:
+                    raise NoDirectReadsError from error
+                error.filename = path
+                raise
+            got += n
+            # A read past the page cache is of whole pages, but for the end of the file.
+            if n == 0 or (self._is_direct and got < wanted and got % _ALIGN):
+                raise OSError(errno.EIO, "The file has become shorter", path)
+        return int(memory.ctypes.data) + piece.offset - first
+
+
+# ---- what stays in the page cache ---------------------------------------------------------------
+
+
+def warm_rest(
+    weights: Weights, repacked: Repacked, threads: int, progress: Progress | None = None
+) -> None:
+    """Bring the tensors of a mapped model that were not repacked into RAM and the page tables.
+
+    Where they cannot stay there, a `PlacementWarning` says so. Others of the model do not come back
+    by being read ahead.
+    """
+    runs = {part.file.path: runs_beside(part, weights, repacked.tensors) for part in weights._parts}
+    total = sum(end - begin for those in runs.values() for begin, end in those)
+    there = done = 0
+    for part in weights._parts:
+        for begin, end in runs[part.file.path]:
+            there += part.memory.block._resident_range(begin, end - begin)
+    try:
+        limits.require_cached(total, there, f"warming '{weights.files[0]}'")
+    except CapacityError as error:
+        policy.warn(f"what cannot stay in RAM is read from the disk for every token: {error}")
+        return
+    told = 0.0
+    for part in weights._parts:
+        with reopen(part.file) as fd:
+            for begin, end in runs[part.file.path]:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
+                part.memory.block._warm_range(begin, end - begin, threads)
+                done += end - begin
+                if progress is not None and done < total and time.monotonic() - told >= _TICK:
+                    told = time.monotonic()
+                    progress(done, total)
+            drop_beside(part, fd, runs[part.file.path])
+    if progress is not None:
+        progress(total, total)
+
+
+def repack_and_warm(
+    weights: Weights,
+    threads: int,
+    progress: Progress | None = None,
+    **placement: Unpack[PlacementOptions],
+) -> Repacked:
+    """Repack weights, and bring in the rest of a mapped model: one progress for both."""
+    found, rest_bytes = arrange(weights), 0
+    if weights.load == "map":
+        names = {slot.tensor.name for slot in found.slots}
+        runs = (run for part in weights._parts for run in runs_beside(part, weights, names))
+        rest_bytes = sum(end - begin for begin, end in runs)
+    total = found.source_bytes + rest_bytes
+
+    def tell(done: int, of: int) -> None:
+        # The end of the first is told by the second, if there is one.
+        if progress is not None and (done < of or not rest_bytes):
+            progress(done, total)
+
+    def tell_rest(done: int, _: int) -> None:
+        if progress is not None:
+            progress(found.source_bytes + done, total)
+
+    repacked = repack(weights, progress=tell, **placement)
+    if rest_bytes:
+        try:
+            warm_rest(weights, repacked, threads, tell_rest)
+        except BaseException:
+            repacked.__exit__()
+            raise
+    return repacked

@@ -1,0 +1,290 @@
+"""Weights in the order that ggml multiplies fastest: which of a model, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from unimem._core import ledger
+from unimem._core.block import Block
+from unimem._core.tape import Tape
+from unimem.errors import ClosedError
+from unimem.weights.loading import Lifetime
+from unimem.weights.staging.repacked import LOOKED_UP
+from unimem.weights.tensors import Contents, Tensor
+
+if TYPE_CHECKING:
+    from unimem.system.ggml_repack import Buffer, Order
+
+__all__ = ["Arrangement", "Repacked", "RepackedTensor", "Slot", "arrange"]
+
+_ALIGN = 64  # of each tensor, which suits every type of buffer, and a line of the CPU's caches
+_PADDING = "weights:padding"
+_EXPERTS = "_exps."  # in the names of 3-d tensors whose matrices are chosen by token
+
+
+class Slot(NamedTuple):
+    """One tensor that is repacked: what it is in the file, its order, and where it is put."""
+
+    tensor: Tensor
+    order: Order
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """What of a model is repacked, and where each tensor lies in one piece of memory.
+
+    It follows from the headers of the files, this build of ggml and the CPU alone.
+
+    Attributes
+    ----------
+    slots : tuple of Slot
+        In the order of the files.
+    nbytes : int
+        Of the memory, with what aligns the tensors.
+    source_bytes : int
+        What the tensors take in the files.
+    """
+
+    slots: tuple[Slot, ...]
+    nbytes: int
+    source_bytes: int
+
+    @property
+    def types(self) -> dict[str, int]:
+        """Repacked bytes of each type."""
+        found: dict[str, int] = {}
+        for tensor, order, _ in self.slots:
+            found[tensor.type] = found.get(tensor.type, 0) + order.nbytes
+        return found
+
+
+def arrange(contents: Contents) -> Arrangement:
+    """Find what of a model is repacked, and lay it out.
+
+    That are matrices of types for which ggml has an order here, and stacks of matrices of experts.
+    A table of which rows are looked up stays in the order of the file, also where the model's head
+    is the same table: rows cannot be read back from the other order, and a second copy would double
+    the memory.
+
+    Parameters
+    ----------
+    contents : Contents
+        Headers of a model; no data is read.
+
+    Raises
+    ------
+    ImportError
+        ggml-python is not installed.
+    """
+    from unimem.system.ggml_repack import find_order  # ggml, which few need
+
+    slots: list[Slot] = []
+    at = source_bytes = 0
+    for tensor in contents.tensors.values():
+        if tensor.ggml_type is None or tensor.name in LOOKED_UP:
+            continue
+        if len(tensor.ne) == 3 and _EXPERTS not in tensor.name:
+            continue
+        order = find_order(tensor.ggml_type, tensor.ne) if prod(tensor.ne) else None
+        if order is not None:
+            slots.append(Slot(tensor, order, at))
+            at += -(-order.nbytes // _ALIGN) * _ALIGN
+            source_bytes += tensor.nbytes
+    return Arrangement(tuple(slots), at, source_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RepackedTensor:
+    """One tensor in ggml's order. Any number of threads may use it.
+
+    Attributes
+    ----------
+    name, type : str
+        As in the file.
+    ggml_type : int
+        ggml's number of the type.
+    ne : tuple of int
+        Shape in ggml's order.
+    order : str
+        The buffer type that wrote it, as ggml calls it: "CPU_REPACK", "AMX".
+    nbytes : int
+        Bytes in this order.
+    """
+
+    name: str
+    type: str
+    ggml_type: int
+    ne: tuple[int, ...]
+    order: str
+    nbytes: int
+    _address: int = field(repr=False, compare=False)
+    _lifetime: Lifetime = field(repr=False, compare=False)
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process; it never changes.
+
+        Raises
+        ------
+        ClosedError
+            The repacked weights were closed, or the tape that they lie on took the memory back.
+        """
+        self._lifetime.check()
+        return self._address
+
+
+class Repacked:
+    """Weights of a model in the order that ggml multiplies fastest. Made by `unimem.repack`.
+
+    Any number of threads may read, and any number of decoders; closing is for one. After a fork the
+    child has it too: private memory is copied page by page as either side writes.
+    Leaving a ``with`` closes it to new use, and the memory returns with the last user.
+
+    Attributes
+    ----------
+    tensors : mapping of str to RepackedTensor
+        Those that have another order here, by name; all others are the file's.
+    nbytes : int
+        Their bytes.
+    types : dict of str to int
+        Their bytes by type.
+    image : str or None
+        The repacked image that they were mapped or read from; None where they were repacked here.
+    """
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        block: Block | None,
+        base: int,
+        lifetime: Lifetime,
+        tape: Tape | None,
+        image: str | None = None,
+    ) -> None:
+        self._block, self._tape, self._lifetime = block, tape, lifetime
+        self.image = image
+        self._buffers: dict[str, Buffer] = {}
+        self.types = arrangement.types
+        self.nbytes = sum(self.types.values())
+        self.mapped_bytes = 0
+        tensors = {}
+        if block is not None:
+            self.mapped_bytes = block.nbytes if tape is None else arrangement.nbytes
+            first = block.address + base
+            self._buffers = new_buffers(arrangement, first)
+            for tensor, order, at in arrangement.slots:
+                assert tensor.ggml_type is not None  # or it had no order
+                tensors[tensor.name] = RepackedTensor(
+                    tensor.name, tensor.type, tensor.ggml_type, tensor.ne,
+                    order.buffer_type.name, order.nbytes, first + at, lifetime,
+                )  # fmt: skip
+            parts = [ledger.Part(_PADDING, first, self.mapped_bytes)]
+            parts += [
+                ledger.Part(f"weights:{t.type} repacked", t.address, t.nbytes, t.nbytes, t.nbytes)
+                for t in tensors.values()
+            ]
+            self._parts = tuple(parts)
+        self.tensors: Mapping[str, RepackedTensor] = MappingProxyType(tensors)
+        sizes = {f"weights:{kind} repacked": nbytes for kind, nbytes in self.types.items()}
+        ledger.enter(self, sizes | {_PADDING: self.mapped_bytes - self.nbytes})
+
+    def _ledger_is_open(self) -> bool:
+        return not self.closed
+
+    def _ledger_parts(self) -> tuple[ledger.Part, ...]:
+        return () if self.closed or self._block is None else self._parts
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What the tensors lie in: one block, or none where no tensor has another order."""
+        self._check_open()
+        return () if self._block is None else (self._block,)
+
+    def _adopt(self, header: int, name: str) -> None:
+        """Make a header of ggml this tensor: products of it then take the kernel of its order.
+
+        Parameters
+        ----------
+        header : int
+            Address of a `ggml_tensor` of the same type and shape.
+        name : str
+            Of `tensors`.
+
+        Raises
+        ------
+        ValueError
+            The header is of another type or shape.
+        ClosedError
+            The repacked weights were closed.
+        """
+        self._check_open()
+        tensor = self.tensors[name]
+        self._buffers[tensor.order].adopt(header, tensor.address)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            self._lifetime.check()
+            raise ClosedError(f"Repacked '{self._lifetime.name}' is closed")
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or has lost its memory: a tape took it back."""
+        return self._lifetime.ended or (self._block is not None and self._block.closed)
+
+    def close(self) -> None:
+        """Give the memory back; what was taken of a tape stays the tape's. Twice is no error.
+
+        Raises
+        ------
+        BufferError
+            A decoder still uses it; nothing is closed then.
+        """
+        if self._lifetime.ended:
+            return
+        if self._block is not None and self._tape is None:
+            self._block.close()
+        self._end()
+
+    def _end(self) -> None:
+        self._lifetime.end("are closed")
+        for buffer in self._buffers.values():
+            buffer.free()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        if self._lifetime.ended:
+            return
+        if self._block is not None and self._tape is None:
+            self._block.__exit__(kind, error, trace)
+        self._end()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("Repacked cannot be pickled: repack the weights in the other process")
+
+    def __repr__(self) -> str:
+        name = f"Repacked('{self._lifetime.name}'"
+        if self.closed:
+            return f"{name}, closed)"
+        types = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.types.items())
+        return f"{name}, {len(self.tensors)} tensors, bytes: {types or 0})"
+
+
+def new_buffers(arrangement: Arrangement, address: int) -> dict[str, Buffer]:
+    """Make ggml's buffers over the memory of an arrangement, by the names of their types."""
+    from unimem.system.ggml_repack import Buffer
+
+    types = {slot.order.buffer_type for slot in arrangement.slots}
+    return {one.name: Buffer(one, address, arrangement.nbytes) for one in types}
