@@ -23,10 +23,10 @@ from unimem_bench.suite import NotMeasured
 
 __all__ = ["KINDS", "SHAPES", "Kind", "ModelShape", "add_metadata", "add_tokenizer", "write_model"]
 
-Kind = Literal["f16", "q8_0", "q4_k_m"]
+Kind = Literal["f16", "q8_0", "q4_0", "q4_k_m"]
 
 # The numbers of llama.cpp's llama_ftype.
-KINDS: dict[Kind, int] = {"f16": 1, "q8_0": 7, "q4_k_m": 15}
+KINDS: dict[Kind, int] = {"f16": 1, "q8_0": 7, "q4_0": 2, "q4_k_m": 15}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ModelShape:
         return self.head_dim or self.hidden // self.heads
 
 
-# Rows of all shapes are multiples of 256, which the types of `q4_k_m` want.
+# Rows of all shapes are multiples of 256, which Q4_K and Q6_K want.
 SHAPES: dict[str, ModelShape] = {
     "15m": ModelShape(
         256, layers=6, heads=4, kv_heads=4, inner=768, vocab=32000, ctx=1024, tied=True
@@ -77,8 +77,9 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
         Where to, under a name that says what it is. It is made if it is not there.
     shape : str
         One of `SHAPES`.
-    kind : {"f16", "q8_0", "q4_k_m"}
-        The types of the matrices; ``q4_k_m`` is the mixture that llama.cpp's quantizer makes.
+    kind : {"f16", "q8_0", "q4_0", "q4_k_m"}
+        The types of the matrices; of ``q4_0`` and ``q4_k_m`` the mixtures that llama.cpp's
+        quantizer makes.
 
     Returns
     -------
@@ -195,15 +196,19 @@ def _require_room(folder: Path, nbytes: int) -> None:
 def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_TensorSpec]:
     """Give the tensors of a model in the order of the file."""
     types = gguf.GGMLQuantizationType
-    plain = {"f16": types.F16, "q8_0": types.Q8_0, "q4_k_m": types.Q4_K}[kind]
+    plain = {
+        "f16": types.F16, "q8_0": types.Q8_0, "q4_0": types.Q4_0, "q4_k_m": types.Q4_K
+    }[kind]  # fmt: skip
+    # What has Q6_K instead: matrices of some layers, and the output.
+    some, head = kind == "q4_k_m", kind in ("q4_0", "q4_k_m")
 
     def tensor(name: str, dims: tuple[int, ...], number: Any, std: float) -> _TensorSpec:
         block_values, block_bytes = gguf.GGML_QUANT_SIZES[number]
         nbytes = int(np.prod(dims)) // block_values * block_bytes
         return _TensorSpec(f"{name}.weight", dims, number, nbytes, std)
 
-    def matrix(name: str, n_out: int, n_in: int, std: float, *, more: bool = False) -> _TensorSpec:
-        number = types.Q6_K if more and kind == "q4_k_m" else plain
+    def matrix(name: str, n_out: int, n_in: int, std: float, *, q6: bool = False) -> _TensorSpec:
+        number = types.Q6_K if q6 else plain
         return tensor(name, (n_out, n_in), number, std)
 
     def norm(name: str) -> _TensorSpec:
@@ -214,30 +219,31 @@ def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_Tenso
     # As the output, too, an embedding is small beside what the blocks add: the likeliest token is
     # another one than the last.
     embedding_std = std if shape.tied else 1.0
-    yield matrix("token_embd", shape.vocab, hidden, embedding_std, more=shape.tied)
+    yield matrix("token_embd", shape.vocab, hidden, embedding_std, q6=head and shape.tied)
     for i in range(shape.layers):
-        more = _has_more_bits(i, shape.layers)
+        q6 = some and _has_more_bits(i, shape.layers)
         yield norm(f"blk.{i}.attn_norm")
         yield matrix(f"blk.{i}.attn_q", q, hidden, 1.5 * std)
         yield matrix(f"blk.{i}.attn_k", kv, hidden, 1.5 * std)
-        yield matrix(f"blk.{i}.attn_v", kv, hidden, std, more=more)
+        yield matrix(f"blk.{i}.attn_v", kv, hidden, std, q6=q6)
         # A block adds little to the residual stream: what rounding differs by between two builds
         # of ggml would grow from layer to layer otherwise.
         yield matrix(f"blk.{i}.attn_output", hidden, q, 0.3 * q**-0.5)
         yield norm(f"blk.{i}.ffn_norm")
         yield matrix(f"blk.{i}.ffn_gate", shape.inner, hidden, std)
         yield matrix(f"blk.{i}.ffn_up", shape.inner, hidden, std)
-        yield matrix(f"blk.{i}.ffn_down", hidden, shape.inner, 0.3 * shape.inner**-0.5, more=more)
+        yield matrix(f"blk.{i}.ffn_down", hidden, shape.inner, 0.3 * shape.inner**-0.5, q6=q6)
     yield norm("output_norm")
     if not shape.tied:
-        yield matrix("output", shape.vocab, hidden, 3 * std, more=True)
+        yield matrix("output", shape.vocab, hidden, 3 * std, q6=head)
 
 
 def _has_more_bits(layer: int, n_layers: int) -> bool:
     """Tell where Q4_K_M has Q6_K for attn_v and ffn_down, about every other layer.
 
     As `use_more_bits` in llama.cpp's ``src/llama-quant.cpp``, which also gives Q6_K to the output,
-    or to the embedding where that is the output, and Q4_K to all other matrices.
+    or to the embedding where that is the output, and Q4_K to all other matrices. Of Q4_0 it gives
+    Q6_K to the output alone.
     """
     eighth = n_layers // 8
     return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
@@ -245,10 +251,11 @@ def _has_more_bits(layer: int, n_layers: int) -> bool:
 
 # Of a block: its bytes, and for each of its float16 where that begins and what it is, as a multiple
 # of the deviation that the values shall have. All else may be any bits. Values are, with x for a
-# quant and s for a scale of some bits: Q8_0 d * x; Q4_K d * s * x - dmin * s, where dmin makes the
-# mean 0; Q6_K d * s * (x - 32).
+# quant and s for a scale of some bits: Q8_0 d * x; Q4_0 d * (x - 8), where d has any sign, so that
+# the mean is 0; Q4_K d * s * x - dmin * s, where dmin makes the mean 0; Q6_K d * s * (x - 32).
 _BLOCKS = {
     "Q8_0": (34, {0: 1 / 73.9}),
+    "Q4_0": (18, {0: 1 / 4.64}),
     "Q4_K": (144, {0: 1 / 258, 2: 7.5 / 258}),
     "Q6_K": (210, {208: 1 / 1368}),
 }
@@ -270,7 +277,10 @@ def _content(bits: np.random.PCG64, tensor: _TensorSpec) -> NDArray[Any]:
         return raw
     block_bytes, scales = _BLOCKS[tensor.type.name]
     blocks = raw.reshape(-1, block_bytes)
+    signs = blocks[:, 1] & 0x80
     for offset, scale in scales.items():
         value = np.float16(scale * tensor.std)
         blocks[:, offset : offset + 2] = np.frombuffer(value.tobytes(), np.uint8)
+    if tensor.type.name == "Q4_0":
+        blocks[:, 1] |= signs
     return raw

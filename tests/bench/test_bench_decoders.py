@@ -72,17 +72,22 @@ def test_a_model_is_written_once_and_always_the_same(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "a") == [paths[0].name]
 
 
-@pytest.mark.parametrize(("n_layers", "tied"), [
-    (6, True), pytest.param(22, False, marks=pytest.mark.slow),
+@pytest.mark.parametrize(("kind", "n_layers", "tied"), [
+    ("q4_k_m", 6, True),
+    pytest.param("q4_k_m", 22, False, marks=pytest.mark.slow),
+    pytest.param("q4_0", 2, False, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_llama_cpp_s_mixture(n_layers: int, tied: bool, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_llama_cpp_s_mixture(
+    kind: models.Kind, n_layers: int, tied: bool, tmp_path: Path, monkeypatch: Patch
+) -> None:
     pytest.importorskip("cyllama", reason="quantizes with llama.cpp: pip install cyllama")
     shape = ModelShape(
         256, layers=n_layers, heads=4, kv_heads=4, inner=256, vocab=300, ctx=64, tied=tied
     )
     monkeypatch.setitem(models.SHAPES, "any", shape)
-    theirs = llama_cpp.quantize(write_model(tmp_path, "any", "f16"), tmp_path / "theirs.gguf")
-    ours = write_model(tmp_path, "any", "q4_k_m")
+    source, ftype = write_model(tmp_path, "any", "f16"), models.KINDS[kind]
+    theirs = llama_cpp.quantize(source, tmp_path / "theirs.gguf", ftype)
+    ours = write_model(tmp_path, "any", kind)
     assert types_of(ours) == types_of(theirs)
 
 
