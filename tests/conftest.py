@@ -42,7 +42,8 @@ MACHINE = {
     "leaves_nothing",
 }
 MACHINE_MODULES = {
-    *("test_accounting", "test_block_cgroup", "test_block_grow", "test_block_lock"),
+    *("test_accounting", "test_bench_repack", "test_block_cgroup", "test_block_grow"),
+    "test_block_lock",
     *("test_block_pages", "test_cli_report", "test_cli_stage", "test_cli_watch_terminal"),
     *(
         "test_demo",

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, Self
@@ -107,6 +107,10 @@ class DecoderProcess:
         weights as they lie in the mapped file.
     python : str, optional
         The interpreter; by default this one, for llama.cpp the one of `peer_python`.
+    images : path-like, optional
+        Folder that repacked images are kept in; by default none is kept, and none found on disk.
+    watch : callable, optional
+        Is given the number of the process as soon as there is one: before the model is opened.
     pages, numa, load, kv_dtype, window
         As options of ``unimem run``; not for llama.cpp.
 
@@ -126,7 +130,8 @@ class DecoderProcess:
     facts : dict
         ``start_s``: seconds from the path to a decoder that is ready; ``ggml`` and ``features``:
         its version and what it was compiled for; ``peak_rss_bytes``, ``anonymous_bytes``: of the
-        process, once it was ready. For unimem also ``load``, ``granted``: for "weights", "kv" and
+        process, once it was ready. For unimem also ``load``, ``image`` (the repacked image that
+        weights came from, or None), ``granted``: for "weights", "repacked", "kv" and
         "scratch" the fields of a `unimem.Placement`, nodes as strings, and ``warnings``.
 
     Examples
@@ -146,6 +151,8 @@ class DecoderProcess:
         ctx: int,
         kind: Kind = "unimem",
         python: str | None = None,
+        images: str | os.PathLike[str] | None = None,
+        watch: Callable[[int], object] | None = None,
         pages: Pages = "auto",
         numa: str | None = None,
         load: EngineLoad = "auto",
@@ -171,6 +178,8 @@ class DecoderProcess:
         bound = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
         if threads is not None:
             bound["OMP_NUM_THREADS"] = str(threads)
+        # What a user has kept is not what is measured, and stays as it is.
+        kept = {"UNIMEM_CACHE": os.fspath(images or "off"), "UNIMEM_CACHE_BYTES": "1t"}
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         try:
             self._process = subprocess.Popen(
@@ -178,13 +187,15 @@ class DecoderProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env=os.environ | bound,
+                env=os.environ | bound | kept,
                 text=True,
             )
         except OSError as error:
             self._errors.close()
             raise SideError(f"the {kind} side cannot be started: {error}") from error
         self.pid = self._process.pid
+        if watch is not None:
+            watch(self.pid)
         try:
             self.facts = self._answer()
         except BaseException:

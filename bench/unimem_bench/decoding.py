@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import unimem as um
-from unimem_bench import models, plain
-from unimem_bench.decoders import DecoderProcess
+from unimem_bench import decoders, models, plain
+from unimem_bench.decoders import DecoderProcess, NoPeer, SideError
+from unimem_bench.decoders import Kind as DecoderKind
 from unimem_bench.rounds import Side
-from unimem_bench.states import available_bytes, heat
+from unimem_bench.states import available_bytes, heat, read_through
 from unimem_bench.suite import Measure, NotMeasured
 
 __all__ = [
-    "N_CTX", "N_DECODE", "PROMPT", "QUICK_SHAPE", "READ_BANDWIDTH", "SHAPE", "compare", "model",
-    "prepared", "reading", "require_room",
+    "LONG_PROMPT", "NOT_REPACKED", "N_CTX", "N_DECODE", "PEERS", "PROMPT", "QUICK_SHAPE",
+    "READ_BANDWIDTH", "REPACKED", "SHAPE", "compare", "model", "prepared", "reading",
+    "require_room", "start_peer",
 ]  # fmt: skip
 
 N_CTX = 512
 N_DECODE = 8  # tokens in one measurement
-# Any tokens do, as long as all sides have the same; the first one begins a text.
-PROMPT = [1, *np.random.default_rng(7).integers(3, 259, 127).tolist()]
+# Any tokens do, as long as all sides have the same; the first one begins a text. The long prompt
+# fills the context.
+LONG_PROMPT = [1, *np.random.default_rng(7).integers(3, 259, N_CTX - 1).tolist()]
+PROMPT = LONG_PROMPT[:128]
 # TinyLlama, and one that no cache holds either, and that is there in a second.
 SHAPE, QUICK_SHAPE = "1.1b", "110m"
 READ_BANDWIDTH = "read bandwidth"
 ROOM_BYTES = 1 << 30  # for what is not weights, and for the machine
+PEERS: tuple[DecoderKind, ...] = ("llama.cpp-mapped", "llama.cpp")
+# Kinds of weights that ggml multiplies faster in another order on every x86 with AVX2.
+REPACKED: frozenset[models.Kind] = frozenset({"q4_0", "q4_k_m"})
+NOT_REPACKED = "no tensor of this model has another order on this CPU"
 
 
 def model(measure: Measure, kind: models.Kind) -> Path:
@@ -45,6 +54,34 @@ def prepared(measure: Measure, kind: models.Kind, n_copies: int) -> tuple[Path, 
     require_room(n_copies, path)
     measure.fact("share_in_huge_pages", heat(path))
     return path, cpus
+
+
+def start_peer(
+    measure: Measure, kind: DecoderKind, path: Path, ours: Mapping[str, Any], **options: Any
+) -> DecoderProcess | None:
+    """Start a decoder of llama.cpp; where it cannot be compared with ours, leave it out.
+
+    Parameters
+    ----------
+    measure : Measure
+        Of the case.
+    kind, path, **options
+        As for `DecoderProcess`.
+    ours : mapping
+        The `facts` of a decoder of unimem.
+    """
+    read_through(path)  # what unimem has repacked is not in the page cache any more
+    try:
+        process = DecoderProcess(path, kind=kind, python=decoders.peer_python(), **options)
+    except (NoPeer, SideError) as error:
+        measure.leave_out(kind, str(error))
+        return None
+    different = decoders.different_builds(ours, process.facts)
+    if different is None:
+        return process
+    process.close()
+    measure.leave_out(kind, different)
+    return None
 
 
 def compare(

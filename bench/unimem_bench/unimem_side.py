@@ -14,7 +14,7 @@ from typing import Any, cast
 import unimem as um
 from unimem.accounting.report import Report
 from unimem.engine import Decoder
-from unimem.system.placement import sum_placements
+from unimem.system.placement import Placement, sum_placements
 from unimem.weights.opened import warm_where_it_fits
 from unimem_bench.side_server import Logits, serve
 
@@ -58,27 +58,27 @@ class Unimem:
 
     def facts(self) -> dict[str, Any]:
         """As `Side.facts`, and where the memory is."""
+        repacked = self._decoder._memory.repacked
         return {
             "start_s": self._start_s,
             "load": self._load,
+            "image": None if repacked is None else repacked.image,
             "granted": granted(self._decoder.report()),
             "warnings": self._warnings,
         }
 
 
 def granted(report: Report) -> dict[str, dict[str, Any]]:
-    """Return where weights, KV cache and scratch memory are, as `unimem.Placement` says it."""
-    return {
-        part: asdict(sum_placements(found))
-        for part in ("weights", "kv", "scratch")
-        if (
-            found := [
-                row.granted
-                for row in report.rows
-                if row.category.split(":")[0] == part and row.granted is not None
-            ]
-        )
-    }
+    """Return where weights, KV cache and scratch memory are, as `unimem.Placement` says it.
+
+    What was repacked is apart from the rest of the weights, which is mapped.
+    """
+    parts: dict[str, list[Placement]] = {"weights": [], "repacked": [], "kv": [], "scratch": []}
+    for row in report.rows:
+        part = "repacked" if row.category.endswith(" repacked") else row.category.split(":")[0]
+        if part in parts and row.granted is not None:
+            parts[part].append(row.granted)
+    return {part: asdict(sum_placements(found)) for part, found in parts.items() if found}
 
 
 if __name__ == "__main__":

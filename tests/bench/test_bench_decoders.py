@@ -5,26 +5,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 import llama_cpp
 import unimem as um
-from bench_cases import cases_of, check_case, run_case
+from bench_cases import case_of, cases_of, check_case, run_case
 from unimem.system import limits
-from unimem_bench import decoding, huge_pages, models, states
+from unimem_bench import decoders, decoding, huge_pages, models, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python
 from unimem_bench.models import ModelShape, write_model
-from unimem_bench.suite import Case, NotMeasured
+from unimem_bench.suite import Case, Measure, NotMeasured
+from unimem_bench.suites import decode, pages
+from unimem_bench.suites.decode import MAPPED
+from unimem_bench.suites.pages import SIDES
 
 Patch = pytest.MonkeyPatch
 PROMPT = [1, *range(20, 50)]
@@ -280,12 +284,14 @@ def tiny(monkeypatch: Patch) -> Iterator[None]:
     assert reserved_pages() == before
 
 
-# Those of Q4_K_M differ by their file alone; in those that are slow the same sides do other work.
-SLOW = {"pages/prefill", "pages/start"}
+# Those of Q4_K_M and F16 differ by their file alone, those of 512 tokens by the prompt; in those
+# that are slow the same sides do other work.
+LIKE_OTHERS = re.compile("decode/.*(q4_k_m|f16|512)")
+SLOW = re.compile("decode/prefill-q4_0|pages/(prefill|start|.*q4_k_m)")
 CASES = [
-    pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (case.id in SLOW))
+    pytest.param(*case.values, id=name, marks=[pytest.mark.slow] * bool(SLOW.match(name)))
     for case in cases_of("decode", "pages")
-    if "q4_k_m" not in str(case.id)
+    if not LIKE_OTHERS.match(name := str(case.id))
 ]
 
 
@@ -300,6 +306,11 @@ def test_cases(case: Case, folder: Path, monkeypatch: Patch) -> None:
     if case.suite == "pages":
         sides = {side.name for side in record.sides} | record.left_out.keys()
         assert sides >= {"THP", "4k", "hugetlb", "mapped file"}
+    for name, facts in record.facts.items():
+        if name in SIDES and facts["load"] == "repack":
+            assert facts["granted"]["repacked"]["pages"] == SIDES[name]
+    if case.name.endswith("-q4_0") and MAPPED not in record.left_out:
+        assert [record.facts[name]["load"] for name in ("unimem", MAPPED)] == ["repack", "map"]
 
 
 @pytest.mark.usefixtures("tiny")
@@ -325,3 +336,86 @@ def test_peers_of_other_cpus_are_left_out(folder: Path, tmp_path: Path, monkeypa
     for peer in ("llama.cpp", "llama.cpp-mapped"):
         assert "NO_SUCH_FEATURE 0 in unimem's and 1 in its" in record.left_out[peer]
         assert "make bench-peer" in record.left_out[peer]
+
+
+class InventedDecoder:
+    """A decoder that is started at once, and drops from the page cache what it repacks."""
+
+    log: ClassVar[list[str]]
+    repacks: ClassVar[bool]
+    pages: ClassVar[dict[str, str]]
+
+    def __init__(
+        self, _: Path, *, kind: str = "unimem", load: str = "auto", **options: Any
+    ) -> None:
+        self.kind = kind
+        self.log.append(kind if kind != "unimem" else load)
+        found = "map" if load == "auto" or (load == "repack" and not self.repacks) else load
+        pages = options.get("pages", "auto")
+        granted = {part: {"pages": self.pages.get(part, pages)} for part in ("repacked", "kv")}
+        granted["weights"] = {"pages": "4k"}
+        self.facts = FACTS | {"load": found, "granted": granted, "warnings": []}
+
+    def close(self) -> None:
+        self.log.append("closed")
+
+    def __enter__(self) -> InventedDecoder:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """Invented decoders, and a file that they are of."""
+    for name, value in {"log": [], "repacks": True, "pages": {}}.items():
+        monkeypatch.setattr(InventedDecoder, name, value, raising=False)
+    for module in (decode, decoding, pages):
+        monkeypatch.setattr(module, "DecoderProcess", InventedDecoder)
+    monkeypatch.setattr(decoders, "peer_python", lambda: "python")
+    for module in (states, decoding):
+        monkeypatch.setattr(module, "read_through", lambda _: InventedDecoder.log.append("read"))
+    monkeypatch.setattr(states, "ready", lambda *_: None)
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(8192))
+    monkeypatch.setattr(decoding, "prepared", lambda *_: (path, [0]))
+    return path
+
+
+@pytest.mark.usefixtures("invented")
+@pytest.mark.parametrize(("kind", "repacks", "started"), [
+    ("q4_0", True, "repack read map read llama.cpp-mapped read llama.cpp"),
+    ("q4_0", False, "repack read llama.cpp-mapped read llama.cpp"),
+    ("q8_0", True, "auto read llama.cpp-mapped read llama.cpp"),
+])  # fmt: skip
+def test_each_side_starts_from_a_file_in_the_page_cache(
+    kind: models.Kind, repacks: bool, started: str, folder: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(InventedDecoder, "repacks", repacks)
+    measure = Measure(case_of(f"decode/decode-{kind}"), quick=True, folder=folder)
+    with ExitStack() as stack:
+        sides = decode.start(measure, stack, kind)
+    assert " ".join(InventedDecoder.log) == started
+    assert (MAPPED in sides) == ("map" in started.split())
+    left_out = {MAPPED: f"{decoding.NOT_REPACKED}: unimem maps it"}
+    assert measure.record().left_out == (left_out if kind == "q4_0" and not repacks else {})
+
+
+@pytest.mark.parametrize(("kind", "repacks", "granted", "refused"), [
+    ("q4_k_m", True, {}, None),
+    ("q4_k_m", False, {}, "wants repacked weights: no tensor of this model has another order"),
+    ("q4_k_m", True, {"repacked": "4k"}, "wants repacked on thp pages, got 4k: without a warning"),
+    ("q8_0", True, {}, "wants weights on thp pages, got 4k"),
+])  # fmt: skip
+def test_a_side_is_on_the_pages_that_it_is_named_after(
+    kind: models.Kind, repacks: bool, granted: dict[str, str], refused: str | None,
+    invented: Path, monkeypatch: Patch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(InventedDecoder, "repacks", repacks)
+    monkeypatch.setattr(InventedDecoder, "pages", granted)
+    if refused is None:
+        assert pages.start_side("THP", kind, invented, 1).facts["load"] == "repack"
+        return
+    with pytest.raises(NotMeasured, match=refused):
+        pages.start_side("THP", kind, invented, 1)
+    assert InventedDecoder.log[-1] == "closed"

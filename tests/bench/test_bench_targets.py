@@ -29,7 +29,13 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (8, "scaling"): {"exponent": [0.1] * 7 + [1.1] * 8},
     (11, "decode"): {"speed": [0.97]},
     # A small and a large model beside a neighbour, and a large one alone.
-    (18, "decode"): {"speed": [0.9, 0.9, 0.98], "figure": [0.1] * 2},
+    # Two types that are repacked and two that are not: prompts of two lengths and decode, beside
+    # llama.cpp; the first two types beside the mapped file, too.
+    (18, "repack"): {"cost": [0.4, 1.1, 1.3], "figure": [2, 105]},
+    (18, "decode"): {
+        "speed": [0.9, 0.9, 0.98] + [1] * 10 + [1.05] * 2 + [1.1] * 2 + [1.8] * 4,
+        "figure": [0.1] * 2,
+    },
 }
 
 

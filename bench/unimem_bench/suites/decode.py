@@ -1,12 +1,13 @@
 """Decode and prefill speed of unimem's decoder beside llama.cpp, alternating.
 
-Both run the same file with the same number of threads, the same context, flash attention and an f16
-KV cache, from the same 128 tokens; each in a process of its own, which sleeps while another one
+All run the same file with the same number of threads, the same context, flash attention and an f16
+KV cache, from the same tokens; each in a process of its own, which sleeps while another one
 computes. The two copies of ggml have to be built alike, or nothing is compared.
 
 llama.cpp has two sides: with its defaults, in which it copies weights into another order where its
-CPU backend has kernels for that, and with the weights as they lie in the mapped file, which is the
-same work on the same memory as unimem's.
+CPU backend has kernels for that, and with the weights as they lie in the mapped file. Of types that
+every x86 multiplies faster in another order, unimem has both as well: repacked, which is what is
+claimed, and mapped.
 """
 
 from __future__ import annotations
@@ -23,35 +24,37 @@ from typing import Any
 import numpy as np
 
 import unimem as um
-from unimem_bench import decoders, decoding
-from unimem_bench.decoders import DecoderProcess, Kind, NoPeer, SideError
-from unimem_bench.models import Kind as ModelKind
+from unimem_bench import decoding, states
+from unimem_bench.decoders import DecoderProcess
+from unimem_bench.models import Kind
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, Suite, at_most, faster, faster_than_best
 
 SUITE = Suite("decode", "How fast are prefill and decode, beside llama.cpp?")
 
-PEERS: tuple[Kind, ...] = ("llama.cpp-mapped", "llama.cpp")
+MAPPED = "unimem, mapped"
+OURS = "unimem", MAPPED
+FIRST: tuple[Kind, ...] = ("q8_0", "q4_k_m")  # of which issue 2 claims something
 N_GREEDY = 64
 N_BUSY_DECODE = 32  # tokens in one measurement of a small model
 N_BUSY_LARGE = 4  # of a large one
-N_COPIES = 2  # of the weights: the mapped file, and what llama.cpp copies
+N_COPIES = 3  # of the weights: the mapped file, what llama.cpp copies, and what unimem repacks
 # Of the logits' deviation: what two builds of the same code may differ by.
 MAX_DIFFERENCE = 0.01
 
 
-def prefill(measure: Measure, kind: ModelKind) -> None:
-    """Compute a prompt of 128 tokens, each time anew.
+def prefill(measure: Measure, kind: Kind, prompt: list[int], rounds: int) -> None:
+    """Compute a prompt, each time anew.
 
     How fast a CPU could multiply at best is not measured, so there is no limit beside it.
     """
     with ExitStack() as stack:
         sides = start(measure, stack, kind)
-        measured = {name: partial(side.prefill, decoding.PROMPT) for name, side in sides.items()}
-        compare(measure, sides, measured, rounds=9, quick_rounds=4)
+        measured = {name: partial(side.prefill, prompt) for name, side in sides.items()}
+        compare(measure, sides, measured, rounds=rounds, quick_rounds=4)
 
 
-def decode(measure: Measure, kind: ModelKind) -> None:
+def decode(measure: Measure, kind: Kind) -> None:
     """Make 8 tokens at a time, each side walking through the context as the others do."""
     with ExitStack() as stack:
         sides = start(measure, stack, kind)
@@ -67,7 +70,7 @@ def decode(measure: Measure, kind: ModelKind) -> None:
         compare(measure, sides, measured, rounds=25, quick_rounds=6)
 
 
-def compare_python(measure: Measure, kind: ModelKind) -> None:
+def compare_python(measure: Measure, kind: Kind) -> None:
     """Measure what of a token's time is not spent in ggml's compute call."""
     path, cpus = decoding.prepared(measure, kind, N_COPIES)
     with DecoderProcess(path, threads=len(cpus), ctx=decoding.N_CTX) as ours:
@@ -76,24 +79,24 @@ def compare_python(measure: Measure, kind: ModelKind) -> None:
         measure.compare(ours=side, rounds=15, pids=[ours.pid])
 
 
-def start(measure: Measure, stack: ExitStack, kind: ModelKind) -> dict[str, DecoderProcess]:
-    """Start unimem's decoder, and those of llama.cpp that can be compared with it."""
+def start(measure: Measure, stack: ExitStack, kind: Kind) -> dict[str, DecoderProcess]:
+    """Start unimem's decoders, and those of llama.cpp that can be compared with them."""
     path, cpus = decoding.prepared(measure, kind, N_COPIES)
     options: dict[str, Any] = {"threads": len(cpus), "ctx": decoding.N_CTX}
-    ours = stack.enter_context(DecoderProcess(path, **options))
-    sides = {"unimem": ours}
-    for peer in PEERS:
-        try:
-            process = DecoderProcess(path, kind=peer, python=decoders.peer_python(), **options)
-        except (NoPeer, SideError) as error:
-            measure.leave_out(peer, str(error))
-            continue
-        stack.enter_context(process)
-        different = decoders.different_builds(ours.facts, process.facts)
-        if different is None:
-            sides[peer] = process
-        else:
-            measure.leave_out(peer, different)
+    is_repacked = kind in decoding.REPACKED
+    ours = DecoderProcess(path, load="repack" if is_repacked else "auto", **options)
+    sides = {"unimem": stack.enter_context(ours)}
+    if is_repacked and ours.facts["load"] == "repack":
+        states.read_through(path)  # what was repacked is not in the page cache any more
+        sides[MAPPED] = stack.enter_context(DecoderProcess(path, load="map", **options))
+    elif is_repacked:
+        measure.leave_out(MAPPED, f"{decoding.NOT_REPACKED}: unimem maps it")
+    for peer in decoding.PEERS:
+        process = decoding.start_peer(measure, peer, path, ours.facts, **options)
+        if process is not None:
+            sides[peer] = stack.enter_context(process)
+    # As those that map the file have it now.
+    measure.fact("share_in_huge_pages", states.in_huge_pages(path))
     for name, side in sides.items():
         measure.fact(name, side.facts)
     return sides
@@ -102,9 +105,9 @@ def start(measure: Measure, stack: ExitStack, kind: ModelKind) -> dict[str, Deco
 def compare(
     measure: Measure, sides: dict[str, DecoderProcess], measured: Mapping[str, Side], **rounds: int
 ) -> None:
-    """Measure, and tell our side, its peers and what memory would allow by their names."""
-    ours = {"unimem": measured["unimem"]}
-    peers: dict[str, Side] = {name: side for name, side in measured.items() if name in PEERS}
+    """Measure, and tell our sides, their peers and what memory would allow by their names."""
+    ours = {name: side for name, side in measured.items() if name in OURS}
+    peers: dict[str, Side] = {n: side for n, side in measured.items() if n in decoding.PEERS}
     limits = {name: side for name, side in measured.items() if name == decoding.READ_BANDWIDTH}
     decoding.compare(measure, sides, ours, peers, limits, **rounds)
 
@@ -120,8 +123,10 @@ def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:
     if not np.isfinite(logits).all():
         raise AssertionError("unimem's logits are not finite")
     found = {}
-    for name in sides.keys() & set(PEERS):
-        other_logits, other_tokens = sides[name].greedy(decoding.PROMPT, N_GREEDY)
+    for name, side in sides.items():
+        if name == "unimem":
+            continue
+        other_logits, other_tokens = side.greedy(decoding.PROMPT, N_GREEDY)
         difference = float(np.abs(logits - other_logits).max() / other_logits.std())
         same = [a == b for a, b in zip(tokens, other_tokens, strict=True)]
         n_same = same.index(False) if False in same else len(same)
@@ -133,22 +138,39 @@ def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:
     return found
 
 
-def declare(kind: ModelKind, label: str, *, in_quick: bool) -> None:
-    """Declare the cases of a kind of weights; those of issue 2 are of a model of 1.1 billion."""
+def declare(kind: Kind, label: str, *, in_quick: bool) -> None:
+    """Declare the cases of a kind of weights, of which a whole run has 1.1 billion."""
+    is_repacked, is_first = kind in decoding.REPACKED, kind in FIRST
+    prefilled = [faster("llama.cpp", 1.0, issue=18)]
+    decoded = [faster("llama.cpp", 1.05 if is_repacked else 1.0, issue=18)]
+    if is_repacked:
+        prefilled.append(faster(MAPPED, 1.8, issue=18))
+        decoded.append(faster(MAPPED, 1.1, issue=18))
     SUITE.case(
         f"prefill-{kind}",
         f"How fast is a prompt of 128 tokens computed, with weights in {label}?",
         unit="tokens/s",
-        targets=[faster(peer, 0.85, issue=2) for peer in PEERS],
+        targets=[faster(peer, 0.85, issue=2) for peer in decoding.PEERS if is_first] + prefilled,
         in_quick=in_quick,
-    )(partial(prefill, kind=kind))
+    )(partial(prefill, kind=kind, prompt=decoding.PROMPT, rounds=9))
+    SUITE.case(
+        f"prefill-512-{kind}",
+        f"How fast is a prompt of 512 tokens computed, with weights in {label}?",
+        unit="tokens/s",
+        targets=prefilled,
+        in_quick=False,
+    )(partial(prefill, kind=kind, prompt=decoding.LONG_PROMPT, rounds=5))
     SUITE.case(
         f"decode-{kind}",
         f"How fast are tokens made, with weights in {label}?",
         unit="tokens/s",
-        targets=[faster(peer, 0.97, issue=2) for peer in PEERS],
+        targets=[faster(peer, 0.97, issue=2) for peer in decoding.PEERS if is_first] + decoded,
         in_quick=in_quick,
     )(partial(decode, kind=kind))
+
+
+def declare_python(kind: Kind, label: str) -> None:
+    """Declare what of a token is Python's."""
     SUITE.case(
         f"python-{kind}",
         f"What of a token's time is Python around the compute, with weights in {label}?",
@@ -160,6 +182,10 @@ def declare(kind: ModelKind, label: str, *, in_quick: bool) -> None:
 
 declare("q8_0", "Q8_0", in_quick=True)
 declare("q4_k_m", "Q4_K_M", in_quick=False)
+declare("q4_0", "Q4_0", in_quick=True)
+declare("f16", "F16", in_quick=False)
+declare_python("q8_0", "Q8_0")
+declare_python("q4_k_m", "Q4_K_M")
 
 
 def own_threads(measure: Measure, path: Path, n_tokens: int, *, is_busy: bool, rounds: int) -> None:

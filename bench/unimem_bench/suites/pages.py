@@ -1,8 +1,9 @@
 """The same decoder on 4k pages, on transparent and on reserved huge pages, and on the mapped file.
 
 Weights, KV cache and scratch memory lie in the pages that a side is named after; where weights are
-read from the mapped file, the rest is as it is by default. All sides live at once, each in a
-process of its own, and take turns.
+read from the mapped file, the rest is as it is by default. Weights are copied there, or repacked,
+if their types are multiplied faster so: then the rest of the file is mapped. All sides live at
+once, each in a process of its own, and take turns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import unimem as um
 from unimem.system.placement import Pages
-from unimem.weights.loading import Load
+from unimem.weights.loading import EngineLoad
 from unimem_bench import decoding, states
 from unimem_bench.decoders import DecoderProcess
 from unimem_bench.huge_pages import reserved
@@ -23,21 +24,22 @@ from unimem_bench.suite import Measure, NotMeasured, Suite
 
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
 
-KIND: Kind = "q8_0"
+MAPPED = "mapped file"
 # The first one is what the others are compared with.
-SIDES: dict[str, tuple[Load, Pages]] = {
-    "THP": ("copy", "thp"),
-    "4k": ("copy", "4k"),
-    "hugetlb": ("copy", "2m"),
-    "mapped file": ("map", "auto"),
-}
+SIDES: dict[str, Pages] = {"THP": "thp", "4k": "4k", "hugetlb": "2m", MAPPED: "auto"}
 
 
-@SUITE.case("decode", "How fast are tokens made on each kind of pages?", unit="tokens/s")
-def decode(measure: Measure) -> None:
+def load_of(name: str, kind: Kind) -> EngineLoad:
+    """Return how the weights of a side come into memory."""
+    if name == MAPPED:
+        return "map"
+    return "repack" if kind in decoding.REPACKED else "copy"
+
+
+def decode(measure: Measure, kind: Kind) -> None:
     """Make 8 tokens at a time; the limit is C that reads a copy of the weights on THP."""
     with ExitStack() as stack:
-        sides, path = start(measure, stack)
+        sides, path = start(measure, stack, kind)
         for side in sides.values():
             side.prefill(decoding.PROMPT)
         weights = stack.enter_context(um.open_weights(path, load="copy", pages="thp"))
@@ -46,36 +48,23 @@ def decode(measure: Measure) -> None:
         decoding.compare(measure, sides, ours, limits=limits, rounds=21, quick_rounds=5)
 
 
-@SUITE.case(
-    "prefill",
-    "How fast is a prompt of 128 tokens computed on each kind of pages?",
-    unit="tokens/s",
-    in_quick=False,
-)
-def prefill(measure: Measure) -> None:
+def prefill(measure: Measure, kind: Kind) -> None:
     """Compute the prompt, each time anew."""
     with ExitStack() as stack:
-        sides, _ = start(measure, stack)
+        sides, _ = start(measure, stack, kind)
         measured = {name: partial(side.prefill, decoding.PROMPT) for name, side in sides.items()}
         decoding.compare(measure, sides, measured, rounds=7)
 
 
-@SUITE.case(
-    "start",
-    "How long does the decoder take to start on each kind of pages?",
-    unit="ms",
-    in_quick=False,
-)
-def compare_starts(measure: Measure) -> None:
+def compare_starts(measure: Measure, kind: Kind) -> None:
     """Start a process a time, with the file in the page cache; Python's start is not counted.
 
     The limit is reading the file's bytes once, where the page cache has them.
     """
-    path, cpus = decoding.prepared(measure, KIND, len(SIDES) + 1)
+    path, cpus = decoding.prepared(measure, kind, len(SIDES) + 1)
 
     def once(name: str) -> float:
-        states.ready(2 * path.stat().st_size, cpus)
-        with room(name, path, len(cpus)), start_side(name, path, len(cpus)) as process:
+        with started(name, kind, path, cpus) as process:
             return float(process.facts["start_s"]) * 1e3
 
     sides = {}
@@ -83,6 +72,7 @@ def compare_starts(measure: Measure) -> None:
         with left_out_without_room(measure, name):
             once(name)  # as a warm-up, and to see whether its pages can be had
             sides[name] = partial(once, name)
+    states.read_through(path)
     with um.open_weights(path, load="map") as weights:
         weights.warm()
         read = decoding.reading(weights, cpus)
@@ -90,15 +80,39 @@ def compare_starts(measure: Measure) -> None:
         measure.compare(ours=sides, limits=limits, rounds=5, warmup=0)
 
 
-def start(measure: Measure, stack: ExitStack) -> tuple[dict[str, DecoderProcess], Path]:
+def declare(kind: Kind, end: str, weights: str, *, in_quick: bool) -> None:
+    """Declare the cases of a kind of weights."""
+    SUITE.case(
+        f"decode{end}",
+        f"How fast are tokens made on each kind of pages{weights}?",
+        unit="tokens/s",
+        in_quick=in_quick,
+    )(partial(decode, kind=kind))
+    SUITE.case(
+        f"prefill{end}",
+        f"How fast is a prompt of 128 tokens computed on each kind of pages{weights}?",
+        unit="tokens/s",
+        in_quick=False,
+    )(partial(prefill, kind=kind))
+    SUITE.case(
+        f"start{end}",
+        f"How long does the decoder take to start on each kind of pages{weights}?",
+        unit="ms",
+        in_quick=False,
+    )(partial(compare_starts, kind=kind))
+
+
+declare("q8_0", "", "", in_quick=True)
+declare("q4_k_m", "-q4_k_m", ", with repacked weights", in_quick=False)
+
+
+def start(measure: Measure, stack: ExitStack, kind: Kind) -> tuple[dict[str, DecoderProcess], Path]:
     """Start all sides that this machine has pages for."""
-    path, cpus = decoding.prepared(measure, KIND, len(SIDES) + 1)
+    path, cpus = decoding.prepared(measure, kind, len(SIDES) + 1)
     sides = {}
     for name in SIDES:
         with left_out_without_room(measure, name):
-            stack.enter_context(room(name, path, len(cpus)))
-            states.ready(2 * path.stat().st_size, cpus)
-            sides[name] = stack.enter_context(start_side(name, path, len(cpus)))
+            sides[name] = stack.enter_context(started(name, kind, path, cpus))
             measure.fact(name, sides[name].facts)
     return sides, path
 
@@ -113,9 +127,25 @@ def left_out_without_room(measure: Measure, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def room(name: str, path: Path, threads: int) -> Iterator[None]:
+def started(name: str, kind: Kind, path: Path, cpus: list[int]) -> Iterator[DecoderProcess]:
+    """Start a side, with the file in the page cache and memory that is there.
+
+    Raises
+    ------
+    NotMeasured
+        If its memory does not lie in the pages that it is named after.
+    """
+    with room(name, kind, path, len(cpus)):
+        states.ready(2 * path.stat().st_size, cpus)
+        states.read_through(path)  # what a side has repacked is not there any more
+        with start_side(name, kind, path, len(cpus)) as process:
+            yield process
+
+
+@contextmanager
+def room(name: str, kind: Kind, path: Path, threads: int) -> Iterator[None]:
     """Have the pages that a side wants; those of hugetlb are reserved."""
-    load, pages = SIDES[name]
+    load, pages = load_of(name, kind), SIDES[name]
     if pages == "thp" and um.doctor().thp.mode not in {"always", "madvise"}:
         raise NotMeasured("wants transparent huge pages, which are off here")
     if pages != "2m":
@@ -126,12 +156,16 @@ def room(name: str, path: Path, threads: int) -> Iterator[None]:
         yield
 
 
-def start_side(name: str, path: Path, threads: int) -> DecoderProcess:
+def start_side(name: str, kind: Kind, path: Path, threads: int) -> DecoderProcess:
     """Start a side, and check that its memory lies in the pages that it is named after."""
-    load, pages = SIDES[name]
+    load, pages = load_of(name, kind), SIDES[name]
     process = DecoderProcess(path, threads=threads, ctx=decoding.N_CTX, load=load, pages=pages)
+    if process.facts["load"] != load:
+        process.close()
+        raise NotMeasured(f"wants repacked weights: {decoding.NOT_REPACKED}")
     for part, found in process.facts["granted"].items():
-        if load == "copy" and found["pages"] != pages:
+        is_mapped = load == "map" or (load == "repack" and part == "weights")
+        if not is_mapped and found["pages"] != pages:
             process.close()
             reasons = "; ".join(process.facts["warnings"]) or "without a warning"
             raise NotMeasured(f"wants {part} on {pages} pages, got {found['pages']}: {reasons}")

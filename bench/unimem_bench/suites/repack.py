@@ -1,0 +1,282 @@
+"""Weights in the order that the CPU multiplies fastest: how soon they are there, and how often.
+
+A start repacks them, or takes what an earlier one has kept on disk, or what is staged in shared
+memory. llama.cpp makes a private copy of them at each start, in each process.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import unimem as um
+from unimem.weights.loading import EngineLoad
+from unimem_bench import decoding, states
+from unimem_bench.decoders import DecoderProcess
+from unimem_bench.decoders import Kind as DecoderKind
+from unimem_bench.memory import PeakMemory, private_bytes, pss_bytes
+from unimem_bench.models import Kind
+from unimem_bench.rounds import Side
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs
+
+SUITE = Suite("repack", "What do repacked weights cost at the start, and in memory?")
+
+KIND: Kind = "q4_k_m"
+KEPT, STAGED = "unimem", "unimem, staged"
+MAPPED, REPACKING = "unimem, mapped", "unimem, repacking"
+ONE = decoding.PROMPT[:1]  # of a longer prompt, prefill would be most of the time
+N_COPIES = 3  # of the weights: the file, its image on disk, and what is repacked or staged
+N_SHARING = 4  # processes
+
+
+class Starts:
+    """Starts decoders of one model, and checks where their weights come from."""
+
+    def __init__(self, measure: Measure) -> None:
+        self.path, self._cpus = decoding.prepared(measure, KIND, N_COPIES)
+        self.nbytes = self.path.stat().st_size
+        self._measure = measure
+        self._options: dict[str, Any] = {"threads": len(self._cpus), "ctx": decoding.N_CTX}
+        self._facts: dict[str, Any] = {}  # of a decoder of unimem
+
+    def prepare(self, *images: Path) -> None:
+        """Have memory that is there, and the files in the page cache."""
+        states.ready(2 * self.nbytes, self._cpus)
+        for path in (self.path, *images):
+            states.read_through(path)  # what was repacked is not there any more
+
+    @contextmanager
+    def start(
+        self,
+        load: EngineLoad,
+        *,
+        path: str | None = None,
+        image: str | Path | None = None,
+        **how: Any,
+    ) -> Iterator[DecoderProcess]:
+        """Start a decoder of unimem.
+
+        Parameters
+        ----------
+        load : {"repack", "map"}
+            How weights come into memory.
+        path : str, optional
+            Of the link beside what is staged of the model; by default of the model.
+        image : path-like, optional
+            The repacked image that they have to come from; by default none.
+        **how
+            As for `DecoderProcess`.
+
+        Raises
+        ------
+        NotMeasured
+            This CPU has no other order for the model.
+        AssertionError
+            They come from somewhere else.
+        """
+        with DecoderProcess(path or self.path, load=load, **self._options, **how) as process:
+            self._facts = process.facts
+            if process.facts["load"] != load:
+                raise NotMeasured(f"wants repacked weights: {decoding.NOT_REPACKED}")
+            found = process.facts["image"]
+            if (found is None) != (image is None) or (image and not os.path.samefile(found, image)):
+                raise AssertionError(f"weights shall come from the image {image}, not {found}")
+            yield process
+
+    def can_start(self, kind: DecoderKind) -> bool:
+        """Try to start llama.cpp, after a decoder of unimem; otherwise leave it out."""
+        process = decoding.start_peer(self._measure, kind, self.path, self._facts, **self._options)
+        if process is not None:
+            process.close()
+        return process is not None
+
+    def start_peer(self, kind: DecoderKind, **how: Any) -> DecoderProcess:
+        """Start llama.cpp."""
+        return DecoderProcess(self.path, kind=kind, **self._options, **how)
+
+    def keep_image(self, folder: Path) -> Path:
+        """Let a start keep its image in a folder, and return that."""
+        with self.start("repack", images=folder):
+            pass
+        found = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        if len(found) != 1:
+            raise NotMeasured(
+                f"wants a repacked image of {self.path}, which is not kept where others may write "
+                "the model or its folder: 'chmod go-w'"
+            )
+        return found[0]
+
+
+@contextmanager
+def image_folder(measure: Measure) -> Iterator[Path]:
+    """Make an empty folder for images, and delete it in the end."""
+    with tempfile.TemporaryDirectory(prefix="images-", dir=measure.folder) as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def staged(path: Path, folder: Path | None) -> Iterator[um.Stage]:
+    """Stage a model from its image in a folder; without one, repack it.
+
+    Raises
+    ------
+    NotMeasured
+        It cannot be had.
+    """
+    before = os.environ.get("UNIMEM_CACHE")
+    os.environ["UNIMEM_CACHE"] = "off" if folder is None else str(folder)
+    try:
+        stage = um.stage(path, repack=True)
+    except (um.CapacityError, um.PlacementError) as reason:
+        raise NotMeasured(f"wants a staged model: {reason}") from None
+    finally:
+        os.environ.pop("UNIMEM_CACHE")
+        if before is not None:
+            os.environ["UNIMEM_CACHE"] = before
+    with stage:
+        yield stage
+
+
+def first_token(process: DecoderProcess) -> float:
+    """Return the time from the path to the first token after a prompt of one; ms."""
+    return 1e3 * (float(process.facts["start_s"]) + len(ONE) / process.prefill(ONE))
+
+
+@SUITE.case(
+    "first-token",
+    "How soon is the first token there, with a Q4_K_M model in the page cache?",
+    unit="ms",
+    targets=[
+        costs(MAPPED, 1.3, issue=18),
+        costs("llama.cpp", 0.4, issue=18),
+        costs(MAPPED, 1.1, issue=18, side=STAGED),
+    ],
+    in_quick=False,
+)
+def compare_first_tokens(measure: Measure) -> None:
+    """Start a process a time, up to the first token; Python's start is not counted.
+
+    The image on disk is in the page cache, as the model is. What is staged is staged before a
+    measurement and given up after it, since any decoder would find it.
+    """
+    starts = Starts(measure)
+
+    def start(load: EngineLoad, folder: Path | None = None, image: Path | None = None) -> float:
+        starts.prepare(*filter(None, [image]))
+        with starts.start(load, images=folder, image=image) as process:
+            return first_token(process)
+
+    def start_staged(folder: Path) -> float:
+        with staged(starts.path, folder) as stage:
+            starts.prepare()
+            with starts.start("repack", path=stage.path, image=stage.paths[0]) as process:
+                return first_token(process)
+
+    def start_peer(kind: DecoderKind) -> float:
+        starts.prepare()
+        with starts.start_peer(kind) as process:
+            return first_token(process)
+
+    with image_folder(measure) as folder:
+        image = starts.keep_image(folder)
+        measure.fact("image_bytes", image.stat().st_size)
+        ours: dict[str, Side] = {
+            KEPT: partial(start, "repack", folder, image),
+            STAGED: partial(start_staged, folder),
+            MAPPED: partial(start, "map"),
+            REPACKING: partial(start, "repack"),
+        }
+        try:
+            ours[STAGED]()
+        except NotMeasured as reason:
+            measure.leave_out(STAGED, str(reason))
+            del ours[STAGED]
+        peers: dict[str, Side] = {
+            kind: partial(start_peer, kind) for kind in decoding.PEERS if starts.can_start(kind)
+        }
+        measure.compare(ours, peers, rounds=7, quick_rounds=3, warmup=1)
+
+
+@SUITE.case(
+    "peak-memory",
+    "How much memory does a start take at its peak, beside KV cache and scratch?",
+    unit="% of the model",
+    targets=[at_most(105, issue=18)],
+    in_quick=False,
+)
+def compare_peaks(measure: Measure) -> None:
+    """Start from the page cache; unimem repacks, and keeps the image.
+
+    Counted is private memory, and what is in the page cache of the model and its image. What a
+    decoder of the same library on the mapped file has in private memory is taken off: KV cache,
+    scratch, and Python.
+    """
+    starts = Starts(measure)
+
+    def peak(rest_bytes: int, open_side: Any) -> float:
+        with image_folder(measure) as folder:
+            starts.prepare()
+            with (
+                PeakMemory(lambda: [starts.path, *folder.iterdir()]) as found,
+                open_side(images=folder, watch=found.watch) as process,
+            ):
+                process.prefill(ONE)
+                found.look()
+        return 100 * (found.nbytes - rest_bytes) / starts.nbytes
+
+    n = 1 if measure.quick else 5
+    with starts.start("map") as mapped:
+        rest_bytes = settled_bytes(mapped)
+    repacking = partial(starts.start, "repack")
+    measure.count("unimem", [peak(rest_bytes, repacking) for _ in range(n)])
+    peers = [kind for kind in decoding.PEERS if starts.can_start(kind)]
+    if len(peers) == len(decoding.PEERS):
+        with starts.start_peer("llama.cpp-mapped") as theirs:
+            rest_bytes = settled_bytes(theirs)
+        copying = partial(starts.start_peer, "llama.cpp")
+        measure.count("llama.cpp", [peak(rest_bytes, copying) for _ in range(n)], "peer")
+
+
+def settled_bytes(process: DecoderProcess) -> int:
+    """Count the private memory of a decoder after its first token."""
+    process.prefill(ONE)
+    return private_bytes(process.pid)
+
+
+@SUITE.case(
+    "sharing",
+    "How much memory does one more process take of a staged model?",
+    unit="% of the model",
+    targets=[at_most(2, issue=18)],
+    in_quick=False,
+)
+def share(measure: Measure) -> None:
+    """Start four decoders of one staged model, and sum up the memory of all by their shares (Pss).
+
+    From one decoder to the next the sum grows by what the new one shares with none. What a decoder
+    on the mapped file has in private memory is taken off: KV cache, scratch, and Python.
+    """
+    starts = Starts(measure)
+    with starts.start("map") as mapped:
+        rest_bytes = settled_bytes(mapped)
+    with starts.start("repack"):
+        pass  # to see whether there is another order
+    with ExitStack() as stack:
+        stage = stack.enter_context(staged(starts.path, None))
+        measure.fact("staged", f"{stage.backing}: {stage.granted}")
+        starts.prepare()
+        pids, totals = [os.getpid()], []
+        for _ in range(N_SHARING):
+            start = starts.start("repack", path=stage.path, image=stage.paths[0])
+            process = stack.enter_context(start)
+            process.prefill(ONE)
+            pids.append(process.pid)
+            totals.append(sum(map(pss_bytes, pids)))
+    grown = [after - before - rest_bytes for before, after in pairwise(totals)]
+    measure.count("unimem", [100 * nbytes / starts.nbytes for nbytes in grown])
