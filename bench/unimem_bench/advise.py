@@ -57,6 +57,8 @@ TRADE_OFFS = {
     ("pages", "thp"): "with thp the weights are copied: they take RAM of their own, and the start "
     "takes longer than mapping the file",
     ("load", "copy"): "copied weights take RAM of their own, which no other process shares",
+    ("load", "repack"): "repacked weights take RAM of their own, which processes share only where "
+    "they are staged; later starts are faster than is shown, from an image that is kept on disk",
     ("load", "direct"): "weights that are read past the page cache take RAM of their own, and are "
     "read from the disk at every start",
     ("kv_dtype", "q8_0"): "q8_0 halves the KV cache and rounds what it holds to 8 bits",
@@ -137,6 +139,7 @@ class Advised:
 
 _UNITS: dict[Metric, str] = {"decode": "tokens/s", "prefill": "tokens/s", "start": "s"}
 _DECIDING: tuple[Metric, ...] = ("decode", "start")
+_PLACING = {"pages", "numa"}  # with one of these, `auto` copies the weights
 
 # Of each decoder and metric, the figures of each pass.
 Figures = dict[str, dict[Metric, list[list[float]]]]
@@ -233,8 +236,10 @@ def advise(
     factors = []
     for name, found in values.items():
         progress(f"{flag(name)}: {', '.join(found)}")
-        factors.append(_judged(name, bench.compare([{name: value} for value in found])))
+        variants = bench.compare([_repacked({name: value}, made) for value in found])
+        factors.append(_judged(name, variants))
     winners = {factor.name: factor.winner for factor in factors if factor.winner is not None}
+    winners = _repacked(winners, made)
     together, by = None, None
     if winners:
         progress(f"together: {_label(winners)}")
@@ -270,12 +275,19 @@ def candidates(node_ids: Sequence[int]) -> dict[str, list[str]]:
     """
     found = {
         "pages": ["4k", "thp", "2m"],
-        "load": ["map", "copy", "direct"],
+        "load": ["map", "copy", "direct", "repack"],
         "kv_dtype": ["f32", "bf16", "q8_0"],
     }
     if len(node_ids) > 1:
         found["numa"] = ["interleave", *(f"bind:{node}" for node in node_ids)]
     return found
+
+
+def _repacked(options: dict[str, str], made: Plan) -> dict[str, str]:
+    """Keep weights repacked on other pages and nodes, where the defaults repack them."""
+    if made.load != "repack" or not options.keys() & _PLACING:
+        return options
+    return {"load": "repack"} | options
 
 
 def flag(name: str) -> str:
@@ -319,6 +331,8 @@ def _judged(name: str, variants: Sequence[Variant]) -> Factor:
 def _trade_offs(winners: Mapping[str, str], together: Variant) -> Iterator[str]:
     """Say what the winners cost."""
     for each in winners.items():
+        if each == ("pages", "thp") and winners.get("load") == "repack":
+            continue  # nothing is copied
         if each in TRADE_OFFS:
             yield TRADE_OFFS[each]
     costs: dict[Metric, str] = {"prefill": "prefill", "start": "the start"}
@@ -370,6 +384,9 @@ class _Bench:
                 made.require_fits(strict=False)
             except (CapacityError, ValueError) as error:
                 self.left_out[_label(options)] = str(error)
+                continue
+            if options.get("load") == "repack" and made.load != "repack":
+                self.left_out[_label(options)] = made.load_reason
             else:
                 wanted[_label(options)] = Wanted(options, made)
         found: list[Variant] = []
@@ -398,6 +415,7 @@ class _Bench:
 
     def _start(self, options: Mapping[str, str]) -> DecoderProcess:
         how: Any = {**self._common, **options}
+        states.read_through(self._model)  # what others have repacked is not there any more
         return DecoderProcess(self._model, **how)
 
     def _measure(self, group: Mapping[str, Wanted]) -> Figures:

@@ -18,6 +18,7 @@ from screens import CONTROL, show
 from unimem.engine import embedded_model
 from unimem.errors import CapacityError, GGUFError
 from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.system import limits
 from unimem.system.limits import Node
 from unimem_bench import advise as module
@@ -36,6 +37,7 @@ MODEL = embedded_model()
 Effects = Mapping[tuple[str, str], tuple[float, float, float]]
 THP_DECODES_FASTER: Effects = {("pages", "thp"): (1.3, 1.0, 0.5)}
 Q8_DECODES_FASTER: Effects = {("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)}
+NO_ORDER = "nothing has another order"
 
 
 class FakeDecoder:
@@ -124,6 +126,7 @@ def machine(monkeypatch: Patch) -> Machine:
         monkeypatch.setattr(FakeDecoder, name, value, raising=False)
     monkeypatch.setattr(module, "DecoderProcess", FakeDecoder)
     monkeypatch.setattr(module, "reserved", invented.reserved)
+    monkeypatch.setattr(module, "plan", plan_without_order)
     monkeypatch.setattr(module, "nodes", lambda: {0: _node(0)})
     # Plans would take pages that this machine has reserved, and ask for none.
     pools = limits.huge_pools().items()
@@ -131,6 +134,13 @@ def machine(monkeypatch: Patch) -> Machine:
     monkeypatch.setattr(limits, "huge_pools", lambda: empty)
     monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)
     return invented
+
+
+def plan_without_order(*arguments: Any, load: str = "auto", **options: Any) -> Plan:
+    """Plan as on a CPU that multiplies no type faster in another order."""
+    if load != "repack":
+        return plan(*arguments, load=load, **options)  # type: ignore[arg-type]
+    return replace(plan(*arguments, load="map", **options), load_reason=NO_ORDER)
 
 
 def _node(number: int, total_bytes: int = 1 << 30) -> Node:
@@ -178,10 +188,32 @@ def test_noise_is_no_advice_and_what_the_defaults_come_to_is_not_measured() -> N
     assert (advice.flags, advice.margin, advice.by, advice.trade_offs) == ((), None, None, ())
     last = list(page(advice))[-1]
     assert last == "Nothing differs by more than noise: the defaults are as good as any here."
+    assert advice.left_out.pop("--load repack") == NO_ORDER
     same = {name for name, reason in advice.left_out.items() if "defaults come to" in reason}
     assert same == {"--pages 4k", "--load map"}
     names = [each.name for each in advice.factors[0].variants]
     assert names == ["default", "--pages thp", "--pages 2m"]
+
+
+@pytest.mark.usefixtures("machine")
+def test_weights_stay_repacked_on_other_pages(monkeypatch: Patch) -> None:
+    def plan_repacked(*arguments: Any, load: str = "auto", **options: Any) -> Plan:
+        # `auto` copies where pages are asked for.
+        as_planned = "copy" if load == "auto" and options.get("pages") else load
+        made = plan_without_order(*arguments, load="map", **options)
+        return replace(made, load="repack" if as_planned == "auto" else as_planned)
+
+    monkeypatch.setattr(module, "plan", plan_repacked)
+    advice = make({("pages", "thp"): (1.3, 1.0, 1.0)})
+    assert advice.flags == ("--load", "repack", "--pages", "thp")
+    costs = " ".join(advice.trade_offs)
+    assert "repacked weights take RAM of their own" in costs
+    assert "are copied" not in costs
+    names = [each.name for each in advice.factors[0].variants]
+    assert names[1:] == [f"--load repack --pages {pages}" for pages in ("4k", "thp", "2m")]
+    # What wins itself is what is kept.
+    effects = {("pages", "thp"): (1.3, 1.0, 1.0), ("load", "copy"): (1.2, 1.0, 1.0)}
+    assert make(effects).flags == ("--load", "copy", "--pages", "thp")
 
 
 @pytest.mark.usefixtures("machine")
@@ -249,7 +281,8 @@ def test_decoders_without_room_together_run_in_pairs(machine: Machine, monkeypat
     # Nor beside the defaults.
     monkeypatch.setattr(states, "available_bytes", lambda: 1)
     advice = make(THP_DECODES_FASTER)
-    assert set(advice.left_out.values()) == {"there is no room for it beside the defaults"}
+    no_room = "there is no room for it beside the defaults"
+    assert set(advice.left_out.values()) == {no_room, NO_ORDER}
     assert all(factor.variants == () for factor in advice.factors)
     assert list(page(advice))[-1].startswith("Nothing differs")
 
