@@ -121,6 +121,7 @@ def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
     monkeypatch.setattr(decoding, "prepared", lambda *_: (path, [0]))
     monkeypatch.setattr(um, "stage", InventedStage)
     monkeypatch.setattr(states, "ready", lambda *_: None)
+    monkeypatch.setattr(states, "drop", lambda _: InventedProcess.log.append("dropped"))
     return tmp_path
 
 
@@ -131,7 +132,8 @@ def test_the_first_token_of_each_start(folder: Path, monkeypatch: Patch) -> None
     found = {side.name: side.passes[0][0] for side in record.sides}
     wanted = {
         "unimem": "kept", "unimem, staged": "staged", "unimem, mapped": "map",
-        "unimem, repacking": "repack", "llama.cpp": "llama.cpp",
+        "unimem, from the disk": "kept",
+        "unimem, first start": "repack", "llama.cpp": "llama.cpp",
         "llama.cpp-mapped": "llama.cpp-mapped",
     }  # fmt: skip
     assert found == pytest.approx({
@@ -150,9 +152,9 @@ def test_files_are_in_the_page_cache_before_each_start(folder: Path, monkeypatch
 
     monkeypatch.setattr(states, "read_through", read)
     run_case(case_of("repack/first-token"), folder, monkeypatch)
-    measured = " ".join(InventedProcess.log[-13:])
+    measured = " ".join(InventedProcess.log[-17:])
     assert measured == (
-        ".gguf .repacked kept .gguf staged .gguf map .gguf repack "
+        ".gguf .repacked kept .gguf map .gguf repack .gguf .unimem staged .gguf dropped kept "
         ".gguf llama.cpp-mapped .gguf llama.cpp"
     )
 

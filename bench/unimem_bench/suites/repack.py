@@ -29,9 +29,9 @@ SUITE = Suite("repack", "What do repacked weights cost at the start, and in memo
 
 KIND: Kind = "q4_k_m"
 KEPT, STAGED = "unimem", "unimem, staged"
-MAPPED, REPACKING = "unimem, mapped", "unimem, repacking"
+MAPPED, FIRST, ON_DISK = "unimem, mapped", "unimem, first start", "unimem, from the disk"
 ONE = decoding.PROMPT[:1]  # of a longer prompt, prefill would be most of the time
-N_COPIES = 3  # of the weights: the file, its image on disk, and what is repacked or staged
+N_COPIES = 4  # of the weights: the file, its image on disk, what is staged and what is repacked
 N_SHARING = 4  # processes
 
 
@@ -45,11 +45,11 @@ class Starts:
         self._options: dict[str, Any] = {"threads": len(self._cpus), "ctx": decoding.N_CTX}
         self._facts: dict[str, Any] = {}  # of a decoder of unimem
 
-    def prepare(self, *images: Path) -> None:
-        """Have memory that is there, and the files in the page cache."""
+    def prepare(self, image: str | Path | None = None) -> None:
+        """Have memory that is there, and the model and an image in the page cache."""
         states.ready(2 * self.nbytes, self._cpus)
-        for path in (self.path, *images):
-            states.read_through(path)  # what was repacked is not there any more
+        for path in filter(None, (self.path, image)):
+            states.read_through(Path(path))  # what was repacked is not there any more
 
     @contextmanager
     def start(
@@ -162,41 +162,49 @@ def first_token(process: DecoderProcess) -> float:
 def compare_first_tokens(measure: Measure) -> None:
     """Start a process a time, up to the first token; Python's start is not counted.
 
-    The image on disk is in the page cache, as the model is. What is staged is staged before a
-    measurement and given up after it, since any decoder would find it.
+    The model is in the page cache, and so is the image, where it is not said to be on the disk.
     """
     starts = Starts(measure)
 
-    def start(load: EngineLoad, folder: Path | None = None, image: Path | None = None) -> float:
-        starts.prepare(*filter(None, [image]))
-        with starts.start(load, images=folder, image=image) as process:
+    def start(load: EngineLoad, image: str | Path | None = None, **how: Any) -> float:
+        starts.prepare(image)
+        with starts.start(load, image=image, **how) as process:
             return first_token(process)
 
-    def start_staged(folder: Path) -> float:
-        with staged(starts.path, folder) as stage:
-            starts.prepare()
-            with starts.start("repack", path=stage.path, image=stage.paths[0]) as process:
-                return first_token(process)
+    def start_from_disk(image: Path, folder: Path) -> float:
+        starts.prepare()
+        states.drop(image)
+        with starts.start("repack", image=image, images=folder) as process:
+            return first_token(process)
+
+    def start_first() -> float:
+        with image_folder(measure) as folder:
+            return start("repack", images=folder)
 
     def start_peer(kind: DecoderKind) -> float:
         starts.prepare()
         with starts.start_peer(kind) as process:
             return first_token(process)
 
-    with image_folder(measure) as folder:
+    with ExitStack() as stack:
+        folder = stack.enter_context(image_folder(measure))
         image = starts.keep_image(folder)
         measure.fact("image_bytes", image.stat().st_size)
         ours: dict[str, Side] = {
-            KEPT: partial(start, "repack", folder, image),
-            STAGED: partial(start_staged, folder),
+            KEPT: partial(start, "repack", image, images=folder),
             MAPPED: partial(start, "map"),
-            REPACKING: partial(start, "repack"),
+            FIRST: start_first,
         }
         try:
-            ours[STAGED]()
+            stage = stack.enter_context(staged(starts.path, folder))
+            ours[STAGED] = partial(start, "repack", stage.paths[0], path=stage.path)
         except NotMeasured as reason:
             measure.leave_out(STAGED, str(reason))
-            del ours[STAGED]
+        try:
+            states.drop(image)
+            ours[ON_DISK] = partial(start_from_disk, image, folder)
+        except NotMeasured as reason:
+            measure.leave_out(ON_DISK, str(reason))
         peers: dict[str, Side] = {
             kind: partial(start_peer, kind) for kind in decoding.PEERS if starts.can_start(kind)
         }
