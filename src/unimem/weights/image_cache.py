@@ -257,7 +257,8 @@ class ImageCache:
         Raises
         ------
         OSError
-            It cannot be written, or is larger than all that is kept may be; nothing has changed.
+            It is larger than all that is kept may be, and nothing has changed; or it cannot be
+            written, and those that made room for it are gone.
         ValueError
             The model has too many tensors.
         """
