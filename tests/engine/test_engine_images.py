@@ -18,6 +18,7 @@ from unimem.engine import Decoder
 from unimem.system import ggml_repack
 from unimem.system.process import read_process
 from unimem.weights import repack
+from unimem.weights.image import IMAGE_NAME
 from unimem.weights.staging.held import holders
 from weight_bytes import drop_from_cache
 
@@ -64,6 +65,7 @@ def test_from_the_cache(
 def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = decode(model)[1]
     monkeypatch.setattr(repack, "repack_into", None)
+    model.with_name(IMAGE_NAME).write_bytes(b"no image")  # which hides none
     code, out, err = show("stage", "--repack", model)
     assert code == 0, err
     path = out.rstrip("\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -56,7 +57,7 @@ class Images:
         for path in self._staged_paths():
             try:
                 image = Image(path)
-            except (OSError, FormatError):  # it was dropped just now, or is somebody's file
+            except (OSError, FormatError):  # there is none, or it is somebody's file
                 continue
             key = image.header.key
             if (
@@ -68,22 +69,18 @@ class Images:
             image.close()
         return None
 
-    def _staged_paths(self) -> list[str]:
-        """List where it may be staged: beside a link by which the model was opened, or kept."""
+    def _staged_paths(self) -> Iterator[str]:
+        """Give where it may be staged: beside a link by which the model was opened, or kept."""
         folder = os.path.dirname(self._contents._parts[0].file.absolute_path)
-        paths = [os.path.join(folder, IMAGE_NAME)]
-        if os.path.lexists(paths[0]):
-            return paths
+        yield os.path.join(folder, IMAGE_NAME)
         files = files_of(self._contents)
         try:
             found = holders()
         except PlacementError:  # no holder can be seen here
-            return []
-        return [
-            held.paths[0]
-            for held in found
-            if held.is_repacked and [list(version) for _, version in held.versions] == files
-        ]
+            return
+        for held in found:
+            if held.is_repacked and [list(version) for _, version in held.versions] == files:
+                yield held.paths[0]
 
     def making(self) -> AbstractContextManager[None]:
         """Wait until no other process makes the image that is kept, and keep others from it."""
