@@ -186,14 +186,14 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     ),
     "repack": lambda t: (
         um.repack,
-        {"weights": t.weights(), "tape": None, "progress": None} | PLACEMENT,
+        {"weights": t.weights(), "tape": None, "cache": None, "progress": None} | PLACEMENT,
     ),
     "report": lambda t: (um.report, {"pid": os.getpid()}),
     "snapshot.check": lambda t: (snapshot.check, {"path": t.saved()}),
     "snapshot.describe": lambda t: (snapshot.describe, {"path": t.saved()}),
     "stage": lambda t: (
         um.stage,
-        {"path": MODEL, "backing": "memfd", "progress": None} | PLACEMENT,
+        {"path": MODEL, "backing": "memfd", "repack": False, "progress": None} | PLACEMENT,
     ),
 }
 

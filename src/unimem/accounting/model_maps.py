@@ -21,7 +21,7 @@ from unimem.system.limits import SHM
 from unimem.system.process import Area, Process
 from unimem.weights.files import Header, version_of
 from unimem.weights.image import read_image_header
-from unimem.weights.image_format import MAGIC, ImageHeader
+from unimem.weights.image_format import ImageHeader, is_image
 from unimem.weights.staging.held import Held, holders
 
 __all__ = ["MappedModel", "library_files", "models"]
@@ -343,13 +343,13 @@ def _read_header(file: _File, nbytes: int, *, is_named: bool) -> _ModelHeader | 
         try:
             if is_safetensors or (file.path.endswith(".safetensors") and not is_gguf):
                 return _parse_header("safetensors", SafetensorsHeader(fd, nbytes, file.path))
-            if head[:8] == MAGIC:
+            if is_image(head):
                 return _parse_image(read_image_header(fd, nbytes, file.path))
             if is_gguf or is_named:
                 return _parse_header("GGUF", GGUFHeader(fd, nbytes, file.path))
         except FormatError as error:
             # Many other files begin as safetensors do.
-            is_ours = is_gguf or is_named or head[:8] == MAGIC
+            is_ours = is_gguf or is_named or is_image(head)
             return _unknown_header(error.rule) if is_ours else None
     finally:
         os.close(fd)

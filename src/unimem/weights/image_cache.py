@@ -29,7 +29,14 @@ from unimem.weights.image_format import ALIGN, image_bytes, key_of
 from unimem.weights.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
-__all__ = ["CacheChoice", "CachedImage", "ImageCache", "cache_folder", "choose_cache"]
+__all__ = [
+    "CacheChoice",
+    "CachedImage",
+    "ImageCache",
+    "cache_folder",
+    "check_cache",
+    "choose_cache",
+]
 
 CacheChoice = bool | str | os.PathLike[str] | None
 
@@ -58,6 +65,17 @@ def cache_folder() -> str | None:
     if not os.path.isabs(home):  # the specification has others ignored
         home = os.path.expanduser("~/.cache")
     return os.path.join(home, "unimem") if os.path.isabs(home) else None
+
+
+def check_cache(cache: CacheChoice) -> None:
+    """Raise TypeError or ValueError for what is no `CacheChoice`."""
+    if cache is not None and not isinstance(cache, bool):
+        try:
+            file_path(cache, "cache")
+        except TypeError:
+            raise TypeError(
+                f"cache: expected True, False, a folder or None, got {cache!r:.60}"
+            ) from None
 
 
 def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:

@@ -19,21 +19,20 @@ from unimem.errors import FormatError
 __all__ = [
     "ALIGN",
     "HEADER_BYTES",
-    "MAGIC",
-    "MOST_TABLE_BYTES",
     "ImageHeader",
     "ImageTensor",
     "image_bytes",
+    "is_image",
     "key_of",
     "pack",
     "parse",
 ]
 
-MAGIC = b"UNIMEMRP"
+_MAGIC = b"UNIMEMRP"
 VERSION = 1
 ALIGN = 4096
 """Of the data, and of the file's end: what mappings and reads past the page cache need."""
-MOST_TABLE_BYTES = 64 << 20
+_MOST_TABLE_BYTES = 64 << 20
 
 _TENSOR_ALIGN = 64
 _MOST_BYTES = 1 << 46  # of address space there are 47 bits
@@ -115,6 +114,11 @@ def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
+def is_image(head: bytes) -> bool:
+    """Tell whether a file that begins so is meant as an image."""
+    return head[: len(_MAGIC)] == _MAGIC
+
+
 def image_bytes(data_offset: int, data_bytes: int) -> int:
     """Return the bytes of a file whose data begins there."""
     return data_offset + _round_up(data_bytes)
@@ -151,14 +155,14 @@ def pack(
         A table of more bytes than an image can have.
     """
     table = _table(identity, model, tensors)
-    if len(table) > MOST_TABLE_BYTES:
+    if len(table) > _MOST_TABLE_BYTES:
         raise ValueError(
-            f"expected a table of at most {MOST_TABLE_BYTES} bytes, got {len(table)}: the model "
+            f"expected a table of at most {_MOST_TABLE_BYTES} bytes, got {len(table)}: the model "
             "has too many tensors for an image"
         )
     data_offset = _round_up(HEADER_BYTES + len(table))
     head = _HEADER.pack(
-        *(MAGIC, VERSION, HEADER_BYTES, data_offset + _round_up(data_bytes)),
+        *(_MAGIC, VERSION, HEADER_BYTES, data_offset + _round_up(data_bytes)),
         *(data_offset, data_bytes, len(table), len(tensors)),
         *(bytes.fromhex(key_of(identity)), xxhash.xxh3_64_intdigest(table), 0),
     )
@@ -192,7 +196,7 @@ def parse(head: bytes, file_bytes: int, path: str) -> ImageHeader:
     def refuse(rule: str, name: str | None = None) -> NoReturn:
         raise FormatError(rule, None if name is None else _OFFSETS[name], path)
 
-    if head[:8] != MAGIC:
+    if not is_image(head):
         refuse("this is no repacked image: it does not begin with UNIMEMRP", "magic")
     if len(head) < HEADER_BYTES:
         raise FormatError(f"the image is cut off: it has {len(head)} bytes", len(head), path)
@@ -230,7 +234,7 @@ def _check_sizes(values: dict[str, Any], file_bytes: int, path: str) -> None:
             rule = f"{name}: expected {expected}, got {values[name]}"
             raise FormatError(rule, _OFFSETS[name], path)
 
-    check("table_bytes", 1, MOST_TABLE_BYTES)
+    check("table_bytes", 1, _MOST_TABLE_BYTES)
     check("data_bytes", 1, _MOST_BYTES)
     check("header_bytes", HEADER_BYTES, HEADER_BYTES)
     begin = _round_up(HEADER_BYTES + values["table_bytes"])

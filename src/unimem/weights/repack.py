@@ -23,7 +23,7 @@ from unimem.system.placement import PlacementOptions
 from unimem.system.threads import run_in_threads
 from unimem.weights.files import reopen
 from unimem.weights.image import Image
-from unimem.weights.image_cache import CacheChoice
+from unimem.weights.image_cache import CacheChoice, check_cache
 from unimem.weights.image_use import Images
 from unimem.weights.loading import (
     MOSTLY,
@@ -115,6 +115,7 @@ def repack(
     if not isinstance(weights, Weights):
         raise TypeError(f"weights: expected opened Weights, got {weights!r:.60}: um.open_weights")
     check_tape(tape, placement)
+    check_cache(cache)
     check_callable(progress)
     weights._opened()
     found, name = arrange(weights), weights.files[0]

@@ -237,6 +237,8 @@ def stage(
     """
     one_of(backing, "backing", ("auto", *BACKINGS))
     check_callable(progress)
+    if not isinstance(repack, bool):
+        raise TypeError(f"repack: expected True or False, got {repack!r:.60}")
     policy.check_options(placement)
     options = _StageOptions(**placement)
     proc_folder()  # without it, nobody could open what would be read in
