@@ -26,6 +26,7 @@ from unimem.system import limits
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 KIB = 1024
+counts_faults = pytest.mark.skipif(SANITIZED, reason="AddressSanitizer's shadow memory faults")
 
 
 @pytest.fixture
@@ -139,6 +140,7 @@ def test_caches_elsewhere_are_cleared_too(host_layout: um.Layout) -> None:
     assert host_layout.history.used_bytes == 0
 
 
+@counts_faults
 @pytest.mark.parametrize("mode", ["c", "r+"])
 def test_freezing_warms_a_mapped_file_for_writing(mode: Any, tmp_path: Path) -> None:
     path = tmp_path / "memory"
@@ -287,7 +289,7 @@ def faults_of_a_frozen_layout(kind: str, pages: Any) -> int:
     return m.thread_minor_faults
 
 
-@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer's own shadow memory faults")
+@counts_faults
 @pytest.mark.parametrize("pages", ["auto", "4k"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_faults_in_a_frozen_layout(kind: str, pages: str) -> None:

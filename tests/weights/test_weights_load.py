@@ -177,7 +177,7 @@ def with_huge_pages() -> None:
         ({"pages": "thp"}, 0, "direct", "pages='thp'.*0% of the file"),
         ({"pages": "thp"}, 0.49, "direct", "49% of the file"),
         ({"pages": "thp"}, 0.51, "copy", "51% of the file are in the page cache"),
-        ({"numa": "preferred:0"}, 1, "copy", "numa='preferred:0' is not kept.*100%"),
+        ({"numa": "preferred:0"}, 1, "copy", "numa='preferred:0' cannot be had.*100%"),
         ({"numa": "interleave", "pages": "thp"}, 0, "direct", "pages='thp'"),
     ],
 )

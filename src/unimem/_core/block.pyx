@@ -303,21 +303,20 @@ cdef class Block:
         ValueError
             It is no memory or file, or empty.
         """
+        cdef um.um_category entered = _category_of(category)
+        cdef int fd, access = os.O_RDWR if flag(writable, "writable") else os.O_RDONLY
         cdef Region region
-        cdef int fd
-        writable = flag(writable, "writable")
         cdef bint is_path = isinstance(fd_or_path, (str, bytes, os.PathLike))
         if not is_path:
             number = integer(fd_or_path, "fd_or_path")
             fd, label = number if 0 <= number < 2**31 else -1, f"descriptor {number}"
         else:
             label = file_path(fd_or_path, "fd_or_path")
-            fd = os.open(label, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
-                         | os.O_NONBLOCK)
+            fd = os.open(label, access | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{label}: expected shared memory (Block.fileno(), or its path)")
-            region = attach_file(fd, writable, _category_of(category), label)
+            region = attach_file(fd, writable, entered, label)
         finally:
             if is_path:
                 os.close(fd)
