@@ -19,7 +19,7 @@ import unimem as um
 from at_once import at_once
 from child_checks import CHECKS
 from conftest import Run
-from forks import SANITIZED, in_child
+from forks import counts_faults, in_child
 from huge_pages import no_huge_pages
 from unimem._core.status import counters, ledger
 
@@ -119,7 +119,7 @@ for warm in (False, True):
 # ---- warming ----
 
 
-@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer's own shadow memory faults on every touch")
+@counts_faults
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_was_warmed_does_not_fault(threads: int) -> None:
     def faults_of_touching(block: um.Block) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import proc_maps
 import unimem as um
 from child_checks import CHECKS
 from conftest import Run
+from forks import SANITIZED
 from memlock import DROP_LOCK
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -94,9 +94,7 @@ assert state() == before
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer needs address space"
-)
+@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer needs address space")
 def test_limits_of_descriptors_and_of_addresses(run_python: Run) -> None:
     done = run_python(
         CHECKS

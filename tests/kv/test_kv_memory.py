@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import pytest
 import kv_caches
 import proc_maps
 import unimem as um
+from forks import counts_faults
 from huge_pages import eight_huge_pages
 from kv_caches import KINDS
 from kv_model import KV_DTYPES, Talk
@@ -32,10 +32,6 @@ N_LAYERS = 2
 LANES = 2 * N_LAYERS
 ROW = 2048  # bytes of f16: 8 heads of 128
 SLOW = pytest.mark.slow
-counts_faults = pytest.mark.skipif(
-    "libasan" in os.environ.get("LD_PRELOAD", ""),
-    reason="AddressSanitizer's own shadow memory faults on every touch",
-)
 
 
 def cache(kind: str, n_tokens: int, pages: Any = "4k", **options: Any) -> Any:

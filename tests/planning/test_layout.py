@@ -17,7 +17,7 @@ import gguf_files as gf
 import proc_maps
 import unimem as um
 from devices import Device
-from forks import SANITIZED
+from forks import counts_faults
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from unimem._core.status import counters, ledger
 from unimem.layout import Stat
@@ -26,7 +26,6 @@ from unimem.system import limits
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 KIB = 1024
-counts_faults = pytest.mark.skipif(SANITIZED, reason="AddressSanitizer's shadow memory faults")
 
 
 @pytest.fixture

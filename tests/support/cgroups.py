@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from forks import SANITIZED
 from unimem.system.cgroups import cgroups_above
 
 LIMIT_BYTES = 512 << 20
@@ -78,7 +79,7 @@ def _make(limit_bytes: int) -> tuple[SmallCgroup, Callable[[], None]]:
 @contextmanager
 def small_cgroup(limit_bytes: int = LIMIT_BYTES) -> Iterator[SmallCgroup]:
     """Make a cgroup of so much memory, and remove it at the end."""
-    if "libasan" in os.environ.get("LD_PRELOAD", ""):
+    if SANITIZED:
         pytest.skip("AddressSanitizer's shadow memory has no room in a small cgroup")
     if os.geteuid() != 0:
         pytest.skip("making a cgroup needs root")

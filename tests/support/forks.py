@@ -16,6 +16,7 @@ import unimem as um
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 NO_FORKS = "a fork beside other threads is not for the AddressSanitizer of GCC 12"
 needs_fork = pytest.mark.skipif(SANITIZED, reason=NO_FORKS)
+counts_faults = pytest.mark.skipif(SANITIZED, reason="AddressSanitizer's shadow memory faults")
 
 
 def fork() -> int:
