@@ -254,6 +254,7 @@ buffer_free = _base("backend_buffer_free", None, _P)
 tensor_set = _base("backend_tensor_set", None, _P, _P, c_size_t, c_size_t)
 
 graph_plan = _cpu("graph_plan", ComputePlan, _P, c_int, _P)
+graph_compute = _cpu("graph_compute", c_int, _P, _P)
 graph_compute_address = ctypes.cast(_CPU.ggml_graph_compute, c_void_p).value
 """int (*)(ggml_cgraph *, ggml_cplan *), for callers that hold no lock of the interpreter."""
 _threadpool_params_default = _base("threadpool_params_default", ThreadpoolParams, c_int)
