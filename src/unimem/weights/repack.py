@@ -34,7 +34,13 @@ from unimem.weights.loading import (
     take_room,
 )
 from unimem.weights.opened import Weights
-from unimem.weights.page_cache import Dropper, drop_beside, runs_beside
+from unimem.weights.page_cache import (
+    Dropper,
+    drop_beside,
+    gaps_in_cache,
+    is_mapped_elsewhere,
+    runs_beside,
+)
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
 
 __all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
@@ -59,11 +65,12 @@ def repack(
     """Put weights in the order that ggml multiplies fastest on this CPU, in placed memory.
 
     Matrices that have such an order are read past the page cache, or out of it, and dropped from
-    it: memory is not doubled. `weights` stay as they are, and so do their arrays: what is asked for
-    of a mapped file is read from it again.
+    it, unless others have the file mapped: memory is not doubled. `weights` stay as they are, and
+    so do their arrays: what is asked for of a mapped file is read from it again.
 
     Where an image of them is staged (``unimem stage --repack``) or kept in the cache, that is
-    mapped or read instead; docs/images.md says when, and what is checked.
+    mapped or read instead; docs/images.md says when, and what is checked. Otherwise one is written
+    to the cache while they are used already; closing waits for that.
 
     Parameters
     ----------
@@ -125,18 +132,24 @@ def repack(
     # While these views live, the weights cannot be closed.
     held = [block.as_array("uint8", 0) for block in weights.blocks]
     work = _Request(weights, found, tape, progress, placement)
-    images = Images(weights, found, cache)
+    images, keeping = Images(weights, found, cache), None
     with ExitStack() as undo:
         path = work.from_image(images, undo)
         if path is None:
-            with images.making():
+            with ExitStack() as making:
+                making.enter_context(images.making())
                 path = work.from_image(images, undo)  # which another process may have made
                 if path is None:
                     work.place(
                         lambda block, base: repack_into(weights, found, block, base, progress), undo
                     )
-                    images.keep(work.block, work.base)
-        made = Repacked(found, work.block, work.base, work.lifetime, tape, path)
+                    keeping = images.keep(work.block, work.base, making)
+        if keeping is not None:
+            undo.callback(keeping.end, cancel=True)
+            keeping.start()
+            if tape is not None:  # which may take the memory back at any time
+                keeping.end()
+        made = Repacked(found, work.block, work.base, work.lifetime, tape, path, keeping)
         del held
         undo.pop_all()
         return made
@@ -210,13 +223,11 @@ class _Request:
             undo.push(attempt.pop_all())
 
     def _is_mappable(self, image: Image) -> bool:
-        """Whether a mapping is what was asked for: of what is in RAM, where nothing else is."""
-        pages = self._placement.get("pages", "auto")
+        """Whether a mapping is what was asked for; then starts after this one share its pages."""
         if self._tape is not None or self._placement.get("numa") is not None:
             return False
-        if image.is_staged:
-            return pages in ("auto", "4k", "thp")
-        return pages in ("auto", "4k") and image.is_cached()
+        mappable = ("auto", "4k", "thp") if image.is_staged else ("auto", "4k")
+        return self._placement.get("pages", "auto") in mappable
 
     def _map(self, image: Image, undo: ExitStack) -> None:
         with ExitStack() as attempt:
@@ -296,6 +307,14 @@ def repack_into(
     if weights.load != "map":
         work.run(_cpus(block, n_threads), progress)
         return
+    names = {slot.tensor.name for slot in found.slots}
+    runs = {part.file.path: runs_beside(part, weights, names) for part in weights._parts}
+    # What others have mapped is theirs; the rest would be in RAM twice.
+    droppable = {
+        part.file.path
+        for part in weights._parts
+        if not is_mapped_elsewhere(part, runs[part.file.path])
+    }
     _unmap(weights)
     slot_bytes = (max(piece.nbytes for piece in pieces) // _ALIGN + 2) * _ALIGN
     room = max(found.source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
@@ -304,10 +323,11 @@ def repack_into(
     nbytes = len(cpus) * slot_bytes
     with Block(nbytes, name="repacking", category="staging", pages="4k") as staging:
         work.stage(staging, slot_bytes)
+        dropped = {path: runs[path] for path in droppable}
         try:
-            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT)
+            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT, dropped)
         except NoDirectReadsError:
-            work.read(cpus, progress, 0)
+            work.read(cpus, progress, 0, dropped)
         finally:
             work.stage(staging, 0)
 
@@ -364,8 +384,23 @@ class _Repacking:
         n = staging.nbytes // slot_bytes if slot_bytes else 0
         self._staging = [staging.as_array("uint8", slot_bytes, i * slot_bytes) for i in range(n)]
 
-    def read(self, cpus: list[int], progress: Progress | None, flags: int) -> None:
-        """Repack what is in files, and drop it from the page cache.
+    def read(
+        self,
+        cpus: list[int],
+        progress: Progress | None,
+        flags: int,
+        dropped: dict[str, list[tuple[int, int]]],
+    ) -> None:
+        """Repack what is in files.
+
+        Parameters
+        ----------
+        cpus, progress
+            As for `run`.
+        flags : int
+            To open the files with.
+        dropped : dict of str to list of (begin, end)
+            Files that are dropped from the page cache, but for these ranges.
 
         Raises
         ------
@@ -381,9 +416,7 @@ class _Repacking:
                     raise NoDirectReadsError from error
                 raise
             self._is_direct = bool(flags)
-            names = {slot.tensor.name for slot in self._found.slots}
-            for path, part in self._parts.items():
-                runs = runs_beside(part, self._weights, names)
+            for path, runs in dropped.items():
                 self._droppers[path] = Dropper(self._fds[path], runs)
                 if not flags:
                     os.fdatasync(self._fds[path])  # what is not on the disk yet would stay
@@ -440,7 +473,7 @@ class _Repacking:
         assert tensor.ggml_type is not None  # or it had no order
         if self._fds:
             source = self._read(piece, self._staging[number])
-            if not self._is_direct:
+            if not self._is_direct and tensor.file in self._droppers:
                 self._droppers[tensor.file].drop(piece.offset, piece.offset + piece.nbytes)
         else:
             source = tensor.address + piece.offset - tensor.offset
@@ -492,6 +525,7 @@ def warm_rest(
     told = 0.0
     for part in weights._parts:
         with reopen(part.file) as fd:
+            absent = gaps_in_cache(part, runs[part.file.path])
             for begin, end in runs[part.file.path]:
                 os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
                 part.memory.block._warm_range(begin, end - begin, threads)
@@ -499,7 +533,8 @@ def warm_rest(
                 if progress is not None and done < total and time.monotonic() - told >= _TICK:
                     told = time.monotonic()
                     progress(done, total)
-            drop_beside(part, fd, runs[part.file.path])
+            for begin, end in absent:
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
     if progress is not None:
         progress(total, total)
 
@@ -531,7 +566,7 @@ def repack_and_warm(
     if rest_bytes:
         try:
             warm_rest(weights, repacked, threads, tell_rest)
-        except BaseException:
-            repacked.__exit__()
+        except BaseException as error:
+            repacked.__exit__(type(error))
             raise
     return repacked

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from unimem.errors import PlacementError
 from unimem.system import kernel_files
 from unimem.system.placement import Lock, Placement
-from unimem.weights.files import Version, version_of
+from unimem.weights.files import Version, identity_of
 from unimem.weights.staging.places import Folder, Memfd, Place, proc_folder, sweep
 
 __all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders"]
@@ -50,7 +50,7 @@ class Held:
     source : str
         The model, as an absolute path.
     versions : tuple of (str, Version)
-        The files that were read, and what they were then.
+        The files that were read, and what they were then; of a repacked model, their identities.
     asked : dict
         The options of the command.
     backing : str
@@ -78,7 +78,7 @@ class Held:
         """Say why it can no longer stand for the model; None while it can."""
         try:
             for original, version in self.versions:
-                if version_of(os.stat(original)) != version:
+                if identity_of(os.stat(original))[: len(version)] != version:
                     return f"{original} was written to or replaced"
             for path, nbytes in self._sizes():
                 if os.stat(path).st_size < nbytes:

@@ -9,14 +9,20 @@ import array
 import errno
 import fcntl
 import os
+import re
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from unimem._core import tmpfs
 from unimem._core.library import get_library
 from unimem.errors import PlacementError
+from unimem.system.kernel_files import read_text
 from unimem.system.limits import SHM
+
+if TYPE_CHECKING:
+    import socket
 
 __all__ = [
     "ACCESS_MODE",
@@ -27,6 +33,7 @@ __all__ = [
     "Mount",
     "Place",
     "proc_folder",
+    "shown_images",
     "sweep",
 ]
 
@@ -42,6 +49,13 @@ _MFD_NOEXEC_SEAL = 8
 _HUGE_SHIFTS = {"2m": 21, "1g": 30}
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Of a socket that shows an image: its path follows.
+_SHOWN = "\0unimem-staged:"
+_SHOWN_PATH = re.compile(
+    rf" @unimem-staged:(?P<path>(?P<owner>/proc/[0-9]+|{SHM}/{_PREFIX}[0-9a-f]+)"
+    r"(/fd/[0-9]+)?/repacked\.unimem)$",
+    re.ASCII,
+)
 _CHILD = os.path.join(os.path.dirname(__file__), "mount.py")
 
 
@@ -55,6 +69,7 @@ class Place:
     """
 
     fd = -1
+    _shown: socket.socket | None = None
 
     def create(self, name: str) -> int:
         """Make an empty file, and return a descriptor that may write to it."""
@@ -76,12 +91,23 @@ class Place:
         """Return the path of a file, below the folder in ``/proc`` of a process that has `fd`."""
         return f"fd/{self.fd}/{name}"
 
+    def show(self, path: str) -> None:
+        """Let `shown_images` find an image of this place, until it is let go."""
+        # Here, since few processes stage, and `import unimem` shall stay light.
+        import socket
+
+        self._shown = socket.socket(socket.AF_UNIX)
+        with suppress(OSError):  # without it, readers need the path
+            self._shown.bind(_SHOWN + path)
+
     def close(self) -> None:
         """Let it go, and with it what is this process's alone."""
         self.leave()
 
     def leave(self) -> None:
         """Close the descriptor, and leave the place to another process that has it."""
+        if self._shown is not None:
+            self._shown.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -134,7 +160,6 @@ class _Namespace:
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
-        # Here, since few processes stage, and `import unimem` shall stay light.
         import socket
         import subprocess
 
@@ -283,6 +308,19 @@ def proc_folder() -> str:
             f"/proc/self: {error.strerror}: others would open a staged model there; "
             "'mount -t proc proc /proc' helps",
         ) from None
+
+
+def shown_images() -> Iterator[str]:
+    """Give the paths of the images that processes of this user show.
+
+    The name of a socket goes with its process, and the kernel lists all names at once, those of
+    other users as well. So a path is given only if it leads into a process or folder of this user.
+    """
+    for line in (read_text("/proc/net/unix") or "").splitlines():
+        found = _SHOWN_PATH.search(line)
+        with suppress(OSError):
+            if found is not None and os.lstat(found["owner"]).st_uid == os.geteuid():
+                yield found["path"]
 
 
 def sweep() -> None:
