@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -22,8 +20,10 @@ import pytest
 import gguf_files as gf
 import unimem as um
 from at_once import at_once
+from forks import fork
+from unimem.system.atomic_file import NewFile
 from unimem.system.user_cache import cache_folder
-from unimem.weights import image_identity, image_use, repack
+from unimem.weights import image_identity, image_keep, image_use, repack
 from unimem.weights.files import version_of
 from unimem.weights.image import IMAGE_NAME, Image, write_image
 from unimem.weights.image_cache import ImageCache
@@ -418,8 +418,9 @@ def test_a_full_disk_leaves_nothing(model: Path, cache: ImageCache, monkeypatch:
 # ---- while it is used already -------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("waiter", ["closing", "the end of the process"])
 def test_what_is_repacked_is_ready_before_it_is_kept(
-    model: Path, cache: ImageCache, monkeypatch: Patch
+    waiter: str, model: Path, cache: ImageCache, monkeypatch: Patch
 ) -> None:
     is_ready, writing, plain = threading.Event(), [], write_image
 
@@ -434,9 +435,14 @@ def test_what_is_repacked_is_ready_before_it_is_kept(
         assert made.image is None
         assert cache.images() == []
         is_ready.set()
-        made.close()  # which waits
+        if waiter == "closing":
+            made.close()
+        else:
+            image_keep._end_all()
+        (first,) = cache.images()
+        made.close()
     assert writing == [19]
-    assert repacked_bytes(model)[0] == str(only(cache))
+    assert repacked_bytes(model)[0] == first.path
 
 
 @pytest.mark.parametrize("why", ["an exception", "an interrupt", "closed under it"])
@@ -470,6 +476,16 @@ def test_what_is_not_kept_leaves_nothing(
     with um.open_weights(model, load="map") as weights, pytest.raises(raised[why]):
         use(weights)
     assert os.listdir(cache.folder) == []
+
+
+@pytest.mark.slow
+def test_the_end_of_a_process_waits(
+    model: Path, cache: ImageCache, run_python: Callable[..., Any]
+) -> None:
+    script = f"import unimem as um; um.repack(um.open_weights({str(model)!r}, load='map'))"
+    done = run_python(script)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(cache.folder) == [only(cache).name]
 
 
 def test_a_forked_child_does_not_keep_others_waiting(cache: ImageCache) -> None:
@@ -524,38 +540,29 @@ def test_two_at_once_have_one_result(
     assert os.listdir(cache.folder) == [only(cache).name]
 
 
-KILLED = """
-import os, signal, sys
-import unimem as um
-from unimem.system.atomic_file import NewFile
-write = NewFile.write
-def once(self, data, offset):
-    write(self, data, offset)
-    os.kill(os.getpid(), signal.SIGKILL)
-if sys.argv[2] == "write":
-    NewFile.write = once
-if sys.argv[2] == "publish":
-    NewFile.publish = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-um.repack(um.open_weights(sys.argv[1], load="map"))
-"""
+def kill_after(call: Callable[..., Any]) -> Callable[..., Any]:
+    def once(*arguments: Any) -> None:
+        call(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return once
 
 
-@pytest.mark.parametrize("when", ["write", pytest.param("publish", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["write", "publish"])
 def test_a_killed_writer_leaves_nothing_that_is_used(
     when: str, model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(model), when], check=False)
-    assert done.returncode == -signal.SIGKILL
+    child = fork()
+    if child == 0:
+        call = kill_after(NewFile.write if when == "write" else lambda _: None)
+        setattr(NewFile, when, call)
+        repacked_bytes(model)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert cache.images() == []
     assert len(os.listdir(cache.folder)) == 2  # a lock and a half
     image, found = repacked_bytes(model)
     assert (image, found) == (None, expected_bytes(model))
-    assert os.listdir(cache.folder) == [only(cache).name]
-
-
-def test_the_end_of_a_process_waits(model: Path, cache: ImageCache) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(model), "never"], check=False)
-    assert done.returncode == 0
     assert os.listdir(cache.folder) == [only(cache).name]
 
 
