@@ -441,7 +441,7 @@ def test_what_is_repacked_is_ready_before_it_is_kept(
             image_keep._end_all()
         (first,) = cache.images()
         made.close()
-    assert writing == [19]
+    assert writing == [10]
     assert repacked_bytes(model)[0] == first.path
 
 
@@ -563,6 +563,10 @@ def test_a_killed_writer_leaves_nothing_that_is_used(
     assert len(os.listdir(cache.folder)) == 2  # a lock and a half
     image, found = repacked_bytes(model)
     assert (image, found) == (None, expected_bytes(model))
+    assert os.listdir(cache.folder) == [only(cache).name]
+    # What is left of another model goes as well, also where nothing is written.
+    Path(cache.folder, ".other.repacked.01234567.unimem-tmp").touch()
+    assert repacked_bytes(model)[0] == str(only(cache))
     assert os.listdir(cache.folder) == [only(cache).name]
 
 

@@ -180,6 +180,7 @@ class ImageCache:
         Image or None
             Its header was checked, and its data is not read yet.
         """
+        self._sweep()
         key = key_of(identity)
         try:
             image = Image(self.path_of(key))

@@ -12,7 +12,7 @@ from unimem.system.threads import wait_until
 
 __all__ = ["Keeping"]
 
-_NICE = 19  # what computes goes first
+_NICE = 10  # what computes goes first, and who waits for the image still gets it soon
 _running: set[Keeping] = set()
 
 

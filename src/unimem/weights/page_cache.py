@@ -14,7 +14,14 @@ import numpy as np
 from unimem._core import guard
 from unimem.weights.tensors import Contents, ModelPart
 
-__all__ = ["Dropper", "drop_beside", "gaps_in_cache", "is_mapped_elsewhere", "runs_beside"]
+__all__ = [
+    "Dropper",
+    "drop",
+    "drop_beside",
+    "gaps_in_cache",
+    "is_mapped_elsewhere",
+    "runs_beside",
+]
 
 _PAGE = 4096
 # The page cache has pieces of up to 2 MiB, which are dropped whole or not at all.
@@ -59,7 +66,7 @@ class Dropper:
             low, high = min(run[0] for run in joined), max(run[1] for run in joined)
             self._done[first:stop] = [(low, high)]
         low, high = max(low, begin - _LARGEST_FOLIO), min(high, end + _LARGEST_FOLIO)
-        os.posix_fadvise(self._fd, low, high - low, os.POSIX_FADV_DONTNEED)
+        drop(self._fd, low, high)
 
 
 def runs_beside(
@@ -78,10 +85,15 @@ def runs_beside(
     return found
 
 
+def drop(fd: int, begin: int, end: int) -> None:
+    """Drop a range of a file from the page cache; pages that are mapped stay."""
+    os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
 def drop_beside(part: ModelPart, fd: int, runs: Sequence[tuple[int, int]]) -> None:
     """Drop from the page cache what is in none of these ranges of a file."""
     for begin, end in _gaps(part, runs):
-        os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+        drop(fd, begin, end)
 
 
 def gaps_in_cache(part: ModelPart, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -36,6 +36,7 @@ from unimem.weights.loading import (
 from unimem.weights.opened import Weights
 from unimem.weights.page_cache import (
     Dropper,
+    drop,
     drop_beside,
     gaps_in_cache,
     is_mapped_elsewhere,
@@ -525,16 +526,18 @@ def warm_rest(
     told = 0.0
     for part in weights._parts:
         with reopen(part.file) as fd:
-            absent = gaps_in_cache(part, runs[part.file.path])
+            read_ahead = dict(gaps_in_cache(part, runs[part.file.path]))
             for begin, end in runs[part.file.path]:
                 os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
                 part.memory.block._warm_range(begin, end - begin, threads)
+                if end in read_ahead:
+                    drop(fd, end, read_ahead[end])
                 done += end - begin
                 if progress is not None and done < total and time.monotonic() - told >= _TICK:
                     told = time.monotonic()
                     progress(done, total)
-            for begin, end in absent:
-                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+            for begin, end in read_ahead.items():  # what was still being read
+                drop(fd, begin, end)
     if progress is not None:
         progress(total, total)
 
