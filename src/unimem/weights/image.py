@@ -46,6 +46,8 @@ IMAGE_NAME = "repacked.unimem"
 
 _PIECE_BYTES = 1 << 20  # it stays in the cache of the core that hashes it
 _WRITE_BYTES = 4 << 20
+_WARM_BYTES = 256 << 20
+_READERS = 8  # threads that wait for a disk take no CPU
 _NO_HASH = "0" * 32
 
 
@@ -140,9 +142,9 @@ class Image:
                 with suppress(OSError):  # a kernel without them
                     block.advise("hugepage")
             with self._loss_as_damage():
-                block._warm_range(0, block.nbytes, threads)
+                self._warm(block, threads, progress)
             if not self.is_staged:
-                self._check(block, 0, threads, progress)
+                self._check(block, 0, threads, _second_half(progress))
             elif progress is not None:
                 progress(block.nbytes, block.nbytes)
         except BaseException as error:
@@ -150,6 +152,15 @@ class Image:
             block.__exit__(None, None, None)
             raise
         return block
+
+    def _warm(self, block: Block, threads: int, progress: Progress | None) -> None:
+        """Bring it in, by pieces, between which an interrupt comes; that is half of the work."""
+        if not (self.is_staged or self.is_cached()):
+            threads = max(threads, _READERS)
+        for begin in range(0, block.nbytes, _WARM_BYTES):
+            if progress is not None:
+                progress(begin, 2 * block.nbytes)
+            block._warm_range(begin, min(_WARM_BYTES, block.nbytes - begin), threads)
 
     def read(self, block: Block, base: int, progress: Progress | None = None) -> None:
         """Read the data into memory of a block, and check it: past the page cache, if not in it.
@@ -343,6 +354,10 @@ def write_image(
         pages[rest:ALIGN] = 0
         new.write(pages[:ALIGN], len(head) + end)
     check()
+
+
+def _second_half(progress: Progress | None) -> Progress | None:
+    return None if progress is None else lambda done, total: progress(total + done, 2 * total)
 
 
 def _is_in_memory(fd: int) -> bool:
