@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
-
-import numpy as np
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
@@ -359,11 +356,8 @@ class Layout(Lifetimes[Tape]):
             limits.require(cold_bytes, what)
         n_threads = limits.thread_count()
         for tape, nbytes in tapes.items():
-            tape.block._warm_range(0, nbytes, n_threads)
-            if tape._is_of_file:
-                # Reading has brought its pages in; the first write to each would fault still.
-                pages = tape.block.as_array("uint8")[: nbytes : mmap.PAGESIZE]
-                np.bitwise_or(pages, 0, out=pages)
+            # Where a file's pages are only read in, the first write to each would fault still.
+            tape.block._warm_range(0, nbytes, n_threads, write=True)
         for cache in alone:
             cache.warm(n_threads)
         warm_python_heap()
