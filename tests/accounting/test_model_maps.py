@@ -419,6 +419,16 @@ def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
     assert not opens(8, 8, is_named=True)
 
 
+@needs_areas
+def test_a_model_in_memory_without_a_name(maps: Maps) -> None:
+    with open(os.memfd_create("blob", os.MFD_CLOEXEC), "wb") as file:
+        file.write(blob("GGUF"))
+        file.flush()
+        maps(f"/proc/self/fd/{file.fileno()}")
+    one = only("memfd:blob")
+    assert (one.state, one.source, one.format) == ("unnamed", None, "GGUF")
+
+
 @contextmanager
 def program(path: Path, backing: Any) -> Iterator[tuple[int, int, str]]:
     """A process that calls `um.stage`, a forked child of it, and the path that it would print."""
