@@ -436,15 +436,16 @@ def program(path: Path, backing: Any) -> Iterator[tuple[int, int, str]]:
     ends, end = os.pipe()
     child = fork()
     if child == 0:
-        os.close(end)
-        with um.stage(path, backing=backing, pages="4k") as staged:
-            grandchild = os.fork()
-            if grandchild:
-                os.write(says, f"{grandchild} {staged.path}".encode())
-            os.read(ends, 1)
-            if grandchild:
-                os.waitpid(grandchild, 0)
-        os._exit(0)
+        try:
+            os.close(end)
+            with um.stage(path, backing=backing, pages="4k") as staged:
+                if grandchild := fork():
+                    os.write(says, f"{grandchild} {staged.path}".encode())
+                os.read(ends, 1)
+                if grandchild:
+                    os.waitpid(grandchild, 0)
+        finally:
+            os._exit(0)
     for fd in (says, ends):
         os.close(fd)
     with os.fdopen(said, "rb", 0) as answer:
