@@ -255,7 +255,7 @@ tensor_set = _base("backend_tensor_set", None, _P, _P, c_size_t, c_size_t)
 
 graph_plan = _cpu("graph_plan", ComputePlan, _P, c_int, _P)
 _graph_compute = _cpu("graph_compute", c_int, _P, POINTER(ComputePlan))
-graph_compute_address = ctypes.cast(_graph_compute, c_void_p).value
+graph_compute_address = ctypes.cast(_CPU.ggml_graph_compute, c_void_p).value
 """int (*)(ggml_cgraph *, ggml_cplan *), for callers that hold no lock of the interpreter."""
 _threadpool_params_default = _base("threadpool_params_default", ThreadpoolParams, c_int)
 _threadpool_new = _cpu("threadpool_new", _P, POINTER(ThreadpoolParams))
