@@ -19,7 +19,7 @@ _SMALL_RUN = 1 << 20  # is read again rather than left in such a piece
 
 
 def write_back(fd: int) -> None:
-    """Have the disk get what of a file it does not have yet, and what would so stay in RAM."""
+    """Write to the disk what of a file is in RAM alone: until then, it cannot be dropped."""
     try:
         os.fdatasync(fd)
     except OSError as error:
