@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import decoders  # noqa: F401 - skips where something is missing
+import unimem as um
 from conftest import Run
 from models.make import write_model
 from project import ROOT
@@ -73,6 +74,7 @@ SCRIPT = """
             "moved": sum(addresses[name] != moved[name] for name in addresses),
             "buffers": len(addresses),
             "load": decoder.report().facts["load"],
+            "is_mapped": bool(decoder._memory.repacked and decoder._memory.repacked.image),
             "wrapped": decoder.kv.row_of(decoder.kv.next_position) < len(prompt),
         }))
 """
@@ -86,11 +88,16 @@ SCRIPT = """
         ({"threads": 1, "kv_dtype": "q8_0"}, {"temperature": 0.8, "seed": 1}),
         ({"threads": 1, "window": 40, "kv_dtype": "bf16"}, {}),
         ({"threads": 2, "load": "repack"}, {}),
+        pytest.param({"threads": 1, "load": "repack"}, {}, marks=pytest.mark.slow),
     ],
-    ids=["greedy, two threads", "chance q8_0", "window bf16", "repacked, two threads"],
+    ids=["greedy, two threads", "chance q8_0", "window bf16", "repacked", "repacked, staged"],
 )
 def test_steady_state(
-    tmp_path: Path, run_python: Run, how: dict[str, Any], options: dict[str, float]
+    tmp_path: Path,
+    run_python: Run,
+    how: dict[str, Any],
+    options: dict[str, float],
+    request: pytest.FixtureRequest,
 ) -> None:
     is_repacked = "load" in how
     if is_repacked and ggml_repack.find_order(Q4_0, (256, 64)) is None:
@@ -100,6 +107,13 @@ def test_steady_state(
         [str(COMPILER), "-std=c17", "-O2", "-shared", "-fPIC", "-o", shim, SHIM, "-ldl"], check=True
     )
     model = write_model(tmp_path / "model.gguf", kind="q4_0" if is_repacked else "q8_0")
+    if "staged" in request.node.name:
+        try:
+            staged = um.stage(model, repack=True)
+        except um.PlacementError as error:
+            pytest.skip(f"neither tmpfs nor /dev/shm: {error}")
+        request.addfinalizer(staged.close)
+        model = Path(staged.path)
     # The kernel may take a page for a moment, to move it, and its return counts as a fault: seldom.
     # What a token costs by itself would show in every run.
     for _ in range(4):
@@ -112,6 +126,7 @@ def test_steady_state(
     assert all(counted["seen"])
     assert counted["wrapped"] is ("window" in how)
     assert counted["load"] == how.get("load", "map")
+    assert counted["is_mapped"] is ("staged" in request.node.name)
     assert (counted["faults"], counted["moved"]) == (0, 0)
     assert counted["buffers"] > 50
     assert counted["allocations"][UNIMEM] == counted["os_calls"][UNIMEM] == 0
