@@ -424,12 +424,15 @@ class Layout(Lifetimes[Tape]):
         else:
             before = plan(path_or_weights, load=load, **options)
             before.require_fits(strict=strict)
-            repacks = before.load == "repack"
+            repacks, mapped = before.load == "repack", placement.copy()
+            if repacks:  # pages and nodes are those of what is repacked
+                mapped.pop("pages", None)
+                mapped.pop("numa", None)
             if load == "repack":
                 load = "map"
                 if not repacks:
                     policy.warn(f"{path_or_weights} is not repacked: {before.load_reason}")
-            weights = open_weights(path_or_weights, load=load, progress=progress, **placement)
+            weights = open_weights(path_or_weights, load=load, progress=progress, **mapped)
         try:
             if not given:  # the file may be another one by now
                 needed = plan(weights, load="repack" if repacks else "auto", **options)
