@@ -354,7 +354,7 @@ class Layout(Lifetimes[Tape]):
         what = "Layout.freeze: warming memory"
         if isinstance(self.weights, Weights):
             self.weights._require_room(what, cold_bytes)
-            self.weights.warm()
+            self.weights._warm_used()
         else:
             limits.require(cold_bytes, what)
         n_threads = limits.thread_count()
@@ -430,12 +430,18 @@ class Layout(Lifetimes[Tape]):
         else:
             before = plan(path_or_weights, load=load, **options)
             before.require_fits(strict=strict)
-            repacks = before.load == "repack"
+            repacks, mapped = before.load == "repack", placement.copy()
+            if repacks:  # pages and nodes are those of what is repacked
+                mapped.pop("pages", None)
+                mapped.pop("numa", None)
+                mapped.pop("warm", None)  # and so is what is read, but for the rest
+                if placement.get("lock"):
+                    mapped["lock"] = "onfault"
             if load == "repack":
                 load = "map"
                 if not repacks:
                     policy.warn(f"{path_or_weights} is not repacked: {before.load_reason}")
-            weights = open_weights(path_or_weights, load=load, progress=progress, **placement)
+            weights = open_weights(path_or_weights, load=load, progress=progress, **mapped)
         try:
             if not given:  # the file may be another one by now
                 needed = plan(weights, load="repack" if repacks else "auto", **options)
