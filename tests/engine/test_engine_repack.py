@@ -132,6 +132,19 @@ def test_the_plan_bounds_what_ggml_works_in(model: Path) -> None:
             assert header.extra
 
 
+def test_each_decoder_has_what_it_repacks(model: Path) -> None:
+    plan = um.plan(model, load="repack", sessions=2, **OPTIONS)
+    with (
+        um.open_weights(model) as weights,
+        Decoder(weights, load="repack", **OPTIONS) as one,
+        Decoder(weights, load="repack", **OPTIONS) as other,
+    ):
+        found = [decoder._memory.repacked for decoder in (one, other)]
+        nbytes = sum(repacked.nbytes for repacked in found if repacked is not None)
+        assert plan["weights:q4_0 repacked"].nbytes == nbytes
+        assert plan["weights:q4_0"].nbytes == weights.by_type()["q4_0"]
+
+
 # ---- what auto does ----------------------------------------------------------------------------
 
 

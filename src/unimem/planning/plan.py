@@ -89,7 +89,7 @@ def plan(
         that are is told by this machine's CPU.
     sessions : int, default 1
         Conversations at the same time: decoders over the same weights, each with a KV cache and
-        scratch of its own.
+        scratch of its own, and with what it repacks.
     device : str, optional
         ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model` takes it.
     machine : Machine, mapping, str or path-like, optional
@@ -269,7 +269,7 @@ class _Planner:
         storage = Storage.from_options(options.placement)
         session = self._session(options, storage)
         budget = Budget(self._machine)
-        fixed = self._source.weights(mode, storage, budget)
+        fixed = self._source.weights(mode, storage, budget, options.sessions)
         if self._is_elsewhere:
             fixed = [replace(need, taken_bytes=0) for need in fixed]
         if self._source.shape.dims is not None:

@@ -80,15 +80,15 @@ class RepackedPart:
             return f"{image.path}, mapped: it is in RAM once for all processes"
         return f"{image.path}, mapped from the page cache"
 
-    def needs(self, storage: Storage, budget: Budget) -> list[Need]:
-        """List what is mapped, or the block that it is brought into and what that takes beside."""
+    def needs(self, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what is mapped, or the blocks of so many decoders and what filling one takes."""
         found, image = self._found, self._image
         rows = {f"weights:{kind} repacked": nbytes for kind, nbytes in found.types.items()}
         if image is not None and is_mapped(image, storage.pages, storage.numa):
             if padding := image.data_bytes - sum(rows.values()):
                 rows[_PADDING] = padding
             return [_image_need(image, rows, storage, budget)]
-        needs = [storage.block(found.nbytes, _PADDING, budget, rows)]
+        needs = [storage.block(found.nbytes, _PADDING, budget, rows) for _ in range(sessions)]
         if image is None and self._is_read:
             most = staging_bytes(found, budget.thread_count())
             needs.append(Need({}, ram_bytes=most))

@@ -54,8 +54,8 @@ class ModelSource(Protocol):
     ) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """List what the weights take."""
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what the weights of so many decoders take."""
 
     def origin(self, storage: Storage) -> str | None:
         """Say what repacked image the weights are taken from; None where they are repacked."""
@@ -110,7 +110,7 @@ class DimsSource:
             return "map", "a file would be mapped"
         return load, _ASKED
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, _sessions: int) -> list[Need]:
         """List what the weights take."""
         types = _weight_rows(self._types)
         total = sum(types.values())
@@ -181,8 +181,8 @@ class FileSource:
             self._repacked = RepackedPart(found, image, is_read=True)
         return "repack", self._repacked.reason(why)
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """List what the weights take."""
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what the weights of so many decoders take."""
         headers = _headers_need(self._model.files)
         if mode in ("copy", "direct"):
             nbytes = loading.copy_bytes(self._model)
@@ -191,7 +191,7 @@ class FileSource:
         self._held = self._held or self._measure_held()
         repacked = self._repacked if mode == "repack" else None
         found = _mapping_need(self._contents, self._held, storage, budget, repacked)
-        return [found, *(repacked.needs(storage, budget) if repacked else ()), headers]
+        return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
 
     def origin(self, storage: Storage) -> str | None:
         """Say what repacked image the weights are taken from; None where they are repacked."""
@@ -257,8 +257,8 @@ class WeightsSource:
             raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
         return weights.load, weights.load_reason
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """List what they take, and have taken, and what will be repacked."""
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what they take, and have taken, and what so many decoders will repack."""
         weights = self._weights
         headers = _headers_need(part.file for part in weights._parts)
         repacked = self._repacked if mode == "repack" else None
@@ -271,7 +271,7 @@ class WeightsSource:
             in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
             ram = 0 if in_pool else nbytes
             found = Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram)
-        return [found, *(repacked.needs(storage, budget) if repacked else ()), headers]
+        return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
 
     def origin(self, storage: Storage) -> str | None:
         """Say what repacked image the weights are taken from; None where they are repacked."""
