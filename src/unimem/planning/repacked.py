@@ -59,8 +59,8 @@ class RepackedPart:
     """
 
     def __init__(self, found: Arrangement, image: Image | None, *, is_read: bool) -> None:
-        self.source_bytes = found.source_bytes
-        self._found, self._image, self._is_read = found, image, is_read
+        self.found = found
+        self._image, self._is_read = image, is_read
 
     def reason(self, why: str) -> str:
         """Say why the model is repacked, and that it has been where that is so."""
@@ -82,7 +82,7 @@ class RepackedPart:
 
     def needs(self, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
         """List what is mapped, or the blocks of so many decoders and what filling one takes."""
-        found, image = self._found, self._image
+        found, image = self.found, self._image
         rows = {f"weights:{kind} repacked": nbytes for kind, nbytes in found.types.items()}
         if image is not None and is_mapped(image, storage.pages, storage.numa):
             if padding := image.data_bytes - sum(rows.values()):

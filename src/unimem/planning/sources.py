@@ -163,14 +163,15 @@ class FileSource:
     ) -> tuple[Mode, str]:
         """Return how the weights come into memory, and why."""
         contents = self._contents
+        known = None if self._repacked is None else self._repacked.found
         if load == "repack":
-            found = arrange(contents)
+            found = known or arrange(contents)
             return self._repack(found, _ASKED) if found.slots else ("map", why_nothing(contents))
         choice = loading.choose(self._model, load, None, placement, budget)
         # The limit on locked memory would have to hold the file as well.
         may_gain = self.shape.dims is not None and not placement.get("lock")
         if load == "auto" and choice.mode == "map" and may_gain:
-            gain = find_gain(contents)
+            gain = known or find_gain(contents)
             if gain is not None:
                 return self._repack(gain, reason_of(gain, contents.nbytes))
         return choice.mode, choice.reason
@@ -345,7 +346,7 @@ def _mapping_need(
     """Return what mapped files take; what is repacked of them is neither read nor kept."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
     need = _file_need(_weight_rows(weights.by_type()), nbytes, storage, budget)
-    unread = 0 if repacked is None else repacked.source_bytes
+    unread = 0 if repacked is None else repacked.found.source_bytes
     ram = max(held.fixed_bytes, need.ram_bytes - held.pool_bytes - unread)
     files = max(0, nbytes - ram - held.pool_bytes)
     return replace(
