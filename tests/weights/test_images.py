@@ -7,7 +7,6 @@ import fcntl
 import os
 import shutil
 import signal
-import socket
 import threading
 import warnings
 from collections.abc import Callable
@@ -29,7 +28,6 @@ from unimem.weights.image import IMAGE_NAME, Image, write_image
 from unimem.weights.image_cache import ImageCache
 from unimem.weights.image_format import key_of
 from unimem.weights.repacked import arrange
-from unimem.weights.staging.places import shown_images
 from weight_bytes import cached_bytes, drop_from_cache, leaves_nothing
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -175,14 +173,6 @@ def test_a_staged_image_is_mapped_by_all(
         assert repacks == []
         write(model, seed=9)  # and is no longer of this model
         assert repacked_bytes(staged.path)[0] is None
-
-
-def test_only_staged_images_of_this_user_are_looked_at() -> None:
-    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as other:
-        one.bind("\0unimem-staged:/tmp/repacked.unimem")
-        path = f"/proc/{os.getpid()}/fd/7/repacked.unimem"
-        other.bind(f"\0unimem-staged:{path}")
-        assert list(shown_images()) == [path]
 
 
 def test_staging_takes_what_is_kept(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:

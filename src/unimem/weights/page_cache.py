@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -21,6 +22,7 @@ __all__ = [
     "gaps_in_cache",
     "is_mapped_elsewhere",
     "runs_beside",
+    "write_back",
 ]
 
 _PAGE = 4096
@@ -31,6 +33,16 @@ _SAMPLES = 64  # pages of a file that are looked at, and one of each gap
 # Bits of an entry of pagemap: the page is mapped, and nowhere else.
 _ENTRY, _PRESENT, _EXCLUSIVE = struct.Struct("=Q"), 1 << 63, 1 << 56
 _FEW = 8  # one page of so many
+
+
+def write_back(fd: int) -> None:
+    """Write to the disk what of a file is in RAM alone: until then, it cannot be dropped."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        # A file system that is never written to (squashfs, erofs, ISO 9660) has nothing to write.
+        if error.errno not in (errno.EINVAL, errno.EROFS):
+            raise
 
 
 class Dropper:

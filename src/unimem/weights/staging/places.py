@@ -9,20 +9,15 @@ import array
 import errno
 import fcntl
 import os
-import re
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from unimem._core import tmpfs
 from unimem._core.library import get_library
 from unimem.errors import PlacementError
-from unimem.system.kernel_files import read_text
 from unimem.system.limits import SHM
-
-if TYPE_CHECKING:
-    import socket
+from unimem.system.memfds import new_memfd
 
 __all__ = [
     "ACCESS_MODE",
@@ -33,7 +28,6 @@ __all__ = [
     "Mount",
     "Place",
     "proc_folder",
-    "shown_images",
     "sweep",
 ]
 
@@ -44,18 +38,9 @@ BACKINGS: tuple[Backing, ...] = ("tmpfs", "hugetlb", "memfd", "shm")
 ACCESS_MODE = 0o400
 
 _PREFIX = "unimem-stage-"
-# The kernel's numbers (uapi/linux/memfd.h and fcntl.h), which Python has only in part.
-_MFD_NOEXEC_SEAL = 8
 _HUGE_SHIFTS = {"2m": 21, "1g": 30}
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Of a socket that shows an image: its path follows.
-_SHOWN = "\0unimem-staged:"
-_SHOWN_PATH = re.compile(
-    rf" @unimem-staged:(?P<path>(?P<owner>/proc/[0-9]+|{SHM}/{_PREFIX}[0-9a-f]+)"
-    r"(/fd/[0-9]+)?/repacked\.unimem)$",
-    re.ASCII,
-)
 _CHILD = os.path.join(os.path.dirname(__file__), "mount.py")
 
 
@@ -69,7 +54,6 @@ class Place:
     """
 
     fd = -1
-    _shown: socket.socket | None = None
 
     def create(self, name: str) -> int:
         """Make an empty file, and return a descriptor that may write to it."""
@@ -91,23 +75,12 @@ class Place:
         """Return the path of a file, below the folder in ``/proc`` of a process that has `fd`."""
         return f"fd/{self.fd}/{name}"
 
-    def show(self, path: str) -> None:
-        """Let `shown_images` find an image of this place, until it is let go."""
-        # Here, since few processes stage, and `import unimem` shall stay light.
-        import socket
-
-        self._shown = socket.socket(socket.AF_UNIX)
-        with suppress(OSError):  # without it, readers need the path
-            self._shown.bind(_SHOWN + path)
-
     def close(self) -> None:
         """Let it go, and with it what is this process's alone."""
         self.leave()
 
     def leave(self) -> None:
         """Close the descriptor, and leave the place to another process that has it."""
-        if self._shown is not None:
-            self._shown.close()
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -160,6 +133,7 @@ class _Namespace:
     """
 
     def __init__(self, nbytes: int, *, huge: bool) -> None:
+        # Here, since few processes stage, and `import unimem` shall stay light.
         import socket
         import subprocess
 
@@ -227,15 +201,8 @@ class Memfd(Place):
 
     def create(self, name: str) -> int:
         """Make the one file."""
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | self._flags
         # What the kernel takes is 249 bytes; it stands in /proc/PID/maps.
-        label = os.fsdecode(os.fsencode(name)[:200])
-        try:
-            self.fd = os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # before Linux 6.3
-                raise
-            self.fd = os.memfd_create(label, flags)
+        self.fd = new_memfd(os.fsdecode(os.fsencode(name)[:200]), self._flags)
         os.fchmod(self.fd, ACCESS_MODE)
         return os.dup(self.fd)
 
@@ -308,19 +275,6 @@ def proc_folder() -> str:
             f"/proc/self: {error.strerror}: others would open a staged model there; "
             "'mount -t proc proc /proc' helps",
         ) from None
-
-
-def shown_images() -> Iterator[str]:
-    """Give the paths of the images that processes of this user show.
-
-    The name of a socket goes with its process, and the kernel lists all names at once, those of
-    other users as well. So a path is given only if it leads into a process or folder of this user.
-    """
-    for line in (read_text("/proc/net/unix") or "").splitlines():
-        found = _SHOWN_PATH.search(line)
-        with suppress(OSError):
-            if found is not None and os.lstat(found["owner"]).st_uid == os.geteuid():
-                yield found["path"]
 
 
 def sweep() -> None:
