@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +22,7 @@ pytest.importorskip(
     "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
-from unimem.system import ggml, ggml_repack, ggml_trial
+from unimem.system import ggml, ggml_repack, ggml_trial, ggml_verdict
 
 ALL_KINDS = tuple(ggml.MATMUL_TYPES)
 KINDS = [kind for kind in ALL_KINDS if ggml_repack.find_order(kind, (256, 64))]
@@ -175,6 +178,34 @@ def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch
     assert ggml_repack.buffer_types.__wrapped__() == ()
     monkeypatch.setattr(sys, "executable", "/none")
     assert ggml_repack.buffer_types.__wrapped__() == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_sound", "is_kept"),
+    [(0, True, True), (3, False, True), (-signal.SIGILL, False, True), (1, False, False),
+     (-signal.SIGKILL, False, False)],
+)  # fmt: skip
+def test_a_trial_is_made_once_a_build(
+    code: int, is_sound: bool, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+    trials: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        trials.append(command[-1])
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        assert ggml_verdict.passes_trial("AMX", {"libraries": "1"}) == is_sound
+    assert len(trials) == (1 if is_kept else 2)
+    for path in (tmp_path / "cache").iterdir():
+        path.write_text("")  # of no meaning: it is tried again
+    ggml_verdict.passes_trial("AMX", {"libraries": "1"})
+    ggml_verdict.passes_trial("AMX", {"libraries": "2"})
+    (tmp_path / "cache").chmod(0o777)
+    ggml_verdict.passes_trial("AMX", {"libraries": "2"})  # what others may write is not believed
+    assert len(trials) == (4 if is_kept else 5)
 
 
 def test_a_trial_sees_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -250,6 +251,31 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
         assert cached_bytes(path) <= 32 * 4096  # what faulting maps around it
         rows = {row.category: row.nbytes for row in um.report().rows}
         assert rows[f"weights:{name_of(KINDS[0])} repacked"] == repacked.nbytes
+
+
+def test_what_others_have_mapped_stays_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "m.gguf", {f"{i}.weight": (KINDS[0], (1024, 2048)) for i in range(8)})
+    size = -(-path.stat().st_size // 4096) * 4096
+    path.read_bytes()
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as theirs,
+        um.open_weights(path) as weights,
+    ):
+        # Half of it: the kernel would drop the other half.
+        touched = np.frombuffer(theirs, np.uint8, size // 2)[::4096].sum()
+        repack(weights).close()
+        assert cached_bytes(path) == size
+        del touched
+    # What an image is taken for stays as well; what is read ahead of the rest does not come.
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+    for left in (0, size):
+        with um.open_weights(path) as weights:
+            repacking.repack_and_warm(weights, 1).close()
+        assert cached_bytes(path) == left
+        path.read_bytes()
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])

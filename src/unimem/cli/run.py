@@ -266,10 +266,10 @@ def run(
                 terminal.show(json.dumps(document) + "\n")
             else:
                 _show(decoder, talk, options)
-    if isinstance(not_saved, Exception):
-        raise not_saved
-    if not_saved is not None or talk.stop == "interrupted":
-        raise typer.Exit(130)
+            if isinstance(not_saved, Exception):
+                raise not_saved
+            if not_saved is not None or talk.stop == "interrupted":
+                raise typer.Exit(130)  # here, so that nothing is waited for
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:

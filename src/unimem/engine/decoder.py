@@ -148,10 +148,10 @@ class Decoder:
             self.ctx, self.threads = needed.ctx, needed.threads
             self._count = ThreadCount(needed.threads, adapts=threads is None)
             self._set_up(kv_dtype, window, needed.scratch_bytes, progress)
-        except BaseException:
+        except BaseException as error:
             if own_layout is not None:
                 own_layout.__exit__()
-            self._memory.end()
+            self._memory.end(type(error))
             raise
         self._tokenizer: Tokenizer | None = None
         self._n_talks = 0  # conversations, so that an old generator notices a new one
@@ -355,15 +355,17 @@ class Decoder:
                 self.layout.close()
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, kind: type[BaseException] | None = None) -> None:
         self._turn.end()
         self._closed = True
         self._forward.close()
         self._free()
         self._held = []
         self.kv.__exit__()
-        self._memory.end()
-        self._tally.end()
+        try:
+            self._memory.end(kind)
+        finally:
+            self._tally.end()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -377,11 +379,13 @@ class Decoder:
     ) -> None:
         if self._closed:
             return
-        self._end()
-        if self._owns_layout:
-            # Views that are still alive keep the memory; it goes with the last of them.
-            self.layout.__exit__(kind, error, trace)
-            refresh()
+        try:
+            self._end(kind)
+        finally:
+            if self._owns_layout:
+                # Views that are still alive keep the memory; it goes with the last of them.
+                self.layout.__exit__(kind, error, trace)
+                refresh()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):

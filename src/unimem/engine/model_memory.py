@@ -101,9 +101,14 @@ class ModelMemory:
         """All that the weights lie in."""
         return self.weights.blocks + (() if self.repacked is None else self.repacked.blocks)
 
-    def end(self) -> None:
-        """Give back what the decoder has taken; views that are alive keep their memory."""
-        if self.repacked is not None:
-            self.repacked.__exit__()
-        if self.is_owned:
-            self.weights.__exit__(None, None, None)
+    def end(self, kind: type[BaseException] | None = None) -> None:
+        """Give back what the decoder has taken; views that are alive keep their memory.
+
+        An image that is being kept is kept first, or by an exception of this kind given up.
+        """
+        try:
+            if self.repacked is not None:
+                self.repacked.__exit__(kind)
+        finally:
+            if self.is_owned:
+                self.weights.__exit__(None, None, None)

@@ -1,8 +1,8 @@
 """A trial of one of ggml's extra buffer types, in a process of its own.
 
 ``python -m unimem.system.ggml_trial NAME`` ends with 0 where its products are those of the file's
-order. A build may have kernels that end the process instead: GCC 12.2 removes the stores that set
-AMX's tiles up (llama.cpp pull request 26954).
+order, and with `ggml_verdict.UNSOUND` where they are not. A build may have kernels that end the
+process instead: GCC 12.2 removes the stores that set AMX's tiles up (llama.cpp pull request 26954).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 
 from unimem.system import ggml, ggml_repack
+from unimem.system.ggml_verdict import UNSOUND
 
 __all__ = ["is_sound"]
 
@@ -75,4 +76,4 @@ def _multiply(kind: int, n: int, data: int, buffer: ggml_repack.Buffer | None) -
 
 
 if __name__ == "__main__":
-    sys.exit(0 if is_sound(sys.argv[1]) else 1)
+    sys.exit(0 if is_sound(sys.argv[1]) else UNSOUND)

@@ -34,7 +34,15 @@ from unimem.weights.loading import (
     take_room,
 )
 from unimem.weights.opened import Weights
-from unimem.weights.page_cache import Dropper, drop_beside, runs_beside, write_back
+from unimem.weights.page_cache import (
+    Dropper,
+    drop,
+    drop_beside,
+    gaps_in_cache,
+    is_mapped_elsewhere,
+    runs_beside,
+    write_back,
+)
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
 from unimem.weights.tensors import Contents
 
@@ -68,11 +76,12 @@ def repack(
     """Put weights in the order that ggml multiplies fastest on this CPU, in placed memory.
 
     Matrices that have such an order are read past the page cache, or out of it, and dropped from
-    it: memory is not doubled. `weights` stay as they are, and so do their arrays: what is asked for
-    of a mapped file is read from it again.
+    it, unless others have the file mapped: memory is not doubled. `weights` stay as they are, and
+    so do their arrays: what is asked for of a mapped file is read from it again.
 
     Where an image of them is staged (``unimem stage --repack``) or kept in the cache, that is
-    mapped or read instead; docs/images.md says when, and what is checked.
+    mapped or read instead; docs/images.md says when, and what is checked. Otherwise one is written
+    to the cache while they are used already; closing waits for that.
 
     Parameters
     ----------
@@ -134,19 +143,25 @@ def repack(
     # While these views live, the weights cannot be closed.
     held = [block.as_array("uint8", 0) for block in weights.blocks]
     work = _Request(weights, found, tape, progress, placement)
-    images = Images(weights, found, cache)
+    images, keeping = Images(weights, found, cache), None
     with ExitStack() as undo:
         path = work.from_image(images, images.find(), undo)
         if path is None:
-            with images.making():
+            with ExitStack() as making:
+                making.enter_context(images.making())
                 # Another process may have made it meanwhile.
                 path = work.from_image(images, images.find_kept(), undo)
                 if path is None:
                     work.place(
                         lambda block, base: repack_into(weights, found, block, base, progress), undo
                     )
-                    images.keep(work.block, work.base)
-        made = Repacked(found, work.block, work.base, work.lifetime, tape, path)
+                    keeping = images.keep(work.block, work.base, making)
+        if keeping is not None:
+            undo.callback(keeping.end, cancel=True)
+            keeping.start()
+            if tape is not None:  # which may take the memory back at any time
+                keeping.end()
+        made = Repacked(found, work.block, work.base, work.lifetime, tape, path, keeping)
         weights._repacked.add(made)
         del held
         undo.pop_all()
@@ -324,6 +339,14 @@ def repack_into(
     if weights.load != "map":
         work.run(_cpus(block, n_threads), progress)
         return
+    names = {slot.tensor.name for slot in found.slots}
+    runs = {part.file.path: runs_beside(part, weights, names) for part in weights._parts}
+    # What others have mapped is theirs; the rest would be in RAM twice.
+    droppable = {
+        part.file.path
+        for part in weights._parts
+        if not is_mapped_elsewhere(part, runs[part.file.path])
+    }
     _unmap(weights)
     most_bytes = max(piece.nbytes for piece in pieces)
     n_slots, slot_bytes = _slots_of(n_threads, most_bytes, found.source_bytes)
@@ -332,10 +355,11 @@ def repack_into(
     nbytes = len(cpus) * slot_bytes
     with Block(nbytes, name="repacking", category="staging", pages="4k") as staging:
         work.stage(staging, slot_bytes)
+        dropped = {path: runs[path] for path in droppable}
         try:
-            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT)
+            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT, dropped)
         except NoDirectReadsError:
-            work.read(cpus, progress, 0)
+            work.read(cpus, progress, 0, dropped)
         finally:
             work.stage(staging, 0)
 
@@ -392,8 +416,23 @@ class _Repacking:
         n = staging.nbytes // slot_bytes if slot_bytes else 0
         self._staging = [staging.as_array("uint8", slot_bytes, i * slot_bytes) for i in range(n)]
 
-    def read(self, cpus: list[int], progress: Progress | None, flags: int) -> None:
-        """Repack what is in files, and drop it from the page cache.
+    def read(
+        self,
+        cpus: list[int],
+        progress: Progress | None,
+        flags: int,
+        dropped: dict[str, list[tuple[int, int]]],
+    ) -> None:
+        """Repack what is in files.
+
+        Parameters
+        ----------
+        cpus, progress
+            As for `run`.
+        flags : int
+            To open the files with.
+        dropped : dict of str to list of (begin, end)
+            Files that are dropped from the page cache, but for these ranges.
 
         Raises
         ------
@@ -409,9 +448,7 @@ class _Repacking:
                     raise NoDirectReadsError from error
                 raise
             self._is_direct = bool(flags)
-            names = {slot.tensor.name for slot in self._found.slots}
-            for path, part in self._parts.items():
-                runs = runs_beside(part, self._weights, names)
+            for path, runs in dropped.items():
                 self._droppers[path] = Dropper(self._fds[path], runs)
                 if not flags:
                     write_back(self._fds[path])
@@ -468,7 +505,7 @@ class _Repacking:
         assert tensor.ggml_type is not None  # or it had no order
         if self._fds:
             source = self._read(piece, self._staging[number])
-            if not self._is_direct:
+            if not self._is_direct and tensor.file in self._droppers:
                 self._droppers[tensor.file].drop(piece.offset, piece.offset + piece.nbytes)
         else:
             source = tensor.address + piece.offset - tensor.offset
@@ -519,14 +556,18 @@ def warm_rest(
     told = 0.0
     for part in weights._parts:
         with reopen(part.file) as fd:
+            read_ahead = dict(gaps_in_cache(part, runs[part.file.path]))
             for begin, end in runs[part.file.path]:
                 os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
                 part.memory.block._warm_range(begin, end - begin, threads)
+                if end in read_ahead:
+                    drop(fd, end, read_ahead[end])
                 done += end - begin
                 if progress is not None and done < total and time.monotonic() - told >= _TICK:
                     told = time.monotonic()
                     progress(done, total)
-            drop_beside(part, fd, runs[part.file.path])
+            for begin, end in read_ahead.items():  # what was still being read
+                drop(fd, begin, end)
     if progress is not None:
         progress(total, total)
 
@@ -558,7 +599,7 @@ def repack_and_warm(
     if rest_bytes:
         try:
             warm_rest(weights, repacked, threads, tell_rest)
-        except BaseException:
-            repacked.__exit__()
+        except BaseException as error:
+            repacked.__exit__(type(error))
             raise
     return repacked

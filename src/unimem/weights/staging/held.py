@@ -25,7 +25,7 @@ from unimem.system import kernel_files
 from unimem.system.memfds import find_memfds
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
-from unimem.weights.files import Version, version_of
+from unimem.weights.files import Version, identity_of
 from unimem.weights.staging.places import Folder, Memfd, Place, proc_folder, sweep
 
 __all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders", "holders_of", "show"]
@@ -55,7 +55,7 @@ class Held:
     source : str
         The model, as an absolute path.
     versions : tuple of (str, Version)
-        The files that were read, and what they were then.
+        The files that were read, and what they were then; of a repacked model, their identities.
     asked : dict
         The options that it was staged with.
     backing : str
@@ -86,7 +86,7 @@ class Held:
         """Say why it can no longer stand for the model; None while it can."""
         try:
             for original, version in self.versions:
-                if version_of(os.stat(original)) != version:
+                if identity_of(os.stat(original))[: len(version)] != version:
                     return f"{original} was written to or replaced"
             for path, nbytes in self._sizes():
                 if os.stat(path).st_size < nbytes:

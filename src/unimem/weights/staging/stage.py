@@ -391,6 +391,7 @@ class _Staging(ABC):
         # While a file is read in, it ends with a whole huge page.
         page = max(tmpfs.huge_page_bytes(), 1 << 16)
         size = sum(-(-version[2] // page) * page for _, version in self.versions)
+        size = max(size, -(-self.nbytes // page) * page)  # some orders take more than the file
         return Mount(size, huge=self.pages != "4k" and tmpfs.huge_page_bytes() > 0)
 
     def _fill(self, place: Place, backing: Backing, reason: str) -> Stage:
@@ -598,7 +599,7 @@ class _RepackedStaging(_Staging):
         self.nbytes = image_bytes(self.data_offset, self.found.nbytes)
         self.names = [IMAGE_NAME]
         self.mapped = [(IMAGE_NAME, self.nbytes)]
-        self.versions = [(file.path, file.version) for file in files]
+        self.versions = [(file.path, file.identity) for file in files]
         self.first = os.path.basename(files[0].path)
         if source.endswith(".index.json"):
             self.links.append(os.path.realpath(source))
