@@ -9,12 +9,21 @@ from unimem.system.text import format_bytes
 from unimem.weights.repacked import Arrangement, arrange
 from unimem.weights.tensors import Contents
 
-__all__ = ["NOTHING", "NO_ROOM", "find_gain", "reason_of", "repacked_need", "without_repacked"]
+__all__ = [
+    "NOTHING",
+    "NO_ROOM",
+    "NO_ROOM_TO_COPY",
+    "find_gain",
+    "reason_of",
+    "repacked_need",
+    "without_repacked",
+]
 
 NOTHING = "no tensor has an order of its own on this CPU"
 """Why a model is not repacked that was to be."""
 
 NO_ROOM = "repacked weights would not fit beside the rest"
+NO_ROOM_TO_COPY = "pages of it could be taken away, but a copy would not fit beside the rest"
 
 _LEAST_BYTES = 32 << 20  # of a smaller model, caches hold much, and starting counts
 _LEAST_SHARE = 0.5  # of what a token reads

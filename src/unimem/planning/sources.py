@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from unimem.buffers.shapes import Shape
     from unimem.system.placement import PlacementOptions
     from unimem.weights.files import ModelFile
-    from unimem.weights.loading import EngineLoad
+    from unimem.weights.loading import EngineLoad, LoadChoice
     from unimem.weights.opened import Weights
 
-__all__ = ["DimsSource", "FileSource", "ModelSource", "WeightsSource"]
+__all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource"]
 
 _PADDING = "weights:padding"
 _ESTIMATED = (
@@ -46,6 +46,22 @@ _NAME_CHARS = 200  # of a name that a file gives itself
 _GGML = "its code, tables and threads are not counted: Decoder.report has them"
 
 
+class ModeChoice(NamedTuple):
+    """How weights come into memory.
+
+    Attributes
+    ----------
+    mode, reason : str
+        How, and why.
+    is_wish : bool
+        Whether they are mapped where this does not fit.
+    """
+
+    mode: Mode
+    reason: str
+    is_wish: bool = False
+
+
 class ModelSource(Protocol):
     """Where the figures of a model come from."""
 
@@ -53,9 +69,9 @@ class ModelSource(Protocol):
     facts: dict[str, Any]
 
     def mode(
-        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
-    ) -> tuple[Mode, str]:
-        """Return how the weights come into memory, and why."""
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
+    ) -> ModeChoice:
+        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """List what the weights take."""
@@ -98,8 +114,13 @@ class DimsSource:
         return self._types
 
     def mode(
-        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
-    ) -> tuple[Mode, str]:
+        self,
+        load: EngineLoad,
+        _placement: PlacementOptions,
+        _budget: Budget,
+        *,
+        repacks: bool = True,
+    ) -> ModeChoice:
         """Return how the weights come into memory, and why."""
         if load == "repack":
             raise ValueError(
@@ -107,8 +128,8 @@ class DimsSource:
                 "dimensions"
             )
         if load == "auto":
-            return "map", "a file would be mapped"
-        return load, "it was asked for"
+            return ModeChoice("map", "a file would be mapped")
+        return ModeChoice(load, "it was asked for")
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """List what the weights take."""
@@ -153,20 +174,32 @@ class FileSource:
         return self._contents.by_type()
 
     def mode(
-        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
-    ) -> tuple[Mode, str]:
-        """Return how the weights come into memory, and why."""
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
+    ) -> ModeChoice:
+        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
         if load == "repack":
             self._repacked = self._repacked or arrange(self._contents)
             return _mode_of(self._repacked, "map")
-        choice = loading.choose(self._model, load, None, placement, budget)
-        # What is locked stays in RAM, and would be there twice.
-        may_gain = self.shape.dims is not None and not placement.get("lock")
-        if load == "auto" and choice.mode == "map" and may_gain:
+        pressures = budget.memory_pressure()
+        choice = loading.choose(self._model, load, None, placement, budget, pressures)
+        if load == "auto" and repacks and self._may_gain(choice, placement, budget):
             self._repacked = self._repacked or find_gain(self._contents)
             if self._repacked is not None:
-                return "repack", reason_of(self._repacked, self._contents.nbytes)
-        return choice.mode, choice.reason
+                reason = reason_of(self._repacked, self._contents.nbytes)
+                if choice.exposed:
+                    reason += f"; {choice.exposed}, so what stays mapped is locked"
+                return ModeChoice("repack", reason, is_wish=True)
+        return ModeChoice(choice.mode, choice.reason, is_wish=bool(choice.exposed))
+
+    def _may_gain(self, choice: LoadChoice, placement: PlacementOptions, budget: Budget) -> bool:
+        """Whether it may be repacked by itself; what is locked stays in RAM, and would be twice."""
+        if self.shape.dims is None or placement.get("lock"):
+            return False
+        if not choice.exposed:
+            return choice.mode == "map"
+        # What is not repacked stays mapped, and has to be locked.
+        nbytes = sum(_whole_pages(file.nbytes) for file in self._model.files)
+        return choice.mode != "map" and lock_refusal("onfault", nbytes, budget) is None
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """List what the weights take."""
@@ -220,8 +253,13 @@ class WeightsSource:
         return self._weights.by_type()
 
     def mode(
-        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
-    ) -> tuple[Mode, str]:
+        self,
+        load: EngineLoad,
+        _placement: PlacementOptions,
+        _budget: Budget,
+        *,
+        repacks: bool = True,
+    ) -> ModeChoice:
         """Return how they came into memory, and why; or that they will be repacked.
 
         Raises
@@ -235,7 +273,7 @@ class WeightsSource:
             return _mode_of(self._repacked, weights.load)
         if load not in ("auto", weights.load):
             raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
-        return weights.load, weights.load_reason
+        return ModeChoice(weights.load, weights.load_reason)
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
         """List what they take, and have taken, and what will be repacked."""
@@ -273,9 +311,11 @@ class WeightsSource:
         return bytes_needed(self._weights)
 
 
-def _mode_of(found: Arrangement, otherwise: Mode) -> tuple[Mode, str]:
+def _mode_of(found: Arrangement, otherwise: Mode) -> ModeChoice:
     """Return the mode of weights that shall be repacked, and why."""
-    return ("repack", "it was asked for") if found.slots else (otherwise, NOTHING)
+    return (
+        ModeChoice("repack", "it was asked for") if found.slots else ModeChoice(otherwise, NOTHING)
+    )
 
 
 def _describe(
