@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from unimem._core.block import Block
+from unimem.weights.files import Version, version_of
 from unimem.weights.tensors import Contents, ModelPart
 
-__all__ = ["Dropper", "drop_beside", "runs_beside"]
+__all__ = ["Dropper", "drop_beside", "drop_files", "runs_beside"]
 
 _PAGE = 4096
 # The page cache has pieces of up to 2 MiB, which are dropped whole or not at all.
@@ -76,3 +78,38 @@ def drop_beside(part: ModelPart, fd: int, runs: Sequence[tuple[int, int]]) -> No
         if begin > at:
             os.posix_fadvise(fd, at, begin - at, os.POSIX_FADV_DONTNEED)
         at = end
+
+
+def drop_files(files: Iterable[tuple[str, Version]]) -> int:
+    """Drop whole files from the page cache; pages that anybody has mapped stay.
+
+    Parameters
+    ----------
+    files : iterable of (str, Version)
+        Their paths, and what they were: a file that was replaced, or is gone, is left alone.
+
+    Returns
+    -------
+    int
+        Bytes that left it, as far as the kernel tells this user.
+    """
+    dropped = 0
+    for path, version in files:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if version_of(os.fstat(fd)) == version:
+                nbytes = os.fstat(fd).st_size
+                before = _cached_bytes(fd, nbytes, path)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                dropped += max(0, before - _cached_bytes(fd, nbytes, path))
+        finally:
+            os.close(fd)
+    return dropped
+
+
+def _cached_bytes(fd: int, nbytes: int, path: str) -> int:
+    with Block._map_fd(fd, 0, nbytes, "r", path) as block:
+        return 0 if block._is_cache_hidden else block._resident_range(0, nbytes)
