@@ -22,7 +22,7 @@ N_TOKENS = 128  # of a conversation, which then begins anew, so that all tokens 
 N_CTX = 256
 
 
-class Side(Protocol):
+class TimedSide(Protocol):
     """One conversation of one library."""
 
     load: str
@@ -34,7 +34,7 @@ class Side(Protocol):
         """Compute one more token."""
 
 
-class Unimem:
+class TimedUnimem:
     """unimem's decoder."""
 
     def __init__(self, model: str, *, load: str, lock: bool = False) -> None:
@@ -50,16 +50,16 @@ class Unimem:
         self.load = f"{facts['load']}: {facts['load_reason']}"
 
     def begin(self) -> None:
-        """As `Side.begin`."""
+        """As `TimedSide.begin`."""
         self._decoder.reset()
         self._decoder.prefill(PROMPT)
 
     def step(self, token: int) -> None:
-        """As `Side.step`."""
+        """As `TimedSide.step`."""
         self._decoder.prefill([token])
 
 
-class LlamaCpp:
+class TimedLlamaCpp:
     """llama.cpp through the cyllama wheel, with its own options of loading."""
 
     def __init__(self, model: str, **options: bool) -> None:
@@ -78,13 +78,13 @@ class LlamaCpp:
         self.load = ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
 
     def begin(self) -> None:
-        """As `Side.begin`."""
+        """As `TimedSide.begin`."""
         self._context.kv_cache_clear()
         self._length = 0
         self._decode(PROMPT)
 
     def step(self, token: int) -> None:
-        """As `Side.step`."""
+        """As `TimedSide.step`."""
         self._decode([token])
 
     def _decode(self, tokens: list[int]) -> None:
@@ -93,7 +93,7 @@ class LlamaCpp:
         self._length += len(tokens)
 
 
-def measure(side: Side, n: int, seconds: float) -> dict[str, Any]:
+def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:
     """Compute tokens, until there are enough of them or the time is over."""
     side.begin()
     side.step(400)
@@ -119,7 +119,9 @@ def main() -> None:
     kind, model, options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library prints must not get between the answers
-    side: Side = {"unimem": Unimem, "llama.cpp": LlamaCpp}[kind](model, **json.loads(options))
+    side: TimedSide = {"unimem": TimedUnimem, "llama.cpp": TimedLlamaCpp}[kind](
+        model, **json.loads(options)
+    )
     side.begin()
     answer: dict[str, Any] = {"load": side.load}
     while True:

@@ -106,7 +106,7 @@ class Side:
     def __init__(self, model, **options): print(model, options)
     def begin(self): pass
     def step(self, token): print("a library speaks")
-pressure_side.Unimem = Side
+pressure_side.TimedUnimem = Side
 sys.argv = ["side", "unimem", "m.gguf", '{"load": "map"}']
 pressure_side.main()
 """

@@ -188,7 +188,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     governor = um.Governor()
     others: tuple[object, ...] = (None, 3, Spare, object())
     for other in others:
-        with pytest.raises(TypeError, match="add: expected a PagedKVCache"):
+        with pytest.raises(TypeError, match="what: expected a PagedKVCache"):
             governor.add(other)
     with pytest.raises(TypeError, match="priority"):
         governor.add(Spare(1), "high")  # type: ignore[arg-type]

@@ -26,11 +26,10 @@ from unimem.weights.opened import Weights
 from unimem.weights.page_cache import drop_files
 from unimem.weights.staging.stage import Stage
 
-__all__ = ["FILES", "PREFIXES", "SPARE", "GivesBack", "Governor", "GovernorEvent"]
+__all__ = ["GivesBack", "Governor", "GovernorEvent"]
 
-PREFIXES, SPARE, FILES = 10, 20, 30
-"""Default priorities: prefix caches, memory without tokens, the page cache of files."""
-
+# Default priorities: of prefix caches, memory without tokens, and the page cache of files.
+_PREFIXES, _SPARE, _FILES = 10, 20, 30
 # How often limits are read, since nothing tells of a limit that was changed.
 _LOOK_SECONDS = 0.5
 # After looks that found nothing to give back, the first and the longest wait: the kernel may tell a
@@ -501,23 +500,23 @@ def own_bytes() -> int:
 def _step_of(what: object) -> tuple[str, int, Callable[[], int]]:
     """Return the name, the usual priority, and the call of a step."""
     if isinstance(what, PagedKVCache):
-        return f"prefix cache '{what.name}'", PREFIXES, what.give_back
+        return f"prefix cache '{what.name}'", _PREFIXES, what.give_back
     if isinstance(what, KVCache):
-        return f"spare memory of cache '{what.name}'", SPARE, what.give_back
+        return f"spare memory of cache '{what.name}'", _SPARE, what.give_back
     if isinstance(what, Weights):
         if what.load == "map":
             raise ValueError(
-                f"add: {what.files[0]} is mapped, and its pages are what tokens read: expected "
+                f"what: {what.files[0]} is mapped, and its pages are what tokens read: expected "
                 "weights with load='copy' or 'direct', or a Stage"
             )
         files = [(part.file.absolute_path, part.file.version) for part in what._parts]
-        return f"page cache of {what.files[0]}", FILES, lambda: drop_files(files)
+        return f"page cache of {what.files[0]}", _FILES, lambda: drop_files(files)
     if isinstance(what, Stage):
         versions = what._versions
-        return f"page cache of {what.source}", FILES, lambda: drop_files(versions)
+        return f"page cache of {what.source}", _FILES, lambda: drop_files(versions)
     if isinstance(what, GivesBack) and not isinstance(what, type):
-        return f"spare memory of {type(what).__name__}", SPARE, what.give_back
+        return f"spare memory of {type(what).__name__}", _SPARE, what.give_back
     raise TypeError(
-        "add: expected a PagedKVCache, KVCache, Decoder, Weights, Stage or an object with "
+        "what: expected a PagedKVCache, KVCache, Decoder, Weights, Stage or an object with "
         f"give_back(), got {what!r:.60}"
     )

@@ -85,7 +85,7 @@ class Watch(Protocol):
         """Give the descriptors back. Twice is no error."""
 
 
-class _Descriptors:
+class _OpenFiles:
     """The descriptors of a watch."""
 
     def __init__(self, source: str, name: str) -> None:
@@ -102,7 +102,7 @@ class _Descriptors:
             os.close(self._fds.pop())
 
 
-class _Trigger(_Descriptors):
+class _Trigger(_OpenFiles):
     """A PSI trigger, which is there as long as its file is open."""
 
     mask = select.POLLPRI
@@ -123,7 +123,7 @@ class _Trigger(_Descriptors):
         return Notice(self.source, "threads waited for memory (PSI)", True)
 
 
-class _Counts(_Descriptors):
+class _Counts(_OpenFiles):
     """``memory.events``, whose counts go up."""
 
     mask = select.POLLPRI
@@ -148,7 +148,7 @@ class _Counts(_Descriptors):
         return Notice(self.source, f"{self.name}: {', '.join(told)}", is_pressure)
 
 
-class _Registered(_Descriptors):
+class _Registered(_OpenFiles):
     """An eventfd that a cgroup of version 1 writes to: see ``cgroup.event_control``."""
 
     mask = select.POLLIN
