@@ -97,6 +97,15 @@ def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [one for one in holders() if one.path == path] == []
 
 
+def test_staged_by_a_program(model: Path) -> None:
+    expected = decode(model)[1]
+    with um.stage(model, repack=True) as staged:
+        image, found = decode(model)
+        assert image == staged.paths[0]
+        np.testing.assert_array_equal(found, expected)
+    assert decode(model)[0] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -222,7 +222,9 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
         | {"threads": 1, "layout": None, "load": "map", "progress": None},
     ),
     "Decoder.detokenize": of_decoder("detokenize", tokens=[1, 2]),
-    "Decoder.generate": of_decoder("generate", prompt_or_tokens=[1], n=1, **SAMPLING),
+    "Decoder.generate": of_decoder(
+        "generate", prompt_or_tokens=[1], n=1, stop_at_eog=True, **SAMPLING
+    ),
     "Decoder.generate_next_token": of_decoder("generate_next_token", **SAMPLING),
     "Decoder.prefill": of_decoder("prefill", tokens=[1]),
     "Decoder.resume": of_decoder("resume", path=lambda t: t.saved()),

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import unimem as um
+from quantized import quantize
 
 pytest.importorskip(
     "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
@@ -34,18 +35,8 @@ def name_of(kind: int) -> str:
 
 def quantized(kind: int, ne: tuple[int, ...]) -> NDArray[np.uint8]:
     """Normal values as ggml quantizes them."""
-    library = ctypes.CDLL(ggml.LIBRARIES[0])
-    library.ggml_quantize_chunk.argtypes = (
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-    )  # fmt: skip
-    n_rows = int(np.prod(ne[1:]))
-    values = np.random.default_rng(1).standard_normal((n_rows, ne[0]), dtype=np.float32)
-    data = np.zeros(n_rows * ggml.row_size(kind, ne[0]), np.uint8)
-    library.ggml_quantize_chunk(
-        kind, values.ctypes.data, data.ctypes.data, 0, n_rows, ne[0], None
-    )  # fmt: skip
-    return data
+    shape = int(np.prod(ne[1:])), ne[0]
+    return quantize(np.random.default_rng(1).standard_normal(shape, dtype=np.float32), kind).ravel()
 
 
 @pytest.fixture
@@ -92,12 +83,11 @@ class Products:
         self._put(values, rng.standard_normal(self.ne[0] * n, dtype=np.float32))
         result = self._put(product)
         result[:] = np.nan
-        graph = ctypes.c_void_p(ggml.new_graph_custom(context, 8, False))
+        graph = ggml.new_graph_custom(context, 8, False)
         ggml.build_forward_expand(graph, product)
         plan = ggml.graph_plan(graph, threads, None)
         plan.work_data = self.tape.take_address(plan.work_size + 64)
-        ggml.use_threads(threads)
-        assert ggml.graph_compute(graph, ctypes.byref(plan)) == 0
+        assert ggml.compute(graph, plan) == 0
         return result
 
 

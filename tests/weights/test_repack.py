@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -318,7 +319,75 @@ def test_progress_and_threads(
     assert told[-1] == (total, total)
     assert {total for _, total in told} == {total}
     assert threading.get_ident() not in dict(pinned)
+    assert len(dict(pinned)) == 5  # and no more than this process may have
     assert {cpu for _, (cpu,) in pinned} <= os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("numa", "expected"),
+    [
+        (None, [0, 1, 4, 5, 0]),
+        ("bind:1", [4, 5, 4, 5, 4]),
+        ("preferred:0", [0, 1, 0, 1, 0]),
+        ("interleave:0-1", [0, 4, 1, 5, 0]),
+        ("bind:2", [0, 1, 4, 5, 0]),  # which is memory alone
+    ],
+)
+def test_threads_are_on_the_nodes_of_the_memory(
+    numa: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {i: SimpleNamespace(cpus=cpus) for i, cpus in enumerate(((0, 1, 2), (3, 4, 5), ()))}
+    monkeypatch.setattr(limits, "nodes", lambda: nodes)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
+    placed: Any = SimpleNamespace(requested={"numa": numa})
+    assert repacking._cpus(placed, 5) == expected
+
+
+@pytest.mark.parametrize("load", ["map", "copy"])
+def test_an_interrupt_in_the_middle_leaves_nothing(
+    model: Path,
+    expected: dict[str, bytes],
+    load: Any,
+    small_pieces: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[Any] = []
+    work = repacking._Repacking._repack
+
+    def repack_some(self: Any, piece: Any, number: int) -> None:
+        begun.append(piece)
+        if len(begun) > 3:
+            wait_until(lambda: self._stopped)
+        work(self, piece, number)
+
+    def interrupt(done: int, total: int) -> None:
+        assert done < total
+        if done:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(repacking._Repacking, "_repack", repack_some)
+    with um.Tape(8 * MIB) as tape, um.open_weights(model, load=load) as weights:
+        n_pieces = len(repacking._cut(arrange(weights), 5))
+        for where in (None, tape):
+            begun.clear()
+            with pytest.raises(KeyboardInterrupt):
+                repack(weights, tape=where, progress=interrupt)
+            assert len(begun) <= 3 + 5 < n_pieces
+            assert tape.used_bytes == staging_bytes() == 0
+        monkeypatch.undo()
+        with repack(weights) as repacked:
+            assert bytes_of(repacked) == expected
+
+
+def test_what_has_no_room_to_be_read_is_not_repacked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with um.open_weights(model) as weights, um.Tape(8 * MIB, warm=True) as tape:
+        limit = limits.Limit("a cgroup", 2000, 1000, "more")
+        monkeypatch.setattr(limits, "_memory", lambda *_: ((1000, lambda: limit),))
+        with pytest.raises(um.CapacityError, match=r"'repacking'.*a cgroup"):
+            repack(weights, tape=tape)
+        assert tape.used_bytes == staging_bytes() == 0
 
 
 def test_an_interrupt_leaves_nothing(model: Path) -> None:
@@ -387,6 +456,7 @@ def test_a_file_that_becomes_shorter(
 
 
 def test_a_file_system_without_direct_reads(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without writes, as squashfs: nothing there can be brought to the disk."""
     true = os.preadv
 
     def without(fd: int, *rest: Any) -> int:
@@ -394,8 +464,12 @@ def test_a_file_system_without_direct_reads(own: Path, monkeypatch: pytest.Monke
             raise OSError(errno.EINVAL, "Invalid argument")
         return true(fd, *rest)
 
+    def no_writes(_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
     drop_from_cache(own)
     monkeypatch.setattr(os, "preadv", without)
+    monkeypatch.setattr(os, "fdatasync", no_writes)
     with um.open_weights(own) as weights, repack(weights) as repacked:
         got = bytes_of(repacked)
         monkeypatch.undo()

@@ -34,7 +34,7 @@ def cache(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[KEY|MODEL|stale|all]",
+            metavar="KEY|MODEL|stale|all",
             help="Which: the beginning of a key, a model, those whose model has changed or is "
             "gone, or all. [default: all, but for drop]",
             show_default=False,
@@ -45,7 +45,7 @@ def cache(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show, remove or check the repacked models that are kept for the next start."""
+    """Show, remove or check the repacked models that are kept on disk."""
     if dry_run and action != "drop":
         raise typer.BadParameter("--dry-run is for drop")
     if what is None and action == "drop":

@@ -30,6 +30,7 @@ from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import ggml
+from unimem.system.arguments import flag
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights
 
@@ -673,6 +674,7 @@ class Decoder:
         """
         self._check_open()
         options = Sampling(temperature, top_k, top_p, seed)
+        stops = flag(stop_at_eog, "stop_at_eog")
         if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 0:
             raise ValueError(f"n: expected an integer from 0 on, got {n!r}")
         if isinstance(prompt_or_tokens, str):
@@ -688,7 +690,7 @@ class Decoder:
                 0,
                 asked,
             )
-        stop = self.tokenizer.eog_ids if stop_at_eog else frozenset()
+        stop = self.tokenizer.eog_ids if stops else frozenset()
         return self._generate(tokens, n, options, stop)
 
     def _generate(

@@ -64,12 +64,12 @@ def _multiply(kind: int, n: int, data: int, buffer: ggml_repack.Buffer | None) -
     result = array("f", bytes(4 * _NE[1] * n))
     ggml.TensorHeader.from_address(inputs).data = numbers.buffer_info()[0]
     ggml.TensorHeader.from_address(product).data = result.buffer_info()[0]
-    graph = ctypes.c_void_p(ggml.new_graph_custom(context, 8, False))
+    graph = ggml.new_graph_custom(context, 8, False)
     ggml.build_forward_expand(graph, product)
     plan = ggml.graph_plan(graph, 1, None)
     work = ctypes.create_string_buffer(plan.work_size + 64)
     plan.work_data = -(-ctypes.addressof(work) // 64) * 64
-    ggml.graph_compute(graph, ctypes.byref(plan))
+    ggml.compute(graph, plan)
     ggml.free(context)
     return result
 

@@ -123,7 +123,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights.content_hash import content_hash  # xxhash, which few need
+        from unimem.weights.content_hash import content_hash
 
         self._opened()
         return content_hash(self, mapped=self.load == "map", threads=threads, progress=progress)

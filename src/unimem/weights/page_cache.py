@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from bisect import bisect_left
@@ -11,12 +12,22 @@ from unimem._core.block import Block
 from unimem.weights.files import Version, version_of
 from unimem.weights.tensors import Contents, ModelPart
 
-__all__ = ["Dropper", "drop_beside", "drop_files", "runs_beside"]
+__all__ = ["Dropper", "drop_beside", "drop_files", "runs_beside", "write_back"]
 
 _PAGE = 4096
 # The page cache has pieces of up to 2 MiB, which are dropped whole or not at all.
 _LARGEST_FOLIO = 2 << 20
 _SMALL_RUN = 1 << 20  # is read again rather than left in such a piece
+
+
+def write_back(fd: int) -> None:
+    """Write to the disk what of a file is in RAM alone: until then, it cannot be dropped."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        # A file system that is never written to (squashfs, erofs, ISO 9660) has nothing to write.
+        if error.errno not in (errno.EINVAL, errno.EROFS):
+            raise
 
 
 class Dropper:

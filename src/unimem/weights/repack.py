@@ -34,7 +34,7 @@ from unimem.weights.loading import (
     take_room,
 )
 from unimem.weights.opened import Weights
-from unimem.weights.page_cache import Dropper, drop_beside, runs_beside
+from unimem.weights.page_cache import Dropper, drop_beside, runs_beside, write_back
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
 
 __all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
@@ -386,7 +386,7 @@ class _Repacking:
                 runs = runs_beside(part, self._weights, names)
                 self._droppers[path] = Dropper(self._fds[path], runs)
                 if not flags:
-                    os.fdatasync(self._fds[path])  # what is not on the disk yet would stay
+                    write_back(self._fds[path])
             try:
                 self.run(cpus, progress)
             finally:

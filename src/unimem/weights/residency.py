@@ -22,6 +22,7 @@ from unimem.system.placement import Lock
 from unimem.system.text import format_bytes
 from unimem.weights.files import reopen
 from unimem.weights.loading import Progress
+from unimem.weights.page_cache import write_back
 from unimem.weights.tensors import Contents, ModelPart
 
 __all__ = ["Residency", "evict", "lock", "map_resident", "measure_residency", "warm"]
@@ -227,8 +228,7 @@ def evict(contents: Contents) -> int:
                     f"Weights '{contents.files[0]}' are locked in RAM: lock(False) first"
                 ) from None
         for fd in fds:
-            # What was not yet written to the disk would stay.
-            os.fdatasync(fd)
+            write_back(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         after = measure_residency(contents)
     return sum(

@@ -36,6 +36,7 @@ from unimem.weights.loading import Progress
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.repack import repack_into, why_nothing
 from unimem.weights.repacked import arrange
+from unimem.weights.staging.held import show
 from unimem.weights.staging.places import (
     ACCESS_MODE,
     BACKINGS,
@@ -98,6 +99,7 @@ class Stage:
         blocks: Sequence[Block],
     ) -> None:
         self._place = place
+        self._note = Memfd()
         self._names = tuple(names)
         self._first = first
         self._versions = tuple(versions)
@@ -110,7 +112,7 @@ class Stage:
         self.nbytes = nbytes
         self.granted = granted
         # When it is closed, collected, or at the end of the process.
-        self._end = weakref.finalize(self, place.close)
+        self._end = weakref.finalize(self, _leave, self._note, place)
 
     def _opened(self) -> Place:
         if not self._end.alive:
@@ -409,8 +411,16 @@ class _Staging(ABC):
                 granted,
                 blocks,
             )
+            undo.callback(stage.close)
+            show(stage, os.path.abspath(self.source), self._asked())
             undo.pop_all()
         return stage
+
+    def _asked(self) -> dict[str, Any]:
+        """Return the options as the command has them."""
+        options = self.options
+        asked = {"pages": options.pages, "numa": options.numa, "lock": options.lock}
+        return asked | {"backing": self.asked}
 
     def _put(
         self,
@@ -594,6 +604,9 @@ class _RepackedStaging(_Staging):
             self.links.append(os.path.realpath(source))
             self.first = os.path.basename(source)
 
+    def _asked(self) -> dict[str, Any]:
+        return super()._asked() | {"repack": True}
+
     def _name_refusal(self, backing: Backing) -> str | None:
         return "an image lies beside links to its model, which only tmpfs and shm give"
 
@@ -628,6 +641,12 @@ class _RepackedStaging(_Staging):
                 cache.discard(image.header.key, str(error))
                 return None
         return pack_image(found, self.identity, self.links[0], block, base)
+
+
+def _leave(note: Memfd, place: Place) -> None:
+    """Say no more that it is kept, and let it go."""
+    note.leave()
+    place.close()
 
 
 def _warm_end(block: Block, nbytes: int) -> None:
