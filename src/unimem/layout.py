@@ -351,7 +351,7 @@ class Layout(Lifetimes[Tape]):
         what = "Layout.freeze: warming memory"
         if isinstance(self.weights, Weights):
             self.weights._require_room(what, cold_bytes)
-            self.weights.warm()
+            self.weights._warm_used()
         else:
             limits.require(cold_bytes, what)
         n_threads = limits.thread_count()
@@ -428,6 +428,9 @@ class Layout(Lifetimes[Tape]):
             if repacks:  # pages and nodes are those of what is repacked
                 mapped.pop("pages", None)
                 mapped.pop("numa", None)
+                mapped.pop("warm", None)  # and so is what is read, but for the rest
+                if placement.get("lock"):
+                    mapped["lock"] = "onfault"
             if load == "repack":
                 load = "map"
                 if not repacks:

@@ -16,7 +16,7 @@ from models.make import SMALL, Shape, small, write_model
 from unimem.engine import Decoder
 from unimem.engine.graph import Headers
 from unimem.planning import repacked as planned
-from unimem.system import ggml, ggml_repack
+from unimem.system import ggml, ggml_repack, limits
 from unimem.system.limits import Limit
 from unimem.weights.loading import WHY_MAPPED
 from weight_bytes import cached_bytes, drop_from_cache
@@ -160,6 +160,19 @@ def test_the_plan_bounds_what_ggml_works_in(model: Path) -> None:
             assert header.extra
 
 
+def test_each_decoder_has_what_it_repacks(model: Path) -> None:
+    plan = um.plan(model, load="repack", sessions=2, **OPTIONS)
+    with (
+        um.open_weights(model) as weights,
+        Decoder(weights, load="repack", **OPTIONS) as one,
+        Decoder(weights, load="repack", **OPTIONS) as other,
+    ):
+        found = [decoder._memory.repacked for decoder in (one, other)]
+        nbytes = sum(repacked.nbytes for repacked in found if repacked is not None)
+        assert plan["weights:q4_0 repacked"].nbytes == nbytes
+        assert plan["weights:q4_0"].nbytes == weights.by_type()["q4_0"]
+
+
 # ---- what auto does ----------------------------------------------------------------------------
 
 
@@ -203,7 +216,10 @@ def test_auto_maps_where_there_is_no_room(
 ) -> None:
     monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
     plan = um.plan(model, **OPTIONS)
-    needed = plan.total_bytes - plan.unread_bytes
+    # Beside what stays, what is read and not yet repacked takes a hundredth, or 256 KiB a thread.
+    beside = plan.checks[0].needed_bytes - plan.required_bytes
+    assert 0 < beside <= limits.thread_count() * (256 << 10)
+    needed = plan.total_bytes - plan.unread_bytes + beside
 
     def leave(nbytes: int) -> None:
         limit = Limit("memory of the machine", 2 * nbytes, nbytes, "more")
@@ -226,6 +242,9 @@ def test_what_has_no_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
         decoder = Decoder(path, load="repack", **OPTIONS)
     assert decoder._memory.load == "map"
     decoder.close()
+    plan = um.plan(path, load="repack", **OPTIONS)
+    why = "no tensor has an order of its own on this CPU (types: f32)"
+    assert (plan.load, plan.load_reason, why in str(plan)) == ("map", why, True)
     # An error leaves nothing, as the fixture sees.
     with warnings.catch_warnings(action="error"), pytest.raises(um.PlacementWarning):
         Decoder(path, load="repack", **OPTIONS)

@@ -253,7 +253,9 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
-def test_what_is_done_leaves_the_page_cache(tmp_path: Path, order: str) -> None:
+def test_what_is_done_leaves_the_page_cache(
+    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Pieces of the page cache of up to 2 MiB are dropped whole or not at all.
     folio, piece, kept, small = 2 * MIB, 300_000, (6 * MIB, 8 * MIB), (MIB, MIB + 4096)
     path = tmp_path / "file"
@@ -269,6 +271,13 @@ def test_what_is_done_leaves_the_page_cache(tmp_path: Path, order: str) -> None:
         pieces.reverse()
     if order == "shuffled":
         np.random.default_rng(0).shuffle(pieces)
+    true = os.posix_fadvise
+
+    def spare_what_is_kept(fd: int, begin: int, nbytes: int, advice: int) -> None:
+        assert begin + nbytes <= kept[0] or kept[1] <= begin
+        true(fd, begin, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", spare_what_is_kept)
     with path.open("rb") as file:
         dropper = Dropper(file.fileno(), [small, kept])
         assert dropper.kept == [kept]
@@ -278,7 +287,8 @@ def test_what_is_done_leaves_the_page_cache(tmp_path: Path, order: str) -> None:
             left -= end - begin
             if order != "shuffled":
                 assert cached_bytes(path) <= left + 3 * folio
-        assert kept[1] - kept[0] <= cached_bytes(path) <= kept[1] - kept[0] + 2 * folio
+        # The kernel may take what is kept, too.
+        assert cached_bytes(path) <= kept[1] - kept[0] + 2 * folio
 
 
 def test_on_a_tape(model: Path, expected: dict[str, bytes]) -> None:

@@ -93,6 +93,11 @@ class MachineBudget:
             self._memlock = (self._host.memlock(),)
         return self._memlock[0]
 
+    @property
+    def thread_count(self) -> int:
+        """The threads that can work at the same time."""
+        return self._host.thread_count()
+
     def node_shares(self, numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
         """Return the bytes that a policy puts on each node, rounded up; {} where it does not say.
 
@@ -169,6 +174,10 @@ class Budget:
     def require(self, nbytes: int, what: str) -> None:
         """Refuse nothing: the plan's checks say what does not fit."""
 
+    def thread_count(self) -> int:
+        """Return how many threads can work at the same time."""
+        return self._machine.thread_count
+
     def lock(self, nbytes: int) -> None:
         """Promise memory that will be locked."""
         self._locked_bytes += nbytes
@@ -209,6 +218,9 @@ class Need:
         The part that belongs to a file, and can be dropped.
     unread_bytes : int
         The part of `file_bytes` that no token reads, and that needs no room: it was repacked.
+    kept_bytes : int
+        The part of `file_bytes` for which there has to be room in RAM all the same: an image that
+        cannot stay there is refused.
     asked_bytes : dict of str to int
         What was asked for of pools of hugetlb pages, by their size.
     lock_bytes : int
@@ -223,6 +235,7 @@ class Need:
     ram_bytes: int = 0
     file_bytes: int = 0
     unread_bytes: int = 0
+    kept_bytes: int = 0
     asked_bytes: dict[str, int] = field(default_factory=dict)
     lock_bytes: int = 0
     numa: NumaPolicy | None = None
@@ -232,6 +245,16 @@ class Need:
     def nbytes(self) -> int:
         """The bytes of all rows."""
         return sum(self.rows.values())
+
+    @property
+    def room_bytes(self) -> int:
+        """What has to have room in RAM."""
+        return self.ram_bytes + self.kept_bytes
+
+    @property
+    def loose_bytes(self) -> int:
+        """What is read from the disk again where it has no room in RAM."""
+        return self.file_bytes - self.unread_bytes - self.kept_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +275,15 @@ class Storage:
             placement.get("lock", False),
             placement.get("strict", False),
         )
+
+    def locks_file(self, nbytes: int, budget: Budget) -> bool:
+        """Tell whether a mapped file of so many bytes is locked; it takes its share then."""
+        locks = bool(self.lock)
+        if locks and not self.strict:
+            locks = policy.lock_refusal(self.lock, nbytes, budget) is None
+        if locks:
+            budget.lock(nbytes)
+        return locks
 
     def block(
         self,

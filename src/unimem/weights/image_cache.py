@@ -78,7 +78,9 @@ def check_cache(cache: CacheChoice) -> None:
             ) from None
 
 
-def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
+def choose_cache(
+    contents: Contents, cache: CacheChoice, *, create: bool = True
+) -> ImageCache | None:
     """Choose where the image of a model is kept; None where it is not.
 
     Parameters
@@ -88,6 +90,8 @@ def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
     cache : bool or path-like, optional
         False: nowhere. True: in `cache_folder`. A path: in this folder. None: as True, unless
         another user owns or may write a file of the model, or the folder that it lies in.
+    create : bool
+        Whether the folder is made, and the size of the cache checked: False only looks.
 
     Raises
     ------
@@ -107,12 +111,13 @@ def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
     else:
         folder = os.path.abspath(file_path(cache, "cache"))
     try:
-        found = ImageCache(folder, create=True)
+        found = ImageCache(folder, create=create)
     except OSError:
         if cache is None:
             return None
         raise
-    found.most_bytes()  # before anything is repacked that could not be kept
+    if create:
+        found.most_bytes()  # before anything is repacked that could not be kept
     return found
 
 
@@ -226,6 +231,18 @@ class ImageCache:
         with suppress(OSError):
             os.utime(image.path)
         return image
+
+    def look(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
+        """Open the image of a model as `find`, and change nothing; one that is damaged is none."""
+        key = key_of(identity)
+        try:
+            image = Image(self.path_of(key))
+        except (OSError, FormatError):
+            return None
+        if image.header.key == key and is_for(image.header, found):
+            return image
+        image.close()
+        return None
 
     def discard(self, key: str, why: str) -> None:
         """Remove an image that is damaged, and say so in a warning."""

@@ -11,6 +11,7 @@ from typing import Any
 from unimem._core.block import Block
 from unimem.errors import FormatError, PlacementError
 from unimem.system import policy
+from unimem.system.placement import Pages
 from unimem.weights.image import IMAGE_NAME, Image, is_for
 from unimem.weights.image_cache import CacheChoice, choose_cache
 from unimem.weights.image_format import key_of
@@ -19,7 +20,7 @@ from unimem.weights.repacked import Arrangement
 from unimem.weights.staging.held import holders
 from unimem.weights.tensors import Contents
 
-__all__ = ["Images"]
+__all__ = ["Images", "is_mapped", "look"]
 
 
 class Images:
@@ -33,13 +34,17 @@ class Images:
         What of it is repacked.
     cache : bool or path-like, optional
         As for `choose_cache`; with False, what is staged is not used, either.
+    create : bool
+        As for `choose_cache`.
     """
 
-    def __init__(self, contents: Contents, found: Arrangement, cache: CacheChoice) -> None:
+    def __init__(
+        self, contents: Contents, found: Arrangement, cache: CacheChoice, *, create: bool = True
+    ) -> None:
         self._contents, self._found = contents, found
         self._is_off = cache is False
         self._is_asked = cache is not None
-        self._cache = choose_cache(contents, cache)
+        self._cache = choose_cache(contents, cache, create=create)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -49,8 +54,17 @@ class Images:
     def find(self) -> Image | None:
         """Open the image that is staged, or else the one of the cache; None where there is none."""
         image = None if self._is_off else self._find_staged()
+        return self.find_kept() if image is None else image
+
+    def find_kept(self) -> Image | None:
+        """Open the image of the cache; None where there is none."""
+        return None if self._cache is None else self._cache.find(self._found, self.identity)
+
+    def look(self) -> Image | None:
+        """Open the image that `find` would open now, and change nothing."""
+        image = self._find_staged()
         if image is None and self._cache is not None:
-            image = self._cache.find(self._found, self.identity)
+            image = self._cache.look(self._found, self.identity)
         return image
 
     def _find_staged(self) -> Image | None:
@@ -101,3 +115,34 @@ class Images:
         """Remove an image whose bytes are damaged; what is staged stays its keeper's."""
         if self._cache is not None and not image.is_staged:
             self._cache.discard(image.header.key, str(error))
+
+
+def look(contents: Contents, found: Arrangement) -> Image | None:
+    """Look which image `repack` would take of a model by default; nothing is made or removed.
+
+    Returns
+    -------
+    Image or None
+        Closed: it tells what it is, and how much of it was in RAM.
+    """
+    try:
+        image = Images(contents, found, None, create=False).look()
+        if image is None:
+            return None
+        with image:
+            _ = image.cached_bytes  # which stays known
+            return image
+    except (OSError, FormatError):  # it has just become another one
+        return None
+
+
+def is_mapped(image: Image, pages: Pages, numa: object) -> bool:
+    """Whether an image is mapped for memory that was asked for: of what is in RAM, if no other is.
+
+    Otherwise it is read into memory that is placed as it was asked for.
+    """
+    if numa is not None:
+        return False
+    if image.is_staged:
+        return pages in ("auto", "4k", "thp")
+    return pages in ("auto", "4k") and image.is_cached()

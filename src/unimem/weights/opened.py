@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from weakref import WeakSet
 
 from unimem._core import ledger
 from unimem._core.block import Block
@@ -27,6 +28,7 @@ from unimem.weights.loading import (
 from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
+    from unimem.weights.repacked import Repacked
     from unimem.weights.residency import Residency
 
 __all__ = [
@@ -51,6 +53,7 @@ class Weights(Contents):
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
+        self._repacked: WeakSet[Repacked] = WeakSet()  # from these
         self._ledger: tuple[ledger.Part, ...] = ()
         sizes = {f"weights:{kind}": nbytes for kind, nbytes in self.by_type().items()}
         padding = loaded.mapped_bytes - sum(sizes.values())
@@ -174,13 +177,30 @@ class Weights(Contents):
 
         residency.warm(self, mapped=self.load == "map", threads=threads, progress=progress)
 
-    def _require_room(self, what: str, beside_bytes: int) -> None:
-        """Refuse to warm it, with other memory beside it, where both do not fit."""
+    def _warm_used(self) -> None:
+        """Warm all but the tensors of a mapping of which repacked bytes are used instead."""
         self._opened()
         from unimem.weights import residency
 
-        mapped = self.load == "map"
-        residency.require_room(self, mapped=mapped, what=what, beside_bytes=beside_bytes)
+        residency.warm(self, mapped=self.load == "map", without=self._unused())
+
+    def _require_room(self, what: str, beside_bytes: int) -> None:
+        """Refuse `_warm_used` where that does not fit, with other memory beside it."""
+        self._opened()
+        from unimem.weights import residency
+
+        residency.require_room(
+            self,
+            mapped=self.load == "map",
+            what=what,
+            beside_bytes=beside_bytes,
+            without=self._unused(),
+        )
+
+    def _unused(self) -> Collection[str]:
+        is_mapped = self.load == "map"
+        found = (one.tensors for one in self._repacked if is_mapped and not one.closed)
+        return next(found, {})
 
     def lock(self, how: Lock = True) -> None:
         """Keep the model in RAM.

@@ -24,7 +24,7 @@ from unimem.system.threads import run_in_threads
 from unimem.weights.files import reopen
 from unimem.weights.image import Image
 from unimem.weights.image_cache import CacheChoice, check_cache
-from unimem.weights.image_use import Images
+from unimem.weights.image_use import Images, is_mapped
 from unimem.weights.loading import (
     MOSTLY,
     Lifetime,
@@ -36,8 +36,17 @@ from unimem.weights.loading import (
 from unimem.weights.opened import Weights
 from unimem.weights.page_cache import Dropper, drop_beside, runs_beside, write_back
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
+from unimem.weights.tensors import Contents
 
-__all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
+__all__ = [
+    "STAGING_SHARE",
+    "repack",
+    "repack_and_warm",
+    "repack_into",
+    "staging_bytes",
+    "warm_rest",
+    "why_nothing",
+]
 
 STAGING_SHARE = 100
 """What is read, not yet repacked, takes a hundredth of the model, if pieces can be so small."""
@@ -127,16 +136,18 @@ def repack(
     work = _Request(weights, found, tape, progress, placement)
     images = Images(weights, found, cache)
     with ExitStack() as undo:
-        path = work.from_image(images, undo)
+        path = work.from_image(images, images.find(), undo)
         if path is None:
             with images.making():
-                path = work.from_image(images, undo)  # which another process may have made
+                # Another process may have made it meanwhile.
+                path = work.from_image(images, images.find_kept(), undo)
                 if path is None:
                     work.place(
                         lambda block, base: repack_into(weights, found, block, base, progress), undo
                     )
                     images.keep(work.block, work.base)
         made = Repacked(found, work.block, work.base, work.lifetime, tape, path)
+        weights._repacked.add(made)
         del held
         undo.pop_all()
         return made
@@ -161,9 +172,8 @@ class _Request:
         self._progress = progress
         self._name = weights.files[0]
 
-    def from_image(self, images: Images, undo: ExitStack) -> str | None:
-        """Take what is staged or kept; None where nothing is, or what was there is damaged."""
-        image = images.find()
+    def from_image(self, images: Images, image: Image | None, undo: ExitStack) -> str | None:
+        """Take an image that was found; None where none was, or it is damaged."""
         if image is None:
             return None
         with image:
@@ -210,13 +220,8 @@ class _Request:
             undo.push(attempt.pop_all())
 
     def _is_mappable(self, image: Image) -> bool:
-        """Whether a mapping is what was asked for: of what is in RAM, where nothing else is."""
-        pages = self._placement.get("pages", "auto")
-        if self._tape is not None or self._placement.get("numa") is not None:
-            return False
-        if image.is_staged:
-            return pages in ("auto", "4k", "thp")
-        return pages in ("auto", "4k") and image.is_cached()
+        pages, numa = self._placement.get("pages", "auto"), self._placement.get("numa")
+        return self._tape is None and is_mapped(image, pages, numa)
 
     def _map(self, image: Image, undo: ExitStack) -> None:
         with ExitStack() as attempt:
@@ -238,9 +243,9 @@ class _Request:
             self._progress(done * total // of, total)
 
 
-def why_nothing(weights: Weights) -> str:
+def why_nothing(contents: Contents) -> str:
     """Say why nothing of a model is repacked."""
-    types = ", ".join(weights.by_type())
+    types = ", ".join(contents.by_type())
     return f"no tensor has an order of its own on this CPU (types: {types})"
 
 
@@ -263,26 +268,49 @@ def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
     They are as in the files, so that memory comes as the page cache goes; but what stays whole and
     is large comes first, so that no thread is left with it.
     """
+    pieces = []
+    for slot in found.slots:
+        tensor, order, at = slot
+        total, n_rows = _count_rows(slot, found, n_threads)
+        if n_rows == total:
+            pieces.append(_Piece(slot, tensor.ne, tensor.offset, tensor.nbytes, at))
+            continue
+        row_bytes = tensor.nbytes // total
+        for row in range(0, total, n_rows):
+            n = min(n_rows, total - row)
+            begin, to = tensor.offset + row * row_bytes, at + order.nbytes // total * row
+            pieces.append(_Piece(slot, (tensor.ne[0], n), begin, n * row_bytes, to))
+    return sorted(pieces, key=lambda piece: min(0, _MOST_BYTES - piece.nbytes))  # and stable
+
+
+def _count_rows(slot: Slot, found: Arrangement, n_threads: int) -> tuple[int, int]:
+    """Count the rows of a tensor, and those of its pieces: all where it stays whole."""
     from unimem.system.ggml_repack import are_rows_apart
 
     most = found.source_bytes // (STAGING_SHARE * n_threads)
     most = min(max(most, _LEAST_BYTES), _MOST_BYTES)
-    pieces = []
+    kind, ne = slot.tensor.ggml_type, slot.tensor.ne
+    assert kind is not None  # or it had no order
+    total = ne[1] * (ne[2] if len(ne) > 2 else 1)
+    n_rows = max(1, most // (slot.tensor.nbytes // total * _ROWS)) * _ROWS
+    return total, n_rows if n_rows < total and are_rows_apart(kind, ne, n_rows) else total
+
+
+def _slots_of(n_threads: int, piece_bytes: int, source_bytes: int) -> tuple[int, int]:
+    """Choose how many threads read, and the bytes of staging memory that each of them has."""
+    slot_bytes = (piece_bytes // _ALIGN + 2) * _ALIGN
+    room = max(source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
+    return max(1, min(n_threads, room // slot_bytes)), slot_bytes
+
+
+def staging_bytes(found: Arrangement, n_threads: int) -> int:
+    """Bound what is read of mapped files and not yet repacked, with at most so many threads."""
+    most = 0
     for slot in found.slots:
-        tensor, order, at = slot
-        kind, ne = tensor.ggml_type, tensor.ne
-        assert kind is not None  # or it had no order
-        total = ne[1] * (ne[2] if len(ne) > 2 else 1)
-        row_bytes = tensor.nbytes // total
-        n_rows = max(1, most // (row_bytes * _ROWS)) * _ROWS
-        if n_rows >= total or not are_rows_apart(kind, ne, n_rows):
-            pieces.append(_Piece(slot, ne, tensor.offset, tensor.nbytes, at))
-            continue
-        for row in range(0, total, n_rows):
-            n = min(n_rows, total - row)
-            begin, nbytes = tensor.offset + row * row_bytes, n * row_bytes
-            pieces.append(_Piece(slot, (ne[0], n), begin, nbytes, at + order.nbytes // total * row))
-    return sorted(pieces, key=lambda piece: min(0, _MOST_BYTES - piece.nbytes))  # and stable
+        total, n_rows = _count_rows(slot, found, n_threads)
+        most = max(most, slot.tensor.nbytes // total * n_rows)
+    n_slots, slot_bytes = _slots_of(n_threads, most, found.source_bytes)
+    return n_slots * slot_bytes
 
 
 def repack_into(
@@ -297,9 +325,9 @@ def repack_into(
         work.run(_cpus(block, n_threads), progress)
         return
     _unmap(weights)
-    slot_bytes = (max(piece.nbytes for piece in pieces) // _ALIGN + 2) * _ALIGN
-    room = max(found.source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
-    cpus = _cpus(block, max(1, min(n_threads, room // slot_bytes)))
+    most_bytes = max(piece.nbytes for piece in pieces)
+    n_slots, slot_bytes = _slots_of(n_threads, most_bytes, found.source_bytes)
+    cpus = _cpus(block, n_slots)
     is_cached = _cached_bytes(weights) >= MOSTLY * weights.nbytes
     nbytes = len(cpus) * slot_bytes
     with Block(nbytes, name="repacking", category="staging", pages="4k") as staging:
@@ -478,14 +506,13 @@ def warm_rest(
     Where they cannot stay there, a `PlacementWarning` says so. Others of the model do not come back
     by being read ahead.
     """
+    from unimem.weights.residency import require_room
+
     runs = {part.file.path: runs_beside(part, weights, repacked.tensors) for part in weights._parts}
     total = sum(end - begin for those in runs.values() for begin, end in those)
-    there = done = 0
-    for part in weights._parts:
-        for begin, end in runs[part.file.path]:
-            there += part.memory.block._resident_range(begin, end - begin)
+    done = 0
     try:
-        limits.require_cached(total, there, f"warming '{weights.files[0]}'")
+        require_room(weights, mapped=True, without=repacked.tensors)
     except CapacityError as error:
         policy.warn(f"what cannot stay in RAM is read from the disk for every token: {error}")
         return
