@@ -18,7 +18,7 @@ from unimem.system import limits, policy
 from unimem.system.arguments import flag
 from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import EngineLoad, Progress
-from unimem.weights.opened import Weights, open_weights
+from unimem.weights.opened import Weights, open_planned
 
 if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions
@@ -435,7 +435,10 @@ class Layout(Lifetimes[Tape]):
                 load = "map"
                 if not repacks:
                     policy.warn(f"{path_or_weights} is not repacked: {before.load_reason}")
-            weights = open_weights(path_or_weights, load=load, progress=progress, **mapped)
+            why_mapped = before.load_reason if before.load in ("map", "repack") else ""
+            weights = open_planned(
+                path_or_weights, why_mapped, load=load, progress=progress, placement=mapped
+            )
         try:
             if not given:  # the file may be another one by now
                 needed = plan(weights, load="repack" if repacks else "auto", **options)

@@ -224,8 +224,8 @@ for asked in ({{}}, {{"lock": True, "warm": True}}):
         mapped, own = (one.verify().locked_bytes for one in decoder._memory.blocks)
         if asked:
             assert own == block.nbytes and mapped < rest, (own, mapped)
-        else:
-            assert own == mapped == 0
+        else:  # of the file what a token reads, since others could push it out of so small a cgroup
+            assert own == 0 and 0 < mapped < rest, (own, mapped)
 print("ran", layout.plan.load)
 """
 

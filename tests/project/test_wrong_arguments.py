@@ -66,6 +66,9 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         um.ForwardScratch.bytes_needed,
         {"dims": DIMS, "overlap": False},
     ),
+    "Governor": lambda t: (um.Governor, {"budget_bytes": 1 << 40, "on_pressure": print}),
+    "Governor.add": lambda t: (t.governor().add, {"what": t.kv(), "priority": 1}),
+    "Governor.give_back": lambda t: (t.governor().give_back, {"nbytes": 1}),
     "Grid": lambda t: (um.Grid, {"cell_bytes": 64, "n_cells": 2, "name": "g"} | PLACEMENT),
     "Grid.give": lambda t: (t.grid().give, {"cell": None}),
     "KVCache": lambda t: (

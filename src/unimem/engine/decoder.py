@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder"]
 
+_TURN_SECONDS = 1.0  # a wait for the token that another thread computes
+
 _KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32, "bf16": ggml.BF16, "q8_0": ggml.Q8_0}
 
 
@@ -315,6 +317,24 @@ class Decoder:
                 named[f"{part}.{layer}"] = self.kv.address(layer, part)
         named |= {f"value.{i}": a for i, a in enumerate(self._decode.addresses())}
         return named
+
+    def give_back(self) -> int:
+        """Give back memory of the KV cache that holds no tokens, between two tokens.
+
+        Any thread may call it; it waits a second at most for the token that another one computes.
+        Tokens that come later fault the pages in again, and are the same.
+
+        Returns
+        -------
+        int
+            As `KVCache.give_back` says; 0 where the decoder computes on, or is closed.
+        """
+        if not self._turn.take(_TURN_SECONDS):
+            return 0
+        try:
+            return 0 if self._closed else self.kv.give_back()
+        finally:
+            self._turn.give()
 
     def report(self) -> Report:
         """Report what the decoder's memory is for, and what ggml is.

@@ -11,6 +11,7 @@ from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
 from unimem.kv.cache import KVCache
 from unimem.system import policy
+from unimem.system.hosts import pressures_on
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from unimem.buffers.shapes import Shape
     from unimem.system.hosts import Host
     from unimem.system.policy import Extent, NumaPolicy, Request
+    from unimem.system.pressure import Pressure
 
 __all__ = [
     "Budget",
@@ -65,6 +67,7 @@ class MachineBudget:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.memory = host.memory_limits()
+        self.pressures = pressures_on(host)
         self._pools: Mapping[str, HugePool] | None = None
         self._nodes: Mapping[int, Node] | None = None
         self._memlock: tuple[Limit | None] | None = None
@@ -155,6 +158,14 @@ class Budget:
         if limit is None:
             return None
         return replace(limit, used_bytes=limit.used_bytes + self._locked_bytes)
+
+    def memory_limits(self) -> tuple[Limit, ...]:
+        """Return every limit on memory, before anything was promised."""
+        return self._machine.memory
+
+    def memory_pressure(self) -> tuple[Pressure, ...]:
+        """Return the pressure on memory."""
+        return self._machine.pressures
 
     def available_bytes(self) -> int:
         """Return the least room in any limit on memory, before anything was promised."""

@@ -23,7 +23,7 @@ from unimem.planning.needs import (
     default_threads,
     diagnostics_need,
 )
-from unimem.planning.repacked import NO_ROOM
+from unimem.planning.repacked import NO_ROOM, NO_ROOM_TO_COPY
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
@@ -255,15 +255,14 @@ class _Planner:
         if options.device is not None:
             return self._make_for_device(options, options.device)
         budget = Budget(self._machine)
-        mode, reason = self._source.mode(options.load, options.placement, budget)
-        if mode != "repack" or options.load != "auto":
-            return self._make_as(options, mode, reason)
-        if self._is_elsewhere:  # with a CPU that nobody knows
-            return self._make_as(options, "map", loading.WHY_MAPPED)
-        made = self._make_as(options, mode, reason)
-        if made.verdict == "fits":
+        # A CPU elsewhere is known to nobody.
+        repacks = not self._is_elsewhere
+        choice = self._source.mode(options.load, options.placement, budget, repacks=repacks)
+        made = self._make_as(options, choice.mode, choice.reason)
+        if made.verdict == "fits" or not choice.is_wish:
             return made
-        return self._make_as(options, "map", f"{loading.WHY_MAPPED}; {NO_ROOM}")
+        no_room = NO_ROOM if choice.mode == "repack" else NO_ROOM_TO_COPY
+        return self._make_as(options, "map", f"{loading.WHY_MAPPED}; {no_room}")
 
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)

@@ -12,9 +12,10 @@ from unimem.weights.repack import staging_bytes
 from unimem.weights.repacked import Arrangement, arrange
 from unimem.weights.tensors import Contents
 
-__all__ = ["NO_ROOM", "RepackedPart", "find_gain", "reason_of"]
+__all__ = ["NO_ROOM", "NO_ROOM_TO_COPY", "RepackedPart", "find_gain", "reason_of"]
 
 NO_ROOM = "repacked weights would not fit beside the rest"
+NO_ROOM_TO_COPY = "pages of it could be taken away, but a copy would not fit beside the rest"
 
 _PADDING = "weights:padding"
 _LEAST_BYTES = 32 << 20  # of a smaller model, caches hold much, and starting counts

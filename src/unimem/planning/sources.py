@@ -14,6 +14,7 @@ from unimem.planning.device import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.planning.repacked import RepackedPart, find_gain, reason_of
 from unimem.system import policy
+from unimem.system.policy import lock_refusal
 from unimem.weights import loading
 from unimem.weights.files import ModelFiles
 from unimem.weights.image_use import look
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
     from unimem.buffers.shapes import Shape
     from unimem.system.placement import PlacementOptions
     from unimem.weights.files import ModelFile
-    from unimem.weights.loading import EngineLoad
+    from unimem.weights.loading import EngineLoad, LoadChoice
     from unimem.weights.opened import Weights
     from unimem.weights.repacked import Arrangement
 
-__all__ = ["DimsSource", "FileSource", "ModelSource", "WeightsSource"]
+__all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource"]
 
 _PADDING = "weights:padding"
 _ASKED = "it was asked for"
@@ -43,6 +44,22 @@ _NAME_CHARS = 200  # of a name that a file gives itself
 _GGML = "its code, tables and threads are not counted: Decoder.report has them"
 
 
+class ModeChoice(NamedTuple):
+    """How weights come into memory.
+
+    Attributes
+    ----------
+    mode, reason : str
+        How, and why.
+    is_wish : bool
+        Whether they are mapped where this does not fit.
+    """
+
+    mode: Mode
+    reason: str
+    is_wish: bool = False
+
+
 class ModelSource(Protocol):
     """Where the figures of a model come from."""
 
@@ -50,9 +67,9 @@ class ModelSource(Protocol):
     facts: dict[str, Any]
 
     def mode(
-        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
-    ) -> tuple[Mode, str]:
-        """Return how the weights come into memory, and why."""
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
+    ) -> ModeChoice:
+        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
         """List what the weights of so many decoders take."""
@@ -98,8 +115,13 @@ class DimsSource:
         return self._types
 
     def mode(
-        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
-    ) -> tuple[Mode, str]:
+        self,
+        load: EngineLoad,
+        _placement: PlacementOptions,
+        _budget: Budget,
+        *,
+        repacks: bool = True,
+    ) -> ModeChoice:
         """Return how the weights come into memory, and why."""
         if load == "repack":
             raise ValueError(
@@ -107,8 +129,8 @@ class DimsSource:
                 "dimensions"
             )
         if load == "auto":
-            return "map", "a file would be mapped"
-        return load, _ASKED
+            return ModeChoice("map", "a file would be mapped")
+        return ModeChoice(load, _ASKED)
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, _sessions: int) -> list[Need]:
         """List what the weights take."""
@@ -159,28 +181,43 @@ class FileSource:
         return self._contents.by_type()
 
     def mode(
-        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
-    ) -> tuple[Mode, str]:
-        """Return how the weights come into memory, and why."""
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
+    ) -> ModeChoice:
+        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
         contents = self._contents
         known = None if self._repacked is None else self._repacked.found
         if load == "repack":
             found = known or arrange(contents)
-            return self._repack(found, _ASKED) if found.slots else ("map", why_nothing(contents))
-        choice = loading.choose(self._model, load, None, placement, budget)
-        # The limit on locked memory would have to hold the file as well.
-        may_gain = self.shape.dims is not None and not placement.get("lock")
-        if load == "auto" and choice.mode == "map" and may_gain:
+            if not found.slots:
+                return ModeChoice("map", why_nothing(contents))
+            return ModeChoice("repack", self._repack(found).reason(_ASKED))
+        pressures = budget.memory_pressure()
+        choice = loading.choose(self._model, load, None, placement, budget, pressures)
+        if load == "auto" and repacks and self._may_gain(choice, placement, budget):
             gain = known or find_gain(contents)
             if gain is not None:
-                return self._repack(gain, reason_of(gain, contents.nbytes))
-        return choice.mode, choice.reason
+                why = self._repack(gain).reason(reason_of(gain, contents.nbytes))
+                if choice.exposed:
+                    why += f"; {choice.exposed}, so what stays mapped is locked"
+                return ModeChoice("repack", why, is_wish=True)
+        return ModeChoice(choice.mode, choice.reason, is_wish=bool(choice.exposed))
 
-    def _repack(self, found: Arrangement, why: str) -> tuple[Mode, str]:
+    def _may_gain(self, choice: LoadChoice, placement: PlacementOptions, budget: Budget) -> bool:
+        """Whether it may be repacked by itself, by the limit on locked memory as well."""
+        # The limit would have to hold what is repacked and the file.
+        if self.shape.dims is None or placement.get("lock"):
+            return False
+        if not choice.exposed:
+            return choice.mode == "map"
+        # What is not repacked stays mapped, and has to be locked.
+        nbytes = sum(_whole_pages(file.nbytes) for file in self._model.files)
+        return choice.mode != "map" and lock_refusal("onfault", nbytes, budget) is None
+
+    def _repack(self, found: Arrangement) -> RepackedPart:
         if self._repacked is None:
             image = look(self._contents, found) if self._is_here else None
             self._repacked = RepackedPart(found, image, is_read=True)
-        return "repack", self._repacked.reason(why)
+        return self._repacked
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
         """List what the weights of so many decoders take."""
@@ -236,8 +273,13 @@ class WeightsSource:
         return self._weights.by_type()
 
     def mode(
-        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
-    ) -> tuple[Mode, str]:
+        self,
+        load: EngineLoad,
+        _placement: PlacementOptions,
+        _budget: Budget,
+        *,
+        repacks: bool = True,
+    ) -> ModeChoice:
         """Return how they came into memory, and why; or that they will be repacked.
 
         Raises
@@ -249,14 +291,14 @@ class WeightsSource:
         if load == "repack":
             found = arrange(weights)
             if not found.slots:
-                return weights.load, why_nothing(weights)
+                return ModeChoice(weights.load, why_nothing(weights))
             if self._repacked is None:
                 is_read = weights.load == "map"
                 self._repacked = RepackedPart(found, look(weights, found), is_read=is_read)
-            return "repack", self._repacked.reason(_ASKED)
+            return ModeChoice("repack", self._repacked.reason(_ASKED))
         if load not in ("auto", weights.load):
             raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
-        return weights.load, weights.load_reason
+        return ModeChoice(weights.load, weights.load_reason)
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
         """List what they take, and have taken, and what so many decoders will repack."""

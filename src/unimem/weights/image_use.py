@@ -157,10 +157,9 @@ def look(contents: Contents, found: Arrangement) -> Image | None:
 
 
 def is_mapped(image: Image, pages: Pages, numa: object) -> bool:
-    """Whether an image is mapped for memory that was asked for, so that all starts share its pages.
+    """Whether a mapping is the memory that was asked for; then later starts share its pages.
 
     Otherwise it is read into memory that is placed as it was asked for.
     """
-    if numa is not None:
-        return False
-    return pages in (("auto", "4k", "thp") if image.is_staged else ("auto", "4k"))
+    mappable = ("auto", "4k", "thp") if image.is_staged else ("auto", "4k")
+    return numa is None and pages in mappable

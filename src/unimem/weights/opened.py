@@ -23,6 +23,7 @@ from unimem.weights.loading import (
     Progress,
     check_request,
     load_model,
+    why_model_exposed,
 )
 from unimem.weights.tensors import Contents, ModelPart
 
@@ -30,7 +31,13 @@ if TYPE_CHECKING:
     from unimem.weights.repacked import Repacked
     from unimem.weights.residency import Residency
 
-__all__ = ["Weights", "open_weights", "warm_where_it_fits"]
+__all__ = [
+    "Weights",
+    "lock_what_is_mapped",
+    "open_planned",
+    "open_weights",
+    "warm_where_it_fits",
+]
 
 
 class Weights(Contents):
@@ -436,9 +443,10 @@ def open_weights(
         ``"map"`` maps the files: nothing is read now, and their pages are the page cache's.
         ``"copy"`` reads them into a block, through the page cache, in several pinned threads.
         ``"direct"`` reads past the page cache (O_DIRECT), which stays as it was. ``"auto"`` maps,
-        unless placement that only memory of its own can have, a tape, or a network's file system
-        asks for reading: then through the page cache when most of the model is there, else past
-        it. `Weights.load` and `Weights.load_reason` say what was done.
+        unless placement that only memory of its own can have, a tape, a network's file system, or
+        memory that is short (a cgroup with little room, pressure on the machine) asks for reading:
+        then through the page cache when most of the model is there, else past it. `Weights.load`
+        and `Weights.load_reason` say what was done.
     progress : callable, optional
         Called with the bytes that are read and all bytes, in this thread, at most 20 times a
         second, and once at the end. What it raises, as an interrupt does, stops the load: nothing
@@ -480,6 +488,30 @@ def open_weights(
         with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
             embedding = w.tensors["token_embd.weight"].as_array()
     """
+    return open_planned(
+        path,
+        "",
+        load=load,
+        progress=progress,
+        tape=tape,
+        threads=threads,
+        advice=advice,
+        placement=placement,
+    )
+
+
+def open_planned(
+    path: str | os.PathLike[str],
+    why_mapped: str,
+    *,
+    load: Load,
+    progress: Progress | None,
+    placement: PlacementOptions,
+    tape: Tape | None = None,
+    threads: int | None = None,
+    advice: AccessPattern | None = None,
+) -> Weights:
+    """Open a model as `open_weights`, and map it where a plan does: see `loading.load_model`."""
     check_request(
         load, tape=tape, threads=threads, advice=advice, progress=progress, placement=placement
     )
@@ -494,6 +526,7 @@ def open_weights(
                 advice=advice,
                 progress=progress,
                 placement=placement,
+                why_mapped=why_mapped,
             )
             weights = Weights(model.files, loaded, tape)
         if weights.load == "map":
@@ -516,6 +549,21 @@ def _warm_and_lock(
             if placement.get("strict"):
                 raise
             policy.warn(error.strerror or str(error))
+
+
+def lock_what_is_mapped(weights: Weights) -> None:
+    """Lock the pages of a mapped model that are in RAM, if they could be taken away.
+
+    Where that is not allowed, a warning says so.
+    """
+    if weights.load != "map":
+        return
+    exposed = why_model_exposed(part.file for part in weights._parts)
+    if exposed:
+        try:
+            weights.lock("onfault")
+        except (CapacityError, PlacementError) as error:
+            policy.warn(f"{exposed}, and it cannot be locked: {error}")
 
 
 def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None) -> None:

@@ -7,18 +7,21 @@ import os
 import struct
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 
 from unimem._core import guard
+from unimem._core.block import Block
+from unimem.weights.files import Version, identity_of
 from unimem.weights.tensors import Contents, ModelPart
 
 __all__ = [
     "Dropper",
     "drop",
     "drop_beside",
+    "drop_files",
     "gaps_in_cache",
     "is_mapped_elsewhere",
     "runs_beside",
@@ -155,3 +158,38 @@ def _gaps(part: ModelPart, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[in
         if begin > at:
             yield at, begin
         at = end
+
+
+def drop_files(files: Iterable[tuple[str, Version]]) -> int:
+    """Drop whole files from the page cache; pages that anybody has mapped stay.
+
+    Parameters
+    ----------
+    files : iterable of (str, Version)
+        Their paths, and what they were: a file that was replaced, or is gone, is left alone.
+
+    Returns
+    -------
+    int
+        Bytes that left it, as far as the kernel tells this user.
+    """
+    dropped = 0
+    for path, version in files:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if identity_of(os.fstat(fd))[: len(version)] == version:
+                nbytes = os.fstat(fd).st_size
+                before = _cached_bytes(fd, nbytes, path)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                dropped += max(0, before - _cached_bytes(fd, nbytes, path))
+        finally:
+            os.close(fd)
+    return dropped
+
+
+def _cached_bytes(fd: int, nbytes: int, path: str) -> int:
+    with Block._map_fd(fd, 0, nbytes, "r", path) as block:
+        return 0 if block._is_cache_hidden else block._resident_range(0, nbytes)
