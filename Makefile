@@ -12,10 +12,11 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # Sources whose change needs a new build; Python files are used in place.
-NATIVE := $(wildcard native/include/*.h native/src/*.[ch] bench/native/*.[ch]) \
+NATIVE := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] bench/native/*.[ch]) \
           $(wildcard src/unimem/*/*.pyx src/unimem/*/*.pxd) \
           CMakeLists.txt cmake/bindings.cmake pyproject.toml
-C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] native/fuzz/*.[ch]) \
+C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] native/tests/*.[ch]) \
+           $(wildcard native/fuzz/*.[ch]) \
            $(wildcard bench/native/*.[ch] tests/support/shim/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
