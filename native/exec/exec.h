@@ -157,6 +157,8 @@ bool um_table_change(um_record *record, um_record now);
 bool um_table_cut(uintptr_t address, size_t nbytes, um_record *out);
 /* Whether some record of mmap's kind overlaps a range; gives the first. */
 bool um_table_overlaps(uintptr_t address, size_t nbytes, um_record *out);
+/* Whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */
+bool um_table_is_hugetlb(uintptr_t address, size_t nbytes);
 um_counts *um_table_counts(void);
 /* Around changes of counts alone. */
 void um_table_begin(void);

@@ -119,8 +119,8 @@ void *um_ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, voi
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* What the placement would refuse: a locked page is given back by a call of its own, and a part of a
- * hugetlb page is cleared, as a program that gives it back expects. */
+/* What the kernel refuses only since memory was placed: a locked page is given back by a call of its
+ * own, and a part of a hugetlb page is cleared, as a program that gives it back expects. */
 int um_ranges_advise(void *at, size_t nbytes, int advice) {
     int result = um_sys_advise(at, nbytes, advice);
     bool gives = advice == MADV_DONTNEED || advice == MADV_FREE;
@@ -128,22 +128,13 @@ int um_ranges_advise(void *at, size_t nbytes, int advice) {
         return result;
     }
     um_record found;
-    uintptr_t start = (uintptr_t)at;
-    void *slot = (void *)(start & ~((uintptr_t)UM_SLOT_BYTES - 1));
-    if (um_settings_now.lock && um_table_overlaps(start, nbytes, &found)) {
+    if (um_settings_now.lock && um_table_overlaps((uintptr_t)at, nbytes, &found)) {
         return um_sys_advise(at, nbytes, MADV_DONTNEED_LOCKED);
     }
-    /* Of malloc's kind: the mapping begins some slots before. */
-    for (; slot != NULL && (uintptr_t)slot + um_settings_now.most_bytes > start;
-         slot = (char *)slot - UM_SLOT_BYTES) {
-        size_t mapped;
-        if (um_table_asked(slot, &mapped) != 0) {
-            if ((uintptr_t)slot + mapped < start + nbytes) {
-                break;
-            }
-            memset(at, 0, in_pages(nbytes));
-            return 0;
-        }
+    bool aligned = (uintptr_t)at % um_settings_now.page_bytes == 0;
+    if (aligned && um_table_is_hugetlb((uintptr_t)at, in_pages(nbytes))) {
+        memset(at, 0, in_pages(nbytes));
+        return 0;
     }
     errno = EINVAL;
     return -1;

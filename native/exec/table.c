@@ -12,6 +12,9 @@
 _Static_assert(sizeof(um_record) == 32 && sizeof(um_ended) == 48, "others read them");
 _Static_assert(sizeof(um_table) <= UM_HEAD_BYTES, "the records come behind it");
 
+/* From so much on, a process is of interest to others. The many small ones, as of a shell, need no
+ * descriptor for it. */
+enum { SHOWN_BYTES = 16 << 20 };
 enum { TABLE_BYTES = UM_HEAD_BYTES + UM_MOST_RECORDS * (int)sizeof(um_record) };
 /* User addresses have 48 bits unless a program asks for more: slots of 2 MiB, in two levels. */
 enum { SLOT_SHIFT = 21, LEAF_BITS = 13, TOP_BITS = 48 - SLOT_SHIFT - LEAF_BITS };
@@ -122,7 +125,7 @@ void um_table_in_parent(void) {
     um_table_unlock();
 }
 
-/* The child shows itself with its next mapping. Its parent's descriptor stays open: the program may
+/* The child shows itself when it maps something. Its parent's descriptor stays open: the program may
  * have closed it, and another file may have its number. */
 void um_table_in_child(void) {
     if (mirror != NULL) {
@@ -225,7 +228,8 @@ static void leave(um_record *record) {
 }
 
 bool um_table_add(um_record record) {
-    if (!was_tried) {
+    uint64_t nbytes = table->counts.placed_bytes + record.nbytes;
+    if (!was_tried && (nbytes >= SHOWN_BYTES || um_settings_now.report)) {
         show();
     }
     um_table_begin();
@@ -277,6 +281,19 @@ bool um_table_overlaps(uintptr_t address, size_t nbytes, um_record *out) {
         *out = *found;
     }
     return found != NULL;
+}
+
+bool um_table_is_hugetlb(uintptr_t address, size_t nbytes) {
+    bool found = false;
+    um_table_lock();
+    for (uint32_t i = 0; i < table->n_records && !found; i++) {
+        const um_record *record = &records[i];
+        found = record->address != 0 && (record->state & UM_IS_HUGETLB) != 0 &&
+                record->address <= address && address - record->address < record->nbytes &&
+                nbytes <= record->nbytes - (address - record->address);
+    }
+    um_table_unlock();
+    return found;
 }
 
 bool um_table_cut(uintptr_t address, size_t nbytes, um_record *out) {
