@@ -24,7 +24,7 @@ WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
-.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu \
+.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec \
         gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
@@ -144,6 +144,10 @@ exhaust: $(VENV)/.installed
 	$(BIN)/cmake --build $(BUILD)/exhaust --target exhaust_convert
 	$(BUILD)/exhaust/native/tests/exhaust_convert
 	$(BIN)/python tools/exhaust_convert.py
+
+# Programs that others wrote, with and without `unimem exec`: CPython's tests, NumPy's, redis.
+test-exec: $(VENV)/.installed
+	$(BIN)/python tools/exec_suites.py
 
 # A model staged once for two llama.cpp processes, and what the kernel says of both.
 demo: $(VENV)/.installed

@@ -1,8 +1,8 @@
 """Programs that others wrote, with and without `unimem exec`: the same results? `make test-exec`.
 
-CPython's own tests of what allocates, maps, forks and starts; NumPy's test suite; redis-server under
-redis-benchmark. All allocations from 4 KiB on are placed. What is not installed is said. The table
-of docs/exec.md is what this prints.
+CPython's own tests of what allocates, maps, forks and starts; NumPy's test suite; redis-server
+under redis-benchmark. All allocations from 4 KiB on are placed. What is not installed is said. The
+table of docs/exec.md is what this prints.
 
     python tools/exec_suites.py [cpython] [numpy] [redis] [--python PATH]
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 CPYTHON = ("mmap", "array", "bytes", "threading", "subprocess")
-# Of multiprocessing, by the way that it starts processes. Some Pythons come without the three files.
+# Of multiprocessing, by the way that it starts processes. Some Pythons lack these three files.
 STARTS = ("fork", "spawn", "forkserver")
 SHIM = """
 from test._test_multiprocessing import install_tests_in_module_dict as install
@@ -48,9 +48,8 @@ def cpython(python: str, name: str, prefix: list[str]) -> dict[str, str]:
             cwd=folder,
             timeout=1800,
         )
-    found = dict(
-        match.groups() for line in done.stderr.splitlines() if (match := RESULT.match(line))
-    )
+    matches = (RESULT.match(line) for line in done.stderr.splitlines())
+    found = {match[1]: match[2] for match in matches if match}
     # Tests that print or take long have their results in the summary alone.
     for kind, test in re.findall(r"^(FAIL|ERROR): (\w+ \([\w.]+\))", done.stderr, re.M):
         found[test] = kind

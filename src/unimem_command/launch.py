@@ -10,6 +10,7 @@ import os
 import sys
 
 __all__ = [
+    "MIN_BYTES",
     "NOT_EXECUTABLE",
     "NOT_FOUND",
     "environment",
@@ -56,8 +57,12 @@ def quick(words: list[str]) -> None:
     if program is None or obstacle(program) is not None or os.environ.get("LD_PRELOAD"):
         return
     library = find_library()
-    if library is not None:
+    if library is None or " " in library or ":" in library:
+        return
+    try:
         start(program, command, environment(library, settings(pages=pages, min_bytes=min_bytes)))
+    except OSError:
+        return  # which the command says in words
 
 
 def settings(

@@ -85,7 +85,7 @@ def read_table(fd: int, head: bytes) -> PlacedTable | None:
         raise ValueError("it is shorter than its header says")
     options = _options(_text(head[_TEXT_AT : _TEXT_AT + _TEXT_BYTES]))
     entries = sorted(
-        (_entry(*fields, options) for fields in _RECORD.iter_unpack(data) if fields[0]),
+        (_entry(fields, options) for fields in _RECORD.iter_unpack(data) if fields[0]),
         key=lambda entry: entry.address,
     )
     last = 0
@@ -124,9 +124,8 @@ def _options(text: str) -> dict[str, Any]:
     }
 
 
-def _entry(
-    address: int, nbytes: int, asked: int, via: int, state: int, options: Mapping[str, Any]
-) -> Entry:
+def _entry(record: tuple[int, ...], options: Mapping[str, Any]) -> Entry:
+    address, nbytes, asked, via, state = record
     if not 0 < nbytes < 1 << 57 or address + nbytes > 1 << 57 or via >= len(_VIA):
         raise ValueError(f"its record of address {address} is none")
     asked = min(asked, nbytes)

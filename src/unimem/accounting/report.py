@@ -121,9 +121,10 @@ def report(pid: int | None = None) -> Report:
     Report
         A row for each category: of unimem's memory and of model files ``weights:TYPE``,
         ``weights:padding``, ``kv``, ``scratch``, ``logits``, ``tokens``, ``staging``,
-        ``diagnostics`` and ``other``; of what `unimem exec` has placed ``placed``; of the rest ``allocator``, ``libraries``, ``stacks``,
-        ``files``, ``shared``, ``anonymous`` and ``kernel``. In this process also of each category
-        that had memory, and of that of GPUs. What the facts are is said in ``docs/accounting.md``.
+        ``diagnostics`` and ``other``; ``placed``, what `unimem exec` has placed; of the rest
+        ``allocator``, ``libraries``, ``stacks``, ``files``, ``shared``, ``anonymous`` and
+        ``kernel``. In this process also of each category that had memory, and of that of GPUs.
+        What the facts are is said in ``docs/accounting.md``.
 
     Raises
     ------

@@ -14,9 +14,11 @@ from unimem.cli.exits import DOES_NOT_FIT
 from unimem.cli.options import NumaNodes, check_numa, number_parser
 from unimem.errors import PlacementError
 from unimem.system import limits
+from unimem.system.placement import Pages
 from unimem.system.policy import NumaPolicy, Request, decide, parse_numa
 from unimem.system.text import escape
 from unimem_command.launch import (
+    MIN_BYTES,
     NOT_EXECUTABLE,
     NOT_FOUND,
     environment,
@@ -55,11 +57,14 @@ def exec_(
     numa: NumaNodes = None,
     lock: Annotated[bool, typer.Option("--lock", help="Keep what is touched in RAM.")] = False,
     min_bytes: Annotated[
-        int,
+        int | None,
         typer.Option(
-            parser=_parse_bytes, metavar="N", help="The least size that counts as large, as 64k."
+            parser=_parse_bytes,
+            metavar="N",
+            help="The least size that counts as large, as 64k. [default: 1M]",
+            show_default=False,
         ),
-    ] = "1M",  # type: ignore[assignment] -- the parser makes a number of it
+    ] = None,
     prefault: Annotated[
         bool,
         typer.Option("--prefault", help="Touch it at once, with several threads, while it fits."),
@@ -69,7 +74,9 @@ def exec_(
     ] = False,
     stage: Annotated[
         bool,
-        typer.Option("--stage", help="Stage model files among the arguments, and pass their paths."),
+        typer.Option(
+            "--stage", help="Stage model files among the arguments, and pass their paths."
+        ),
     ] = False,
     report: Annotated[
         str | None,
@@ -105,7 +112,7 @@ def exec_(
     room = limits.tightest().room_bytes if prefault else 0
     text = settings(
         pages=pages,
-        min_bytes=min_bytes,
+        min_bytes=min_bytes or MIN_BYTES,
         policy=None if policy is None else _policy_text(policy),
         numa=None if policy is None else str(policy),
         lock=lock,
@@ -140,7 +147,9 @@ def _check_program(program: str, *, strict: bool) -> None:
     _tell(f"warning: {found}; it runs as without unimem exec")
 
 
-def _check_machine(pages: str, numa: str | None, *, lock: bool, strict: bool) -> NumaPolicy | None:
+def _check_machine(
+    pages: Pages, numa: str | None, *, lock: bool, strict: bool
+) -> NumaPolicy | None:
     """Try what is asked for on a small block; end where a pool, a node or a lock is not there.
 
     Returns
@@ -153,7 +162,7 @@ def _check_machine(pages: str, numa: str | None, *, lock: bool, strict: bool) ->
     is_pool = pages in ("2m", "1g")
     if pages == "thp" or is_pool or numa is not None or lock or strict:
         # Whether a huge page is free at this moment is a reason only where all is strict.
-        tried = pages if is_pool or strict else "auto"
+        tried: Pages = pages if is_pool or strict else "auto"
         try:
             with Block(nbytes, pages=tried, numa=numa, lock=lock, strict=True, warm=True):
                 pass
