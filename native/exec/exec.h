@@ -2,7 +2,7 @@
  * allocation a mapping of its own, placed as was asked: pages, NUMA policy, lock, prefault. All
  * else goes to the allocator that the program would have had.
  *
- *     hooks.c      the functions of the C library that are replaced, and the process's begin and end
+ *     hooks.c      the functions of the C library that are replaced; begin and end of the process
  *     heap.c       malloc and its kind, over mappings and the next allocator
  *     ranges.c     mmap and its kind
  *     place.c      one mapping: where it lies, how it is placed, and its end
@@ -142,7 +142,7 @@ void um_table_before_fork(void);
 void um_table_in_parent(void);
 void um_table_in_child(void);
 
-/* All of these want the lock, but um_table_asked. */
+/* All of these want the lock, unless they say other. */
 
 /* Enters a mapping. Returns false where there is no room for it. */
 bool um_table_add(um_record record);
@@ -164,6 +164,8 @@ um_counts *um_table_counts(void);
 void um_table_begin(void);
 void um_table_end(void);
 void um_table_note_end(const um_record *record);
+/* Whether a range may overlap a record of mmap's kind: false is certain. No lock. */
+bool um_table_may_overlap(uintptr_t address, size_t nbytes);
 /* Bytes that the program asked for at an address of malloc's kind; 0: it is none. No lock. */
 size_t um_table_asked(const void *address, size_t *out_nbytes);
 bool um_table_has(const void *address);

@@ -167,7 +167,9 @@ static bool enter(const um_record *record) {
         um_table_counts()->prefaulted_bytes -= record->nbytes; /* the table counts it now */
     }
     if (done) {
+        um_table_begin();
         count_shortfalls(record);
+        um_table_end();
     }
     um_table_unlock();
     return done;

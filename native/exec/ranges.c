@@ -56,7 +56,7 @@ void *um_ranges_map(void *at, size_t nbytes, int protection, int flags, int fd, 
     if (is_plain(at, nbytes, protection, flags)) {
         mapped = map_plain(nbytes, protection, flags);
     } else if ((flags & MAP_FIXED) != 0 && (flags & MAP_FIXED_NOREPLACE) != MAP_FIXED_NOREPLACE &&
-               um_table_overlaps((uintptr_t)at, nbytes, &lost)) {
+               um_table_may_overlap((uintptr_t)at, nbytes)) {
         um_table_lock();
         mapped = um_sys_map(at, nbytes, protection, flags, fd, offset);
         if (mapped != NULL) {
@@ -69,13 +69,25 @@ void *um_ranges_map(void *at, size_t nbytes, int protection, int flags, int fd, 
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
+/* With --report, says what becomes of a whole mapping that ends. */
+static void note_end(uintptr_t address, size_t nbytes) {
+    um_record lost;
+    um_table_lock();
+    bool whole = um_table_overlaps(address, nbytes, &lost) && lost.address == address &&
+                 lost.nbytes == in_pages(nbytes);
+    um_table_unlock();
+    if (whole) {
+        um_table_note_end(&lost);
+    }
+}
+
 int um_ranges_unmap(void *at, size_t nbytes) {
     um_record lost;
-    if (!um_table_overlaps((uintptr_t)at, nbytes, &lost)) {
+    if (!um_table_may_overlap((uintptr_t)at, nbytes)) {
         return um_sys_unmap(at, nbytes);
     }
-    if (um_settings_now.report && lost.address == (uintptr_t)at && lost.nbytes == nbytes) {
-        um_table_note_end(&lost);
+    if (um_settings_now.report) {
+        note_end((uintptr_t)at, nbytes);
     }
     um_table_lock();
     int result = um_sys_unmap(at, nbytes);
@@ -89,12 +101,13 @@ int um_ranges_unmap(void *at, size_t nbytes) {
 void *um_ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
     um_record moved, lost;
     bool replaces = (flags & MREMAP_FIXED) != 0;
-    bool ours = um_table_overlaps((uintptr_t)at, nbytes, &moved);
-    if (!ours && !(replaces && um_table_overlaps((uintptr_t)new_at, new_nbytes, &lost))) {
+    if (!um_table_may_overlap((uintptr_t)at, nbytes) &&
+        !(replaces && um_table_may_overlap((uintptr_t)new_at, new_nbytes))) {
         void *mapped = um_sys_remap(at, nbytes, new_nbytes, flags, new_at);
         return mapped == NULL ? MAP_FAILED : mapped;
     }
     um_table_lock();
+    bool ours = um_table_overlaps((uintptr_t)at, nbytes, &moved);
     void *mapped = um_sys_remap(at, nbytes, new_nbytes, flags, new_at);
     if (mapped != NULL) {
         if (replaces) {
@@ -119,8 +132,8 @@ void *um_ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, voi
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* What the kernel refuses only since memory was placed: a locked page is given back by a call of its
- * own, and a part of a hugetlb page is cleared, as a program that gives it back expects. */
+/* What the kernel refuses only since memory was placed: a locked page is given back by a call of
+ * its own, and a part of a hugetlb page is cleared, as a program that gives it back expects. */
 int um_ranges_advise(void *at, size_t nbytes, int advice) {
     int result = um_sys_advise(at, nbytes, advice);
     bool gives = advice == MADV_DONTNEED || advice == MADV_FREE;
@@ -128,7 +141,10 @@ int um_ranges_advise(void *at, size_t nbytes, int advice) {
         return result;
     }
     um_record found;
-    if (um_settings_now.lock && um_table_overlaps((uintptr_t)at, nbytes, &found)) {
+    um_table_lock();
+    bool ours = um_table_overlaps((uintptr_t)at, nbytes, &found);
+    um_table_unlock();
+    if (um_settings_now.lock && ours) {
         return um_sys_advise(at, nbytes, MADV_DONTNEED_LOCKED);
     }
     bool aligned = (uintptr_t)at % um_settings_now.page_bytes == 0;

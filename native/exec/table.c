@@ -31,8 +31,8 @@ static bool was_tried;
 static uint64_t first_free; /* the number of a record, and one */
 static slot *_Atomic leaves[1 << TOP_BITS];
 /* Mappings of mmap's kind: how many, and the addresses that all ever lay between. */
-static size_t n_ranges;
-static uintptr_t ranges_start = UINTPTR_MAX, ranges_end;
+static _Atomic size_t n_ranges;
+static _Atomic uintptr_t ranges_start = UINTPTR_MAX, ranges_end;
 
 static um_record *records_of(um_table *of) {
     return (um_record *)((char *)of + UM_HEAD_BYTES);
@@ -125,8 +125,8 @@ void um_table_in_parent(void) {
     um_table_unlock();
 }
 
-/* The child shows itself when it maps something. Its parent's descriptor stays open: the program may
- * have closed it, and another file may have its number. */
+/* The child shows itself when it maps something. Its parent's descriptor stays open: the program
+ * may have closed it, and another file may have its number. */
 void um_table_in_child(void) {
     if (mirror != NULL) {
         um_sys_unmap(mirror, TABLE_BYTES);
@@ -210,9 +210,13 @@ static bool enter(um_record record) {
         return true;
     }
     n_ranges++;
-    ranges_start = record.address < ranges_start ? record.address : ranges_start;
     uintptr_t end = record.address + record.nbytes;
-    ranges_end = end > ranges_end ? end : ranges_end;
+    if (record.address < ranges_start) {
+        ranges_start = record.address;
+    }
+    if (end > ranges_end) {
+        ranges_end = end;
+    }
     return true;
 }
 
@@ -271,9 +275,13 @@ static um_record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
     return NULL;
 }
 
+bool um_table_may_overlap(uintptr_t address, size_t nbytes) {
+    return n_ranges != 0 && address < ranges_end && address + nbytes > ranges_start;
+}
+
 bool um_table_overlaps(uintptr_t address, size_t nbytes, um_record *out) {
     uint32_t at = 0;
-    if (table == NULL || address >= ranges_end || address + nbytes <= ranges_start) {
+    if (!um_table_may_overlap(address, nbytes)) {
         return false;
     }
     const um_record *found = overlapping(&at, address, address + nbytes);
