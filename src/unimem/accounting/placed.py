@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from unimem._core.ledger import Entry, Part
 
-__all__ = ["CATEGORY", "VERSION", "PlacedTable", "read_table"]
+__all__ = ["CATEGORY", "FORMAT", "PlacedTable", "read_table"]
 
-VERSION = 2
+FORMAT = 2
 CATEGORY = "placed"
 
 _HEAD_BYTES = 8192

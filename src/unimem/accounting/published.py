@@ -421,7 +421,7 @@ def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | 
             return None
         if magic != _MAGIC:
             raise _BrokenError("it does not begin as one")
-        if version == placed.VERSION:
+        if version == placed.FORMAT:
             if (shown := _read_placed(fd, data)) is not None:
                 return shown
             time.sleep(_PATIENCE_SECONDS)
