@@ -45,7 +45,7 @@ _parse_bytes = number_parser(4096, 1 << 50, "1M, 64k or 4096")
 
 def exec_(
     command: Annotated[
-        list[str], typer.Argument(metavar="COMMAND...", help="The program, and its arguments.")
+        list[str], typer.Argument(metavar="COMMAND", help="The program, and its arguments.")
     ],
     pages: Annotated[
         Literal["auto", "thp", "2m", "1g"],
@@ -88,9 +88,9 @@ def exec_(
         ),
     ] = None,
 ) -> None:
-    """Run a program with its large allocations in huge pages, on chosen nodes, locked.
+    """Run any program with its large allocations well placed.
 
-    The program is not changed. Options of the program stand behind its name, or behind --.
+    In huge pages, on chosen nodes, locked. Options of the program stand behind its name, or behind --.
     """
     check_numa(numa)
     library = find_library()
