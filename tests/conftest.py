@@ -49,6 +49,8 @@ MACHINE_MODULES = {
         "test_demo",
         "test_engine_images",
         "test_engine_weights",
+        "test_governor",
+        "test_governor_cgroup",
         "test_kv_grow",
         "test_kv_memory",
         "test_limits",

@@ -89,7 +89,12 @@ class Facts:
         if self.tells_shares:
             everybody = [self.keeper, *self.reports]
             return sum(file["pss_bytes"] for report in everybody for file in self.files(report))
-        # What the one file has that all of them map.
+        return self.file_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        """What the files have in RAM that all processes map."""
+        assert self.staged is not None
         return sum(_BLOCK_BYTES * os.stat(path).st_blocks for path in self.staged.paths)
 
 
@@ -256,8 +261,7 @@ def _compare_starts(model: Path, rounds: int, facts: Facts, say: Callable[[str],
 
 def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
     granted = min(facts.placements, key=lambda each: each.huge_bytes)
-    assert facts.keeper is not None
-    n_copies = facts.ram_bytes / facts.placement(facts.keeper).resident_bytes
+    n_copies = facts.ram_bytes / facts.file_bytes
     huge = " of ".join(map(format_bytes, (granted.huge_bytes, granted.resident_bytes)))
     pages = f"{huge} in pages of {format_bytes(granted.page_bytes)}, in each"
     hot, staged = (1000 * statistics.median(times) for times in facts.seconds.values())

@@ -144,6 +144,7 @@ def _drawings(record: Record) -> Iterator[Drawing]:
         yield Drawing("targets", alt, None, _targets(verdicts))
     for suite in record.suites:
         if cases := shown[suite.name]:
+            cases = [case for case in cases if _pairs(case)] or cases
             alt = f"Medians of unimem and its peers: {', '.join(case.name for case in cases)}."
             sheet = _sheet(f"{suite.name}: {suite.question}", cases, lambda case: case.name)
             yield Drawing(suite.name, alt, suite.name, sheet)
@@ -201,7 +202,8 @@ def _sheet(title: str, cases: Sequence[CaseRecord], name: Callable[[CaseRecord],
         panels = part.subfigures(len(ratios), 1, height_ratios=ratios)
         for panel, (case, text, labels) in zip(panels, column, strict=False):
             panel.suptitle(text, x=0.02, ha="left", weight="bold", size="medium")
-            (_draw_lines if stats.sizes(case) else _draw_bars)(panel, case, labels)
+            draw_case = _draw_pairs if _pairs(case) else _draw_bars
+            (_draw_lines if stats.sizes(case) else draw_case)(panel, case, labels)
     return figure
 
 
@@ -210,9 +212,21 @@ def _labels(case: CaseRecord, width: int) -> dict[str, str]:
     if stats.sizes(case):
         names = dict.fromkeys(side.name for side in _sides(case) if side.at is not None)
         return {name: _wrap(_line_label(case, name), width, 3) for name in names}
-    return {side.name: _wrap(side.name, 21, 3) for side in _sides(case)}
+    return {name: _wrap(name, 21, 3) for name in _pairs(case) or [s.name for s in _sides(case)]}
 
 
+def _pairs(case: CaseRecord) -> dict[str, tuple[SideRecord, SideRecord]]:
+    """Find the sides that were measured quiet and pressed, as their names end; {} without any."""
+    found = {side.name: side for side in _sides(case)}
+    names = [name.removesuffix(_QUIET) for name in found if name.endswith(_QUIET)]
+    return {
+        name: (found[name + _QUIET], found[name + _PRESSED])
+        for name in names
+        if name + _PRESSED in found
+    }
+
+
+_QUIET, _PRESSED = ", quiet", ", pressed"
 _COLOURS: dict[Role, str] = {"unimem": _BLUE, "peer": _ORANGE, "limit": "white"}
 _EDGES: dict[Role, str] = _COLOURS | {"limit": _GREY}
 _MARKERS: dict[Role, str] = {"unimem": "o", "peer": "s", "limit": "D"}
@@ -228,7 +242,9 @@ def _fill(role: Role) -> dict[str, Any]:
 def _key(cases: Sequence[CaseRecord]) -> list[Patch | Line2D]:
     """Make the legend of a sheet: what holds for all of its panels."""
     lines = [case for case in cases if stats.sizes(case)]
-    bars = {side.role for case in cases if case not in lines for side in _sides(case)}
+    pairs = [case for case in cases if _pairs(case)]
+    others = [case for case in cases if case not in lines and case not in pairs]
+    bars = {side.role for case in others for side in _sides(case)}
     key: list[Patch | Line2D] = [
         Patch(**_fill(role), label=name) for role, name in _ROLES.items() if role in bars
     ]
@@ -242,6 +258,13 @@ def _key(cases: Sequence[CaseRecord]) -> list[Patch | Line2D]:
     if any(map(_is_by_threads, lines)):
         references |= {"ideal": "-."}
     key += [Line2D([], [], color=_GREY, ls=ls, lw=1, label=name) for name, ls in references.items()]
+    if pairs:
+        key += [Line2D([], [], label="alone", **_PAIR_LOOKS[0])]
+        roles = {side.role for case in pairs for side in _sides(case)}
+        for role in (role for role in _ROLES if role in roles):
+            label = f"{_ROLES[role]}, beside neighbours"
+            key += [Line2D([], [], label=label, **_PAIR_LOOKS[1] | _filled(role))]
+        key += [Line2D([], [], color=_BLACK, lw=1.2, label="up to the slowest")]
     return key
 
 
@@ -282,6 +305,47 @@ def _draw_bars(panel: SubFigure, case: CaseRecord, labels: Mapping[str, str]) ->
             axes.axvline(median, color=_GREY, ls="--", lw=0.8, zorder=0.9)
         text = texts.amount(median, unit) if has_scale(unit) else texts.number(median)
         _write(axes, text, (max(median, p95), y), 8 if is_log else 5)
+
+
+_PAIR_LOOKS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"marker": "o", "ms": 6, "mec": _GREY, "mfc": "white", "ls": "none"},
+    {"marker": "o", "ms": 7, "mec": _BLACK, "mfc": _BLACK, "ls": "none"},
+)
+
+
+def _filled(role: Role) -> dict[str, Any]:
+    return {"mfc": _COLOURS[role], "mec": _EDGES[role]}
+
+
+def _draw_pairs(panel: SubFigure, case: CaseRecord, labels: Mapping[str, str]) -> None:
+    """Draw each side twice: its median alone and pressed, each with a line to its worst figure."""
+    axes = panel.subplots()
+    pairs = _pairs(case)
+    every = [figure for pair in pairs.values() for side in pair for figure in stats.figures(side)]
+    axes.set_xscale("log")
+    axes.set_xlim(min(every) / 1.3, max(every) * 1.3)
+    axes.set_ylim(len(pairs) - 0.5, -0.5)
+    axes.set_yticks(range(len(pairs)), [labels[name] for name in pairs])
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="x")
+    axes.xaxis.set_major_locator(_decimal(min(every), max(every)))
+    axes.xaxis.set_major_formatter(_TICK)
+    axes.minorticks_off()
+    axes.set_xlabel(f"{_wrap(case.unit, 30)} {_better(case)}")
+    for y, pair in enumerate(pairs.values()):
+        axes.axhline(y, color=_GREY, ls=":", lw=0.5, zorder=0.8)
+        looks = (_PAIR_LOOKS[0], _PAIR_LOOKS[1] | _filled(pair[1].role))
+        for side, look, at in zip(pair, looks, (y - 0.16, y + 0.16), strict=True):
+            median, worst = stats.spread(side).median, max(stats.figures(side))
+            axes.plot([median, worst], [at, at], color=look["mec"], lw=1.2)
+            axes.plot(median, at, **look)
+        values = [stats.figures(side) for side in pair]
+        slower = max(values[1]) / max(values[0])  # the slowest tokens
+        if slower >= _MUCH_SLOWER:
+            _write(axes, f"worst {slower:,.0f}x", (max(values[1]), y + 0.16), 5)
+
+
+_MUCH_SLOWER = 2.0  # is said beside the line
 
 
 def _write(axes: Axes, text: str, place: tuple[float, float], points: float, **more: Any) -> None:

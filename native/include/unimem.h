@@ -428,6 +428,16 @@ UM_API UM_CHECKED um_status um_block_lock(um_block *block, um_lock lock, um_erro
 UM_API UM_CHECKED um_status um_block_warm(um_block *block, size_t offset, size_t nbytes,
                                           unsigned n_threads, const int *cpus, um_error *err);
 
+/* As um_block_warm, and pages of files become writable, too, so that no first write faults.
+ *
+ * No byte is written, and what others write meanwhile stays. Pages of UM_ACCESS_PRIVATE are copied;
+ * those of UM_ACCESS_SHARED are written back to the disk, and the next write to each then faults.
+ *
+ * - UM_E_INVALID: the block is read-only. */
+UM_API UM_CHECKED um_status um_block_warm_to_write(um_block *block, size_t offset, size_t nbytes,
+                                                   unsigned n_threads, const int *cpus,
+                                                   um_error *err);
+
 /* Asks the kernel to put resident pages into huge pages now (MADV_COLLAPSE, Linux 6.1).
  *
  * This includes shared memory. hugetlb memory is left as it is. The kernel gathers memory on one

@@ -87,10 +87,14 @@ static um_status fail_populate(const um_block *block, bool is_file, int os_errno
                       nbytes, "madvise");
 }
 
-/* Warms whole pages, which are all a file's or all not. A private mapping of a file is read:
- * writing would copy its pages. */
-static um_status warm_range(const um_block *block, bool is_file, size_t first, size_t last,
-                            const um_cpus *cpus, um_error *err) {
+static bool is_read_only(const um_block *block) {
+    bool is_others = block->is_file != 0 || block->sharing != UM_SHARING_NONE;
+    return is_others && block->access == UM_ACCESS_READ;
+}
+
+/* Warms whole pages, which are all a file's or all not. */
+static um_status warm_range(const um_block *block, bool is_file, bool writes, size_t first,
+                            size_t last, const um_cpus *cpus, um_error *err) {
     /* Parts meet at borders of huge pages: two threads that fill one huge page together get small
      * pages. */
     size_t page = um_os_page_bytes();
@@ -99,9 +103,10 @@ static um_status warm_range(const um_block *block, bool is_file, size_t first, s
      * threads. */
     size_t share = ((last - first / align * align) / cpus->n_threads / align + 1) * align;
 
-    bool read_only =
-        is_file || (block->sharing != UM_SHARING_NONE && block->access == UM_ACCESS_READ);
-    warming shared = {.advice = read_only ? UM_OS_POPULATE_READ : UM_OS_POPULATE_WRITE};
+    /* Writing copies the pages of a file that is mapped for itself, and has shared ones written to
+     * the disk. */
+    bool reads = is_file ? !writes : is_read_only(block);
+    warming shared = {.advice = reads ? UM_OS_POPULATE_READ : UM_OS_POPULATE_WRITE};
     warm_part parts[UM_MAX_THREADS];
     unsigned n_parts = 0;
     for (size_t at = first; at < last; n_parts++) {
@@ -127,8 +132,8 @@ static um_status warm_range(const um_block *block, bool is_file, size_t first, s
     return os_errno == 0 ? UM_OK : fail_populate(block, is_file, os_errno, last, last - first, err);
 }
 
-um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
-                        const int *chosen_cpus, um_error *err) {
+static um_status warm(um_block *block, bool writes, size_t offset, size_t nbytes,
+                      unsigned n_threads, const int *chosen_cpus, um_error *err) {
     size_t end, page = um_os_page_bytes();
     size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
     if (!um_add(offset, nbytes, &end) || end > limit) {
@@ -147,14 +152,27 @@ um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned 
     }
     size_t first = offset / page * page, last = (end + page - 1) / page * page;
     if (block->overlaid == NULL) {
-        return warm_range(block, block->is_file != 0, first, last, &cpus, err);
+        return warm_range(block, block->is_file != 0, writes, first, last, &cpus, err);
     }
     /* Steps are pages here. */
     um_run run;
     for (size_t at = first / page; at < last / page; at = run.end) {
         bool is_file = um_block_next_overlay(block, at, at + 1, true, &run);
         um_block_next_overlay(block, at, last / page, is_file, &run);
-        UM_TRY(warm_range(block, is_file, run.first * page, run.end * page, &cpus, err));
+        UM_TRY(warm_range(block, is_file, writes, run.first * page, run.end * page, &cpus, err));
     }
     return UM_OK;
+}
+
+um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
+                        const int *cpus, um_error *err) {
+    return warm(block, false, offset, nbytes, n_threads, cpus, err);
+}
+
+um_status um_block_warm_to_write(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
+                                 const int *cpus, um_error *err) {
+    if (is_read_only(block)) {
+        return um_fail(err, UM_E_INVALID, "the block is read-only");
+    }
+    return warm(block, true, offset, nbytes, n_threads, cpus, err);
 }

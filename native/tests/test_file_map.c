@@ -244,6 +244,39 @@ TEST(warm) {
     }
 }
 
+/* A page that was only read in faults at its first write. Nothing is written: the kernel takes the
+ * pages of the file as they are. */
+TEST(warm_to_write) {
+    enum { N = 100 };
+    for (um_access access = UM_ACCESS_PRIVATE; access <= UM_ACCESS_SHARED; access++) {
+        for (unsigned n_threads = 1; n_threads <= 3; n_threads += 2) {
+            AUTO_FD fd = make_file(N * page);
+            AUTO_BLOCK block = map_file(fd, page, (N - 1) * page, access);
+            CHECK_OK(um_block_warm_to_write(&block, 0, 50 * page, n_threads, NULL, &test_err));
+            CHECK(holds_file(&block, page));
+            long before = faults_now();
+            for (size_t at = 0; at < 50 * page; at += page) {
+                *bytes_of(&block, at) += 1;
+            }
+            CHECK_EQ(faults_now(), before);
+            *bytes_of(&block, 60 * page) += 1;
+            CHECK(faults_now() > before);
+            CHECK(ftruncate(fd, (off_t)(50 * page)) == 0);
+            CHECK_FAILS(UM_E_IO, um_block_warm_to_write, &block, 0, block.nbytes, n_threads, NULL);
+            CHECK(test_err.os_errno == 0);
+        }
+    }
+    AUTO_FD fd = make_file(page);
+    AUTO_BLOCK block = map_file(fd, 0, page, UM_ACCESS_READ);
+    CHECK_FAILS(UM_E_INVALID, um_block_warm_to_write, &block, 0, page, 1, NULL);
+    AUTO_FD memory = memory_file(page);
+    AUTO_BLOCK attached = attach_block(memory, UM_ACCESS_READ);
+    CHECK_FAILS(UM_E_INVALID, um_block_warm_to_write, &attached, 0, page, 1, NULL);
+    AUTO_BLOCK own = make_pages(4 * page, UM_PAGES_4K);
+    CHECK_OK(um_block_warm_to_write(&own, 0, own.nbytes, 1, NULL, &test_err));
+    CHECK_EQ(placement_of(&own).resident_bytes, own.nbytes);
+}
+
 TEST(read) {
     size_t n = 3 * page + 11;
     AUTO_FD fd = make_file(n);

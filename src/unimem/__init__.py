@@ -36,6 +36,7 @@ from unimem.kv.cache import KVCache
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.layout import Layout, Stat
+from unimem.planning.governor import Governor
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system.doctor import Machine, doctor
@@ -59,6 +60,7 @@ __all__ = [
     "ForwardScratch",
     "FrozenError",
     "GGUFError",
+    "Governor",
     "Grid",
     "GridFull",
     "KVCache",

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
-
-import numpy as np
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
@@ -21,7 +18,7 @@ from unimem.system import limits, policy
 from unimem.system.arguments import flag
 from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import EngineLoad, Progress
-from unimem.weights.opened import Weights, open_weights
+from unimem.weights.opened import Weights, open_planned
 
 if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions
@@ -354,16 +351,13 @@ class Layout(Lifetimes[Tape]):
         what = "Layout.freeze: warming memory"
         if isinstance(self.weights, Weights):
             self.weights._require_room(what, cold_bytes)
-            self.weights.warm()
+            self.weights._warm_used()
         else:
             limits.require(cold_bytes, what)
         n_threads = limits.thread_count()
         for tape, nbytes in tapes.items():
-            tape.block._warm_range(0, nbytes, n_threads)
-            if tape._is_of_file:
-                # Reading has brought its pages in; the first write to each would fault still.
-                pages = tape.block.as_array("uint8")[: nbytes : mmap.PAGESIZE]
-                np.bitwise_or(pages, 0, out=pages)
+            # Where a file's pages are only read in, the first write to each would fault still.
+            tape.block._warm_range(0, nbytes, n_threads, write=True)
         for cache in alone:
             cache.warm(n_threads)
         warm_python_heap()
@@ -430,12 +424,21 @@ class Layout(Lifetimes[Tape]):
         else:
             before = plan(path_or_weights, load=load, **options)
             before.require_fits(strict=strict)
-            repacks = before.load == "repack"
+            repacks, mapped = before.load == "repack", placement.copy()
+            if repacks:  # pages and nodes are those of what is repacked
+                mapped.pop("pages", None)
+                mapped.pop("numa", None)
+                mapped.pop("warm", None)  # and so is what is read, but for the rest
+                if placement.get("lock"):
+                    mapped["lock"] = "onfault"
             if load == "repack":
                 load = "map"
                 if not repacks:
                     policy.warn(f"{path_or_weights} is not repacked: {before.load_reason}")
-            weights = open_weights(path_or_weights, load=load, progress=progress, **placement)
+            why_mapped = before.load_reason if before.load in ("map", "repack") else ""
+            weights = open_planned(
+                path_or_weights, why_mapped, load=load, progress=progress, placement=mapped
+            )
         try:
             if not given:  # the file may be another one by now
                 needed = plan(weights, load="repack" if repacks else "auto", **options)

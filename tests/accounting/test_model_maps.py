@@ -23,6 +23,7 @@ import pytest
 import gguf_files as g
 import safetensors_files as st
 import unimem as um
+from forks import fork
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from models.make import TINY, write_model
 from proc_maps import PAGE
@@ -419,12 +420,84 @@ def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
 
 
 @needs_areas
-def test_a_stage_of_a_process_of_its_own(model: Path, maps: Maps) -> None:
+def test_a_model_in_memory_without_a_name(maps: Maps) -> None:
+    with open(os.memfd_create("blob", os.MFD_CLOEXEC), "wb") as file:
+        file.write(blob("GGUF"))
+        file.flush()
+        maps(f"/proc/self/fd/{file.fileno()}")
+    one = only("memfd:blob")
+    assert (one.state, one.source, one.format) == ("unnamed", None, "GGUF")
+
+
+@contextmanager
+def program(path: Path, backing: Any) -> Iterator[tuple[int, int, str]]:
+    """A process that calls `um.stage`, a forked child of it, and the path that it would print."""
+    said, says = os.pipe()
+    ends, end = os.pipe()
+    child = fork()
+    if child == 0:
+        try:
+            os.close(end)
+            with um.stage(path, backing=backing, pages="4k") as staged:
+                if grandchild := fork():
+                    os.write(says, f"{grandchild} {staged.path}".encode())
+                os.read(ends, 1)
+                if grandchild:
+                    os.waitpid(grandchild, 0)
+        finally:
+            os._exit(0)
+    for fd in (says, ends):
+        os.close(fd)
+    with os.fdopen(said, "rb", 0) as answer:
+        number, staged_path = answer.read(4096).decode().split(" ", 1)
+        try:
+            yield child, int(number), staged_path
+        finally:
+            os.close(end)
+            os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("backing", ["tmpfs", "memfd", "shm"])
+def test_a_program_that_stages_is_as_the_command(backing: Any, model: Path) -> None:
+    if backing == "tmpfs" and not may_mount():
+        pytest.skip("this process may not mount a tmpfs")
     large = write_model(model.with_name("large.gguf"))
-    with um.stage(large, backing="memfd") as staged:
+    with program(large, backing) as (pid, its_child, path):
+        (held,) = stage_held.holders_of(pid)
+        assert (held.path, held.source, held.kept_by) == (path, str(large), "program")
+        assert held.asked == {"pages": "4k", "numa": None, "lock": False, "backing": backing}
+        assert held.staleness() is None
+        assert held in stage_held.holders()
+        assert stage_held.holders_of(its_child) == []
+        with pytest.raises(ValueError, match=f"goes with process {pid}"):
+            stage_held.drop(held)
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+            inode = os.fstat(file.fileno()).st_ino
+            (one,) = (each for each in models(read_process()) if each.areas[0].inode == inode)
+            assert (one.path, one.state, one.source) == (path, "staged", str(large))
+        keeper = um.report(pid)
+        (staging,) = (row for row in keeper.rows if row.category == "staging")
+        assert staging.nbytes == -(-held.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert not any(row.category.startswith("weights") for row in keeper.rows)
+    assert stage_held.holders_of(pid) == []
+
+
+def test_a_stage_of_this_process(model: Path, maps: Maps) -> None:
+    """The ledger says what it keeps; what else it maps of that, it reads as others do."""
+    large = write_model(model.with_name("large.gguf"))
+    with um.stage(large, backing="memfd") as staged, um.stage(large, backing="shm") as other:
+        paths = [held.path for held in stage_held.holders_of(os.getpid())]
+        assert paths == [staged.path, other.path]
+        nbytes = um.report()["staging"].nbytes
         maps(staged.path)
-        one = only("memfd")
-        assert (one.state, one.source, one.format) == ("unnamed", None, "GGUF")
+        report = um.report()
+        assert report["staging"].nbytes == nbytes
+        assert any(row.category.startswith("weights:q8_0") for row in report.rows)
+        assert {each.source for each in found("memfd")} == {str(large)}
+        staged.close()
+        (held,) = stage_held.holders_of(os.getpid())
+        assert held.path == other.path
+    assert stage_held.holders_of(os.getpid()) == []
 
 
 def test_a_process_with_other_mounts(model: Path) -> None:

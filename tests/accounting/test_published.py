@@ -28,6 +28,9 @@ from conftest import Run
 from unimem._core.ledger import Entry
 from unimem.accounting import published as shown
 from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
+from unimem.system import memfds
+from unimem.system import process as processes
+from unimem.system.kernel_files import parse_fields
 from warm_python import run_script
 
 Patch = pytest.MonkeyPatch
@@ -426,13 +429,13 @@ def test_a_python_without_memfds_shows_nothing(monkeypatch: Patch) -> None:
 @pytest.mark.parametrize(("field", "is_known"), [("NSpid", True), ("mnt_id", False)])
 def test_kernels_that_do_not_say_it(monkeypatch: Patch, field: str, is_known: bool) -> None:
     """Without containers a process has one number; what may be no memfd is not opened."""
-    read = shown._lines
 
-    def lines(path: str, folder: int | None = None) -> dict[str, str]:
-        return {name: value for name, value in read(path, folder).items() if name != field}
+    def without_it(text: str) -> dict[str, str]:
+        return {name: value for name, value in parse_fields(text).items() if name != field}
 
     shown.publish()
-    monkeypatch.setattr(shown, "_lines", lines)
+    for module in (memfds, processes):
+        monkeypatch.setattr(module, "parse_fields", without_it)
     assert (published(os.getpid()) is not None) == is_known
 
 
@@ -652,6 +655,6 @@ def test_nothing_is_opened_but_memfds(tmp_path: Path) -> None:
     try:
         for name in ("fifo", "file"):
             with pytest.raises(PermissionError, match="no memfd"):
-                shown._open_memfd(name, folder)
+                memfds._open_memfd(name, folder)
     finally:
         os.close(folder)

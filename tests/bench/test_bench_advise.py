@@ -199,7 +199,7 @@ def test_noise_is_no_advice_and_what_the_defaults_come_to_is_not_measured() -> N
 def test_weights_stay_repacked_on_other_pages(monkeypatch: Patch) -> None:
     def plan_repacked(*arguments: Any, load: str = "auto", **options: Any) -> Plan:
         # `auto` copies where pages are asked for.
-        as_planned = "copy" if load == "auto" and options.get("pages") else load
+        as_planned: Any = "copy" if load == "auto" and options.get("pages") else load
         made = plan_without_order(*arguments, load="map", **options)
         return replace(made, load="repack" if as_planned == "auto" else as_planned)
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 import unimem as um
@@ -229,14 +228,13 @@ def test_private_memory_and_the_page_cache_are_counted(tmp_path: Path) -> None:
         peak.look()
         assert peak.nbytes == 0, "nothing is watched yet"
         before = private_bytes(pid)
-        memory = np.ones(16 * MB, np.uint8)
-        peak.watch(pid)
-        peak.look()
-        most = peak.nbytes
-        # The kernel counts per CPU, and sums up later.
-        assert most > before + 16 * MB + 4 * MB - 2 * MB
-        assert pss_bytes(pid) > memory.nbytes
-        del memory
+        with um.Block(16 * MB, pages="4k", warm=True) as memory:
+            peak.watch(pid)
+            peak.look()
+            most = peak.nbytes
+            # The kernel counts per CPU, and sums up later.
+            assert most > before + 16 * MB + 4 * MB - 2 * MB
+            assert pss_bytes(pid) > memory.nbytes
         peak.look()
         assert peak.nbytes >= most
     assert private_bytes(2**22 + 1) == 0, "there is no such process"

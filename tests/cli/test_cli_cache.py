@@ -15,7 +15,7 @@ from project import ROOT
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
 from screens import show
-from unimem.weights.files import version_of
+from unimem.weights.files import identity_of
 from unimem.weights.image_format import ImageTensor, key_of, pack
 
 jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
@@ -34,7 +34,7 @@ def keep(folder: Path, name: str) -> str:
     """An image of a model that is there; returns its key."""
     model = folder.parent / name
     model.touch()
-    identity = {"files": [list(version_of(os.stat(model)))]}
+    identity = {"files": [list(identity_of(os.stat(model)))]}
     tensor = ImageTensor("a", "q4_0", (32, 2), "CPU_REPACK", 0, 36, ZEROS)
     key = key_of(identity)
     raw = pack(identity, str(model), [tensor], 36) + bytes(4096)

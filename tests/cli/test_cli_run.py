@@ -107,7 +107,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     document = run_json(model, "-p", "Hello", "-n", "20", "--ctx", "100")
     assert list(document) == [
         "schema", "unimem", "model", "options", "plan", "report", "prompt", "output", "session",
-        "speed", "steady_state", "buffers", "ggml",
+        "speed", "steady_state", "buffers", "ggml", "governor",
     ]  # fmt: skip
     assert document["schema"] == "unimem.run/1"
     assert document["model"]["files"] == [str(model)]

@@ -16,22 +16,36 @@ from numpy.typing import NDArray
 
 import unimem as um
 from decoders import WIDE_HEADS as SHAPE
-from decoders import computing_by, greedy, interrupted, sizes, tokens
+from decoders import computing_by, greedy, interrupted, sizes, small_models_gain, tokens
 from models.make import TINY, write_model
 from tiers import examples
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.planning.needs import PREFILL_BATCH
 
+__all__ = ["small_models_gain"]  # a fixture
+
 CTX = 1200
 WINDOW = 40
+GAIN = 0.05  # so that the rounding of activations does not grow from layer to layer
 # What adding up rows in another order changes, as a part of the logits' standard deviation. It is
 # 1e-6 with f32, and 2e-3 where ggml adds up in 16 bits.
 ORDER = 5e-3
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "m.gguf", shape=SHAPE, kind="f32")
+
+
+@pytest.fixture(scope="module", params=["f32", pytest.param("q4_0", marks=pytest.mark.slow)])
+def model(
+    request: pytest.FixtureRequest, exact: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A model that is mapped, and one that `auto` repacks here."""
+    if request.param == "f32":
+        return exact
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_model(path, shape=SHAPE, kind=request.param, gain=GAIN)
 
 
 @pytest.fixture
@@ -141,10 +155,10 @@ STEPS = st.lists(
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path) -> Iterator[tuple[Decoder, Decoder]]:
+def pair(exact: Path) -> Iterator[tuple[Decoder, Decoder]]:
     with (
-        Decoder(model, ctx=CTX, window=WINDOW, threads=1, kv_dtype="f32") as ring,
-        full_cache(model, kv_dtype="f32") as full,
+        Decoder(exact, ctx=CTX, window=WINDOW, threads=1, kv_dtype="f32") as ring,
+        full_cache(exact, kv_dtype="f32") as full,
     ):
         yield ring, full
 
@@ -248,7 +262,7 @@ def test_what_was_planned_for_a_ring_is_what_is_there(model: Path, kv_dtype: str
         assert kv.active_bytes == kv.high_water_bytes == cache.memory_usage_bytes
         assert kv.active_bytes == WINDOW * lanes_bytes
         assert kv.resident_bytes == cache.capacity_bytes
-        mapped = [*decoder.weights.blocks, decoder.layout.scratch.block]
+        mapped = [*decoder._memory.blocks, decoder.layout.scratch.block]
         beside = planned["other"] + planned["diagnostics"]  # the header, and what others may see
         own = kv.nbytes + sum(block.committed_bytes for block in mapped)
         assert report.total_bytes == own + beside

@@ -14,13 +14,14 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from decoders import append_foreign, greedy, interrupted, sizes, tokens
+from decoders import append_foreign, greedy, interrupted, sizes, small_models_gain, tokens
 from models.make import TINY, write_model
 from unimem.accounting import published
 from unimem.engine import Decoder
-from unimem.planning import repacked
 from unimem.planning.needs import token_bytes
 from unimem.system.limits import Limit
+
+__all__ = ["small_models_gain"]  # a fixture
 
 PROMPT = [1, 270, 280, 290]
 CTX = 300
@@ -32,12 +33,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A model that is mapped, and one that `auto` repacks here."""
     folder = tmp_path_factory.mktemp("model")
     return write_model(folder / f"{request.param}.gguf", shape=TINY, kind=request.param, gain=GAIN)
-
-
-@pytest.fixture(autouse=True)
-def repack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repacked, "_LEAST_BYTES", 0)
-    monkeypatch.setattr(repacked, "_LEAST_SHARE", 0.0)
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,16 @@ import pytest
 
 import unimem as um
 from decoders import logits_of, sizes, tokens
-from models.make import SMALL, write_model
+from models.make import SMALL, Shape, write_model
 from screens import show
 from unimem.accounting import model_maps
 from unimem.engine import Decoder
-from unimem.system import ggml_repack
+from unimem.planning import repacked as planned
+from unimem.system import ggml_repack, limits
 from unimem.system.process import read_process
-from unimem.weights import repack
+from unimem.weights import image_use, repack
 from unimem.weights.image import IMAGE_NAME
-from unimem.weights.staging.held import holders
+from unimem.weights.staging.held import Held, holders
 from weight_bytes import drop_from_cache
 
 if ggml_repack.find_order(2, (256, 64)) is None:
@@ -35,6 +38,14 @@ OPTIONS: dict[str, Any] = {"ctx": 100, "threads": 1, "load": "repack"}
 def model(tmp_path: Path) -> Path:
     (tmp_path / "models").mkdir()
     return write_model(tmp_path / "models" / "q4_0.gguf", kind="q4_0")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of several huge pages."""
+    shape = Shape(hidden=512, layers=3, heads=8, kv_heads=4, inner=2048, vocab=512, ctx=256)
+    path = tmp_path_factory.mktemp("large") / "q4_0.gguf"
+    return write_model(path, shape=shape, kind="q4_0", random_bits=True)
 
 
 def decode(path: Path | str) -> tuple[str | None, Any]:
@@ -60,6 +71,134 @@ def test_from_the_cache(
     image, found = decode(model)
     assert image == str(path)
     np.testing.assert_array_equal(found, expected)
+
+
+SHARED = ", mapped: it is in RAM once for all processes"
+OWN = ", read into memory of its own"
+PLANNED = {
+    # image, placement: what the plan says of it, and what of its bytes cannot be dropped
+    "none": (None, {}, None, True),
+    "staged": ("staged", {}, SHARED, True),
+    "staged, huge pages": (
+        "staged",
+        {"pages": "thp"},
+        SHARED,
+        True,
+    ),
+    "staged, on a node": ("staged", {"numa": "bind:0"}, OWN, True),
+    "kept, hot": ("kept", {}, ", mapped from the page cache", False),
+    "kept, hot, huge pages": ("kept", {"pages": "thp"}, OWN, True),
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_a_plan_says_where_they_come_from(
+    case: str, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what they take: its rows are the report's, a private copy in huge pages or a mapping."""
+    kind, placement, said, stays = PLANNED[case]
+    monkeypatch.setattr(limits, "huge_pools", dict)  # what lies in a pool needs no RAM
+    monkeypatch.setattr(planned, "_LEAST_BYTES", 0)
+    options: dict[str, Any] = OPTIONS | placement
+    with ExitStack() as stack:
+        path = str(large)
+        if kind == "staged":
+            path = stack.enter_context(um.stage(large, repack=True)).path
+        if kind == "kept":
+            monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+            Decoder(large, **OPTIONS).close()
+            (image,) = (tmp_path / "cache").iterdir()
+            image.read_bytes()
+            os.utime(image, (1, 1))
+        plan = um.plan(path, **options)
+        assert plan.facts.get("image", "").endswith(said or "")
+        where = {"staged": "staged", "kept": "in the cache"}.get(kind or "")
+        why = "it was asked for" + (f"; a repacked image of it is {where}" if where else "")
+        assert plan.load_reason == why
+        assert ("image " in str(plan)) == (kind is not None)
+        auto = um.plan(path, ctx=100, threads=1)
+        assert auto.load == "repack"
+        assert (where or "") in auto.load_reason
+        elsewhere = um.plan(path, **OPTIONS, machine={"memory": "16G"})
+        assert ("image" in elsewhere.facts, elsewhere.load_reason) == (False, "it was asked for")
+        repacked = plan["weights:q4_0 repacked"].nbytes
+        assert (plan.required_bytes >= repacked) == stays
+        # A mapping is of whole pages, a copy of huge ones where there are any.
+        is_mapped = plan.facts.get("image", "copy").find("mapped") > 0
+        if is_mapped:
+            assert plan["weights:padding"].nbytes < elsewhere["weights:padding"].nbytes
+        if kind == "kept":
+            assert image.stat().st_mtime == 1  # looking uses nothing
+        layout = stack.enter_context(um.Layout.for_model(path, **options))
+        assert layout.plan is not None
+        assert isinstance(layout.weights, um.Weights)
+        with Decoder(layout.weights, layout=layout, ctx=100, threads=1) as decoder:
+            assert sizes(decoder.report()) == sizes(plan) == sizes(layout.plan)
+            assert decoder.report().facts["load_reason"] == why
+
+
+def test_what_is_staged_needs_no_room_of_its_own(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "huge_pools", dict)
+    copy = um.plan(large, **OPTIONS)
+    room = copy.required_bytes - copy["weights:q4_0 repacked"].nbytes + (1 << 20)
+    limit = limits.Limit("memory of the machine", 2 * room, room, "more")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    assert um.plan(large, **OPTIONS).verdict == "does not fit"
+    with um.stage(large, repack=True) as staged:
+        assert um.plan(staged.path, **OPTIONS).verdict == "fits"
+
+
+def test_what_stays_in_the_page_cache_has_to_fit_there(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planned, "_LEAST_BYTES", 0)
+    Decoder(large, **OPTIONS).close()
+    (image,) = (tmp_path / "cache").iterdir()
+    image.read_bytes()
+    plan = um.plan(large, **OPTIONS)
+    room = plan.required_bytes + (1 << 20)
+    limit = limits.Limit("memory of the machine", 2 * room, room, "more")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    refused = um.plan(large, **OPTIONS)
+    assert refused.verdict == "does not fit"
+    assert refused.spilled_bytes < 1 << 20  # of the rest
+    assert "as it is instead of repacking it" in refused.advice[0].text
+    with pytest.raises(um.CapacityError, match="memory of the machine"):
+        Decoder(large, **OPTIONS)
+    assert um.plan(large, ctx=100, threads=1).load == "map"
+
+
+def test_a_plan_changes_nothing(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("UNIMEM_CACHE", str(folder))
+    assert "image" not in um.plan(large, **OPTIONS).facts
+    assert not folder.exists()
+    Decoder(large, **OPTIONS).close()
+    (image,) = folder.iterdir()
+    os.truncate(image, 5000)  # the next start removes it
+    assert "image" not in um.plan(large, **OPTIONS).facts
+    assert list(folder.iterdir()) == [image]
+
+
+def test_who_stages_is_asked_once(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+    asked: list[str] = []
+
+    def nobody() -> list[Held]:
+        asked.append("who stages")
+        return []
+
+    monkeypatch.setattr(image_use, "holders", nobody)
+    with um.open_weights(large) as weights, um.repack(weights) as made:
+        assert made.image is None
+    assert len(asked) == 1
 
 
 def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +234,15 @@ def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
     finally:
         assert show("stage", "--drop", path)[0] == 0
     assert [one for one in holders() if one.path == path] == []
+
+
+def test_staged_by_a_program(model: Path) -> None:
+    expected = decode(model)[1]
+    with um.stage(model, repack=True) as staged:
+        image, found = decode(model)
+        assert image == staged.paths[0]
+        np.testing.assert_array_equal(found, expected)
+    assert decode(model)[0] is None
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from decoders import logits_of, tokens
 from models.make import SMALL, small, write_model
 from project import STORIES
 from unimem.engine import Decoder
+from unimem.system import ggml, ggml_repack
+from unimem.weights.loading import EngineLoad
 
 # Activations are quantized before each product, and both sides sum in another order where they were
 # built for other instructions: a difference of one bit becomes one of a quantum. What the blocks of
@@ -54,16 +56,37 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# Of types that both sides repack, which is llama.cpp's default.
+KINDS = [
+    name for kind, name in ggml.MATMUL_TYPES.items() if ggml_repack.find_order(kind, (256, 64))
+]
+REPACKED: dict[str, dict[str, Any]] = {
+    **{f"llama {kind}": {"kind": kind, "seed": 5 * (kind == "q2_K")} for kind in KINDS},
+    "qwen2 q4_0 bias tied": {"arch": "qwen2", "tied": True},
+    "qwen3 q4_0 wide heads": {"arch": "qwen3", "shape": small(head_dim=64)},
+    "mistral q4_0": {"shape": small(head_dim=40)},
+    "yarn q4_0": MODELS["rope yarn"] | {"seed": 7},
+}
+
+
 def prompt_of(n: int) -> list[int]:
     return [1, *tokens(n - 1, seed=7, first=259, vocab=SMALL.vocab)]
 
 
-def assert_same(path: Path, n_prompt: int, n: int = 64, threads: int = 1, **options: Any) -> None:
+def assert_same(
+    path: Path,
+    n_prompt: int,
+    n: int = 64,
+    threads: int = 1,
+    load: EngineLoad = "map",
+    **options: Any,
+) -> None:
     prompt = prompt_of(n_prompt)
-    expected, theirs = llama_cpp.greedy(path, prompt, n, **options)
+    expected, theirs = llama_cpp.greedy(path, prompt, n, repack=load == "repack", **options)
     second, first = np.partition(theirs, -2, axis=1)[:, -2:].T
     assert (first - second).min() > 0.02 * theirs.std(), "in doubt by rounding: take another seed"
-    with Decoder(path, threads=threads, **options) as decoder:
+    with Decoder(path, threads=threads, load=load, **options) as decoder:
+        assert decoder.report().facts["load"] == load
         chosen, ours = logits_of(decoder, prompt, n)
     assert chosen == expected
     assert len(set(chosen)) > 1 or "tied" in path.name
@@ -77,6 +100,22 @@ def assert_same(path: Path, n_prompt: int, n: int = 64, threads: int = 1, **opti
 def test_tokens_and_logits(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name.replace(' ', '-')}.gguf"
     assert_same(write_model(path, **{"kind": "f16"} | MODELS[name]), n_prompt=12, ctx=512)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "qwen2 q4_0 bias tied" else [pytest.mark.slow])
+        for name in REPACKED
+    ],
+)
+def test_repacked(name: str, tmp_path: Path) -> None:
+    if not KINDS:
+        pytest.skip("this build of ggml has no orders of its own on this CPU")
+    path = tmp_path / f"{name.replace(' ', '-')}.gguf"
+    options: dict[str, Any] = {"kind": "q4_0", "gain": QUANTIZED}
+    write_model(path, **options | REPACKED[name])
+    assert_same(path, n_prompt=140, n=32, ctx=512, load="repack")
 
 
 def test_q4_k_m_made_by_llama_cpp(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 import unimem as um
 from decoders import logits_of, sizes, tokens
-from models.make import SMALL, Shape, write_model
+from models.make import SMALL, Shape, small, write_model
 from unimem.engine import Decoder
 from unimem.engine.graph import Headers
 from unimem.planning import repacked as planned
-from unimem.system import ggml, ggml_repack
+from unimem.system import ggml, ggml_repack, limits
 from unimem.system.limits import Limit
 from unimem.weights.loading import WHY_MAPPED
 from weight_bytes import cached_bytes, drop_from_cache
@@ -27,6 +27,9 @@ if ggml_repack.find_order(Q4_0, (256, 64)) is None:
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
+KINDS = [
+    name for kind, name in ggml.MATMUL_TYPES.items() if ggml_repack.find_order(kind, (256, 64))
+]
 CTX = 200
 GAIN = 0.01  # so that the rounding of activations does not grow from layer to layer
 PROMPT = [1, *tokens(140, seed=7, first=259, vocab=SMALL.vocab)]
@@ -79,6 +82,20 @@ def test_llama_cpp_s_defaults_to_the_bit(model: Path, tmp_path: Path) -> None:
     assert np.abs(ours[1] - theirs).max() <= 0.01 * theirs.std()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_is_computed_as_in_the_file_s_order(kind: str, tmp_path: Path) -> None:
+    shape = small(layers=1, inner=256, vocab=512)
+    path = write_model(tmp_path / "m.gguf", shape=shape, kind=kind, gain=GAIN)
+    prompt = [token % shape.vocab for token in PROMPT]
+    with Decoder(path, load="map", **OPTIONS) as plain:
+        chosen, theirs = logits_of(plain, prompt, 8)
+    with Decoder(path, load="repack", **OPTIONS) as decoder:
+        assert decoder.report().facts["load"] == "repack"
+        ours = logits_of(decoder, prompt, 8)
+    assert ours[0] == chosen
+    assert 0 < np.abs(ours[1] - theirs).max() <= 0.01 * theirs.std()
+
+
 @pytest.mark.parametrize("load", ["map", "copy", "tape"])
 def test_however_the_weights_were_opened(model: Path, expected: NDArray[Any], load: str) -> None:
     with um.Tape(8 << 20) as tape:
@@ -115,6 +132,17 @@ def test_on_a_layout_that_was_made_for_it(
             np.testing.assert_array_equal(logits(decoder), expected)
 
 
+def test_pages_are_those_of_what_is_repacked(model: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        layout = um.Layout.for_model(model, load="repack", pages="thp", numa="bind:0", **OPTIONS)
+    assert not [text for one in caught if "a mapped file" in (text := str(one.message))]
+    assert isinstance(layout.weights, um.Weights)
+    with layout, Decoder(layout.weights, layout=layout, **OPTIONS) as decoder:
+        (block,) = decoder._memory.blocks[1:]
+        assert (block.requested["pages"], block.requested["numa"]) == ("thp", "bind:0")
+
+
 def test_the_plan_bounds_what_ggml_works_in(model: Path) -> None:
     cases: list[dict[str, Any]] = [
         {"ctx": 1, "threads": 1},
@@ -130,6 +158,19 @@ def test_the_plan_bounds_what_ggml_works_in(model: Path) -> None:
                 ]
             )
             assert header.extra
+
+
+def test_each_decoder_has_what_it_repacks(model: Path) -> None:
+    plan = um.plan(model, load="repack", sessions=2, **OPTIONS)
+    with (
+        um.open_weights(model) as weights,
+        Decoder(weights, load="repack", **OPTIONS) as one,
+        Decoder(weights, load="repack", **OPTIONS) as other,
+    ):
+        found = [decoder._memory.repacked for decoder in (one, other)]
+        nbytes = sum(repacked.nbytes for repacked in found if repacked is not None)
+        assert plan["weights:q4_0 repacked"].nbytes == nbytes
+        assert plan["weights:q4_0"].nbytes == weights.by_type()["q4_0"]
 
 
 # ---- what auto does ----------------------------------------------------------------------------
@@ -175,7 +216,10 @@ def test_auto_maps_where_there_is_no_room(
 ) -> None:
     monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
     plan = um.plan(model, **OPTIONS)
-    needed = plan.total_bytes - plan.unread_bytes
+    # Beside what stays, what is read and not yet repacked takes a hundredth, or 256 KiB a thread.
+    beside = plan.checks[0].needed_bytes - plan.required_bytes
+    assert 0 < beside <= limits.thread_count() * (256 << 10)
+    needed = plan.total_bytes - plan.unread_bytes + beside
 
     def leave(nbytes: int) -> None:
         limit = Limit("memory of the machine", 2 * nbytes, nbytes, "more")
@@ -198,6 +242,9 @@ def test_what_has_no_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
         decoder = Decoder(path, load="repack", **OPTIONS)
     assert decoder._memory.load == "map"
     decoder.close()
+    plan = um.plan(path, load="repack", **OPTIONS)
+    why = "no tensor has an order of its own on this CPU (types: f32)"
+    assert (plan.load, plan.load_reason, why in str(plan)) == ("map", why, True)
     # An error leaves nothing, as the fixture sees.
     with warnings.catch_warnings(action="error"), pytest.raises(um.PlacementWarning):
         Decoder(path, load="repack", **OPTIONS)

@@ -12,18 +12,29 @@ import pytest
 
 import unimem as um
 from decoders import WIDE_HEADS as SHAPE
-from decoders import append_foreign, computing_by, greedy, interrupted, tokens
+from decoders import (
+    append_foreign,
+    computing_by,
+    greedy,
+    interrupted,
+    small_models_gain,
+    tokens,
+)
 from models.make import write_model
 from unimem.engine import Decoder
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
 
+__all__ = ["small_models_gain"]  # a fixture
+
 CTX = 600
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "m.gguf", shape=SHAPE, kind="f32")
+@pytest.fixture(scope="module", params=["f32", pytest.param("q4_0", marks=pytest.mark.slow)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is mapped, and one that `auto` repacks here."""
+    path = tmp_path_factory.mktemp("model") / "m.gguf"
+    return write_model(path, shape=SHAPE, kind=request.param)
 
 
 @pytest.fixture

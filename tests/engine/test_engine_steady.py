@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 import decoders  # noqa: F401 - skips where something is missing
+import unimem as um
 from conftest import Run
 from models.make import write_model
 from project import ROOT
+from unimem.system import ggml_repack
 
 SHIM = ROOT / "tests" / "support" / "shim" / "count_alloc.c"
 COMPILER = shutil.which("cc")
 
 UNIMEM, GGML = 1, 2
+Q4_0 = 2  # of ggml's types
 SCRIPT = """
     import ctypes, gc, json, os, resource
     import unimem as um
@@ -29,8 +32,8 @@ SCRIPT = """
     # Of files in the installed package: a checkout may be called unimem, too.
     owners = (("-packages/unimem/", 1), ("libggml", 2))
     prompt = [1] + [300 + i % 50 for i in range(149)]
-    cache = json.loads(os.environ["CACHE"])
-    with Decoder(os.environ["MODEL"], ctx=512, **cache) as decoder:
+    how = json.loads(os.environ["HOW"])
+    with Decoder(os.environ["MODEL"], ctx=512, **how) as decoder:
         for line in open("/proc/self/maps"):
             place, access, *_, path = line.split(maxsplit=5)
             for name, owner in owners:
@@ -70,6 +73,8 @@ SCRIPT = """
             "counters": {name: after[name] - before[name] for name in before},
             "moved": sum(addresses[name] != moved[name] for name in addresses),
             "buffers": len(addresses),
+            "load": decoder.report().facts["load"],
+            "is_mapped": bool(decoder._memory.repacked and decoder._memory.repacked.image),
             "wrapped": decoder.kv.row_of(decoder.kv.next_position) < len(prompt),
         }))
 """
@@ -77,33 +82,51 @@ SCRIPT = """
 
 @pytest.mark.skipif(COMPILER is None, reason="no C compiler builds the counting shim")
 @pytest.mark.parametrize(
-    ("cache", "options"),
+    ("how", "options"),
     [
         ({"threads": 2}, {}),
         ({"threads": 1, "kv_dtype": "q8_0"}, {"temperature": 0.8, "seed": 1}),
         ({"threads": 1, "window": 40, "kv_dtype": "bf16"}, {}),
+        ({"threads": 2, "load": "repack"}, {}),
+        pytest.param({"threads": 1, "load": "repack"}, {}, marks=pytest.mark.slow),
     ],
-    ids=["greedy, two threads", "chance q8_0", "window bf16"],
+    ids=["greedy, two threads", "chance q8_0", "window bf16", "repacked", "repacked, staged"],
 )
 def test_steady_state(
-    tmp_path: Path, run_python: Run, cache: dict[str, Any], options: dict[str, float]
+    tmp_path: Path,
+    run_python: Run,
+    how: dict[str, Any],
+    options: dict[str, float],
+    request: pytest.FixtureRequest,
 ) -> None:
+    is_repacked = "load" in how
+    if is_repacked and ggml_repack.find_order(Q4_0, (256, 64)) is None:
+        pytest.skip("this build of ggml has no order for q4_0 on this CPU")
     shim = tmp_path / "count_alloc.so"
     subprocess.run(
         [str(COMPILER), "-std=c17", "-O2", "-shared", "-fPIC", "-o", shim, SHIM, "-ldl"], check=True
     )
-    model = write_model(tmp_path / "model.gguf")
+    model = write_model(tmp_path / "model.gguf", kind="q4_0" if is_repacked else "q8_0")
+    if "staged" in request.node.name:
+        try:
+            staged = um.stage(model, repack=True)
+        except um.PlacementError as error:
+            pytest.skip(f"neither tmpfs nor /dev/shm: {error}")
+        request.addfinalizer(staged.close)
+        model = Path(staged.path)
     # The kernel may take a page for a moment, to move it, and its return counts as a fault: seldom.
     # What a token costs by itself would show in every run.
     for _ in range(4):
-        given = {"CACHE": json.dumps(cache), "OPTIONS": json.dumps(options)}
+        given = {"HOW": json.dumps(how), "OPTIONS": json.dumps(options)}
         done = run_python(SCRIPT, LD_PRELOAD=str(shim), MODEL=str(model), **given)
         assert done.returncode == 0, done.stderr
         counted = json.loads(done.stdout)
         if counted["faults"] == 0:
             break
     assert all(counted["seen"])
-    assert counted["wrapped"] is ("window" in cache)
+    assert counted["wrapped"] is ("window" in how)
+    assert counted["load"] == how.get("load", "map")
+    assert counted["is_mapped"] is ("staged" in request.node.name)
     assert (counted["faults"], counted["moved"]) == (0, 0)
     assert counted["buffers"] > 50
     assert counted["allocations"][UNIMEM] == counted["os_calls"][UNIMEM] == 0

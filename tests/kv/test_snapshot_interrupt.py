@@ -8,11 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import interrupts
 import unimem as um
 from snapshot_files import append, cache, rows, small_chunks
 from unimem.kv import snapshot
@@ -129,6 +131,34 @@ def test_no_read_is_late(
         kv.clear()
         snapshot.read_into(kv, path)
         assert rows(kv) == rows(saved)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed Block:ResourceWarning")  # it goes with its last user
+def test_interrupted_at_each_line_no_work_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    path = tmp_path / "session"
+    with cache(60, 64) as kv:
+        kv.save(path)
+    saved = snapshot.describe(path)
+    begun: list[None] = []
+    done: list[None] = []
+
+    def work(chunk: Any, buffer: Any) -> None:
+        if chunk.number == 0:
+            raise ValueError
+        begun.append(None)
+        time.sleep(0.002)
+        done.append(None)
+
+    def each_chunk() -> None:
+        with suppress(ValueError):
+            snapshot._for_each_chunk(saved, work)
+
+    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot.py", "system/threads.py"):
+        assert len(begun) == len(done)
+    assert len(begun) == len(done) > 0
 
 
 def test_an_interrupt_after_an_error_is_not_lost(

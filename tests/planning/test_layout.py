@@ -6,6 +6,10 @@ What holds for main memory and for a GPU's is tested for both.
 from __future__ import annotations
 
 import gc
+import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ import unimem as um
 from devices import Device
 from forks import counts_faults
 from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
+from unimem._core import tmpfs
 from unimem._core.status import counters, ledger
 from unimem.layout import Stat
 from unimem.system import limits
@@ -159,6 +164,61 @@ def test_freezing_warms_a_mapped_file_for_writing(mode: Any, tmp_path: Path) -> 
         del taken
     changed = bytes(range(1, 256)) + b"\0"
     assert path.read_bytes() == (bytes(range(256)) if mode == "c" else changed) * 4096
+
+
+INCREMENT = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+    print("ready", flush=True)
+    for _ in range(1_000_200):
+        memory[0] = memory[0] + 1 & 255
+"""
+
+
+def test_freezing_loses_nothing_that_another_process_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("limits.require", "warm_python_heap"):  # which take nearly all of its time
+        monkeypatch.setattr(f"unimem.layout.{name}", lambda *_: None)
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with (
+        um.Block.map(path, mode="r+", category="scratch") as block,
+        um.Layout(64 * KIB, block, 32 * KIB) as layout,
+        subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", INCREMENT, str(path)], stdout=subprocess.PIPE
+        ) as other,
+    ):
+        layout.scratch.take_bytes(block.nbytes)
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        while other.poll() is None:
+            layout.freeze()
+            layout.thaw()
+        assert other.returncode == 0
+    assert path.read_bytes() == bytes([1_000_200 % 256]) + bytes(mmap.PAGESIZE - 1)
+
+
+def test_freezing_a_tape_over_a_full_disk_is_an_error() -> None:
+    """The pages of a file with holes are taken from the disk at the first write."""
+    try:
+        folder = tmpfs.open_mount(1 << 20, False)
+    except um.PlacementError as error:
+        pytest.skip(f"this process may not mount a tmpfs: {error}")
+    try:
+        path = f"/proc/self/fd/{folder}/file"
+        with open(path, "wb") as file:
+            file.truncate(4 << 20)
+        with (
+            um.Block.map(path, mode="r+", category="scratch") as block,
+            um.Layout(64 * KIB, block, 32 * KIB) as layout,
+        ):
+            layout.scratch.take_bytes(block.nbytes)
+            with pytest.raises(OSError, match="become shorter, or cannot be read or written"):
+                layout.freeze()
+            assert not layout.frozen
+    finally:
+        os.close(folder)
 
 
 def test_frozen_means_no_new_memory(device: Device, layout: Any) -> None:

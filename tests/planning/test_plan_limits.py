@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import unimem as um
-from cgroups import SmallCgroup, cgroup_1gb  # noqa: F401 - a fixture
+from cgroups import SmallCgroup, cgroup_1gb, small_cgroup  # noqa: F401 - a fixture
 from project import ROOT
 from unimem.accounting import published
 from unimem.planning.result import is_as_asked
@@ -77,16 +77,21 @@ def assert_true(plan: um.Plan, model: Any, **options: Any) -> None:
 
 @pytest.fixture
 def large_model(tmp_path: Path) -> Path:
-    """A model of 2 GB, of which nothing but the header is on the disk."""
+    """A model of 2 GB."""
+    return write_hole(tmp_path / "large.gguf", "F32", inner=21504, vocab=32000)
+
+
+def write_hole(path: Path, kind: str, *, inner: int, vocab: int) -> Path:
+    """A model of which nothing but the header is on the disk."""
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
     import gguf
     import numpy as np
 
-    path = tmp_path / "large.gguf"
+    types = gguf.GGMLQuantizationType
     writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
         **{"context_length": 512, "embedding_length": 2048, "block_count": 4},
-        **{"feed_forward_length": 21504, "attention.head_count": 16},
+        **{"feed_forward_length": inner, "attention.head_count": 16},
         **{"attention.head_count_kv": 2, "rope.dimension_count": 128},
     }.items():
         writer.add_uint32(f"llama.{name}", value)
@@ -94,16 +99,21 @@ def large_model(tmp_path: Path) -> Path:
     of_layer: dict[str, tuple[int, ...]] = {
         **{"attn_norm": (2048,), "ffn_norm": (2048,)},
         **{"attn_q": (2048, 2048), "attn_k": (256, 2048), "attn_v": (256, 2048)},
-        **{"attn_output": (2048, 2048), "ffn_gate": (21504, 2048)},
-        **{"ffn_up": (21504, 2048), "ffn_down": (2048, 21504)},
+        **{"attn_output": (2048, 2048), "ffn_gate": (inner, 2048)},
+        **{"ffn_up": (inner, 2048), "ffn_down": (2048, inner)},
     }
     shapes = {f"blk.{i}.{name}": shape for i in range(4) for name, shape in of_layer.items()}
-    shapes |= {"token_embd": (32000, 2048), "output_norm": (2048,)}
+    shapes |= {"token_embd": (vocab, 2048), "output_norm": (2048,)}
     total = 0
     for name, shape in shapes.items():
-        nbytes = 4 * math.prod(shape)
-        writer.add_tensor_info(f"{name}.weight", shape, np.dtype(np.float32), nbytes)
-        total += nbytes
+        number = types[kind] if len(shape) == 2 else types.F32
+        values, block_bytes = gguf.GGML_QUANT_SIZES[number]
+        row_bytes = shape[-1] // values * block_bytes
+        rows = (*shape[:-1], row_bytes)
+        writer.add_tensor_info(
+            f"{name}.weight", rows, np.dtype(np.uint8), math.prod(rows), raw_dtype=number
+        )
+        total += math.prod(rows)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -189,6 +199,48 @@ def test_a_mapped_model_that_spills_is_not_warmed_and_runs(
     pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
     said = cgroup_1gb.run(RUN.format(path=str(large_model), name=cgroup_1gb.name))
     assert int(said) < 64 * MIB
+
+
+REPACK = """
+import unimem as um
+from unimem.engine import Decoder
+
+options = dict(ctx=64, threads=2)
+for asked in ({{}}, {{"lock": True, "warm": True}}):
+    plan = um.plan({path!r}, load="repack", **options, **asked)
+    assert plan.verdict == "fits", plan
+    with (
+        um.Layout.for_model({path!r}, load="repack", **options, **asked) as layout,
+        Decoder(layout.weights, layout=layout, **options) as decoder,
+    ):
+        assert {{r.category: r.nbytes for r in decoder.report().rows}} == {{
+            r.category: r.nbytes for r in plan.rows
+        }}
+        layout.freeze()
+        decoder.prefill([1, 2, 3])
+        (block,) = decoder._memory.blocks[1:]
+        rest = layout.weights.nbytes // 4
+        assert layout.weights.residency().resident_bytes < rest
+        mapped, own = (one.verify().locked_bytes for one in decoder._memory.blocks)
+        if asked:
+            assert own == block.nbytes and mapped < rest, (own, mapped)
+        else:  # of the file what a token reads, since others could push it out of so small a cgroup
+            assert own == 0 and 0 < mapped < rest, (own, mapped)
+print("ran", layout.plan.load)
+"""
+
+
+def test_most_of_a_cgroup_holds_a_model_that_is_repacked(tmp_path: Path) -> None:
+    """Of the file, nothing that is repacked stays beside the result, whatever is asked for."""
+    pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
+    from unimem.system import ggml_repack
+
+    if ggml_repack.find_order(2, (256, 64)) is None:
+        pytest.skip("this build of ggml has no order for q4_0 on this CPU")
+    path = write_hole(tmp_path / "large.gguf", "Q4_0", inner=8192, vocab=8000)
+    with small_cgroup(192 * MIB) as cgroup:
+        assert path.stat().st_size > 0.7 * 192 * MIB
+        assert cgroup.run(REPACK.format(path=str(path))) == "ran repack\n"
 
 
 # ---- limits that are invented -------------------------------------------------------------------

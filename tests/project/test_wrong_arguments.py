@@ -66,6 +66,9 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         um.ForwardScratch.bytes_needed,
         {"dims": DIMS, "overlap": False},
     ),
+    "Governor": lambda t: (um.Governor, {"budget_bytes": 1 << 40, "on_pressure": print}),
+    "Governor.add": lambda t: (t.governor().add, {"what": t.kv(), "priority": 1}),
+    "Governor.give_back": lambda t: (t.governor().give_back, {"nbytes": 1}),
     "Grid": lambda t: (um.Grid, {"cell_bytes": 64, "n_cells": 2, "name": "g"} | PLACEMENT),
     "Grid.give": lambda t: (t.grid().give, {"cell": None}),
     "KVCache": lambda t: (
@@ -219,7 +222,9 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
         | {"threads": 1, "layout": None, "load": "map", "progress": None},
     ),
     "Decoder.detokenize": of_decoder("detokenize", tokens=[1, 2]),
-    "Decoder.generate": of_decoder("generate", prompt_or_tokens=[1], n=1, **SAMPLING),
+    "Decoder.generate": of_decoder(
+        "generate", prompt_or_tokens=[1], n=1, stop_at_eog=True, **SAMPLING
+    ),
     "Decoder.generate_next_token": of_decoder("generate_next_token", **SAMPLING),
     "Decoder.prefill": of_decoder("prefill", tokens=[1]),
     "Decoder.resume": of_decoder("resume", path=lambda t: t.saved()),

@@ -20,11 +20,21 @@ pytest.importorskip(
 import unimem as um
 from models.make import TINY, Shape
 from unimem.engine import Decoder
+from unimem.planning import repacked
 
 # Heads are whole blocks of q8_0, and contexts are long.
 WIDE_HEADS = Shape(
     hidden=64, layers=2, heads=4, kv_heads=4, inner=128, vocab=TINY.vocab, ctx=2000, head_dim=64
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_models_gain() -> Iterator[None]:
+    """Have `auto` repack small models, where a test module imports this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repacked, "_LEAST_BYTES", 0)
+        patch.setattr(repacked, "_LEAST_SHARE", 0.0)
+        yield
 
 
 def tokens(n: int, seed: int = 0, first: int = 0, vocab: int = TINY.vocab) -> list[int]:

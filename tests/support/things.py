@@ -77,5 +77,8 @@ class Things:
         engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
         return self.undo.enter_context(engine.Decoder(MODEL, ctx=16, threads=1, load="map"))
 
+    def governor(self) -> um.Governor:
+        return self.undo.enter_context(um.Governor())
+
     def grid(self) -> um.Grid:
         return self.undo.enter_context(um.Grid(64, 4, pages="4k"))

@@ -89,9 +89,14 @@ def leaves_nothing() -> Iterator[None]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
     gc.collect()  # an earlier test may have left some to the collector
+
+    def left() -> list[int]:
+        # Fewer are fine: NumPy's threads end at a fork.
+        return [n for n, n_before in zip(held(), before, strict=True) if n > n_before]
+
     before = held()
     yield
     end = time.monotonic() + 10
-    while held() != before and time.monotonic() < end:
+    while left() and time.monotonic() < end:
         time.sleep(0.001)  # the kernel's part of a thread ends a moment after Python's
-    assert held() == before
+    assert left() == []

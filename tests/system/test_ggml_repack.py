@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,13 @@ import pytest
 from numpy.typing import NDArray
 
 import unimem as um
+from quantized import quantize
 
 pytest.importorskip(
     "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
-from unimem.system import ggml, ggml_repack, ggml_trial
+from unimem.system import ggml, ggml_repack, ggml_trial, ggml_verdict
 
 ALL_KINDS = tuple(ggml.MATMUL_TYPES)
 KINDS = [kind for kind in ALL_KINDS if ggml_repack.find_order(kind, (256, 64))]
@@ -34,18 +38,8 @@ def name_of(kind: int) -> str:
 
 def quantized(kind: int, ne: tuple[int, ...]) -> NDArray[np.uint8]:
     """Normal values as ggml quantizes them."""
-    library = ctypes.CDLL(ggml.LIBRARIES[0])
-    library.ggml_quantize_chunk.argtypes = (
-        ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p,
-        ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p,
-    )  # fmt: skip
-    n_rows = int(np.prod(ne[1:]))
-    values = np.random.default_rng(1).standard_normal((n_rows, ne[0]), dtype=np.float32)
-    data = np.zeros(n_rows * ggml.row_size(kind, ne[0]), np.uint8)
-    library.ggml_quantize_chunk(
-        kind, values.ctypes.data, data.ctypes.data, 0, n_rows, ne[0], None
-    )  # fmt: skip
-    return data
+    shape = int(np.prod(ne[1:])), ne[0]
+    return quantize(np.random.default_rng(1).standard_normal(shape, dtype=np.float32), kind).ravel()
 
 
 @pytest.fixture
@@ -92,12 +86,11 @@ class Products:
         self._put(values, rng.standard_normal(self.ne[0] * n, dtype=np.float32))
         result = self._put(product)
         result[:] = np.nan
-        graph = ctypes.c_void_p(ggml.new_graph_custom(context, 8, False))
+        graph = ggml.new_graph_custom(context, 8, False)
         ggml.build_forward_expand(graph, product)
         plan = ggml.graph_plan(graph, threads, None)
         plan.work_data = self.tape.take_address(plan.work_size + 64)
-        ggml.use_threads(threads)
-        assert ggml.graph_compute(graph, ctypes.byref(plan)) == 0
+        assert ggml.compute(graph, plan) == 0
         return result
 
 
@@ -185,6 +178,34 @@ def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch
     assert ggml_repack.buffer_types.__wrapped__() == ()
     monkeypatch.setattr(sys, "executable", "/none")
     assert ggml_repack.buffer_types.__wrapped__() == ()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_sound", "is_kept"),
+    [(0, True, True), (3, False, True), (-signal.SIGILL, False, True), (1, False, False),
+     (-signal.SIGKILL, False, False)],
+)  # fmt: skip
+def test_a_trial_is_made_once_a_build(
+    code: int, is_sound: bool, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+    trials: list[str] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        trials.append(command[-1])
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        assert ggml_verdict.passes_trial("AMX", {"libraries": "1"}) == is_sound
+    assert len(trials) == (1 if is_kept else 2)
+    for path in (tmp_path / "cache").iterdir():
+        path.write_text("")  # of no meaning: it is tried again
+    ggml_verdict.passes_trial("AMX", {"libraries": "1"})
+    ggml_verdict.passes_trial("AMX", {"libraries": "2"})
+    (tmp_path / "cache").chmod(0o777)
+    ggml_verdict.passes_trial("AMX", {"libraries": "2"})  # what others may write is not believed
+    assert len(trials) == (4 if is_kept else 5)
 
 
 def test_a_trial_sees_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:

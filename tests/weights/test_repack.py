@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -251,8 +253,35 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
         assert rows[f"weights:{name_of(KINDS[0])} repacked"] == repacked.nbytes
 
 
+def test_what_others_have_mapped_stays_in_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "m.gguf", {f"{i}.weight": (KINDS[0], (1024, 2048)) for i in range(8)})
+    size = -(-path.stat().st_size // 4096) * 4096
+    path.read_bytes()
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as theirs,
+        um.open_weights(path) as weights,
+    ):
+        # Half of it: the kernel would drop the other half.
+        touched = np.frombuffer(theirs, np.uint8, size // 2)[::4096].sum()
+        repack(weights).close()
+        assert cached_bytes(path) == size
+        del touched
+    # What an image is taken for stays as well; what is read ahead of the rest does not come.
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
+    for left in (0, size):
+        with um.open_weights(path) as weights:
+            repacking.repack_and_warm(weights, 1).close()
+        assert cached_bytes(path) == left
+        path.read_bytes()
+
+
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
-def test_what_is_done_leaves_the_page_cache(tmp_path: Path, order: str) -> None:
+def test_what_is_done_leaves_the_page_cache(
+    tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Pieces of the page cache of up to 2 MiB are dropped whole or not at all.
     folio, piece, kept, small = 2 * MIB, 300_000, (6 * MIB, 8 * MIB), (MIB, MIB + 4096)
     path = tmp_path / "file"
@@ -268,6 +297,13 @@ def test_what_is_done_leaves_the_page_cache(tmp_path: Path, order: str) -> None:
         pieces.reverse()
     if order == "shuffled":
         np.random.default_rng(0).shuffle(pieces)
+    true = os.posix_fadvise
+
+    def spare_what_is_kept(fd: int, begin: int, nbytes: int, advice: int) -> None:
+        assert begin + nbytes <= kept[0] or kept[1] <= begin
+        true(fd, begin, nbytes, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", spare_what_is_kept)
     with path.open("rb") as file:
         dropper = Dropper(file.fileno(), [small, kept])
         assert dropper.kept == [kept]
@@ -277,7 +313,8 @@ def test_what_is_done_leaves_the_page_cache(tmp_path: Path, order: str) -> None:
             left -= end - begin
             if order != "shuffled":
                 assert cached_bytes(path) <= left + 3 * folio
-        assert kept[1] - kept[0] <= cached_bytes(path) <= kept[1] - kept[0] + 2 * folio
+        # The kernel may take what is kept, too.
+        assert cached_bytes(path) <= kept[1] - kept[0] + 2 * folio
 
 
 def test_on_a_tape(model: Path, expected: dict[str, bytes]) -> None:
@@ -318,7 +355,75 @@ def test_progress_and_threads(
     assert told[-1] == (total, total)
     assert {total for _, total in told} == {total}
     assert threading.get_ident() not in dict(pinned)
+    assert len(dict(pinned)) == 5  # and no more than this process may have
     assert {cpu for _, (cpu,) in pinned} <= os.sched_getaffinity(0)
+
+
+@pytest.mark.parametrize(
+    ("numa", "expected"),
+    [
+        (None, [0, 1, 4, 5, 0]),
+        ("bind:1", [4, 5, 4, 5, 4]),
+        ("preferred:0", [0, 1, 0, 1, 0]),
+        ("interleave:0-1", [0, 4, 1, 5, 0]),
+        ("bind:2", [0, 1, 4, 5, 0]),  # which is memory alone
+    ],
+)
+def test_threads_are_on_the_nodes_of_the_memory(
+    numa: str | None, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = {i: SimpleNamespace(cpus=cpus) for i, cpus in enumerate(((0, 1, 2), (3, 4, 5), ()))}
+    monkeypatch.setattr(limits, "nodes", lambda: nodes)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
+    placed: Any = SimpleNamespace(requested={"numa": numa})
+    assert repacking._cpus(placed, 5) == expected
+
+
+@pytest.mark.parametrize("load", ["map", "copy"])
+def test_an_interrupt_in_the_middle_leaves_nothing(
+    model: Path,
+    expected: dict[str, bytes],
+    load: Any,
+    small_pieces: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[Any] = []
+    work = repacking._Repacking._repack
+
+    def repack_some(self: Any, piece: Any, number: int) -> None:
+        begun.append(piece)
+        if len(begun) > 3:
+            wait_until(lambda: self._stopped)
+        work(self, piece, number)
+
+    def interrupt(done: int, total: int) -> None:
+        assert done < total
+        if done:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(repacking._Repacking, "_repack", repack_some)
+    with um.Tape(8 * MIB) as tape, um.open_weights(model, load=load) as weights:
+        n_pieces = len(repacking._cut(arrange(weights), 5))
+        for where in (None, tape):
+            begun.clear()
+            with pytest.raises(KeyboardInterrupt):
+                repack(weights, tape=where, progress=interrupt)
+            assert len(begun) <= 3 + 5 < n_pieces
+            assert tape.used_bytes == staging_bytes() == 0
+        monkeypatch.undo()
+        with repack(weights) as repacked:
+            assert bytes_of(repacked) == expected
+
+
+def test_what_has_no_room_to_be_read_is_not_repacked(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with um.open_weights(model) as weights, um.Tape(8 * MIB, warm=True) as tape:
+        limit = limits.Limit("a cgroup", 2000, 1000, "more")
+        monkeypatch.setattr(limits, "_memory", lambda *_: ((1000, lambda: limit),))
+        with pytest.raises(um.CapacityError, match=r"'repacking'.*a cgroup"):
+            repack(weights, tape=tape)
+        assert tape.used_bytes == staging_bytes() == 0
 
 
 def test_an_interrupt_leaves_nothing(model: Path) -> None:
@@ -387,6 +492,7 @@ def test_a_file_that_becomes_shorter(
 
 
 def test_a_file_system_without_direct_reads(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without writes, as squashfs: nothing there can be brought to the disk."""
     true = os.preadv
 
     def without(fd: int, *rest: Any) -> int:
@@ -394,8 +500,12 @@ def test_a_file_system_without_direct_reads(own: Path, monkeypatch: pytest.Monke
             raise OSError(errno.EINVAL, "Invalid argument")
         return true(fd, *rest)
 
+    def no_writes(_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
     drop_from_cache(own)
     monkeypatch.setattr(os, "preadv", without)
+    monkeypatch.setattr(os, "fdatasync", no_writes)
     with um.open_weights(own) as weights, repack(weights) as repacked:
         got = bytes_of(repacked)
         monkeypatch.undo()

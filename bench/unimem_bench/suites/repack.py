@@ -48,7 +48,7 @@ class Starts:
     def prepare(self, image: str | Path | None = None) -> None:
         """Have memory that is there, and the model and an image in the page cache."""
         states.ready(2 * self.nbytes, self._cpus)
-        for path in filter(None, (self.path, image)):
+        for path in (self.path, *([] if image is None else [image])):
             states.read_through(Path(path))  # what was repacked is not there any more
 
     @contextmanager

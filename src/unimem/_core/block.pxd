@@ -23,4 +23,4 @@ cdef class Block:
     cdef int commit_ranges(self, list ranges) except -1
     cdef unsigned check_threads(self, object threads) except 0
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
-                      object progress, size_t before, size_t total) except -1
+                      object progress, size_t before, size_t total, bint write=*) except -1

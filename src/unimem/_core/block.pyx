@@ -489,17 +489,17 @@ cdef class Block:
         check_callable(progress)
         self._warm_runs(region.runs(region.block.reserved_nbytes, True), threads, progress)
 
-    def _warm_range(self, offset, nbytes, threads=None):
-        self._warm_runs([(offset, nbytes)], threads, None)
+    def _warm_range(self, offset, nbytes, threads=None, *, write=False):
+        self._warm_runs([(offset, nbytes)], threads, None, write)
 
-    def _warm_runs(self, list runs, threads, progress):
+    def _warm_runs(self, list runs, threads, progress, bint write=False):
         cdef Region region = self.region()
         cdef unsigned n_threads = self.check_threads(threads)
         cdef size_t done = 0
         total = sum([nbytes for _, nbytes in runs])
         self._require_room(runs)
         for first, nbytes in runs:
-            self.populate(region, first, nbytes, n_threads, progress, done, total)
+            self.populate(region, first, nbytes, n_threads, progress, done, total, write)
             done += <size_t>nbytes
 
     def _require_room(self, list runs):
@@ -510,10 +510,10 @@ cdef class Block:
         return min(size_of(1 if threads is None else threads, "threads", 1), <size_t>MOST_THREADS)
 
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
-                      object progress, size_t before, size_t total) except -1:
+                      object progress, size_t before, size_t total, bint write=False) except -1:
         self._granted = None
         return warm_region(region, self._choice, self.path, offset, nbytes, n_threads, progress,
-                           before, total)
+                           before, total, write)
 
     def verify(self):
         """Read from the kernel where the memory is.

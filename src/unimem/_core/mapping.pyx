@@ -205,7 +205,8 @@ cdef tuple pages_of(Region region, size_t offset, size_t nbytes, bint with_nodes
 
 
 cdef int warm_region(Region region, object choice, str path, size_t offset, size_t nbytes,
-                     unsigned n_threads, object progress, size_t before, size_t total) except -1:
+                     unsigned n_threads, object progress, size_t before, size_t total,
+                     bint write=False) except -1:
     cdef um.um_error err
     cdef um.um_status status
     cdef int cpus[MOST_THREADS]
@@ -224,7 +225,11 @@ cdef int warm_region(Region region, object choice, str path, size_t offset, size
         # Parts end where huge pages do.
         size = min((at // part + 1) * part, end) - at
         with nogil:
-            status = um.um_block_warm(&region.block, at, size, n_threads, chosen, &err)
+            if write:
+                status = um.um_block_warm_to_write(&region.block, at, size, n_threads, chosen,
+                                                   &err)
+            else:
+                status = um.um_block_warm(&region.block, at, size, n_threads, chosen, &err)
         if status != um.UM_OK:
             explain(region, path, status, &err, f"warming block '{region.name}'")
         at += size

@@ -171,6 +171,8 @@ cdef extern from "unimem.h" nogil:
     um_status um_block_lock(um_block *block, um_lock lock, um_error *err)
     um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                             const int *cpus, um_error *err)
+    um_status um_block_warm_to_write(um_block *block, size_t offset, size_t nbytes,
+                                     unsigned n_threads, const int *cpus, um_error *err)
     um_status um_block_collapse(um_block *block, um_error *err)
     um_status um_block_advise(um_block *block, um_advice advice, um_error *err)
     um_status um_block_verify(const um_block *block, um_placement *out, um_error *err)

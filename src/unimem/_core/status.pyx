@@ -46,7 +46,7 @@ cdef object raise_file_status(um.um_status status, const um.um_error *err, str s
     if status != um.UM_E_IO:
         raise_status(status, err, subject)
     why = (os.strerror(err.os_errno) if err.os_errno else
-           "the file has become shorter, or cannot be read")
+           "the file has become shorter, or cannot be read or written")
     raise OSError(err.os_errno or errno.EIO, f"{subject}: {err.what.decode()}: {why}", path)
 
 

@@ -22,7 +22,7 @@ from unimem.system.process import Area, Process
 from unimem.weights.files import Header, version_of
 from unimem.weights.image import read_image_header
 from unimem.weights.image_format import ImageHeader, is_image
-from unimem.weights.staging.held import Held, holders
+from unimem.weights.staging.held import Held, holders, holders_of
 
 __all__ = ["MappedModel", "library_files", "models"]
 
@@ -61,7 +61,8 @@ class MappedModel:
     areas : tuple of Area
         Those that map it.
     is_kept : bool
-        Whether this is the process that keeps it for others, by `unimem stage`.
+        Whether this is a process that keeps it for others, by `unimem stage` or `um.stage`. Of this
+        process itself the ledger says what it keeps.
     """
 
     path: str
@@ -209,9 +210,9 @@ class _StagedFiles:
     @cached_property
     def kept(self) -> frozenset[str]:
         """The paths of what the process itself keeps."""
-        return frozenset(
-            path for held in self._holders if held.pid == self._pid for path in held.paths
-        )
+        if self._pid == os.getpid():
+            return frozenset()
+        return frozenset(path for held in holders_of(self._pid) for path in held.paths)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ signal is sent and no file is left, and readers cost the process that publishes 
 from __future__ import annotations
 
 import atexit
-import errno
 import fcntl
 import itertools
 import json
@@ -29,7 +28,7 @@ from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
 from unimem.accounting import placed
 from unimem.system import process
-from unimem.system.kernel_files import parse_fields, read_bytes
+from unimem.system.memfds import find_memfds, new_memfd
 
 __all__ = [
     "COUNTERS",
@@ -61,12 +60,9 @@ _N_ROWS = (_TEXT_AT - _ROWS_AT) // _ROW_BYTES
 _ROOM = NBYTES - _TEXT_AT
 _ENVELOPE = 256  # of the text around the entries
 
-# The kernel's numbers (uapi/linux/memfd.h and fcntl.h), which Python has only in part.
-_MFD_NOEXEC_SEAL = 8
+# The kernel's number (uapi/linux/fcntl.h), which Python has only in part.
 _F_SEAL_FUTURE_WRITE = 16
 
-_LINK = f"/memfd:{NAME} (deleted)"
-_MOST_DESCRIPTORS = 1 << 16  # of a process are looked at
 _MOST_FOUND = 16  # memfds of the name are read: a process has one of its own
 _TRIES = 50
 _PATIENCE_SECONDS = 0.001
@@ -154,7 +150,7 @@ class _SharedLedger:
 
     def __init__(self) -> None:
         self.started = process.counters().started
-        fd = _new_memfd(NAME)
+        fd = new_memfd(NAME)
         try:
             os.ftruncate(fd, NBYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -240,18 +236,6 @@ def failure() -> str | None:
     return _failure
 
 
-def _new_memfd(name: str) -> int:
-    if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOSYS, "this Python was built for systems without memfd_create")
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # before Linux 6.3
-            raise
-        return os.memfd_create(name, flags)
-
-
 def _private_cells() -> memoryview:
     return memoryview(bytearray(_ROW_BYTES)).cast("Q")
 
@@ -322,12 +306,12 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
     except OSError:
         return None
     try:
-        owner = _number_of(folder), process.counters(pid).started
+        owner = process.identity(folder)
         tries = iter(
             range(_TRIES)
         )  # one budget for all memfds, so that no process keeps us waiting
         all_found: list[Published] = []
-        for fd in itertools.islice(_memfds(folder), _MOST_FOUND):
+        for fd in itertools.islice(find_memfds(folder, NAME), _MOST_FOUND):
             try:
                 found = _read(fd, *owner, tries)
             except _BrokenError as problem:
@@ -362,51 +346,6 @@ def _merge(found: Sequence[Published]) -> Published | None:
             entries.append(entry)
     entries.sort(key=lambda entry: entry.address)
     return of_engines._replace(entries=tuple(entries), placed=of_exec.placed)
-
-
-def _lines(path: str, folder: int | None = None) -> dict[str, str]:
-    return parse_fields(read_bytes(path, folder).decode(errors="replace"))
-
-
-def _number_of(folder: int) -> int:
-    """Return the pid of a process as it is within its container."""
-    lines = _lines("status", folder)
-    return int(lines.get("NSpid", lines["Pid"]).split()[-1])  # a kernel may have no containers
-
-
-def _memfds(folder: int) -> Iterator[int]:
-    """Open the descriptors of a process that are memfds of our name."""
-    descriptors = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    try:
-        with os.scandir(descriptors) as listed:
-            for entry in itertools.islice(listed, _MOST_DESCRIPTORS):
-                with suppress(OSError):  # it was closed, or may not be opened
-                    if os.readlink(entry.name, dir_fd=descriptors) == _LINK:
-                        yield _open_memfd(entry.name, descriptors)
-    finally:
-        os.close(descriptors)
-
-
-def _open_memfd(name: str, descriptors: int) -> int:
-    """Open a memfd for reading, and nothing else: a user's file system may never answer."""
-    # O_PATH opens nothing yet, and goes on meaning the same file.
-    found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=descriptors)
-    try:
-        ours = _new_memfd("unimem")
-        try:
-            # All memfds lie in one mount, which no user can mount.
-            mount = _mount_of(found)
-            if mount is None or mount != _mount_of(ours):
-                raise PermissionError(errno.EACCES, "no memfd")
-        finally:
-            os.close(ours)
-        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(found)
-
-
-def _mount_of(fd: int) -> str | None:
-    return _lines(f"/proc/self/fdinfo/{fd}").get("mnt_id")
 
 
 def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | None:

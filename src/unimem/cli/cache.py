@@ -14,7 +14,8 @@ from unimem.cli.documents import document_head
 from unimem.cli.exits import FAILED
 from unimem.cli.options import AsJson
 from unimem.system.text import escape, format_bytes, format_count
-from unimem.weights.image_cache import CachedImage, ImageCache, cache_folder
+from unimem.system.user_cache import cache_folder
+from unimem.weights.image_cache import CachedImage, ImageCache
 
 __all__ = ["cache"]
 
@@ -34,7 +35,7 @@ def cache(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="[KEY|MODEL|stale|all]",
+            metavar="KEY|MODEL|stale|all",
             help="Which: the beginning of a key, a model, those whose model has changed or is "
             "gone, or all. [default: all, but for drop]",
             show_default=False,
@@ -45,7 +46,7 @@ def cache(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show, remove or check the repacked models that are kept for the next start."""
+    """Show, remove or check the repacked models that are kept on disk."""
     if dry_run and action != "drop":
         raise typer.BadParameter("--dry-run is for drop")
     if what is None and action == "drop":

@@ -90,7 +90,8 @@ def exec_(
 ) -> None:
     """Run any program with its large allocations well placed.
 
-    In huge pages, on chosen nodes, locked. Options of the program stand behind its name, or behind --.
+    In huge pages, on chosen nodes, locked. Options of the program stand behind its name, or
+    behind --.
     """
     check_numa(numa)
     library = find_library()

@@ -35,7 +35,7 @@ class ModelProcess:
     staged_from : tuple of (str or None)
         For each of `models`, the file that was staged.
     keeps_staged : bool
-        Whether it keeps models for others (`unimem stage`).
+        Whether it keeps models for others (`unimem stage`, `um.stage`).
     """
 
     pid: int

@@ -101,8 +101,8 @@ def _number(text: str) -> int:
 
 def _only() -> int:
     """Return the process that is meant where none is named."""
-    # One that keeps a model for others is of interest where it is named.
-    seen = [each for each in find().found if not each.keeps_staged]
+    # One that only keeps a model for others is of interest where it is named.
+    seen = [each for each in find().found if each.has_ledger or not each.keeps_staged]
     if len(seen) != 1:
         raise ValueError(
             f"{len(seen)} processes have a model: name one, which 'unimem report' or 'ps -e' lists"

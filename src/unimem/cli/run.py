@@ -6,6 +6,8 @@ import json
 import resource
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -36,6 +38,7 @@ from unimem.cli.options import (
 )
 from unimem.errors import CacheFull
 from unimem.layout import Layout
+from unimem.planning.governor import Governor
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
@@ -92,6 +95,7 @@ class Options:
     load: EngineLoad
     pages: Pages
     numa: str | None
+    governed: bool
     chat: bool
     resume: Path | None
     save_session: str | None
@@ -212,6 +216,10 @@ def run(
     load: LoadMode = "auto",
     pages: PageSize = "auto",
     numa: NumaNodes = None,
+    governed: Annotated[
+        bool,
+        typer.Option("--governed", help="When memory gets short, give back what no token needs."),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Say in full what memory is not placed as asked for.")
     ] = False,
@@ -220,7 +228,9 @@ def run(
     """Generate text; show where memory goes and what a token costs."""
     check_numa(numa)
     sampling = _sampling(temperature, top_k, top_p, seed)
-    options = Options(model is None, ctx, load, pages, numa, chat, resume, save_session, sampling)
+    options = Options(
+        model is None, ctx, load, pages, numa, governed, chat, resume, save_session, sampling
+    )
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
     if chat and prompt is None:
@@ -246,7 +256,10 @@ def run(
         weights, plan = layout.weights, layout.plan
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
-        with _new_decoder(weights, layout, plan, threads) as decoder:
+        with (
+            _new_decoder(weights, layout, plan, threads) as decoder,
+            _governing(decoder, options) as governor,
+        ):
             talk = _talk(decoder, prompt or "", options, tokens)
             _warm(weights, plan)  # last: what is refused is refused at once
             fallbacks.tell(plan)
@@ -263,13 +276,14 @@ def run(
                     not_saved = error  # what was made is shown nevertheless
             if as_json:
                 document = _document(decoder, plan, talk, options)
+                document["governor"] = _governor_fields(governor)
                 terminal.show(json.dumps(document) + "\n")
             else:
-                _show(decoder, talk, options)
-    if isinstance(not_saved, Exception):
-        raise not_saved
-    if not_saved is not None or talk.stop == "interrupted":
-        raise typer.Exit(130)
+                _show(decoder, talk, options, governor)
+            if isinstance(not_saved, Exception):
+                raise not_saved
+            if not_saved is not None or talk.stop == "interrupted":
+                raise typer.Exit(130)  # here, so that nothing is waited for
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:
@@ -325,6 +339,20 @@ def _new_decoder(weights: Weights, layout: Layout, plan: Plan, threads: int | No
             layout=layout,
             progress=progress,
         )
+
+
+@contextmanager
+def _governing(decoder: Decoder, options: Options) -> Iterator[Governor | None]:
+    """Let a governor run where that was asked for."""
+    if not options.governed:
+        yield None
+        return
+    with Governor() as governor:
+        governor.add(decoder)
+        if decoder.weights.load != "map":
+            governor.add(decoder.weights)
+        governor.start()
+        yield governor
 
 
 def _warm(weights: Weights, plan: Plan) -> None:
@@ -429,11 +457,14 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
 # ---- what is shown ------------------------------------------------------------------------------
 
 
-def _show(decoder: Decoder, talk: Talk, options: Options) -> None:
+def _show(decoder: Decoder, talk: Talk, options: Options, governor: Governor | None) -> None:
     report = decoder.report()
     surface = terminal.surface()
     narrow = replace(surface, width=_WIDTH)
     facts = _facts(decoder, report, talk, options)
+    if governor is not None:
+        done = "; ".join(map(str, governor.events)) or "nothing was short, and nothing given back"
+        facts["governor"] = f"{done}; it watched {', '.join(governor.watches)}"
     terminal.show("\n".join(fact_lines(narrow, facts.items(), cuts=False)) + "\n\n")
     terminal.show("\n".join(memory_lines(surface, report.rows)) + "\n\n")
     costs = talk.costs
@@ -580,6 +611,16 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         },
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
+    }
+
+
+def _governor_fields(governor: Governor | None) -> dict[str, Any] | None:
+    if governor is None:
+        return None
+    return {
+        "watches": list(governor.watches),
+        "given_back_bytes": governor.given_back_bytes,
+        "events": [asdict(event) for event in governor.events],
     }
 
 

@@ -181,7 +181,8 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
 
 def _reuse(source: str, asked: dict[str, Any]) -> Held | None:
     """Find the same model, staged in the same way; what no longer stands for it is dropped."""
-    of_model = [(held, held.staleness()) for held in holders() if held.source == source]
+    ours = [held for held in holders() if held.source == source and held.kept_by == "command"]
+    of_model = [(held, held.staleness()) for held in ours]
     if any(why is not None for _, why in of_model):
         # It may be the only copy: it stays where there is nothing to take its place.
         open_model(source).close()
@@ -226,7 +227,8 @@ def _list(found: list[Held], *, as_json: bool) -> None:
     for held in found:
         why = held.staleness()
         stale = "" if why is None else f"; {why}"
-        text = f"{held.source}: {_describe(held)}; process {held.pid}{stale}"
+        program = ", which has staged it itself" if held.kept_by == "program" else ""
+        text = f"{held.source}: {_describe(held)}; process {held.pid}{program}{stale}"
         terminal.show(f"{escape(held.path)}\n    {escape(text)}\n")
     if not found:
         _tell("nothing is staged")
@@ -241,6 +243,15 @@ def _drop(what: str, *, dry_run: bool, ask: bool, as_json: bool) -> None:
     ]
     if not found and what != "all":
         raise ValueError(f"{what}: nothing is staged under this name: unimem stage --list")
+    of_programs = [held for held in found if held.kept_by == "program"]
+    found = [held for held in found if held.kept_by == "command"]
+    stay = [
+        f"{held.path} goes with process {held.pid}, which has staged it" for held in of_programs
+    ]
+    if not found and what != "all":
+        raise ValueError("; ".join(stay))
+    for text in stay:
+        _tell(text)
     if found and ask and not dry_run and _is_asked() and not _agrees(found):
         raise ValueError("nothing was dropped")
     for held in found:

@@ -43,6 +43,12 @@ def check_model(
         raise TypeError(f"layout: expected a unimem.Layout, got {layout!r:.60}")
     model = Model.from_weights(weights)
     model.check_head(kv_type(kv_dtype, "kv_dtype"))
+    placement: dict[str, Any] = {}
+    if layout is not None:
+        asked = layout.history.block.requested
+        placement = {"pages": asked["pages"]}
+        if load == "repack":  # which is placed so
+            placement["numa"] = asked["numa"]
     needed = plan(
         planned,
         ctx=ctx,
@@ -50,7 +56,7 @@ def check_model(
         window=window,
         threads=threads,
         load=load,
-        pages="auto" if layout is None else layout.history.block.requested["pages"],
+        **placement,
     )
     assert needed.ctx is not None  # of a model that the engine runs
     ggml.require_threads(needed.threads)

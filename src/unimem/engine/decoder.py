@@ -30,6 +30,7 @@ from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import ggml
+from unimem.system.arguments import flag
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from unimem.kv.snapshot import Snapshot
 
 __all__ = ["Decoder"]
+
+_TURN_SECONDS = 1.0  # a wait for the token that another thread computes
 
 _KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32, "bf16": ggml.BF16, "q8_0": ggml.Q8_0}
 
@@ -147,10 +150,10 @@ class Decoder:
             self.ctx, self.threads = needed.ctx, needed.threads
             self._count = ThreadCount(needed.threads, adapts=threads is None)
             self._set_up(kv_dtype, window, needed.scratch_bytes, progress)
-        except BaseException:
+        except BaseException as error:
             if own_layout is not None:
                 own_layout.__exit__()
-            self._memory.end()
+            self._memory.end(type(error))
             raise
         self._tokenizer: Tokenizer | None = None
         self._n_talks = 0  # conversations, so that an old generator notices a new one
@@ -315,6 +318,24 @@ class Decoder:
         named |= {f"value.{i}": a for i, a in enumerate(self._decode.addresses())}
         return named
 
+    def give_back(self) -> int:
+        """Give back memory of the KV cache that holds no tokens, between two tokens.
+
+        Any thread may call it; it waits a second at most for the token that another one computes.
+        Tokens that come later fault the pages in again, and are the same.
+
+        Returns
+        -------
+        int
+            As `KVCache.give_back` says; 0 where the decoder computes on, or is closed.
+        """
+        if not self._turn.take(_TURN_SECONDS):
+            return 0
+        try:
+            return 0 if self._closed else self.kv.give_back()
+        finally:
+            self._turn.give()
+
     def report(self) -> Report:
         """Report what the decoder's memory is for, and what ggml is.
 
@@ -354,15 +375,17 @@ class Decoder:
                 self.layout.close()
             self._end()
 
-    def _end(self) -> None:
+    def _end(self, kind: type[BaseException] | None = None) -> None:
         self._turn.end()
         self._closed = True
         self._forward.close()
         self._free()
         self._held = []
         self.kv.__exit__()
-        self._memory.end()
-        self._tally.end()
+        try:
+            self._memory.end(kind)
+        finally:
+            self._tally.end()
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -376,11 +399,13 @@ class Decoder:
     ) -> None:
         if self._closed:
             return
-        self._end()
-        if self._owns_layout:
-            # Views that are still alive keep the memory; it goes with the last of them.
-            self.layout.__exit__(kind, error, trace)
-            refresh()
+        try:
+            self._end(kind)
+        finally:
+            if self._owns_layout:
+                # Views that are still alive keep the memory; it goes with the last of them.
+                self.layout.__exit__(kind, error, trace)
+                refresh()
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
@@ -653,6 +678,7 @@ class Decoder:
         """
         self._check_open()
         options = Sampling(temperature, top_k, top_p, seed)
+        stops = flag(stop_at_eog, "stop_at_eog")
         if not isinstance(n, (int, np.integer)) or isinstance(n, bool) or n < 0:
             raise ValueError(f"n: expected an integer from 0 on, got {n!r}")
         if isinstance(prompt_or_tokens, str):
@@ -668,7 +694,7 @@ class Decoder:
                 0,
                 asked,
             )
-        stop = self.tokenizer.eog_ids if stop_at_eog else frozenset()
+        stop = self.tokenizer.eog_ids if stops else frozenset()
         return self._generate(tokens, n, options, stop)
 
     def _generate(

@@ -11,7 +11,13 @@ from unimem.engine.graph import Headers
 from unimem.layout import Layout
 from unimem.system import policy
 from unimem.weights.loading import EngineLoad, Progress, check_load
-from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
+from unimem.weights.opened import (
+    Weights,
+    lock_what_is_mapped,
+    open_planned,
+    open_weights,
+    warm_where_it_fits,
+)
 from unimem.weights.repack import repack_and_warm
 from unimem.weights.repacked import Repacked
 
@@ -65,7 +71,10 @@ class ModelMemory:
             opened = "repack" if "repack" in (load, first.load) else "auto"
             reason = first.load_reason
             way = "map" if load == "repack" or opened == "repack" else load
-            self.weights = open_weights(path_or_weights, load=way, progress=progress)
+            why_mapped = reason if first.load == "map" else ""
+            self.weights = open_planned(
+                path_or_weights, why_mapped, load=way, progress=progress, placement={}
+            )
         try:
             self.model, self.plan = check_model(self.weights, self.weights, load=opened, **asked)
             self.load: str = self.plan.load
@@ -81,12 +90,15 @@ class ModelMemory:
     def bring_in(self, layout: Layout, threads: int, progress: Progress | None) -> None:
         """Repack what is to be repacked, placed like the layout's history, and warm what is mapped.
 
-        Weights that were given mapped, and stay so, are left as they are.
+        What stays mapped of a repacked model is locked where its pages could be taken away. Weights
+        that were given mapped, and stay so, are left as they are.
         """
         if self.load == "repack":
             asked = layout.history.block.requested
             placement: Any = {name: asked[name] for name in ("pages", "numa", "lock")}
             self.repacked = repack_and_warm(self.weights, threads, progress, **placement)
+            if self.is_owned or layout.weights is self.weights:
+                lock_what_is_mapped(self.weights)
         elif self.is_owned and self.weights.load == "map":
             warm_where_it_fits(self.weights, threads, progress)
 
@@ -101,9 +113,14 @@ class ModelMemory:
         """All that the weights lie in."""
         return self.weights.blocks + (() if self.repacked is None else self.repacked.blocks)
 
-    def end(self) -> None:
-        """Give back what the decoder has taken; views that are alive keep their memory."""
-        if self.repacked is not None:
-            self.repacked.__exit__()
-        if self.is_owned:
-            self.weights.__exit__(None, None, None)
+    def end(self, kind: type[BaseException] | None = None) -> None:
+        """Give back what the decoder has taken; views that are alive keep their memory.
+
+        An image that is being kept is kept first, or by an exception of this kind given up.
+        """
+        try:
+            if self.repacked is not None:
+                self.repacked.__exit__(kind)
+        finally:
+            if self.is_owned:
+                self.weights.__exit__(None, None, None)

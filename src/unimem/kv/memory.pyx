@@ -400,6 +400,28 @@ cdef class KVMemory(KVRows):
             self.move_to((self._low + row - 1) // row)
         return 0
 
+    def give_back(self):
+        """Give back memory that holds no tokens; none of them is lost, and no address changes.
+
+        A growing cache gives back all that it has to spare, and commits it again as tokens come.
+        Other storage gives back its pages before and behind the tokens; the tokens to come fault
+        them in again.
+
+        Returns
+        -------
+        int
+            Bytes that it has less of. 0 where there is nothing to give back, where the memory is
+            locked, of hugetlb pages or under views, where another thread writes, and for a cache
+            that is closed, or attached to a frozen layout.
+        """
+        if self.closed or self._frozen or self._writing or self._n_busy:
+            return 0
+        before = self.capacity_bytes if self.grow else self.resident_bytes
+        if self.closed or self._frozen or self._writing or self._n_busy:
+            return 0  # others may have run meanwhile
+        self.settle(True)
+        return max(0, before - (self.capacity_bytes if self.grow else self.resident_bytes))
+
     cdef int window_ended(self) except -1:
         self._waiting = False
         try:

@@ -331,6 +331,41 @@ cdef class PagedKVCache:
         self.open_region()
         self.block.warm(threads)
 
+    def give_back(self):
+        """Give back the memory of blocks that no sequence holds; prefixes cached there are gone.
+
+        Any thread may call it. The blocks stay in the pool: pages come back as they are written to.
+
+        Returns
+        -------
+        int
+            Bytes that the pool has less of in RAM. 0 where the memory is locked or of hugetlb
+            pages, and the prefixes stay; or where the cache is closed.
+        """
+        cdef um.um_error err
+        cdef uint32_t first, block = 0
+        cdef size_t size = self.paged.block_bytes
+        cdef Region region = self._region
+        cdef Block held = self.block
+        # Of no bytes, it says whether the memory can be discarded.
+        if region is None or um.um_block_discard(&region.block, 0, 0, NULL, &err) != um.UM_OK:
+            return 0
+        before = held.verify().pss_bytes
+        if self._region is None:
+            return 0  # others may have run meanwhile; from here on, nobody does
+        while block < self.paged.spec.n_blocks:
+            first = block
+            while (block < self.paged.spec.n_blocks
+                   and um.um_paged_n_holders(&self.paged, block) == 0):
+                um.um_paged_uncache(&self.paged, block)
+                block += 1
+            if um.um_block_discard(&region.block, first * size, (block - first) * size, NULL,
+                                   &err) != um.UM_OK:
+                raise_status(err.status, &err, f"PagedKVCache '{self.name}'")
+            block += 1
+        self._most_in_use = self.most_in_use()
+        return max(0, before - held.verify().pss_bytes)
+
     @property
     def closed(self):
         """Whether the cache was closed."""

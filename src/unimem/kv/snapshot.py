@@ -612,6 +612,9 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
         finally:
             buffers.put(buffer)
 
+    def is_idle() -> bool:
+        return buffers.qsize() == n_threads
+
     with _staging(n_threads * nbytes) as block, ThreadPoolExecutor(n_threads) as pool:
         for i in range(n_threads):
             buffers.put(block.as_array("uint8", nbytes, i * nbytes))
@@ -620,4 +623,7 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
                 pass
         finally:
             stopped = True
-            wait_until(lambda: buffers.qsize() == n_threads)
+            try:
+                wait_until(is_idle)
+            finally:
+                wait_until(is_idle)  # an interrupt may have come before its first line

@@ -85,8 +85,11 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
     """List single changes of options, those that cost nothing first."""
     failing = {check.name for check in plan.checks if not check.fits}
     if plan.load != "map":
+        done = (
+            "as it is instead of repacking it" if plan.load == "repack" else "instead of copying it"
+        )
         yield (
-            "map the file instead of copying it: its pages are the page cache's, and are dropped "
+            f"map the file {done}: its pages are the page cache's, and are dropped "
             "where memory is needed",
             {"load": "map"},
         )
@@ -155,10 +158,11 @@ def _combine(plan: Plan, replan: Replan, options: dict[str, Any]) -> list[Advice
 
 
 def _advise_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
-    if plan.load != "map" and "model" in plan.facts:
+    if plan.load != "map" and "model" in plan.facts and "image" not in plan.facts:
+        repack = " --repack" if plan.load == "repack" else ""
         yield Advice(
-            "for several processes, stage the file once ('unimem stage FILE'): each maps it then "
-            "from the path that this prints, and has no copy of its own",
+            f"for several processes, stage the file once ('unimem stage{repack} FILE'): each maps "
+            "it then from the path that this prints, and has no copy of its own",
             0,
             {},
             False,

@@ -11,6 +11,7 @@ from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
 from unimem.kv.cache import KVCache
 from unimem.system import policy
+from unimem.system.hosts import pressures_on
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from unimem.buffers.shapes import Shape
     from unimem.system.hosts import Host
     from unimem.system.policy import Extent, NumaPolicy, Request
+    from unimem.system.pressure import Pressure
 
 __all__ = [
     "Budget",
@@ -65,6 +67,7 @@ class MachineBudget:
     def __init__(self, host: Host) -> None:
         self._host = host
         self.memory = host.memory_limits()
+        self.pressures = pressures_on(host)
         self._pools: Mapping[str, HugePool] | None = None
         self._nodes: Mapping[int, Node] | None = None
         self._memlock: tuple[Limit | None] | None = None
@@ -89,6 +92,11 @@ class MachineBudget:
         if self._memlock is None:
             self._memlock = (self._host.memlock(),)
         return self._memlock[0]
+
+    @property
+    def thread_count(self) -> int:
+        """The threads that can work at the same time."""
+        return self._host.thread_count()
 
     def node_shares(self, numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
         """Return the bytes that a policy puts on each node, rounded up; {} where it does not say.
@@ -151,12 +159,24 @@ class Budget:
             return None
         return replace(limit, used_bytes=limit.used_bytes + self._locked_bytes)
 
+    def memory_limits(self) -> tuple[Limit, ...]:
+        """Return every limit on memory, before anything was promised."""
+        return self._machine.memory
+
+    def memory_pressure(self) -> tuple[Pressure, ...]:
+        """Return the pressure on memory."""
+        return self._machine.pressures
+
     def available_bytes(self) -> int:
         """Return the least room in any limit on memory, before anything was promised."""
         return min(limit.room_bytes for limit in self._machine.memory)
 
     def require(self, nbytes: int, what: str) -> None:
         """Refuse nothing: the plan's checks say what does not fit."""
+
+    def thread_count(self) -> int:
+        """Return how many threads can work at the same time."""
+        return self._machine.thread_count
 
     def lock(self, nbytes: int) -> None:
         """Promise memory that will be locked."""
@@ -198,6 +218,9 @@ class Need:
         The part that belongs to a file, and can be dropped.
     unread_bytes : int
         The part of `file_bytes` that no token reads, and that needs no room: it was repacked.
+    kept_bytes : int
+        The part of `file_bytes` for which there has to be room in RAM all the same: an image that
+        cannot stay there is refused.
     asked_bytes : dict of str to int
         What was asked for of pools of hugetlb pages, by their size.
     lock_bytes : int
@@ -212,6 +235,7 @@ class Need:
     ram_bytes: int = 0
     file_bytes: int = 0
     unread_bytes: int = 0
+    kept_bytes: int = 0
     asked_bytes: dict[str, int] = field(default_factory=dict)
     lock_bytes: int = 0
     numa: NumaPolicy | None = None
@@ -221,6 +245,16 @@ class Need:
     def nbytes(self) -> int:
         """The bytes of all rows."""
         return sum(self.rows.values())
+
+    @property
+    def room_bytes(self) -> int:
+        """What has to have room in RAM."""
+        return self.ram_bytes + self.kept_bytes
+
+    @property
+    def loose_bytes(self) -> int:
+        """What is read from the disk again where it has no room in RAM."""
+        return self.file_bytes - self.unread_bytes - self.kept_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +275,15 @@ class Storage:
             placement.get("lock", False),
             placement.get("strict", False),
         )
+
+    def locks_file(self, nbytes: int, budget: Budget) -> bool:
+        """Tell whether a mapped file of so many bytes is locked; it takes its share then."""
+        locks = bool(self.lock)
+        if locks and not self.strict:
+            locks = policy.lock_refusal(self.lock, nbytes, budget) is None
+        if locks:
+            budget.lock(nbytes)
+        return locks
 
     def block(
         self,

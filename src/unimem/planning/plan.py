@@ -23,7 +23,7 @@ from unimem.planning.needs import (
     default_threads,
     diagnostics_need,
 )
-from unimem.planning.repacked import NO_ROOM
+from unimem.planning.repacked import NO_ROOM, NO_ROOM_TO_COPY
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
@@ -89,7 +89,7 @@ def plan(
         that are is told by this machine's CPU.
     sessions : int, default 1
         Conversations at the same time: decoders over the same weights, each with a KV cache and
-        scratch of its own.
+        scratch of its own, and with what it repacks.
     device : str, optional
         ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model` takes it.
     machine : Machine, mapping, str or path-like, optional
@@ -161,7 +161,8 @@ def plan(
     else:
         opened = open_model(path_or_dims)
     with opened as model:
-        return _Planner(FileSource(model), host).plan(options)
+        is_here = not isinstance(host, DescribedHost)
+        return _Planner(FileSource(model, is_here=is_here), host).plan(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,21 +255,20 @@ class _Planner:
         if options.device is not None:
             return self._make_for_device(options, options.device)
         budget = Budget(self._machine)
-        mode, reason = self._source.mode(options.load, options.placement, budget)
-        if mode != "repack" or options.load != "auto":
-            return self._make_as(options, mode, reason)
-        if self._is_elsewhere:  # with a CPU that nobody knows
-            return self._make_as(options, "map", loading.WHY_MAPPED)
-        made = self._make_as(options, mode, reason)
-        if made.verdict == "fits":
+        # A CPU elsewhere is known to nobody.
+        repacks = not self._is_elsewhere
+        choice = self._source.mode(options.load, options.placement, budget, repacks=repacks)
+        made = self._make_as(options, choice.mode, choice.reason)
+        if made.verdict == "fits" or not choice.is_wish:
             return made
-        return self._make_as(options, "map", f"{loading.WHY_MAPPED}; {NO_ROOM}")
+        no_room = NO_ROOM if choice.mode == "repack" else NO_ROOM_TO_COPY
+        return self._make_as(options, "map", f"{loading.WHY_MAPPED}; {no_room}")
 
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
         session = self._session(options, storage)
         budget = Budget(self._machine)
-        fixed = self._source.weights(mode, storage, budget)
+        fixed = self._source.weights(mode, storage, budget, options.sessions)
         if self._is_elsewhere:
             fixed = [replace(need, taken_bytes=0) for need in fixed]
         if self._source.shape.dims is not None:
@@ -292,7 +292,11 @@ class _Planner:
         has_cache = bool(session.shape.cache)
         return self._new_plan(
             options,
-            facts=self._facts | self._numa_facts(storage.numa, found),
+            facts={
+                **self._facts,
+                **self._image_facts(mode, storage),
+                **self._numa_facts(storage.numa, found),
+            },
             rows=_rows(found),
             checks=checks,
             ctx=ctx,
@@ -360,8 +364,8 @@ class _Planner:
 
     def _spilled(self, needs: list[Need]) -> int:
         """Return the bytes of files that cannot stay in RAM beside the rest."""
-        nbytes = sum(need.file_bytes - need.unread_bytes for need in needs)
-        rest = sum(need.ram_bytes - need.taken_bytes for need in needs)
+        nbytes = sum(need.loose_bytes for need in needs)
+        rest = sum(need.room_bytes - need.taken_bytes for need in needs)
         most = 0
         found = limits.room_for_files(
             self._machine.memory,
@@ -380,9 +384,9 @@ class _Planner:
     # ---- limits ---------------------------------------------------------------------------------
 
     def _checks(self, needs: list[Need], storage: Storage) -> tuple[Check, ...]:
-        needed = sum(need.ram_bytes for need in needs)
+        needed = sum(need.room_bytes for need in needs)
         taken = sum(need.taken_bytes for need in needs)
-        files = sum(need.file_bytes - need.unread_bytes for need in needs)
+        files = sum(need.loose_bytes for need in needs)
         checks = [
             Check(
                 one.name,
@@ -447,6 +451,11 @@ class _Planner:
             return [check(wanted, nbytes)]
         shares = self._machine.node_shares(replace(numa, nodes=wanted), nbytes)
         return [check((node,), share) for node, share in shares.items()]
+
+    def _image_facts(self, mode: Mode, storage: Storage) -> dict[str, str]:
+        """Say what repacked image is taken."""
+        origin = self._source.origin(storage) if mode == "repack" else None
+        return {} if origin is None else {"image": origin}
 
     def _numa_facts(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
         """Say what will not lie on preferred nodes; preferring them is no limit."""

@@ -6,16 +6,18 @@ from dataclasses import replace
 
 from unimem.planning.needs import Budget, Need, Storage
 from unimem.system.text import format_bytes
+from unimem.weights.image import Image
+from unimem.weights.image_use import is_mapped
+from unimem.weights.repack import staging_bytes
 from unimem.weights.repacked import Arrangement, arrange
 from unimem.weights.tensors import Contents
 
-__all__ = ["NOTHING", "NO_ROOM", "find_gain", "reason_of", "repacked_need", "without_repacked"]
-
-NOTHING = "no tensor has an order of its own on this CPU"
-"""Why a model is not repacked that was to be."""
+__all__ = ["NO_ROOM", "NO_ROOM_TO_COPY", "RepackedPart", "find_gain", "reason_of"]
 
 NO_ROOM = "repacked weights would not fit beside the rest"
+NO_ROOM_TO_COPY = "pages of it could be taken away, but a copy would not fit beside the rest"
 
+_PADDING = "weights:padding"
 _LEAST_BYTES = 32 << 20  # of a smaller model, caches hold much, and starting counts
 _LEAST_SHARE = 0.5  # of what a token reads
 
@@ -44,12 +46,63 @@ def reason_of(found: Arrangement, nbytes: int) -> str:
     )
 
 
-def repacked_need(found: Arrangement, storage: Storage, budget: Budget) -> Need:
-    """Return the block that is repacked into."""
-    rows = {f"weights:{kind} repacked": nbytes for kind, nbytes in found.types.items()}
-    return storage.block(found.nbytes, "weights:padding", budget, rows)
+class RepackedPart:
+    """What of a model is repacked, or is taken from an image of that. For one thread.
+
+    Parameters
+    ----------
+    found : Arrangement
+        What is repacked.
+    image : Image or None
+        What it would be taken from, closed.
+    is_read : bool
+        Whether it is read from files, and does not lie in memory already.
+    """
+
+    def __init__(self, found: Arrangement, image: Image | None, *, is_read: bool) -> None:
+        self.found = found
+        self._image, self._is_read = image, is_read
+
+    def reason(self, why: str) -> str:
+        """Say why the model is repacked, and that it has been where that is so."""
+        if self._image is None:
+            return why
+        where = "staged" if self._image.is_staged else "in the cache"
+        return f"{why}; a repacked image of it is {where}"
+
+    def origin(self, storage: Storage) -> str | None:
+        """Say what image it is taken from, and how; None where it is repacked."""
+        image = self._image
+        if image is None:
+            return None
+        if not is_mapped(image, storage.pages, storage.numa):
+            return f"{image.path}, read into memory of its own"
+        if image.is_staged:
+            return f"{image.path}, mapped: it is in RAM once for all processes"
+        return f"{image.path}, mapped from the page cache"
+
+    def needs(self, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what is mapped, or the blocks of so many decoders and what filling one takes."""
+        found, image = self.found, self._image
+        rows = {f"weights:{kind} repacked": nbytes for kind, nbytes in found.types.items()}
+        if image is not None and is_mapped(image, storage.pages, storage.numa):
+            if padding := image.data_bytes - sum(rows.values()):
+                rows[_PADDING] = padding
+            return [_image_need(image, rows, storage, budget)]
+        needs = [storage.block(found.nbytes, _PADDING, budget, rows) for _ in range(sessions)]
+        if image is None and self._is_read:
+            most = staging_bytes(found, budget.thread_count())
+            needs.append(Need({}, ram_bytes=most))
+        return needs
 
 
-def without_repacked(need: Need, found: Arrangement) -> Need:
-    """Return what a mapped file takes of which a part is repacked, and not read again."""
-    return replace(need, unread_bytes=min(need.file_bytes, found.source_bytes))
+def _image_need(image: Image, rows: dict[str, int], storage: Storage, budget: Budget) -> Need:
+    nbytes = image.data_bytes
+    locks = storage.locks_file(nbytes, budget)
+    need = Need(rows, lock_bytes=nbytes if storage.lock else 0)
+    if image.is_staged:
+        there = min(image.cached_bytes, nbytes)
+        return replace(need, ram_bytes=nbytes, taken_bytes=there)
+    if locks:
+        return replace(need, ram_bytes=nbytes)
+    return replace(need, file_bytes=nbytes, kept_bytes=nbytes)

@@ -115,7 +115,8 @@ class Plan:
         ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
         "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
         where not all will lie on the nodes that are preferred; ``"machine"`` where the plan is for
-        another one or a cgroup; of files on a server ``"read_bytes"`` and ``"file_bytes"``, what
+        another one or a cgroup; ``"image"`` where repacked weights are taken from an image: its
+        path, and how; of files on a server ``"read_bytes"`` and ``"file_bytes"``, what
         was fetched and what they have.
     ctx : int or None
         Tokens of context; None where none is given and the memory of a token is not known.
@@ -140,7 +141,8 @@ class Plan:
         with which nothing spills; where a file spills anyway, the longest that fits. 0 where none
         fits, None where it is not known.
     required_bytes : int
-        Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked.
+        Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked
+        or lies in shared memory.
     spilled_bytes : int
         Bytes of a mapped file that cannot stay in main memory beside the rest: each token reads
         them from the disk again.
@@ -368,6 +370,7 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "context": ", ".join([*cache, format_count(plan.threads, "thread")]),
         "load": f"{plan.load}: {plan.load_reason}",
         "machine": known.get("machine") or "",
+        "image": known.get("image") or "",
         "pages": plan.pages if plan.pages != "auto" else "",
         "numa": known.get("numa") or plan.numa or "",
     }

@@ -12,19 +12,15 @@ from unimem._core.safetensors import SafetensorsHeader
 from unimem.buffers import shapes
 from unimem.planning.device import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
-from unimem.planning.repacked import (
-    NOTHING,
-    find_gain,
-    reason_of,
-    repacked_need,
-    without_repacked,
-)
+from unimem.planning.repacked import RepackedPart, find_gain, reason_of
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
 from unimem.weights.files import ModelFiles
+from unimem.weights.image_use import look
 from unimem.weights.remote import RemoteFiles
-from unimem.weights.repacked import Arrangement, arrange
+from unimem.weights.repack import why_nothing
+from unimem.weights.repacked import arrange
 from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
@@ -32,18 +28,36 @@ if TYPE_CHECKING:
     from unimem.buffers.shapes import Shape
     from unimem.system.placement import PlacementOptions
     from unimem.weights.files import ModelFile
-    from unimem.weights.loading import EngineLoad
+    from unimem.weights.loading import EngineLoad, LoadChoice
     from unimem.weights.opened import Weights
+    from unimem.weights.repacked import Arrangement
 
-__all__ = ["DimsSource", "FileSource", "ModelSource", "WeightsSource"]
+__all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource"]
 
 _PADDING = "weights:padding"
+_ASKED = "it was asked for"
 _ESTIMATED = (
     "the weights: the rows are an estimate, of a dense model of these dimensions without norms and "
     "biases"
 )
 _NAME_CHARS = 200  # of a name that a file gives itself
 _GGML = "its code, tables and threads are not counted: Decoder.report has them"
+
+
+class ModeChoice(NamedTuple):
+    """How weights come into memory.
+
+    Attributes
+    ----------
+    mode, reason : str
+        How, and why.
+    is_wish : bool
+        Whether they are mapped where this does not fit.
+    """
+
+    mode: Mode
+    reason: str
+    is_wish: bool = False
 
 
 class ModelSource(Protocol):
@@ -53,12 +67,15 @@ class ModelSource(Protocol):
     facts: dict[str, Any]
 
     def mode(
-        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
-    ) -> tuple[Mode, str]:
-        """Return how the weights come into memory, and why."""
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
+    ) -> ModeChoice:
+        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """List what the weights take."""
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what the weights of so many decoders take."""
+
+    def origin(self, storage: Storage) -> str | None:
+        """Say what repacked image the weights are taken from; None where they are repacked."""
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""
@@ -98,8 +115,13 @@ class DimsSource:
         return self._types
 
     def mode(
-        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
-    ) -> tuple[Mode, str]:
+        self,
+        load: EngineLoad,
+        _placement: PlacementOptions,
+        _budget: Budget,
+        *,
+        repacks: bool = True,
+    ) -> ModeChoice:
         """Return how the weights come into memory, and why."""
         if load == "repack":
             raise ValueError(
@@ -107,16 +129,19 @@ class DimsSource:
                 "dimensions"
             )
         if load == "auto":
-            return "map", "a file would be mapped"
-        return load, "it was asked for"
+            return ModeChoice("map", "a file would be mapped")
+        return ModeChoice(load, _ASKED)
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, _sessions: int) -> list[Need]:
         """List what the weights take."""
         types = _weight_rows(self._types)
         total = sum(types.values())
         if mode == "map":
             return [_file_need(types, _whole_pages(total), storage, budget)]
         return [storage.block(total, _PADDING, budget, types)]
+
+    def origin(self, _storage: Storage) -> None:
+        """Return None: there are no images."""
 
     def cached_bytes(self) -> int:
         """Return 0: there are no files."""
@@ -134,15 +159,18 @@ class FileSource:
     ----------
     model : ModelFiles
         The files.
+    is_here : bool, default True
+        Whether they are planned for this machine, which may have images of them.
     """
 
-    def __init__(self, model: ModelFiles) -> None:
+    def __init__(self, model: ModelFiles, *, is_here: bool = True) -> None:
         self._model = model
+        self._is_here = is_here and not isinstance(model, RemoteFiles)
         self._contents = Contents(
             tuple(map(ModelPart, model.files, loading.unloaded_memory(model)))
         )
         self._held: _Unevictable | None = None
-        self._repacked: Arrangement | None = None
+        self._repacked: RepackedPart | None = None
         self.shape, self.facts = _describe(self._contents, model, model.index)
         if isinstance(model, RemoteFiles):
             self.facts["read_bytes"] = model.read_bytes
@@ -153,34 +181,59 @@ class FileSource:
         return self._contents.by_type()
 
     def mode(
-        self, load: EngineLoad, placement: PlacementOptions, budget: Budget
-    ) -> tuple[Mode, str]:
-        """Return how the weights come into memory, and why."""
+        self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
+    ) -> ModeChoice:
+        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
+        contents = self._contents
+        known = None if self._repacked is None else self._repacked.found
         if load == "repack":
-            self._repacked = self._repacked or arrange(self._contents)
-            return _mode_of(self._repacked, "map")
-        choice = loading.choose(self._model, load, None, placement, budget)
-        # What is locked stays in RAM, and would be there twice.
-        may_gain = self.shape.dims is not None and not placement.get("lock")
-        if load == "auto" and choice.mode == "map" and may_gain:
-            self._repacked = self._repacked or find_gain(self._contents)
-            if self._repacked is not None:
-                return "repack", reason_of(self._repacked, self._contents.nbytes)
-        return choice.mode, choice.reason
+            found = known or arrange(contents)
+            if not found.slots:
+                return ModeChoice("map", why_nothing(contents))
+            return ModeChoice("repack", self._repack(found).reason(_ASKED))
+        pressures = budget.memory_pressure()
+        choice = loading.choose(self._model, load, None, placement, budget, pressures)
+        if load == "auto" and repacks and self._may_gain(choice, placement, budget):
+            gain = known or find_gain(contents)
+            if gain is not None:
+                why = self._repack(gain).reason(reason_of(gain, contents.nbytes))
+                if choice.exposed:
+                    why += f"; {choice.exposed}, so what stays mapped is locked"
+                return ModeChoice("repack", why, is_wish=True)
+        return ModeChoice(choice.mode, choice.reason, is_wish=bool(choice.exposed))
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """List what the weights take."""
+    def _may_gain(self, choice: LoadChoice, placement: PlacementOptions, budget: Budget) -> bool:
+        """Whether it may be repacked by itself, by the limit on locked memory as well."""
+        # The limit would have to hold what is repacked and the file.
+        if self.shape.dims is None or placement.get("lock"):
+            return False
+        if not choice.exposed:
+            return choice.mode == "map"
+        # What is not repacked stays mapped, and has to be locked.
+        nbytes = sum(_whole_pages(file.nbytes) for file in self._model.files)
+        return choice.mode != "map" and lock_refusal("onfault", nbytes, budget) is None
+
+    def _repack(self, found: Arrangement) -> RepackedPart:
+        if self._repacked is None:
+            image = look(self._contents, found) if self._is_here else None
+            self._repacked = RepackedPart(found, image, is_read=True)
+        return self._repacked
+
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what the weights of so many decoders take."""
         headers = _headers_need(self._model.files)
         if mode in ("copy", "direct"):
             nbytes = loading.copy_bytes(self._model)
             types = _weight_rows(self.by_type())
             return [storage.block(nbytes, _PADDING, budget, types), headers]
         self._held = self._held or self._measure_held()
-        found = _mapping_need(self._contents, self._held, storage, budget)
-        if mode == "map" or self._repacked is None:
-            return [found, headers]
-        block = repacked_need(self._repacked, storage, budget)
-        return [without_repacked(found, self._repacked), block, headers]
+        repacked = self._repacked if mode == "repack" else None
+        found = _mapping_need(self._contents, self._held, storage, budget, repacked)
+        return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
+
+    def origin(self, storage: Storage) -> str | None:
+        """Say what repacked image the weights are taken from; None where they are repacked."""
+        return None if self._repacked is None else self._repacked.origin(storage)
 
     def _measure_held(self) -> _Unevictable:
         # Nothing of files with a disk behind them is locked yet.
@@ -212,7 +265,7 @@ class WeightsSource:
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
         self._held: _Unevictable | None = None
-        self._repacked: Arrangement | None = None
+        self._repacked: RepackedPart | None = None
         self.shape, self.facts = _describe(weights, ModelFiles(), None)
 
     def by_type(self) -> dict[str, int]:
@@ -220,8 +273,13 @@ class WeightsSource:
         return self._weights.by_type()
 
     def mode(
-        self, load: EngineLoad, _placement: PlacementOptions, _budget: Budget
-    ) -> tuple[Mode, str]:
+        self,
+        load: EngineLoad,
+        _placement: PlacementOptions,
+        _budget: Budget,
+        *,
+        repacks: bool = True,
+    ) -> ModeChoice:
         """Return how they came into memory, and why; or that they will be repacked.
 
         Raises
@@ -231,29 +289,36 @@ class WeightsSource:
         """
         weights = self._weights
         if load == "repack":
-            self._repacked = self._repacked or arrange(weights)
-            return _mode_of(self._repacked, weights.load)
+            found = arrange(weights)
+            if not found.slots:
+                return ModeChoice(weights.load, why_nothing(weights))
+            if self._repacked is None:
+                is_read = weights.load == "map"
+                self._repacked = RepackedPart(found, look(weights, found), is_read=is_read)
+            return ModeChoice("repack", self._repacked.reason(_ASKED))
         if load not in ("auto", weights.load):
             raise ValueError(f"load={load!r}: the weights are opened already ({weights.load!r})")
-        return weights.load, weights.load_reason
+        return ModeChoice(weights.load, weights.load_reason)
 
-    def weights(self, mode: Mode, storage: Storage, budget: Budget) -> list[Need]:
-        """List what they take, and have taken, and what will be repacked."""
+    def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
+        """List what they take, and have taken, and what so many decoders will repack."""
         weights = self._weights
         headers = _headers_need(part.file for part in weights._parts)
+        repacked = self._repacked if mode == "repack" else None
         if weights.load == "map":
             self._held = self._held or self._measure_held()
-            found = _mapping_need(weights, self._held, storage, budget)
+            found = _mapping_need(weights, self._held, storage, budget, repacked)
         else:
             types, nbytes = _weight_rows(weights.by_type()), weights.mapped_bytes
             on_tape = weights._tape is not None
             in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
             ram = 0 if in_pool else nbytes
             found = Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram)
-        if mode != "repack" or self._repacked is None:
-            return [found, headers]
-        block = repacked_need(self._repacked, storage, budget)
-        return [without_repacked(found, self._repacked), block, headers]
+        return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
+
+    def origin(self, storage: Storage) -> str | None:
+        """Say what repacked image the weights are taken from; None where they are repacked."""
+        return None if self._repacked is None else self._repacked.origin(storage)
 
     def _measure_held(self) -> _Unevictable:
         held = _Unevictable(0, 0, 0)
@@ -271,11 +336,6 @@ class WeightsSource:
     def device_bytes(self) -> int:
         """Return what the tensors take on a GPU, before rounding to pages."""
         return bytes_needed(self._weights)
-
-
-def _mode_of(found: Arrangement, otherwise: Mode) -> tuple[Mode, str]:
-    """Return the mode of weights that shall be repacked, and why."""
-    return ("repack", "it was asked for") if found.slots else (otherwise, NOTHING)
 
 
 def _describe(
@@ -318,26 +378,31 @@ def _measure_unevictable(file: ModelFile, block: Block) -> _Unevictable:
     return _Unevictable(size, min(block._resident_range(0, size), size), 0)
 
 
-def _mapping_need(weights: Contents, held: _Unevictable, storage: Storage, budget: Budget) -> Need:
-    """Return what mapped files take."""
+def _mapping_need(
+    weights: Contents,
+    held: _Unevictable,
+    storage: Storage,
+    budget: Budget,
+    repacked: RepackedPart | None,
+) -> Need:
+    """Return what mapped files take; what is repacked of them is neither read nor kept."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
     need = _file_need(_weight_rows(weights.by_type()), nbytes, storage, budget)
-    ram = max(held.fixed_bytes, need.ram_bytes - held.pool_bytes)
+    unread = 0 if repacked is None else repacked.found.source_bytes
+    ram = max(held.fixed_bytes, need.ram_bytes - held.pool_bytes - unread)
+    files = max(0, nbytes - ram - held.pool_bytes)
     return replace(
         need,
         ram_bytes=ram,
-        file_bytes=max(0, nbytes - ram - held.pool_bytes),
+        file_bytes=files,
+        unread_bytes=min(files, unread),
         taken_bytes=held.taken_bytes,
     )
 
 
 def _file_need(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:
     """Return what a mapped file takes; it is locked where there is room for that."""
-    locks = bool(storage.lock)
-    if locks and not storage.strict:
-        locks = lock_refusal(storage.lock, nbytes, budget) is None
-    if locks:
-        budget.lock(nbytes)
+    locks = storage.locks_file(nbytes, budget)
     return Need(
         _add_padding(types, nbytes),
         ram_bytes=nbytes if locks else 0,

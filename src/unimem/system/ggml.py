@@ -254,6 +254,7 @@ buffer_free = _base("backend_buffer_free", None, _P)
 tensor_set = _base("backend_tensor_set", None, _P, _P, c_size_t, c_size_t)
 
 graph_plan = _cpu("graph_plan", ComputePlan, _P, c_int, _P)
+_graph_compute = _cpu("graph_compute", c_int, _P, POINTER(ComputePlan))
 graph_compute_address = ctypes.cast(_CPU.ggml_graph_compute, c_void_p).value
 """int (*)(ggml_cgraph *, ggml_cplan *), for callers that hold no lock of the interpreter."""
 _threadpool_params_default = _base("threadpool_params_default", ThreadpoolParams, c_int)
@@ -309,6 +310,13 @@ def require_threads(n_threads: int) -> None:
             "none of ggml's threads: start it by spawn "
             "(multiprocessing.set_start_method('spawn')), or take threads=1"
         )
+
+
+def compute(graph: int, plan: ComputePlan) -> int:
+    """Compute a graph; returns ggml's status, which is 0 where it has succeeded."""
+    if plan.n_threads > 1:
+        _team.is_made = _team.is_kept
+    return int(_graph_compute(graph, ctypes.byref(plan)))
 
 
 def new_threadpool(n_threads: int) -> int:

@@ -16,13 +16,12 @@ import ctypes
 import functools
 import hashlib
 import random
-import subprocess
-import sys
 from ctypes import CFUNCTYPE, POINTER, c_char, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unimem.system import ggml
+from unimem.system.ggml_verdict import passes_trial
 
 __all__ = [
     "Buffer",
@@ -37,7 +36,6 @@ __all__ = [
 ]
 
 _SOUND = frozenset({"CPU_REPACK"})
-_TRIAL_SECONDS = 60.0
 _TINY_BYTES = 4096
 _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
 
@@ -85,18 +83,11 @@ def buffer_types() -> tuple[BufferType, ...]:
 
     A type is left out whose buffers cannot lie in memory of the caller, or that fails a trial: one
     for AMX, as some compilers build it, ends the process. Only ggml's own interleaving, which is
-    plain code, is taken without a trial, which starts a process.
+    plain code, is taken without a trial, which starts a process the first time.
     """
-    return tuple(one for one in all_types() if one.name in _SOUND or _passes_trial(one.name))
-
-
-def _passes_trial(name: str) -> bool:
-    command = [sys.executable, "-m", "unimem.system.ggml_trial", name]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_SECONDS, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0
+    return tuple(
+        one for one in all_types() if one.name in _SOUND or passes_trial(one.name, _facts())
+    )
 
 
 @functools.cache
@@ -328,15 +319,14 @@ def build() -> dict[str, Any]:
         wherever they are installed), ``features`` (name and value of each, as ggml found them) and
         ``buffer_types`` (names).
     """
+    return _facts() | {"buffer_types": [one.name for one in buffer_types()]}
+
+
+def _facts() -> dict[str, Any]:
     digest = hashlib.sha256()
     for path in ggml.LIBRARIES:
         digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
-    return {
-        **ggml.version(),
-        "libraries": digest.hexdigest(),
-        "features": _features(),
-        "buffer_types": [one.name for one in buffer_types()],
-    }
+    return {**ggml.version(), "libraries": digest.hexdigest(), "features": _features()}
 
 
 def _features() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """A trial of one of ggml's extra buffer types, in a process of its own.
 
 ``python -m unimem.system.ggml_trial NAME`` ends with 0 where its products are those of the file's
-order. A build may have kernels that end the process instead: GCC 12.2 removes the stores that set
-AMX's tiles up (llama.cpp pull request 26954).
+order, and with `ggml_verdict.UNSOUND` where they are not. A build may have kernels that end the
+process instead: GCC 12.2 removes the stores that set AMX's tiles up (llama.cpp pull request 26954).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 
 from unimem.system import ggml, ggml_repack
+from unimem.system.ggml_verdict import UNSOUND
 
 __all__ = ["is_sound"]
 
@@ -64,15 +65,15 @@ def _multiply(kind: int, n: int, data: int, buffer: ggml_repack.Buffer | None) -
     result = array("f", bytes(4 * _NE[1] * n))
     ggml.TensorHeader.from_address(inputs).data = numbers.buffer_info()[0]
     ggml.TensorHeader.from_address(product).data = result.buffer_info()[0]
-    graph = ctypes.c_void_p(ggml.new_graph_custom(context, 8, False))
+    graph = ggml.new_graph_custom(context, 8, False)
     ggml.build_forward_expand(graph, product)
     plan = ggml.graph_plan(graph, 1, None)
     work = ctypes.create_string_buffer(plan.work_size + 64)
     plan.work_data = -(-ctypes.addressof(work) // 64) * 64
-    ggml.graph_compute(graph, ctypes.byref(plan))
+    ggml.compute(graph, plan)
     ggml.free(context)
     return result
 
 
 if __name__ == "__main__":
-    sys.exit(0 if is_sound(sys.argv[1]) else 1)
+    sys.exit(0 if is_sound(sys.argv[1]) else UNSOUND)

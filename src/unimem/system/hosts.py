@@ -17,9 +17,10 @@ from unimem.system.kernel_files import parse_list
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.machine import MachineFacts
 from unimem.system.policy import HUGETLB, MAX_NODES
+from unimem.system.pressure import Pressure, memory_pressure
 from unimem.system.text import format_bytes, format_count, parse_bytes
 
-__all__ = ["CgroupHost", "DescribedHost", "Host", "find_host"]
+__all__ = ["CgroupHost", "DescribedHost", "Host", "find_host", "pressures_on"]
 
 _KEYS = ("memory", "cpus", "pools", "nodes")
 _EXAMPLE = "{'memory': '16G', 'cpus': 8, 'pools': {'2m': 4096}, 'nodes': 2}"
@@ -49,6 +50,17 @@ class Host(Protocol):
 
     def thread_count(self) -> int:
         """Return how many threads can compute at the same time."""
+
+
+def pressures_on(host: Host) -> tuple[Pressure, ...]:
+    """Return the pressure on the memory of a process there, of which a machine elsewhere has none.
+
+    In another cgroup of this machine it is that of the machine.
+    """
+    if isinstance(host, DescribedHost):
+        return ()
+    found = memory_pressure()
+    return found if host is limits else tuple(one for one in found if one.source == "machine")
 
 
 def find_host(machine: object) -> Host:

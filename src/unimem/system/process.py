@@ -19,7 +19,7 @@ from unimem.system import kernel_files, limits
 from unimem.system.arguments import integer
 from unimem.system.kernel_files import parse_fields, parse_kib
 
-__all__ = ["Area", "Counters", "Process", "counters", "read_process"]
+__all__ = ["Area", "Counters", "Process", "counters", "identity", "read_process"]
 
 _PAGE = mmap.PAGESIZE
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -369,6 +369,29 @@ def counters(pid: int | None = None) -> Counters:
         cpu_seconds=stat.cpu_ticks / _TICKS_PER_SECOND,
         n_threads=stat.n_threads,
     )
+
+
+def identity(folder: int) -> tuple[int, int]:
+    """Return what tells a process from those before and after it, and from its children.
+
+    Parameters
+    ----------
+    folder : int
+        A descriptor of its folder in /proc.
+
+    Returns
+    -------
+    tuple of int
+        Its number as it is within its container, and when it began, in ticks since the boot.
+
+    Raises
+    ------
+    OSError
+        It has ended.
+    """
+    fields = parse_fields(kernel_files.read_bytes("status", folder).decode(errors="replace"))
+    number = fields.get("NSpid", fields["Pid"])  # a kernel may have no containers
+    return int(number.split()[-1]), _stat(folder).started
 
 
 # ---- smaps and numa_maps ------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def run_in_threads(
     work : callable
         Called in each, once.
     stop : callable
-        Makes `work` return soon. Called at the end, and before that once something was raised, in
-        any of the threads or here.
+        Makes `work` return soon. Called again and again at the end, and before that once something
+        was raised, in any of the threads or here.
     tick : callable
         Called in this thread, 20 times a second.
 
@@ -61,6 +61,10 @@ def run_in_threads(
     def is_forked() -> bool:
         return os.getpid() != pid
 
+    def have_ended() -> bool:
+        stop()  # each time: an interrupt may have come before it did anything
+        return len(ended) == len(started) or is_forked()
+
     try:
         # A single call, of C: an interrupt comes before or after it, and then `started` has exactly
         # the threads that there are. Starting a `threading.Thread` is many steps between which one
@@ -78,16 +82,19 @@ def run_in_threads(
         if failed:
             raise failed[0]
     finally:
-        stop()
-        wait_until(lambda: len(ended) == len(started) or is_forked())
-        failed.clear()  # whose traceback leads back here
+        try:
+            wait_until(have_ended)
+        finally:
+            wait_until(have_ended)  # an interrupt may have come before its first line
+            failed.clear()  # whose traceback leads back here
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
     """Wait for threads, and raise only afterwards what a signal's handler raises meanwhile.
 
     Asking again and again, since waiting for a thread does not survive an interrupt: Python may
-    take the thread for one that has ended.
+    take the thread for one that has ended. An interrupt that comes as this is called is raised at
+    once, so who must not miss the end calls it in a `try`, and in its `finally` again.
 
     Parameters
     ----------

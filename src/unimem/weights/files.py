@@ -29,6 +29,7 @@ __all__ = [
     "Value",
     "add_files",
     "check_version",
+    "identity_of",
     "open_model",
     "read_header",
     "reopen",
@@ -114,6 +115,8 @@ class ModelFile:
         Of either format.
     in_memory : bool
         Whether its pages are shared memory or hugetlb, and no cache that could be dropped.
+    changed_ns : int
+        When its inode changed last (ctime), in nanoseconds; 0 of a file on a server.
     """
 
     path: str
@@ -122,6 +125,12 @@ class ModelFile:
     nbytes: int
     header: Header = field(repr=False)
     in_memory: bool
+    changed_ns: int = 0
+
+    @property
+    def identity(self) -> Version:
+        """See `identity_of`."""
+        return (*self.version, self.changed_ns)
 
 
 class _Descriptors(list[int]):
@@ -181,7 +190,8 @@ class ModelFiles:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         self.files.append(
             ModelFile(
-                path, absolute_path, version_of(info), info.st_size, header, _is_in_memory(fd)
+                *(path, absolute_path, version_of(info), info.st_size, header),
+                *(_is_in_memory(fd), info.st_ctime_ns),
             )
         )
         return self.files[-1]
@@ -274,6 +284,15 @@ def add_files(model: ModelFiles, path: str) -> None:
 def version_of(info: os.stat_result) -> Version:
     """Return what stays the same as long as a file is neither replaced nor written to."""
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def identity_of(info: os.stat_result) -> Version:
+    """Return the version and the time of the last change of the inode.
+
+    Programs can set the time of a write back, and not this one: it changes with every write, and
+    when a file takes another name, mode or owner.
+    """
+    return (*version_of(info), info.st_ctime_ns)
 
 
 def check_version(file: ModelFile, info: os.stat_result) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from types import TracebackType
@@ -24,6 +25,7 @@ from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem.errors import FormatError
 from unimem.system import limits
+from unimem.system.atomic_file import NewFile
 from unimem.system.threads import run_in_threads
 from unimem.weights import loading
 from unimem.weights.image_format import (
@@ -37,12 +39,15 @@ from unimem.weights.image_format import (
 from unimem.weights.loading import Progress
 from unimem.weights.repacked import Arrangement
 
-__all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header"]
+__all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header", "write_image"]
 
 IMAGE_NAME = "repacked.unimem"
 """Of an image that is staged, beside links to the files of its model."""
 
 _PIECE_BYTES = 1 << 20  # it stays in the cache of the core that hashes it
+_WRITE_BYTES = 4 << 20
+_WARM_BYTES = 256 << 20
+_READERS = 8  # threads that wait for a disk take no CPU
 _NO_HASH = "0" * 32
 
 
@@ -133,10 +138,13 @@ class Image:
         try:
             if not self.is_staged:
                 limits.require_cached(block.nbytes, self.cached_bytes, f"mapping {self.path}")
+                # Then the kernel reads ahead in huge pages, where the file system has them.
+                with suppress(OSError):  # a kernel without them
+                    block.advise("hugepage")
             with self._loss_as_damage():
-                block._warm_range(0, block.nbytes, threads)
+                self._warm(block, threads, progress)
             if not self.is_staged:
-                self._check(block, 0, threads, progress)
+                self._check(block, 0, threads, _second_half(progress))
             elif progress is not None:
                 progress(block.nbytes, block.nbytes)
         except BaseException as error:
@@ -144,6 +152,15 @@ class Image:
             block.__exit__(None, None, None)
             raise
         return block
+
+    def _warm(self, block: Block, threads: int, progress: Progress | None) -> None:
+        """Bring it in, by pieces, between which an interrupt comes; that is half of the work."""
+        if not (self.is_staged or self.is_cached()):
+            threads = max(threads, _READERS)
+        for begin in range(0, block.nbytes, _WARM_BYTES):
+            if progress is not None:
+                progress(begin, 2 * block.nbytes)
+            block._warm_range(begin, min(_WARM_BYTES, block.nbytes - begin), threads)
 
     def read(self, block: Block, base: int, progress: Progress | None = None) -> None:
         """Read the data into memory of a block, and check it: past the page cache, if not in it.
@@ -260,7 +277,13 @@ def is_for(header: ImageHeader, found: Arrangement) -> bool:
 
 
 def pack_image(
-    found: Arrangement, identity: dict[str, Any], model: str, block: Block | None, base: int = 0
+    found: Arrangement,
+    identity: dict[str, Any],
+    model: str,
+    block: Block | None,
+    base: int = 0,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> bytes:
     """Return what is in front of the data of an image.
 
@@ -274,15 +297,67 @@ def pack_image(
         Where the data lies; None for a header of the same length, without hashes.
     base : int
         Where in the block.
+    threads : int, optional
+        That hash the data.
+    progress : callable, optional
+        Called with the bytes that are hashed and all bytes; what it raises stops the work.
     """
     tensors = [
         ImageTensor(t.name, t.type, t.ne, order.buffer_type.name, at, order.nbytes, _NO_HASH)
         for t, order, at in found.slots
     ]
     if block is not None:
-        digests = _hash_tensors(block, base, tensors, limits.thread_count(), None)
+        digests = _hash_tensors(block, base, tensors, threads or limits.thread_count(), progress)
         tensors = [replace(t, hash=digest) for t, digest in zip(tensors, digests, strict=True)]
     return pack(identity, model, tensors, found.nbytes)
+
+
+def write_image(
+    new: NewFile,
+    found: Arrangement,
+    identity: dict[str, Any],
+    model: str,
+    block: Block,
+    base: int,
+    check: Callable[[], object],
+) -> None:
+    """Hash what lies in a block, and write it as an image: all in this thread and one more.
+
+    Parameters
+    ----------
+    new : NewFile
+        To be published afterwards.
+    found, identity, model, block, base
+        As for `pack_image`; `base` is a multiple of 4096.
+    check : callable
+        Called every few MiB; what it raises ends the work.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    ClosedError
+        The block was closed meanwhile.
+    """
+    head = pack_image(found, identity, model, block, base, 1, lambda *_: check())
+    # What is written past the page cache has to lie in whole pages, as the data does.
+    pages = np.frombuffer(mmap.mmap(-1, len(head)), np.uint8)
+    pages[:] = np.frombuffer(head, np.uint8)
+    new.write(pages, 0)
+    end = found.nbytes // ALIGN * ALIGN
+    for begin in range(0, end, _WRITE_BYTES):
+        check()
+        n = min(_WRITE_BYTES, end - begin)
+        new.write(block.as_array("uint8", n, base + begin), len(head) + begin)
+    if rest := found.nbytes - end:
+        pages[:rest] = block.as_array("uint8", rest, base + end)
+        pages[rest:ALIGN] = 0
+        new.write(pages[:ALIGN], len(head) + end)
+    check()
+
+
+def _second_half(progress: Progress | None) -> Progress | None:
+    return None if progress is None else lambda done, total: progress(total + done, 2 * total)
 
 
 def _is_in_memory(fd: int) -> bool:

@@ -15,17 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from unimem._core.block import Block
 from unimem.errors import FormatError
 from unimem.system import policy
 from unimem.system.arguments import file_path
 from unimem.system.atomic_file import NewFile
 from unimem.system.text import format_bytes
-from unimem.weights.files import version_of
+from unimem.system.user_cache import OTHERS_WRITE, cache_folder, check_own_folder
+from unimem.weights.files import identity_of
 from unimem.weights.image import Image, is_for, pack_image
-from unimem.weights.image_format import ALIGN, image_bytes, key_of
+from unimem.weights.image_format import image_bytes, key_of
 from unimem.weights.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
@@ -33,7 +31,6 @@ __all__ = [
     "CacheChoice",
     "CachedImage",
     "ImageCache",
-    "cache_folder",
     "check_cache",
     "choose_cache",
 ]
@@ -43,28 +40,11 @@ CacheChoice = bool | str | os.PathLike[str] | None
 _SUFFIX = ".repacked"
 _TEMPORARY = ".unimem-tmp"  # of `atomic_file`
 _SHARE_OF_DISK = 10
-_PIECE_BYTES = 4 << 20
 _SIZE = re.compile(r"([0-9]{1,15})([kmgt]?)(i?b)?", re.I | re.A)
 _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 # ---- which folder -------------------------------------------------------------------------------
-
-
-def cache_folder() -> str | None:
-    """Return the folder that images are kept in, there or not; None where they are not kept.
-
-    That is ``UNIMEM_CACHE``, or else ``unimem`` in ``XDG_CACHE_HOME`` or ``~/.cache``. With
-    ``UNIMEM_CACHE=off`` nothing is kept.
-    """
-    asked = os.environ.get("UNIMEM_CACHE", "")
-    if asked:
-        return None if asked == "off" else os.path.abspath(asked)
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(home):  # the specification has others ignored
-        home = os.path.expanduser("~/.cache")
-    return os.path.join(home, "unimem") if os.path.isabs(home) else None
 
 
 def check_cache(cache: CacheChoice) -> None:
@@ -78,7 +58,9 @@ def check_cache(cache: CacheChoice) -> None:
             ) from None
 
 
-def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
+def choose_cache(
+    contents: Contents, cache: CacheChoice, *, create: bool = True
+) -> ImageCache | None:
     """Choose where the image of a model is kept; None where it is not.
 
     Parameters
@@ -88,6 +70,8 @@ def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
     cache : bool or path-like, optional
         False: nowhere. True: in `cache_folder`. A path: in this folder. None: as True, unless
         another user owns or may write a file of the model, or the folder that it lies in.
+    create : bool
+        Whether the folder is made, and the size of the cache checked: False only looks.
 
     Raises
     ------
@@ -107,12 +91,13 @@ def choose_cache(contents: Contents, cache: CacheChoice) -> ImageCache | None:
     else:
         folder = os.path.abspath(file_path(cache, "cache"))
     try:
-        found = ImageCache(folder, create=True)
+        found = ImageCache(folder, create=create)
     except OSError:
         if cache is None:
             return None
         raise
-    found.most_bytes()  # before anything is repacked that could not be kept
+    if create:
+        found.most_bytes()  # before anything is repacked that could not be kept
     return found
 
 
@@ -123,7 +108,7 @@ def _is_own_model(contents: Contents) -> bool:
             found = os.stat(path), os.stat(os.path.dirname(path))
         except OSError:
             return False
-        if any(info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE for info in found):
+        if any(info.st_uid != os.geteuid() or info.st_mode & OTHERS_WRITE for info in found):
             return False
     return True
 
@@ -179,18 +164,7 @@ class ImageCache:
 
     def __init__(self, folder: str, *, create: bool = False) -> None:
         self.folder = folder
-        if create:
-            os.makedirs(folder, 0o700, exist_ok=True)
-        info = os.stat(folder)
-        if not stat.S_ISDIR(info.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder)
-        if info.st_uid != os.geteuid() or info.st_mode & _OTHERS_WRITE:
-            raise PermissionError(
-                errno.EPERM,
-                "Other users own this folder or may write to it: expected a cache of this user "
-                "alone: 'chmod go-w', or another one in UNIMEM_CACHE",
-                folder,
-            )
+        check_own_folder(folder, create=create)
 
     def path_of(self, key: str) -> str:
         """Return the file of an image, there or not."""
@@ -211,6 +185,7 @@ class ImageCache:
         Image or None
             Its header was checked, and its data is not read yet.
         """
+        self._sweep()
         key = key_of(identity)
         try:
             image = Image(self.path_of(key))
@@ -226,6 +201,18 @@ class ImageCache:
         with suppress(OSError):
             os.utime(image.path)
         return image
+
+    def look(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
+        """Open the image of a model as `find`, and change nothing; one that is damaged is none."""
+        key = key_of(identity)
+        try:
+            image = Image(self.path_of(key))
+        except (OSError, FormatError):
+            return None
+        if image.header.key == key and is_for(image.header, found):
+            return image
+        image.close()
+        return None
 
     def discard(self, key: str, why: str) -> None:
         """Remove an image that is damaged, and say so in a warning."""
@@ -251,15 +238,8 @@ class ImageCache:
                             break
             yield
 
-    def keep(
-        self,
-        found: Arrangement,
-        identity: dict[str, Any],
-        model: str,
-        block: Block,
-        base: int,
-    ) -> None:
-        """Write an image, and remove those for which there is no room any more.
+    def new_file(self, found: Arrangement, identity: dict[str, Any], model: str) -> NewFile:
+        """Begin an image, and remove those for which there is no room any more.
 
         Parameters
         ----------
@@ -267,21 +247,21 @@ class ImageCache:
             As for `find`.
         model : str
             The path of the model, for `list`.
-        block : Block
-            In which the data lies.
-        base : int
-            Where, a multiple of 4096.
+
+        Returns
+        -------
+        NewFile
+            With its room on the disk; to be written (`write_image`), and published.
 
         Raises
         ------
         OSError
-            It is larger than all that is kept may be, and nothing has changed; or it cannot be
-            written, and those that made room for it are gone.
+            It is larger than all that is kept may be, and nothing has changed; or there is no room
+            on the disk, and those that made room for it are gone.
         ValueError
             The model has too many tensors.
         """
-        head = pack_image(found, identity, model, block, base)
-        nbytes = image_bytes(len(head), found.nbytes)
+        nbytes = image_bytes(len(pack_image(found, identity, model, None)), found.nbytes)
         path = self.path_of(key_of(identity))
         most = self.most_bytes()
         if nbytes > most:
@@ -295,22 +275,11 @@ class ImageCache:
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(path).st_mode):  # which would not be replaced
                 os.unlink(path)
-        # What is written past the page cache has to begin with a page of memory.
-        with Block(_PIECE_BYTES, name="image", category="staging") as memory, NewFile(path) as new:
-            piece = memory.as_array("uint8")
+        with ExitStack() as undo:
+            new = undo.enter_context(NewFile(path))
             new.allocate(nbytes)
-            for begin in range(0, len(head), _PIECE_BYTES):
-                data = np.frombuffer(head[begin : begin + _PIECE_BYTES], np.uint8)
-                piece[: data.nbytes] = data
-                new.write(piece[: data.nbytes], begin)
-            for begin in range(0, found.nbytes, _PIECE_BYTES):
-                n = min(_PIECE_BYTES, found.nbytes - begin)
-                whole = -(-n // ALIGN) * ALIGN
-                piece[:n] = block.as_array("uint8", n, base + begin)
-                piece[n:whole] = 0
-                new.write(piece[:whole], len(head) + begin)
-            new.publish()
-            del piece
+            undo.pop_all()
+        return new
 
     def most_bytes(self) -> int:
         """Return what all images may take: ``UNIMEM_CACHE_BYTES``, or a tenth of the file system.
@@ -401,6 +370,7 @@ class ImageCache:
 def _unlock(path: str, fd: int) -> None:
     with suppress(OSError):
         os.unlink(path)
+    fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child has the descriptor, too
     os.close(fd)
 
 
@@ -427,6 +397,6 @@ def _describe(path: str, info: os.stat_result) -> CachedImage:
 
 def _is_current(identity: dict[str, Any], model: str) -> bool:
     try:
-        return bool(list(version_of(os.stat(model))) == identity["files"][0])
+        return bool(list(identity_of(os.stat(model))) == identity["files"][0])
     except (OSError, ValueError, LookupError, TypeError):
         return False

@@ -1,9 +1,10 @@
 """What a repacked image is of and for: a model, a build of ggml, a CPU, and how both order bytes.
 
 Two identities are equal where the bytes are the same. The model is known by its fingerprint (its
-headers and sizes) and by device, inode, size and time of change of each file, as staging does:
-nothing of it is read. ggml is known by its version and by the hash of its files, the CPU by the
-features that ggml finds. The probe is what they do: a known pattern in each order, hashed.
+headers and sizes) and by what the file system says of each file: device, inode, size, and the times
+of the last change of its data and of its inode. Nothing of its data is read. ggml is known by its
+version and by the hash of its files, the CPU by the features that ggml finds. The probe is what
+they do: a known pattern in each order, hashed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import xxhash
 from unimem.weights.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
-__all__ = ["files_of", "identify"]
+__all__ = ["identify"]
 
 _ALIGN = 4096
 _WIDTH, _ROWS = 512, 64  # of a pattern: what every order interleaves divides both
@@ -44,15 +45,10 @@ def identify(contents: Contents, found: Arrangement) -> dict[str, Any]:
 
     return {
         "model": contents.fingerprint,
-        "files": files_of(contents),
+        "files": [list(part.file.identity) for part in contents._parts],
         "ggml": ggml_repack.build(),
         "probe": _probe(found),
     }
-
-
-def files_of(contents: Contents) -> list[list[int]]:
-    """Return what stays the same of a model's files while nobody writes to or replaces them."""
-    return [list(part.file.version) for part in contents._parts]
 
 
 def _probe(found: Arrangement) -> dict[str, str]:

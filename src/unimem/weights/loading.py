@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
@@ -16,8 +16,10 @@ from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.arguments import check_callable, integer, one_of
+from unimem.system.exposure import why_exposed
 from unimem.system.kernel_files import read_text
 from unimem.system.placement import PlacementOptions
+from unimem.system.pressure import Pressure, memory_pressure
 from unimem.system.text import format_bytes
 from unimem.weights.files import ModelFile, ModelFiles
 
@@ -41,6 +43,7 @@ __all__ = [
     "read_direct",
     "take_room",
     "unloaded_memory",
+    "why_model_exposed",
 ]
 
 Load = Literal["auto", "map", "copy", "direct"]
@@ -126,11 +129,23 @@ class LoadMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """How a model is brought into memory, and why so; and what of the request that leaves out."""
+    """How a model is brought into memory, and why so; and what of the request that leaves out.
+
+    Attributes
+    ----------
+    mode : {"map", "copy", "direct"}
+        How.
+    reason, warning : str
+        Why, and what is to be warned of.
+    exposed : str
+        Why pages of a mapping could be taken away, where that is the reason: a mapping still is
+        better than nothing, where all else has no room for the copy.
+    """
 
     mode: Literal["map", "copy", "direct"]
     reason: str
     warning: str = ""
+    exposed: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +178,9 @@ class RoomFacts(policy.Facts, Protocol):
 
     def available_bytes(self) -> int:
         """Return the bytes that can be taken."""
+
+    def memory_limits(self) -> tuple[limits.Limit, ...]:
+        """Return every limit on memory."""
 
 
 class NoDirectReadsError(Exception):
@@ -236,13 +254,17 @@ def load_model(
     advice: AccessPattern | None,
     progress: Progress | None,
     placement: PlacementOptions,
+    why_mapped: str = "",
 ) -> Loaded:
     """Bring the data of a model into memory: see `unimem.open_weights`, and `check_request` first.
 
     What gives it back is on `undo` before it is taken: until the caller empties that, whatever is
-    raised leaves no block, and a tape as it was.
+    raised leaves no block, and a tape as it was. `why_mapped` is why a plan maps what is better
+    copied, since pages of a mapping could be taken away.
     """
     choice = choose(model, load, tape, placement)
+    if choice.exposed and why_mapped:
+        choice = LoadChoice("map", why_mapped)
     if choice.warning:
         policy.warn(choice.warning)
     if load == "map":
@@ -271,17 +293,19 @@ def choose(
     tape: Tape | None,
     placement: PlacementOptions,
     facts: RoomFacts = limits,
+    pressures: Sequence[Pressure] | None = None,
 ) -> LoadChoice:
     """Choose how a model is brought into memory; nothing of it is read.
 
-    A plan gives its own `facts`: it asks as the load will, of the machine that it is for.
+    A plan gives its own `facts` and `pressures`: it asks as the load will, of the machine that it
+    is for.
     """
     if load != "auto":
         return LoadChoice(load, "it was asked for")
     network = next(
         (kind for kind in map(_file_system, model.files) if _NETWORK.fullmatch(kind)), ""
     )
-    unkept = True
+    unkept, exposed = True, ""
     if tape is not None:
         why = "a tape was given"
     elif placement.get("pages", "auto") not in ("auto", "4k"):
@@ -292,12 +316,17 @@ def choose(
         unkept = False
         why = f"a mapping on {network} would wait for the network with every fault"
     else:
-        return LoadChoice("map", WHY_MAPPED)
+        unkept = False
+        if not placement.get("lock"):  # what is locked stays
+            exposed = why_model_exposed(model.files, facts, pressures)
+        if not exposed:
+            return LoadChoice("map", WHY_MAPPED)
+        why = exposed
     # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
     needed, room = _layout_of(model)[1], facts.available_bytes()
     if tape is None and needed > room and not _fits_pool(needed, placement, facts):
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
-        if not placement.get("strict"):
+        if exposed or not placement.get("strict"):
             warning = f"load='auto' maps {model.files[0].path}: {why}" if unkept else ""
             return LoadChoice("map", why, warning)
         facts.require(needed, f"a copy of {model.files[0].path}")  # a plan goes on, and says so
@@ -305,7 +334,21 @@ def choose(
     why += f"; {cached / total:.0%} of the file are in the page cache"
     if cached < total and _is_cache_hidden(model):
         why += ", as far as the kernel tells this user, who neither owns nor may write it"
-    return LoadChoice("copy" if cached >= MOSTLY * total else "direct", why)
+    return LoadChoice("copy" if cached >= MOSTLY * total else "direct", why, exposed=exposed)
+
+
+def why_model_exposed(
+    files: Iterable[ModelFile],
+    facts: RoomFacts = limits,
+    pressures: Sequence[Pressure] | None = None,
+) -> str:
+    """Say why pages of a model could be taken away that is mapped; "" where nothing presses.
+
+    Files that lie in shared memory, as those of a staged model, stay there.
+    """
+    nbytes = sum(file.nbytes for file in files if not file.in_memory)
+    pressures = memory_pressure() if pressures is None else pressures
+    return why_exposed(nbytes, facts.memory_limits(), pressures)
 
 
 def _fits_pool(nbytes: int, placement: PlacementOptions, facts: RoomFacts) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from weakref import WeakSet
 
 from unimem._core import ledger
 from unimem._core.block import Block
@@ -22,13 +23,21 @@ from unimem.weights.loading import (
     Progress,
     check_request,
     load_model,
+    why_model_exposed,
 )
 from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
+    from unimem.weights.repacked import Repacked
     from unimem.weights.residency import Residency
 
-__all__ = ["Weights", "open_weights", "warm_where_it_fits"]
+__all__ = [
+    "Weights",
+    "lock_what_is_mapped",
+    "open_planned",
+    "open_weights",
+    "warm_where_it_fits",
+]
 
 
 class Weights(Contents):
@@ -44,6 +53,7 @@ class Weights(Contents):
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
+        self._repacked: WeakSet[Repacked] = WeakSet()  # from these
         self._ledger: tuple[ledger.Part, ...] = ()
         sizes = {f"weights:{kind}": nbytes for kind, nbytes in self.by_type().items()}
         padding = loaded.mapped_bytes - sum(sizes.values())
@@ -116,7 +126,7 @@ class Weights(Contents):
         ClosedError
             The weights were closed.
         """
-        from unimem.weights.content_hash import content_hash  # xxhash, which few need
+        from unimem.weights.content_hash import content_hash
 
         self._opened()
         return content_hash(self, mapped=self.load == "map", threads=threads, progress=progress)
@@ -167,13 +177,30 @@ class Weights(Contents):
 
         residency.warm(self, mapped=self.load == "map", threads=threads, progress=progress)
 
-    def _require_room(self, what: str, beside_bytes: int) -> None:
-        """Refuse to warm it, with other memory beside it, where both do not fit."""
+    def _warm_used(self) -> None:
+        """Warm all but the tensors of a mapping of which repacked bytes are used instead."""
         self._opened()
         from unimem.weights import residency
 
-        mapped = self.load == "map"
-        residency.require_room(self, mapped=mapped, what=what, beside_bytes=beside_bytes)
+        residency.warm(self, mapped=self.load == "map", without=self._unused())
+
+    def _require_room(self, what: str, beside_bytes: int) -> None:
+        """Refuse `_warm_used` where that does not fit, with other memory beside it."""
+        self._opened()
+        from unimem.weights import residency
+
+        residency.require_room(
+            self,
+            mapped=self.load == "map",
+            what=what,
+            beside_bytes=beside_bytes,
+            without=self._unused(),
+        )
+
+    def _unused(self) -> Collection[str]:
+        is_mapped = self.load == "map"
+        found = (one.tensors for one in self._repacked if is_mapped and not one.closed)
+        return next(found, {})
 
     def lock(self, how: Lock = True) -> None:
         """Keep the model in RAM.
@@ -416,9 +443,10 @@ def open_weights(
         ``"map"`` maps the files: nothing is read now, and their pages are the page cache's.
         ``"copy"`` reads them into a block, through the page cache, in several pinned threads.
         ``"direct"`` reads past the page cache (O_DIRECT), which stays as it was. ``"auto"`` maps,
-        unless placement that only memory of its own can have, a tape, or a network's file system
-        asks for reading: then through the page cache when most of the model is there, else past
-        it. `Weights.load` and `Weights.load_reason` say what was done.
+        unless placement that only memory of its own can have, a tape, a network's file system, or
+        memory that is short (a cgroup with little room, pressure on the machine) asks for reading:
+        then through the page cache when most of the model is there, else past it. `Weights.load`
+        and `Weights.load_reason` say what was done.
     progress : callable, optional
         Called with the bytes that are read and all bytes, in this thread, at most 20 times a
         second, and once at the end. What it raises, as an interrupt does, stops the load: nothing
@@ -460,6 +488,30 @@ def open_weights(
         with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
             embedding = w.tensors["token_embd.weight"].as_array()
     """
+    return open_planned(
+        path,
+        "",
+        load=load,
+        progress=progress,
+        tape=tape,
+        threads=threads,
+        advice=advice,
+        placement=placement,
+    )
+
+
+def open_planned(
+    path: str | os.PathLike[str],
+    why_mapped: str,
+    *,
+    load: Load,
+    progress: Progress | None,
+    placement: PlacementOptions,
+    tape: Tape | None = None,
+    threads: int | None = None,
+    advice: AccessPattern | None = None,
+) -> Weights:
+    """Open a model as `open_weights`, and map it where a plan does: see `loading.load_model`."""
     check_request(
         load, tape=tape, threads=threads, advice=advice, progress=progress, placement=placement
     )
@@ -474,6 +526,7 @@ def open_weights(
                 advice=advice,
                 progress=progress,
                 placement=placement,
+                why_mapped=why_mapped,
             )
             weights = Weights(model.files, loaded, tape)
         if weights.load == "map":
@@ -496,6 +549,21 @@ def _warm_and_lock(
             if placement.get("strict"):
                 raise
             policy.warn(error.strerror or str(error))
+
+
+def lock_what_is_mapped(weights: Weights) -> None:
+    """Lock the pages of a mapped model that are in RAM, if they could be taken away.
+
+    Where that is not allowed, a warning says so.
+    """
+    if weights.load != "map":
+        return
+    exposed = why_model_exposed(part.file for part in weights._parts)
+    if exposed:
+        try:
+            weights.lock("onfault")
+        except (CapacityError, PlacementError) as error:
+            policy.warn(f"{exposed}, and it cannot be locked: {error}")
 
 
 def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None) -> None:

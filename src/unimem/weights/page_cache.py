@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import struct
 import threading
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
+import numpy as np
+
+from unimem._core import guard
+from unimem._core.block import Block
+from unimem.weights.files import Version, identity_of
 from unimem.weights.tensors import Contents, ModelPart
 
-__all__ = ["Dropper", "drop_beside", "runs_beside"]
+__all__ = [
+    "Dropper",
+    "drop",
+    "drop_beside",
+    "drop_files",
+    "gaps_in_cache",
+    "is_mapped_elsewhere",
+    "runs_beside",
+    "write_back",
+]
 
 _PAGE = 4096
 # The page cache has pieces of up to 2 MiB, which are dropped whole or not at all.
 _LARGEST_FOLIO = 2 << 20
 _SMALL_RUN = 1 << 20  # is read again rather than left in such a piece
+_SAMPLES = 64  # pages of a file that are looked at, and one of each gap
+# Bits of an entry of pagemap: the page is mapped, and nowhere else.
+_ENTRY, _PRESENT, _EXCLUSIVE = struct.Struct("=Q"), 1 << 63, 1 << 56
+_FEW = 8  # one page of so many
+
+
+def write_back(fd: int) -> None:
+    """Write to the disk what of a file is in RAM alone: until then, it cannot be dropped."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        # A file system that is never written to (squashfs, erofs, ISO 9660) has nothing to write.
+        if error.errno not in (errno.EINVAL, errno.EROFS):
+            raise
 
 
 class Dropper:
@@ -50,7 +81,7 @@ class Dropper:
             low, high = min(run[0] for run in joined), max(run[1] for run in joined)
             self._done[first:stop] = [(low, high)]
         low, high = max(low, begin - _LARGEST_FOLIO), min(high, end + _LARGEST_FOLIO)
-        os.posix_fadvise(self._fd, low, high - low, os.POSIX_FADV_DONTNEED)
+        drop(self._fd, low, high)
 
 
 def runs_beside(
@@ -69,10 +100,96 @@ def runs_beside(
     return found
 
 
+def drop(fd: int, begin: int, end: int) -> None:
+    """Drop a range of a file from the page cache; pages that are mapped stay."""
+    os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
 def drop_beside(part: ModelPart, fd: int, runs: Sequence[tuple[int, int]]) -> None:
     """Drop from the page cache what is in none of these ranges of a file."""
+    for begin, end in _gaps(part, runs):
+        drop(fd, begin, end)
+
+
+def gaps_in_cache(part: ModelPart, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """List the gaps between these ranges of a mapped file of which nothing is in the page cache.
+
+    What comes there from now on was read ahead, and is nobody's.
+    """
+    block = part.memory.block
+    if block._is_cache_hidden:
+        return []
+    gaps = _gaps(part, runs)
+    return [(begin, end) for begin, end in gaps if not block._resident_range(begin, end - begin)]
+
+
+def is_mapped_elsewhere(part: ModelPart, runs: Sequence[tuple[int, int]]) -> bool:
+    """Tell whether others have pages of a mapped file mapped that are in none of these ranges.
+
+    Others are other processes, and other mappings of this one. Some pages are looked at: who
+    computes with a model has most of it mapped. Where the kernel does not tell: True.
+    """
+    block = part.memory.block
+    if block._is_cache_hidden:
+        return True
+    pages = [range(begin // _PAGE, end // _PAGE) for begin, end in _gaps(part, runs)]
+    step = sum(map(len, pages)) // _SAMPLES + 1
+    byte = np.empty(1, np.uint8)
+    n_resident = n_shared = 0
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            for page in chain.from_iterable(those[::step] for those in pages):
+                if not block._resident_range(page * _PAGE, _PAGE):
+                    continue
+                address = block.address + page * _PAGE
+                guard.copy(byte, address, 1, part.file.path)  # then it is mapped here
+                (entry,) = _ENTRY.unpack(os.pread(pagemap.fileno(), 8, address // _PAGE * 8))
+                n_resident += 1
+                n_shared += entry & (_PRESENT | _EXCLUSIVE) == _PRESENT
+    except OSError:
+        return True
+    # Around the pages that a process touches, the kernel maps some more.
+    return n_shared * _FEW > n_resident
+
+
+def _gaps(part: ModelPart, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     at = 0
     for begin, end in (*runs, (part.file.nbytes, part.file.nbytes)):
         if begin > at:
-            os.posix_fadvise(fd, at, begin - at, os.POSIX_FADV_DONTNEED)
+            yield at, begin
         at = end
+
+
+def drop_files(files: Iterable[tuple[str, Version]]) -> int:
+    """Drop whole files from the page cache; pages that anybody has mapped stay.
+
+    Parameters
+    ----------
+    files : iterable of (str, Version)
+        Their paths, and what they were: a file that was replaced, or is gone, is left alone.
+
+    Returns
+    -------
+    int
+        Bytes that left it, as far as the kernel tells this user.
+    """
+    dropped = 0
+    for path, version in files:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if identity_of(os.fstat(fd))[: len(version)] == version:
+                nbytes = os.fstat(fd).st_size
+                before = _cached_bytes(fd, nbytes, path)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                dropped += max(0, before - _cached_bytes(fd, nbytes, path))
+        finally:
+            os.close(fd)
+    return dropped
+
+
+def _cached_bytes(fd: int, nbytes: int, path: str) -> int:
+    with Block._map_fd(fd, 0, nbytes, "r", path) as block:
+        return 0 if block._is_cache_hidden else block._resident_range(0, nbytes)

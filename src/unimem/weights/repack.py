@@ -24,7 +24,7 @@ from unimem.system.threads import run_in_threads
 from unimem.weights.files import reopen
 from unimem.weights.image import Image
 from unimem.weights.image_cache import CacheChoice, check_cache
-from unimem.weights.image_use import Images
+from unimem.weights.image_use import Images, is_mapped
 from unimem.weights.loading import (
     MOSTLY,
     Lifetime,
@@ -34,10 +34,27 @@ from unimem.weights.loading import (
     take_room,
 )
 from unimem.weights.opened import Weights
-from unimem.weights.page_cache import Dropper, drop_beside, runs_beside
+from unimem.weights.page_cache import (
+    Dropper,
+    drop,
+    drop_beside,
+    gaps_in_cache,
+    is_mapped_elsewhere,
+    runs_beside,
+    write_back,
+)
 from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
+from unimem.weights.tensors import Contents
 
-__all__ = ["STAGING_SHARE", "repack", "repack_and_warm", "repack_into", "warm_rest", "why_nothing"]
+__all__ = [
+    "STAGING_SHARE",
+    "repack",
+    "repack_and_warm",
+    "repack_into",
+    "staging_bytes",
+    "warm_rest",
+    "why_nothing",
+]
 
 STAGING_SHARE = 100
 """What is read, not yet repacked, takes a hundredth of the model, if pieces can be so small."""
@@ -59,11 +76,12 @@ def repack(
     """Put weights in the order that ggml multiplies fastest on this CPU, in placed memory.
 
     Matrices that have such an order are read past the page cache, or out of it, and dropped from
-    it: memory is not doubled. `weights` stay as they are, and so do their arrays: what is asked for
-    of a mapped file is read from it again.
+    it, unless others have the file mapped: memory is not doubled. `weights` stay as they are, and
+    so do their arrays: what is asked for of a mapped file is read from it again.
 
     Where an image of them is staged (``unimem stage --repack``) or kept in the cache, that is
-    mapped or read instead; docs/images.md says when, and what is checked.
+    mapped or read instead; docs/images.md says when, and what is checked. Otherwise one is written
+    to the cache while they are used already; closing waits for that.
 
     Parameters
     ----------
@@ -125,18 +143,26 @@ def repack(
     # While these views live, the weights cannot be closed.
     held = [block.as_array("uint8", 0) for block in weights.blocks]
     work = _Request(weights, found, tape, progress, placement)
-    images = Images(weights, found, cache)
+    images, keeping = Images(weights, found, cache), None
     with ExitStack() as undo:
-        path = work.from_image(images, undo)
+        path = work.from_image(images, images.find(), undo)
         if path is None:
-            with images.making():
-                path = work.from_image(images, undo)  # which another process may have made
+            with ExitStack() as making:
+                making.enter_context(images.making())
+                # Another process may have made it meanwhile.
+                path = work.from_image(images, images.find_kept(), undo)
                 if path is None:
                     work.place(
                         lambda block, base: repack_into(weights, found, block, base, progress), undo
                     )
-                    images.keep(work.block, work.base)
-        made = Repacked(found, work.block, work.base, work.lifetime, tape, path)
+                    keeping = images.keep(work.block, work.base, making)
+        if keeping is not None:
+            undo.callback(keeping.end, cancel=True)
+            keeping.start()
+            if tape is not None:  # which may take the memory back at any time
+                keeping.end()
+        made = Repacked(found, work.block, work.base, work.lifetime, tape, path, keeping)
+        weights._repacked.add(made)
         del held
         undo.pop_all()
         return made
@@ -161,9 +187,8 @@ class _Request:
         self._progress = progress
         self._name = weights.files[0]
 
-    def from_image(self, images: Images, undo: ExitStack) -> str | None:
-        """Take what is staged or kept; None where nothing is, or what was there is damaged."""
-        image = images.find()
+    def from_image(self, images: Images, image: Image | None, undo: ExitStack) -> str | None:
+        """Take an image that was found; None where none was, or it is damaged."""
         if image is None:
             return None
         with image:
@@ -210,13 +235,8 @@ class _Request:
             undo.push(attempt.pop_all())
 
     def _is_mappable(self, image: Image) -> bool:
-        """Whether a mapping is what was asked for: of what is in RAM, where nothing else is."""
-        pages = self._placement.get("pages", "auto")
-        if self._tape is not None or self._placement.get("numa") is not None:
-            return False
-        if image.is_staged:
-            return pages in ("auto", "4k", "thp")
-        return pages in ("auto", "4k") and image.is_cached()
+        pages, numa = self._placement.get("pages", "auto"), self._placement.get("numa")
+        return self._tape is None and is_mapped(image, pages, numa)
 
     def _map(self, image: Image, undo: ExitStack) -> None:
         with ExitStack() as attempt:
@@ -238,9 +258,9 @@ class _Request:
             self._progress(done * total // of, total)
 
 
-def why_nothing(weights: Weights) -> str:
+def why_nothing(contents: Contents) -> str:
     """Say why nothing of a model is repacked."""
-    types = ", ".join(weights.by_type())
+    types = ", ".join(contents.by_type())
     return f"no tensor has an order of its own on this CPU (types: {types})"
 
 
@@ -263,26 +283,49 @@ def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
     They are as in the files, so that memory comes as the page cache goes; but what stays whole and
     is large comes first, so that no thread is left with it.
     """
+    pieces = []
+    for slot in found.slots:
+        tensor, order, at = slot
+        total, n_rows = _count_rows(slot, found, n_threads)
+        if n_rows == total:
+            pieces.append(_Piece(slot, tensor.ne, tensor.offset, tensor.nbytes, at))
+            continue
+        row_bytes = tensor.nbytes // total
+        for row in range(0, total, n_rows):
+            n = min(n_rows, total - row)
+            begin, to = tensor.offset + row * row_bytes, at + order.nbytes // total * row
+            pieces.append(_Piece(slot, (tensor.ne[0], n), begin, n * row_bytes, to))
+    return sorted(pieces, key=lambda piece: min(0, _MOST_BYTES - piece.nbytes))  # and stable
+
+
+def _count_rows(slot: Slot, found: Arrangement, n_threads: int) -> tuple[int, int]:
+    """Count the rows of a tensor, and those of its pieces: all where it stays whole."""
     from unimem.system.ggml_repack import are_rows_apart
 
     most = found.source_bytes // (STAGING_SHARE * n_threads)
     most = min(max(most, _LEAST_BYTES), _MOST_BYTES)
-    pieces = []
+    kind, ne = slot.tensor.ggml_type, slot.tensor.ne
+    assert kind is not None  # or it had no order
+    total = ne[1] * (ne[2] if len(ne) > 2 else 1)
+    n_rows = max(1, most // (slot.tensor.nbytes // total * _ROWS)) * _ROWS
+    return total, n_rows if n_rows < total and are_rows_apart(kind, ne, n_rows) else total
+
+
+def _slots_of(n_threads: int, piece_bytes: int, source_bytes: int) -> tuple[int, int]:
+    """Choose how many threads read, and the bytes of staging memory that each of them has."""
+    slot_bytes = (piece_bytes // _ALIGN + 2) * _ALIGN
+    room = max(source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
+    return max(1, min(n_threads, room // slot_bytes)), slot_bytes
+
+
+def staging_bytes(found: Arrangement, n_threads: int) -> int:
+    """Bound what is read of mapped files and not yet repacked, with at most so many threads."""
+    most = 0
     for slot in found.slots:
-        tensor, order, at = slot
-        kind, ne = tensor.ggml_type, tensor.ne
-        assert kind is not None  # or it had no order
-        total = ne[1] * (ne[2] if len(ne) > 2 else 1)
-        row_bytes = tensor.nbytes // total
-        n_rows = max(1, most // (row_bytes * _ROWS)) * _ROWS
-        if n_rows >= total or not are_rows_apart(kind, ne, n_rows):
-            pieces.append(_Piece(slot, ne, tensor.offset, tensor.nbytes, at))
-            continue
-        for row in range(0, total, n_rows):
-            n = min(n_rows, total - row)
-            begin, nbytes = tensor.offset + row * row_bytes, n * row_bytes
-            pieces.append(_Piece(slot, (ne[0], n), begin, nbytes, at + order.nbytes // total * row))
-    return sorted(pieces, key=lambda piece: min(0, _MOST_BYTES - piece.nbytes))  # and stable
+        total, n_rows = _count_rows(slot, found, n_threads)
+        most = max(most, slot.tensor.nbytes // total * n_rows)
+    n_slots, slot_bytes = _slots_of(n_threads, most, found.source_bytes)
+    return n_slots * slot_bytes
 
 
 def repack_into(
@@ -296,18 +339,27 @@ def repack_into(
     if weights.load != "map":
         work.run(_cpus(block, n_threads), progress)
         return
+    names = {slot.tensor.name for slot in found.slots}
+    runs = {part.file.path: runs_beside(part, weights, names) for part in weights._parts}
+    # What others have mapped is theirs; the rest would be in RAM twice.
+    droppable = {
+        part.file.path
+        for part in weights._parts
+        if not is_mapped_elsewhere(part, runs[part.file.path])
+    }
     _unmap(weights)
-    slot_bytes = (max(piece.nbytes for piece in pieces) // _ALIGN + 2) * _ALIGN
-    room = max(found.source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
-    cpus = _cpus(block, max(1, min(n_threads, room // slot_bytes)))
+    most_bytes = max(piece.nbytes for piece in pieces)
+    n_slots, slot_bytes = _slots_of(n_threads, most_bytes, found.source_bytes)
+    cpus = _cpus(block, n_slots)
     is_cached = _cached_bytes(weights) >= MOSTLY * weights.nbytes
     nbytes = len(cpus) * slot_bytes
     with Block(nbytes, name="repacking", category="staging", pages="4k") as staging:
         work.stage(staging, slot_bytes)
+        dropped = {path: runs[path] for path in droppable}
         try:
-            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT)
+            work.read(cpus, progress, 0 if is_cached else os.O_DIRECT, dropped)
         except NoDirectReadsError:
-            work.read(cpus, progress, 0)
+            work.read(cpus, progress, 0, dropped)
         finally:
             work.stage(staging, 0)
 
@@ -364,8 +416,23 @@ class _Repacking:
         n = staging.nbytes // slot_bytes if slot_bytes else 0
         self._staging = [staging.as_array("uint8", slot_bytes, i * slot_bytes) for i in range(n)]
 
-    def read(self, cpus: list[int], progress: Progress | None, flags: int) -> None:
-        """Repack what is in files, and drop it from the page cache.
+    def read(
+        self,
+        cpus: list[int],
+        progress: Progress | None,
+        flags: int,
+        dropped: dict[str, list[tuple[int, int]]],
+    ) -> None:
+        """Repack what is in files.
+
+        Parameters
+        ----------
+        cpus, progress
+            As for `run`.
+        flags : int
+            To open the files with.
+        dropped : dict of str to list of (begin, end)
+            Files that are dropped from the page cache, but for these ranges.
 
         Raises
         ------
@@ -381,12 +448,10 @@ class _Repacking:
                     raise NoDirectReadsError from error
                 raise
             self._is_direct = bool(flags)
-            names = {slot.tensor.name for slot in self._found.slots}
-            for path, part in self._parts.items():
-                runs = runs_beside(part, self._weights, names)
+            for path, runs in dropped.items():
                 self._droppers[path] = Dropper(self._fds[path], runs)
                 if not flags:
-                    os.fdatasync(self._fds[path])  # what is not on the disk yet would stay
+                    write_back(self._fds[path])
             try:
                 self.run(cpus, progress)
             finally:
@@ -440,7 +505,7 @@ class _Repacking:
         assert tensor.ggml_type is not None  # or it had no order
         if self._fds:
             source = self._read(piece, self._staging[number])
-            if not self._is_direct:
+            if not self._is_direct and tensor.file in self._droppers:
                 self._droppers[tensor.file].drop(piece.offset, piece.offset + piece.nbytes)
         else:
             source = tensor.address + piece.offset - tensor.offset
@@ -478,28 +543,31 @@ def warm_rest(
     Where they cannot stay there, a `PlacementWarning` says so. Others of the model do not come back
     by being read ahead.
     """
+    from unimem.weights.residency import require_room
+
     runs = {part.file.path: runs_beside(part, weights, repacked.tensors) for part in weights._parts}
     total = sum(end - begin for those in runs.values() for begin, end in those)
-    there = done = 0
-    for part in weights._parts:
-        for begin, end in runs[part.file.path]:
-            there += part.memory.block._resident_range(begin, end - begin)
+    done = 0
     try:
-        limits.require_cached(total, there, f"warming '{weights.files[0]}'")
+        require_room(weights, mapped=True, without=repacked.tensors)
     except CapacityError as error:
         policy.warn(f"what cannot stay in RAM is read from the disk for every token: {error}")
         return
     told = 0.0
     for part in weights._parts:
         with reopen(part.file) as fd:
+            read_ahead = dict(gaps_in_cache(part, runs[part.file.path]))
             for begin, end in runs[part.file.path]:
                 os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_WILLNEED)
                 part.memory.block._warm_range(begin, end - begin, threads)
+                if end in read_ahead:
+                    drop(fd, end, read_ahead[end])
                 done += end - begin
                 if progress is not None and done < total and time.monotonic() - told >= _TICK:
                     told = time.monotonic()
                     progress(done, total)
-            drop_beside(part, fd, runs[part.file.path])
+            for begin, end in read_ahead.items():  # what was still being read
+                drop(fd, begin, end)
     if progress is not None:
         progress(total, total)
 
@@ -531,7 +599,7 @@ def repack_and_warm(
     if rest_bytes:
         try:
             warm_rest(weights, repacked, threads, tell_rest)
-        except BaseException:
-            repacked.__exit__()
+        except BaseException as error:
+            repacked.__exit__(type(error))
             raise
     return repacked

@@ -12,6 +12,7 @@ from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError
+from unimem.weights.image_keep import Keeping
 from unimem.weights.loading import Lifetime
 from unimem.weights.staging.repacked import LOOKED_UP
 from unimem.weights.tensors import Contents, Tensor
@@ -143,7 +144,8 @@ class Repacked:
 
     Any number of threads may read, and any number of decoders; closing is for one. After a fork the
     child has it too: private memory is copied page by page as either side writes.
-    Leaving a ``with`` closes it to new use, and the memory returns with the last user.
+    Leaving a ``with`` closes it to new use, and the memory returns with the last user. An image
+    that is being kept is kept first, or by an exception given up.
 
     Attributes
     ----------
@@ -165,7 +167,9 @@ class Repacked:
         lifetime: Lifetime,
         tape: Tape | None,
         image: str | None = None,
+        keeping: Keeping | None = None,
     ) -> None:
+        self._keeping = keeping
         self._block, self._tape, self._lifetime = block, tape, lifetime
         self.image = image
         self._buffers: dict[str, Buffer] = {}
@@ -239,6 +243,9 @@ class Repacked:
     def close(self) -> None:
         """Give the memory back; what was taken of a tape stays the tape's. Twice is no error.
 
+        An image of it that is being kept is kept first. An interrupt gives that up, and nothing is
+        closed then.
+
         Raises
         ------
         BufferError
@@ -246,6 +253,8 @@ class Repacked:
         """
         if self._lifetime.ended:
             return
+        if self._keeping is not None:
+            self._keeping.end()
         if self._block is not None and self._tape is None:
             self._block.close()
         self._end()
@@ -267,9 +276,13 @@ class Repacked:
     ) -> None:
         if self._lifetime.ended:
             return
-        if self._block is not None and self._tape is None:
-            self._block.__exit__(kind, error, trace)
-        self._end()
+        try:
+            if self._keeping is not None:
+                self._keeping.end(cancel=kind is not None)
+        finally:
+            if self._block is not None and self._tape is None:
+                self._block.__exit__(kind, error, trace)
+            self._end()
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError("Repacked cannot be pickled: repack the weights in the other process")

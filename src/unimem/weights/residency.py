@@ -7,7 +7,7 @@ import mmap
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from unimem.system.placement import Lock
 from unimem.system.text import format_bytes
 from unimem.weights.files import reopen
 from unimem.weights.loading import Progress
+from unimem.weights.page_cache import runs_beside, write_back
 from unimem.weights.tensors import Contents, ModelPart
 
 __all__ = ["Residency", "evict", "lock", "map_resident", "measure_residency", "warm"]
@@ -167,14 +168,16 @@ def warm(
     mapped: bool,
     threads: int | None = None,
     progress: Progress | None = None,
+    without: Collection[str] = (),
 ) -> None:
-    """Bring a model into RAM and into the page tables: see `Weights.warm`."""
+    """Bring a model into RAM and into the page tables: see `Weights.warm`, and `require_room`."""
     n_threads = limits.thread_count() if threads is None else integer(threads, "threads", 1)
     check_callable(progress)
-    require_room(contents, mapped=mapped)
-    total = sum(part.memory.nbytes for part in contents._parts)
+    require_room(contents, mapped=mapped, without=without)
+    ranges = _ranges(contents, without)
+    total = sum(end - begin for _, begin, end in ranges)
     done, told = 0, 0.0
-    for part, offset, nbytes in _pieces(contents._parts):
+    for part, offset, nbytes in _pieces(ranges):
         try:
             part.memory.block._warm_range(offset, nbytes, n_threads)
         except OSError as error:
@@ -227,8 +230,7 @@ def evict(contents: Contents) -> int:
                     f"Weights '{contents.files[0]}' are locked in RAM: lock(False) first"
                 ) from None
         for fd in fds:
-            # What was not yet written to the disk would stay.
-            os.fdatasync(fd)
+            write_back(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         after = measure_residency(contents)
     return sum(
@@ -339,7 +341,12 @@ class _TensorResidencies(Mapping[str, Residency]):
 
 
 def require_room(
-    contents: Contents, *, mapped: bool, what: str | None = None, beside_bytes: int = 0
+    contents: Contents,
+    *,
+    mapped: bool,
+    what: str | None = None,
+    beside_bytes: int = 0,
+    without: Collection[str] = (),
 ) -> None:
     """Refuse to bring in what does not fit, before anything is read.
 
@@ -353,11 +360,15 @@ def require_room(
         As for `limits.require`; by default the warming of its first file.
     beside_bytes : int
         Memory that will be taken beside it.
+    without : collection of str
+        Names of tensors of a mapped model that are not brought in: they were repacked.
     """
     what = what or f"warming '{contents.files[0]}'"
-    # Files that lie in memory take none of what is free.
-    parts = [part for part in contents._parts if not (mapped and part.file.in_memory)]
-    total, there = sum(p.memory.nbytes for p in parts), sum(_resident_bytes(p) for p in parts)
+    total = there = 0
+    for part, begin, end in _ranges(contents, without):
+        if not (mapped and part.file.in_memory):  # such files take none of what is free
+            total += end - begin
+            there += min(part.memory.block._resident_range(begin, end - begin), end - begin)
     if total + beside_bytes <= there:
         return
     if mapped:
@@ -366,13 +377,19 @@ def require_room(
         limits.require(total + beside_bytes - there, what)
 
 
-def _resident_bytes(part: ModelPart) -> int:
-    memory = part.memory
-    return min(memory.block._resident_range(memory.block_offset, memory.nbytes), memory.nbytes)
+def _ranges(contents: Contents, without: Collection[str]) -> list[tuple[ModelPart, int, int]]:
+    """List what of each block is to be in RAM."""
+    found = []
+    for part in contents._parts:
+        memory = part.memory
+        runs = [(memory.block_offset, memory.block_offset + memory.nbytes)]
+        if without:  # a file that is mapped lies in a block as it is
+            runs = runs_beside(part, contents, without)
+        found += [(part, begin, end) for begin, end in runs]
+    return found
 
 
-def _pieces(parts: Sequence[ModelPart]) -> Iterator[tuple[ModelPart, int, int]]:
-    for part in parts:
-        begin, end = part.memory.block_offset, part.memory.block_offset + part.memory.nbytes
+def _pieces(ranges: Iterable[tuple[ModelPart, int, int]]) -> Iterator[tuple[ModelPart, int, int]]:
+    for part, begin, end in ranges:
         for offset in range(begin, end, _WARM_BYTES):
             yield part, offset, min(_WARM_BYTES, end - offset)

@@ -1,34 +1,39 @@
-"""Staged models that small processes keep, for commands that end.
+"""Staged models, and the processes that keep them: small ones, for commands that end, and programs.
 
-There is no registry that could be wrong: each holder has a note of what it keeps, a sealed memfd.
+There is no registry that could be wrong: each of these processes has a note of what it keeps, a
+sealed memfd.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import signal
-import stat
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from unimem.errors import PlacementError
 from unimem.system import kernel_files
+from unimem.system.memfds import find_memfds
 from unimem.system.placement import Lock, Placement
-from unimem.weights.files import Version, version_of
+from unimem.system.process import identity
+from unimem.weights.files import Version, identity_of
 from unimem.weights.staging.places import Folder, Memfd, Place, proc_folder, sweep
 
-__all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders"]
+__all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders", "holders_of", "show"]
 
 SCHEMA = "unimem.stage/1"
 
+_NOTE = "unimem-stage"
+_MOST_NOTES = 1 << 10  # of a process are read: it may be another user's
 _HOLDER = os.path.join(os.path.dirname(__file__), "holder.py")
 _PATIENCE_SECONDS = 10
 # A second for one that is about to listen, and no more: it may be another user's that never does.
@@ -50,9 +55,9 @@ class Held:
     source : str
         The model, as an absolute path.
     versions : tuple of (str, Version)
-        The files that were read, and what they were then.
+        The files that were read, and what they were then; of a repacked model, their identities.
     asked : dict
-        The options of the command.
+        The options that it was staged with.
     backing : str
         Of `Stage`, or "page-cache".
     nbytes : int
@@ -61,6 +66,8 @@ class Held:
         Of `Stage`.
     warnings : tuple of str
         What was said of it then: what it was not given.
+    kept_by : {"command", "program"}
+        Whether `unimem stage` has started the process for this, or the process called `um.stage`.
     """
 
     pid: int
@@ -73,12 +80,13 @@ class Held:
     nbytes: int
     granted: Placement
     warnings: tuple[str, ...]
+    kept_by: Literal["command", "program"] = "command"
 
     def staleness(self) -> str | None:
         """Say why it can no longer stand for the model; None while it can."""
         try:
             for original, version in self.versions:
-                if version_of(os.stat(original)) != version:
+                if identity_of(os.stat(original))[: len(version)] != version:
                     return f"{original} was written to or replaced"
             for path, nbytes in self._sizes():
                 if os.stat(path).st_size < nbytes:
@@ -109,7 +117,7 @@ class Held:
 
 
 def holders() -> list[Held]:
-    """Find the models that processes of this user keep, the oldest first.
+    """Find the models that processes of this user keep, the oldest process first.
 
     Raises
     ------
@@ -119,7 +127,21 @@ def holders() -> list[Held]:
     import psutil
 
     proc_folder()
-    return [held for pid in psutil.pids() if (held := _read(pid)) is not None]
+    return [held for pid in psutil.pids() for held in holders_of(pid)]
+
+
+def holders_of(pid: int) -> list[Held]:
+    """Find the models that one process keeps; none where it has ended, or is another user's."""
+    found = []
+    with suppress(OSError):
+        folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for fd in itertools.islice(find_memfds(folder, _NOTE), _MOST_NOTES):
+                if (held := _read_note(fd, pid, folder)) is not None:
+                    found.append(held)
+        finally:
+            os.close(folder)
+    return found
 
 
 class _Staged(Protocol):
@@ -130,6 +152,7 @@ class _Staged(Protocol):
     _names: tuple[str, ...]
     _first: str
     _versions: tuple[tuple[str, Version], ...]
+    _note: Memfd
 
     @property
     def backing(self) -> str: ...
@@ -170,6 +193,7 @@ def hold(
     """
     with stage:
         place = stage._opened()
+        stage._note.leave()  # that of the new process takes its place
         # Pages of a pool never leave RAM: locking them would only take from the user's limit.
         is_to_lock = stage.granted.locked_bytes > 0 and stage.backing != "hugetlb"
         fds: list[int] = []
@@ -179,21 +203,52 @@ def hold(
         except OSError:
             _close(fds)
             raise
-        note = {
-            "path": place.path(stage._first),
-            "paths": [place.path(name) for name in stage._names],
-            "source": source,
-            "versions": stage._versions,
-            "asked": asked,
-            "backing": stage.backing,
-            "nbytes": stage.nbytes,
-            "granted": asdict(stage.granted),
-            "warnings": list(warnings),
-        }
+        note = _note_of(stage, source, asked, warnings)
         lock = asked["lock"] if is_to_lock else False
         with _started(note, fds, lock, place.fd, is_folder=isinstance(place, Folder)) as held:
             place.leave()
             yield held
+
+
+def show(stage: _Staged, source: str, asked: dict[str, Any]) -> None:
+    """Say in the note of a stage that this process keeps it.
+
+    A forked child, which has a copy of the descriptor, keeps nothing by it.
+
+    Parameters
+    ----------
+    stage, source, asked
+        As for `hold`.
+
+    Raises
+    ------
+    OSError
+        The system gives no memory for the note.
+    """
+    folder = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        program = identity(folder)
+    finally:
+        os.close(folder)
+    _write_note(stage._note, _note_of(stage, source, asked, ()) | {"program": program})
+
+
+def _note_of(
+    stage: _Staged, source: str, asked: dict[str, Any], warnings: Sequence[str]
+) -> dict[str, Any]:
+    place = stage._opened()
+    return {
+        "schema": SCHEMA,
+        "path": place.path(stage._first),
+        "paths": [place.path(name) for name in stage._names],
+        "source": source,
+        "versions": [(os.path.abspath(path), version) for path, version in stage._versions],
+        "asked": asked,
+        "backing": stage.backing,
+        "nbytes": stage.nbytes,
+        "granted": asdict(stage.granted),
+        "warnings": list(warnings),
+    }
 
 
 @contextmanager
@@ -205,6 +260,7 @@ def hold_files(
 ) -> Iterator[Held]:
     """Have a process map and lock files in the page cache, as `hold`."""
     note = {
+        "schema": SCHEMA,
         "path": source,
         "paths": [path for path, _ in versions],
         "source": source,
@@ -234,21 +290,17 @@ def _started(
     import socket
     import subprocess
 
-    text = json.dumps({"schema": SCHEMA, **note})
     ours, its = socket.socketpair()
     with ours:
         memory = Memfd()
         try:
-            with open(memory.create("unimem-stage"), "w") as file:
-                file.write(text)
-            memory.seal()
+            _write_note(memory, note)
             passed = [memory.fd, its.fileno(), *fds, *([kept] if kept >= 0 else [])]
             # It leaves the work to a child, whose end the socket tells.
             subprocess.run(
                 [
-                    *(sys.executable, "-I", "-S", _HOLDER, str(memory.fd), str(its.fileno())),
-                    *(str(lock), str(kept if is_folder else -1)),
-                    *map(str, fds),
+                    *(sys.executable, "-I", "-S", _HOLDER, str(its.fileno()), str(lock)),
+                    *(str(kept if is_folder else -1), *map(str, fds)),
                 ],
                 pass_fds=passed,
                 cwd="/",
@@ -266,7 +318,7 @@ def _started(
             raise PlacementError(
                 int(code or 0), f"keeping {note['source']}: {said or 'its process has ended'}"
             )
-        yield _held(int(said), json.loads(text))
+        yield _held(int(said), json.loads(json.dumps(note)))
         ours.sendall(b"keep")
 
 
@@ -279,14 +331,21 @@ def drop(held: Held) -> None:
     """End the process that keeps a model, and wait until it is gone.
 
     Processes that have the model open or mapped keep what they have.
+
+    Raises
+    ------
+    ValueError
+        The process is a program that called `um.stage`, and is not ours to end.
     """
     import select
 
+    if held.kept_by == "program":
+        raise ValueError(f"{held.path}: it goes with process {held.pid}, which has staged it")
     with suppress(ProcessLookupError, FileNotFoundError):
         fd = os.pidfd_open(_local_pid(held.pid))
         try:
             # Another process may have its number by now.
-            if _read(held.pid) == held:
+            if held in holders_of(held.pid):
                 signal.pidfd_send_signal(fd, signal.SIGTERM)
                 if not select.select([fd], [], [], _PATIENCE_SECONDS)[0]:
                     signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -357,40 +416,35 @@ def _wait_for(name: str, waiting: Callable[[int], None]) -> bool:
         return True
 
 
-def _read(pid: int) -> Held | None:
-    """Read what a process keeps; None for one that keeps nothing, or nothing of this user."""
-    try:
-        command = kernel_files.read_bytes(f"/proc/{pid}/cmdline")
-        arguments = os.fsdecode(command).split("\0")
-        if os.path.basename(arguments[3]) != os.path.basename(_HOLDER):
-            return None
-        return _held(pid, json.loads(_note(f"/proc/{pid}/fd/{int(arguments[4])}")))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
+# ---- the note -----------------------------------------------------------------------------------
 
 
-def _note(path: str) -> str:
-    """Read a sealed memfd that this user has made.
+def _write_note(memory: Memfd, note: dict[str, Any]) -> None:
+    with open(memory.create(_NOTE), "w") as file:
+        json.dump(note, file)
+    memory.seal()
 
-    That is the proof. Of a process it can be none: a setuid program runs as its owner, with the
-    command line and the descriptors that its caller gave it.
+
+def _read_note(fd: int, pid: int, folder: int) -> Held | None:
+    """Read a note that this user has made, and close it; None for one that says nothing.
+
+    Whose memory it is, is the proof. Of a process it can be none: a setuid program runs as its
+    owner, with the descriptors that its caller gave it.
     """
-    fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        info = os.fstat(fd)
-        if info.st_uid != os.geteuid() or not stat.S_ISREG(info.st_mode):
-            raise ValueError("not a file of this user")
-        with open(f"/proc/self/fd/{fd}") as file:
-            if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
-                raise ValueError("not sealed")
-            return file.read()
-    finally:
-        os.close(fd)
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError), open(fd) as file:
+        is_sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+        if not is_sealed or os.fstat(fd).st_uid != os.geteuid():
+            return None
+        note = json.load(file)
+        if note.get("program") in (None, [*identity(folder)]):
+            return _held(pid, note)
+    return None
 
 
 def _held(pid: int, found: dict[str, Any]) -> Held:
     if found.pop("schema") != SCHEMA:
         raise ValueError("another schema")
+    is_program = found.pop("program", None) is not None
     granted = found.pop("granted")
     nodes = {int(node): nbytes for node, nbytes in granted.pop("nodes").items()}
     folder = f"/proc/{pid}"
@@ -401,5 +455,6 @@ def _held(pid: int, found: dict[str, Any]) -> Held:
         versions=tuple((path, tuple(version)) for path, version in found.pop("versions")),
         granted=Placement(nodes=nodes, **granted),
         warnings=tuple(found.pop("warnings")),
+        kept_by="program" if is_program else "command",
         **found,
     )

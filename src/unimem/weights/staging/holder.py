@@ -1,11 +1,11 @@
 """A small process that keeps a staged model: it has the descriptors and maps the files, and sleeps.
 
-Run by `held.py` as ``python -I -S FILE NOTE READY LOCK FOLDER FD...``. It maps what the FDs are of,
+Run by `held.py` as ``python -I -S FILE READY LOCK FOLDER FD...``. It maps what the FDs are of,
 so that the kernel counts it as this process's, and locks it unless LOCK is False. It says on READY,
 a socket, that it is ready, or why not. Where it is then told to keep it, it lives until SIGTERM. At
 the end it removes FOLDER, where that is a descriptor and not -1.
-NOTE, the descriptor of what it keeps in words, is for those who look for it. Little is imported,
-so that little memory is kept.
+It also has the descriptor of a note that says what it keeps, for those who look for it. Little is
+imported, so that little memory is kept.
 """
 
 from __future__ import annotations
@@ -101,4 +101,4 @@ def _huge_page_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), [int(fd) for fd in sys.argv[5:]])
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), [int(fd) for fd in sys.argv[4:]])

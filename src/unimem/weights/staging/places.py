@@ -17,6 +17,7 @@ from unimem._core import tmpfs
 from unimem._core.library import get_library
 from unimem.errors import PlacementError
 from unimem.system.limits import SHM
+from unimem.system.memfds import new_memfd
 
 __all__ = [
     "ACCESS_MODE",
@@ -37,8 +38,6 @@ BACKINGS: tuple[Backing, ...] = ("tmpfs", "hugetlb", "memfd", "shm")
 ACCESS_MODE = 0o400
 
 _PREFIX = "unimem-stage-"
-# The kernel's numbers (uapi/linux/memfd.h and fcntl.h), which Python has only in part.
-_MFD_NOEXEC_SEAL = 8
 _HUGE_SHIFTS = {"2m": 21, "1g": 30}
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -202,15 +201,8 @@ class Memfd(Place):
 
     def create(self, name: str) -> int:
         """Make the one file."""
-        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | self._flags
         # What the kernel takes is 249 bytes; it stands in /proc/PID/maps.
-        label = os.fsdecode(os.fsencode(name)[:200])
-        try:
-            self.fd = os.memfd_create(label, flags | _MFD_NOEXEC_SEAL)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # before Linux 6.3
-                raise
-            self.fd = os.memfd_create(label, flags)
+        self.fd = new_memfd(os.fsdecode(os.fsencode(name)[:200]), self._flags)
         os.fchmod(self.fd, ACCESS_MODE)
         return os.dup(self.fd)
 

@@ -36,6 +36,7 @@ from unimem.weights.loading import Progress
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.repack import repack_into, why_nothing
 from unimem.weights.repacked import arrange
+from unimem.weights.staging.held import show
 from unimem.weights.staging.places import (
     ACCESS_MODE,
     BACKINGS,
@@ -98,6 +99,7 @@ class Stage:
         blocks: Sequence[Block],
     ) -> None:
         self._place = place
+        self._note = Memfd()
         self._names = tuple(names)
         self._first = first
         self._versions = tuple(versions)
@@ -110,7 +112,7 @@ class Stage:
         self.nbytes = nbytes
         self.granted = granted
         # When it is closed, collected, or at the end of the process.
-        self._end = weakref.finalize(self, place.close)
+        self._end = weakref.finalize(self, _leave, self._note, place)
 
     def _opened(self) -> Place:
         if not self._end.alive:
@@ -389,6 +391,7 @@ class _Staging(ABC):
         # While a file is read in, it ends with a whole huge page.
         page = max(tmpfs.huge_page_bytes(), 1 << 16)
         size = sum(-(-version[2] // page) * page for _, version in self.versions)
+        size = max(size, -(-self.nbytes // page) * page)  # some orders take more than the file
         return Mount(size, huge=self.pages != "4k" and tmpfs.huge_page_bytes() > 0)
 
     def _fill(self, place: Place, backing: Backing, reason: str) -> Stage:
@@ -409,8 +412,16 @@ class _Staging(ABC):
                 granted,
                 blocks,
             )
+            undo.callback(stage.close)
+            show(stage, os.path.abspath(self.source), self._asked())
             undo.pop_all()
         return stage
+
+    def _asked(self) -> dict[str, Any]:
+        """Return the options as the command has them."""
+        options = self.options
+        asked = {"pages": options.pages, "numa": options.numa, "lock": options.lock}
+        return asked | {"backing": self.asked}
 
     def _put(
         self,
@@ -588,11 +599,14 @@ class _RepackedStaging(_Staging):
         self.nbytes = image_bytes(self.data_offset, self.found.nbytes)
         self.names = [IMAGE_NAME]
         self.mapped = [(IMAGE_NAME, self.nbytes)]
-        self.versions = [(file.path, file.version) for file in files]
+        self.versions = [(file.path, file.identity) for file in files]
         self.first = os.path.basename(files[0].path)
         if source.endswith(".index.json"):
             self.links.append(os.path.realpath(source))
             self.first = os.path.basename(source)
+
+    def _asked(self) -> dict[str, Any]:
+        return super()._asked() | {"repack": True}
 
     def _name_refusal(self, backing: Backing) -> str | None:
         return "an image lies beside links to its model, which only tmpfs and shm give"
@@ -628,6 +642,12 @@ class _RepackedStaging(_Staging):
                 cache.discard(image.header.key, str(error))
                 return None
         return pack_image(found, self.identity, self.links[0], block, base)
+
+
+def _leave(note: Memfd, place: Place) -> None:
+    """Say no more that it is kept, and let it go."""
+    note.leave()
+    place.close()
 
 
 def _warm_end(block: Block, nbytes: int) -> None:

@@ -1,0 +1,137 @@
+"""A process that says what each of its tokens took: ``PYTHON pressure_side.py KIND MODEL OPTIONS``.
+
+`unimem_bench.suites.pressure` starts it by its path, so that no other library is loaded beside the
+one that is measured. The model is an argument of its own, which ``unimem exec --stage`` replaces.
+The first line that it prints says how the model was loaded. Then it answers requests from standard
+input, a line of JSON each: ``{"n": tokens, "seconds": at most}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from importlib import import_module
+from typing import Any, Protocol
+
+PROMPT = [1, 300, 301]
+N_TOKENS = 128  # of a conversation, which then begins anew, so that all tokens are alike
+N_CTX = 256
+
+
+class TimedSide(Protocol):
+    """One conversation of one library."""
+
+    load: str
+
+    def begin(self) -> None:
+        """Begin anew with the prompt."""
+
+    def step(self, token: int) -> None:
+        """Compute one more token."""
+
+
+class TimedUnimem:
+    """unimem's decoder."""
+
+    def __init__(self, model: str, *, load: str, lock: bool = False) -> None:
+        um, engine = import_module("unimem"), import_module("unimem.engine")
+        warnings.simplefilter("ignore")
+        how: dict[str, Any] = {"ctx": N_CTX, "threads": 1}
+        if lock:
+            weights = um.open_weights(model, load=load, lock=True)
+            self._decoder = engine.Decoder(weights, **how)
+        else:
+            self._decoder = engine.Decoder(model, load=load, **how)
+        facts = self._decoder.report().facts
+        self.load = f"{facts['load']}: {facts['load_reason']}"
+
+    def begin(self) -> None:
+        """As `TimedSide.begin`."""
+        self._decoder.reset()
+        self._decoder.prefill(PROMPT)
+
+    def step(self, token: int) -> None:
+        """As `TimedSide.step`."""
+        self._decoder.prefill([token])
+
+
+class TimedLlamaCpp:
+    """llama.cpp through the cyllama wheel, with its own options of loading."""
+
+    def __init__(self, model: str, **options: bool) -> None:
+        self._api = api = import_module("cyllama.llama.llama_cpp")
+        params = api.LlamaModelParams()
+        params.n_gpu_layers = 0
+        for name, value in options.items():
+            setattr(params, name, value)
+        self._model = api.LlamaModel(model, params)
+        params = api.LlamaContextParams()
+        params.n_ctx = params.n_batch = N_CTX
+        params.n_threads = params.n_threads_batch = 1
+        params.flash_attn_type = 1  # on, as in unimem
+        self._context = api.LlamaContext(self._model, params)
+        self._length = 0
+        self.load = ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
+
+    def begin(self) -> None:
+        """As `TimedSide.begin`."""
+        self._context.kv_cache_clear()
+        self._length = 0
+        self._decode(PROMPT)
+
+    def step(self, token: int) -> None:
+        """As `TimedSide.step`."""
+        self._decode([token])
+
+    def _decode(self, tokens: list[int]) -> None:
+        if self._context.decode(self._api.llama_batch_get_one(tokens, self._length)):
+            raise RuntimeError("llama.cpp could not decode")
+        self._length += len(tokens)
+
+
+def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:
+    """Compute tokens, until there are enough of them or the time is over."""
+    side.begin()
+    side.step(400)
+    found: list[float] = []
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    end = time.perf_counter() + seconds
+    while len(found) < n:
+        place = len(found) % N_TOKENS
+        if place == 0:
+            side.begin()
+        start = time.perf_counter()
+        side.step(400 + place)
+        now = time.perf_counter()
+        found.append((now - start) * 1e3)
+        if now > end:
+            break
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt - before
+    return {"ms": found, "major_faults": faults}
+
+
+def main() -> None:
+    """Open the side, and answer."""
+    kind, model, options = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    side: TimedSide = {"unimem": TimedUnimem, "llama.cpp": TimedLlamaCpp}[kind](
+        model, **json.loads(options)
+    )
+    side.begin()
+    answer: dict[str, Any] = {"load": side.load}
+    while True:
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        answer = measure(side, **json.loads(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""Tokens while memory is short: what others do to a process that decodes, by how it loads a model.
+
+A cgroup has just room for the model, the process and its neighbours. These read files, write files,
+allocate and free, and compute, all in the same cgroup and on the other CPUs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import unimem as um
+from unimem.system import kernel_files
+from unimem_bench import decoding, states
+from unimem_bench.cgroup import entering, limited_cgroup
+from unimem_bench.models import Kind
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most
+
+SUITE = Suite("pressure", "How steady are tokens while memory is short?")
+
+KIND: Kind = "q4_k_m"
+COPIED, STAGED, REPACKED = "unimem, copied", "unimem, staged", "unimem, repacked"
+EXEC = "llama.cpp, unimem exec --stage"
+STEADY = (COPIED, STAGED, REPACKED, EXEC)
+QUIET, PRESSED = "quiet", "pressed"
+NEIGHBOUR_BYTES = 96 << 20  # what all of them have room for
+# Quiet and pressed in turn, so that a machine that becomes slower is so for both.
+N_ROUNDS, N_TOKENS, MOST_S = 4, 250, 15.0
+N_QUICK_ROUNDS, N_QUICK_TOKENS, QUICK_MOST_S = 2, 50, 5.0
+SETTLE_S = 1.0  # in which neighbours fill what room there is
+FIGURES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "worst": 100.0}
+
+# A neighbour is a small interpreter, without site packages; its argument is a file or a folder.
+NEIGHBOURS = {
+    "reads files": """
+while True:
+    with open(sys.argv[1], "rb", buffering=0) as file:
+        while file.read(1 << 20):
+            pass
+""",
+    "writes files": """
+path = sys.argv[2] + "/written"
+while True:
+    with open(path, "wb", buffering=0) as file:
+        for _ in range(16):
+            file.write(bytes(1 << 20))
+        os.fsync(file.fileno())
+    os.remove(path)
+""",
+    "allocates and frees": """
+while True:
+    taken = bytearray(24 << 20)
+    taken[::4096] = bytes(len(taken) // 4096)
+    del taken
+""",
+    "computes": """
+while True:
+    pass
+""",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How one process loads the model."""
+
+    kind: str  # the library
+    options: Mapping[str, Any]  # as `pressure_side` takes them
+    is_staged: bool = False
+    is_exec: bool = False
+
+
+WAYS: dict[str, Way] = {
+    "unimem": Way("unimem", {"load": "auto"}),
+    COPIED: Way("unimem", {"load": "copy"}),
+    REPACKED: Way("unimem", {"load": "repack"}),
+    STAGED: Way("unimem", {"load": "auto"}, is_staged=True),
+    "unimem, locked": Way("unimem", {"load": "map", "lock": True}),
+    "unimem, mapped": Way("unimem", {"load": "map"}),
+    "llama.cpp": Way("llama.cpp", {}),
+    "llama.cpp, mapped": Way("llama.cpp", {"use_extra_bufts": False}),
+    "llama.cpp, read": Way("llama.cpp", {"use_extra_bufts": False, "use_mmap": False}),
+    "llama.cpp, locked": Way("llama.cpp", {"use_extra_bufts": False, "use_mlock": True}),
+    EXEC: Way("llama.cpp", {"use_extra_bufts": False}, is_exec=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What tokens took, in ms, and the page faults among them that read from the disk."""
+
+    ms: list[float]
+    major_faults: int
+
+    def __add__(self, other: Tokens) -> Tokens:
+        return Tokens(self.ms + other.ms, self.major_faults + other.major_faults)
+
+    def figure(self, percent: float) -> float:
+        """Return a percentile."""
+        return float(np.percentile(self.ms, percent))
+
+
+@dataclass(slots=True)
+class Found:
+    """What was measured, by way; why others were not; and what the figures are of."""
+
+    tokens: dict[str, dict[str, Tokens]]
+    left_out: dict[str, str]
+    facts: dict[str, Any]
+
+
+# All cases are of the same tokens, which are measured once in a process.
+_found: dict[tuple[Path, bool], Found] = {}
+
+
+def find(measure: Measure) -> Found:
+    """Measure each way, quiet and pressed, unless it was done; say what was left out."""
+    key = (measure.folder, measure.quick)
+    if key not in _found:
+        _found[key] = _measure_all(measure)
+    found = _found[key]
+    for name, why in found.left_out.items():
+        measure.leave_out(name, why)
+    return found
+
+
+def _measure_all(measure: Measure) -> Found:
+    path = decoding.model(measure, KIND)
+    decoding.require_room(3, path)
+    cpus = measure.pin(None)  # it decodes on the first one, and the neighbours have the others
+    found = Found({}, {}, {"neighbours": list(NEIGHBOURS)})
+    limits: dict[str, int] = {}  # by library, since each takes something beside the model
+    loads = {}
+    for name, way in WAYS.items():
+        why = _missing(way)
+        if why:
+            found.left_out[name] = why
+            continue
+        try:
+            if way.kind not in limits:
+                limits[way.kind] = path.stat().st_size + _own_bytes(way.kind, path, cpus)
+                noise = _noise_file(measure.folder, 2 * limits[way.kind])
+            limit = limits[way.kind] + NEIGHBOUR_BYTES
+            loads[name], found.tokens[name] = _measure(measure, way, path, noise, limit, cpus)
+        except (NotMeasured, _Died) as error:
+            found.left_out[name] = str(error)
+    found.facts["cgroup_bytes"] = {kind: n + NEIGHBOUR_BYTES for kind, n in limits.items()}
+    found.facts["load"] = loads
+    found.facts["figures_ms"] = {
+        name: {
+            phase: {label: round(tokens.figure(p), 2) for label, p in FIGURES.items()}
+            | {"tokens": len(tokens.ms), "major_faults": tokens.major_faults}
+            for phase, tokens in both.items()
+        }
+        for name, both in found.tokens.items()
+    }
+    return found
+
+
+def _missing(way: Way) -> str:
+    """Say what a way wants that is not here."""
+    if way.kind == "llama.cpp" and importlib.util.find_spec("cyllama") is None:
+        return "cyllama is not installed: pip install cyllama"
+    if way.is_exec and not _has_exec():
+        return "this unimem has no command 'unimem exec'"
+    return ""
+
+
+def _has_exec() -> bool:
+    command = [*_UNIMEM, "exec", "--help"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+_UNIMEM = [sys.executable, "-c", "import sys; from unimem_command import main; sys.exit(main())"]
+
+
+def _noise_file(folder: Path, nbytes: int) -> Path:
+    """Make the file that neighbours read: larger than the cgroup, so that it never stays there."""
+    path = folder / "neighbour.bin"
+    if not path.exists() or path.stat().st_size < nbytes:
+        if os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < nbytes + (1 << 30):
+            raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB in {folder}: name a --dir with room")
+        with path.open("wb", buffering=0) as file:
+            for _ in range(-(-nbytes // (1 << 20))):
+                file.write(bytes(1 << 20))
+            os.fsync(file.fileno())
+    return path
+
+
+def _own_bytes(kind: str, path: Path, cpus: Sequence[int]) -> int:
+    """Return what a process takes that has the model mapped: Python, KV cache and scratch."""
+    with (
+        limited_cgroup(3 * path.stat().st_size + (1 << 30)) as group,
+        _side(group, WAYS[f"{kind}, mapped"], str(path), cpus[:1]) as side,
+    ):
+        _answer(side)
+        _ask(side, {"n": 1, "seconds": MOST_S})
+        fields = kernel_files.read_fields(f"{group}/memory.stat", " ")
+        return int(fields.get("total_rss", fields.get("anon", "0")))
+
+
+class _Died(Exception):  # noqa: N818 - it is an answer
+    """The process has ended, as by the kernel's hand."""
+
+
+def _measure(
+    measure: Measure, way: Way, path: Path, noise: Path, limit: int, cpus: Sequence[int]
+) -> tuple[str, dict[str, Tokens]]:
+    rounds, n, seconds = N_ROUNDS, N_TOKENS, MOST_S
+    if measure.quick:
+        rounds, n, seconds = N_QUICK_ROUNDS, N_QUICK_TOKENS, QUICK_MOST_S
+    request = {"n": n, "seconds": seconds}
+    for file in (path, noise):
+        states.drop(file)  # pages that another cgroup has brought in would be charged to that one
+    with ExitStack() as stack:
+        model = str(path)
+        if way.is_staged:
+            try:
+                model = stack.enter_context(um.stage(path)).path
+            except (um.CapacityError, um.PlacementError) as error:
+                raise NotMeasured(f"wants a staged model: {error}") from None
+            states.drop(path)
+        group = stack.enter_context(limited_cgroup(limit))
+        side = stack.enter_context(_side(group, way, model, cpus[:1]))
+        load = _answer(side)["load"]
+        quiet, pressed = Tokens([], 0), Tokens([], 0)
+        for _ in range(rounds):
+            quiet += _ask(side, request)
+            with _neighbours(group, noise, measure.folder, cpus[1:] or cpus):
+                with suppress(subprocess.TimeoutExpired):
+                    side.wait(SETTLE_S)  # it lives on
+                pressed += _ask(side, request)
+    return load, {QUIET: quiet, PRESSED: pressed}
+
+
+@contextmanager
+def _side(
+    group: Path, way: Way, model: str, cpus: Sequence[int]
+) -> Iterator[subprocess.Popen[str]]:
+    """Start what decodes, on its CPU."""
+    script = str(Path(__file__).parents[1] / "pressure_side.py")
+    command = [sys.executable, "-P", script, way.kind, model, json.dumps(dict(way.options))]
+    if way.is_exec:
+        command = [*_UNIMEM, "exec", "--stage", "--", *command]
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)  # which it inherits
+    try:
+        process = subprocess.Popen(
+            entering(group, command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"UNIMEM_CACHE": "off", "OMP_NUM_THREADS": "1"},
+        )
+    finally:
+        os.sched_setaffinity(0, own)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def _neighbours(group: Path, noise: Path, folder: Path, cpus: Sequence[int]) -> Iterator[None]:
+    own = os.sched_getaffinity(0)
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="written-", dir=folder))
+        os.sched_setaffinity(0, cpus)
+        try:
+            for script in NEIGHBOURS.values():
+                python = [sys.executable, "-S", "-E", "-c", f"import os, sys\n{script}"]
+                command = entering(group, [*python, str(noise), scratch])
+                process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+                stack.callback(process.wait)
+                stack.callback(process.kill)
+        finally:
+            os.sched_setaffinity(0, own)
+        yield
+
+
+def _ask(side: subprocess.Popen[str], request: Mapping[str, float]) -> Tokens:
+    assert side.stdin is not None
+    with suppress(BrokenPipeError):  # the answer says why
+        side.stdin.write(json.dumps(request) + "\n")
+        side.stdin.flush()
+    answer = _answer(side)
+    return Tokens(answer["ms"], answer["major_faults"])
+
+
+def _answer(side: subprocess.Popen[str]) -> dict[str, Any]:
+    assert side.stdout is not None
+    line = side.stdout.readline()
+    if not line:
+        raise _Died(f"it ended with status {side.wait()}; -9 is the kernel's, for want of memory")
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def _role(name: str) -> Any:
+    return "unimem" if WAYS[name].kind == "unimem" or WAYS[name].is_exec else "peer"
+
+
+@SUITE.case(
+    "token",
+    "What does a token take in a cgroup that has just room for the model: alone there, and beside "
+    "neighbours that read, write, allocate and compute?",
+    unit="ms",
+)
+def token_times(measure: Measure) -> None:
+    """Count the time of each token. A side that was killed is left out."""
+    for name, value in find(measure).facts.items():
+        measure.fact(name, value)
+    for name, both in find(measure).tokens.items():
+        for phase, tokens in both.items():
+            kept = [float(f"{ms:.5g}") for ms in tokens.ms]
+            measure.count(f"{name}, {phase}", kept, _role(name))
+
+
+@SUITE.case(
+    "p99.9",
+    "How many times as long as alone does one token of a thousand take beside neighbours?",
+    unit="times",
+    targets=[at_most(1.3, issue=19, side=name) for name in STEADY],
+)
+def slowest_tokens(measure: Measure) -> None:
+    """Divide the 99.9th percentiles."""
+    for name, both in find(measure).tokens.items():
+        ratio = both[PRESSED].figure(99.9) / both[QUIET].figure(99.9)
+        measure.count(name, [ratio], _role(name))
+
+
+@SUITE.case(
+    "mean",
+    "How many times as long as alone does a token take beside neighbours, on average?",
+    unit="times",
+    # A mean speed of 0.97 of what it is alone.
+    targets=[at_most(1.031, issue=19, side=name) for name in STEADY],
+)
+def mean_tokens(measure: Measure) -> None:
+    """Divide the means."""
+    for name, both in find(measure).tokens.items():
+        ratio = float(np.mean(both[PRESSED].ms) / np.mean(both[QUIET].ms))
+        measure.count(name, [ratio], _role(name))
+
+
+@SUITE.case(
+    "major-faults",
+    "How many page faults of a token read from the disk, beside neighbours?",
+    unit="faults",
+)
+def major_faults(measure: Measure) -> None:
+    """Divide the process's major faults by its tokens."""
+    for name, both in find(measure).tokens.items():
+        pressed = both[PRESSED]
+        measure.count(name, [pressed.major_faults / len(pressed.ms)], _role(name))

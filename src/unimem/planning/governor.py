@@ -1,0 +1,522 @@
+"""The governor: what a process gives back when memory gets short, and in which order."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Protocol, Self, runtime_checkable
+
+from unimem.errors import ClosedError
+from unimem.kv.cache import KVCache
+from unimem.kv.paged import PagedKVCache
+from unimem.system import kernel_files, limits
+from unimem.system.arguments import integer
+from unimem.system.limits import Limit
+from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
+from unimem.system.text import format_bytes
+from unimem.weights.opened import Weights
+from unimem.weights.page_cache import drop_files
+from unimem.weights.staging.stage import Stage
+
+__all__ = ["GivesBack", "Governor", "GovernorEvent"]
+
+# Default priorities: of prefix caches, memory without tokens, and the page cache of files.
+_PREFIXES, _SPARE, _FILES = 10, 20, 30
+# How often limits are read, since nothing tells of a limit that was changed.
+_LOOK_SECONDS = 0.5
+# After looks that found nothing to give back, the first and the longest wait: the kernel may tell a
+# thousand times a second, and a shortage may last.
+_LEAST_REST_SECONDS, _MOST_REST_SECONDS = 0.05, 1.0
+_MOST_EVENTS = 1000
+_PAGE_BYTES = resource.getpagesize()
+
+
+@runtime_checkable
+class GivesBack(Protocol):
+    """What a `Governor` can be given: an object that has memory which nobody needs."""
+
+    def give_back(self) -> int:
+        """Give that memory back, and return its bytes; any thread may call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GovernorEvent:
+    """What a governor noticed, and what it did.
+
+    Attributes
+    ----------
+    time : float
+        When, in seconds since 1970.
+    source : str
+        Whose memory is short: "machine", "cgroup /a/b", "budget", or "asked".
+    reason : str
+        What was noticed.
+    shortage_bytes : int
+        Bytes that a limit lacked of the room that it shall have; 0 where only waiting was noticed.
+    given_back : tuple of (str, int)
+        What was given back, in this order: what it is, and its bytes.
+    errors : tuple of str
+        What went wrong, in a step or in the callback.
+    """
+
+    time: float
+    source: str
+    reason: str
+    shortage_bytes: int = 0
+    given_back: tuple[tuple[str, int], ...] = ()
+    errors: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were given back."""
+        return sum(nbytes for _, nbytes in self.given_back)
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{format_bytes(nbytes)} of {name}" for name, nbytes in self.given_back)
+        text = f"{self.source}: {self.reason}: gave back {given or 'nothing'}"
+        return "; ".join((text, *self.errors))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One thing that can be given back."""
+
+    priority: int
+    name: str
+    give_back: Callable[[], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortage:
+    """A limit, and the bytes that it lacks."""
+
+    source: str
+    reason: str
+    nbytes: int
+
+
+class Governor:
+    """Gives memory back that no token needs, when memory gets short: before the kernel kills.
+
+    A thread of its own waits for the kernel to tell, and looks twice a second at each limit on the
+    memory of this process. Where a limit lacks room, steps are taken in the order of their
+    priorities until it has it; where threads only wait for memory, the first step that has
+    something to give. No token is lost, and nothing changes in what is computed.
+
+    Any thread may call its methods. A forked child has a governor that is stopped.
+
+    Parameters
+    ----------
+    budget_bytes : int, optional
+        The most memory of its own that this process shall have in RAM (pages of files are not
+        counted); by default only limits of the system count.
+    on_pressure : callable, optional
+        Called in the governor's thread as ``on_pressure(event)`` after each `GovernorEvent`. What
+        it raises stands in the event's `errors`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        No size, or nothing that can be called.
+
+    Attributes
+    ----------
+    budget_bytes : int or None
+        As given.
+
+    Notes
+    -----
+    The kernel tells by PSI (``/proc/pressure/memory``, and ``memory.pressure`` of a cgroup), by
+    ``memory.events``, and in version 1 by ``memory.pressure_level`` and a threshold of
+    ``memory.usage_in_bytes``. `watches` says which of these this process may use.
+
+    Examples
+    --------
+    >>> import unimem as um
+    >>> with um.PagedKVCache(1, 2, 8, n_blocks=8) as pool, um.Governor() as governor:
+    ...     governor.add(pool).start()
+    ...     governor.running
+    True
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        *,
+        on_pressure: Callable[[GovernorEvent], object] | None = None,
+    ) -> None:
+        self.budget_bytes = (
+            None if budget_bytes is None else integer(budget_bytes, "budget_bytes", 1)
+        )
+        if on_pressure is not None and not callable(on_pressure):
+            raise TypeError(
+                f"on_pressure: expected a function of an event, got {on_pressure!r:.60}"
+            )
+        self._on_pressure = on_pressure
+        self._lock = threading.Lock()  # of the fields below
+        self._steps: list[_Step] = []
+        self._events: deque[GovernorEvent] = deque(maxlen=_MOST_EVENTS)
+        self._run: _Run | None = None
+        self._closed = False
+        self._giving = threading.Lock()  # one at a time
+
+    def add(self, what: object, priority: int | None = None) -> Self:
+        """Let the governor give something back; it holds it until it is closed.
+
+        Parameters
+        ----------
+        what : PagedKVCache, KVCache, Decoder, Weights, Stage or an object with ``give_back()``
+            Of a paged cache, blocks that no sequence holds, and the prefixes in them; of another
+            one, memory without tokens; of weights that were read and of a stage, the page cache of
+            the files. ``give_back()`` returns bytes, and is called by the governor's thread.
+        priority : int, optional
+            Less goes first. By default 10 for a paged cache, 20 for memory without tokens and for
+            other objects, 30 for files.
+
+        Returns
+        -------
+        Governor
+            Itself.
+
+        Raises
+        ------
+        TypeError, ValueError
+            It is none of these; weights that are mapped, whose pages are what tokens read.
+        ClosedError
+            The governor was closed.
+        """
+        name, usual, give_back = _step_of(what)
+        chosen = usual if priority is None else integer(priority, "priority")
+        with self._lock:
+            self._check_open()
+            # Of one priority, what was added first goes first.
+            self._steps.append(_Step(chosen, name, give_back))
+            self._steps.sort(key=lambda step: step.priority)
+        return self
+
+    def start(self) -> None:
+        """Begin to watch, in a thread. Starting twice is no error.
+
+        Raises
+        ------
+        ClosedError
+            The governor was closed.
+        OSError
+            There are no descriptors left.
+        """
+        with self._lock:
+            self._check_open()
+            if not self._is_running():
+                self._run = _Run(self)
+
+    def stop(self) -> None:
+        """End the thread, and wait for what it does; `start` begins anew. Twice is no error."""
+        with self._lock:
+            run, self._run = self._run, None
+        if run is not None:
+            run.end()
+
+    def give_back(self, nbytes: int | None = None) -> int:
+        """Give back now, in this thread.
+
+        Parameters
+        ----------
+        nbytes : int, optional
+            Bytes after which it is enough; by default all that there is.
+
+        Returns
+        -------
+        int
+            Bytes that were given back.
+
+        Raises
+        ------
+        ClosedError
+            The governor was closed.
+        """
+        wanted = None if nbytes is None else integer(nbytes, "nbytes", 0)
+        with self._lock:
+            self._check_open()
+        text = "all that there is" if wanted is None else format_bytes(wanted)
+        event = GovernorEvent(time.time(), "asked", f"give_back of {text}", wanted or 0)
+        return self._act(event, float("inf") if wanted is None else wanted).nbytes
+
+    @property
+    def events(self) -> tuple[GovernorEvent, ...]:
+        """What was noticed and done, the latest last; at most the last 1000."""
+        with self._lock:
+            return tuple(self._events)
+
+    @property
+    def given_back_bytes(self) -> int:
+        """Bytes that the events say were given back."""
+        return sum(event.nbytes for event in self.events)
+
+    @property
+    def watches(self) -> tuple[str, ...]:
+        """What it watches, and what of the system's it may not; empty while it is stopped."""
+        with self._lock:
+            return self._run.watches if self._run is not None and self._is_running() else ()
+
+    @property
+    def running(self) -> bool:
+        """Whether its thread watches."""
+        with self._lock:
+            return self._is_running()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+    def close(self) -> None:
+        """Stop, and let go of all that was added. Twice is no error."""
+        with self._lock:
+            self._closed = True
+            self._steps = []
+        self.stop()
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a Governor cannot be pickled: it is for the memory of this process")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "running" if self.running else "stopped"
+        with self._lock:
+            n = len(self._steps)
+        return f"Governor({state}, {n} steps, gave back {format_bytes(self.given_back_bytes)})"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the Governor is closed")
+
+    def _is_running(self) -> bool:
+        return self._run is not None and self._run.is_alive
+
+    # ---- in the thread ------------------------------------------------------------------------
+
+    def _look(self, notices: Iterable[Notice], found: Iterable[Limit]) -> int | None:
+        """Act where it is needed; return the bytes that were given back, None where it is not."""
+        told = next((notice for notice in notices if notice.is_pressure), None)
+        shortage = find_shortage(found, self.budget_bytes)
+        if shortage is not None:
+            event = GovernorEvent(time.time(), shortage.source, shortage.reason, shortage.nbytes)
+        elif told is not None:
+            event = GovernorEvent(time.time(), told.source, told.text)
+        else:
+            return None
+        return self._act(event, event.shortage_bytes, is_new=told is not None).nbytes
+
+    def _act(self, event: GovernorEvent, wanted: float, *, is_new: bool = True) -> GovernorEvent:
+        """Take steps until so many bytes came back, at least one that has something to give.
+
+        What only goes on, and where nothing can be done, is no new event.
+        """
+        given: list[tuple[str, int]] = []
+        errors: list[str] = []
+        with self._lock:
+            steps = list(self._steps)
+        with self._giving:
+            for step in steps:
+                if given and sum(nbytes for _, nbytes in given) >= wanted:
+                    break
+                try:
+                    nbytes = integer(step.give_back(), f"give_back() of {step.name}", 0)
+                except Exception as error:  # of a caller's code, which must not end the thread
+                    errors.append(f"{step.name}: {type(error).__name__}: {error}")
+                    continue
+                if nbytes:
+                    given.append((step.name, nbytes))
+        event = replace(event, given_back=tuple(given), errors=tuple(errors))
+        if not (is_new or given):
+            return event
+        if self._on_pressure is not None:
+            try:
+                self._on_pressure(event)
+            except Exception as error:
+                text = f"on_pressure: {type(error).__name__}: {error}"
+                event = replace(event, errors=(*event.errors, text))
+        with self._lock:
+            self._events.append(event)
+        return event
+
+
+class _Run:
+    """The thread of a governor, from one start to the stop."""
+
+    def __init__(self, governor: Governor) -> None:
+        self._governor = weakref.ref(governor)
+        self._pid = os.getpid()
+        self._open: list[Watch] = []
+        self._limits: tuple[tuple[str, int], ...] = ()
+        self.watches: tuple[str, ...] = ()
+        self._wake_lock = threading.Lock()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._loop, name="unimem-governor", daemon=True)
+        try:
+            self._watch(limits.memory_limits())
+            self._thread.start()
+        except BaseException:
+            self._give_descriptors_back()
+            raise
+        # Of a governor that is dropped, and at the end of the process.
+        self._end = weakref.finalize(governor, self.end)
+
+    @property
+    def is_alive(self) -> bool:
+        return os.getpid() == self._pid and self._thread.is_alive()
+
+    def end(self) -> None:
+        """Wake the thread, and wait until it has ended; a callback of its own does not wait."""
+        if os.getpid() != self._pid:
+            return
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+        self._end.detach()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _watch(self, found: tuple[Limit, ...]) -> None:
+        """Open all watches anew: a threshold is of the limit that there was."""
+        for watch in self._open:
+            watch.close()
+        self._open, refusals = open_watches()
+        self._limits = _figures(found)
+        names = ", ".join(limit.name for limit in found)
+        self.watches = (
+            *(f"{watch.source}: {watch.name}" for watch in self._open),
+            f"limits, read every {_LOOK_SECONDS} s: {names}",
+            *(f"not {refusal}" for refusal in refusals),
+        )
+
+    def _loop(self) -> None:
+        try:
+            poll, rest = self._new_poll(), 0.0
+            while True:
+                ready = dict(poll.poll(_LOOK_SECONDS * 1000))
+                governor = self._governor()
+                if self._wake in ready or governor is None:
+                    return
+                found = limits.memory_limits()
+                given = governor._look(self._read(ready, poll), found)
+                del governor  # so that it can be dropped meanwhile
+                if _figures(found) != self._limits:
+                    self._watch(found)
+                    poll = self._new_poll()
+                rest = min(max(2 * rest, _LEAST_REST_SECONDS), _MOST_REST_SECONDS)
+                if given != 0:
+                    rest = 0.0
+                elif self._rest(rest):
+                    return
+        finally:
+            self._give_descriptors_back()
+
+    def _new_poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        for watch in self._open:
+            poll.register(watch.fd, watch.mask)
+        return poll
+
+    def _read(self, ready: dict[int, int], poll: select.poll) -> list[Notice]:
+        """Take what was told. A watch whose cgroup is gone tells nothing any more."""
+        notices = []
+        for watch in [watch for watch in self._open if watch.fd in ready]:
+            try:
+                notice = watch.read() if ready[watch.fd] & watch.mask else None
+                is_gone = not ready[watch.fd] & watch.mask
+            except OSError:
+                notice, is_gone = None, True
+            if is_gone:
+                poll.unregister(watch.fd)
+                self._open.remove(watch)
+                watch.close()
+            elif notice is not None:
+                notices.append(notice)
+        return notices
+
+    def _rest(self, seconds: float) -> bool:
+        """Let the kernel tell for a while; return whether the thread shall end."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
+
+    def _give_descriptors_back(self) -> None:
+        for watch in self._open:
+            watch.close()
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
+
+
+def _figures(found: Iterable[Limit]) -> tuple[tuple[str, int], ...]:
+    return tuple((limit.name, limit.limit_bytes) for limit in found)
+
+
+def find_shortage(found: Iterable[Limit], budget_bytes: int | None) -> _Shortage | None:
+    """Find the limit that lacks most of the room that it shall have; None where all have it."""
+    shortages = []
+    for limit in found:
+        missing = wanted_room(limit.limit_bytes) - (limit.limit_bytes - limit.used_bytes)
+        if missing > 0 and not limit.name.startswith("commit "):
+            name = "machine" if limit.name == "memory of the machine" else limit.name
+            room = f"room for {format_bytes(limit.room_bytes)} of {format_bytes(limit.limit_bytes)}"
+            shortages.append(_Shortage(name, room, missing))
+    if budget_bytes is not None:
+        own = own_bytes()
+        if own > budget_bytes:
+            reason = f"{format_bytes(own)} in RAM, and {format_bytes(budget_bytes)} allowed"
+            shortages.append(_Shortage("budget", reason, own - budget_bytes))
+    return max(shortages, key=lambda shortage: shortage.nbytes, default=None)
+
+
+def own_bytes() -> int:
+    """Bytes of this process in RAM that are no file's."""
+    fields = (kernel_files.read_text("/proc/self/statm") or "0 0 0").split()
+    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES
+
+
+def _step_of(what: object) -> tuple[str, int, Callable[[], int]]:
+    """Return the name, the usual priority, and the call of a step."""
+    if isinstance(what, PagedKVCache):
+        return f"prefix cache '{what.name}'", _PREFIXES, what.give_back
+    if isinstance(what, KVCache):
+        return f"spare memory of cache '{what.name}'", _SPARE, what.give_back
+    if isinstance(what, Weights):
+        if what.load == "map":
+            raise ValueError(
+                f"what: {what.files[0]} is mapped, and its pages are what tokens read: expected "
+                "weights with load='copy' or 'direct', or a Stage"
+            )
+        files = [(part.file.absolute_path, part.file.version) for part in what._parts]
+        return f"page cache of {what.files[0]}", _FILES, lambda: drop_files(files)
+    if isinstance(what, Stage):
+        versions = what._versions
+        return f"page cache of {what.source}", _FILES, lambda: drop_files(versions)
+    if isinstance(what, GivesBack) and not isinstance(what, type):
+        return f"spare memory of {type(what).__name__}", _SPARE, what.give_back
+    raise TypeError(
+        "what: expected a PagedKVCache, KVCache, Decoder, Weights, Stage or an object with "
+        f"give_back(), got {what!r:.60}"
+    )

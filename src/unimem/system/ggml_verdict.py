@@ -1,0 +1,78 @@
+"""Whether one of ggml's extra buffer types computes rightly here: tried once, and remembered.
+
+A trial starts a process, which takes longer than the rest of a start. So what it has shown is kept
+in the user's cache, for the same build of ggml on a CPU with the same features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+from unimem.system.atomic_file import write_text
+from unimem.system.user_cache import cache_folder, check_own_folder
+
+__all__ = ["UNSOUND", "passes_trial"]
+
+UNSOUND = 3
+"""How a trial ends that has seen wrong products: an error of Python ends with 1."""
+
+_TRIAL_SECONDS = 60.0
+# How a process ends whose kernels are wrong. Any other end says nothing of them.
+_WRONG = (
+    UNSOUND,
+    *(-each for each in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)),
+    -signal.SIGABRT,
+)
+_WORDS = {"sound\n": True, "unsound\n": False}
+
+
+def passes_trial(name: str, build: dict[str, Any]) -> bool:
+    """Tell whether products by a type are right, by an earlier trial or by one that is made now.
+
+    Parameters
+    ----------
+    name : str
+        Of the type, as ggml calls it.
+    build : dict
+        What tells this build of ggml and this CPU from others, of what JSON can hold.
+    """
+    path = _path(name, build)
+    if path is not None:
+        with suppress(OSError, ValueError, KeyError), open(path) as file:
+            return _WORDS[file.read(16)]
+    found = _try(name)
+    if path is not None and found is not None:
+        with suppress(OSError):
+            write_text(path, next(word for word, sound in _WORDS.items() if sound == found))
+    return bool(found)
+
+
+def _path(name: str, build: dict[str, Any]) -> str | None:
+    folder = cache_folder()
+    if folder is None:
+        return None
+    try:
+        check_own_folder(folder, create=True)
+    except OSError:
+        return None
+    text = json.dumps({"type": name, "build": build}, sort_keys=True)
+    return os.path.join(folder, f"{hashlib.sha256(text.encode()).hexdigest()}.trial")
+
+
+def _try(name: str) -> bool | None:
+    """Make a trial; None where it came to no end of its own."""
+    command = [sys.executable, "-m", "unimem.system.ggml_trial", name]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TRIAL_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    if done.returncode in _WRONG:
+        return False
+    return True if done.returncode == 0 else None

@@ -1,0 +1,96 @@
+"""Memory with a name (memfd), by which one process shows something and others find it.
+
+No file is left, no signal is sent, and what is shown goes with its process.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+
+from unimem.system.kernel_files import parse_fields, read_bytes
+
+__all__ = ["find_memfds", "new_memfd"]
+
+# The kernel's number (uapi/linux/memfd.h), which Python has only from 3.14 on.
+_MFD_NOEXEC_SEAL = 8
+_MOST_DESCRIPTORS = 1 << 16  # of a process are looked at
+
+
+def new_memfd(name: str, flags: int = 0) -> int:
+    """Make an empty memfd that can be sealed and, from Linux 6.3 on, never be executed.
+
+    Parameters
+    ----------
+    name : str
+        As /proc/PID/fd and /proc/PID/maps show it.
+    flags : int, optional
+        More flags of memfd_create.
+
+    Raises
+    ------
+    OSError
+        The system gives none.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this Python was built for systems without memfd_create")
+    flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # before Linux 6.3
+            raise
+        return os.memfd_create(name, flags)
+
+
+def find_memfds(folder: int, name: str) -> Iterator[int]:
+    """Open the memfds of a name that a process has, for reading; the caller closes each.
+
+    Parameters
+    ----------
+    folder : int
+        A descriptor of the process's folder in /proc.
+    name : str
+        Of the memfds.
+
+    Raises
+    ------
+    OSError
+        The process has ended, or is not ours to look at.
+    """
+    link = f"/memfd:{name} (deleted)"
+    descriptors = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        with os.scandir(descriptors) as listed:
+            for entry in itertools.islice(listed, _MOST_DESCRIPTORS):
+                with suppress(OSError):  # it was closed, or may not be opened
+                    if os.readlink(entry.name, dir_fd=descriptors) == link:
+                        yield _open_memfd(entry.name, descriptors)
+    finally:
+        os.close(descriptors)
+
+
+def _open_memfd(name: str, descriptors: int) -> int:
+    """Open a memfd for reading, and nothing else: a user's file system may never answer."""
+    # O_PATH opens nothing yet, and goes on meaning the same file.
+    found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=descriptors)
+    try:
+        ours = new_memfd("unimem")
+        try:
+            # All memfds lie in one mount, which no user can mount.
+            mount = _mount_of(found)
+            if mount is None or mount != _mount_of(ours):
+                raise PermissionError(errno.EACCES, "no memfd")
+        finally:
+            os.close(ours)
+        return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(found)
+
+
+def _mount_of(fd: int) -> str | None:
+    text = read_bytes(f"/proc/self/fdinfo/{fd}").decode(errors="replace")
+    return parse_fields(text).get("mnt_id")

@@ -1,0 +1,118 @@
+"""Writing a repacked image while its model is used already."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from unimem.system.threads import wait_until
+
+__all__ = ["Keeping"]
+
+_NICE = 10  # what computes goes first, and who waits for the image still gets it soon
+_running: set[Keeping] = set()
+
+
+class _CancelledError(Exception):
+    """The image is not wanted any more."""
+
+
+class Keeping:
+    """An image that a thread of low priority writes. Ending it is for one thread at a time.
+
+    A process that ends waits for it, an interrupt gives it up, and a process that is killed leaves
+    a temporary file that the next one removes. A forked child has nothing of it.
+
+    Parameters
+    ----------
+    write : callable
+        Writes the image. It is given a callable to call every few MiB, and lets through what that
+        raises.
+    closes : ExitStack
+        Closed in the thread when `write` has ended.
+    failed : callable
+        Told the error that has ended `write`, by the thread that ends this.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Callable[[], None]], object],
+        closes: ExitStack,
+        failed: Callable[[Exception], object],
+    ) -> None:
+        self._write, self._closes, self._failed = write, closes, failed
+        self._pid = os.getpid()
+        self._is_cancelled = False
+        self._error: Exception | None = None
+        self._begun = threading.Lock()  # taken by what closes `closes`
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        """Begin to write. Where no thread can be started, that is told as what has failed."""
+        # A thread that Python does not wait for: `_end_all` does, and can be interrupted.
+        thread = threading.Thread(target=self._run, name="unimem image", daemon=True)
+        _running.add(self)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self.end(cancel=True)
+            self._failed(error)
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
+        with suppress(OSError):  # a sandbox may forbid it
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            with self._closes:
+                self._write(self._check)
+        except _CancelledError:
+            pass
+        except Exception as error:
+            self._error = error.with_traceback(None)  # which would keep the memory
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        del self._write  # which keeps the memory
+        _running.discard(self)
+        self._ended.set()
+
+    def _check(self) -> None:
+        if self._is_cancelled:
+            raise _CancelledError
+
+    def end(self, *, cancel: bool = False) -> None:
+        """Wait until the image is kept, or given up.
+
+        Parameters
+        ----------
+        cancel : bool
+            Whether to give it up now. An interrupt meanwhile does so, too.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._is_cancelled = self._is_cancelled or cancel
+        try:
+            if cancel and self._begun.acquire(blocking=False):
+                self._closes.close()
+                self._finish()
+            self._ended.wait()
+        except BaseException:
+            self._is_cancelled = True
+            wait_until(self._ended.is_set)
+            raise
+        error, self._error = self._error, None
+        if error is not None:
+            self._failed(error)
+
+
+def _end_all() -> None:
+    for keeping in list(_running):
+        keeping.end()
+
+
+atexit.register(_end_all)

@@ -1,0 +1,163 @@
+"""The suite `pressure`: what it makes of tokens, and that it measures processes in a cgroup."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench_cases import case_of, run_case
+from unimem.engine import embedded_model
+from unimem_bench import decoding, pressure_side
+from unimem_bench.record import CaseRecord, SideRecord
+from unimem_bench.suite import NotMeasured
+from unimem_bench.suites import load_suite, pressure
+from unimem_bench.suites.pressure import COPIED, EXEC, PRESSED, QUIET, STAGED, WAYS, Tokens
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
+    """All ways but two are measured, and those under pressure are slower at the end."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(1000))
+    monkeypatch.setattr(pressure, "_found", {})
+    monkeypatch.setattr(decoding, "model", lambda measure, kind: path)
+    monkeypatch.setattr(pressure, "_own_bytes", lambda kind, path, cpus: 500)
+    monkeypatch.setattr(pressure, "_noise_file", lambda folder, nbytes: path)
+    monkeypatch.setattr(pressure, "_missing", lambda way: "no exec" if way.is_exec else "")
+
+    def measure(m: Any, way: Any, *rest: Any) -> Any:
+        if way == WAYS[STAGED]:
+            raise pressure._Died("killed")
+        slowest = 12.0 if way == WAYS[COPIED] else 50.0
+        pressed = Tokens([10.0] * 999 + [slowest], 100)
+        return "copy: why", {QUIET: Tokens([10.0] * 1000, 0), PRESSED: pressed}
+
+    monkeypatch.setattr(pressure, "_measure", measure)
+    return tmp_path
+
+
+def test_what_the_cases_make_of_tokens(invented: Path, monkeypatch: Patch) -> None:
+    cases = load_suite("pressure").cases
+    found = {case.name: run_case(case, invented, monkeypatch) for case in cases}
+    token = found["token"]
+    assert {side.name for side in token.sides} == {
+        f"{name}, {phase}" for name in set(WAYS) - {STAGED, EXEC} for phase in (QUIET, PRESSED)
+    }
+    assert token.left_out == {STAGED: "killed", EXEC: "no exec"}
+    assert token.facts["figures_ms"]["llama.cpp, mapped"][PRESSED]["worst"] == 50
+    assert token.facts["cgroup_bytes"]["unimem"] == 1500 + pressure.NEIGHBOUR_BYTES
+    ratios = {side.name: side.passes[0][0] for side in found["p99.9"].sides}
+    assert ratios[COPIED] == pytest.approx(1.0002)  # of 1000 tokens, nearly the slowest but one
+    assert ratios["unimem"] == pytest.approx(1.004)
+    means = {side.name: side.passes[0][0] for side in found["mean"].sides}
+    assert means[COPIED] == pytest.approx((9990 + 12) / 10000)
+    faults = {side.name: side.passes[0][0] for side in found["major-faults"].sides}
+    assert set(faults.values()) == {0.1}
+    roles = {side.name: side.role for side in found["mean"].sides}
+    assert (roles["unimem"], roles["llama.cpp"]) == ("unimem", "peer")
+
+
+def test_without_a_cgroup_nothing_is_measured(monkeypatch: Patch, tmp_path: Path) -> None:
+    from unimem_bench import cgroup
+
+    monkeypatch.setattr(cgroup, "cgroups_above", lambda name: iter(()))
+    with (
+        pytest.raises(NotMeasured, match=r"needs root: no memory controller is mounted"),
+        cgroup.limited_cgroup(1 << 30),
+    ):
+        pass
+
+
+class InventedSide:
+    load = "map: so"
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.begun = self.n = 0
+
+    def begin(self) -> None:
+        self.begun += 1
+
+    def step(self, token: int) -> None:
+        self.n += 1
+
+
+def test_conversations_of_a_side_are_alike() -> None:
+    side = InventedSide()
+    found = pressure_side.measure(side, 300, 60)
+    assert len(found["ms"]) == 300
+    assert (side.begun, side.n) == (1 + 3, 300 + 1)  # one before, and the first untimed
+    assert len(pressure_side.measure(side, 300, 0)["ms"]) == 1
+
+
+SIDE = """
+import sys
+from unimem_bench import pressure_side
+class Side:
+    load = "map: so"
+    def __init__(self, model, **options): print(model, options)
+    def begin(self): pass
+    def step(self, token): print("a library speaks")
+pressure_side.TimedUnimem = Side
+sys.argv = ["side", "unimem", "m.gguf", '{"load": "map"}']
+pressure_side.main()
+"""
+
+
+def test_what_a_side_answers() -> None:
+    asked = '{"n": 2, "seconds": 9}\n'
+    done = subprocess.run(
+        [sys.executable, "-c", SIDE], input=asked, capture_output=True, text=True, check=True
+    )
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert first == {"load": "map: so"}
+    assert len(second["ms"]) == 2
+    assert "m.gguf {'load': 'map'}" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="making a cgroup needs root")
+def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(pressure, "_found", {})
+    monkeypatch.setattr(decoding, "model", lambda measure, kind: Path(embedded_model()))
+    monkeypatch.setattr(decoding, "require_room", lambda n, path: None)
+    monkeypatch.setattr(pressure, "N_QUICK_TOKENS", 5)
+    for name in set(WAYS) - {"unimem", COPIED, STAGED, "unimem, mapped"}:
+        monkeypatch.delitem(pressure.WAYS, name)
+    record = run_case(case_of("pressure/token"), tmp_path, monkeypatch)
+    assert record.left_out == {}
+    names = {side.name for side in record.sides}
+    assert names == {f"{name}, {phase}" for name in WAYS for phase in (QUIET, PRESSED)}
+    assert all(len(side.passes[0]) == 10 for side in record.sides)
+    assert record.facts["load"][COPIED] == "copy: it was asked for"
+    assert [path.name for path in tmp_path.iterdir()] == ["neighbour.bin"]
+
+
+def test_the_plot_shows_pairs() -> None:
+    plots = pytest.importorskip("unimem_bench.plots", reason="matplotlib is not installed")
+    sides = [
+        SideRecord("unimem, quiet", "unimem", [[1.0, 2.0, 1.5]]),
+        SideRecord("unimem, pressed", "unimem", [[1.0, 2.0, 1.5]]),
+        SideRecord("llama.cpp, quiet", "peer", [[1.0, 2.0]]),
+        SideRecord("llama.cpp, pressed", "peer", [[100.0, 800.0, 900.0]]),
+        SideRecord("alone, quiet", "peer", [[1.0]]),
+    ]
+    case = CaseRecord("pressure", "token", "What?", "ms", sides=sides)
+    assert list(plots._pairs(case)) == ["unimem", "llama.cpp"]
+    with plots._style():
+        figure = plots._sheet("pressure", [case], lambda case: case.name)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg")
+    text = svg.getvalue()
+    for word in ("alone", "unimem, beside neighbours", "worst 450x", "up to the slowest"):
+        assert word in text, word
+    assert "worst 1x" not in text
+    assert "5 to 95 %" not in text
