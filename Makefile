@@ -12,10 +12,11 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # Sources whose change needs a new build; Python files are used in place.
-NATIVE := $(wildcard native/include/*.h native/src/*.[ch] bench/native/*.[ch]) \
+NATIVE := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] bench/native/*.[ch]) \
           $(wildcard src/unimem/*/*.pyx src/unimem/*/*.pxd) \
           CMakeLists.txt cmake/bindings.cmake pyproject.toml
-C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/tests/*.[ch] native/fuzz/*.[ch]) \
+C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] native/tests/*.[ch]) \
+           $(wildcard native/fuzz/*.[ch]) \
            $(wildcard bench/native/*.[ch] tests/support/shim/*.c) \
            $(wildcard src/unimem/cuda/*.cu)
 
@@ -23,7 +24,7 @@ WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
-.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu \
+.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-exec \
         gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
@@ -144,6 +145,10 @@ exhaust: $(VENV)/.installed
 	$(BUILD)/exhaust/native/tests/exhaust_convert
 	$(BIN)/python tools/exhaust_convert.py
 
+# Programs that others wrote, with and without `unimem exec`: CPython's tests, NumPy's, redis.
+test-exec: $(VENV)/.installed
+	$(BIN)/python tools/exec_suites.py
+
 # A model staged once for two llama.cpp processes, and what the kernel says of both.
 demo: $(VENV)/.installed
 	$(BIN)/python tools/demo.py
@@ -151,6 +156,10 @@ demo: $(VENV)/.installed
 # All suites, half an hour. QUICK=--quick takes two minutes.
 bench: $(VENV)/.installed
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
+
+# What `unimem exec` costs and gains.
+bench-exec: $(VENV)/.installed
+	$(BIN)/python tools/exec_bench.py
 
 # The document that is made of the run in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 __all__ = ["main"]
 
@@ -22,6 +23,10 @@ def main() -> int:
     int
         The exit code.
     """
+    if sys.argv[1:2] == ["exec"]:
+        from unimem_command.launch import quick
+
+        quick(sys.argv[2:])
     # Where somebody ignores interrupts, it stays so.
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours:

@@ -524,7 +524,7 @@ def test_an_image_that_nobody_has_changed_is_read() -> None:
 
 @pytest.mark.parametrize(("head", "reason"), [
     ({"magic": b"unimem!!"}, "does not begin as one"),
-    ({"version": 2}, "version is 2, and this unimem reads version 1"),
+    ({"version": 3}, "version is 3, and this unimem reads version 1"),
     ({"n_columns": 2**31, "n_rows": 2**31}, "more than there is room for"),
     ({"n_rows": shown._N_ROWS + 1}, "more than there is room for"),
     ({"size": NBYTES}, "more than there is room for"),

@@ -21,7 +21,7 @@ NEEDED = {
     *(f"{package}/py.typed" for package in ("pytest_unimem", "unimem", "unimem_command")),
     *("pytest_unimem/__init__.py", "unimem_command/__init__.py", "unimem/cuda/rows.cu"),
     *(f"unimem/include/unimem{part}.h" for part in ("", "_formats", "_kv")),
-    *("unimem/lib/libunimem.so", "unimem/lib/libunimem-bench.so"),
+    *(f"unimem/lib/libunimem{part}.so" for part in ("", "-bench", "-exec")),
     *("unimem/lib/cmake/unimem/unimem-config.cmake", "unimem/engine/models/tiny.gguf"),
     *("unimem/__init__.pxd", "unimem/_core/tape.pxd", "unimem/_core/tape.pyi"),
 }

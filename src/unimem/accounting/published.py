@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
+from unimem.accounting import placed
 from unimem.system import process
 from unimem.system.memfds import find_memfds, new_memfd
 
@@ -79,11 +81,14 @@ class Published(NamedTuple):
         As in `COUNTERS`, the sums over its engines, now.
     truncated : int
         Entries that found no room: the smallest.
+    placed : dict or None
+        Of a process under `unimem exec`: what was asked for, and counts.
     """
 
     entries: tuple[Entry, ...]
     counters: dict[str, int]
     truncated: int = 0
+    placed: dict[str, Any] | None = None
 
 
 # ---- showing ------------------------------------------------------------------------------------
@@ -305,6 +310,7 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
         tries = iter(
             range(_TRIES)
         )  # one budget for all memfds, so that no process keeps us waiting
+        all_found: list[Published] = []
         for fd in itertools.islice(find_memfds(folder, NAME), _MOST_FOUND):
             try:
                 found = _read(fd, *owner, tries)
@@ -315,12 +321,31 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
             finally:
                 os.close(fd)
             if found is not None:
-                return found
+                all_found.append(found)
+        return _merge(all_found)
     except OSError:
         pass  # it has ended, or may not be read
     finally:
         os.close(folder)
     return None
+
+
+def _merge(found: Sequence[Published]) -> Published | None:
+    """Put together what engines show, and what `unimem exec` shows of the same process."""
+    of_engines = next((each for each in found if each.placed is None), None)
+    of_exec = next((each for each in found if each.placed is not None), None)
+    if of_engines is None or of_exec is None:
+        return of_engines or of_exec
+    # They are written at different times: what an engine says is its own.
+    starts = [entry.address for entry in of_engines.entries]
+    entries = list(of_engines.entries)
+    for entry in of_exec.entries:
+        i = bisect_left(starts, entry.address + entry.reserved_bytes) - 1
+        before = of_engines.entries[i] if i >= 0 else None
+        if before is None or before.address + before.reserved_bytes <= entry.address:
+            entries.append(entry)
+    entries.sort(key=lambda entry: entry.address)
+    return of_engines._replace(entries=tuple(entries), placed=of_exec.placed)
 
 
 def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | None:
@@ -335,6 +360,11 @@ def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | 
             return None
         if magic != _MAGIC:
             raise _BrokenError("it does not begin as one")
+        if version == placed.FORMAT:
+            if (shown := _read_placed(fd, data)) is not None:
+                return shown
+            time.sleep(_PATIENCE_SECONDS)
+            continue
         if version != _VERSION:
             raise _BrokenError(
                 f"its version is {version}, and this unimem reads version {_VERSION}"
@@ -347,6 +377,14 @@ def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | 
             return _parse(text, n_columns, values)
         time.sleep(_PATIENCE_SECONDS)  # it is being written
     raise _BrokenError("its checksum is not that of its text")
+
+
+def _read_placed(fd: int, data: bytes) -> Published | None:
+    try:
+        table = placed.read_table(fd, data)
+    except ValueError as error:
+        raise _BrokenError(str(error)) from None
+    return None if table is None else Published(table.entries, {}, 0, table.facts)
 
 
 def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:

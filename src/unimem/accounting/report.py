@@ -121,9 +121,10 @@ def report(pid: int | None = None) -> Report:
     Report
         A row for each category: of unimem's memory and of model files ``weights:TYPE``,
         ``weights:padding``, ``kv``, ``scratch``, ``logits``, ``tokens``, ``staging``,
-        ``diagnostics`` and ``other``; of the rest ``allocator``, ``libraries``, ``stacks``,
-        ``files``, ``shared``, ``anonymous`` and ``kernel``. In this process also of each category
-        that had memory, and of that of GPUs. What the facts are is said in ``docs/accounting.md``.
+        ``diagnostics`` and ``other``; ``placed``, what `unimem exec` has placed; of the rest
+        ``allocator``, ``libraries``, ``stacks``, ``files``, ``shared``, ``anonymous`` and
+        ``kernel``. In this process also of each category that had memory, and of that of GPUs.
+        What the facts are is said in ``docs/accounting.md``.
 
     Raises
     ------
@@ -193,7 +194,11 @@ def _read_entries(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
     problem = {"problem": problems[0]} if problems else {}
     if shown is None:
         return (), {"source": "kernel", **problem}
-    facts: dict[str, Any] = {"source": "published ledger", "counters": shown.counters, **problem}
+    facts: dict[str, Any] = {"source": "published ledger", **problem}
+    if shown.counters:
+        facts["counters"] = shown.counters
+    if shown.placed is not None:
+        facts["exec"] = shown.placed
     if shown.truncated:
         facts["n_entries_left_out"] = shown.truncated
     return shown.entries, facts

@@ -32,10 +32,18 @@ _COUNTERS = {
     "n_generated_tokens": "made",
     "kv_tokens": "in the KV cache",
 }
+# What `unimem exec` counts where not all is as it was asked for.
+_SHORTFALLS = {
+    "n_fallback": "found no room in the pool of huge pages",
+    "n_stalled": "got small pages, since the kernel was slow in finding huge ones",
+    "n_unbound": "are not on the nodes that were asked for: the kernel refused",
+    "n_unlocked": "are not locked: the limit on locked memory was reached",
+    "n_passed_on": "had no room, and went to the program's own allocator",
+}
 _WIDE = 110  # columns, from which on there is room for what was most
 
 # Facts that the page has in words of its own, or that its sums say of a process.
-_IN_WORDS = {"models", "counters", "problem", "minor_faults", "major_faults"}
+_IN_WORDS = {"models", "counters", "problem", "minor_faults", "major_faults", "exec"}
 _OF_PROCESS = {"pid", "name", "command", "source", "n_threads", "n_entries_left_out"}
 _OF_PROCESS |= {"rss_bytes", "pss_bytes", "swapped_bytes"}
 
@@ -61,6 +69,7 @@ def report_lines(
         fact_lines(surface, _heading(facts)),
         memory_lines(surface, rows),
         fact_lines(surface, chain(_sums(rows), _faults(rows, facts))),
+        fact_lines(surface, _of_exec(facts)),
         fact_lines(surface, _more(facts)),
         _mapping_lines(surface, mappings),
     )
@@ -126,6 +135,32 @@ def _faults(rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[tuple[str
         if placed := _placements(rows):
             faults += f"; {format_bytes(sum_placements(placed).swapped_bytes)} swapped out"
         yield "faults", faults
+
+
+def _of_exec(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Write what `unimem exec` has placed in the process, and what it could not."""
+    placed = facts.get("exec")
+    if placed is None:
+        return
+    asked = [f"pages {placed['pages']}", f"from {format_bytes(placed['min_bytes'] or 0)} on"]
+    asked += [f"numa {placed['numa']}"] if placed["numa"] else []
+    asked += [name for name in ("lock", "prefault", "strict") if placed[name]]
+    most = format_bytes(placed["most_bytes"])
+    yield "exec", f"{', '.join(asked)}: {placed['n_placed']:,} placed, {most} at a time"
+    for name, text in _SHORTFALLS.items():
+        if placed[name]:
+            yield "", f"{placed[name]:,} {text}"
+    if not placed["malloc_is_placed"]:
+        yield "", "the program has a malloc of its own: only its mmap is seen"
+    for each in placed["ended"]:
+        yield "ended", ", ".join(_about_ended(each))
+
+
+def _about_ended(ended: Mapping[str, Any]) -> Iterator[str]:
+    yield f"{ended['via']}: {ended['n']:,} of {format_bytes(ended['requested_bytes'])} in all"
+    resident, huge = ended["resident_bytes"], ended["huge_bytes"]
+    if resident:
+        yield f"{format_bytes(resident)} in RAM, {huge / resident:.0%} in huge pages"
 
 
 def _more(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -127,6 +127,7 @@ def _app() -> typer.Typer:
 
     from unimem.cli.cache import cache
     from unimem.cli.doctor import doctor
+    from unimem.cli.exec import exec_
     from unimem.cli.inspect import inspect
     from unimem.cli.plan import plan
     from unimem.cli.program import program
@@ -148,6 +149,8 @@ def _app() -> typer.Typer:
     app.command()(doctor)
     app.command()(stage)
     app.command()(cache)
+    # What stands behind the program's name is the program's.
+    app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
     for command in entry_points(group="unimem.commands"):
         app.command(command.name)(command.load())
     return app

@@ -90,7 +90,9 @@ def find() -> Processes:
             try:
                 areas = read_process(pid, usage=False)
                 mapped = {model.path: model for model in models(areas)}
-                has_ledger = published(pid) is not None
+                shown = published(pid)
+                # What `unimem exec` has placed may be anything's.
+                has_ledger = shown is not None and bool(shown.counters)
                 if not (mapped or has_ledger):
                     continue
                 process = read_process(pid)

@@ -22,7 +22,7 @@ from unimem.weights.staging.places import sweep
 from unimem.weights.staging.repacked import cpu_features, find_repacked
 from unimem.weights.staging.stage import stage as make_stage
 
-__all__ = ["stage"]
+__all__ = ["stage", "stage_for"]
 
 
 def stage(
@@ -126,6 +126,23 @@ def _fill_standard_streams() -> None:
 
 
 # ---- staging --------------------------------------------------------------------------------
+
+
+def stage_for(model: str) -> str:
+    """Stage a model for a command that is about to start, and return the path to open.
+
+    It stays staged after that, for the next one.
+    """
+    _fill_standard_streams()
+    sweep()
+    asked: dict[str, Any] = {"pages": "auto", "numa": None, "lock": False, "backing": "auto"}
+    source = os.path.abspath(model)
+    with ExitStack() as stack:
+        waits = f"{source}: waiting for a process that stages it, "
+        stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
+        held = _reuse(source, asked) or stack.enter_context(_read_in(source, asked))
+        _tell(f"{source} is staged as {held.path}, until: unimem stage --drop {held.path}")
+    return held.path
 
 
 def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:

@@ -1,0 +1,311 @@
+/* The functions that the library replaces, and its begin and end. The small paths are a comparison
+ * and a jump: `next` is never NULL, and leads to the functions of `early` until the next allocator
+ * is known. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "exec.h"
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <spawn.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define HOOK __attribute__((visibility("default"))) extern
+#define RARELY(condition) __builtin_expect(!!(condition), 0)
+
+extern char **environ;
+
+/* ---- before the next allocator is known ---- */
+
+static void begin(void);
+
+/* Finding the next allocator may itself allocate. Each such allocation is a mapping of its own,
+ * which is freed as all others are. */
+static void *early_memalign(size_t align, size_t nbytes) {
+    begin();
+    if (um_next_now.memalign != early_memalign) {
+        return um_large_memalign(align, nbytes);
+    }
+    size_t page = 4096, whole = (nbytes + page) / page * page;
+    align = align < UM_SLOT_BYTES ? UM_SLOT_BYTES : align;
+    void *address = um_place_map(whole, align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
+    um_record record = {
+        .address = (uintptr_t)address, .nbytes = whole, .asked = whole, .via = UM_VIA_MALLOC};
+    um_table_lock();
+    bool done = address != NULL && um_table_add(record);
+    um_table_unlock();
+    return done ? address : NULL;
+}
+
+static void *early_malloc(size_t nbytes) {
+    begin();
+    return um_next_now.malloc == early_malloc ? early_memalign(1, nbytes) : um_large_malloc(nbytes);
+}
+
+static void *early_calloc(size_t n, size_t nbytes) {
+    size_t whole;
+    begin();
+    if (um_next_now.calloc != early_calloc) {
+        return um_large_calloc(n, nbytes);
+    }
+    return __builtin_mul_overflow(n, nbytes, &whole) ? NULL : early_memalign(1, whole);
+}
+
+static void *early_realloc(void *address, size_t nbytes) {
+    begin();
+    return um_large_realloc(address, nbytes);
+}
+
+static void early_free(void *address) {
+    begin();
+    if (um_next_now.free != early_free) {
+        um_large_free(address);
+    }
+}
+
+static int early_posix_memalign(void **out, size_t align, size_t nbytes) {
+    begin();
+    if (um_next_now.posix_memalign != early_posix_memalign) {
+        return um_large_posix_memalign(out, align, nbytes);
+    }
+    *out = early_memalign(align, nbytes);
+    return *out == NULL ? ENOMEM : 0;
+}
+
+static void *early_aligned_alloc(size_t align, size_t nbytes) {
+    begin();
+    return um_next_now.aligned_alloc == early_aligned_alloc ? early_memalign(align, nbytes)
+                                                            : um_large_aligned_alloc(align, nbytes);
+}
+
+static size_t early_usable_size(void *address) {
+    begin();
+    return um_next_now.usable_size == early_usable_size ? 0 : um_large_usable_size(address);
+}
+
+um_next um_next_now = {
+    .malloc = early_malloc,
+    .calloc = early_calloc,
+    .realloc = early_realloc,
+    .free = early_free,
+    .memalign = early_memalign,
+    .aligned_alloc = early_aligned_alloc,
+    .posix_memalign = early_posix_memalign,
+    .usable_size = early_usable_size,
+};
+
+/* ---- the begin ---- */
+
+static um_next found;
+
+static bool find_next(void) {
+    /* POSIX lets dlsym give functions; C does not let pointers be cast so. */
+    const struct {
+        void *out;
+        const char *name;
+    } all[] = {
+        {&found.malloc, "malloc"},
+        {&found.calloc, "calloc"},
+        {&found.realloc, "realloc"},
+        {&found.free, "free"},
+        {&found.memalign, "memalign"},
+        {&found.aligned_alloc, "aligned_alloc"},
+        {&found.posix_memalign, "posix_memalign"},
+        {&found.usable_size, "malloc_usable_size"},
+    };
+    bool done = true;
+    for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+        void *symbol = dlsym(RTLD_NEXT, all[i].name);
+        memcpy(all[i].out, &symbol, sizeof symbol);
+        done = done && symbol != NULL;
+    }
+    return done;
+}
+
+/* The first call comes before there is a second thread; a call while it runs is one of its own. */
+static void begin(void) {
+    static bool has_begun;
+    if (has_begun) {
+        return;
+    }
+    has_begun = true;
+    if (!um_table_init() || !find_next()) {
+        static const char text[] = "unimem exec: the C library lacks what this needs\n";
+        ssize_t done = write(STDERR_FILENO, text, sizeof text - 1);
+        (void)done;
+        _Exit(127);
+    }
+    um_settings_read(&um_settings_now, getenv("UNIMEM_EXEC"));
+    um_next_now = found;
+}
+
+/* Says where small allocations go, and whether the program's own calls come here at all: a program
+ * that defines malloc itself does not ask others. */
+static void look_around(void) {
+    Dl_info info;
+    void *next;
+    memcpy(&next, &found.malloc, sizeof next);
+    const char *path = dladdr(next, &info) != 0 ? info.dli_fname : NULL;
+    void *used = dlsym(RTLD_DEFAULT, "malloc"), *own;
+    void *(*ours)(size_t) = malloc;
+    memcpy(&own, &ours, sizeof own);
+    um_table_note_next(path, used == own);
+}
+
+__attribute__((constructor)) static void start(void) {
+    begin();
+    if (um_settings_now.active) {
+        look_around();
+        pthread_atfork(um_table_before_fork, um_table_in_parent, um_table_in_child);
+    }
+}
+
+/* ---- the end ---- */
+
+/* Has a report made of this process while it is still there. */
+static void report(void) {
+    static atomic_bool was_made;
+    char *program = getenv("UNIMEM_EXEC_PYTHON"), *file = getenv("UNIMEM_EXEC_REPORT");
+    if (program == NULL || file == NULL || um_settings_now.pid != um_sys_pid() ||
+        atomic_exchange(&was_made, true)) {
+        return;
+    }
+    char pid[16];
+    int n = 0;
+    for (int rest = um_sys_pid(); rest != 0; rest /= 10) {
+        memmove(pid + 1, pid, (size_t)n);
+        pid[0] = (char)('0' + rest % 10);
+        n++;
+    }
+    pid[n] = '\0';
+    unsetenv("LD_PRELOAD");
+    unsetenv("UNIMEM_EXEC");
+    char *words[] = {program, "-m", "unimem.cli.exec_report", pid, file, NULL};
+    pid_t child;
+    if (posix_spawn(&child, program, NULL, NULL, words, environ) == 0) {
+        while (waitpid(child, NULL, 0) < 0 && errno == EINTR) {
+        }
+    }
+}
+
+__attribute__((destructor)) static void end(void) {
+    report();
+}
+
+HOOK _Noreturn void _exit(int status) {
+    report();
+    for (;;) {
+        syscall(SYS_exit_group, status);
+    }
+}
+
+HOOK _Noreturn void _Exit(int status) {
+    _exit(status);
+}
+
+/* ---- malloc and its kind ---- */
+
+HOOK void *malloc(size_t nbytes) {
+    if (RARELY(nbytes >= um_settings_now.min_bytes)) {
+        return um_large_malloc(nbytes);
+    }
+    return um_next_now.malloc(nbytes);
+}
+
+HOOK void free(void *address) {
+    if (RARELY(um_large_may_be_ours(address))) {
+        if (address != NULL) {
+            um_large_free(address);
+        }
+        return;
+    }
+    um_next_now.free(address);
+}
+
+HOOK void *calloc(size_t n, size_t nbytes) {
+    size_t whole;
+    if (RARELY(__builtin_mul_overflow(n, nbytes, &whole) || whole >= um_settings_now.min_bytes)) {
+        return um_large_calloc(n, nbytes);
+    }
+    return um_next_now.calloc(n, nbytes);
+}
+
+HOOK void *realloc(void *address, size_t nbytes) {
+    if (RARELY(nbytes >= um_settings_now.min_bytes || um_large_may_be_ours(address))) {
+        return um_large_realloc(address, nbytes);
+    }
+    return um_next_now.realloc(address, nbytes);
+}
+
+HOOK void *reallocarray(void *address, size_t n, size_t nbytes) {
+    size_t whole;
+    if (__builtin_mul_overflow(n, nbytes, &whole)) {
+        errno = ENOMEM;
+        return NULL;
+    }
+    return realloc(address, whole);
+}
+
+HOOK void *memalign(size_t align, size_t nbytes) {
+    return um_large_memalign(align, nbytes);
+}
+
+HOOK void *aligned_alloc(size_t align, size_t nbytes) {
+    return um_large_aligned_alloc(align, nbytes);
+}
+
+HOOK int posix_memalign(void **out, size_t align, size_t nbytes) {
+    return um_large_posix_memalign(out, align, nbytes);
+}
+
+HOOK size_t malloc_usable_size(void *address) {
+    return um_large_usable_size(address);
+}
+
+/* Of C23, in newer C libraries: they must not see what they did not give. */
+HOOK void free_sized(void *address, size_t nbytes);
+HOOK void free_sized(void *address, size_t nbytes) {
+    (void)nbytes;
+    free(address);
+}
+
+HOOK void free_aligned_sized(void *address, size_t align, size_t nbytes);
+HOOK void free_aligned_sized(void *address, size_t align, size_t nbytes) {
+    (void)align;
+    (void)nbytes;
+    free(address);
+}
+
+/* ---- mmap and its kind ---- */
+
+HOOK void *mmap(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
+    return um_ranges_map(at, nbytes, protection, flags, fd, offset);
+}
+
+HOOK void *mmap64(void *at, size_t nbytes, int protection, int flags, int fd, off64_t offset) {
+    return um_ranges_map(at, nbytes, protection, flags, fd, offset);
+}
+
+HOOK int munmap(void *at, size_t nbytes) {
+    return um_ranges_unmap(at, nbytes);
+}
+
+HOOK void *mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...) {
+    va_list rest;
+    va_start(rest, flags);
+    void *new_at = va_arg(rest, void *); /* without MREMAP_FIXED nobody looks at it */
+    va_end(rest);
+    return um_ranges_remap(at, nbytes, new_nbytes, flags, new_at);
+}
+
+HOOK int madvise(void *at, size_t nbytes, int advice) {
+    return um_ranges_advise(at, nbytes, advice);
+}

@@ -1,0 +1,120 @@
+/* Touching memory before the program does. Finding huge pages may take the kernel long, where free
+ * memory is in small pieces and has to be moved together. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include "exec.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+
+#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
+#define MADV_POPULATE_WRITE 23
+#endif
+
+enum { STEP_BYTES = 2 << 20, MOST_THREADS = 64 };
+/* A step takes 0.1 ms where memory is free, and 5 ms where a host has to find it first. */
+static const uint64_t PATIENCE_NS = 100000000, STEP_NS = 10000000;
+/* What is smaller is not worth a thread. */
+static const size_t SHARE_BYTES = 16 << 20;
+
+typedef struct part {
+    char *at;
+    size_t nbytes;
+    int cpu; /* -1: anywhere */
+    bool huge, stalled;
+} part;
+
+static void touch(part *own) {
+    uint64_t began = um_sys_cpu_ns();
+    for (size_t done = 0; done < own->nbytes;) {
+        size_t left = own->nbytes - done, step = left < STEP_BYTES ? left : STEP_BYTES;
+        if (um_sys_advise(own->at + done, step, MADV_POPULATE_WRITE) != 0) {
+            if (errno == EINTR || errno == EAGAIN) {
+                continue;
+            }
+            return; /* the program's own touches say it better */
+        }
+        done += step;
+        uint64_t most = PATIENCE_NS + STEP_NS * (done / STEP_BYTES);
+        if (own->huge && !own->stalled && done < own->nbytes && um_sys_cpu_ns() - began > most) {
+            own->stalled = true;
+            um_sys_advise(own->at + done, own->nbytes - done, MADV_NOHUGEPAGE);
+        }
+    }
+    if (own->stalled) {
+        /* The kernel may join the small pages when it has time (khugepaged). */
+        um_sys_advise(own->at, own->nbytes, MADV_HUGEPAGE);
+    }
+}
+
+static void *run(void *argument) {
+    part *own = argument;
+    if (own->cpu >= 0) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        CPU_SET((unsigned)own->cpu, &set);
+        sched_setaffinity(0, sizeof set, &set);
+    }
+    touch(own);
+    return NULL;
+}
+
+/* The next CPU that this thread may run on, behind another one. */
+static int next_cpu(const cpu_set_t *allowed, int cpu) {
+    for (int i = 1; i <= CPU_SETSIZE; i++) {
+        int each = (cpu + i) % CPU_SETSIZE;
+        if (CPU_ISSET((unsigned)each, allowed)) {
+            return each;
+        }
+    }
+    return -1;
+}
+
+bool um_prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
+    size_t most = nbytes / SHARE_BYTES;
+    size_t n = n_threads < most ? n_threads : most;
+    n = n > MOST_THREADS ? MOST_THREADS : n;
+    if (n < 2) {
+        part whole = {.at = at, .nbytes = nbytes, .cpu = -1, .huge = huge};
+        touch(&whole);
+        return whole.stalled;
+    }
+    /* Parts meet at borders of huge pages. */
+    size_t share = (nbytes / n + STEP_BYTES - 1) / STEP_BYTES * STEP_BYTES;
+    part parts[MOST_THREADS];
+    pthread_t threads[MOST_THREADS];
+    bool runs[MOST_THREADS];
+    cpu_set_t allowed;
+    CPU_ZERO(&allowed);
+    sched_getaffinity(0, sizeof allowed, &allowed);
+    /* The program's signals are for its own threads. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    int cpu = -1;
+    size_t i = 0;
+    for (size_t done = 0; done < nbytes; done += share, i++) {
+        cpu = next_cpu(&allowed, cpu);
+        size_t left = nbytes - done;
+        parts[i] = (part){.at = (char *)at + done,
+                          .nbytes = left < share ? left : share,
+                          .cpu = cpu,
+                          .huge = huge};
+        runs[i] = pthread_create(&threads[i], NULL, run, &parts[i]) == 0;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    bool stalled = false;
+    for (size_t j = 0; j < i; j++) {
+        if (runs[j]) {
+            pthread_join(threads[j], NULL);
+        } else {
+            touch(&parts[j]);
+        }
+        stalled |= parts[j].stalled;
+    }
+    return stalled;
+}

@@ -1,0 +1,215 @@
+"""`unimem exec`: any program, unmodified, with its large allocations in well-placed memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Annotated, Literal
+
+import typer
+
+from unimem._core.block import Block
+from unimem.cli.exits import DOES_NOT_FIT
+from unimem.cli.options import NumaNodes, check_numa, number_parser
+from unimem.errors import PlacementError
+from unimem.system import limits
+from unimem.system.placement import Pages
+from unimem.system.policy import NumaPolicy, Request, decide, parse_numa
+from unimem.system.text import escape
+from unimem_command.launch import (
+    MIN_BYTES,
+    NOT_EXECUTABLE,
+    NOT_FOUND,
+    environment,
+    find_library,
+    find_program,
+    obstacle,
+    settings,
+)
+from unimem_command.launch import start as become
+
+__all__ = ["exec_"]
+
+_PROBE_BYTES = {"1g": 1 << 30}
+_THP_BYTES = 2 << 20
+# What the program itself needs beside what is prefaulted.
+_SPARE = 8
+_SUFFIXES = (".gguf", ".safetensors", ".safetensors.index.json")
+# The kernel's numbers (uapi/linux/mempolicy.h).
+_MODES = {"bind": 2, "interleave": 3, "weighted": 6}
+_PREFERRED, _PREFERRED_MANY = 1, 5
+
+_parse_bytes = number_parser(4096, 1 << 50, "1M, 64k or 4096")
+
+
+def exec_(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="The program, and its arguments.")
+    ],
+    pages: Annotated[
+        Literal["auto", "thp", "2m", "1g"],
+        typer.Option(
+            help="Pages of large allocations: transparent huge pages (thp; auto takes them from "
+            "2 MiB on), or those of a reserved pool."
+        ),
+    ] = "auto",
+    numa: NumaNodes = None,
+    lock: Annotated[bool, typer.Option("--lock", help="Keep what is touched in RAM.")] = False,
+    min_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=_parse_bytes,
+            metavar="N",
+            help="The least size that counts as large, as 64k. [default: 1M]",
+            show_default=False,
+        ),
+    ] = None,
+    prefault: Annotated[
+        bool,
+        typer.Option("--prefault", help="Touch it at once, with several threads, while it fits."),
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="As asked, or not at all: nothing is downgraded.")
+    ] = False,
+    stage: Annotated[
+        bool,
+        typer.Option(
+            "--stage", help="Stage model files among the arguments, and pass their paths."
+        ),
+    ] = False,
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|-",
+            help="Write what became of it when the program ends: JSON, or with - a page on "
+            "standard error.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run any program with its large allocations well placed.
+
+    In huge pages, on chosen nodes, locked. Options of the program stand behind its name, or
+    behind --.
+    """
+    check_numa(numa)
+    library = find_library()
+    if library is None or any(letter in library for letter in " :"):
+        raise RuntimeError(
+            "libunimem-exec.so is not installed: pip install unimem-llm"
+            if library is None
+            else f"{library}: the loader takes no path with a blank or a colon: install elsewhere"
+        )
+    program = find_program(command[0])
+    if program is None:
+        _end(f"{command[0]}: no such program", NOT_FOUND)
+    assert program is not None
+    _check_program(program, strict=strict)
+    policy = _check_machine(pages, numa, lock=lock, strict=strict)
+    more = {} if report is None else _reporter(report)
+    if stage:
+        command = [command[0], *(_staged(word) for word in command[1:])]
+    room = limits.tightest().room_bytes if prefault else 0
+    text = settings(
+        pages=pages,
+        min_bytes=min_bytes or MIN_BYTES,
+        policy=None if policy is None else _policy_text(policy),
+        numa=None if policy is None else str(policy),
+        lock=lock,
+        strict=strict,
+        prefault_bytes=room - room // _SPARE,
+        threads=limits.thread_count(),
+        report=report is not None,
+    )
+    try:
+        become(program, command, environment(library, text, more))
+    except OSError as error:
+        _end(f"{program}: {error.strerror}", NOT_EXECUTABLE)
+
+
+def _tell(text: str) -> None:
+    if sys.stderr is not None:
+        print(f"unimem: {escape(text)}", file=sys.stderr)
+
+
+def _end(text: str, code: int) -> None:
+    _tell(text)
+    raise typer.Exit(code)
+
+
+def _check_program(program: str, *, strict: bool) -> None:
+    """Say what stands in the way; with `strict`, that is the end."""
+    found = obstacle(program)
+    if found is None:
+        return
+    if strict:
+        _end(found, DOES_NOT_FIT)
+    _tell(f"warning: {found}; it runs as without unimem exec")
+
+
+def _check_machine(
+    pages: Pages, numa: str | None, *, lock: bool, strict: bool
+) -> NumaPolicy | None:
+    """Try what is asked for on a small block; end where a pool, a node or a lock is not there.
+
+    Returns
+    -------
+    NumaPolicy or None
+        With its nodes.
+    """
+    nbytes = _PROBE_BYTES.get(pages, _THP_BYTES)
+    wanted = parse_numa(numa)
+    is_pool = pages in ("2m", "1g")
+    if pages == "thp" or is_pool or numa is not None or lock or strict:
+        # Whether a huge page is free at this moment is a reason only where all is strict.
+        tried: Pages = pages if is_pool or strict else "auto"
+        try:
+            with Block(nbytes, pages=tried, numa=numa, lock=lock, strict=True, warm=True):
+                pass
+        except (PlacementError, MemoryError) as error:
+            _end(str(error), DOES_NOT_FIT)
+        if pages == "thp" and not strict:
+            _warn_of_pages(nbytes)
+    if wanted is None:
+        return None
+    return decide(Request(nbytes, numa=wanted), limits).numa
+
+
+def _warn_of_pages(nbytes: int) -> None:
+    with warnings.catch_warnings(record=True) as told, Block(nbytes, pages="thp", warm=True):
+        pass
+    for each in told:
+        _tell(f"warning: {each.message}")
+
+
+def _policy_text(policy: NumaPolicy) -> str:
+    one = len(policy.nodes) == 1
+    mode = _MODES.get(policy.mode, _PREFERRED if one else _PREFERRED_MANY)
+    bits = sum(1 << node for node in policy.nodes)
+    words = [bits >> shift & (1 << 64) - 1 for shift in range(0, max(bits.bit_length(), 1), 64)]
+    return ":".join([str(mode), *(f"{word:x}" for word in words)])
+
+
+def _reporter(file: str) -> dict[str, str]:
+    """Return the variables by which the library has the report made."""
+    if not sys.executable:
+        raise RuntimeError("--report needs the path of Python, which it does not know of itself")
+    path = file
+    if file != "-":
+        path = os.path.abspath(file)
+        with open(path, "a"):  # what cannot be written is said before anything runs
+            pass
+    return {"UNIMEM_EXEC_PYTHON": sys.executable, "UNIMEM_EXEC_REPORT": path}
+
+
+def _staged(word: str) -> str:
+    """Stage a model that an argument names, as FILE or --option=FILE; others stay as they are."""
+    option, sign, value = word.partition("=")
+    path = value if option.startswith("-") and sign else word
+    if not path.endswith(_SUFFIXES) or not os.path.isfile(path):
+        return word
+    from unimem.cli.stage import stage_for
+
+    staged = stage_for(path)
+    return f"{option}={staged}" if path is value else staged
