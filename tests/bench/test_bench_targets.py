@@ -38,6 +38,8 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     },
     # The slowest of a thousand tokens, and the mean: copied, staged, repacked, and under exec.
     (19, "pressure"): {"figure": [1.031] * 4 + [1.3] * 4},
+    # Two types and two lengths, beside two caches; two updates; a conversation that goes on.
+    (20, "transformers"): {"exponent": [0.1], "speed": [1] * 4 + [1.5] * 4 + [5, 10, 20]},
 }
 
 
