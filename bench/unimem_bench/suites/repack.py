@@ -32,7 +32,7 @@ KIND: Kind = "q4_k_m"
 KEPT, STAGED = "unimem", "unimem, staged"
 MAPPED, FIRST, ON_DISK = "unimem, mapped", "unimem, first start", "unimem, from the disk"
 ONE = decoding.PROMPT[:1]  # of a longer prompt, prefill would be most of the time
-N_COPIES = 4  # of the weights: the file, its image on disk, what is staged and what is repacked
+N_COPIES = 5  # of the weights: two files, an image on disk, what is staged and what is repacked
 N_SHARING = 4  # processes
 
 
