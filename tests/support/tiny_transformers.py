@@ -5,8 +5,12 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+
+# Threads that wait for each other cost these models far more than they save.
+torch.set_num_threads(1)
 
 WINDOW = 8
 VOCAB = 96
@@ -16,12 +20,14 @@ _SIZES: dict[str, Any] = {
     **{"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None},
 }
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_CHUNKS = ["chunked_attention", "full_attention", "chunked_attention"]
 
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": WINDOW}),
     "qwen2": ("Qwen2", {}),
     "gemma": ("Gemma2", {"sliding_window": WINDOW, "layer_types": _MIXED}),
+    "chunks": ("Llama", {"attention_chunk_size": WINDOW, "layer_types": _CHUNKS}),
     "moe": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
@@ -48,3 +54,11 @@ def prompts(batch: int, n: int = 12, seed: int = 0) -> Any:
     """Random ids [batch, n]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, VOCAB, (batch, n), generator=generator)
+
+
+def tokenizer() -> Any:
+    """One whose tokens are words of a letter and a number, as many as the models know."""
+    words = {"<pad>": 0} | {f"{'abcdefgh'[i % 8]}{i}": i for i in range(1, VOCAB)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")

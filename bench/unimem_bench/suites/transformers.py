@@ -1,4 +1,4 @@
-"""The cache for transformers beside its own: a token's update, a decode step, and resuming.
+"""The cache for transformers beside its own: a token's update, `generate`, and resuming.
 
 The model has random weights: 4 layers of hidden size 256, 8 heads of queries and 2 of keys.
 """
@@ -17,8 +17,8 @@ SUITE = Suite("transformers", "What does a KV cache cost in transformers, and wh
 
 LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB = 4, 8, 2, 256, 1000
 CONTEXTS, CONTEXTS_QUICK = (1 << 10, 1 << 13, 1 << 15), (1 << 8, 1 << 10, 1 << 12)
-# Tokens in one measurement: of updates, and of decode steps.
-N_UPDATES, N_STEPS = 20, 8
+# Tokens in one measurement: of updates, and of `generate`.
+N_UPDATES, N_TOKENS = 20, 32
 DYNAMIC, STATIC = "DynamicCache", "StaticCache"
 
 
@@ -49,6 +49,7 @@ def make_model(measure: Measure, dtype: str, attention: str, ctx: int) -> Any:
         **{"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS},
         **{"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB},
         **{"max_position_embeddings": ctx, "attn_implementation": attention},
+        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
     )
     return transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
@@ -145,29 +146,28 @@ for position, name, least in ((1, "8k", 5.0), (2, "32k", 20.0)):
     )(partial(update_at, which=position))
 
 
-def decode_side(measure: Measure, kind: str, dtype: str, ctx: int) -> Side:
-    """Return a side that decodes tokens after a prompt."""
+def generate_side(measure: Measure, kind: str, dtype: str, ctx: int) -> Side:
+    """Return a side that generates tokens after a prompt, which is in its cache."""
     torch, _ = packages(measure)
-    most = ctx + 2 * N_STEPS
+    most = ctx + N_TOKENS + 1
     model = make_model(measure, dtype, "unimem" if kind == "unimem" else "sdpa", most)
     cache = make_cache(measure, kind, model.config, most)
-    ids = torch.randint(VOCAB, (1, ctx), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(VOCAB, (1, ctx + 1), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
     with torch.no_grad():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :ctx], past_key_values=cache, logits_to_keep=1)
 
     def work() -> None:
-        token = ids[:, -1:]
-        with torch.no_grad():
-            for _ in range(N_STEPS):
-                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        options = {"max_new_tokens": N_TOKENS, "min_new_tokens": N_TOKENS, "do_sample": False}
+        model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
 
-    return timed(work, partial(rewind, cache, ctx), N_STEPS)
+    return timed(work, partial(rewind, cache, ctx), N_TOKENS)
 
 
-def decode(measure: Measure, dtype: str, ctx: int) -> None:
-    """Decode after a prompt: everything that a token takes, but for choosing it."""
+def generate(measure: Measure, dtype: str, ctx: int) -> None:
+    """Generate after a prompt."""
     sides = {
-        kind: decode_side(measure, kind, dtype, ctx // 8 if measure.quick else ctx)
+        kind: generate_side(measure, kind, dtype, ctx // 8 if measure.quick else ctx)
         for kind in ("unimem", DYNAMIC, STATIC)
     }
     measure.compare({"unimem": sides.pop("unimem")}, sides, rounds=21)
@@ -176,11 +176,11 @@ def decode(measure: Measure, dtype: str, ctx: int) -> None:
 for element in ("float32", "bfloat16"):
     for length, name in ((2 << 10, "2k"), (8 << 10, "8k")):
         SUITE.case(
-            f"decode, {element}, {name}",
+            f"generate, {element}, {name}",
             f"What does a token of {element} cost after {name} others?",
             unit="us",
             targets=[faster(STATIC, 1.0, issue=20), faster(DYNAMIC, 1.5, issue=20)],
-        )(partial(decode, dtype=element, ctx=length))
+        )(partial(generate, dtype=element, ctx=length))
 
 
 @SUITE.case(

@@ -360,6 +360,10 @@ cdef class KVCache(KVMemory):
         self.begin_change()
         um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
 
+    def _oldest_position(self):
+        """The first position of which every layer still has a row, whatever a ring shows."""
+        return um.um_kv_oldest_position(&self.kv)
+
     def _all_rows(self, i):
         """Views of all rows of a layer that can be written now; of a ring, of both images.
 

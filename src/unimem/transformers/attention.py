@@ -21,6 +21,8 @@ __all__ = ["NAME", "packed_attention", "register"]
 NAME = "unimem"
 # More tokens at once are a prompt, for which torch's own kernels are at their best.
 _MOST_TOKENS = 16
+# What only the attention of transformers knows how to do, or to refuse.
+_OTHERS = ("position_bias", "softcap", "cache")
 
 
 def packed_attention(
@@ -54,8 +56,8 @@ def packed_attention(
     # Without a mask several tokens are causal, which packed ones cannot say.
     packs = kv_heads < heads and (n == 1 or (n <= _MOST_TOKENS and mask is not None))
     packs = packs and (mask is None or mask.shape[1] == 1)
-    if not packs or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(
+    if not packs or any(kwargs.get(name) is not None for name in _OTHERS):
+        output, _ = sdpa_attention_forward(
             module,
             query,
             key,
@@ -66,6 +68,7 @@ def packed_attention(
             is_causal=is_causal,
             **kwargs,
         )
+        return output, None
     group = heads // kv_heads
     if mask is not None:
         # [batch, 1, n, tokens]: the same of each query head of a group.

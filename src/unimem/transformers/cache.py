@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwargs
 
 from unimem.kv import arrays
 from unimem.kv.cache import KVCache as CoreCache
@@ -23,33 +23,30 @@ from unimem.transformers.layers import Group, Layer, Options
 
 __all__ = ["KVCache"]
 
-_KINDS = ("full_attention", "sliding_attention")
+# Layers that attend to chunks are cached as those of a window are: the mask alone differs.
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# A layer without keys of its own.
+_NONE = "dummy"
 
 
 def windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return what each layer with a cache of its own attends to: None, or its window.
+    """Return how many tokens each layer keeps: None for all, or 0 where it has no keys.
 
     Raises
     ------
     NotImplementedError
-        Layers of a kind that has no keys and values, or that attends in chunks.
+        Layers of a kind that has no keys and values.
     """
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        if getattr(config, "attention_chunk_size", None) is not None:
-            kinds = ["chunked_attention"]
-        else:
-            kinds = [_KINDS[window is not None]] * config.num_hidden_layers
-    # The last layers of some models use the keys of others.
-    n_shared = getattr(config, "num_kv_shared_layers", None) or 0
-    kinds = kinds[: len(kinds) - n_shared]
-    if unknown := sorted(set(kinds) - set(_KINDS)):
+    kinds, options = get_layer_types_and_kwargs(config)
+    if unknown := sorted(set(kinds) - {*_KINDS, _NONE}):
         raise NotImplementedError(
-            f"KVCache: expected layers of {' or '.join(_KINDS)}, and {config.model_type} has "
+            f"KVCache: expected layers of {', '.join(_KINDS)}, and {config.model_type} has "
             f"{', '.join(unknown)}: use transformers' DynamicCache"
         )
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [
+        0 if kind == _NONE else given.get("sliding_window")
+        for kind, given in zip(kinds, options, strict=True)
+    ]
 
 
 class KVCache(Cache):  # type: ignore[misc]
@@ -131,8 +128,11 @@ class KVCache(Cache):  # type: ignore[misc]
         self._options = options
         self._model: weakref.ref[PreTrainedModel] | None = None
         groups: dict[int | None, Group] = {}
-        layers = []
+        layers: list[Layer | DummyLayer] = []
         for window in windows(text):
+            if window == 0:
+                layers.append(DummyLayer())
+                continue
             group = groups.setdefault(window, Group(window, options))
             layer = Layer(self, group, len(group.layers))
             group.layers.append(layer)
@@ -199,25 +199,63 @@ class KVCache(Cache):  # type: ignore[misc]
         Parameters
         ----------
         tokens_to_remove : int
-            Minus the number of tokens to drop; or, above 0, the number to keep.
+            Minus the number of tokens to drop, as transformers says it.
 
         Raises
         ------
         ValueError
-            More than there are; or a window has overwritten what it would have to show, which a
-            larger `spare_rows` keeps. No token was dropped.
+            Above 0; more than there are; or a window has overwritten what it would have to show,
+            which a larger `spare_rows` keeps. No token was dropped.
         RuntimeError
-            Some layers lack tokens, since a forward pass was interrupted: call `reset`.
+            Some layers lack tokens, since a forward pass was interrupted: call `rollback`.
         """
-        length = self.get_seq_length()
-        n = -tokens_to_remove if tokens_to_remove <= 0 else max(0, length - tokens_to_remove)
+        length, n = self._length(), -tokens_to_remove
+        if n < 0:
+            raise ValueError(
+                "KVCache.crop: expected minus the number of tokens to drop, got "
+                f"{tokens_to_remove}: crop(-n) drops the last n"
+            )
         if n > length:
             raise ValueError(f"KVCache.crop: expected at most {length} tokens to drop, got {n}")
         if n:
-            for group in self._groups:
-                group.check_whole()
-            for group in self._groups:
-                group.crop(n)
+            self._check_whole("crop")
+            self._crop([n] * len(self._groups))
+
+    def _crop(self, counts: Sequence[int]) -> None:
+        """Drop so many tokens of each group, or none."""
+        for group, n in zip(self._groups, counts, strict=True):
+            group.check_crop(n)
+        for group, n in zip(self._groups, counts, strict=True):
+            group.crop(n)
+
+    def rollback(self) -> None:
+        """Drop tokens that not all layers hold, such as those that CacheFull has interrupted.
+
+        Raises
+        ------
+        ValueError
+            A window has overwritten what it would have to show, which a larger `spare_rows` keeps.
+            There are no tokens then.
+        """
+        length = min(layer.length for group in self._groups for layer in group.layers)
+        if not length:
+            self.reset()
+            return
+        for group in self._groups:
+            group.rollback()
+        try:
+            self._crop([group.layers[0].length - length for group in self._groups])
+        except ValueError:
+            self.reset()
+            raise
+
+    def _check_whole(self, call: str) -> None:
+        lengths = {layer.length for group in self._groups for layer in group.layers}
+        if len(lengths) > 1:
+            raise RuntimeError(
+                f"KVCache.{call}: layers differ in length, from {min(lengths)} to {max(lengths)} "
+                "tokens, since a forward pass was interrupted: rollback() first"
+            )
 
     def reset(self) -> None:
         """Drop all tokens; the next ones may be of another number of streams."""
@@ -251,6 +289,8 @@ class KVCache(Cache):  # type: ignore[misc]
         ------
         CacheFull, CapacityError, MemoryError, PlacementError
             There is no room. Nothing has changed.
+        RuntimeError
+            Some layers lack tokens.
         """
         self._select(np.repeat(np.arange(self._batch()), repeats))
 
@@ -266,8 +306,13 @@ class KVCache(Cache):  # type: ignore[misc]
         ------
         CacheFull, CapacityError, MemoryError, PlacementError
             There is no room. Nothing has changed.
+        RuntimeError
+            Some layers lack tokens.
         """
         self._select(np.arange(self._batch())[indices.detach().cpu().numpy()])
+
+    def _length(self) -> int:
+        return max(layer.length for group in self._groups for layer in group.layers)
 
     def _batch(self) -> int:
         return max((group.dims[0] for group in self._groups), default=0)
@@ -275,6 +320,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def _select(self, source: npt.NDArray[np.int64]) -> None:
         if not self._batch():
             return
+        self._check_whole("batch_select_indices")
         budget = self._options.budget_bytes
         made: list[CoreCache | None] = []
         try:
@@ -305,16 +351,17 @@ class KVCache(Cache):  # type: ignore[misc]
         CapacityError, MemoryError, PlacementError
             There is no room for it.
         """
+        self._check_whole("copy")
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         groups = {group: Group(group.window, group.options) for group in self._groups}
         other._groups = list(groups.values())
-        layers = []
-        for layer in self.layers:
-            group = groups[layer._group]
-            group.layers.append(Layer(other, group, layer.index))
-            layers.append(group.layers[-1])
-        other.layers = layers
+        other.layers = [DummyLayer() for _ in self.layers]
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, Layer):
+                group = groups[layer.group]
+                other.layers[i] = Layer(other, group, layer.index)
+                group.layers.append(other.layers[i])
         try:
             for old, new in groups.items():
                 if old.kv is not None:
@@ -363,6 +410,7 @@ class KVCache(Cache):  # type: ignore[misc]
             raise ValueError(
                 "KVCache.save: expected model=, by which restore() tells it from others"
             )
+        self._check_whole("save")
         sessions.save(self._groups, path, tokens, sessions.fingerprint(model))
 
     @classmethod
@@ -404,7 +452,9 @@ class KVCache(Cache):  # type: ignore[misc]
         made = cls.for_model(model)
         restored = sessions.restore(
             *(made._groups, path, tokens, sessions.fingerprint(model)),
-            **{"mode": mode, "verify": verify, **placement},
+            mode=mode,
+            verify=verify,
+            **placement,
         )
         for group, kv in zip(made._groups, restored, strict=True):
             group.adopt(kv)
@@ -453,11 +503,11 @@ class KVCache(Cache):  # type: ignore[misc]
             self.__exit__()
 
     def __repr__(self) -> str:
-        return f"KVCache({self.get_seq_length()} tokens, {len(self.layers)} layers, {self.caches})"
+        return f"KVCache({self._length()} tokens, {len(self.layers)} layers, {self.caches})"
 
 
 def _promised(kv: CoreCache) -> int:
-    """The most bytes that a cache may come to have."""
+    """Return the most bytes that a cache may come to have."""
     return kv.budget_bytes if kv.grow and kv.budget_bytes is not None else kv.capacity_bytes
 
 

@@ -32,11 +32,10 @@ def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
 
 
 def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    if tensor.dtype == torch.bfloat16:
-        bits = tensor.contiguous().view(torch.uint16).numpy()
-        return bits.view(ml_dtypes.bfloat16)
-    array: npt.NDArray[Any] = tensor.contiguous().numpy()
-    return array
+    given = tensor.contiguous()
+    is_bf16 = tensor.dtype == torch.bfloat16
+    array: npt.NDArray[Any] = (given.view(torch.uint16) if is_bf16 else given).numpy()
+    return array.view(ml_dtypes.bfloat16) if is_bf16 else array
 
 
 @dataclass(frozen=True)
@@ -126,25 +125,37 @@ class Group:
             layer.length = kv.next_position
             layer.drop_rows()
 
-    def check_whole(self) -> None:
-        """Raise RuntimeError where some layers lack tokens."""
-        if self.kv is not None:
-            self.kv.crop(self.kv.seq_len)
-
-    def crop(self, n: int) -> None:
-        """Drop the last n tokens."""
-        if self.kv is None:
+    def check_crop(self, n: int) -> None:
+        """Raise ValueError where `crop` cannot drop the last n tokens."""
+        if self.kv is None or self.window is None:
             return
-        shown, end = self.kv.seq_len, self.kv.next_position - n
-        if n > shown or (self.window is not None and max(0, end - self.window + 1) < self.oldest):
+        # What the window would show then, and of that what the next token attends to.
+        shown = self.kv.next_position - n - self.window
+        there = self.kv._oldest_position()
+        lost = max(0, shown + 1) < max(self.oldest, there) or (n and max(0, shown) < there)
+        if lost or n > self.kv.seq_len:
             raise ValueError(
                 f"KVCache.crop: the last {n} tokens cannot be dropped, since a window of "
-                f"{self.window} has not kept those before them: reset(), and compute them anew"
+                f"{self.window} has not kept those before them: reset(), and compute them anew; "
+                "spare_rows= keeps more"
             )
+
+    def crop(self, n: int) -> None:
+        """Drop the last n tokens, which `check_crop` has allowed."""
+        if self.kv is None or not n:
+            return
         self.release_rows()
-        self.kv.crop(shown - n)
+        self.kv.crop(self.kv.seq_len - n)
         for layer in self.layers:
             layer.length -= n
+
+    def rollback(self) -> None:
+        """Drop tokens that not all layers hold."""
+        self.release_rows()
+        if self.kv is not None:
+            self.kv.rollback()
+            for layer in self.layers:
+                layer.length = self.kv.next_position
 
     def clear(self) -> None:
         """Drop all tokens."""
@@ -178,7 +189,6 @@ class Group:
         kv = self.kv
         if kv is None:
             return None
-        self.check_whole()
         made = self.make(len(source), kv.n_kv_heads, kv.head_dim, kv.dtype, budget_bytes)
         n, position = kv.seq_len, kv.next_position
         row = 0 if self.window is None else (position - n) % made.n_rows
@@ -203,7 +213,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, owner: Any, group: Group, index: int) -> None:
         self._owner = owner
-        self._group = group
+        self.group = group
         #: Which of its group.
         self.index = index
         #: Tokens that came, whatever a window still shows of them.
@@ -212,19 +222,19 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self._rows: Tensors | None = None
 
     def __repr__(self) -> str:
-        window = self._group.window
+        window = self.group.window
         kind = "full" if window is None else f"window of {window}"
         return f"Layer({kind}, {self.length} tokens)"
 
     @property
     def is_sliding(self) -> bool:
         """Whether it attends to a window."""
-        return self._group.window is not None
+        return self.group.window is not None
 
     @property
     def is_initialized(self) -> bool:
         """Whether its cache is made."""
-        return self._group.kv is not None
+        return self.group.kv is not None
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -237,12 +247,12 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         return self._shown(1)
 
     def _shown(self, part: Literal[0, 1]) -> torch.Tensor | None:
-        kv = self._group.kv
+        kv = self.group.kv
         if kv is None or self.length == 0:
             return None
         dtype = "float32" if kv.dtype == "q8_0" else None
         shown = as_tensor(kv.layer(self.index, dtype=dtype)[part])
-        window = self._group.window
+        window = self.group.window
         return shown if window is None else shown[:, :, max(0, shown.shape[2] - window + 1) :]
 
     def drop_rows(self) -> None:
@@ -251,7 +261,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make the caches for tokens like these, ``[batch, heads, n, head_dim]``."""
-        self._owner._start(self._group, key_states, value_states)
+        self._owner._start(self.group, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -278,7 +288,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         CacheFull, CapacityError, MemoryError, PlacementError
             As `unimem.KVCache.append`. No token was appended.
         """
-        group = self._group
+        group = self.group
         batch, heads, n, head_dim = key_states.shape
         if group.dims != (batch, heads, head_dim) or value_states.shape != key_states.shape:
             self.lazy_initialization(key_states, value_states)
@@ -327,7 +337,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         """Append more tokens to a window than its rows could show with those before them."""
         states, n = (key_states, value_states), key_states.shape[2]
         shown = states
-        if self.length and self._group.window != 1:
+        if self.length and self.group.window != 1:
             keys, values = self.keys, self.values
             shown = torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
         row = kv._append_begin(self.index, n)
@@ -342,7 +352,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> Tensors:
         """Append to a cache of another type, and return converted copies."""
-        dtype, window = _DTYPES[key_states.dtype], self._group.window
+        dtype, window = _DTYPES[key_states.dtype], self.group.window
         shown = key_states, value_states
         if self.length and window != 1:
             past = [as_tensor(part) for part in kv.layer(self.index, dtype=dtype)]
@@ -355,7 +365,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many tokens `update` will return, and the position of the first."""
-        window = self._group.window
+        window = self.group.window
         past = self.length if window is None else min(self.length, window - 1)
         return past + query_length, self.length - past
 
@@ -365,4 +375,4 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         """Return the most tokens that it holds."""
-        return self._group.window or self._group.options.max_seq_len
+        return self.group.window or self.group.options.max_seq_len

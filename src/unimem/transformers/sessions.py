@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,11 @@ _SAMPLES = 16
 # What says nothing of the numbers that a model computes.
 _UNRELATED = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}
 
-Ids = torch.Tensor | npt.NDArray[Any] | Sequence[int] | None
+Ids: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int] | None
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return a name that tells a model from others, of its configuration and samples of its
-    weights.
+    """Name a model by its configuration, and by samples of its weights.
 
     Parameters
     ----------
@@ -63,7 +62,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] | None:
-    """The ids as [batch, n]."""
+    """Return the ids as [batch, n]."""
     if tokens is None:
         return None
     given = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
@@ -78,7 +77,7 @@ def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] |
 
 
 def _streams_name(ids: npt.NDArray[np.int64] | None, n: int) -> str:
-    """What tells the tokens of all streams but the first from others."""
+    """Return what tells the tokens of all streams but the first from others."""
     if ids is None or len(ids) == 1:
         return "-"
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(ids[1:, :n]).tobytes())
@@ -109,9 +108,6 @@ def save(groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, mod
     if first is None or any(kv is None for kv in others):
         raise ValueError("KVCache.save: expected a cache with tokens, got an empty one")
     n = first.next_position
-    for kv in (first, *others):
-        if kv is not None and kv.next_position != n:
-            raise RuntimeError("KVCache.save: layers differ in length: reset() first")
     ids = _token_ids(tokens, first.batch)
     if ids is not None and ids.shape[1] < n:
         raise ValueError(f"tokens: expected the ids of all {n} tokens, got {ids.shape[1]}")
@@ -130,7 +126,7 @@ def save(groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, mod
 
 
 def _files_beside(path: str) -> list[str]:
-    """The further files of what was saved at a path before."""
+    """List the further files of what was saved at a path before."""
     try:
         model = snapshot.describe(path).model
     except (OSError, SnapshotError):

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra transformers needs torch")
-pytest.importorskip("transformers", reason="the extra transformers")
+pytest.importorskip("torch", reason="the extra transformers needs torch")
+pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
 
+import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from unimem.transformers.attention import packed_attention
+
+pytestmark = pytest.mark.slow
 
 CASES = {
     "a token": (1, 4, None),
@@ -55,3 +58,14 @@ def test_it_is_that_of_torch(case: str, dtype: Any) -> None:
     assert got.is_contiguous()
     atol = 1e-5 if dtype == torch.float32 else 0.02
     assert torch.allclose(got.float(), expected.float(), atol=atol)
+
+
+def test_what_torch_cannot_do_is_refused_for_one_token_too() -> None:
+    query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 5, 16)
+    with pytest.raises(ValueError, match="softcap"):
+        packed_attention(Module(2), query, key, key, None, softcap=30.0)
+    bias = torch.linspace(-3, 3, 5).reshape(1, 1, 1, 5).expand(1, 4, 1, 5)
+    values = torch.arange(80.0).reshape(1, 1, 5, 16).expand(1, 2, 5, 16)
+    got, _ = packed_attention(Module(2), query, key, values, None, position_bias=bias)
+    expected, _ = sdpa_attention_forward(Module(2), query, key, values, None, position_bias=bias)
+    assert torch.equal(got, expected)

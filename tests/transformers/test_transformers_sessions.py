@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason="the extra transformers needs torch")
-transformers = pytest.importorskip("transformers", reason="the extra transformers")
+pytest.importorskip("torch", reason="the extra transformers needs torch")
+pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
+
+import torch
 
 import tiny_transformers as tiny
 from project import ROOT
 from unimem.errors import SnapshotError
 from unimem.transformers import KVCache
-from warm_python import run_script
+
+pytestmark = pytest.mark.slow
 
 N = 30
 
@@ -99,32 +100,11 @@ def test_what_does_not_belong_here_is_refused(kind: str, tmp_path: Path) -> None
         nobodys.save(path)
 
 
-@pytest.mark.slow
-def test_another_process_goes_on(tmp_path: Path) -> None:
-    model, path = tiny.model("gemma"), tmp_path / "chat.kv"
-    with KVCache.for_model(model) as cache:
-        first = talk(model, cache, tiny.prompts(1, N))
-        cache.save(path, tokens=first)
-        expected = talk(model, cache, first).tolist()
-    script = (
-        "import sys, torch, tiny_transformers as tiny\n"
-        "from unimem.transformers import KVCache\n"
-        "model = tiny.model('gemma')\n"
-        f"ids = torch.tensor({first.tolist()})\n"
-        f"cache = KVCache.restore({str(path)!r}, model=model, tokens=ids)\n"
-        "print(model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache,"
-        " max_new_tokens=6, do_sample=False, pad_token_id=0).tolist())\n"
-    )
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}/tests/support:{ROOT}/src"}
-    done = run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == str(expected)
-
-
-@pytest.mark.slow
-def test_the_document_has_an_example_that_runs(tmp_path: Path) -> None:
+def test_the_document_has_an_example_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (ROOT / "docs/transformers.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    done = run_script(example, folder=tmp_path)
-    assert done.stdout == "11 tokens\n19 tokens\n"
+    monkeypatch.chdir(tmp_path)
+    exec(example, {})
+    assert capsys.readouterr().out == "11 tokens\n19 tokens\n"
