@@ -19,7 +19,7 @@ from unimem.kv.cache import KVCache as CoreCache
 from unimem.system.arguments import flag, integer
 from unimem.system.placement import PlacementOptions
 from unimem.transformers import sessions
-from unimem.transformers.layers import Group, Layer, Options
+from unimem.transformers.layers import CacheOptions, Group, Layer
 
 __all__ = ["KVCache"]
 
@@ -117,7 +117,7 @@ class KVCache(Cache):  # type: ignore[misc]
         text = config.get_text_config(decoder=True)
         if max_seq_len is None:
             max_seq_len = text.max_position_embeddings
-        options = Options(
+        options = CacheOptions(
             max_seq_len=integer(max_seq_len, "max_seq_len", 1),
             dtype=None if dtype is None else arrays.kv_type(dtype),
             grow=flag(grow, "grow"),

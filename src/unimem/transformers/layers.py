@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from unimem.kv.cache import KVCache
 
-__all__ = ["Group", "Layer", "Options"]
+__all__ = ["CacheOptions", "Group", "Layer"]
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -39,7 +39,7 @@ def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True)
-class Options:
+class CacheOptions:
     """How the caches of a model's layers are made."""
 
     max_seq_len: int
@@ -58,7 +58,7 @@ class Group:
     ----------
     window : int or None
         Tokens that a layer attends to, the newest among them.
-    options : Options
+    options : CacheOptions
         How the cache is made.
     kv : unimem.KVCache or None
         None before the first token, which says how many streams and heads there are.
@@ -67,7 +67,7 @@ class Group:
     """
 
     window: int | None
-    options: Options
+    options: CacheOptions
     kv: KVCache | None = None
     layers: list[Layer] = field(default_factory=list)
     # Streams, heads and head size.
