@@ -41,15 +41,18 @@ def packages(measure: Measure) -> tuple[Any, Any]:
     return torch, transformers
 
 
-def make_model(measure: Measure, dtype: str, attention: str, ctx: int) -> Any:
-    """Return the model."""
+def make_model(measure: Measure, dtype: str, kind: str, ctx: int) -> Any:
+    """Return the model, with the attention for a kind of cache."""
     torch, transformers = packages(measure)
+    from unimem.transformers.attention import NAME
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **{"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS},
         **{"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB},
-        **{"max_position_embeddings": ctx, "attn_implementation": attention},
-        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+        **{"max_position_embeddings": ctx, "bos_token_id": None},
+        **{"eos_token_id": None, "pad_token_id": 0},
+        attn_implementation=NAME if kind == "unimem" else "sdpa",
     )
     return transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
 
@@ -91,7 +94,7 @@ def timed(work: Callable[[], object], before: Callable[[], object], n: int) -> S
 def update_side(measure: Measure, kind: str, ctx: int) -> Side:
     """Return a side that appends tokens to all layers after so many."""
     torch, _ = packages(measure)
-    model = make_model(measure, "bfloat16", "sdpa", ctx + 2 * N_UPDATES)
+    model = make_model(measure, "bfloat16", kind, ctx + 2 * N_UPDATES)
     cache = make_cache(measure, kind, model.config, ctx + 2 * N_UPDATES)
     size = (1, KV_HEADS, 1, HIDDEN // HEADS)
     filled = torch.zeros(1, KV_HEADS, ctx, size[3], dtype=torch.bfloat16)
@@ -150,7 +153,7 @@ def generate_side(measure: Measure, kind: str, dtype: str, ctx: int) -> Side:
     """Return a side that generates tokens after a prompt, which is in its cache."""
     torch, _ = packages(measure)
     most = ctx + N_TOKENS + 1
-    model = make_model(measure, dtype, "unimem" if kind == "unimem" else "sdpa", most)
+    model = make_model(measure, dtype, kind, most)
     cache = make_cache(measure, kind, model.config, most)
     ids = torch.randint(VOCAB, (1, ctx + 1), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
