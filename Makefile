@@ -24,7 +24,7 @@ WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
-.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-exec \
+.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
         gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
@@ -157,9 +157,10 @@ demo: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
 
-# What `unimem exec` costs and gains.
-bench-exec: $(VENV)/.installed
-	$(BIN)/python tools/exec_bench.py
+# What docs/pressure.md shows: 20 minutes, as root, on a machine that does nothing else.
+bench-pressure: $(VENV)/.installed
+	$(BIN)/unimem bench pressure $(QUICK) --dir $(BUILD)/bench --output bench/results/pressure.json
+	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
 
 # The document that is made of the run in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed
