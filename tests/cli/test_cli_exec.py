@@ -378,6 +378,25 @@ def test_another_allocator_keeps_the_small_allocations(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["True True", "['libunimem-exec.so', 'libother.so']"]
 
 
+def test_memory_that_is_placed_before_the_library_begins_is_reported(tmp_path: Path) -> None:
+    source, other, file = tmp_path / "early.c", tmp_path / "libearly.so", tmp_path / "report.json"
+    source.write_text(
+        "#include <stdlib.h>\nvoid *volatile kept;\n"
+        "__attribute__((constructor)) static void begin(void) { kept = malloc(30 << 20); }\n"
+    )
+    run(tool("gcc"), "-shared", "-fPIC", "-o", other, source)
+    subprocess.run(
+        [sys.executable, "-c", MAIN, "exec", "--report", file, "--", *PYTHON, "pass"],
+        env=os.environ | {"LD_PRELOAD": str(other)},
+        check=True,
+    )
+    document = json.loads(file.read_text())
+    facts = document["facts"]["exec"]
+    assert facts["malloc_is_placed"]
+    assert "libc" in facts["allocator"]
+    assert 30 * MIB in [(each["requested"] or {}).get("nbytes") for each in document["mappings"]]
+
+
 # ---- the report at the end ----------------------------------------------------------------------
 
 
