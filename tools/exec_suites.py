@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import socket
@@ -90,6 +91,8 @@ def numpy(python: str, name: str, prefix: list[str]) -> dict[str, str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=folder,
+            # Some of NumPy's tests take all the memory that there is, and as many minutes as GB.
+            env=os.environ | {"NPY_AVAILABLE_MEM": "2 GB"},
             check=False,
             timeout=7200,
         )
