@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from bench_cases import case_of, run_case
 from unimem.engine import embedded_model
-from unimem_bench import decoding, timed_side
+from unimem_bench import decoding, timed, timed_side
 from unimem_bench.record import CaseRecord, SideRecord
 from unimem_bench.suite import NotMeasured
 from unimem_bench.suites import load_suite, pressure
@@ -135,7 +136,10 @@ def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(decoding, "model", lambda measure, kind: model)
     monkeypatch.setattr(decoding, "require_room", lambda n, path: None)
     monkeypatch.setattr(pressure, "N_QUICK_TOKENS", 5)
-    for name in set(WAYS) - {"unimem", COPIED, STAGED, "unimem, mapped"}:
+    ways = {"unimem", COPIED, STAGED, "unimem, mapped"}
+    if importlib.util.find_spec("cyllama") is not None:
+        ways |= {EXEC, "llama.cpp, mapped"}
+    for name in set(WAYS) - ways:
         monkeypatch.delitem(pressure.WAYS, name)
     record = run_case(case_of("pressure/token"), folder, monkeypatch)
     assert record.left_out == {}
@@ -144,6 +148,10 @@ def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
     assert all(len(side.passes[0]) == 10 for side in record.sides)
     assert record.facts["load"][COPIED] == "copy: it was asked for"
     assert [path.name for path in folder.iterdir()] == ["neighbour.bin"]
+    shown = subprocess.run(
+        [*timed.UNIMEM, "stage", "--list"], capture_output=True, text=True, check=True
+    )
+    assert str(model) not in shown.stdout, "what was staged stays"
 
 
 def test_the_plot_shows_pairs() -> None:
