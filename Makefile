@@ -145,7 +145,7 @@ exhaust: $(VENV)/.installed
 	$(BUILD)/exhaust/native/tests/exhaust_convert
 	$(BIN)/python tools/exhaust_convert.py
 
-# Programs that others wrote, with and without `unimem exec`: CPython's tests, NumPy's, redis.
+# Programs that others wrote, with and without `unimem exec`: CPython's tests, NumPy's, servers.
 test-exec: $(VENV)/.installed
 	$(BIN)/python tools/exec_suites.py
 
