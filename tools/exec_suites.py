@@ -39,9 +39,8 @@ install(globals(), {!r})
 """
 # Not those that read long lists: of elements of 20 KB they take hours.
 REDIS = "ping,set,get,incr,lpush,rpush,lpop,rpop,sadd,hset,spop,zadd,zpopmin,mset"
-N_REDIS = ("-n", "20000", "-d", "20000")  # requests of each kind, and the bytes of a value
+REDIS_BYTES = 20000  # of a value
 MODEL = Path(__file__).parent.parent / "src/unimem/engine/models/tiny.gguf"
-N_CHATS = 200
 # That of cyllama 0.2.18 leaves a chat's tokens in the cache, and answers no second one.
 SERVER = """
 import sys
@@ -123,14 +122,15 @@ def serving(words: list[str], folder: str) -> Iterator[int]:
         server.wait()
 
 
-def redis(prefix: list[str]) -> dict[str, str]:
+def redis(prefix: list[str], n: int) -> dict[str, str]:
     """Return what redis-server answered to redis-benchmark."""
     with (
         tempfile.TemporaryDirectory() as folder,
         serving([*prefix, "redis-server", "--save", ""], folder) as port,
     ):
+        sizes = ("-p", str(port), "-n", str(n), "-d", str(REDIS_BYTES))
         done = subprocess.run(
-            ["redis-benchmark", "-p", str(port), "-t", REDIS, "-q", *N_REDIS],
+            ["redis-benchmark", "-q", "-t", REDIS, *sizes],
             capture_output=True,
             text=True,
             check=False,
@@ -140,12 +140,12 @@ def redis(prefix: list[str]) -> dict[str, str]:
     return dict.fromkeys(kinds, "ok") | {"exit code": str(done.returncode)}
 
 
-def server(python: str, prefix: list[str]) -> dict[str, str]:
+def server(python: str, prefix: list[str], n: int) -> dict[str, str]:
     """Return what llama.cpp's server answered to each chat."""
     words = [*prefix, python, "-c", SERVER, "-m", str(MODEL), "--ctx-size", "256"]
     found = {}
     with tempfile.TemporaryDirectory() as folder, serving(words, folder) as port:
-        for i in range(N_CHATS):
+        for i in range(n):
             chat = {
                 "messages": [{"role": "user", "content": f"Tell story {i} of a cat"}],
                 "max_tokens": 16,
@@ -177,6 +177,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("suites", nargs="*", default=["cpython", "numpy", "redis", "server"])
     parser.add_argument("--python", default=sys.executable, help="that runs the tests")
+    parser.add_argument("--requests", type=int, default=20000, help="of each kind, of redis")
+    parser.add_argument("--chats", type=int, default=200, help="with llama.cpp's server")
     parser.add_argument("--numpy-tests", nargs="*", default=NUMPY, help="packages or modules of it")
     asked = parser.parse_args()
     print("| suite | results | ok | differ |\n|---|---|---|---|")
@@ -190,12 +192,12 @@ def main() -> int:
             good &= compare(name, *(numpy(asked.python, name, prefix) for prefix in ([], EXEC)))
     if "redis" in asked.suites:
         if shutil.which("redis-server") and shutil.which("redis-benchmark"):
-            good &= compare("redis-benchmark", redis([]), redis(EXEC))
+            good &= compare("redis-benchmark", *(redis(p, asked.requests) for p in ([], EXEC)))
         else:
             print("NOT TESTED: redis-server and redis-benchmark are not installed")
     if "server" in asked.suites:
-        name = f"llama.cpp's server, {N_CHATS} chats"
-        good &= compare(name, *(server(asked.python, prefix) for prefix in ([], EXEC)))
+        pair = [server(asked.python, prefix, asked.chats) for prefix in ([], EXEC)]
+        good &= compare(f"llama.cpp's server, {asked.chats} chats", *pair)
     return 0 if good else 1
 
 

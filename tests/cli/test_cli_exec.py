@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -510,6 +511,22 @@ for line in open("/proc/self/smaps_rollup"):
         sums[name] = int(value.split()[0])
 print("RESULT", json.dumps([tokens, sums]))
 """
+
+
+@pytest.mark.slow  # servers are started, with it and without
+@pytest.mark.parametrize(("name", "needs"), [("redis", "redis-benchmark"), ("server", "cyllama")])
+def test_servers_of_others_answer_the_same(name: str, needs: str) -> None:
+    if shutil.which(needs) is None and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    words = [name, "--requests", "500", "--chats", "5"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/exec_suites.py", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\| .* \| \d+ \| [1-9]\d* \| 0 \|$", done.stdout, re.M), done.stdout
 
 
 @pytest.mark.slow  # a model of 0.7 GB is written, and read twice
