@@ -157,7 +157,7 @@ demo: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
 
-# What docs/pressure.md shows: 20 minutes, as root, on a machine that does nothing else.
+# What docs/pressure.md shows: 25 minutes, as root, on a machine that does nothing else.
 bench-pressure: $(VENV)/.installed
 	$(BIN)/unimem bench pressure $(QUICK) --dir $(BUILD)/bench --output bench/results/pressure.json
 	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
