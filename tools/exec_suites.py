@@ -108,8 +108,12 @@ def serving(words: list[str], folder: str) -> Iterator[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    server = subprocess.Popen([*words, "--port", str(port)], cwd=folder, **quiet)
+    server = subprocess.Popen(
+        [*words, "--port", str(port)],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     try:
         while server.poll() is None:
             with socket.socket() as probe:

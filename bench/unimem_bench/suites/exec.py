@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-import unimem as um
 from unimem.system import kernel_files
 from unimem_bench import decoding, states, timed
 from unimem_bench.models import Kind
@@ -31,11 +30,10 @@ KIND: Kind = "q4_k_m"
 N_CALLS, N_QUICK_CALLS = 300_000, 50_000  # the fastest of twelve times so many
 # A process each time: where its memory comes to lie is another in each.
 CHURN = """
-import ctypes, sys
-churn = ctypes.CDLL(sys.argv[1]).bench_churn
-churn.restype, churn.argtypes = ctypes.c_double, [ctypes.c_size_t]
-n = int(sys.argv[2])
-print(min(churn(n) for _ in range(12)) / n)
+import sys
+from unimem_bench import plain
+n = int(sys.argv[1])
+print(min(plain.churn(n) for _ in range(12)) / n)
 """
 PREFIXES: dict[str, tuple[str, ...]] = {WITH: EXEC, WITHOUT: ()}
 CTX, N_TOKENS, MOST_S = 4096, 16, 60.0
@@ -51,9 +49,8 @@ OTHER_BYTES = 512 << 20  # of llama.cpp beside weights: KV cache, compute buffer
 )
 def small(measure: Measure) -> None:
     """Time a loop in C, in CPU time of its thread."""
-    library = Path(um.get_library()).with_name("libunimem-bench.so")
     n = N_QUICK_CALLS if measure.quick else N_CALLS
-    words = [sys.executable, "-I", "-S", "-c", CHURN, str(library), str(n)]
+    words = [sys.executable, "-P", "-c", CHURN, str(n)]
 
     def side(name: str) -> float:
         done = subprocess.run([*PREFIXES[name], *words], capture_output=True, text=True, check=True)
