@@ -18,7 +18,13 @@ import unimem as um
 from project import ROOT
 from running import running
 from unimem.accounting import metrics
-from unimem.accounting.metrics import FAMILIES, LLAMA_FAMILIES, Collector, serve, write_metrics
+from unimem.accounting.metrics import (
+    FAMILIES,
+    LLAMA_FAMILIES,
+    MetricsCollector,
+    serve,
+    write_metrics,
+)
 from unimem.accounting.samples import Sample
 from unimem.system.pressure import Pressure
 from watch_samples import CGROUP, GIB, MACHINE, MIB, report, sample
@@ -56,7 +62,7 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
 
 
 def values(*pids: int, **options: Any) -> dict[tuple[str, ...], float]:
-    return {(n, *labels): x for n, labels, x in Collector(lambda: pids, **options).values()}
+    return {(n, *labels): x for n, labels, x in MetricsCollector(lambda: pids, **options).values()}
 
 
 def parsed(text: str) -> dict[str, list[Any]]:
@@ -106,7 +112,7 @@ def test_sizes_of_pages_add_up_to_what_is_in_ram() -> None:
 
 @pytest.mark.usefixtures("invented")
 def test_each_name_has_its_labels_and_follows_the_rules() -> None:
-    text = write_metrics(Collector(lambda: [4711], llama_names=True))
+    text = write_metrics(MetricsCollector(lambda: [4711], llama_names=True))
     found = parsed(text)
     known = FAMILIES | LLAMA_FAMILIES
     # What unimem asked for is known of no row of this process.
@@ -116,7 +122,7 @@ def test_each_name_has_its_labels_and_follows_the_rules() -> None:
         assert {frozenset(each.labels) for each in samples} == {frozenset(known[name].labels)}
         assert name.endswith("_total") == (known[name].kind == "counter")
         assert f"# HELP {name} " in text
-    assert parsed(write_metrics(Collector(lambda: [4711]))).keys().isdisjoint(LLAMA_FAMILIES)
+    assert parsed(write_metrics(MetricsCollector(lambda: [4711]))).keys().isdisjoint(LLAMA_FAMILIES)
 
 
 def test_the_document_has_every_metric_with_its_labels() -> None:
@@ -147,7 +153,7 @@ def test_a_process_that_cannot_be_read_is_not_up(invented: dict[int, Any], why: 
 
 
 def test_another_process_with_the_same_number_is_read_anew(invented: dict[int, Any]) -> None:
-    collector = Collector(lambda: [4711])
+    collector = MetricsCollector(lambda: [4711])
     collector.values()
     first = collector._watched[4711].sampler
     collector.values()
@@ -168,7 +174,7 @@ def test_odd_names_are_one_label(invented: dict[int, Any]) -> None:
 
 
 def served_text() -> str:
-    server, _ = serve(Collector(lambda: [4711]), 0)
+    server, _ = serve(MetricsCollector(lambda: [4711]), 0)
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
             assert answer.headers["Content-Type"].startswith("text/plain")
@@ -181,16 +187,16 @@ def served_text() -> str:
 
 @pytest.mark.usefixtures("invented")
 def test_what_is_served_is_what_is_written() -> None:
-    assert parsed(served_text()) == parsed(write_metrics(Collector(lambda: [4711])))
+    assert parsed(served_text()) == parsed(write_metrics(MetricsCollector(lambda: [4711])))
 
 
 @pytest.mark.usefixtures("invented")
 def test_a_port_that_is_taken_is_named() -> None:
-    server, _ = serve(Collector(lambda: []), 0)
+    server, _ = serve(MetricsCollector(lambda: []), 0)
     try:
         assert server.server_address[0] == "127.0.0.1"
         with pytest.raises(OSError, match="in use") as caught:
-            serve(Collector(lambda: []), server.server_port)
+            serve(MetricsCollector(lambda: []), server.server_port)
         assert caught.value.filename == f"127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
@@ -198,7 +204,7 @@ def test_a_port_that_is_taken_is_named() -> None:
 
 
 def test_scrapes_of_several_threads() -> None:
-    collector = Collector(lambda: [os.getpid()])
+    collector = MetricsCollector(lambda: [os.getpid()])
     texts: list[str] = []
     threads = [
         threading.Thread(target=lambda: texts.append(write_metrics(collector))) for _ in range(4)
@@ -245,7 +251,7 @@ def test_a_scrape_costs_the_process_nothing(waiting: int) -> None:
 
 def test_a_process_that_ends_between_scrapes() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        collector = Collector(lambda: [process.pid])
+        collector = MetricsCollector(lambda: [process.pid])
         up = ("unimem_process_up", (str(process.pid),))
         assert (*up, 1.0) in collector.values()
         process.kill()

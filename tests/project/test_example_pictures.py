@@ -15,7 +15,7 @@ import pytest
 import unimem as um
 from html_pages import HtmlPage
 from project import ROOT
-from unimem.accounting.metrics import FAMILIES, Collector
+from unimem.accounting.metrics import FAMILIES, MetricsCollector
 
 EXAMPLES = ROOT / "examples"
 MIB = 1 << 20
@@ -122,7 +122,7 @@ def test_a_query_of_the_dashboard_gives_the_report_s_sum() -> None:
     wanted = dict(re.findall(r'(\w+)="(\w+)"', selector))
     assert wanted == {"device": "host"}
 
-    collector = Collector(lambda: [os.getpid()])
+    collector = MetricsCollector(lambda: [os.getpid()])
     values = collector.values()
     total = sum(
         value

@@ -17,7 +17,14 @@ from unimem.accounting.samples import Sample, Sampler
 from unimem.system.placement import Placement
 from unimem.system.text import escape
 
-__all__ = ["FAMILIES", "LLAMA_FAMILIES", "Collector", "MetricFamily", "serve", "write_metrics"]
+__all__ = [
+    "FAMILIES",
+    "LLAMA_FAMILIES",
+    "MetricFamily",
+    "MetricsCollector",
+    "serve",
+    "write_metrics",
+]
 
 HOST = "host"  # what `device` says of main memory
 _PROCESS = ("pid", "process")
@@ -154,7 +161,7 @@ class _Watched:
     started: int | None = None
 
 
-class Collector:
+class MetricsCollector:
     """What ``prometheus_client`` asks for metrics. Any number of threads may ask.
 
     Between two scrapes it does nothing. A scrape reads what the kernel has of each process, and
@@ -171,7 +178,7 @@ class Collector:
     Examples
     --------
     >>> import os
-    >>> collector = Collector(lambda: [os.getpid()])
+    >>> collector = MetricsCollector(lambda: [os.getpid()])
     >>> found = {name for name, labels, value in collector.values()}
     >>> "unimem_memory_resident_bytes" in found
     True
@@ -229,12 +236,12 @@ class Collector:
         return sample
 
 
-def serve(collector: Collector, port: int, address: str = "127.0.0.1") -> tuple[Any, Any]:
+def serve(collector: MetricsCollector, port: int, address: str = "127.0.0.1") -> tuple[Any, Any]:
     """Serve metrics by HTTP, in threads.
 
     Parameters
     ----------
-    collector : Collector
+    collector : MetricsCollector
         What is asked at each scrape.
     port : int
         0 takes a free one: ``server.server_port`` says which.
@@ -263,7 +270,7 @@ def serve(collector: Collector, port: int, address: str = "127.0.0.1") -> tuple[
         raise OSError(error.errno, error.strerror, f"{address}:{port}") from None
 
 
-def write_metrics(collector: Collector) -> str:
+def write_metrics(collector: MetricsCollector) -> str:
     """Write what one scrape gives, as text.
 
     Raises

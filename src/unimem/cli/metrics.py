@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from unimem.accounting.metrics import Collector, serve, write_metrics
+from unimem.accounting.metrics import MetricsCollector, serve, write_metrics
 from unimem.accounting.report import report
 from unimem.cli import terminal
 from unimem.cli.processes import find
@@ -78,7 +78,7 @@ def metrics(
         )
     for number in numbers:
         report(number)  # one that is not there, or not ours to look at, is said at once
-    collector = Collector(
+    collector = MetricsCollector(
         (lambda: numbers) if numbers else _WithModels().pids, llama_names=llama_names
     )
     if textfile is not None:
