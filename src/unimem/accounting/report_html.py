@@ -10,7 +10,7 @@ from unimem.accounting.rows import Row
 from unimem.system.html import Html, bar, facts, fragment, heading, size, stack, table
 from unimem.system.placement import Placement, sum_placements
 
-__all__ = ["color_of", "report_html", "report_parts"]
+__all__ = ["color_of", "colors_of", "report_html", "report_parts"]
 
 # By kind of category; of a kind, weights of several types are of one hue.
 _COLORS = {
@@ -58,13 +58,25 @@ def color_of(category: str, n_before: int = 0) -> str:
     return "#aab4be" if category == "weights:padding" else colors[n_before % len(colors)]
 
 
+def colors_of(categories: Iterable[str]) -> dict[str, str]:
+    """Choose the colours of categories, of which those of one kind differ by their order."""
+    found: dict[str, str] = {}
+    n_of: dict[str, int] = {}
+    for category in categories:
+        if category not in found:
+            kind = category.partition(":")[0]
+            found[category] = color_of(category, n_of.get(kind, 0))
+            n_of[kind] = n_of.get(kind, 0) + 1
+    return found
+
+
 # ---- what memory is for -------------------------------------------------------------------------
 
 
 def report_parts(rows: Sequence[Row], known: Mapping[str, Any]) -> Iterator[Html]:
     """Write the parts of `report_html`, for a page that has others, too."""
     first, *others = report_facts(rows, known)
-    colors = _colors(rows)
+    colors = colors_of(row.category for row in rows)
     host = [row for row in rows if row.device is None]
     yield facts(first)
     yield stack((row.category, row.resident_bytes or 0, colors[row.category]) for row in host)
@@ -74,18 +86,6 @@ def report_parts(rows: Sequence[Row], known: Mapping[str, Any]) -> Iterator[Html
     if any(row.granted for row in host):
         yield heading("How it is placed")
         yield _placements(host)
-
-
-def _colors(rows: Iterable[Row]) -> dict[str, str]:
-    """Choose the colours of categories; weights come by size, so that the largest is the first."""
-    found: dict[str, str] = {}
-    n_of: dict[str, int] = {}
-    for row in rows:
-        if row.category not in found:
-            kind = row.category.partition(":")[0]
-            found[row.category] = color_of(row.category, n_of.get(kind, 0))
-            n_of[kind] = n_of.get(kind, 0) + 1
-    return found
 
 
 def _memory(rows: Sequence[Row], colors: Mapping[str, str]) -> Html:

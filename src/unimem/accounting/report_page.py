@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from unimem.accounting.growth import GrowthPoint
-from unimem.accounting.report_html import color_of, report_parts
+from unimem.accounting.report_html import colors_of, report_parts
 from unimem.accounting.report_text import kind_of_mapping
 from unimem.accounting.rows import Mapping as MappedRange
 from unimem.accounting.samples import Sample
@@ -112,9 +112,10 @@ def _growth(points: Sequence[GrowthPoint]) -> Iterator[Html]:
     }
     names = sorted(most, key=lambda name: -most[name])
     drawn, rest = names[:_LAYERS], names[_LAYERS:]
+    colors = colors_of(drawn)
     series = [
-        (name, [point.resident_bytes.get(name, 0) for point in points], color_of(name, i))
-        for i, name in enumerate(drawn)
+        (name, [point.resident_bytes.get(name, 0) for point in points], colors[name])
+        for name in drawn
     ]
     if rest:
         others = [sum(point.resident_bytes.get(name, 0) for name in rest) for point in points]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any, Literal
 
-from unimem.accounting.report_html import color_of
+from unimem.accounting.report_html import colors_of
 from unimem.accounting.rows import Row, find_row
 from unimem.errors import CapacityError
 from unimem.planning.needs import Mode
@@ -504,11 +504,7 @@ _FITS, _LACKS = "#3f9e63", "#c9544d"
 def _html(plan: Plan) -> Html:
     """Write a plan as `plan_lines` does, with its rows and limits as bars."""
     host = [row for row in plan.rows if row.device is None]
-    names = [row.category for row in host if row.category.startswith("weights:")]
-    colors = {
-        row.category: color_of(row.category, (row.category in names) and names.index(row.category))
-        for row in plan.rows
-    }
+    colors = colors_of(row.category for row in plan.rows)
     total = max(1, plan.total_bytes)
     rows = [
         (
