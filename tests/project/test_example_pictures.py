@@ -61,7 +61,7 @@ def test_the_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_closed_says_so() -> None:
     with ExitStack() as stack:
-        things = [
+        things: list[Any] = [
             stack.enter_context(um.Block(MIB, name="a <b>")),
             stack.enter_context(um.KVCache(1, 1, 64, 8)),
             stack.enter_context(um.PagedKVCache(1, 1, 64, n_blocks=4)),

@@ -265,9 +265,10 @@ def serve(collector: MetricsCollector, port: int, address: str = "127.0.0.1") ->
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     try:
-        return start_http_server(port, addr=address, registry=registry)
+        server, thread = start_http_server(port, addr=address, registry=registry)
     except OSError as error:
         raise OSError(error.errno, error.strerror, f"{address}:{port}") from None
+    return server, thread
 
 
 def write_metrics(collector: MetricsCollector) -> str:
