@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import llama_cpp
 import unimem as um
 from html_pages import HtmlPage
-from proc_maps import mappings as smaps
 from running import running
 from screens import CONTROL, HOSTILE
 from unimem.accounting.growth import GrowthPoint
@@ -19,6 +22,8 @@ from unimem.accounting.report import Mapping, Report, Row
 from unimem.accounting.report_html import color_of
 from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import Sampler
+from unimem.engine import embedded_model
+from unimem.system import process as system_process
 from unimem.system.pressure import Pressure
 from watch_samples import CGROUP, GIB, KIB, MACHINE, MIB, placed, report, sample
 
@@ -42,34 +47,51 @@ def invented(**more: Any) -> HtmlPage:
     return HtmlPage(report_page(sample(0.0, replace(report(), **more))))
 
 
-def kernels(pid: int) -> dict[str, int]:
-    """What smaps says of a process, read anew."""
-    areas = smaps(0, 1 << 64, pid)
-    return {name: sum(each.fields[name] for each in areas) for name in ("Pss", "Rss", "Swap")}
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What smaps said each time that it was read.
 
-
-def page_of(pid: int) -> tuple[str, dict[str, int]]:
-    """The page of a process and what the kernel says, while nothing changes.
-
-    What others map of its libraries changes its share of them.
+    A second reading would differ: whoever maps a library meanwhile changes all shares of it.
     """
-    for _ in range(20):
-        before, text = kernels(pid), report_page(Sampler(pid).sample())
-        if kernels(pid) == before:
-            break
-    return text, before
+    texts: list[bytes] = []
+    plain = system_process._read_smaps
+
+    def read(fd: int) -> bytes:
+        texts.append(plain(fd))
+        return texts[-1]
+
+    monkeypatch.setattr(system_process, "_read_smaps", read)
+    return texts
 
 
-def check_sums(page: HtmlPage, said: dict[str, int]) -> None:
+def check_sums(page: HtmlPage, smaps: bytes) -> None:
+    """The tables add up, to what the kernel says."""
     memory, held = page.table("memory", "in RAM", "most"), page.table("memory", "Rss")
     for table, name, field in (
         (memory, "in RAM", "Pss"), (held, "Rss", "Rss"), (held, "swapped out", "Swap")
     ):  # fmt: skip
         column = table.column(name)
         total = column.pop("total")
-        assert (
-            total == said[field] == sum(each for each in column.values() if isinstance(each, int))
-        )
+        sizes = re.findall(rf"^{field}: +(\d+) kB$", smaps.decode(), re.MULTILINE)
+        assert total == sum(map(int, sizes)) * KIB, name
+        assert total == sum(each for each in column.values() if isinstance(each, int)), name
+
+
+@contextmanager
+def process(name: str) -> Iterator[int]:
+    if name == "this":
+        with um.Block(MIB, category="scratch", name="mine", warm=True):
+            yield os.getpid()
+    elif name == "llama.cpp":
+        pytest.importorskip("cyllama", reason="cyllama is the peer: pip install '.[test]'")
+        with llama_cpp.holding(embedded_model()) as pid:
+            yield pid
+    else:
+        n = int(name.split(maxsplit=1)[0])
+        if int(Path("/proc/sys/vm/max_map_count").read_text()) < 2 * n:
+            pytest.skip("this machine lets a process have fewer mappings: vm.max_map_count")
+        with running(MANY, n) as pid:
+            yield pid
 
 
 def test_every_figure_of_a_row_is_there() -> None:
@@ -129,10 +151,15 @@ def test_growth_is_drawn_where_it_was_watched() -> None:
     assert page.table("growth").foot == [["total", 2 * MIB, 4 * MIB + KIB, "+2.0 MiB"]]
     assert "polygon" not in HtmlPage(report_page(sample(14.0, report()), points[:1])).tags
     many = [GrowthPoint(float(i), {f"c{j}": j for j in range(12)}) for i in range(2)]
-    assert "4 others" in HtmlPage(report_page(sample(1.0, report()), many)).text
+    text = HtmlPage(report_page(sample(1.0, report()), many)).text
+    assert "3 others" in text  # of eleven that had something
 
 
-@pytest.mark.parametrize("name", ["short", "x" * 4000, "&" * 4000, HOSTILE * 9])
+@pytest.mark.parametrize(
+    "name",
+    ["short", "x" * 4000, "&" * 4000, HOSTILE * 9],
+    ids=["short", "long", "longer when escaped", "hostile"],
+)
 def test_ten_thousand_mappings_stay_small(name: str) -> None:
     many = tuple(
         Mapping("files", "", i << 20, MIB, placed(i * KIB), path=f"/{name}", parts={"files": MIB})
@@ -161,31 +188,23 @@ def test_ten_thousand_mappings_stay_small(name: str) -> None:
     assert f'<data value="{sizes}"' in text
 
 
-def test_a_page_of_this_process() -> None:
-    with um.Block(MIB, category="scratch", name="mine", warm=True):
-        read = Sampler(os.getpid()).sample()
-    page = HtmlPage(report_page(read))
-    total = page.table("memory", "in RAM", "most").column("in RAM")["total"]
-    assert total == read.report.resident_bytes == read.report.facts["pss_bytes"]
-    mine = [row for row in page.table("address").rows if row[-1] == "mine"]
-    assert [(row[1], row[5]) for row in mine] == [(MIB, "scratch")]
-
-
-def test_sums_of_another_process_are_the_kernel_s() -> None:
-    with running(MANY, 10) as pid:
-        text, said = page_of(pid)
-    check_sums(HtmlPage(text), said)
-
-
-@pytest.mark.slow  # as the two before it: one process has them all
-def test_a_process_with_ten_thousand_mappings() -> None:
-    if int(Path("/proc/sys/vm/max_map_count").read_text()) < 20_000:
-        pytest.skip("this machine lets a process have fewer mappings: vm.max_map_count")
-    with running(MANY, 10_000) as pid:
-        text, said = page_of(pid)
-    check_sums(HtmlPage(text), said)
+@pytest.mark.parametrize("name", [
+    "this", "10 mappings", pytest.param("llama.cpp", marks=pytest.mark.slow),
+    pytest.param("10000 mappings", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_sums_are_the_kernel_s(name: str, said: list[bytes]) -> None:
+    with process(name) as pid:
+        read = Sampler(pid).sample()
+    text = report_page(read)
+    page = HtmlPage(text)
+    check_sums(page, said[-1])
     assert len(text.encode()) < MOST_BYTES
-    assert HtmlPage(text).text.count("more mappings") == 1
+    n, shown = len(read.report.mappings), len(page.table("address").rows)
+    assert f"{n:,} mappings" in page.text
+    assert ("more mappings" in page.text) == (shown < n)
+    assert (n > 10_000) == (name == "10000 mappings")
+    mine = [row for row in page.table("address").rows if row[-1] == "mine"]
+    assert [(row[1], row[5]) for row in mine] == [(MIB, "scratch")] * (name == "this")
 
 
 def test_a_notebook_shows_a_report() -> None:

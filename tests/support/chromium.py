@@ -34,6 +34,7 @@ onload = () => {
   const cells = [...page.querySelectorAll("td,th,dd,dt,li,p")]
   const found = {
     overflow: root.scrollWidth - root.clientWidth,
+    cut: [...page.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).length,
     smallest: Math.min(...cells.map(cell => parseFloat(view.getComputedStyle(cell).fontSize))),
     text: page.body.innerText,
     light: colors("light"),
@@ -91,8 +92,9 @@ def look_at(page: Path, width: int, height: int = 800) -> Any:
     Returns
     -------
     dict
-        ``overflow`` (pixels that the page is wider than its window), ``smallest`` (font, in
-        pixels), ``text`` (what is seen), ``light`` and ``dark`` (background and text).
+        ``overflow`` (pixels that the page is wider than its window), ``cut`` (tables of which a
+        part is seen only after scrolling), ``smallest`` (font, in pixels), ``text`` (what is seen),
+        ``light`` and ``dark`` (background and text).
     """
     dom = _run(_framed(page, width, height, _MEASURE), "--dump-dom")
     return json.loads(html.unescape(dom.partition("<pre>")[2].partition("</pre>")[0]))

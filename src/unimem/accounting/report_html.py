@@ -134,7 +134,8 @@ def _placements(rows: Iterable[Row]) -> Html:
         (*head, *(f"node {node}" for node in nodes)),
         [(name, placement.pages, *_sizes(placement, nodes)) for name, placement in granted],
         foot=[("total", "", *_sizes(whole, nodes))],
-        spare=() if len(nodes) < 2 else ("pages",),
+        # The only node has what Rss says.
+        spare=("pages", *(f"node {node}" for node in nodes if len(nodes) == 1)),
     )
 
 

@@ -91,6 +91,7 @@ def _limits(limits: Sequence[Limit], pressure: Sequence[Pressure]) -> Iterator[H
             for limit, share in zip(limits, shares, strict=True)
         ],
         align="p>>><",
+        spare=("",),
     )
     yield facts(
         (
@@ -110,7 +111,7 @@ def _growth(points: Sequence[GrowthPoint]) -> Iterator[Html]:
         name: max(point.resident_bytes.get(name, 0) for point in points)
         for name in dict.fromkeys(name for point in points for name in point.resident_bytes)
     }
-    names = sorted(most, key=lambda name: -most[name])
+    names = sorted(filter(most.get, most), key=lambda name: -most[name])
     drawn, rest = names[:_LAYERS], names[_LAYERS:]
     colors = colors_of(drawn)
     series = [
@@ -119,7 +120,7 @@ def _growth(points: Sequence[GrowthPoint]) -> Iterator[Html]:
     ]
     if rest:
         others = [sum(point.resident_bytes.get(name, 0) for name in rest) for point in points]
-        series.append((f"{len(rest)} others", others, "#999999"))
+        series.append((format_count(len(rest), "other"), others, "#999999"))
     highest = max(sum(point.resident_bytes.values()) for point in points)
     yield heading("In RAM while it was watched")
     yield chart([point.seconds for point in points], series, max(1, highest))
@@ -152,7 +153,7 @@ def _mappings(mappings: Sequence[MappedRange]) -> Iterator[Html]:
         shown.append(cells)
     yield heading(format_count(len(mappings), "mapping"))
     head = ("address", "mapped", "in RAM", "asked", "granted", "memory", "name")
-    yield table(head, shown, align="<>><<<p", spare=("address", "asked"))
+    yield table(head, shown, align="<>><<<p", spare=("address", "mapped", "asked", "granted"))
     if left := ordered[len(shown) :]:
         nbytes, held = (
             size(sum(sizes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape as quote
 
-from unimem.system.text import escape, format_bytes, shorten
+from unimem.system.text import escape, format_bytes, format_count, shorten
 
 __all__ = [
     "Html",
@@ -57,7 +57,10 @@ margin:.6rem 0 .4rem}
 margin-right:.4rem}
 .unimem svg{display:block;width:100%;height:11rem;background:#8882;border-radius:4px}
 .unimem .ends{display:flex;justify-content:space-between}
-@media(max-width:40rem){.unimem .w{display:none}.unimem .bar{width:5rem}}
+@media(max-width:40rem){.unimem{font-size:13px}.unimem .w{display:none}.unimem .bar{width:4rem}\
+.unimem :is(th,td){padding-right:.35rem}.unimem :is(th,td):last-child{padding-right:0}\
+.unimem thead th{white-space:normal;\
+vertical-align:bottom}.unimem .p{min-width:7rem}}
 """
 # No script, no font, no image, no address: what comes into the page by a name can reach nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -209,7 +212,7 @@ def stack(pieces: Iterable[tuple[str, int, str]]) -> Html:
     there = sorted((piece for piece in pieces if piece[1] > 0), key=lambda piece: -piece[1])
     there, small = there[:_MOST_PIECES], there[_MOST_PIECES:]
     if small:
-        there.append((f"{len(small)} others", sum(piece[1] for piece in small), "#999"))
+        there.append((format_count(len(small), "other"), sum(piece[1] for piece in small), "#999"))
     total = sum(piece[1] for piece in there)
     drawn = "".join(
         f'<i style="width:{nbytes / total:.2%};background:{color}" '
