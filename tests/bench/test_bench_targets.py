@@ -36,6 +36,7 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
         "speed": [0.9, 0.9, 0.98] + [1] * 10 + [1.05] * 2 + [1.1] * 2 + [1.8] * 4,
         "figure": [0.1] * 2,
     },
+    (20, "accounting"): {"figure": [300]},
     # The slowest of a thousand tokens, and the mean: copied, staged, repacked, and under exec.
     (19, "pressure"): {"figure": [1.031] * 4 + [1.3] * 4},
 }

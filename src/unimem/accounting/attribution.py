@@ -137,9 +137,8 @@ def kind_of(area: Area, *, is_program: bool = False) -> str:
     """
     if not area.path:
         return "anonymous"
-    for name, category in _NAMED.items():
-        if area.path.startswith(name):
-            return category
+    if area.path.startswith("["):
+        return next(kind for name, kind in _NAMED.items() if area.path.startswith(name))
     if area.path.startswith(_SHARED):
         is_own = area.path.startswith(("/dev/zero", "/anon_hugepage")) and area.access[3:] == "p"
         return "anonymous" if is_own else "shared"

@@ -9,7 +9,7 @@ import pwd
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -45,8 +45,7 @@ _ENTRY = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Area:
+class Area(NamedTuple):
     """One entry of smaps: a range of addresses with one access and one backing.
 
     It never changes, so that threads and forked children may use it.
@@ -91,7 +90,7 @@ class Area:
     locked_bytes: int
     swapped_bytes: int
     page_bytes: int
-    nodes: dict[int, int] = field(default_factory=dict)
+    nodes: dict[int, int]
     flags: frozenset[str] = frozenset()
 
     @property
@@ -420,9 +419,10 @@ def _areas(smaps: bytes, node: int | None = None) -> list[Area]:
         # Between two reads, areas may be joined: the kernel then tells of the whole after its part.
         while areas and areas[-1].end > start:
             areas.pop()
-        rss, pss, shared, private, thp, shmem, file, swapped, page = map(_bytes, sizes)
-        hugetlb = shared + private
-        resident = rss + hugetlb
+        rss, pss, shared, private, thp, shmem, file, swapped, page = sizes
+        hugetlb = int(shared or 0) + int(private or 0) << 10
+        rss_bytes = int(rss or 0) << 10
+        resident = rss_bytes + hugetlb
         areas.append(
             Area(
                 start=start,
@@ -432,23 +432,19 @@ def _areas(smaps: bytes, node: int | None = None) -> list[Area]:
                 device=(int(major, 16), int(minor, 16)),
                 inode=int(inode),
                 path=os.fsdecode(path),
-                rss_bytes=rss,
-                pss_bytes=pss,
+                rss_bytes=rss_bytes,
+                pss_bytes=int(pss or 0) << 10,
                 hugetlb_bytes=hugetlb,
-                huge_bytes=thp + shmem + file,
+                huge_bytes=int(thp or 0) + int(shmem or 0) + int(file or 0) << 10,
                 # Not the line "Locked", which counts a page that n processes map as 1/n.
                 locked_bytes=resident if "lo" in flags else hugetlb,
-                swapped_bytes=swapped,
-                page_bytes=page or _PAGE,
+                swapped_bytes=int(swapped or 0) << 10,
+                page_bytes=int(page or 0) << 10 or _PAGE,
                 nodes={node: resident} if resident and node is not None else {},
                 flags=flags,
             )
         )
     return areas
-
-
-def _bytes(kib: bytes) -> int:
-    return int(kib) << 10 if kib else 0
 
 
 @cache
@@ -467,7 +463,7 @@ def _with_nodes(areas: list[Area], folder: int) -> list[Area]:
     """Fill in the areas' nodes."""
     with _file(folder, "numa_maps") as fd, open(fd, "rb", closefd=False) as file:
         nodes_at = dict(map(_nodes, file))
-    return [replace(area, nodes=nodes_at.get(area.start, {})) for area in areas]
+    return [area._replace(nodes=nodes_at.get(area.start, {})) for area in areas]
 
 
 def _nodes(line: bytes) -> tuple[int, dict[int, int]]:
