@@ -85,9 +85,8 @@ def attribute(
         for each in _as_entries(model)
         if not _overlaps(each, entries)
     ]
-    spans = sorted(
-        (span for builder in builders for span in builder.spans), key=lambda span: span.start
-    )
+    spans = [span for builder in builders for span in builder.spans if span.end > span.start]
+    spans.sort(key=lambda span: span.start)
     starts = [span.start for span in spans]
     programs = library_files(process.areas)
     alone: list[Mapping] = []
@@ -95,14 +94,14 @@ def attribute(
         if not (area.is_accessible or area.resident_bytes or area.swapped_bytes):
             continue
         category = kind_of(area, is_program=(area.device, area.inode) in programs)
-        ranges = list(_cut_range(spans, starts, area.start, area.end))
-        if len(ranges) == 1 and ranges[0][2] is None:
+        before = bisect_left(starts, area.end)
+        if not before or spans[before - 1].end <= area.start:
             alone.append(_as_mapping(area, category))
             continue
         own = _MappingBuilder.from_area(area, category)
         pieces = [
             span._replace(start=start, end=end) if span else _Span(start, end, category, own)
-            for start, end, span in ranges
+            for start, end, span in _cut_range(spans, starts, area.start, area.end)
         ]
         if free := sum(piece.end - piece.start for piece in pieces if piece.builder is own):
             # Without access, no page is ever added.
