@@ -29,7 +29,7 @@ def metrics(
     pids: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PID]...",
+            metavar="PID",
             help="Processes; without one, all that have a model, also those that come later.",
             show_default=False,
         ),
@@ -66,7 +66,7 @@ def metrics(
         typer.Option("--llama-names", help="Add llama.cpp's names of the same memory."),
     ] = False,
 ) -> None:
-    """Serve what memory processes have, and what it is for, as metrics for Prometheus."""
+    """Serve the memory of processes to Prometheus."""
     if textfile is not None and (port is not None or address is not None):
         raise typer.BadParameter("--textfile is for once: leave out --port and --address")
     if textfile == "":
