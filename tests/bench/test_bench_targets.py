@@ -38,6 +38,7 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     },
     # Small allocations, and a start; llama.cpp's decode, start and small pages.
     (19, "exec"): {"speed": [1.1], "cost": [0.8, 1.02], "figure": [5, 30]},
+    (20, "accounting"): {"figure": [300]},
     # The slowest of a thousand tokens, and the mean: copied, staged, repacked, and under exec.
     (19, "pressure"): {"figure": [1.031] * 4 + [1.3] * 4},
 }

@@ -7,6 +7,7 @@ import numpy as np
 from unimem.errors import CacheFull, ClosedError
 from unimem.system.arguments import flag, string
 from unimem.system.text import format_bytes
+from unimem.kv.cache_html import paged_html
 from unimem.kv.prefix import PrefixIndex
 
 cimport cython
@@ -416,6 +417,8 @@ cdef class PagedKVCache:
         return (f"PagedKVCache('{self.name}', {self.n_blocks_in_use} of {s.n_blocks} blocks of "
                 f"{s.block_tokens} tokens, {s.n_layers} layers, {s.n_kv_heads} heads of "
                 f"{s.head_dim} {self.dtype}, {format_bytes(self.capacity_bytes)})")
+
+    _repr_html_ = paged_html
 
 
 @cython.no_gc_clear
