@@ -117,8 +117,14 @@ $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
 	$(WITH_TOOLS) --no-compile -e .
 	touch $@
 
+# torch's CPU build is on an index of its own; PyPI's brings libraries for GPUs.
+TORCH := torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 $(VENV)/.installed: $(VENV)/.run
 	$(NEEDS) test | $(PIP) -r /dev/stdin
+	$(PIP) --extra-index-url $(TORCH_INDEX) "$(TORCH)" \
+	    || echo "*** $(TORCH) cannot be had: the tests of torch will be skipped" >&2
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.arrays import as_dtype
+from unimem._core.dlpack import ExportedArray
 from unimem._core.gguf import tensor_type
 from unimem.weights.files import Header, ModelFile, Value
 from unimem.weights.loading import LoadMemory
@@ -126,7 +127,8 @@ class Tensor:
             return array
         raw = block.as_array("uint8", (self.nbytes,), at)
         raw.flags.writeable = False  # and so is what looks at it
-        return raw.view(dtype).reshape(shape)
+        kind = ExportedArray if dtype.isbuiltin == 2 else np.ndarray  # 2: of ml_dtypes
+        return raw.view(dtype, kind).reshape(shape)
 
     def _array_layout(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return the dtype and shape of arrays over the data."""
@@ -167,10 +169,7 @@ class Tensor:
         return array if not copy and wanted == array.dtype else array.astype(wanted)
 
     def __dlpack__(self, **options: Any) -> Any:
-
-        from unimem.weights import dlpack
-
-        return dlpack.export(self.as_array(), **options)
+        return self.as_array().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.as_array().__dlpack_device__()
