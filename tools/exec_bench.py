@@ -41,22 +41,14 @@ int main(void) {
     printf("%f\n", (double)(b.tv_sec - a.tv_sec) + (double)(b.tv_nsec - a.tv_nsec) / 1e9);
 }
 """
+SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 LLAMA = """
 import sys, time
+sys.path.insert(0, sys.argv[2])
 from cyllama.llama import llama_cpp
-class Model(llama_cpp.LlamaModel):
-    @property
-    def n_vocab(self):
-        return int(self.get_vocab().n_vocab)
+from llama_cpp import open_model
 began = time.perf_counter()
-params = llama_cpp.LlamaModelParams()
-params.n_gpu_layers = 0
-model = Model(sys.argv[1], params)
-params = llama_cpp.LlamaContextParams()
-params.n_ctx = 4096
-params.n_threads = params.n_threads_batch = 2
-params.flash_attn_type = 1
-context = llama_cpp.LlamaContext(model, params)
+model, context = open_model(sys.argv[1], 4096, "f16", repack=True, threads=2)
 start = time.perf_counter() - began
 assert context.decode(llama_cpp.llama_batch_get_one([1, *range(300, 427)], 0)) == 0
 began = time.perf_counter()
@@ -124,7 +116,7 @@ def llama(n: int, model: Path | None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         path = str(model or write_model(Path(folder), "1.1b", "q4_k_m"))
-        words = [sys.executable, "-c", LLAMA, path]
+        words = [sys.executable, "-c", LLAMA, path, str(SUPPORT)]
         print("llama.cpp: start, then decode")
         rounds(n, lambda: output(*words), lambda: output(*EXEC, *words))
 

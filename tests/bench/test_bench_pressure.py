@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,18 +128,21 @@ def test_what_a_side_answers() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a cgroup needs root")
 def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(pressure, "_found", {})
-    monkeypatch.setattr(decoding, "model", lambda measure, kind: Path(embedded_model()))
+    # One of its own: other processes may have the model of the package mapped.
+    model, folder = Path(shutil.copy(embedded_model(), tmp_path)), tmp_path / "measured"
+    folder.mkdir()
+    monkeypatch.setattr(decoding, "model", lambda measure, kind: model)
     monkeypatch.setattr(decoding, "require_room", lambda n, path: None)
     monkeypatch.setattr(pressure, "N_QUICK_TOKENS", 5)
     for name in set(WAYS) - {"unimem", COPIED, STAGED, "unimem, mapped"}:
         monkeypatch.delitem(pressure.WAYS, name)
-    record = run_case(case_of("pressure/token"), tmp_path, monkeypatch)
+    record = run_case(case_of("pressure/token"), folder, monkeypatch)
     assert record.left_out == {}
     names = {side.name for side in record.sides}
     assert names == {f"{name}, {phase}" for name in WAYS for phase in (QUIET, PRESSED)}
     assert all(len(side.passes[0]) == 10 for side in record.sides)
     assert record.facts["load"][COPIED] == "copy: it was asked for"
-    assert [path.name for path in tmp_path.iterdir()] == ["neighbour.bin"]
+    assert [path.name for path in folder.iterdir()] == ["neighbour.bin"]
 
 
 def test_the_plot_shows_pairs() -> None:

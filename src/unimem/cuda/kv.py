@@ -377,6 +377,10 @@ class KVCache(KVDevice):
             "trim_to drops tokens and keeps the memory, budget_bytes limits it from the start",
         )
 
+    def give_back(self) -> int:
+        """Return 0: its memory is one allocation of CuPy's, which stays as it is."""
+        return 0
+
     # ---- copies and snapshots ----
 
     def copy(self) -> Self:
