@@ -61,6 +61,11 @@ def tensor(view: Any) -> Any:
     if isinstance(view, Tensor):
         view = view.as_array()
     if isinstance(view, np.ndarray):
+        if min(view.strides, default=0) < 0:  # which torch answers with the end of the process
+            raise TypeError(
+                f"view: expected an array that torch can show, got strides of {view.strides}: "
+                "torch has none below 0"
+            )
         view = view.view(ExportedArray)
     elif not hasattr(type(view), "__dlpack__"):
         raise TypeError(
@@ -144,20 +149,20 @@ def load_state_dict(
         unused = {*weights.tensors} - {*called.values()}
         _refuse(unused, "that the model has and the module has not")
     made: dict[int, Any] = {}
-    copied = []
+    copied, mapped = [], []
     for number, name in first.items():
         value = own[name]
         given = tensor(_checked(weights.tensors[called[name]], tuple(value.shape), name))
         device = given.device if value.device.type == "meta" else value.device
         fitted = given.to(device, value.dtype)
-        if fitted is not given:
-            copied.append(name)
+        (mapped if fitted is given else copied).append(name)
         if isinstance(value, torch.nn.Parameter):
-            requires_grad = value.requires_grad and fitted is not given
-            fitted = torch.nn.Parameter(fitted, requires_grad=requires_grad)
+            fitted = torch.nn.Parameter(fitted, requires_grad=False)
         made[number] = fitted
     state = {name: made[id(value)] for name, value in own.items() if id(value) in made}
     module.load_state_dict(state, strict=False, assign=True)
+    for name in mapped:  # torch lets a parameter require what the one before did
+        state[name].requires_grad_(False)
     return copied
 
 

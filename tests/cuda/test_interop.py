@@ -102,6 +102,7 @@ def test_what_dlpack_has_no_type_for() -> None:
 # ---- torch ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_torch_takes_it_without_a_copy(weights: Weights, torch: Any, kind: str) -> None:
     tensor = weights.tensors[kind]
@@ -115,12 +116,14 @@ def test_torch_takes_it_without_a_copy(weights: Weights, torch: Any, kind: str) 
     assert torch.from_dlpack(weights.tensors[f"{kind} empty"]).shape == (2, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_torch_takes_arrays_without_a_copy(weights: Weights, torch: Any, kind: str) -> None:
     tensor = weights.tensors[kind]
     assert torch.from_dlpack(tensor.as_array()).data_ptr() == tensor.address
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "f32"])
 def test_torch_copies_when_it_is_asked_to(weights: Weights, torch: Any, kind: str) -> None:
     tensor = weights.tensors[kind]
@@ -134,6 +137,7 @@ def test_torch_copies_when_it_is_asked_to(weights: Weights, torch: Any, kind: st
     assert tensor.as_array().tobytes() != bytes(tensor.nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["map", "copy"])
 def test_torch_keeps_the_memory(path: Path, torch: Any, mode: Load) -> None:
     w = open_weights(path, load=mode)
@@ -149,6 +153,7 @@ def test_torch_keeps_the_memory(path: Path, torch: Any, mode: Load) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
     (tmp_path / "file.gguf").write_bytes(gf.everything())
     with open_weights(tmp_path / "file.gguf") as w:
@@ -160,6 +165,7 @@ def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
         assert theirs.data_ptr() == tensor.address
 
 
+@pytest.mark.slow
 def test_torch_writes_to_mapped_pages_at_its_peril(path: Path, torch: Any, run_python: Any) -> None:
     """Torch knows nothing of read-only tensors; that the pages are is what keeps the file whole."""
     before = path.read_bytes()

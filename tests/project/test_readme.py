@@ -50,11 +50,18 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 EXAMPLES = {f"{name}-{i}": x for name in N_EXAMPLES for i, x in enumerate(blocks(name, "python"))}
+OF_TORCH = [name for name, text in EXAMPLES.items() if "import torch\n" in text]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in OF_TORCH else [])
+        for name in EXAMPLES
+    ],
+)
 def test_example_runs(name: str, tmp_path: Path) -> None:
-    if "import torch\n" in EXAMPLES[name]:
+    if name in OF_TORCH:
         pytest.importorskip("torch", reason="torch (extra torch) is not installed")
     if name == "README.md-0":  # as a reader starts it
         command = [sys.executable, "-W", "error", "-c", EXAMPLES[name]]

@@ -135,7 +135,7 @@ def _tensor_from_object(thing: Any, out: Any) -> int:
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
-_new_capsule.argtypes = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+_new_capsule.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
 # Capsules point to these.
 _NAME = ctypes.create_string_buffer(b"dlpack_exchange_api")
 _functions = _Functions(

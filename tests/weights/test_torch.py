@@ -17,6 +17,8 @@ import safetensors_files as sf
 import unimem as um
 import unimem.torch as ut
 
+pytestmark = pytest.mark.slow  # importing torch takes seconds
+
 N, HEADS, DIM = 3, 2, 32
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 # Of the types of both torch and unimem, those that tapes are taken of.
@@ -296,35 +298,3 @@ def test_closed_weights_say_so(torch: Any, path: Path) -> None:
         ut.tensor(tensor)
     with pytest.raises(um.ClosedError):
         ut.load_state_dict(module(torch), w)
-
-
-# ---- without torch ----
-
-
-def test_without_torch_it_says_what_to_install(run_python: Any) -> None:
-    answer = run_python(
-        """
-        import sys
-        sys.modules["torch"] = None
-        import unimem.torch as ut
-        for call in (lambda: ut.tensor(None), lambda: ut.load_state_dict(None, None)):
-            try:
-                call()
-            except ImportError as error:
-                assert "unimem.torch needs torch: install unimem-llm with the" in str(error)
-            else:
-                raise AssertionError
-        """
-    )
-    assert (answer.returncode, answer.stderr) == (0, "")
-
-
-def test_importing_unimem_imports_no_torch(run_python: Any) -> None:
-    answer = run_python(
-        """
-        import sys
-        import unimem, unimem.torch
-        assert "torch" not in sys.modules
-        """
-    )
-    assert (answer.returncode, answer.stderr) == (0, "")

@@ -68,5 +68,9 @@ class ExportedArray(np.ndarray):
         """What is computed of it is NumPy's own, and a scalar where NumPy makes one."""
         return array[()] if return_scalar else array
 
+    def __reduce_ex__(self, protocol):
+        """What is pickled is NumPy's own, and is read without unimem."""
+        return np.asarray(self).__reduce_ex__(protocol)
+
 
 cdef object EXPORTED = ExportedArray

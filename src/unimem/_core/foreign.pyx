@@ -37,6 +37,7 @@ cdef _FromObject _function_of(object kind) except? NULL:
     """What describes objects of a type without a capsule; NULL where its library has no such."""
     global _last_kind, _last_from_object
     cdef DLPackExchangeAPI *api = NULL
+    cdef _FromObject found = NULL
     if kind is _last_kind:
         return _last_from_object
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
@@ -44,11 +45,11 @@ cdef _FromObject _function_of(object kind) except? NULL:
         api = <DLPackExchangeAPI *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
     while api != NULL and api.major != DLPACK_MAJOR:
         api = api.previous
-    _last_from_object = NULL
     if api != NULL:
-        _last_from_object = api.tensor_from_object
+        found = api.tensor_from_object
+    _last_from_object = found
     _last_kind = kind
-    return _last_from_object
+    return found
 
 
 cdef object _dtype_of(const DLTensor *tensor, str what):
@@ -95,6 +96,8 @@ cdef cnp.ndarray _array_over(const DLTensor *tensor, object owner, bint writable
             strides = steps  # not those of a C-contiguous array
         step *= sizes[axis]
     if data == NULL:
+        if step != 0:  # such as those that torch only traces
+            raise TypeError(f"{what}: expected an array in main memory, got one without memory")
         data = _nowhere
     else:
         data += tensor.byte_offset
