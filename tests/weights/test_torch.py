@@ -85,9 +85,18 @@ def test_an_append_takes_no_capsule_and_holds_nothing(torch: Any, monkeypatch: A
         assert (kv.seq_len, sys.getrefcount(k)) == (100, before)
 
 
+def fake(torch: Any) -> Any:
+    """A tensor of main memory, by what it says, as torch traces programs with."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(N, HEADS, DIM)
+
+
 # Each with a word of what is said.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "on no device": (lambda torch: torch.empty(N, HEADS, DIM, device="meta"), "says: "),
+    "traced": (fake, "got one without memory"),
     "sparse": (lambda torch: torch.ones(N, HEADS, DIM).to_sparse(), "got a Tensor that says"),
     "integers": (lambda torch: torch.ones(N, HEADS, DIM, dtype=torch.int32), "got int32"),
     "a list": (lambda torch: list(torch.ones(N, HEADS, DIM)), "got list"),
