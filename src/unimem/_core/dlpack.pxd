@@ -44,8 +44,8 @@ cdef struct DLPackExchangeAPI:
     void *allocator
     void *managed_tensor_from_object
     void *managed_tensor_to_object
-    # What it says holds as long as the object; NULL: there is no such function.
-    int (*tensor_from_object)(void *, DLTensor *) except -1
+    # What it says holds as long as the object; -1: an exception is set. NULL: there is no such.
+    int (*tensor_from_object)(void *, DLTensor *) noexcept
     void *current_stream
 
 # DLPack's number of a kind of numbers that NumPy has not, by ml_dtypes' name of the dtype.

@@ -15,7 +15,8 @@ from unimem._core.dlpack cimport (
 
 cnp.import_array()
 
-ctypedef int (*_FromObject)(void *, DLTensor *) except -1
+# Returns -1 with an exception set where it fails.
+ctypedef int (*_FromObject)(void *, DLTensor *) noexcept
 
 # DLDeviceType: of memory that this CPU reads.
 cdef tuple _HOST = (1, 3, 11, 13)  # CPU, CUDA host, ROCm host, CUDA managed
@@ -150,6 +151,19 @@ cdef object _ask(object x, str what):
                     f"device of DLPack's type {device}: give a copy, as .cpu() makes it")
 
 
+cdef int _failed() except -1:
+    return -1
+
+
+cdef int _refuse_unreadable(object x, str what) except -1:
+    """Raise TypeError in the place of the exception that is set."""
+    try:
+        _failed()
+    except Exception as error:
+        raise _unreadable(x, what, error) from None
+    return 0
+
+
 cdef object _unreadable(object x, str what, error):
     said = str(error).partition("\n")[0]
     return TypeError(f"{what}: expected an array whose memory can be read, got a "
@@ -157,17 +171,17 @@ cdef object _unreadable(object x, str what, error):
 
 
 cdef cnp.ndarray array_of(object x, str what):
+    return <cnp.ndarray>x if cnp.PyArray_Check(x) else foreign_array(x, what)
+
+
+cdef cnp.ndarray foreign_array(object x, str what):
     cdef DLTensor tensor
-    cdef _FromObject from_object
-    if cnp.PyArray_Check(x):
-        return <cnp.ndarray>x
-    from_object = _function_of(type(x))
+    cdef _FromObject from_object = _function_of(type(x))
     if from_object == NULL:
         return target_of(x, what)
-    try:
-        from_object(<void *>x, &tensor)
-    except Exception as error:
-        raise _unreadable(x, what, error) from None
+    # Without a try, which would cost every call as much as finding out the dtype.
+    if from_object(<void *>x, &tensor) < 0:
+        _refuse_unreadable(x, what)
     return _array_over(&tensor, x, False, what)
 
 

@@ -77,8 +77,6 @@ cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1:
 
 
 cdef cnp.ndarray contiguous(object a, str what):
-    if cnp.PyArray_Check(a) and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>a):
-        return <cnp.ndarray>a
     cdef cnp.ndarray given = array_of(a, what)
     if cnp.PyArray_ISCARRAY_RO(given):
         return given
