@@ -149,7 +149,8 @@ def load_state_dict(
         unused = {*weights.tensors} - {*called.values()}
         _refuse(unused, "that the model has and the module has not")
     made: dict[int, Any] = {}
-    copied, mapped = [], []
+    copied: list[str] = []
+    mapped: list[str] = []
     for number, name in first.items():
         value = own[name]
         given = tensor(_checked(weights.tensors[called[name]], tuple(value.shape), name))

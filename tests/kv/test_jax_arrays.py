@@ -1,4 +1,4 @@
-"""Arrays of JAX, in and out. In a process of its own: JAX warns of each fork that comes after it."""
+"""Arrays of JAX, in and out. In a process of its own, since JAX warns of each later fork."""
 
 from __future__ import annotations
 

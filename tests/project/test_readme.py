@@ -55,10 +55,7 @@ OF_TORCH = [name for name, text in EXAMPLES.items() if "import torch\n" in text]
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in OF_TORCH else [])
-        for name in EXAMPLES
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] if name in OF_TORCH else []) for name in EXAMPLES],
 )
 def test_example_runs(name: str, tmp_path: Path) -> None:
     if name in OF_TORCH:

@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.dlpack import ExportedArray, export
@@ -127,11 +126,13 @@ class _Functions(ctypes.Structure):
     )
 
 
-@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Tensor))
-def _tensor_from_object(thing: Any, out: Any) -> int:
+def _describe(thing: Any, out: Any) -> int:
     out[0] = thing.tensor
     return 0
 
+
+_kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(_Tensor))
+_tensor_from_object = _kind(_describe)
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -185,5 +186,5 @@ KINDS: dict[str, Callable[[Array], Any]] = {
     "exchange API of later versions": NewerExchanged,
     "exchange API of later versions only": NewestExchanged,
     "an array of ours": lambda array: array.view(ExportedArray),
-    "a buffer": lambda array: memoryview(array) if array.dtype.isbuiltin == 1 else array,
+    "a buffer": lambda array: array.data if array.dtype.isbuiltin == 1 else array,
 }

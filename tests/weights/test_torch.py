@@ -228,7 +228,8 @@ def module(torch: Any, device: str = "cpu") -> Any:
 
 
 def same_bits(torch: Any, found: Any, tensor: Any) -> bool:
-    return bytes(found.detach().view(torch.uint8).flatten().tolist()) == tensor.as_array().tobytes()
+    bits: bytes = tensor.as_array().tobytes()
+    return bytes(found.detach().view(torch.uint8).flatten().tolist()) == bits
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -667,9 +667,9 @@ cdef class Sequence:
         layer : int
             Which layer.
         out : tuple of array, optional
-            Where K and V go: two arrays, of any library, of the shape below, which may be parts of larger ones as
-            long as the tokens of a head are contiguous. Their dtype is float32, float16 or
-            bfloat16, or the cache's; what differs is converted.
+            Where K and V go: two arrays, of any library, of the shape below, which may be parts of
+            larger ones as long as the tokens of a head are contiguous. Their dtype is float32,
+            float16 or bfloat16, or the cache's; what differs is converted.
 
         Returns
         -------
