@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from unimem._core.dlpack import ExportedArray
+from unimem._core.dlpack import exported
 from unimem.errors import ClosedError
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Tensor
@@ -66,7 +66,7 @@ def tensor(view: Any) -> Any:
                 f"view: expected an array that torch can show, got strides of {view.strides}: "
                 "torch has none below 0"
             )
-        view = view.view(ExportedArray)
+        view = exported(view)
     elif not hasattr(type(view), "__dlpack__"):
         raise TypeError(
             "view: expected an array of NumPy, or another that has __dlpack__, got "

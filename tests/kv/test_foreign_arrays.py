@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 import foreign_arrays as fa
 import unimem as um
+from things import DIMS
 from unimem._core.dlpack import ExportedArray
 
 Array = NDArray[Any]
@@ -153,6 +155,21 @@ def test_strides_are_kept_and_nothing_else_is_read(library: str) -> None:
             assert (kv.layer(0)[0][0].swapaxes(0, 1) == layout).all()
 
 
+@pytest.mark.parametrize("library", fa.KINDS)
+def test_nothing_is_copied_on_the_way(library: str) -> None:
+    k = numbers(64, 16, 128)
+    given = fa.KINDS[library](k)
+    with um.KVCache(1, 16, 128, 64, dtype="f32") as kv:
+        tracemalloc.start()
+        try:
+            kv.append(0, given, given)
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert kv.seq_len == 64
+        assert peak < k.nbytes // 4
+
+
 def test_an_offset_counts() -> None:
     whole = numbers(N + 1, HEADS, DIM)
     rest: Any = fa.Exchanged(
@@ -271,6 +288,12 @@ def test_views_go_out_and_hold_their_memory(case: str) -> None:
         del capsule
         gc.collect()
         owner.close()
+
+
+def test_buffers_of_a_step_go_out() -> None:
+    with um.DecodeBuffers(DIMS, dtype="bfloat16") as buffers:
+        said = fa.described(buffers.qkv_out.__dlpack__(max_version=(1, 0)))
+        assert (said.address, said.code) == (buffers.qkv_out.ctypes.data, TYPES["bfloat16"])
 
 
 def test_read_only_views_say_so() -> None:

@@ -73,4 +73,11 @@ class ExportedArray(np.ndarray):
         return np.asarray(self).__reduce_ex__(protocol)
 
 
+def exported(array):
+    """Return an array as other libraries take it: a view where NumPy does not export the dtype."""
+    if isinstance(array, np.ndarray) and array.dtype.isbuiltin == 2:  # of ml_dtypes
+        return array.view(ExportedArray)
+    return array
+
+
 cdef object EXPORTED = ExportedArray
