@@ -117,8 +117,17 @@ $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
 	$(WITH_TOOLS) --no-compile -e .
 	touch $@
 
+# Libraries that the tests exchange arrays with, where they can be had: they are large, and torch's
+# CPU build is on an index of its own. PyPI's torch brings libraries for GPUs.
+EXCHANGED := torch==2.13.0+cpu jax
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 $(VENV)/.installed: $(VENV)/.run
 	$(NEEDS) test | $(PIP) -r /dev/stdin
+	for library in $(EXCHANGED); do \
+	    $(PIP) $$library 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) $$library \
+	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \
+	done
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed
