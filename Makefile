@@ -35,7 +35,7 @@ test: test-c test-py
 
 # Everything there is: the fast tier, the slow tests, and searches with ten times the examples.
 test-all: export UNIMEM_TESTS_ALL = 1
-test-all: test-c
+test-all: test-c $(VENV)/.frameworks
 	$(PYTEST) --all
 
 test-c: $(VENV)/.installed
@@ -117,17 +117,21 @@ $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
 	$(WITH_TOOLS) --no-compile -e .
 	touch $@
 
-# Libraries that the tests exchange arrays with, where they can be had: they are large, and torch's
-# CPU build is on an index of its own. PyPI's torch brings libraries for GPUs.
-EXCHANGED := torch==2.13.0+cpu jax
+# Libraries that unimem is tested with, where they can be had. They are large: only the larger tier
+# wants them. torch's CPU build is on an index of its own; PyPI's brings libraries for GPUs.
+FRAMEWORKS := torch==2.13.0+cpu jax
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 $(VENV)/.installed: $(VENV)/.run
 	$(NEEDS) test | $(PIP) -r /dev/stdin
-	for library in $(EXCHANGED); do \
+	touch $@
+
+$(VENV)/.frameworks: $(VENV)/.installed
+	for library in $(FRAMEWORKS); do \
 	    $(PIP) $$library 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) $$library \
 	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \
 	done
+	if $(BIN)/python -c 'import torch'; then $(NEEDS) transformers | $(PIP) -r /dev/stdin; fi
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed
@@ -163,7 +167,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python tools/demo.py
 
 # All suites, half an hour. QUICK=--quick takes two minutes.
-bench: $(VENV)/.installed
+bench: $(VENV)/.frameworks
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
 
 # What docs/pressure.md shows: 25 minutes, as root, on a machine that does nothing else.
@@ -172,7 +176,7 @@ bench-pressure: $(VENV)/.installed
 	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
 
 # The document that is made of the run in the repository, and all of its plots in build/bench-docs.
-bench-docs: $(VENV)/.installed
+bench-docs: $(VENV)/.frameworks
 	$(BIN)/unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md \
 	    --plots $(BUILD)/bench-docs
 

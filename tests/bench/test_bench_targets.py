@@ -43,6 +43,8 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (19, "pressure"): {"figure": [1.031] * 4 + [1.3] * 4},
     # Of an append of torch's tensors beside one of NumPy's arrays.
     (20, "kv"): {"cost": [2.5]},
+    # Two types and two lengths, beside two caches; two updates; a conversation that goes on.
+    (20, "transformers"): {"exponent": [0.1], "speed": [1] * 4 + [1.5] * 4 + [5, 10, 20]},
 }
 
 

@@ -22,7 +22,9 @@ def modules() -> Iterator[ModuleType]:
     yield unimem
     for info in pkgutil.walk_packages(unimem.__path__, "unimem."):
         # The examples of the twin need a GPU: tests/gpu, and some of them in test_cuda_docs.py.
-        if info.name.endswith(".__main__") or info.name.startswith("unimem.cuda"):
+        # That of transformers, which takes seconds to import, is in tests/transformers.
+        others = ("unimem.cuda", "unimem.transformers")
+        if info.name.endswith(".__main__") or info.name.startswith(others):
             continue
         try:
             yield importlib.import_module(info.name)

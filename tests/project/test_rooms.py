@@ -21,7 +21,7 @@ PACKAGES = {"unimem": ROOT / "src/unimem", "unimem_bench": ROOT / "bench/unimem_
 # each other.
 FLOORS = (
     *({"errors"}, {"system"}, {"_core"}, {"kv"}, {"weights"}, {"buffers", "accounting"}),
-    *({"planning"}, {"layout"}, {"cuda", "torch"}, {"engine"}, {"cli"}),
+    *({"planning"}, {"layout"}, {"cuda", "torch", "transformers"}, {"engine"}, {"cli"}),
 )
 # The same of the benchmarks, but those of one line may know each other.
 BENCH_FLOORS = (

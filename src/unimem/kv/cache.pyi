@@ -21,6 +21,7 @@ class KVCache(KVMemory):
         *,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
+        order: Literal["token", "head"] = "token",
         window: int | None = None,
         spare_rows: int = 0,
         budget_bytes: int | None = None,
@@ -60,6 +61,11 @@ class KVCache(KVMemory):
         **placement: Unpack[PlacementOptions],
     ) -> KVCache: ...
     def verify(self) -> None: ...
+    # For unimem.transformers.
+    def _append_begin(self, layer: int, n: int) -> int: ...
+    def _append_end(self, layer: int, n: int) -> None: ...
+    def _oldest_position(self) -> int: ...
+    def _all_rows(self, i: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
     # For unimem.kv.snapshot.
     _snapshot: Any
     @classmethod
