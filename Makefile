@@ -176,7 +176,7 @@ bench-pressure: $(VENV)/.installed
 	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
 
 # The document that is made of the run in the repository, and all of its plots in build/bench-docs.
-bench-docs: $(VENV)/.frameworks
+bench-docs: $(VENV)/.installed
 	$(BIN)/unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md \
 	    --plots $(BUILD)/bench-docs
 
