@@ -89,13 +89,13 @@ def test_a_process_that_ends_says_with_what() -> None:
         TimedProcess(["sh", "-c", "exit 3"])
 
 
-def test_small_allocations_and_starts_are_measured(monkeypatch: Patch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["start", pytest.param("small", marks=pytest.mark.slow)])
+def test_programs_are_measured(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(suite, "N_QUICK_CALLS", 1000)
-    for name in ("small", "start"):
-        case = case_of(f"exec/{name}")
-        record = run_case(case, tmp_path, monkeypatch)
-        check_case(case, record)
-        assert record.sides[0].passes[0][0] > 0
+    case = case_of(f"exec/{name}")
+    record = run_case(case, tmp_path, monkeypatch)
+    check_case(case, record)
+    assert record.sides[0].passes[0][0] > 0
 
 
 @pytest.mark.slow  # five processes that load llama.cpp
