@@ -157,8 +157,8 @@ def test_growth_is_drawn_where_it_was_watched() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["short", "x" * 4000, "&" * 4000, HOSTILE * 9],
-    ids=["short", "long", "longer when escaped", "hostile"],
+    ["short", "&" * 4000, HOSTILE * 9],
+    ids=["short", "long and escaped", "hostile"],
 )
 def test_ten_thousand_mappings_stay_small(name: str) -> None:
     many = tuple(
