@@ -335,9 +335,8 @@ static inline void give_row(kv_model *m, size_t lane, uint64_t position, const u
     size_t in_head = dim / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     unsigned char *row = given_row(m, lane, position);
     for (size_t h = 0; h < heads; h++) {
-        size_t from = order == UM_KV_TOKEN_MAJOR
-                          ? ((size_t)at * m->spec.batch + stream) * heads + h
-                          : (stream * heads + h) * (size_t)n + (size_t)at;
+        size_t from = order == UM_KV_TOKEN_MAJOR ? ((size_t)at * m->spec.batch + stream) * heads + h
+                                                 : (stream * heads + h) * (size_t)n + (size_t)at;
         CHECK(um_convert(row + h * (m->row_bytes / heads), m->spec.type, in + from * in_head, type,
                          dim, NULL) == UM_OK);
     }

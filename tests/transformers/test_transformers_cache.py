@@ -89,6 +89,30 @@ def test_keys_are_views_that_never_move() -> None:
         del k, last
 
 
+TOKENS = {
+    "one after the other": lambda k: k.contiguous(),
+    "as a projection leaves them": lambda k: k.transpose(1, 2).contiguous().transpose(1, 2),
+    "of one head for all": lambda k: k[:, :1].expand(-1, HEADS, -1, -1),
+    "of one stream for all": lambda k: k[:1].expand(2, -1, -1, -1),
+    "negated lazily": lambda k: torch.complex(k, k).conj().imag,
+    "of a class of its own": lambda k: k.as_subclass(torch.nn.Buffer),
+}
+
+
+@pytest.mark.parametrize("given", TOKENS)
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_tokens_lie_in_any_way(given: str, kind: str, n: int) -> None:
+    ours, theirs = both(kind)
+    with ours:
+        for seed in range(30):
+            k, v = states(n, seed=seed)
+            for tokens in ((TOKENS[given](k), v), (v, TOKENS[given](k))):
+                expected = theirs.update(*tokens, 0)
+                for one, other in zip(ours.update(*tokens, 0), expected, strict=True):
+                    assert torch.equal(one, other)
+
+
 def test_crop_and_go_on() -> None:
     ours, theirs = both("gemma", spare_rows=16)
     theirs.activate_past_recording()

@@ -6,7 +6,7 @@ from unimem.system.arguments import flag
 from unimem.system.placement import PlacementOptions
 
 cimport numpy as cnp
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
@@ -337,7 +337,36 @@ cdef class KVCache(KVMemory):
             if not self.find_rows(&err, 1):
                 self.fail(&err, "append_all")
 
-    # ---- rows that the caller writes, layer by layer: for unimem.transformers ----
+    # ---- for unimem.transformers: a token, or rows that the caller writes, of one layer ----
+
+    def _append_token(self, layer, uintptr_t k, uintptr_t v):
+        """Append a token that is stored as it is given, and return its row.
+
+        k and v are addresses of ``[batch, n_kv_heads, 1, head_dim]``.
+
+        Raises
+        ------
+        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError, OSError
+            As `append`.
+        """
+        cdef um.um_error err
+        cdef um.um_block *mapped
+        cdef Given given
+        cdef uint64_t first = 0, n
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        given.type, given.order, given.n = self.kv.spec.type, um.UM_KV_HEAD_MAJOR, 1
+        _begin_append(self)
+        while True:
+            mapped = NULL
+            if self._file is not None:
+                mapped = self.mapped(self.next_row(index), 1)
+            if _append(&self.kv, mapped, index, <const void *>k, <const void *>v, &given,
+                       &err) == um.UM_OK:
+                break
+            if not self.find_rows(&err, 1):
+                self.fail(&err, "append")
+        n = um.um_kv_layer_len(&self.kv, index, &first)
+        return um.um_kv_row(&self.kv, first + n - 1)
 
     def _append_begin(self, layer, n):
         """Make room for n tokens of a layer, and return the row of the first.

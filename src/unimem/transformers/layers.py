@@ -38,6 +38,17 @@ def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array.view(ml_dtypes.bfloat16) if is_bf16 else array
 
 
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether its values are what lies at its address, one behind the other."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and dtype in (None, tensor.dtype)
+    )
+
+
 @dataclass(frozen=True)
 class CacheOptions:
     """How the caches of a model's layers are made."""
@@ -300,36 +311,35 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         kv, window = group.require(), group.window
         if _NAMES.get(key_states.dtype) != kv.dtype:
             return self._append_converted(kv, key_states, value_states)
-        if window is None:
-            end = self._append(kv, key_states, value_states, n) + n
-            first = 0
-        elif window - 1 + n > kv.n_rows:
+        if window is not None and window - 1 + n > kv.n_rows:
             return self._append_far(kv, key_states, value_states)
+        if n == 1 and _is_plain(key_states) and _is_plain(value_states, key_states.dtype):
+            row = kv._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
+            self.length += 1
+            keys, values = self._rows_to(kv, row + 1)
         else:
-            end = self._append(kv, key_states, value_states, n) + n
+            row = kv._append_begin(self.index, n)
+            keys, values = self._rows_to(kv, row + n)
+            keys.narrow(2, row, n).copy_(key_states)
+            values.narrow(2, row, n).copy_(value_states)
+            kv._append_end(self.index, n)
+            self.length += n
+        first, end = 0, row + n
+        if window is not None:
             first = end - min(self.length, window - 1 + n)
             if first < 0:  # behind the end of the rows, which the second image continues
                 first, end = first + kv.n_rows, end + kv.n_rows
-        assert self._rows is not None
-        keys, values = self._rows
         return keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
 
-    def _append(
-        self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor, n: int
-    ) -> int:
-        """Append n tokens that are stored as they are, and return the row of the first."""
-        row = kv._append_begin(self.index, n)
+    def _rows_to(self, kv: KVCache, end: int) -> Tensors:
+        """Return tensors of all rows that can be used, of which there are so many at least."""
         rows = self._rows
-        if rows is None or rows[0].shape[2] < row + n:
+        if rows is None or rows[0].shape[2] < end:
             # Not inference tensors, which nobody could write to in another mode.
             with torch.inference_mode(False):
                 k, v = kv._all_rows(self.index)
                 rows = self._rows = as_tensor(k), as_tensor(v)
-        rows[0].narrow(2, row, n).copy_(key_states)
-        rows[1].narrow(2, row, n).copy_(value_states)
-        kv._append_end(self.index, n)
-        self.length += n
-        return row
+        return rows
 
     def _append_far(
         self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
