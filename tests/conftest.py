@@ -138,6 +138,14 @@ def pool_of_huge_pages(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def cpus_of_the_process() -> Iterator[None]:
+    """Benchmarks pin their thread; the tests behind them run on all CPUs again."""
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def in_the_checkout() -> None:
     """Relative paths mean the same wherever pytest was started."""

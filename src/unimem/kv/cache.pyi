@@ -1,12 +1,15 @@
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import numpy.typing as npt
 
+from unimem._core.foreign import AnyArray
 from unimem._core.tape import Tape
 from unimem.kv.memory import KVMemory
 from unimem.system.placement import PlacementOptions
+
+_ArrayT = TypeVar("_ArrayT", bound=AnyArray)
 
 class KVCache(KVMemory):
     def __init__(
@@ -27,14 +30,16 @@ class KVCache(KVMemory):
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None: ...
-    def append(self, layer: int, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None: ...
-    def append_all(self, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None: ...
+    def append(self, layer: int, k: AnyArray, v: AnyArray) -> None: ...
+    def append_all(self, k: AnyArray, v: AnyArray) -> None: ...
+    @overload
     def layer(
-        self,
-        i: int,
-        dtype: npt.DTypeLike | None = None,
-        out: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
+        self, i: int, dtype: npt.DTypeLike | None = None, out: None = None
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
+    @overload
+    def layer(
+        self, i: int, dtype: npt.DTypeLike, out: tuple[_ArrayT, _ArrayT]
+    ) -> tuple[_ArrayT, _ArrayT]: ...
     def enforce_memory_limit(self, max_bytes: int) -> bool: ...
     def copy(self) -> KVCache: ...
     def save(

@@ -243,8 +243,9 @@ cdef class KVCache(KVMemory):
         ----------
         layer : int
             Which.
-        k, v : numpy.ndarray
-            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
+        k, v : array
+            Of NumPy, or of torch or whoever else has ``__dlpack__`` or a buffer; in main memory. Of
+            one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
             (batch 1), or ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype,
             rounding to nearest even; arrays that are not C-contiguous are copied first. A
             ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
@@ -307,8 +308,9 @@ cdef class KVCache(KVMemory):
 
         Parameters
         ----------
-        k, v : numpy.ndarray
-            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16.
+        k, v : array
+            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16; otherwise as for
+            `append`.
 
         Raises
         ------
@@ -440,8 +442,9 @@ cdef class KVCache(KVMemory):
             Which layer.
         dtype : dtype-like, optional
             Converted copies in this dtype instead of views.
-        out : tuple of numpy.ndarray, optional
-            Where the converted copies go: two arrays of the copies' shape and of `dtype`.
+        out : tuple of array, optional
+            Where the converted copies go: two arrays, of any library, of the copies' shape and of
+            `dtype`.
 
         Returns
         -------
@@ -473,13 +476,13 @@ cdef class KVCache(KVMemory):
         shape = (self._batch, self._heads, n, self.kv.spec.head_dim)
         if out is None:
             out = np.empty(shape, wanted), np.empty(shape, wanted)
-        out = pair_of(out)
-        for target in out:
+        out, targets = pair_of(out)
+        for target in targets:
             if (shape_of(target) != shape or target.dtype != wanted
                     or not target.flags.writeable):
                 raise ValueError(f"out: expected two writable arrays of shape {shape} and dtype "
                                  f"{wanted}, got {shape_of(target)} and {target.dtype}")
-        for v, target in enumerate(out):
+        for v, target in enumerate(targets):
             self._read(layer, v, first, n, target)
         return out
 

@@ -4,6 +4,7 @@ import os
 import weakref
 
 from unimem.errors import CacheFull
+from unimem.kv.cache_html import kv_html
 from unimem.system.arguments import one_of, string
 from unimem.system.text import format_bytes
 
@@ -657,3 +658,5 @@ cdef class KVRows(Watcher):
         return (f"KVCache({n} of {s.max_seq_len} tokens, {s.n_layers} layers, "
                 f"{self._heads} heads of {s.head_dim} {self.dtype}{batch}{kind}, "
                 f"{format_bytes(self.capacity_bytes)})")
+
+    _repr_html_ = kv_html
