@@ -608,7 +608,8 @@ cdef class KVRows(Watcher):
     @property
     def row_bytes(self):
         """Bytes of one token's K (or V) in one layer of one stream, all heads."""
-        return self.kv.row_bytes // self.kv.spec.n_kv_heads * self._heads
+        # With order="head", what the core knows as a row is of one head.
+        return self.kv.row_bytes * (1 if self.kv.spec.n_kv_heads == self._heads else self._heads)
 
     @property
     def capacity_bytes(self):

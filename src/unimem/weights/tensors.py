@@ -125,6 +125,7 @@ class Tensor:
             array = block.as_array(dtype, shape, at)
         else:
             raw = block.as_array("uint8", (self.nbytes,), at)
+            raw.flags.writeable = False  # what looks at it is another array
             array = exported(raw.view(dtype).reshape(shape))
         array.flags.writeable = False  # memory of our own could be written
         return array
