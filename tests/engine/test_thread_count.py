@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -136,3 +140,20 @@ def test_neighbours_take_a_core_or_a_few(most: int, counts: list[int]) -> None:
 def test_a_number_of_threads_is_one() -> None:
     with pytest.raises(ValueError, match="at least one thread, got 0"):
         ThreadCount(0, adapts=True)
+
+
+def test_a_thread_that_openmp_binds_is_not_the_only_one() -> None:
+    """It is bound when the library is loaded, and all beside it have the other CPUs."""
+    script = """
+    from unimem.system import limits
+    before = limits.thread_count()
+    import unimem.engine
+    print(before, limits.thread_count())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        env=os.environ | {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    before, after = done.stdout.split()
+    assert before == after
