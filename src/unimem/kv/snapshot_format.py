@@ -26,6 +26,7 @@ __all__ = [
     "encode",
     "new",
     "round_up",
+    "row_bytes_of",
     "seal_header",
 ]
 
@@ -70,6 +71,12 @@ DAMAGED = "the file is damaged, take another copy of it or save anew"
 def round_up(n: int, step: int) -> int:
     """Return the smallest multiple of `step` that is not below `n`."""
     return -(-n // step) * step
+
+
+def row_bytes_of(n_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Return the bytes of one token's K (or V) in one layer."""
+    block_values, block_bytes = _BLOCKS[dtype]
+    return n_kv_heads * head_dim // block_values * block_bytes
 
 
 class Lane(NamedTuple):
@@ -224,8 +231,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(facts: dict[str, Any], n_tokens: int) -> _Sizes:
-    block_values, block_bytes = _BLOCKS[facts["dtype"]]
-    row_bytes = facts["n_kv_heads"] * facts["head_dim"] // block_values * block_bytes
+    row_bytes = row_bytes_of(facts["n_kv_heads"], facts["head_dim"], facts["dtype"])
     lane_stride = round_up(facts["seq_len"] * row_bytes, facts["alignment"])
     n_lanes = 2 * facts["n_layers"] * facts["batch"]
     n_chunks = n_lanes * -(-lane_stride // facts["chunk_bytes"])
@@ -389,7 +395,7 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     check(n_lanes <= MAX_LANES, "n_layers", f"at most {MAX_LANES} lanes (2 * n_layers * batch)")
     check(values["dtype"] < len(DTYPES), "dtype", f"a number below {len(DTYPES)}")
     values["dtype"] = DTYPES[values["dtype"]]
-    block_values, block_bytes = _BLOCKS[values["dtype"]]
+    block_values, _ = _BLOCKS[values["dtype"]]
     whole = values["head_dim"] % block_values == 0
     check(whole, "head_dim", f"a multiple of {block_values} for {values['dtype']}")
     check(values["flags"] < 2 * _HAS_TOKENS, "flags", "no bit but 1, 2 and 4")
@@ -405,7 +411,7 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
         "chunk_bytes",
         f"a multiple of the alignment up to {MAX_CHUNK_BYTES}",
     )
-    row_bytes = values["n_kv_heads"] * values["head_dim"] // block_values * block_bytes
+    row_bytes = row_bytes_of(values["n_kv_heads"], values["head_dim"], values["dtype"])
     check(values["row_bytes"] == row_bytes, "row_bytes", str(row_bytes))
     max_rows = MAX_CACHE_BYTES // (n_lanes * row_bytes)
     window = values["window"]
