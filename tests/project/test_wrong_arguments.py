@@ -235,7 +235,8 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder": lambda t: (
         importlib.import_module("unimem.engine").Decoder,
         {"path_or_weights": t.weights(), "ctx": 16, "kv_dtype": "f16", "window": None}
-        | {"threads": 1, "layout": None, "load": "map", "progress": None},
+        | {"threads": 1, "layout": None, "load": "map", "progress": None}
+        | {"store": None},
     ),
     "Decoder.detokenize": of_decoder("detokenize", tokens=[1, 2]),
     "Decoder.generate": of_decoder(
