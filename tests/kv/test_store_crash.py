@@ -151,7 +151,7 @@ KILLS = """
 
 @pytest.mark.parametrize(
     ("workers", "operations", "kills"),
-    [(3, 800, 12), pytest.param(8, 100_000, 300, marks=pytest.mark.slow)],
+    [(3, 600, 12), pytest.param(8, 10_000, 60, marks=pytest.mark.slow)],
 )
 def test_kills_at_random_moments(
     run_python: Run, tmp_path: Path, workers: int, operations: int, kills: int
