@@ -24,7 +24,7 @@ WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
-.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-exec \
+.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
         gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
@@ -35,7 +35,7 @@ test: test-c test-py
 
 # Everything there is: the fast tier, the slow tests, and searches with ten times the examples.
 test-all: export UNIMEM_TESTS_ALL = 1
-test-all: test-c
+test-all: test-c $(VENV)/.frameworks
 	$(PYTEST) --all
 
 test-c: $(VENV)/.installed
@@ -117,8 +117,21 @@ $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
 	$(WITH_TOOLS) --no-compile -e .
 	touch $@
 
+# Libraries that unimem is tested with, where they can be had. They are large: only the larger tier
+# wants them. torch's CPU build is on an index of its own; PyPI's brings libraries for GPUs.
+FRAMEWORKS := torch==2.13.0+cpu jax
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
 $(VENV)/.installed: $(VENV)/.run
 	$(NEEDS) test | $(PIP) -r /dev/stdin
+	touch $@
+
+$(VENV)/.frameworks: $(VENV)/.installed
+	for library in $(FRAMEWORKS); do \
+	    $(PIP) $$library 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) $$library \
+	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \
+	done
+	if $(BIN)/python -c 'import torch'; then $(NEEDS) transformers | $(PIP) -r /dev/stdin; fi
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed
@@ -145,7 +158,7 @@ exhaust: $(VENV)/.installed
 	$(BUILD)/exhaust/native/tests/exhaust_convert
 	$(BIN)/python tools/exhaust_convert.py
 
-# Programs that others wrote, with and without `unimem exec`: CPython's tests, NumPy's, redis.
+# Programs that others wrote, with and without `unimem exec`: CPython's tests, NumPy's, servers.
 test-exec: $(VENV)/.installed
 	$(BIN)/python tools/exec_suites.py
 
@@ -154,12 +167,13 @@ demo: $(VENV)/.installed
 	$(BIN)/python tools/demo.py
 
 # All suites, half an hour. QUICK=--quick takes two minutes.
-bench: $(VENV)/.installed
+bench: $(VENV)/.frameworks
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
 
-# What `unimem exec` costs and gains.
-bench-exec: $(VENV)/.installed
-	$(BIN)/python tools/exec_bench.py
+# What docs/pressure.md shows: 25 minutes, as root, on a machine that does nothing else.
+bench-pressure: $(VENV)/.installed
+	$(BIN)/unimem bench pressure $(QUICK) --dir $(BUILD)/bench --output bench/results/pressure.json
+	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
 
 # The document that is made of the run in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed

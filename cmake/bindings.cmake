@@ -11,7 +11,7 @@ endif()
 file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd)
 
 # Modules that are called when something is made or read, not once a token: half the time to compile.
-set(UNIMEM_COLD status region mapping growth header_bytes gguf safetensors load guard tmpfs)
+set(UNIMEM_COLD status dlpack region mapping growth header_bytes gguf safetensors load guard tmpfs)
 
 # Builds the named modules of the package unimem.ROOM, which is the folder src/unimem/ROOM. One call
 # of Cython translates a room: it reads what the modules share once.
@@ -45,7 +45,7 @@ function(unimem_add_bindings room)
   endforeach()
 endfunction()
 
-unimem_add_bindings(_core status arrays region mapping growth block tape grid header_bytes gguf
-  safetensors load guard tmpfs empty_call)
+unimem_add_bindings(_core status dlpack arrays foreign region mapping growth block tape grid
+  header_bytes gguf safetensors load guard tmpfs empty_call)
 unimem_add_bindings(kv arrays rows memory cache device paged scratchpad)
 unimem_add_bindings(engine thread_count turn forward)

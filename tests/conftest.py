@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -68,6 +69,9 @@ POOL_MODULES = {
     "test_block_pages",
 }
 
+# Folders that are in the larger tier as a whole: what they import takes longer than most tests.
+SLOW_FOLDERS = {ROOT / "tests/transformers"}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("unimem's own tests")
@@ -89,6 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "unimem", derandomize=not random, deadline=None, database=None, print_blob=True
     )
     hypothesis.settings.load_profile("unimem")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if collection_path in SLOW_FOLDERS and not tiers.everything else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -128,6 +136,14 @@ def pool_of_huge_pages(request: pytest.FixtureRequest) -> Iterator[None]:
     alone = request.node.get_closest_marker("alone") is not None
     with sharing_the_pool(alone=alone or request.node.path.stem in POOL_MODULES):
         yield
+
+
+@pytest.fixture(autouse=True)
+def cpus_of_the_process() -> Iterator[None]:
+    """Benchmarks pin their thread; the tests behind them run on all CPUs again."""
+    before = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
@@ -107,6 +108,23 @@ double bench_fill(unsigned char *at, size_t nbytes, int value) {
     memset(at, value, nbytes);
     is_used(at);
     return cpu_now() - start;
+}
+
+double bench_churn(size_t n) {
+    enum { HELD = 64 };
+    void *held[HELD] = {0};
+    double start = cpu_now();
+    for (size_t i = 0; i < n; i++) {
+        void **at = &held[i % HELD];
+        free(*at);
+        *at = malloc(16 + i % 1000);
+        is_used(*at);
+    }
+    double seconds = cpu_now() - start;
+    for (size_t i = 0; i < HELD; i++) {
+        free(held[i]);
+    }
+    return seconds;
 }
 
 /* ---- by threads ---- */

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 import unimem as um
 
 __all__ = [
-    "Pages", "Ranges", "Way", "cached_bytes", "copy", "copy_by_threads", "fill", "fill_by_threads",
-    "load", "map_and_scan", "read", "scan", "touch",
+    "Pages", "Ranges", "Way", "cached_bytes", "churn", "copy", "copy_by_threads", "fill",
+    "fill_by_threads", "load", "map_and_scan", "read", "scan", "touch",
 ]  # fmt: skip
 
 Way = Literal["read", "pread", "memcpy", "stream", "touch", "io_uring"]
@@ -77,6 +77,11 @@ def read(address: int, nbytes: int) -> float:
 def fill(address: int, nbytes: int, value: int) -> float:
     """Write every byte with memset; CPU seconds of this thread."""
     return _call("fill", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_int(value))
+
+
+def churn(n: int) -> float:
+    """Free and allocate up to 1 KiB so often, by the process's malloc; CPU seconds."""
+    return _call("churn", ctypes.c_size_t(n))
 
 
 # ---- on the wall, by a pinned thread on each CPU ----

@@ -133,6 +133,8 @@ typedef struct um_table {
 /* Memory for the table; no record yet. Returns false where there is none. */
 bool um_table_init(void);
 const um_table *um_table_now(void);
+/* Says which file has the next allocator, and whether the program's own calls come here. Takes the
+ * lock. */
 void um_table_note_next(const char *path, bool malloc_is_ours);
 /* Held while mappings are unmapped, so that no other thread enters the same addresses before. */
 void um_table_lock(void);

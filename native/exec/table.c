@@ -87,8 +87,16 @@ static void put(um_record *at, um_record record) {
 }
 
 void um_table_note_next(const char *path, bool malloc_is_ours) {
+    um_table_lock();
+    um_table_begin();
     strncpy(table->next, path == NULL ? "" : path, sizeof table->next - 1);
     table->malloc_is_ours = malloc_is_ours;
+    if (mirror != NULL) { /* other libraries begin before this one, and may have placed memory */
+        memcpy(mirror->next, table->next, sizeof mirror->next);
+        mirror->malloc_is_ours = malloc_is_ours;
+    }
+    um_table_end();
+    um_table_unlock();
 }
 
 /* Shows the table to other processes, once. Where the system has no memory for it, nothing is

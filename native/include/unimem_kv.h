@@ -22,6 +22,10 @@ extern "C" {
  * - A ring (window != 0) holds the token of position p in row p % n_rows. Its lanes are mirrored
  *   (um_block_options): rows n_rows to 2 * n_rows are rows 0 to n_rows again.
  *
+ * Storage that keeps the rows of each head side by side, as attention reads them, is that of a
+ * cache of batch * n_kv_heads streams with one head each. What is given and read then has the same
+ * bytes as before: [batch, heads, n, dim] is [batch * heads, 1, n, dim].
+ *
  * Tokens have positions, counted from 0, which never change. The cache holds the tokens from some
  * first position up to um_kv_next_position. A ring shows only the last `window` of these. A token
  * counts once every layer holds it. While a reader reads from a ring, the writer may append as many
@@ -87,7 +91,7 @@ UM_API uint64_t um_kv_row(const um_kv *kv, uint64_t position);
 
 /* The order of the rows that um_kv_append takes and um_kv_read gives. */
 typedef enum um_kv_order {
-    UM_KV_TOKEN_MAJOR = 0, /* [n, heads, head_dim], batch 1: as a matrix product leaves them */
+    UM_KV_TOKEN_MAJOR = 0, /* [n, batch, heads, head_dim]: as a matrix product leaves them */
     UM_KV_HEAD_MAJOR       /* [batch, heads, n, head_dim]: as attention code holds them */
 } um_kv_order;
 
@@ -97,14 +101,14 @@ typedef enum um_kv_order {
  * is before its rows: of more than n_rows tokens it takes the last n_rows. After a failure no row
  * is appended.
  *
- * - UM_E_INVALID: there is no such layer or type, or TOKEN_MAJOR comes with batch > 1.
+ * - UM_E_INVALID: there is no such layer, type or order.
  * - UM_E_FULL: err->what is "kv" if max_seq_len is reached, and "rows" if the rows are used up:
  *   um_kv_set_usable or um_kv_move makes room.
  * - UM_E_STATE: rows are reserved. */
 UM_API UM_CHECKED um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v,
                                          um_dtype type, um_kv_order order, uint64_t n,
                                          um_error *err);
-/* Appends one token to all layers, k and v [n_layers, heads, head_dim]; batch is 1.
+/* Appends one token to all layers, k and v [n_layers, batch, heads, head_dim].
  *
  * - UM_E_INVALID, UM_E_FULL: as um_kv_append.
  * - UM_E_STATE: rows are reserved, or layers differ in length. */

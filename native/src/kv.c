@@ -271,20 +271,22 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     const um_kv_spec *s = &kv->spec;
     size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n, skip = (size_t)in.skip;
     size_t in_head = nbytes_of(in.type, dim), out_head = kv->row_bytes / heads;
+    /* How far streams, tokens and heads are apart in what is given, in heads. */
+    bool by_token = in.order == UM_KV_TOKEN_MAJOR;
+    size_t stream = by_token ? heads : heads * n, token = by_token ? s->batch * heads : 1;
+    size_t head = by_token ? 1 : n;
+    /* What lies in the order of the storage is converted at once: a head, a token, or all. */
+    size_t n_heads = head == 1 || heads == 1 ? heads : 1, n_tokens = 1;
+    if (n_heads == heads && token == heads) {
+        n_tokens = n - skip;
+    }
     for (uint32_t b = 0; b < s->batch; b++) {
         unsigned char *out = um_kv_lane(kv, layer, v, b);
         out += in.row * kv->row_bytes;
-        if (in.order == UM_KV_TOKEN_MAJOR || n == 1) {
-            /* The rows have the order in which they are stored. If tokens are skipped, there is one
-             * stream. */
-            const unsigned char *from = in.rows + (b + skip) * heads * in_head;
-            um_convert_values(out, s->type, from, in.type, (n - skip) * heads * dim);
-            continue;
-        }
-        for (size_t t = skip; t < n; t++) {
-            for (size_t h = 0; h < heads; h++, out += out_head) {
-                const unsigned char *from = in.rows + ((b * heads + h) * n + t) * in_head;
-                um_convert_values(out, s->type, from, in.type, dim);
+        for (size_t t = skip; t < n; t += n_tokens) {
+            for (size_t h = 0; h < heads; h += n_heads, out += n_tokens * n_heads * out_head) {
+                const unsigned char *from = in.rows + (b * stream + t * token + h * head) * in_head;
+                um_convert_values(out, s->type, from, in.type, n_tokens * n_heads * dim);
             }
         }
     }
@@ -313,7 +315,7 @@ void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n) {
 
 um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
                        um_kv_order order, uint64_t n, um_error *err) {
-    if (order != UM_KV_HEAD_MAJOR && (order != UM_KV_TOKEN_MAJOR || kv->spec.batch != 1)) {
+    if (order != UM_KV_HEAD_MAJOR && order != UM_KV_TOKEN_MAJOR) {
         return um_fail(err, UM_E_INVALID, "order");
     }
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
@@ -330,14 +332,12 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
 }
 
 um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type, um_error *err) {
-    if (kv->spec.batch != 1) {
-        return um_fail(err, UM_E_INVALID, "batch is not 1");
-    }
     uint64_t end = end_of(kv, 0);
     UM_TRY(check_type(kv, type, err));
     UM_TRY(check_whole(kv, err));
     UM_TRY(check_room(kv, end, 1, err));
-    size_t in_row = nbytes_of(type, (size_t)kv->spec.n_kv_heads * kv->spec.head_dim);
+    const um_kv_spec *s = &kv->spec;
+    size_t in_row = nbytes_of(type, (size_t)s->batch * s->n_kv_heads * s->head_dim);
     source in = {.type = type, .n = 1, .row = um_kv_row(kv, end)};
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         in.rows = (const unsigned char *)k + layer * in_row;
@@ -418,14 +418,15 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     }
     size_t heads = s->n_kv_heads, dim = s->head_dim;
     size_t in_head = kv->row_bytes / heads, out_head = nbytes_of(type, dim);
+    size_t run = heads == 1 ? (size_t)n : 1; /* tokens that lie one after the other */
     unsigned char *to = out;
     for (uint32_t b = 0; b < s->batch; b++) {
         const unsigned char *rows = um_kv_lane(kv, layer, v, b);
         rows += um_kv_row(kv, position) * kv->row_bytes;
         for (size_t h = 0; h < heads; h++) {
-            for (size_t t = 0; t < (size_t)n; t++, to += out_head) {
+            for (size_t t = 0; t < (size_t)n; t += run, to += run * out_head) {
                 const unsigned char *from = rows + t * kv->row_bytes + h * in_head;
-                um_convert_values(to, type, from, s->type, dim);
+                um_convert_values(to, type, from, s->type, run * dim);
             }
         }
     }

@@ -335,7 +335,7 @@ static inline void give_row(kv_model *m, size_t lane, uint64_t position, const u
     size_t in_head = dim / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     unsigned char *row = given_row(m, lane, position);
     for (size_t h = 0; h < heads; h++) {
-        size_t from = order == UM_KV_TOKEN_MAJOR ? (size_t)at * heads + h
+        size_t from = order == UM_KV_TOKEN_MAJOR ? ((size_t)at * m->spec.batch + stream) * heads + h
                                                  : (stream * heads + h) * (size_t)n + (size_t)at;
         CHECK(um_convert(row + h * (m->row_bytes / heads), m->spec.type, in + from * in_head, type,
                          dim, NULL) == UM_OK);
@@ -402,7 +402,7 @@ static inline um_status do_append_all(kv_model *m, um_dtype type) {
     if (m->reserved != 0 || model_differs(m)) {
         expected = answer(UM_E_STATE);
     }
-    size_t values = (size_t)m->spec.n_kv_heads * m->spec.head_dim;
+    size_t values = (size_t)m->spec.batch * m->spec.n_kv_heads * m->spec.head_dim;
     size_t row = values / um_dtype_block_values(type) * um_dtype_block_bytes(type);
     AUTO_FREE unsigned char *k = random_values(m, type, values * m->spec.n_layers);
     AUTO_FREE unsigned char *v = random_values(m, type, values * m->spec.n_layers);
@@ -440,11 +440,11 @@ static inline void write_reserved(kv_model *m) {
     for (uint64_t t = 0; t < m->reserved; t++) {
         uint64_t position = m->next[0] + t;
         for (size_t lane = 0; lane < m->n_lanes; lane++) {
-            size_t values = (size_t)m->spec.n_kv_heads * m->spec.head_dim;
+            size_t values = (size_t)m->spec.batch * m->spec.n_kv_heads * m->spec.head_dim;
             AUTO_FREE void *in = random_values(m, m->spec.type, values);
             give_row(m, lane, position, in, m->spec.type, UM_KV_TOKEN_MAJOR, 0, 1);
-            memcpy(m->map + lane * m->storage.lane_stride + row_of(m, position) * m->row_bytes, in,
-                   m->row_bytes);
+            memcpy(m->map + lane * m->storage.lane_stride + row_of(m, position) * m->row_bytes,
+                   given_row(m, lane, position), m->row_bytes);
         }
     }
     check_model(m);

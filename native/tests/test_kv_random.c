@@ -53,8 +53,7 @@ static void make_any(kv_model *m, uint64_t sequence) {
 }
 
 static void append_some(kv_model *m) {
-    um_kv_order order =
-        below(m, 2) == 0 && m->spec.batch == 1 ? UM_KV_TOKEN_MAJOR : UM_KV_HEAD_MAJOR;
+    um_kv_order order = below(m, 2) == 0 ? UM_KV_TOKEN_MAJOR : UM_KV_HEAD_MAJOR;
     uint64_t rows = m->storage.n_rows, n = below(m, 4) == 0 ? below(m, rows + 2) : below(m, 4);
     if (model_is_ring(m) && below(m, 20) == 0) {
         n = below(m, 3 * rows);
@@ -97,7 +96,7 @@ static void call_some(kv_model *m) {
     uint64_t len = model_len(m), call = below(m, 100);
     if (call < 30) {
         append_some(m);
-    } else if (call < 40 && m->spec.batch == 1) {
+    } else if (call < 40) {
         do_append_all(m, any_type(m));
     } else if (call < 52) {
         reserve_some(m);

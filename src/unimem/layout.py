@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
@@ -16,6 +16,7 @@ from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
 from unimem.system.arguments import flag
+from unimem.system.html import bar, fragment, heading, markup, size, table
 from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights, open_planned
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["Layout", "Lifetimes", "Stat"]
 
 _MB = 1_000_000
+_TAPES = ("weights", "scratch", "history")
+_COLOR = "#3b82c4"
 
 TapeT = TypeVar("TapeT", bound="Bump[Any]")
 """The device's tapes: `unimem.Tape` or `unimem.cuda.Tape`."""
@@ -269,6 +272,20 @@ class Lifetimes(Generic[TapeT]):
 
     def __repr__(self) -> str:
         return "Layout(closed)" if self.closed else f"Layout({self.stat()})"
+
+    def _repr_html_(self) -> str:
+        if self.closed:
+            return fragment(markup(repr(self)))
+        figures = astuple(self.stat())
+        used = zip(_TAPES, figures[::2], figures[1::2], strict=True)
+        rows = [
+            (name, size(now), size(total), bar(now / max(1, total), _COLOR))
+            for name, now, total in used
+        ]
+        state = "Layout, frozen" if self.frozen else "Layout"
+        sums = [("total", size(sum(figures[::2])), size(sum(figures[1::2])), "")]
+        lines = table(("tape", "in use", "size", ""), rows, foot=sums, align="<>><")
+        return fragment(heading(state), lines)
 
 
 class Layout(Lifetimes[Tape]):

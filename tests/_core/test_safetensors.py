@@ -97,6 +97,7 @@ TORCH = {
 }
 
 
+@pytest.mark.slow
 def test_what_its_torch_writer_writes(tmp_path: Path, reference: Any) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch has the types that NumPy has not")
     from safetensors.torch import save

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -407,7 +406,7 @@ def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
         fields = {"st_mode": info.st_mode, "st_ino": info.st_ino, "st_dev": device}
         with monkeypatch.context() as patch:
             patch.setattr(os, "fstat", lambda fd: SimpleNamespace(**fields))
-            fd = model_maps._open_same(path, replace(area, device=(smaps_major, 5)), **options)
+            fd = model_maps._open_same(path, area._replace(device=(smaps_major, 5)), **options)
         if fd >= 0:
             os.close(fd)
         return fd >= 0

@@ -287,7 +287,7 @@ def tiny(monkeypatch: Patch) -> Iterator[None]:
 # Those of Q4_K_M and F16 differ by their file alone, those of 512 tokens by the prompt; in those
 # that are slow the same sides do other work.
 LIKE_OTHERS = re.compile("decode/.*(q4_k_m|f16|512)")
-SLOW = re.compile("decode/prefill-q4_0|pages/(prefill|start|.*q4_k_m)")
+SLOW = re.compile("decode/(prefill-q4_0|.*-q8_0|busy-core|own-.*)|pages/(prefill|start|.*q4_k_m)")
 CASES = [
     pytest.param(*case.values, id=name, marks=[pytest.mark.slow] * bool(SLOW.match(name)))
     for case in cases_of("decode", "pages")

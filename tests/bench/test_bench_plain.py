@@ -68,6 +68,10 @@ def test_an_empty_call_converts_and_does_nothing() -> None:
         EmptyCall().call(-1, 64)
 
 
+def test_churn() -> None:
+    assert plain.churn(1000) > 0
+
+
 def test_copy(words: Words) -> None:
     to = np.zeros_like(words)
     half, source, target = words.nbytes // 16 * 8, words.ctypes.data, to.ctypes.data

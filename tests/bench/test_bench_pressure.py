@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +16,12 @@ import pytest
 
 from bench_cases import case_of, run_case
 from unimem.engine import embedded_model
-from unimem_bench import decoding, pressure_side
+from unimem_bench import decoding, timed, timed_side
 from unimem_bench.record import CaseRecord, SideRecord
 from unimem_bench.suite import NotMeasured
 from unimem_bench.suites import load_suite, pressure
 from unimem_bench.suites.pressure import COPIED, EXEC, PRESSED, QUIET, STAGED, WAYS, Tokens
+from unimem_bench.timed import TimedProcessError
 
 Patch = pytest.MonkeyPatch
 
@@ -36,7 +39,7 @@ def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
 
     def measure(m: Any, way: Any, *rest: Any) -> Any:
         if way == WAYS[STAGED]:
-            raise pressure._Died("killed")
+            raise TimedProcessError("killed")
         slowest = 12.0 if way == WAYS[COPIED] else 50.0
         pressed = Tokens([10.0] * 999 + [slowest], 100)
         return "copy: why", {QUIET: Tokens([10.0] * 1000, 0), PRESSED: pressed}
@@ -78,7 +81,7 @@ def test_without_a_cgroup_nothing_is_measured(monkeypatch: Patch, tmp_path: Path
 
 
 class InventedSide:
-    load = "map: so"
+    load, start_s = "map: so", 0.5
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.begun = self.n = 0
@@ -92,23 +95,23 @@ class InventedSide:
 
 def test_conversations_of_a_side_are_alike() -> None:
     side = InventedSide()
-    found = pressure_side.measure(side, 300, 60)
+    found = timed_side.measure(side, 300, 60)
     assert len(found["ms"]) == 300
     assert (side.begun, side.n) == (1 + 3, 300 + 1)  # one before, and the first untimed
-    assert len(pressure_side.measure(side, 300, 0)["ms"]) == 1
+    assert len(timed_side.measure(side, 300, 0)["ms"]) == 1
 
 
 SIDE = """
 import sys
-from unimem_bench import pressure_side
+from unimem_bench import timed_side
 class Side:
-    load = "map: so"
+    load, start_s = "map: so", 0.5
     def __init__(self, model, **options): print(model, options)
     def begin(self): pass
     def step(self, token): print("a library speaks")
-pressure_side.TimedUnimem = Side
+timed_side.TimedUnimem = Side
 sys.argv = ["side", "unimem", "m.gguf", '{"load": "map"}']
-pressure_side.main()
+timed_side.main()
 """
 
 
@@ -118,7 +121,7 @@ def test_what_a_side_answers() -> None:
         [sys.executable, "-c", SIDE], input=asked, capture_output=True, text=True, check=True
     )
     first, second = map(json.loads, done.stdout.splitlines())
-    assert first == {"load": "map: so"}
+    assert first == {"load": "map: so", "start_s": 0.5}
     assert len(second["ms"]) == 2
     assert "m.gguf {'load': 'map'}" in done.stderr
 
@@ -127,18 +130,28 @@ def test_what_a_side_answers() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a cgroup needs root")
 def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(pressure, "_found", {})
-    monkeypatch.setattr(decoding, "model", lambda measure, kind: Path(embedded_model()))
+    # One of its own: other processes may have the model of the package mapped.
+    model, folder = Path(shutil.copy(embedded_model(), tmp_path)), tmp_path / "measured"
+    folder.mkdir()
+    monkeypatch.setattr(decoding, "model", lambda measure, kind: model)
     monkeypatch.setattr(decoding, "require_room", lambda n, path: None)
     monkeypatch.setattr(pressure, "N_QUICK_TOKENS", 5)
-    for name in set(WAYS) - {"unimem", COPIED, STAGED, "unimem, mapped"}:
+    ways = {"unimem", COPIED, STAGED, "unimem, mapped"}
+    if importlib.util.find_spec("cyllama") is not None:
+        ways |= {EXEC, "llama.cpp, mapped"}
+    for name in set(WAYS) - ways:
         monkeypatch.delitem(pressure.WAYS, name)
-    record = run_case(case_of("pressure/token"), tmp_path, monkeypatch)
+    record = run_case(case_of("pressure/token"), folder, monkeypatch)
     assert record.left_out == {}
     names = {side.name for side in record.sides}
     assert names == {f"{name}, {phase}" for name in WAYS for phase in (QUIET, PRESSED)}
     assert all(len(side.passes[0]) == 10 for side in record.sides)
     assert record.facts["load"][COPIED] == "copy: it was asked for"
-    assert [path.name for path in tmp_path.iterdir()] == ["neighbour.bin"]
+    assert [path.name for path in folder.iterdir()] == ["neighbour.bin"]
+    shown = subprocess.run(
+        [*timed.UNIMEM, "stage", "--list"], capture_output=True, text=True, check=True
+    )
+    assert str(model) not in shown.stdout, "what was staged stays"
 
 
 def test_the_plot_shows_pairs() -> None:

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +22,6 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture
 def quiet(monkeypatch: Patch) -> None:
     monkeypatch.setattr(Uses, "taken_since", lambda before, after: 0.0)
-
-
-@pytest.fixture
-def pinned() -> Iterator[None]:
-    before = os.sched_getaffinity(0)
-    yield
-    os.sched_setaffinity(0, before)
 
 
 @pytest.mark.usefixtures("quiet")
@@ -57,7 +50,6 @@ def test_disturbed_rounds_are_dropped(
     assert measured == rounds.Rounds({"a": kept}, dropped, disturbed)
 
 
-@pytest.mark.usefixtures("pinned")
 def test_another_process_on_our_cpu_is_found() -> None:
     """Real clocks of a real kernel: who waits for its CPU is told so."""
     cpu = sorted(os.sched_getaffinity(0))[-1]
@@ -110,7 +102,6 @@ def test_a_cpu_of_each_core_is_first(cores: str, expected: list[int], monkeypatc
     assert rounds.by_preference(range(4)) == expected
 
 
-@pytest.mark.usefixtures("pinned")
 def test_without_a_number_each_core_has_one_cpu() -> None:
     chosen = pin(None)
     assert set(chosen) == os.sched_getaffinity(0)

@@ -36,6 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(monkeypatch: Patch) -> None:
     monkeypatch.setattr(accounting, "N_OTHERS_QUICK", 20)
     monkeypatch.setattr(accounting, "N_BLOCKS", 20)
+    monkeypatch.setattr(accounting, "N_SCRAPED", 1)
     monkeypatch.setattr(gguf_suite, "N_TOKENS", 3000)
     monkeypatch.setattr(gguf_suite, "N_MERGES", 5000)
     monkeypatch.setattr(verify, "QUICK_NBYTES", {"thp": 32 * MIB, "4k": 32 * MIB})

@@ -34,8 +34,10 @@ def _small(monkeypatch: Patch) -> None:
     monkeypatch.setitem(models.SHAPES, "wide", replace(models.SHAPES["wide"], layers=2))
 
 
-@pytest.mark.parametrize("case", cases_of("kv", "snapshot"))
+@pytest.mark.parametrize("case", cases_of("kv", "snapshot", slow=["kv/append-torch"]))
 def test_a_case_measures_what_it_declares(case: Case, tmp_path: Path, monkeypatch: Patch) -> None:
+    if case.name == "append-torch":
+        pytest.importorskip("torch", reason="torch (extra torch) is not installed")
     record = run_case(case, tmp_path, monkeypatch)
     check_case(case, record)
     # Of the files only the model stays, which the next pass uses.

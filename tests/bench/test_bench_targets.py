@@ -36,8 +36,15 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
         "speed": [0.9, 0.9, 0.98] + [1] * 10 + [1.05] * 2 + [1.1] * 2 + [1.8] * 4,
         "figure": [0.1] * 2,
     },
+    # Small allocations, and a start; llama.cpp's decode, start and small pages.
+    (19, "exec"): {"speed": [1.1], "cost": [0.8, 1.02], "figure": [5, 30]},
+    (20, "accounting"): {"figure": [300]},
     # The slowest of a thousand tokens, and the mean: copied, staged, repacked, and under exec.
     (19, "pressure"): {"figure": [1.031] * 4 + [1.3] * 4},
+    # Of an append of torch's tensors beside one of NumPy's arrays.
+    (20, "kv"): {"cost": [2.5]},
+    # Two types and two lengths, beside two caches; two updates; a conversation that goes on.
+    (20, "transformers"): {"exponent": [0.1], "speed": [1] * 4 + [1.5] * 4 + [5, 10, 20]},
 }
 
 

@@ -351,12 +351,12 @@ def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "find", lambda: Processes(FOUND.found[:1], 0))
     show("report", 7, "--watch")
     show("report", "--watch", "--interval", 0.5, "--count", 3, "--json")
-    assert asked == [(7, 1.0, None, False), (1234, 0.5, 3, True)]
+    assert asked == [(7, 1.0, None, False, None), (1234, 0.5, 3, True, None)]
     # One that keeps a model for others is watched unasked only if it computes with it, too.
     both = [replace(FOUND.found[-1], has_ledger=computes) for computes in (False, True)]
     monkeypatch.setattr(command, "find", lambda: Processes(tuple(both), 0))
     show("report", "--watch")
-    assert asked[2:] == [(97, 1.0, None, False)]
+    assert asked[2:] == [(97, 1.0, None, False, None)]
     monkeypatch.setattr(command, "find", lambda: FOUND)
     screen = show("report", "--watch")
     assert (screen.code, screen.out) == (1, "")

@@ -15,7 +15,7 @@ import pytest
 
 import gguf_files as gf
 import safetensors_files as sf
-from unimem.weights import dlpack
+from unimem._core import dlpack
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights, open_weights
 
@@ -60,7 +60,7 @@ def weights(path: Path) -> Iterator[Weights]:
 
 @pytest.fixture(scope="module")
 def torch() -> Any:
-    return pytest.importorskip("torch", reason="torch is not installed, and no part of the extras")
+    return pytest.importorskip("torch", reason="torch (extra torch) is not installed")
 
 
 # ---- NumPy and ml_dtypes ----
@@ -102,6 +102,7 @@ def test_what_dlpack_has_no_type_for() -> None:
 # ---- torch ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TYPES)
 def test_torch_takes_it_without_a_copy(weights: Weights, torch: Any, kind: str) -> None:
     tensor = weights.tensors[kind]
@@ -115,23 +116,14 @@ def test_torch_takes_it_without_a_copy(weights: Weights, torch: Any, kind: str) 
     assert torch.from_dlpack(weights.tensors[f"{kind} empty"]).shape == (2, 0)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind not in OF_ML_DTYPES])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
 def test_torch_takes_arrays_without_a_copy(weights: Weights, torch: Any, kind: str) -> None:
     tensor = weights.tensors[kind]
     assert torch.from_dlpack(tensor.as_array()).data_ptr() == tensor.address
 
 
-@pytest.mark.parametrize("kind", OF_ML_DTYPES)
-def test_arrays_of_ml_dtypes_go_as_integers(weights: Weights, torch: Any, kind: str) -> None:
-    tensor = weights.tensors[kind]
-    array = tensor.as_array()
-    with pytest.raises(BufferError, match="DLPack only supports"):
-        torch.from_dlpack(array)
-    theirs = torch.from_dlpack(array.view(f"u{array.itemsize}")).view(getattr(torch, TYPES[kind]))
-    assert theirs.data_ptr() == tensor.address
-    assert torch.equal(theirs.view(torch.uint8), torch.from_dlpack(tensor).view(torch.uint8))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "f32"])
 def test_torch_copies_when_it_is_asked_to(weights: Weights, torch: Any, kind: str) -> None:
     tensor = weights.tensors[kind]
@@ -145,6 +137,7 @@ def test_torch_copies_when_it_is_asked_to(weights: Weights, torch: Any, kind: st
     assert tensor.as_array().tobytes() != bytes(tensor.nbytes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["map", "copy"])
 def test_torch_keeps_the_memory(path: Path, torch: Any, mode: Load) -> None:
     w = open_weights(path, load=mode)
@@ -160,6 +153,7 @@ def test_torch_keeps_the_memory(path: Path, torch: Any, mode: Load) -> None:
     gc.collect()
 
 
+@pytest.mark.slow
 def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
     (tmp_path / "file.gguf").write_bytes(gf.everything())
     with open_weights(tmp_path / "file.gguf") as w:
@@ -171,6 +165,7 @@ def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
         assert theirs.data_ptr() == tensor.address
 
 
+@pytest.mark.slow
 def test_torch_writes_to_mapped_pages_at_its_peril(path: Path, torch: Any, run_python: Any) -> None:
     """Torch knows nothing of read-only tensors; that the pages are is what keeps the file whole."""
     before = path.read_bytes()

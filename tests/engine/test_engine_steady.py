@@ -86,7 +86,7 @@ SCRIPT = """
     [
         ({"threads": 2}, {}),
         ({"threads": 1, "kv_dtype": "q8_0"}, {"temperature": 0.8, "seed": 1}),
-        ({"threads": 1, "window": 40, "kv_dtype": "bf16"}, {}),
+        pytest.param({"threads": 1, "window": 40, "kv_dtype": "bf16"}, {}, marks=pytest.mark.slow),
         ({"threads": 2, "load": "repack"}, {}),
         pytest.param({"threads": 1, "load": "repack"}, {}, marks=pytest.mark.slow),
     ],

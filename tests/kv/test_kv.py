@@ -87,6 +87,47 @@ def test_the_storage_is_batch_seq_heads_dim() -> None:
         del whole, values
 
 
+def test_the_rows_of_a_head_lie_side_by_side() -> None:
+    """Heads and streams have lanes; what is given and shown is as in the other order."""
+    k = np.random.default_rng(0).normal(size=(2, 3, 5, 4)).astype("float32")
+    options: Any = {"batch": 2, "dtype": "f32"}
+    with (
+        um.KVCache(2, 3, 4, 8, order="head", **options) as kv,
+        um.KVCache(2, 3, 4, 8, **options) as other,
+    ):
+        for cache, layer in itertools.product((kv, other), range(2)):
+            cache.append(layer, k[:, :, :4], -k[:, :, :4])
+            cache.append(layer, k[:, :, 4:], -k[:, :, 4:])
+        lane = 8 * 4 * 4  # 8 rows of a head
+        assert (kv.order, other.order) == ("head", "token")
+        whole, values = kv.layer(1)
+        assert whole.strides == (3 * lane, lane, 4 * 4, 4)
+        assert same_bits(np.ascontiguousarray(whole), k)
+        assert proc_maps.address_of(values) == kv.address(1, "v") == kv.address(1, "k") + 6 * lane
+        for name in ("batch", "n_kv_heads", "row_bytes", "memory_usage_bytes", "n_rows"):
+            assert getattr(kv, name) == getattr(other, name), name
+        assert kv.capacity_bytes == um.KVCache.storage_bytes(2, 3, 4, 8, order="head", **options)
+        assert "batch 2, rows by head" in repr(kv)
+        with kv.copy() as copy:
+            assert copy.order == "head"
+            assert state(copy) == state(kv) == state(other)
+        del whole, values
+
+
+def test_one_token_of_all_layers_by_head(kv: um.KVCache) -> None:
+    k, v = tokens(2, seed=3)
+    with um.KVCache(2, 3, 4, 8, order="head") as by_head:
+        for cache in (kv, by_head):
+            cache.append(0, k, v)  # [n, heads, dim]
+            cache.append(1, k, v)
+            cache.append_all(k, v)
+        assert state(kv) == state(by_head)
+    with pytest.raises(ValueError, match="order: expected one of token, head, got 'heads'"):
+        um.KVCache(2, 3, 4, 8, order="heads")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="heads in all streams, got 4294967296"):
+        um.KVCache(1, 1 << 16, 1, 1, batch=1 << 16, order="head")
+
+
 def wrong_calls() -> dict[str, tuple[type[Exception], Callable[[um.KVCache], Any]]]:
     """Beside those of the contract."""
     k, v = tokens(2)

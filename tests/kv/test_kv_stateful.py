@@ -40,6 +40,7 @@ FAULTS = st.one_of(
     st.tuples(st.integers(1, 2), st.just(0)),
 )
 LAYERS = st.integers(0, 1)
+ORDERS = st.sampled_from(["token", "head"])
 # Of the tokens that are there; above 100, more than there are.
 PERCENT = st.one_of(st.integers(0, 100), st.integers(0, 100), st.integers(0, 110))
 # Whether tokens that some layers lack, and what is reserved, are dropped first.
@@ -89,11 +90,17 @@ class CacheAgainstModel(RuleBasedStateMachine):
         self.views: list[Held] = []
         self.rng = np.random.default_rng(0)
 
-    @initialize(batch=st.sampled_from([1, 1, 2]), dtype=st.sampled_from(kvm.KV_DTYPES))
-    def make(self, batch: int, dtype: str) -> None:
+    @initialize(
+        batch=st.sampled_from([1, 1, 2]), dtype=st.sampled_from(kvm.KV_DTYPES), order=ORDERS
+    )
+    def make(self, batch: int, dtype: str, order: str) -> None:
         self.dims = (self.N_LAYERS, self.HEADS, self.DIM)
-        self.row_bytes = kvm.Model(*self.dims, batch=batch, dtype=dtype, n_rows=1).row_bytes
-        self.kv = self.make_cache(batch=batch, dtype=dtype)
+        heads = self.HEADS if order == "head" else 1
+        row_bytes = kvm.Model(*self.dims, batch=batch, dtype=dtype, n_rows=1).row_bytes
+        # Of a lane, and how many of them there are.
+        self.row_bytes, self.n_lanes = row_bytes // heads, 2 * self.N_LAYERS * batch * heads
+        self.kv = self.make_cache(batch=batch, dtype=dtype, order=order)
+        assert self.kv.order == order
         window = self.kv.window
         self.most = self.kv.n_rows if window else min(self.MAX, self.kv.n_rows)
         self.model = kvm.Model(
@@ -459,15 +466,22 @@ class Mapped(Grows):
     @initialize(
         batch=st.sampled_from([1, 1, 2]),
         dtype=st.sampled_from(kvm.KV_DTYPES),
+        order=ORDERS,
         n=st.integers(1, CacheAgainstModel.MAX),
         percent=PERCENT,
         fault=FAULTS,
     )
     def make(
-        self, batch: int, dtype: str, n: int = 1, percent: int = 100, fault: Any = None
+        self,
+        batch: int,
+        dtype: str,
+        order: str,
+        n: int = 1,
+        percent: int = 100,
+        fault: Any = None,
     ) -> None:
         self.n_saved, self.n_kept, self.fault = n, max(1, n * min(percent, 100) // 100), fault
-        super().make(batch, dtype)
+        super().make(batch, dtype, order)
         for layer, tokens in enumerate(self.saved_tokens):
             self.model.append(layer, *tokens)
         self.model.trim_to(self.n_kept)
@@ -503,18 +517,16 @@ class GrowsInBudget(Grows):
     """Room for about half of what it may hold."""
 
     def make_cache(self, **options: Any) -> um.KVCache:
-        n_lanes = 2 * self.N_LAYERS * options["batch"]
         pages = max(2, self.row_bytes * self.MAX // PAGE // 2)
-        self.budget = n_lanes * pages * PAGE + 100
+        self.budget = self.n_lanes * pages * PAGE + 100
         return super().make_cache(budget_bytes=self.budget, **options)
 
     def over_budget(self, n: int) -> tuple[type[Exception], ...]:
         used = max(self.model.end) - self.model.first
-        n_lanes = 2 * self.N_LAYERS * self.model.batch
         # Rows begin and end inside of pages; what lies under views is kept, and so is what could
         # not be given back.
         pages = -(-(used + n) * self.row_bytes // PAGE) + 2
-        tight = n_lanes * pages * PAGE > self.budget
+        tight = self.n_lanes * pages * PAGE > self.budget
         return (um.CacheFull,) if tight or self.views or self.any_failed else ()
 
     def check_memory(self) -> None:

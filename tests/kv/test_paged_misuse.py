@@ -236,7 +236,7 @@ def test_a_block_table_is_copied_while_its_writer_appends(pg: um.PagedKVCache) -
 ASKING: dict[str, Callable[[um.Sequence, Evil], Any]] = {
     "append": lambda s, evil: s.append(evil, rows(1), rows(1)),  # type: ignore[arg-type]
     "append many": lambda s, evil: s.append(evil, rows(90), rows(90)),  # type: ignore[arg-type]
-    "gather": lambda s, evil: s.gather(evil),  # type: ignore[arg-type]
+    "gather": lambda s, evil: s.gather(evil),  # type: ignore[call-overload]
     "crop": lambda s, evil: s.crop(evil),  # type: ignore[arg-type]
     "extend": lambda s, evil: s.extend(evil),  # type: ignore[arg-type]
 }

@@ -203,6 +203,7 @@ KINDS_IN_THE_HEADER: list[tuple[dict[str, Any], dict[str, int]]] = [
     ({"dtype": "bf16"}, {"dtype": 2, "row_bytes": 128}),
     ({"dtype": "q8_0"}, {"dtype": 3, "row_bytes": 68}),
     ({"grow": True}, {"flags": 1}),
+    ({"order": "head", "batch": 3}, {"flags": 8, "row_bytes": 64, "batch": 3, "n_kv_heads": 2}),
     ({"window": 8}, {"window": 8, "seq_len": 8, "next_position": 12}),
     ({"window": 8, "spare_rows": 3}, {"spare_rows": rows_of_pages(128, 11) - 8}),
 ]
@@ -251,6 +252,9 @@ def test_describe(file: Path, whole: bytes) -> None:
         "2 layers of 2 heads of 32 f16, 2 streams; 16 tokens up to position 39, window of 16; "
         "no model named; without token ids; 36.0 KiB"
     )
+    with cache(40, order="head") as kv:
+        kv.save(file)
+    assert str(snapshot.describe(file)).startswith("2 layers of 2 heads of 32 f16, rows by head; ")
 
 
 def test_the_document_has_an_example_that_runs(tmp_path: Path) -> None:
@@ -440,7 +444,7 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
     ],
     "lane_stride": [{"lane_stride": 4096}],
     "row_bytes": [
-        *({"row_bytes": 127}, {"n_kv_heads": 3}, {"dtype": 0}),
+        *({"row_bytes": 127}, {"n_kv_heads": 3}, {"dtype": 0}, {"flags": 14}),
         {"head_dim": MOST, "n_kv_heads": MOST},
     ],
     "chunk_bytes": [{"chunk_bytes": 0}, {"chunk_bytes": 5000}, {"chunk_bytes": 128 << 20}],
@@ -460,7 +464,7 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
     "n_kv_heads": [{"n_kv_heads": 0}],
     "head_dim": [{"head_dim": 0}, {"head_dim": 33, "dtype": 3}],
     "dtype": [{"dtype": 4}],
-    "flags": [{"flags": 8}],
+    "flags": [{"flags": 16}],
     "model_bytes": [{"flags": 4}, {"model_bytes": 65536}],
     "alignment": [{"alignment": 2048}, {"alignment": 12288}, {"alignment": 2 << 20}],
 }

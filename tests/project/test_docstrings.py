@@ -18,19 +18,25 @@ from doc_examples import check_example
 MISSING: dict[str, str] = {}
 
 
-def modules() -> Iterator[ModuleType]:
-    yield unimem
-    for info in pkgutil.walk_packages(unimem.__path__, "unimem."):
-        # The examples of the twin need a GPU: tests/gpu, and some of them in test_cuda_docs.py.
-        if info.name.endswith(".__main__") or info.name.startswith("unimem.cuda"):
+# The examples of the twin need a GPU: tests/gpu, and some of them in test_cuda_docs.py. That of
+# transformers, which takes seconds to import, is in tests/transformers.
+ELSEWHERE = {"unimem.cuda", "unimem.transformers"}
+
+
+def modules(package: ModuleType = unimem) -> Iterator[ModuleType]:
+    yield package
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if info.name.endswith(".__main__") or info.name in ELSEWHERE:
             continue
         try:
-            yield importlib.import_module(info.name)
+            module = importlib.import_module(info.name)
         except ImportError as error:
             # An extra that is not installed; what needs none is always there.
             if not info.name.startswith(("unimem.cli", "unimem.engine")):
                 raise
             MISSING[info.name] = str(error)
+        else:
+            yield from modules(module) if info.ispkg else [module]
 
 
 def documented(module: ModuleType) -> Iterator[tuple[str, Any]]:

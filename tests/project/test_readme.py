@@ -26,6 +26,7 @@ N_EXAMPLES = {
     **{"README.md": 1, "docs/accounting.md": 4, "docs/buffers.md": 3, "docs/for-authors.md": 5},
     **{"docs/for-benchmarkers.md": 0, "docs/for-operators.md": 0, "docs/kv.md": 0},
     **{"docs/measure.md": 1, "docs/paged.md": 1, "docs/placement.md": 3, "docs/snapshots.md": 1},
+    **{"docs/torch.md": 3},
 }
 FIRST = r"weights: 0\.0/16\.0 MB \| scratch: 0\.0/1\.0 MB \| history: 1\.0/8\.0 MB\n"
 # What a plan of this URL reads is served here: the model in the package.
@@ -49,10 +50,16 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 EXAMPLES = {f"{name}-{i}": x for name in N_EXAMPLES for i, x in enumerate(blocks(name, "python"))}
+OF_TORCH = [name for name, text in EXAMPLES.items() if "import torch\n" in text]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in OF_TORCH else []) for name in EXAMPLES],
+)
 def test_example_runs(name: str, tmp_path: Path) -> None:
+    if name in OF_TORCH:
+        pytest.importorskip("torch", reason="torch (extra torch) is not installed")
     if name == "README.md-0":  # as a reader starts it
         command = [sys.executable, "-W", "error", "-c", EXAMPLES[name]]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ PACKAGES = {"unimem": ROOT / "src/unimem", "unimem_bench": ROOT / "bench/unimem_
 # each other.
 FLOORS = (
     *({"errors"}, {"system"}, {"_core"}, {"kv"}, {"weights"}, {"buffers", "accounting"}),
-    *({"planning"}, {"layout"}, {"cuda"}, {"engine"}, {"cli"}),
+    *({"planning"}, {"layout"}, {"cuda", "torch", "transformers"}, {"engine"}, {"cli"}),
 )
 # The same of the benchmarks, but those of one line may know each other.
 BENCH_FLOORS = (
@@ -29,7 +29,7 @@ BENCH_FLOORS = (
     {"rounds", "suite"},
     {"states", "huge_pages", "models", "weight_files", "buffer_instances", "kv_sides", "kv_rings"}
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"}
-    | {"memory", "cgroup", "pressure_side"},
+    | {"memory", "cgroup", "timed", "timed_side"},
     {"suites"},
     {"worker", "run", "advise"},
     {"texts", "tables", "answers", "markdown", "compare", "plots", "page"},
@@ -39,7 +39,7 @@ FLOOR, BENCH_FLOOR = (
     {room: number for number, rooms in enumerate(floors) for room in rooms}
     for floors in (FLOORS, BENCH_FLOORS)
 )
-MOST_ENTRIES = 13
+MOST_ENTRIES = 15
 IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+c?import[ \t]+(\([^)]*\)|[^\n#]+)|c?import[ \t]+([^\n#]+))",
     re.M,

@@ -5,22 +5,27 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tiers
 from unimem_bench import suite, suites
 from unimem_bench.record import BEST, CaseRecord
 from unimem_bench.rounds import Rounds, Side
 from unimem_bench.suite import Case, Measure
 
 
-def cases_of(*names: str) -> list[Any]:
+def cases_of(*names: str, slow: Collection[str] = ()) -> list[Any]:
     """Return the cases of some suites as parameters of a test, named as tables name them."""
     cases = [case for name in names for case in suites.load_suite(name).cases]
-    return [pytest.param(case, id=f"{case.suite}/{case.name}") for case in cases]
+    named = {f"{case.suite}/{case.name}": case for case in cases}
+    return [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, case in named.items()
+    ]
 
 
 def case_of(name: str) -> Case:
@@ -43,6 +48,8 @@ def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseR
         return Rounds({name: [side()] for name, side in sides.items()}, 0, 0)
 
     monkeypatch.setattr(suite, "alternate", once)
+    if not tiers.everything:  # its import takes longer than all cases
+        uninstall(monkeypatch, "torch")
     measure = Measure(case, quick=True, folder=folder)
     cpus = os.sched_getaffinity(0)
     try:

@@ -79,27 +79,34 @@ def memory(address: int, nbytes: int) -> Array:
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
-def lane_address(kv: um.KVCache, layer: int, part: int, stream: int) -> int:
-    """Where K (0) or V (1) of a layer of one stream begins."""
+def lane_row_bytes(kv: um.KVCache) -> int:
+    """Bytes of a row of a lane: all heads of a token, or one head."""
+    return kv.row_bytes // (kv.n_kv_heads if kv.order == "head" else 1)
+
+
+def lane_address(kv: um.KVCache, layer: int, part: int, lane: int) -> int:
+    """Where a lane of K (0) or V (1) of a layer begins: of a stream, or of a head of one."""
     k, v = kv.address(layer, "k"), kv.address(layer, "v")
-    return (k, v)[part] + stream * ((v - k) // kv.batch)
+    n_lanes = kv.batch * (kv.n_kv_heads if kv.order == "head" else 1)
+    return (k, v)[part] + lane * ((v - k) // n_lanes)
 
 
 def write_rows(kv: um.KVCache, layer: int, part: int, row: int, tokens: Array) -> None:
     """Write stored tokens [batch, heads, n, dim] into rows from `row` on, as an engine does."""
-    n = tokens.shape[2]
-    for stream in range(kv.batch):
-        at = lane_address(kv, layer, part, stream) + row * kv.row_bytes
-        memory(at, n * kv.row_bytes)[:] = np.frombuffer(
-            np.ascontiguousarray(tokens[stream].swapaxes(0, 1)).tobytes(), np.uint8
-        )
+    n, row_bytes = tokens.shape[2], lane_row_bytes(kv)
+    lanes = tokens.swapaxes(1, 2)
+    if kv.order == "head":
+        lanes = tokens.reshape(-1, n, tokens.shape[3])
+    for lane, rows in enumerate(lanes):
+        at = lane_address(kv, layer, part, lane) + row * row_bytes
+        memory(at, n * row_bytes)[:] = np.frombuffer(rows.tobytes(), np.uint8)
 
 
 def first_row(kv: um.KVCache, layer: int) -> int:
     """The row of the first token that a layer shows."""
     at = proc_maps.address_of(kv.layer(layer)[0]) - kv.address(layer, "k")
-    assert at % kv.row_bytes == 0
-    return at // kv.row_bytes
+    assert at % lane_row_bytes(kv) == 0
+    return at // lane_row_bytes(kv)
 
 
 def rows_of_pages(row_bytes: int, n: int) -> int:

@@ -15,10 +15,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
+# NumPy is imported where it is needed: the peer's process shall have llama.cpp's memory alone.
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Q4_K_M = 15  # llama_ftype
 
@@ -37,6 +38,8 @@ def greedy(
     Weights are used as they lie in the file, or with `repack` as is llama.cpp's default. Attention
     is flash attention, and what is written to a quantized cache is not rotated before.
     """
+    import numpy as np
+
     options = {"model": str(model), "prompt": prompt, "n": n, "ctx": ctx, "kv": kv_dtype}
     options |= {"repack": repack}
     with tempfile.TemporaryDirectory() as folder:  # the model's may be read-only
@@ -92,7 +95,9 @@ def _run(command: str, options: dict[str, Any]) -> str:
     return done.stderr
 
 
-def _open(model: str, ctx: int, kv_dtype: str, *, repack: bool = False) -> tuple[Any, Any]:
+def open_model(
+    model: str, ctx: int, kv_dtype: str, *, repack: bool = False, threads: int = 1
+) -> tuple[Any, Any]:
     """A model, as it lies in its file or repacked, and a context of it."""
     from cyllama.llama import llama_cpp
 
@@ -107,17 +112,18 @@ def _open(model: str, ctx: int, kv_dtype: str, *, repack: bool = False) -> tuple
     opened = Model(model, params)
     params = llama_cpp.LlamaContextParams()
     params.n_ctx = params.n_batch = ctx
-    params.n_threads = params.n_threads_batch = 1
+    params.n_threads = params.n_threads_batch = threads
     params.flash_attn_type = 1
     params.type_k = params.type_v = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}[kv_dtype]
     return opened, llama_cpp.LlamaContext(opened, params)
 
 
 def _greedy(options: dict[str, Any]) -> None:
+    import numpy as np
     from cyllama.llama import llama_cpp
 
     repack = options["repack"]
-    _model, context = _open(options["model"], options["ctx"], options["kv"], repack=repack)
+    _model, context = open_model(options["model"], options["ctx"], options["kv"], repack=repack)
     batch, past = options["prompt"], 0
     tokens: list[int] = []
     rows = []
@@ -153,7 +159,7 @@ def _repack(options: dict[str, Any]) -> None:
 def _hold(options: dict[str, Any]) -> None:
     from cyllama.llama import llama_cpp
 
-    _model, context = _open(options["model"], 256, "f16")
+    _model, context = open_model(options["model"], 256, "f16")
     if context.decode(llama_cpp.llama_batch_get_one([1], 0)):
         raise RuntimeError("decode failed")
     print("ready", os.getpid(), flush=True)

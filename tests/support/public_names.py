@@ -26,6 +26,7 @@ MODULES: Final = (
     "unimem.kv.prefix",
     "unimem.kv.snapshot",
     "unimem.system.limits",
+    "unimem.torch",
 )
 # Modules that Cython callers import classes from.
 CYTHON: Final = (

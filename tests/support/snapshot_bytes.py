@@ -20,6 +20,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "grow": {"grow": True},
     "ring": {"window": 24},
     "ring with spare rows": {"window": 24, "spare_rows": 5},
+    "by head": {"order": "head"},
+    "growing by head": {"order": "head", "grow": True},
+    "ring by head": {"order": "head", "window": 24},
 }
 
 # Of each field of the header, as its document has them: where it begins, and its code.

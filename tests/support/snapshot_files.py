@@ -42,12 +42,7 @@ def cache(n: int, max_seq_len: int = 64, *, seed: int = 0, **options: Any) -> um
 
 def rows(kv: um.KVCache) -> list[bytes]:
     """Return the bytes of every lane."""
-    return [
-        kv._rows(layer, part, stream).tobytes()
-        for layer in range(kv.n_layers)
-        for part in ("k", "v")
-        for stream in range(kv.batch)
-    ]
+    return [kv._rows(*lane).tobytes() for lane in kv._lanes()]
 
 
 class Interposed:

@@ -501,7 +501,7 @@ def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reaped", [False, True])
-@pytest.mark.parametrize("when", ["_stat", "read_bytes", "_read_smaps", "_with_nodes"])
+@pytest.mark.parametrize("when", ["_stat", "read_bytes", "_read_smaps", "_areas"])
 @pytest.mark.parametrize("first", [False, True])
 def test_a_process_that_ends_while_it_is_read(
     idle: Running, monkeypatch: pytest.MonkeyPatch, when: str, first: bool, reaped: bool

@@ -559,7 +559,8 @@ with open({str(model)!r}, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.P
             look = weights.residency()
             assert (look.resident_bytes, look.mapped_bytes) == (look.nbytes, 0)
             other.communicate(timeout=60)
-        assert weights.evict() == look.nbytes
+        assert weights.evict() > 0  # all but what the kernel itself has dropped meanwhile
+        assert weights.residency().resident_bytes == 0
 
 
 def test_evict_writes_what_is_not_on_the_disk(model: Path) -> None:

@@ -11,7 +11,8 @@ __all__ = ["NAMES", "load_suite"]
 # In the order in which they run.
 NAMES = (
     *("calls", "accounting", "gguf", "buffers", "scaling", "verify", "first-touch", "kv"),
-    *("snapshot", "load", "decode", "pages", "repack", "pressure", "numa", "gpu"),
+    *("snapshot", "load", "decode", "pages", "repack", "exec", "pressure"),
+    *("transformers", "numa", "gpu"),
 )
 
 

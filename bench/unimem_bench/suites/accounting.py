@@ -5,12 +5,17 @@ append know nothing of it, so that they cost the same whether few holders are al
 with a region of its own. Making a block enters it, and closing it takes it out, in one step each,
 however many there are. A plan reads a file's header, as opening does, and the limits. One thread,
 pinned, in CPU time; the cost of the loop is taken off.
+
+A scrape reads the memory of other processes, by the clock. Those sleep meanwhile.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,15 +24,17 @@ import numpy as np
 
 import unimem as um
 from unimem._core.ledger import entries
+from unimem.accounting.metrics import MetricsCollector, write_metrics
 from unimem_bench.files import FLOAT16, TensorEntry, gguf_header, made_once, number, text
-from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, costs
+from unimem_bench.rounds import Side, milliseconds, stopwatch, warm_stopwatch
+from unimem_bench.suite import Measure, Suite, at_most, costs
 
 SUITE = Suite("accounting", "What does the ledger cost those who are entered in it?", passes=2)
 
 N_OTHERS, N_OTHERS_QUICK = 10_000, 1000
 N_REPEATED = 5
 N_BLOCKS = 1000
+N_SCRAPED = 20
 PAGE = 4096
 FEW, MANY = "beside few", "beside many"
 
@@ -156,6 +163,44 @@ def plan(measure: Measure) -> None:
     }
     limits = {"reading the header": microseconds("read()", {"read": read})}
     measure.compare(ours, limits=limits, rounds=31)
+
+
+@SUITE.case(
+    "scrape",
+    f"What does a scrape of {N_SCRAPED} processes cost, by `unimem metrics`?",
+    unit="ms",
+    targets=[at_most(300, issue=20)],
+)
+def scrape(measure: Measure) -> None:
+    """Read processes that have loaded unimem for the first time, and write the text of that."""
+    with ExitStack() as stack:
+        pids = [stack.enter_context(waiting()) for _ in range(N_SCRAPED)]
+        files = [Path(f"/proc/{pid}/smaps") for pid in pids]
+        measure.fact("mappings of each", Path(f"/proc/{pids[0]}/maps").read_bytes().count(b"\n"))
+
+        def ours() -> None:
+            write_metrics(MetricsCollector(lambda: pids))
+
+        def kernel() -> None:
+            for file in files:
+                file.read_bytes()
+
+        limits = {"smaps, read whole": lambda: milliseconds(kernel)}
+        measure.compare({"unimem": lambda: milliseconds(ours)}, limits=limits, rounds=15)
+
+
+@contextmanager
+def waiting() -> Iterator[int]:
+    """Give the number of a process that has loaded unimem and sleeps."""
+    script = "import sys, unimem; print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            yield process.pid
+        finally:
+            process.kill()
 
 
 def write_model(path: Path, n_layers: int = 44, size: int = 64, vocab: int = 320) -> None:

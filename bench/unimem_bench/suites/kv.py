@@ -30,7 +30,7 @@ from unimem_bench.kv_sides import (
     zeros_in,
 )
 from unimem_bench.rounds import Side, warm_stopwatch
-from unimem_bench.suite import Measure, Suite, at_most, costs, faster
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster
 
 SUITE = Suite(
     "kv",
@@ -41,6 +41,8 @@ SUITE = Suite(
 
 N_ROWS = 64  # where calls are measured: what all sides write stays in a second-level cache
 BLOCK_TOKENS = 16
+
+OF_NUMPY = "unimem, NumPy's arrays"
 
 # How code for NumPy and for torch writes a token to a row.
 BY_INDEX = "keys[i] = k; values[i] = v"
@@ -87,6 +89,30 @@ def append(measure: Measure) -> None:
         check_holds("unimem", stored(cache), kv)
     for name, arrays in held.items():
         check_holds(name, arrays, kv)
+
+
+@SUITE.case(
+    "append-torch",
+    "What does it cost to append one token of torch's tensors, 2 KiB of K and 2 KiB of V?",
+    unit="ns",
+    targets=[costs(OF_NUMPY, 2.5, issue=20)],
+)
+def append_torch(measure: Measure) -> None:
+    """Compare with the same append of NumPy's arrays, and with torch that writes to a row."""
+    n, kv = N_ROWS, tokens(1)
+    keys, values = held = zeros(n, [part[0] for part in kv])
+    names = {"k": kv[0], "v": kv[1], "keys": keys, "values": values}
+    if not (given := torch_names(measure, names)):
+        raise NotMeasured("torch is not installed")
+    with um.KVCache(1, *SHAPE, n) as cache, um.KVCache(1, *SHAPE, n) as other:
+        ours = {
+            "unimem": appending(cache, (given["k"], given["v"]), n),
+            OF_NUMPY: appending(other, kv, n),
+        }
+        peers = {"torch": warm_stopwatch("keys[i] = k[0]; values[i] = v[0]", n, given)}
+        measure.compare(ours, peers, rounds=101)
+        check_holds("unimem", stored(cache), kv)
+    check_holds("torch", held, kv)
 
 
 @SUITE.case("scratchpad", "What does it cost to append one row of 2 KiB?", unit="ns")

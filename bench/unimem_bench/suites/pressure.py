@@ -7,13 +7,13 @@ allocate and free, and compute, all in the same cgroup and on the other CPUs.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ import numpy as np
 
 import unimem as um
 from unimem.system import kernel_files
-from unimem_bench import decoding, states
+from unimem_bench import decoding, states, timed
 from unimem_bench.cgroup import entering, limited_cgroup
 from unimem_bench.models import Kind
 from unimem_bench.suite import Measure, NotMeasured, Suite, at_most
+from unimem_bench.timed import TimedProcess, TimedProcessError
 
 SUITE = Suite("pressure", "How steady are tokens while memory is short?")
 
@@ -76,7 +77,7 @@ class Way:
     """How one process loads the model."""
 
     kind: str  # the library
-    options: Mapping[str, Any]  # as `pressure_side` takes them
+    options: Mapping[str, Any]  # as `unimem_bench.timed_side` takes them
     is_staged: bool = False
     is_exec: bool = False
 
@@ -153,7 +154,7 @@ def _measure_all(measure: Measure) -> Found:
                 noise = _noise_file(measure.folder, 2 * limits[way.kind])
             limit = limits[way.kind] + NEIGHBOUR_BYTES
             loads[name], found.tokens[name] = _measure(measure, way, path, noise, limit, cpus)
-        except (NotMeasured, _Died) as error:
+        except (NotMeasured, TimedProcessError) as error:
             found.left_out[name] = str(error)
     found.facts["cgroup_bytes"] = {kind: n + NEIGHBOUR_BYTES for kind, n in limits.items()}
     found.facts["load"] = loads
@@ -172,17 +173,7 @@ def _missing(way: Way) -> str:
     """Say what a way wants that is not here."""
     if way.kind == "llama.cpp" and importlib.util.find_spec("cyllama") is None:
         return "cyllama is not installed: pip install cyllama"
-    if way.is_exec and not _has_exec():
-        return "this unimem has no command 'unimem exec'"
     return ""
-
-
-def _has_exec() -> bool:
-    command = [*_UNIMEM, "exec", "--help"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
-_UNIMEM = [sys.executable, "-c", "import sys; from unimem_command import main; sys.exit(main())"]
 
 
 def _noise_file(folder: Path, nbytes: int) -> Path:
@@ -204,14 +195,9 @@ def _own_bytes(kind: str, path: Path, cpus: Sequence[int]) -> int:
         limited_cgroup(3 * path.stat().st_size + (1 << 30)) as group,
         _side(group, WAYS[f"{kind}, mapped"], str(path), cpus[:1]) as side,
     ):
-        _answer(side)
-        _ask(side, {"n": 1, "seconds": MOST_S})
+        side.tokens(1, MOST_S)
         fields = kernel_files.read_fields(f"{group}/memory.stat", " ")
         return int(fields.get("total_rss", fields.get("anon", "0")))
-
-
-class _Died(Exception):  # noqa: N818 - it is an answer
-    """The process has ended, as by the kernel's hand."""
 
 
 def _measure(
@@ -220,7 +206,6 @@ def _measure(
     rounds, n, seconds = N_ROUNDS, N_TOKENS, MOST_S
     if measure.quick:
         rounds, n, seconds = N_QUICK_ROUNDS, N_QUICK_TOKENS, QUICK_MOST_S
-    request = {"n": n, "seconds": seconds}
     for file in (path, noise):
         states.drop(file)  # pages that another cgroup has brought in would be charged to that one
     with ExitStack() as stack:
@@ -232,45 +217,34 @@ def _measure(
                 raise NotMeasured(f"wants a staged model: {error}") from None
             states.drop(path)
         group = stack.enter_context(limited_cgroup(limit))
+        if way.is_exec:  # what it stages stays, and so does the process in the cgroup that keeps it
+            drop = [*timed.UNIMEM, "stage", "--drop", str(path)]
+            stack.callback(subprocess.run, drop, capture_output=True, check=False)
         side = stack.enter_context(_side(group, way, model, cpus[:1]))
-        load = _answer(side)["load"]
         quiet, pressed = Tokens([], 0), Tokens([], 0)
         for _ in range(rounds):
-            quiet += _ask(side, request)
+            quiet += Tokens(**side.tokens(n, seconds))
             with _neighbours(group, noise, measure.folder, cpus[1:] or cpus):
-                with suppress(subprocess.TimeoutExpired):
-                    side.wait(SETTLE_S)  # it lives on
-                pressed += _ask(side, request)
+                time.sleep(SETTLE_S)
+                pressed += Tokens(**side.tokens(n, seconds))
+        load = side.facts["load"]
     return load, {QUIET: quiet, PRESSED: pressed}
 
 
 @contextmanager
-def _side(
-    group: Path, way: Way, model: str, cpus: Sequence[int]
-) -> Iterator[subprocess.Popen[str]]:
+def _side(group: Path, way: Way, model: str, cpus: Sequence[int]) -> Iterator[TimedProcess]:
     """Start what decodes, on its CPU."""
-    script = str(Path(__file__).parents[1] / "pressure_side.py")
-    command = [sys.executable, "-P", script, way.kind, model, json.dumps(dict(way.options))]
+    words = timed.command(way.kind, model, way.options)
     if way.is_exec:
-        command = [*_UNIMEM, "exec", "--stage", "--", *command]
+        words = [*timed.UNIMEM, "exec", "--stage", "--", *words]
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)  # which it inherits
     try:
-        process = subprocess.Popen(
-            entering(group, command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"UNIMEM_CACHE": "off", "OMP_NUM_THREADS": "1"},
-        )
+        process = TimedProcess(entering(group, words), {"OMP_NUM_THREADS": "1"})
     finally:
         os.sched_setaffinity(0, own)
-    try:
+    with process:
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @contextmanager
@@ -289,24 +263,6 @@ def _neighbours(group: Path, noise: Path, folder: Path, cpus: Sequence[int]) -> 
         finally:
             os.sched_setaffinity(0, own)
         yield
-
-
-def _ask(side: subprocess.Popen[str], request: Mapping[str, float]) -> Tokens:
-    assert side.stdin is not None
-    with suppress(BrokenPipeError):  # the answer says why
-        side.stdin.write(json.dumps(request) + "\n")
-        side.stdin.flush()
-    answer = _answer(side)
-    return Tokens(answer["ms"], answer["major_faults"])
-
-
-def _answer(side: subprocess.Popen[str]) -> dict[str, Any]:
-    assert side.stdout is not None
-    line = side.stdout.readline()
-    if not line:
-        raise _Died(f"it ended with status {side.wait()}; -9 is the kernel's, for want of memory")
-    found: dict[str, Any] = json.loads(line)
-    return found
 
 
 def _role(name: str) -> Any:

@@ -7,6 +7,7 @@ memory. llama.cpp makes a private copy of them at each start, in each process.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,7 @@ KIND: Kind = "q4_k_m"
 KEPT, STAGED = "unimem", "unimem, staged"
 MAPPED, FIRST, ON_DISK = "unimem, mapped", "unimem, first start", "unimem, from the disk"
 ONE = decoding.PROMPT[:1]  # of a longer prompt, prefill would be most of the time
-N_COPIES = 4  # of the weights: the file, its image on disk, what is staged and what is repacked
+N_COPIES = 5  # of the weights: two files, an image on disk, what is staged and what is repacked
 N_SHARING = 4  # processes
 
 
@@ -121,8 +122,8 @@ def image_folder(measure: Measure) -> Iterator[Path]:
 
 
 @contextmanager
-def staged(path: Path, folder: Path | None) -> Iterator[um.Stage]:
-    """Stage a model from its image in a folder; without one, repack it.
+def staged(path: Path) -> Iterator[um.Stage]:
+    """Repack a model, and stage that; no image of it is read or kept.
 
     Raises
     ------
@@ -130,7 +131,7 @@ def staged(path: Path, folder: Path | None) -> Iterator[um.Stage]:
         It cannot be had.
     """
     before = os.environ.get("UNIMEM_CACHE")
-    os.environ["UNIMEM_CACHE"] = "off" if folder is None else str(folder)
+    os.environ["UNIMEM_CACHE"] = "off"
     try:
         stage = um.stage(path, repack=True)
     except (um.CapacityError, um.PlacementError) as reason:
@@ -196,7 +197,9 @@ def compare_first_tokens(measure: Measure) -> None:
             FIRST: start_first,
         }
         try:
-            stage = stack.enter_context(staged(starts.path, folder))
+            # A copy of the model, for decoders of the model itself would find what is staged of it.
+            copy = shutil.copy(starts.path, stack.enter_context(image_folder(measure)))
+            stage = stack.enter_context(staged(Path(copy)))
             ours[STAGED] = partial(start, "repack", stage.paths[0], path=stage.path)
         except NotMeasured as reason:
             measure.leave_out(STAGED, str(reason))
@@ -276,7 +279,7 @@ def share(measure: Measure) -> None:
     with starts.start("repack"):
         pass  # to see whether there is another order
     with ExitStack() as stack:
-        stage = stack.enter_context(staged(starts.path, None))
+        stage = stack.enter_context(staged(starts.path))
         measure.fact("staged", f"{stage.backing}: {stage.granted}")
         starts.prepare()
         pids, totals = [os.getpid()], []

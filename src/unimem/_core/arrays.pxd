@@ -23,6 +23,9 @@ cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owne
 # The same with strides in bytes; NULL: those of a C-contiguous array.
 cdef object new_array(void *address, int n_dims, const cnp.npy_intp *sizes,
                       const cnp.npy_intp *strides, object dtype, object owner, bint writable)
+# The same for calls of our own: NumPy's class, also of types that it does not export.
+cdef object plain_array(void *address, int n_dims, const cnp.npy_intp *sizes,
+                        const cnp.npy_intp *strides, object dtype, object owner, bint writable)
 # The NumPy dtype that a user names: see as_dtype.
 cdef object dtype_of(object dtype)
 # The same of one that is among some names; `what` names it in the ValueError otherwise.

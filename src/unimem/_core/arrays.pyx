@@ -10,9 +10,13 @@ from cpython.object cimport PyTypeObject
 from cpython.ref cimport Py_INCREF, PyObject
 from libc.stdint cimport uintptr_t
 
+from unimem._core.dlpack cimport EXPORTED
+
 cdef extern from "numpy/arrayobject.h":
     enum:
         NPY_ITEM_REFCOUNT  # the elements are, or contain, Python objects
+    enum:
+        NPY_USERDEF  # from this number on types are others', such as ml_dtypes'
     object PyArray_NewFromDescr(PyTypeObject *subtype, cnp.dtype descr, int n_dims,
                                 const cnp.npy_intp *dims, const cnp.npy_intp *strides, void *data,
                                 int flags, PyObject *template)
@@ -236,6 +240,20 @@ cdef object vector_over(void *address, cnp.npy_intp n, object dtype, object owne
 
 cdef object new_array(void *address, int n_dims, const cnp.npy_intp *sizes,
                       const cnp.npy_intp *strides, object dtype, object owner, bint writable):
+    cdef object kind = cnp.ndarray
+    if (<cnp.dtype>dtype).type_num >= NPY_USERDEF:
+        kind = EXPORTED  # NumPy would not let other libraries have it
+    return _array_of(kind, address, n_dims, sizes, strides, dtype, owner, writable)
+
+
+cdef object plain_array(void *address, int n_dims, const cnp.npy_intp *sizes,
+                        const cnp.npy_intp *strides, object dtype, object owner, bint writable):
+    return _array_of(cnp.ndarray, address, n_dims, sizes, strides, dtype, owner, writable)
+
+
+cdef inline object _array_of(object kind, void *address, int n_dims, const cnp.npy_intp *sizes,
+                             const cnp.npy_intp *strides, object dtype, object owner,
+                             bint writable):
     # With strides NumPy finds out itself whether they are those of a contiguous array.
     cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS if strides == NULL else 0
     if <uintptr_t>address & <uintptr_t>((<cnp.dtype>dtype).alignment - 1) == 0:
@@ -243,8 +261,8 @@ cdef object new_array(void *address, int n_dims, const cnp.npy_intp *sizes,
     if writable:
         flags |= cnp.NPY_ARRAY_WRITEABLE
     Py_INCREF(dtype)  # PyArray_NewFromDescr steals it
-    array = PyArray_NewFromDescr(<PyTypeObject *>cnp.ndarray, dtype, n_dims, sizes, strides,
-                                 address, flags, NULL)
+    array = PyArray_NewFromDescr(<PyTypeObject *>kind, dtype, n_dims, sizes, strides, address,
+                                 flags, NULL)
     Py_INCREF(owner)  # as PyArray_SetBaseObject does
     cnp.PyArray_SetBaseObject(array, owner)
     return array

@@ -25,6 +25,7 @@ from unimem._core.mapping cimport (
 )
 from unimem._core.region cimport Region, leave_out_of_child
 from unimem._core.status cimport raise_status
+from unimem._core.block_html import block_html
 from unimem._core.status import row_name
 
 cdef extern from "Python.h":
@@ -768,14 +769,14 @@ cdef class Block:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __reduce__(self):
-        raise TypeError("a Block cannot be pickled: it is memory of this process. "
-                        "Make it with shared=True, pass its fileno() or path, and use "
-                        "Block.attach there")
+        raise TypeError("a Block cannot be pickled: it is memory of this process. Make it with "
+                        "shared=True, pass its fileno() or path, and use Block.attach there")
 
     def __repr__(self):
-        if self.closed:
-            return f"Block('{self.name}', closed)"
-        return f"Block('{self.name}', {format_bytes(self.nbytes)}, {self.granted})"
+        state = "closed" if self.closed else f"{format_bytes(self.nbytes)}, {self.granted}"
+        return f"Block('{self.name}', {state})"
+
+    _repr_html_ = block_html
 
 
 cdef Block _new_block(Region region, name, category, bint shared):

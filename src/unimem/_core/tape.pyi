@@ -1,7 +1,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, Unpack
+from types import ModuleType, TracebackType
+from typing import Any, Generic, Self, TypeVar, Unpack, overload
 
 import numpy.typing as npt
 
@@ -64,9 +64,19 @@ class Tape(Bump[Block]):
         category: str = "scratch",
         **placement: Unpack[PlacementOptions],
     ) -> None: ...
+    @overload
     def take(
         self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32", *, align: int = 64
     ) -> npt.NDArray[Any]: ...
+    @overload
+    def take(
+        self,
+        shape: int | Sequence[int],
+        dtype: npt.DTypeLike = "float32",
+        *,
+        align: int = 64,
+        like: ModuleType,
+    ) -> Any: ...
     def take_bytes(self, nbytes: int, *, align: int = 64) -> npt.NDArray[Any]: ...
     def warm(self, threads: int | None = None) -> None: ...
     @property

@@ -22,6 +22,7 @@ from unimem._core.arrays cimport (
     array_over, dims_of, dtype_of, index_of, nbytes_of, size_of, vector_over,
 )
 from unimem._core.block cimport Block
+from unimem._core.foreign cimport array_of
 from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport full_text, raise_status
 
@@ -35,6 +36,9 @@ cnp.import_array()
 cdef enum:
     POISON = 0xDB
     MOST_REMEMBERED = 4096
+
+# Where an array of no elements lies.
+cdef double _nothing = 0
 
 
 # Tapes over memory that a fork leaves out of the child, and what to say there. They are closed in
@@ -69,6 +73,28 @@ cdef object _ALIGN = 64
 
 cdef inline size_t _align_of(object align) except? 0:
     return 64 if align is _ALIGN else _fast_size(align, "align")
+
+
+# Modules and the dtypes that their `from_dlpack` takes.
+cdef set _taken_by = set()
+
+
+cdef object _from_dlpack_of(object like, object descr):
+    """The function of a module that makes its own arrays of arrays of a dtype."""
+    from_dlpack = getattr(like, "from_dlpack", None)
+    if not callable(from_dlpack):
+        raise TypeError("like: expected a module that has from_dlpack, such as torch, got "
+                        f"{like!r:.60}")
+    # Tried before anything is taken: what was taken cannot be given back alone.
+    if (from_dlpack, descr) not in _taken_by:
+        try:
+            from_dlpack(vector_over(&_nothing, 0, descr, None, True))
+        except Exception as error:
+            said = str(error).partition("\n")[0]
+            raise TypeError(f"like: expected a module whose from_dlpack takes {descr}, got one "
+                            f"that says: {said:.200}") from None
+        _taken_by.add((from_dlpack, descr))
+    return from_dlpack
 
 
 cdef str _public_name(object kind):
@@ -414,7 +440,7 @@ cdef class Tape(Bump):
     cdef float[::1] take_floats(self, size_t n):
         return self.take(n, "float32")
 
-    def take(self, shape, dtype="float32", *, align=64):
+    def take(self, shape, dtype="float32", *, align=64, like=None):
         """Take an array.
 
         Parameters
@@ -426,16 +452,20 @@ cdef class Tape(Bump):
             ``"bf16"``.
         align : int, default 64
             Of the first element's address, in bytes: a power of two.
+        like : module, optional
+            Whose array is returned, by its ``from_dlpack``: ``like=torch`` takes a tensor.
 
         Returns
         -------
-        numpy.ndarray
+        numpy.ndarray, or an array of `like`
             C-contiguous and uninitialised; invalid after `clear` or `rewind`.
 
         Raises
         ------
         TapeFull
             There is no room; nothing was taken.
+        TypeError
+            `like` has no such dtype, or no ``from_dlpack``; nothing was taken.
         FrozenError, ClosedError, ValueError
         """
         cdef object descr = dtype_of(dtype)
@@ -443,6 +473,9 @@ cdef class Tape(Bump):
         cdef cnp.npy_intp n
         cdef int overflow
         cdef void *address
+        if like is not None:
+            from_dlpack = _from_dlpack_of(like, descr)
+            return from_dlpack(self.take(shape, descr, align=align))
         if type(shape) is int:
             # One dimension is the most frequent case by far, and needs no Python object.
             n = PyLong_AsLongLongAndOverflow(shape, &overflow)
@@ -471,6 +504,9 @@ cdef class Tape(Bump):
         return bool((<Block>self._block).region().block.is_file)
 
     def _address_of(self, thing):
+        # An integer of torch is an array, too, and means no address.
+        if hasattr(thing, "__dlpack__"):
+            return array_of(thing, "array_or_address").ctypes.data
         return thing
 
     def _overwrite(self, uintptr_t address, size_t nbytes):

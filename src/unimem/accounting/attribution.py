@@ -20,6 +20,7 @@ from unimem.system.process import Area, Process
 __all__ = ["apportion", "attribute", "kind_of"]
 
 _PAGE = mmap.PAGESIZE
+_PageName = Literal["4k", "thp", "2m", "1g"]
 # Where the kernel does not tell: one page of page table entries, 8 bytes each, covers so much.
 _THP = huge_page_bytes() or _PAGE * (_PAGE // 8)
 _NAMED = {
@@ -84,31 +85,36 @@ def attribute(
         for each in _as_entries(model)
         if not _overlaps(each, entries)
     ]
-    spans = sorted(
-        (span for builder in builders for span in builder.spans), key=lambda span: span.start
-    )
+    spans = [span for builder in builders for span in builder.spans if span.end > span.start]
+    spans.sort(key=lambda span: span.start)
     starts = [span.start for span in spans]
     programs = library_files(process.areas)
+    alone: list[Mapping] = []
     for area in process.areas:
         if not (area.is_accessible or area.resident_bytes or area.swapped_bytes):
             continue
-        is_program = (area.device, area.inode) in programs
-        own = _MappingBuilder.from_area(area, kind_of(area, is_program=is_program))
+        category = kind_of(area, is_program=(area.device, area.inode) in programs)
+        before = bisect_left(starts, area.end)
+        if not before or spans[before - 1].end <= area.start:
+            alone.append(_as_mapping(area, category))
+            continue
+        own = _MappingBuilder.from_area(area, category)
         pieces = [
-            span._replace(start=start, end=end) if span else _Span(start, end, own.category, own)
+            span._replace(start=start, end=end) if span else _Span(start, end, category, own)
             for start, end, span in _cut_range(spans, starts, area.start, area.end)
         ]
         if free := sum(piece.end - piece.start for piece in pieces if piece.builder is own):
             # Without access, no page is ever added.
             there = free if area.is_accessible else area.resident_bytes + area.swapped_bytes
-            own.nbytes[own.category] = there
+            own.nbytes[category] = there
             builders.append(own)
         _share_out(process, area, pieces)
     builders = [builder for builder in builders if builder.held or not any(builder.nbytes.values())]
     for builder in builders:
-        builder.leave_out_unmapped()
-    builders.sort(key=lambda builder: builder.address)
-    return tuple(builder.as_mapping() for builder in builders), _rows(builders)
+        builder.finish()
+    mappings = [*alone, *(builder.as_mapping() for builder in builders)]
+    mappings.sort(key=lambda mapping: mapping.address)
+    return tuple(mappings), _rows(builders, alone)
 
 
 def kind_of(area: Area, *, is_program: bool = False) -> str:
@@ -128,14 +134,13 @@ def kind_of(area: Area, *, is_program: bool = False) -> str:
         ``"allocator"``, ``"libraries"``, ``"stacks"``, ``"files"``, ``"shared"``, ``"anonymous"``
         or ``"kernel"``.
     """
-    for name, category in _NAMED.items():
-        if area.path.startswith(name):
-            return category
+    if not area.path:
+        return "anonymous"
+    if area.path.startswith("["):
+        return next(kind for name, kind in _NAMED.items() if area.path.startswith(name))
     if area.path.startswith(_SHARED):
         is_own = area.path.startswith(("/dev/zero", "/anon_hugepage")) and area.access[3:] == "p"
         return "anonymous" if is_own else "shared"
-    if not area.path:
-        return "anonymous"
     return "libraries" if is_program else "files"
 
 
@@ -195,6 +200,7 @@ class _MappingBuilder:
     page_bytes: int = _PAGE
     is_huge: bool = False
     may_be_huge: bool = False
+    placements: dict[str, Placement] = field(default_factory=dict)
 
     @classmethod
     def from_area(cls, area: Area, category: str) -> _MappingBuilder:
@@ -221,12 +227,27 @@ class _MappingBuilder:
             builder.nbytes.setdefault(category, 0)
         return builder
 
-    def leave_out_unmapped(self) -> None:
-        """Drop bytes without an area: an entry may be older, or come from another process."""
+    def add_piece(self, piece: _Span, area: Area) -> _Usage:
+        """Add a piece of an area, and return what holds the memory of its category."""
+        mapped = self.mapped.get(piece.category, 0)
+        self.mapped[piece.category] = mapped + piece.end - piece.start
+        self.page_bytes = max(self.page_bytes, area.page_bytes)
+        self.is_huge |= area.huge_bytes > 0
+        self.may_be_huge |= _may_be_huge(area)
+        if piece.category not in self.held:
+            self.held[piece.category] = _Usage()
+        return self.held[piece.category]
+
+    def finish(self) -> None:
+        """Drop bytes without an area, and say how the others are placed.
+
+        An entry may be older, or come from another process.
+        """
         for category, nbytes in self.nbytes.items():
             self.nbytes[category] = min(nbytes, self.mapped.get(category, 0))
         for category, active in self.active.items():
             self.active[category] = min(active, self.nbytes[category])
+        self.placements = {category: self._placement(category) for category in self.nbytes}
 
     @property
     def asked(self) -> dict[str, int]:
@@ -240,15 +261,12 @@ class _MappingBuilder:
             asked[self.category] = max(0, whole - rest)
         return asked
 
-    def placement(self, category: str) -> Placement:
+    def _placement(self, category: str) -> Placement:
         held = self.held.get(category, _Usage())
         # Resident pages say what they are; before there is one, the request does.
         is_there = any(held.resident_bytes for held in self.held.values())
         is_huge = self.is_huge or (self.may_be_huge and not is_there)
-        pages: Literal["4k", "thp", "2m", "1g"] = "thp" if is_huge else "4k"
-        page_bytes = _THP if is_huge else self.page_bytes
-        if self.page_bytes > _PAGE:
-            pages, page_bytes = "2m" if self.page_bytes < 1 << 30 else "1g", self.page_bytes
+        pages, page_bytes = _pages_of(self.page_bytes, is_huge=is_huge)
         return Placement(
             pages=pages,
             page_bytes=page_bytes,
@@ -266,11 +284,50 @@ class _MappingBuilder:
             name=self.name,
             address=self.address,
             nbytes=sum(self.nbytes.values()),
-            granted=sum_placements([self.placement(category) for category in self.nbytes]),
+            granted=sum_placements(list(self.placements.values())),
             requested=self.requested,
             path=self.path,
             parts=self.nbytes,
         )
+
+
+def _as_mapping(area: Area, category: str) -> Mapping:
+    """Make the mapping of an area in which nothing else is."""
+    held, hugetlb = area.resident_bytes, area.hugetlb_bytes
+    is_huge = area.huge_bytes > 0 or (not held and _may_be_huge(area))
+    pages, page_bytes = _pages_of(area.page_bytes, is_huge=is_huge)
+    # Without access, no page is ever added.
+    nbytes = area.nbytes if area.is_accessible else held + area.swapped_bytes
+    granted = Placement(
+        pages=pages,
+        page_bytes=page_bytes,
+        resident_bytes=held,
+        huge_bytes=area.huge_bytes + hugetlb,
+        locked_bytes=area.locked_bytes,
+        swapped_bytes=area.swapped_bytes,
+        pss_bytes=area.pss_bytes + hugetlb,
+        nodes=area.nodes,
+    )
+    return Mapping(
+        category=category,
+        name=area.path.rpartition("/")[2],
+        address=area.start,
+        nbytes=nbytes,
+        granted=granted,
+        path=area.path if area.path.startswith("/") else None,
+        parts={category: nbytes},
+    )
+
+
+def _may_be_huge(area: Area) -> bool:
+    return "hg" in area.flags and not area.inode and area.nbytes >= _THP
+
+
+def _pages_of(page_bytes: int, *, is_huge: bool) -> tuple[_PageName, int]:
+    """Name the pages of a mapping, and give their size."""
+    if page_bytes > _PAGE:
+        return "2m" if page_bytes < 1 << 30 else "1g", page_bytes
+    return ("thp", _THP) if is_huge else ("4k", page_bytes)
 
 
 class _Span(NamedTuple):
@@ -328,16 +385,10 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
     """Add what an area holds to the builders of its pieces."""
     shares: dict[tuple[int, str], _Usage] = {}
     groups: dict[tuple[int, str], list[_Span]] = {}
-    may_be_huge = "hg" in area.flags and not area.inode and area.nbytes >= _THP
     for piece in pieces:
         key = id(piece.builder), piece.category
         groups.setdefault(key, []).append(piece)
-        shares[key] = piece.builder.held.setdefault(piece.category, _Usage())
-        mapped = piece.builder.mapped.get(piece.category, 0)
-        piece.builder.mapped[piece.category] = mapped + piece.end - piece.start
-        piece.builder.page_bytes = max(piece.builder.page_bytes, area.page_bytes)
-        piece.builder.is_huge |= area.huge_bytes > 0
-        piece.builder.may_be_huge |= may_be_huge
+        shares[key] = piece.builder.add_piece(piece, area)
     sizes = [sum(piece.end - piece.start for piece in group) for group in groups.values()]
     in_ram = _count_in_ram(process, area, list(groups.values()), sizes)
     out = [size - nbytes for size, nbytes in zip(sizes, in_ram, strict=True)]
@@ -380,30 +431,50 @@ def _count_in_ram(
     return [sum(until(piece.end) - until(piece.start) for piece in group) for group in groups]
 
 
-def _rows(builders: Iterable[_MappingBuilder]) -> tuple[Row, ...]:
-    by_category: dict[str, list[_MappingBuilder]] = {}
+class _Part(NamedTuple):
+    """What a mapping has of one category."""
+
+    nbytes: int
+    granted: Placement
+    active: int | None = None
+    asked: int | None = None
+
+
+def _rows(builders: Iterable[_MappingBuilder], alone: Iterable[Mapping]) -> tuple[Row, ...]:
+    by_category: dict[str, list[_Part]] = {}
+    for mapping in alone:
+        part = _Part(mapping.nbytes, mapping.granted)
+        by_category.setdefault(mapping.category, []).append(part)
     for builder in builders:
-        for category in builder.nbytes:
-            by_category.setdefault(category, []).append(builder)
+        asked = builder.asked
+        for category, nbytes in builder.nbytes.items():
+            placed = builder.placements[category]
+            part = _Part(nbytes, placed, builder.active.get(category), asked.get(category))
+            by_category.setdefault(category, []).append(part)
     rows = []
-    for category, those in by_category.items():
-        placed = [builder.placement(category) for builder in those]
+    for category, parts in by_category.items():
+        everywhere = [part.granted for part in parts]
         # A mapping without a resident page says nothing of the pages of the others.
         least = min(
-            [each for each in placed if each.resident_bytes] or placed,
+            [each for each in everywhere if each.resident_bytes] or everywhere,
             key=lambda each: each.page_bytes,
         )
-        granted = replace(sum_placements(placed), pages=least.pages, page_bytes=least.page_bytes)
-        active = [builder.active[category] for builder in those if category in builder.active]
-        asked = [builder.asked[category] for builder in those if category in builder.asked]
+        granted = replace(
+            sum_placements(everywhere), pages=least.pages, page_bytes=least.page_bytes
+        )
         rows.append(
             Row(
                 category,
-                sum(builder.nbytes[category] for builder in those),
+                sum(part.nbytes for part in parts),
                 granted,
-                active_bytes=sum(active) if active else None,
+                active_bytes=_sum_known(part.active for part in parts),
                 resident_bytes=granted.pss_bytes,
-                requested_bytes=sum(asked) if asked else None,
+                requested_bytes=_sum_known(part.asked for part in parts),
             )
         )
     return tuple(sorted(rows, key=in_order))
+
+
+def _sum_known(sizes: Iterable[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known else None

@@ -99,6 +99,11 @@ class Report:
 
         return "\n".join(report_lines(Surface(), self.rows, self.facts))
 
+    def _repr_html_(self) -> str:
+        from unimem.accounting.report_html import report_html
+
+        return report_html(self.rows, self.facts)
+
 
 # ---- of a process -------------------------------------------------------------------------------
 

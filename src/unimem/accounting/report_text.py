@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from unimem.accounting.rows import Mapping as MappedRange
@@ -19,7 +18,7 @@ from unimem.system.text import (
     table_lines,
 )
 
-__all__ = ["memory_lines", "report_lines"]
+__all__ = ["kind_of_mapping", "memory_lines", "report_facts", "report_lines"]
 
 _MODELS = 4  # named in the page
 _STATES = {
@@ -65,12 +64,11 @@ def report_lines(
     mappings : sequence of Mapping
         Those that shall have a line each.
     """
+    first, *others = report_facts(rows, facts)
     parts = (
-        fact_lines(surface, _heading(facts)),
+        fact_lines(surface, first),
         memory_lines(surface, rows),
-        fact_lines(surface, chain(_sums(rows), _faults(rows, facts))),
-        fact_lines(surface, _of_exec(facts)),
-        fact_lines(surface, _more(facts)),
+        *(fact_lines(surface, pairs) for pairs in others),
         _mapping_lines(surface, mappings),
     )
     is_first = True
@@ -81,6 +79,21 @@ def report_lines(
 
 
 # ---- facts --------------------------------------------------------------------------------------
+
+
+def report_facts(rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[list[tuple[str, str]]]:
+    """Say in words what a report has beside its rows.
+
+    Yields
+    ------
+    list of (str, str)
+        Names and texts, where what has no name belongs to the text before: first what stands above
+        the rows, then groups for below them.
+    """
+    yield list(_heading(facts))
+    yield [*_sums(rows), *_faults(rows, facts)]
+    yield list(_of_exec(facts))
+    yield list(_more(facts))
 
 
 def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -243,7 +256,7 @@ def _mapping_lines(surface: Surface, mappings: Sequence[MappedRange]) -> Iterato
             format_bytes(each.nbytes),
             format_bytes(each.granted.pss_bytes),
             each.granted.pages,
-            _kind(each),
+            kind_of_mapping(each),
             shorten_path(surface, each.path) if each.path else each.name,
         )
         for each in sorted(mappings, key=lambda each: (-each.granted.pss_bytes, -each.nbytes))
@@ -253,7 +266,7 @@ def _mapping_lines(surface: Surface, mappings: Sequence[MappedRange]) -> Iterato
     yield from table_lines(surface, head, rows, align=">>>><<", spare=spare)
 
 
-def _kind(mapping: MappedRange) -> str:
+def kind_of_mapping(mapping: MappedRange) -> str:
     """Name the category that most of a mapping is, and how many others there are."""
     parts = sorted(mapping.parts, key=lambda category: -mapping.parts[category])
     first, *others = parts or [mapping.category]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from unimem._core import ledger
+from unimem._core.dlpack import exported
 from unimem.buffers.dims import ModelDims
 from unimem.errors import ClosedError
 from unimem.system.text import format_bytes
@@ -135,7 +136,7 @@ class BufferRange:
             block = self.tape.block
             self.taken = block.as_array("uint8", self.nbytes, self.address - block.address)
         spec, offset = self.specs[place], self.offsets[place]
-        return self.taken[offset : offset + spec.nbytes].view(spec.dtype)
+        return exported(self.taken[offset : offset + spec.nbytes].view(spec.dtype))
 
 
 class BufferArrays:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 # Extras that are called as the command that needs them; all of them bring the command line.
-_EXTRAS = ("run", "bench")
+_EXTRAS = ("run", "bench", "metrics")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,6 +129,7 @@ def _app() -> typer.Typer:
     from unimem.cli.doctor import doctor
     from unimem.cli.exec import exec_
     from unimem.cli.inspect import inspect
+    from unimem.cli.metrics import metrics
     from unimem.cli.plan import plan
     from unimem.cli.program import program
     from unimem.cli.report import report
@@ -145,6 +146,7 @@ def _app() -> typer.Typer:
     app.command()(run)
     app.command()(plan)
     app.command()(report)
+    app.command()(metrics)
     app.command()(inspect)
     app.command()(doctor)
     app.command()(stage)

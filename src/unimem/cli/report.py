@@ -12,7 +12,9 @@ import typer
 
 from unimem.accounting.report import report as make_report
 from unimem.accounting.report_text import report_lines
+from unimem.accounting.samples import Sampler
 from unimem.cli import terminal
+from unimem.cli.html_page import write_page
 from unimem.cli.options import AsJson
 from unimem.cli.processes import ModelProcess, Processes, find
 from unimem.system.text import (
@@ -24,7 +26,7 @@ from unimem.system.text import (
     wrap,
 )
 
-__all__ = ["report"]
+__all__ = ["process_number", "report"]
 
 
 def report(
@@ -62,20 +64,35 @@ def report(
             show_default=False,
         ),
     ] = None,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write it as one page that needs no network, with all mappings; with --watch at "
+            "the end, and how the memory has grown.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where the memory of any process is."""
-    number = None if pid is None else _number(pid)
+    number = None if pid is None else process_number(pid)
+    _check_html(html, mappings=mappings, as_json=as_json and not watch)
     if watch:
         if mappings:
             raise typer.BadParameter("--mappings is not for --watch: press m there")
         from unimem.cli.watch import watch as keep_showing
 
-        keep_showing(_only() if number is None else number, interval or 1.0, count, as_json)
+        keep_showing(_only() if number is None else number, interval or 1.0, count, as_json, html)
         return
     for option, value in (("--interval", interval), ("--count", count)):
         if value is not None:
             raise typer.BadParameter(f"{option} is for --watch")
+    if html is not None:
+        if number is None:
+            raise typer.BadParameter("--html needs PID: 'unimem report' lists processes")
+        write_page(html, Sampler(number).sample())
+        return
     if number is None:
         if mappings:
             raise typer.BadParameter("--mappings needs PID: 'unimem report' lists processes")
@@ -90,7 +107,25 @@ def report(
     terminal.show(text + "\n")
 
 
-def _number(text: str) -> int:
+def _check_html(html: str | None, *, mappings: bool, as_json: bool) -> None:
+    if html is None:
+        return
+    if not html:
+        raise typer.BadParameter("--html: expected the path of a file, got ''")
+    if mappings:
+        raise typer.BadParameter("--mappings is not for --html: the page has them")
+    if as_json:
+        raise typer.BadParameter("--json is not for --html: write one, then the other")
+
+
+def process_number(text: str) -> int:
+    """Read the number of a process.
+
+    Raises
+    ------
+    typer.BadParameter
+        It is none.
+    """
     if not re.fullmatch(r"0*[1-9][0-9]{0,9}", text):
         raise typer.BadParameter(
             f"expected PID, the number of a process, got {text!r:.40}: 'unimem report' lists those "

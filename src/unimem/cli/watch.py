@@ -16,6 +16,7 @@ from rich.console import Console, Group, RenderableType
 from unimem.accounting.samples import Sample, Sampler
 from unimem.cli import terminal
 from unimem.cli.documents import document_head
+from unimem.cli.html_page import page_at_end
 from unimem.cli.screen import Screen
 from unimem.cli.watch_state import State
 from unimem.cli.watch_view import LEAST_WIDTH, frame, whole
@@ -34,11 +35,17 @@ _Events = SimpleQueue[_Event]
 _Show = Callable[[State, _Event | None], None]
 
 
-def watch(pid: int, interval: float = 1.0, count: int | None = None, as_json: bool = False) -> None:
+def watch(
+    pid: int,
+    interval: float = 1.0,
+    count: int | None = None,
+    as_json: bool = False,
+    html: str | None = None,
+) -> None:
     """Show the memory of a process until it ends, or somebody has seen enough.
 
     On a terminal that is one picture, which keys change; elsewhere a block of text for each of
-    `count` samples, or a line of JSON.
+    `count` samples, or a line of JSON. At the end it writes the page `html`.
 
     Raises
     ------
@@ -46,6 +53,8 @@ def watch(pid: int, interval: float = 1.0, count: int | None = None, as_json: bo
         There is no such process, or it is not ours to look at.
     ValueError
         The interval or the count is out of range.
+    OSError
+        The page cannot be written.
     """
     if not _SHORTEST <= interval <= _LONGEST:
         expected = f"expected {_SHORTEST:g} to {_LONGEST:.0f} seconds"
@@ -54,6 +63,8 @@ def watch(pid: int, interval: float = 1.0, count: int | None = None, as_json: bo
         raise ValueError(f"--count: expected at least 1, got {count}")
     state, events = State(pid, interval), _Events()
     with ExitStack() as stack:
+        if html is not None:
+            stack.enter_context(page_at_end(html, lambda: (state.now, state.growth)))
         show: _Show = _print_json if as_json else _print_lines
         if not as_json and terminal.is_terminal(sys.stdout):
             show = stack.enter_context(_picture(state, events))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
+from unimem.accounting.growth import MemoryGrowth
 from unimem.accounting.report import Report
 from unimem.accounting.samples import Rates, Sample, rates
 from unimem.system.placement import Placement
@@ -63,6 +64,7 @@ class State:
     late_seconds: float = 0.0  # how long a sample has been waited for
     has_quit: bool = False
     history: deque[Rates] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    growth: MemoryGrowth = field(default_factory=MemoryGrowth)
     _sorted: tuple[Report, Sort, bool, list[Line]] | None = None
 
     def take(self, sample: Sample) -> None:
@@ -76,6 +78,7 @@ class State:
         if not self.reports or sample.report is not self.reports[-1]:
             self.reports = (*self.reports[-1:], sample.report)
         self.history.append(self.rates())
+        self.growth.take(sample)
         self.n_samples += 1
 
     def rates(self) -> Rates:

@@ -38,6 +38,7 @@ CAPABILITIES: dict[str, bool] = {
     "repair": False,
     "restore by mapping": False,
     "ring": False,
+    "rows by head": False,
     "sealed_copy": False,
 }
 """What the twin can do and the CPU side cannot, or the other way round. What is False here raises

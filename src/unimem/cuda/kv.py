@@ -16,7 +16,7 @@ from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
 from unimem.kv.device import KVDevice
 from unimem.system import gpu
-from unimem.system.arguments import integer
+from unimem.system.arguments import integer, one_of
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]
@@ -52,6 +52,8 @@ class KVCache(KVDevice):
         As for `unimem.KVCache`.
     window, spare_rows, grow
         Of rings and growing caches, which a device does not have.
+    order : {"token"}
+        The other order is not there on a device.
     tape : cuda.Tape, optional
         Where the storage is taken, such as ``layout.history``; otherwise it has a block of its own.
     name, device, pinned, **placement
@@ -69,7 +71,7 @@ class KVCache(KVDevice):
     ValueError, TapeFull, CacheFull
         As `unimem.KVCache`.
     NotImplementedError
-        `window`, `spare_rows` or `grow`; placement of device memory.
+        `window`, `spare_rows` or `grow`; ``order="head"``; placement of device memory.
     CapacityError, TypeError, MemoryError, PlacementError
         As `cuda.Block`.
 
@@ -97,6 +99,7 @@ class KVCache(KVDevice):
         *,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
+        order: Literal["token", "head"] = "token",
         window: int | None = None,
         spare_rows: int = 0,
         budget_bytes: int | None = None,
@@ -114,6 +117,8 @@ class KVCache(KVDevice):
             unsupported(
                 "grow", "KVCache: growing (grow=True)", "a fixed cache of max_seq_len tokens"
             )
+        if one_of(order, "order", ("token", "head")) == "head":
+            unsupported("rows by head", "KVCache: rows by head (order='head')", "order='token'")
         nbytes = self._plan(
             n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name
         )
@@ -377,6 +382,10 @@ class KVCache(KVDevice):
             "trim_to drops tokens and keeps the memory, budget_bytes limits it from the start",
         )
 
+    def give_back(self) -> int:
+        """Return 0: its memory is one allocation of CuPy's, which stays as it is."""
+        return 0
+
     # ---- copies and snapshots ----
 
     def copy(self) -> Self:
@@ -478,6 +487,7 @@ class KVCache(KVDevice):
             *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
             batch=there.batch,
             dtype=there.dtype,
+            order=there.order,
             device=device,
             pinned=pinned,
             **placement,

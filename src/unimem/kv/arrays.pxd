@@ -25,7 +25,7 @@ cdef object numpy_type(um.um_dtype number)
 # The native type of elements of a dtype, which are to go to memory of type `stored`. Of the other
 # byte order there is none. `what` is the argument that has it, for messages, here and below.
 cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1
-# The array itself where its memory is in order, else a copy.
+# An array of any library as NumPy's, over the same memory where that is in order, else a copy.
 cdef cnp.ndarray contiguous(object a, str what)
 # Checks K and V of an append to one layer, [n, heads, head_dim] for one stream or
 # [batch, heads, n, head_dim]; and of one token of all layers, [n_layers, heads, head_dim].
@@ -50,7 +50,7 @@ cdef uint32_t units(Given *given, uint32_t head_dim)
 cdef tuple shape_of(cnp.ndarray a)
 # The memory of an array of any library; strides are in bytes.
 cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1
-# The two arrays of an argument `out`.
+# The two arrays of an argument `out`, of any library, and the two over their memory as NumPy's.
 cdef tuple pair_of(object out)
 # An array on the device of a driver; TypeError, which names the argument, for what is none.
 cdef object on_device(object driver, object x, str what)

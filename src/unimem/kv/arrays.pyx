@@ -7,6 +7,7 @@ from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, index_of
+from unimem._core.foreign cimport array_of, target_of
 
 cnp.import_array()
 
@@ -76,13 +77,12 @@ cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1:
 
 
 cdef cnp.ndarray contiguous(object a, str what):
-    if cnp.PyArray_Check(a) and cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>a):
-        return <cnp.ndarray>a
-    if not isinstance(a, np.ndarray):
-        raise TypeError(f"{what}: expected a NumPy array, got {type(a).__name__}")
-    if not a.dtype.isnative:
-        a = a.astype(a.dtype.newbyteorder("="))
-    return np.require(a, requirements="CA")
+    cdef cnp.ndarray given = array_of(a, what)
+    if cnp.PyArray_ISCARRAY_RO(given):
+        return given
+    if not given.dtype.isnative:
+        given = given.astype(given.dtype.newbyteorder("="))
+    return np.require(given, requirements="CA")
 
 
 cdef uint32_t units(Given *given, uint32_t head_dim):
@@ -173,13 +173,10 @@ cdef tuple pair_of(object out):
     try:
         pair = tuple(out)
     except TypeError:
-        raise TypeError(f"out: expected two NumPy arrays, got {out!r:.60}") from None
+        raise TypeError(f"out: expected two arrays, got {out!r:.60}") from None
     if len(pair) != 2:
-        raise ValueError(f"out: expected two NumPy arrays, got {len(pair)}")
-    for target in pair:
-        if not isinstance(target, np.ndarray):
-            raise TypeError(f"out: expected two NumPy arrays, got {type(target).__name__}")
-    return pair
+        raise ValueError(f"out: expected two arrays, got {len(pair)}")
+    return pair, tuple([target_of(target, "out") for target in pair])
 
 
 cdef object on_device(object driver, object x, str what):

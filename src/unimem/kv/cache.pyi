@@ -1,12 +1,15 @@
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 import numpy.typing as npt
 
+from unimem._core.foreign import AnyArray
 from unimem._core.tape import Tape
 from unimem.kv.memory import KVMemory
 from unimem.system.placement import PlacementOptions
+
+_ArrayT = TypeVar("_ArrayT", bound=AnyArray)
 
 class KVCache(KVMemory):
     def __init__(
@@ -18,6 +21,7 @@ class KVCache(KVMemory):
         *,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
+        order: Literal["token", "head"] = "token",
         window: int | None = None,
         spare_rows: int = 0,
         budget_bytes: int | None = None,
@@ -26,14 +30,16 @@ class KVCache(KVMemory):
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None: ...
-    def append(self, layer: int, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None: ...
-    def append_all(self, k: npt.NDArray[Any], v: npt.NDArray[Any]) -> None: ...
+    def append(self, layer: int, k: AnyArray, v: AnyArray) -> None: ...
+    def append_all(self, k: AnyArray, v: AnyArray) -> None: ...
+    @overload
     def layer(
-        self,
-        i: int,
-        dtype: npt.DTypeLike | None = None,
-        out: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
+        self, i: int, dtype: npt.DTypeLike | None = None, out: None = None
     ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
+    @overload
+    def layer(
+        self, i: int, dtype: npt.DTypeLike, out: tuple[_ArrayT, _ArrayT]
+    ) -> tuple[_ArrayT, _ArrayT]: ...
     def enforce_memory_limit(self, max_bytes: int) -> bool: ...
     def copy(self) -> KVCache: ...
     def save(
@@ -55,6 +61,12 @@ class KVCache(KVMemory):
         **placement: Unpack[PlacementOptions],
     ) -> KVCache: ...
     def verify(self) -> None: ...
+    # For unimem.transformers.
+    def _append_token(self, layer: int, k: int, v: int) -> int: ...
+    def _append_begin(self, layer: int, n: int) -> int: ...
+    def _append_end(self, layer: int, n: int) -> None: ...
+    def _oldest_position(self) -> int: ...
+    def _all_rows(self, i: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
     # For unimem.kv.snapshot.
     _snapshot: Any
     @classmethod

@@ -6,7 +6,7 @@ from unimem.system.arguments import flag
 from unimem.system.placement import PlacementOptions
 
 cimport numpy as cnp
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
@@ -110,10 +110,10 @@ cdef um.um_status _read(const um.um_block *mapped, Read *job) noexcept nogil:
 cdef class KVCache(KVMemory):
     """K and V of all layers of one stream (optionally a batch).
 
-    For each layer the storage holds K and V, each ``[batch, rows, n_kv_heads, head_dim]``.
-    Appending is a copy, or a conversion, into the next row, and no address ever changes. A token
-    counts once every layer holds it. Its position is that in the conversation, whatever is
-    dropped before it. There are three kinds:
+    For each layer the storage holds K and V, each ``[batch, rows, n_kv_heads, head_dim]``, or with
+    ``order="head"`` ``[batch, n_kv_heads, rows, head_dim]``. Appending is a copy, or a conversion,
+    into the next row, and no address ever changes. A token counts once every layer holds it. Its
+    position is that in the conversation, whatever is dropped before it. There are three kinds:
 
     fixed
         All memory is taken at once. Trimming moves no byte: the tokens begin at a later row. When
@@ -142,6 +142,10 @@ cdef class KVCache(KVMemory):
     dtype : {"f16", "f32", "bf16", "q8_0"}
         What is stored; dtypes of NumPy, ml_dtypes and torch, and NumPy's names, are accepted for
         the first three. ``"q8_0"`` is ggml's: blocks of 32 values of a head with one scale.
+    order : {"token", "head"}
+        What lies side by side: the heads of a token, as matrix products write them and ggml reads
+        them; or the tokens of a head, as attention over a whole conversation reads them. All that
+        is given and shown is the same but for strides.
     window : int, optional
         Makes a ring of the last so many tokens.
     spare_rows : int, default 0
@@ -165,8 +169,8 @@ cdef class KVCache(KVMemory):
     ----------
     tape, block : Tape or None, Block or None
         What the storage lies on.
-    dtype : str
-        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+    dtype, order : str
+        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``; ``"token"`` or ``"head"``.
     window, budget_bytes : int or None
         As given.
     grow : bool
@@ -199,15 +203,15 @@ cdef class KVCache(KVMemory):
     """
 
     def __init__(self, n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                 window=None, spare_rows=0, budget_bytes=None, grow=False, tape=None,
-                 name=None, **placement):
+                 order="token", window=None, spare_rows=0, budget_bytes=None, grow=False,
+                 tape=None, name=None, **placement):
         cdef um.um_kv_spec spec
         for option in placement:
             if option not in _PLACEMENT:
                 raise TypeError(f"KVCache: unexpected option {option!r}; placement is "
                                 f"{', '.join(_PLACEMENT)}")
         self.describe(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window,
-                      budget_bytes, name)
+                      budget_bytes, name, order)
         self._placement = placement
         if size_of(spare_rows, "spare_rows") and window is None:
             raise ValueError("spare_rows: expected together with window")
@@ -239,8 +243,9 @@ cdef class KVCache(KVMemory):
         ----------
         layer : int
             Which.
-        k, v : numpy.ndarray
-            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
+        k, v : array
+            Of NumPy, or of torch or whoever else has ``__dlpack__`` or a buffer; in main memory. Of
+            one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
             (batch 1), or ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype,
             rounding to nearest even; arrays that are not C-contiguous are copied first. A
             ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
@@ -273,7 +278,8 @@ cdef class KVCache(KVMemory):
         cdef uint32_t index
         cdef Given given
         index = layer_number(layer, s.n_layers, "layer")
-        check_tokens(&given, ka, va, s.type, s.batch, s.n_kv_heads, s.head_dim, "KVCache.append")
+        check_tokens(&given, ka, va, s.type, self._batch, self._heads, s.head_dim,
+                     "KVCache.append")
         # From here on nothing of Python's runs, and so nobody else.
         _begin_append(self)
         while True:
@@ -302,8 +308,9 @@ cdef class KVCache(KVMemory):
 
         Parameters
         ----------
-        k, v : numpy.ndarray
-            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16.
+        k, v : array
+            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16; otherwise as for
+            `append`.
 
         Raises
         ------
@@ -315,8 +322,10 @@ cdef class KVCache(KVMemory):
         cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
-        check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
+        check_token(&given, ka, va, s.type, s.n_layers, self._heads, s.head_dim,
                     "KVCache.append_all")
+        if self._batch != 1:
+            raise ValueError("KVCache.append_all: batch is not 1")
         _begin_append(self)
         while True:
             mapped = NULL
@@ -327,6 +336,74 @@ cdef class KVCache(KVMemory):
                 return
             if not self.find_rows(&err, 1):
                 self.fail(&err, "append_all")
+
+    # ---- for unimem.transformers: a token, or rows that the caller writes, of one layer ----
+
+    def _append_token(self, layer, uintptr_t k, uintptr_t v):
+        """Append a token that is stored as it is given, and return its row.
+
+        k and v are addresses of ``[batch, n_kv_heads, 1, head_dim]``.
+
+        Raises
+        ------
+        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError, OSError
+            As `append`.
+        """
+        cdef um.um_error err
+        cdef um.um_block *mapped
+        cdef Given given
+        cdef uint64_t first = 0, n
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        given.type, given.order, given.n = self.kv.spec.type, um.UM_KV_HEAD_MAJOR, 1
+        _begin_append(self)
+        while True:
+            mapped = NULL
+            if self._file is not None:
+                mapped = self.mapped(self.next_row(index), 1)
+            if _append(&self.kv, mapped, index, <const void *>k, <const void *>v, &given,
+                       &err) == um.UM_OK:
+                break
+            if not self.find_rows(&err, 1):
+                self.fail(&err, "append")
+        n = um.um_kv_layer_len(&self.kv, index, &first)
+        return um.um_kv_row(&self.kv, first + n - 1)
+
+    def _append_begin(self, layer, n):
+        """Make room for n tokens of a layer, and return the row of the first.
+
+        Raises
+        ------
+        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError
+            As `append`.
+        """
+        cdef um.um_error err
+        cdef uint64_t row = 0, count = size_of(n, "n")
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        _begin_append(self)
+        while um.um_kv_append_begin(&self.kv, index, count, &row, &err) != um.UM_OK:
+            if not self.find_rows(&err, count):
+                self.fail(&err, "append")
+        return row
+
+    def _append_end(self, layer, n):
+        """Show the n tokens of `_append_begin`, which were written."""
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        self.begin_change()
+        um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
+
+    def _oldest_position(self):
+        """The first position of which every layer still has a row, whatever a ring shows."""
+        return um.um_kv_oldest_position(&self.kv)
+
+    def _all_rows(self, i):
+        """Views of all rows of a layer that can be written now; of a ring, of both images.
+
+        They hold the memory as those of `layer` do. A growing cache has more rows once it has
+        grown.
+        """
+        cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers, "i")
+        cdef uint64_t n = self.kv.usable_rows * (1 if self.kv.spec.window == 0 else 2)
+        return self._view(layer, False, 0, n), self._view(layer, True, 0, n)
 
     cdef uint64_t next_row(self, uint32_t layer):
         """The row behind the last token of a layer."""
@@ -339,12 +416,15 @@ cdef class KVCache(KVMemory):
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Region region = self.open_region()
         cdef size_t row = self.kv.row_bytes, item = self._dtype.itemsize
+        cdef size_t head = row // s.n_kv_heads
         cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0)
-        cdef cnp.npy_intp *sizes = [s.batch, s.n_kv_heads, n, row // s.n_kv_heads // item]
-        cdef cnp.npy_intp *strides = [self.kv.lane_stride, row // s.n_kv_heads, row, item]
+        cdef cnp.npy_intp *sizes = [self._batch, self._heads, n, head // item]
+        cdef cnp.npy_intp *strides = [s.batch // self._batch * self.kv.lane_stride,
+                                      head if s.n_kv_heads == self._heads else self.kv.lane_stride,
+                                      row, item]
         cdef size_t begin
         cdef object windows
-        data += um.um_kv_row(&self.kv, first) * row
+        data += first * row
         begin = data - <char *>region.block.base
         if s.batch == 1:
             windows = new_window(region, begin, n * row)
@@ -362,8 +442,9 @@ cdef class KVCache(KVMemory):
             Which layer.
         dtype : dtype-like, optional
             Converted copies in this dtype instead of views.
-        out : tuple of numpy.ndarray, optional
-            Where the converted copies go: two arrays of the copies' shape and of `dtype`.
+        out : tuple of array, optional
+            Where the converted copies go: two arrays, of any library, of the copies' shape and of
+            `dtype`.
 
         Returns
         -------
@@ -380,27 +461,28 @@ cdef class KVCache(KVMemory):
         OSError
             Of copies: the rows are mapped from a file, which has become shorter.
         """
-        cdef uint64_t first = 0, n
+        cdef uint64_t first = 0, n, row
         layer = layer_number(i, self.kv.spec.n_layers, "i")
         self.open_region()
         n = um.um_kv_layer_len(&self.kv, layer, &first)
         if dtype is None:
             if out is not None:
                 raise ValueError("out: expected together with dtype")
-            return self._view(layer, False, first, n), self._view(layer, True, first, n)
+            row = um.um_kv_row(&self.kv, first)
+            return self._view(layer, False, row, n), self._view(layer, True, row, n)
         wanted = dtype_of(dtype)
         if wanted.kind != "f" and wanted.name != "bfloat16":
             raise ValueError(f"dtype: expected a floating-point type, got {wanted}")
-        shape = (self.kv.spec.batch, self.kv.spec.n_kv_heads, n, self.kv.spec.head_dim)
+        shape = (self._batch, self._heads, n, self.kv.spec.head_dim)
         if out is None:
             out = np.empty(shape, wanted), np.empty(shape, wanted)
-        out = pair_of(out)
-        for target in out:
+        out, targets = pair_of(out)
+        for target in targets:
             if (shape_of(target) != shape or target.dtype != wanted
                     or not target.flags.writeable):
                 raise ValueError(f"out: expected two writable arrays of shape {shape} and dtype "
                                  f"{wanted}, got {shape_of(target)} and {target.dtype}")
-        for v, target in enumerate(out):
+        for v, target in enumerate(targets):
             self._read(layer, v, first, n, target)
         return out
 
@@ -493,9 +575,10 @@ cdef class KVCache(KVMemory):
         self.open_region()
         self.check_whole("copy")
         spare = self.kv.n_rows - s.window if self.window is not None else 0
-        other = KVCache(s.n_layers, s.n_kv_heads, s.head_dim, s.max_seq_len, batch=s.batch,
-                        dtype=self.dtype, window=self.window, spare_rows=spare, grow=self.grow,
-                        budget_bytes=self.budget_bytes, name=self.name, **self._placement)
+        other = KVCache(s.n_layers, self._heads, s.head_dim, s.max_seq_len, batch=self._batch,
+                        dtype=self.dtype, order=self.order, window=self.window, spare_rows=spare,
+                        grow=self.grow, budget_bytes=self.budget_bytes, name=self.name,
+                        **self._placement)
         n, position = self.seq_len, self.next_position
         try:
             other._begin_restore(position, n)

@@ -7,6 +7,7 @@ import numpy as np
 from unimem.errors import CacheFull, ClosedError
 from unimem.system.arguments import flag, string
 from unimem.system.text import format_bytes
+from unimem.kv.cache_html import paged_html
 from unimem.kv.prefix import PrefixIndex
 
 cimport cython
@@ -417,6 +418,8 @@ cdef class PagedKVCache:
                 f"{s.block_tokens} tokens, {s.n_layers} layers, {s.n_kv_heads} heads of "
                 f"{s.head_dim} {self.dtype}, {format_bytes(self.capacity_bytes)})")
 
+    _repr_html_ = paged_html
+
 
 @cython.no_gc_clear
 cdef class Sequence:
@@ -477,7 +480,7 @@ cdef class Sequence:
         ----------
         layer : int
             Which.
-        k, v : numpy.ndarray
+        k, v : array
             Of one shape and dtype, ``[n, n_kv_heads, head_dim]`` or ``[1, n_kv_heads, n,
             head_dim]``; otherwise as for `KVCache.append`.
 
@@ -523,8 +526,9 @@ cdef class Sequence:
 
         Parameters
         ----------
-        k, v : numpy.ndarray
-            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16.
+        k, v : array
+            ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16; otherwise as for
+            `append`.
 
         Raises
         ------
@@ -665,10 +669,10 @@ cdef class Sequence:
         ----------
         layer : int
             Which layer.
-        out : tuple of numpy.ndarray, optional
-            Where K and V go: two arrays of the shape below, which may be parts of larger ones as
-            long as the tokens of a head are contiguous. Their dtype is float32, float16 or
-            bfloat16, or the cache's; what differs is converted.
+        out : tuple of array, optional
+            Where K and V go: two arrays, of any library, of the shape below, which may be parts of
+            larger ones as long as the tokens of a head are contiguous. Their dtype is float32,
+            float16 or bfloat16, or the cache's; what differs is converted.
 
         Returns
         -------
@@ -695,7 +699,7 @@ cdef class Sequence:
         if out is None:
             shape = (s.n_kv_heads, n, s.head_dim // (32 if s.type == um.UM_Q8_0 else 1))
             out = np.empty(shape, self.cache._dtype), np.empty(shape, self.cache._dtype)
-        k_out, v_out = pair_of(out)
+        out, (k_out, v_out) = pair_of(out)
         k_type = <um.um_dtype>self.check_out(k_out, n)
         v_type = <um.um_dtype>self.check_out(v_out, n)
         k, v = k_out, v_out

@@ -1,14 +1,18 @@
 # Rows and positions of KV caches, for memory.pyx and device.pyx.
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
 from unimem._core.region cimport Region, Watcher
 
 cdef class KVRows(Watcher):
     # The native cache: C callers use the um_kv_* functions on it directly.
+    # Its streams and heads are not the cache's where the rows of a head lie side by side: there it
+    # has a stream of one head for each head of each stream.
     cdef um.um_kv kv
+    cdef uint32_t _batch, _heads
     cdef readonly str name
     cdef readonly str dtype
+    cdef readonly str order
     cdef readonly object window
     # None, or the most bytes that the storage may have.
     cdef readonly object budget_bytes
@@ -36,7 +40,7 @@ cdef class KVRows(Watcher):
 
     # Notes what the cache is to be, checked.
     cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                      dtype, window, budget_bytes, name) except -1
+                      dtype, window, budget_bytes, name, order=*) except -1
     cdef size_t check_row(self, um.um_kv_spec *spec) except 0
     # The bytes of fixed storage, and all of it but where it is.
     cdef size_t plan_fixed(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except 0

@@ -16,6 +16,7 @@ class _Dims(Protocol):
 class KVRows:
     name: str
     dtype: Literal["f32", "f16", "bf16", "q8_0"]
+    order: Literal["token", "head"]
     window: int | None
     budget_bytes: int | None
     grow: bool
@@ -34,6 +35,7 @@ class KVRows:
         *,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
+        order: Literal["token", "head"] = "token",
     ) -> int: ...
     def address(self, layer: int, part: Literal["k", "v"]) -> int: ...
     def row_of(self, position: int) -> int: ...

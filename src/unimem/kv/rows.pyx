@@ -4,7 +4,8 @@ import os
 import weakref
 
 from unimem.errors import CacheFull
-from unimem.system.arguments import string
+from unimem.kv.cache_html import kv_html
+from unimem.system.arguments import one_of, string
 from unimem.system.text import format_bytes
 
 cimport cython
@@ -22,8 +23,10 @@ cdef enum:
 
 
 cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
-                    object max_seq_len, object batch, object dtype, object window) except -1:
+                    object max_seq_len, object batch, object dtype, object window,
+                    object order) except -1:
     named = kv_type(dtype)
+    one_of(order, "order", ("token", "head"))
     for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                     ("max_seq_len", max_seq_len), ("batch", batch)):
         if size_of(n, what, 1) >= 2**32:
@@ -34,6 +37,12 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
         raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
     spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
     spec.max_seq_len, spec.batch = max_seq_len, batch
+    if order == "head":
+        n_lanes = <object>spec.batch * spec.n_kv_heads
+        if n_lanes >= 2**32:
+            raise ValueError("batch: expected at most 2**32 - 1 heads in all streams, got "
+                             f"{n_lanes}")
+        spec.batch, spec.n_kv_heads = n_lanes, 1
     spec.window = 0 if window is None else window
     spec.type = number_of_type(named)
     return 0
@@ -71,11 +80,13 @@ cdef class KVRows(Watcher):
     # ---- making one ----
 
     cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                      dtype, window, budget_bytes, name) except -1:
+                      dtype, window, budget_bytes, name, order="token") except -1:
         if self.kv.base != NULL:
             raise RuntimeError("the KVCache is made already")
         self._closed = True
-        _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window)
+        _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window, order)
+        self._batch, self._heads = batch, n_kv_heads
+        self.order = "head" if order == "head" else "token"
         self.dtype = kv_type(dtype)
         self._dtype = numpy_type(spec.type)
         self.name = string(name, "name", "kv")
@@ -151,13 +162,15 @@ cdef class KVRows(Watcher):
         return cls(*sizes[:3], sizes[3] if max_seq_len is None else max_seq_len, **options)
 
     @staticmethod
-    def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16"):
+    def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
+                      order="token"):
         """Return the bytes that a fixed cache of these dimensions takes.
 
         Returns
         -------
         int
-            For each layer and stream K and V, each rounded up to 64 bytes.
+            For each layer and stream K and V, each rounded up to 64 bytes; with ``order="head"``
+            each head of these.
 
         Raises
         ------
@@ -167,7 +180,7 @@ cdef class KVRows(Watcher):
         cdef um.um_kv_spec spec
         cdef um.um_error err
         cdef size_t nbytes
-        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None)
+        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None, order)
         if um.um_kv_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             raise_status(err.status, &err, "KVCache")
         return nbytes
@@ -315,7 +328,8 @@ cdef class KVRows(Watcher):
         Returns
         -------
         int
-            Row r of the first stream begins `row_bytes` times r behind it. It never changes.
+            Row r of the first stream begins `row_bytes` times r behind it; with ``order="head"``
+            that of its first head ``row_bytes / n_kv_heads`` times r. It never changes.
         """
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
         cdef bint v = is_v(part)
@@ -500,7 +514,7 @@ cdef class KVRows(Watcher):
     # ---- restoring ----
 
     def _lanes(self):
-        """All lanes in the order of the storage, as (layer, part, stream)."""
+        """All lanes in the order of the storage, as (layer, part, stream): see Snapshot.lanes."""
         s = self.kv.spec
         return [(layer, part, stream) for layer in range(s.n_layers) for part in "kv"
                 for stream in range(s.batch)]
@@ -569,7 +583,7 @@ cdef class KVRows(Watcher):
     @property
     def n_kv_heads(self):
         """KV heads of a layer."""
-        return self.kv.spec.n_kv_heads
+        return self._heads
 
     @property
     def head_dim(self):
@@ -579,7 +593,7 @@ cdef class KVRows(Watcher):
     @property
     def batch(self):
         """Streams."""
-        return self.kv.spec.batch
+        return self._batch
 
     @property
     def max_seq_len(self):
@@ -593,8 +607,9 @@ cdef class KVRows(Watcher):
 
     @property
     def row_bytes(self):
-        """Bytes of one token's K (or V) in one layer of one stream."""
-        return self.kv.row_bytes
+        """Bytes of one token's K (or V) in one layer of one stream, all heads."""
+        # With order="head", what the core knows as a row is of one head.
+        return self.kv.row_bytes * (1 if self.kv.spec.n_kv_heads == self._heads else self._heads)
 
     @property
     def capacity_bytes(self):
@@ -637,9 +652,12 @@ cdef class KVRows(Watcher):
         if self.closed:
             return "KVCache(closed)"
         s = self.kv.spec
-        batch = f", batch {s.batch}" if s.batch > 1 else ""
+        batch = f", batch {self._batch}" if self._batch > 1 else ""
+        batch += ", rows by head" if self.order == "head" else ""
         kind = ", growing" if self.grow else f", ring of {s.window}" if s.window else ""
         n = um.um_kv_seq_len(&self.kv)
         return (f"KVCache({n} of {s.max_seq_len} tokens, {s.n_layers} layers, "
-                f"{s.n_kv_heads} heads of {s.head_dim} {self.dtype}{batch}{kind}, "
+                f"{self._heads} heads of {s.head_dim} {self.dtype}{batch}{kind}, "
                 f"{format_bytes(self.capacity_bytes)})")
+
+    _repr_html_ = kv_html

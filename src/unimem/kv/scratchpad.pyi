@@ -4,6 +4,7 @@ from typing import Any, Generic, Self, SupportsIndex, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from unimem._core.foreign import AnyArray
 from unimem._core.tape import DeviceTape, Tape
 from unimem.system.placement import PlacementOptions
 
@@ -33,8 +34,8 @@ class _Rows(Generic[_TapeT]):
     ) -> None: ...
 
 class _HostRows(_Rows[Tape]):
-    def append(self, vec: npt.NDArray[Any]) -> None: ...
-    def append_batch(self, rows: npt.NDArray[Any]) -> None: ...
+    def append(self, vec: AnyArray) -> None: ...
+    def append_batch(self, rows: AnyArray) -> None: ...
 
 class Scratchpad(_HostRows):
     def __init__(

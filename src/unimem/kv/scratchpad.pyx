@@ -14,6 +14,7 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport (
     array_over, dtype_among, dtype_of, index_of, nbytes_of, size_of, vector_over,
 )
+from unimem._core.foreign cimport array_of
 from unimem.kv.arrays cimport Bytes, find_bytes, on_device
 from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport full_text, raise_status
@@ -46,11 +47,6 @@ cdef int _type_of(int number) except -2:
     if number == (<cnp.dtype>dtype_of("bfloat16")).type_num:
         return um.UM_BF16
     return NO_TYPE
-
-
-cdef object _check_array(object a, str what):
-    if not cnp.PyArray_Check(a):
-        raise TypeError(f"{what}: expected a NumPy array, got {type(a).__name__}")
 
 
 cdef um.um_status _copy(void *out, int out_type, const void *rows, int given, size_t n,
@@ -215,7 +211,7 @@ cdef class _Rows:
 
 
 cdef class _HostRows(_Rows):
-    """Rows in main memory, of NumPy arrays."""
+    """Rows in main memory."""
 
     cdef Region region(self):
         return (<Tape>self.tape)._region
@@ -240,8 +236,9 @@ cdef class _HostRows(_Rows):
 
         Parameters
         ----------
-        vec : numpy.ndarray
-            ``[dim]``, of the pad's dtype: copied. A pad of float32, float16 or bfloat16 takes the
+        vec : array
+            ``[dim]``, of NumPy, or of torch or whoever else has ``__dlpack__`` or a buffer; in main
+            memory, and of the pad's dtype: copied. A pad of float32, float16 or bfloat16 takes the
             other two as well, rounding to nearest even, and one of float64 takes float32. An array
             that is not C-contiguous and native is copied first.
 
@@ -259,7 +256,7 @@ cdef class _HostRows(_Rows):
         -----
         When it raises, nothing was written.
         """
-        _check_array(vec, "vec")
+        vec = array_of(vec, "vec")
         if cnp.PyArray_NDIM(vec) != 1 or cnp.PyArray_DIMS(vec)[0] != self.dim:
             self.check_shape(vec.shape, False)
         self.append_rows(vec, 1)
@@ -269,7 +266,7 @@ cdef class _HostRows(_Rows):
 
         Parameters
         ----------
-        rows : numpy.ndarray
+        rows : array
             ``[n, dim]``; otherwise as for `append`. n may be 0.
 
         Raises
@@ -277,7 +274,7 @@ cdef class _HostRows(_Rows):
         CacheFull, ValueError, TypeError, RuntimeError, ClosedError
             As `append`.
         """
-        _check_array(rows, "rows")
+        rows = array_of(rows, "rows")
         if cnp.PyArray_NDIM(rows) != 2 or cnp.PyArray_DIMS(rows)[1] != self.dim:
             self.check_shape(rows.shape, True)
         self.append_rows(rows, cnp.PyArray_DIMS(rows)[0])

@@ -69,6 +69,10 @@ class Cache(Protocol):
     def window(self) -> int | None:
         """Tokens of a ring, or None."""
 
+    @property
+    def order(self) -> Literal["token", "head"]:
+        """What lies side by side in a lane."""
+
     def crop(self, n: int) -> None:
         """Keep the first tokens."""
 
@@ -197,7 +201,7 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
 # The constructor's arguments, which a snapshot has as fields of these names.
 _DIMS = (
     *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "window"),
-    *("spare_rows", "grow"),
+    *("spare_rows", "grow", "order"),
 )
 
 
@@ -382,12 +386,14 @@ def read_into(
     ids = None if tokens is None else token_ids(tokens)
     with _opened(file_path(path)) as (fd, snapshot):
         _check_wanted(snapshot, ids, model)
-        for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window"):
+        for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order"):
             there, here = getattr(snapshot, key), getattr(kv, key)
             if there != here:
                 rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
                 raise SnapshotError(
-                    f"{rule}: make the cache with the same", fmt.OFFSETS[key], snapshot.path
+                    f"{rule}: make the cache with the same",
+                    fmt.OFFSETS["flags" if key == "order" else key],
+                    snapshot.path,
                 )
         if snapshot.seq_len > kv.max_seq_len:
             raise CacheFull(
@@ -557,10 +563,12 @@ def _check_chunk(snapshot: Snapshot, chunk: Chunk, *pieces: NDArray[np.uint8]) -
     for piece in pieces:
         digest.update(piece.data)
     if digest.intdigest() != snapshot.checksums[chunk.number]:
-        layer, part, stream = snapshot.lanes[chunk.lane]
+        layer, part, lane = snapshot.lanes[chunk.lane]
+        stream, head = divmod(lane, snapshot.lanes_per_stream)
+        of_head = f" of head {head}" if snapshot.order == "head" else ""
         of_stream = f" of stream {stream}" if snapshot.batch > 1 else ""
         raise SnapshotError(
-            f"the data's checksum does not match in {part} of layer {layer}{of_stream}; "
+            f"the data's checksum does not match in {part} of layer {layer}{of_head}{of_stream}; "
             f"{fmt.DAMAGED}",
             chunk.offset,
             snapshot.path,

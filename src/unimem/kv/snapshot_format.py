@@ -31,13 +31,14 @@ __all__ = [
 ]
 
 DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
+Order: TypeAlias = Literal["token", "head"]
 
 MAGIC = b"UNIMEMKV"
 VERSION = 1
 # In the file a dtype is its index here; of each, the values in a block and the bytes of one.
 DTYPES: tuple[DType, ...] = get_args(DType)
 _BLOCKS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34)}
-_GROW, _HAS_MODEL, _HAS_TOKENS = 1, 2, 4
+_GROW, _HAS_MODEL, _HAS_TOKENS, _BY_HEAD = 1, 2, 4, 8
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 4096, 1 << 20
 MAX_CHUNK_BYTES = 64 << 20
@@ -47,6 +48,7 @@ MAX_MODEL_BYTES = 65535
 MAX_POSITION = 1 << 62
 # A growing cache keeps twice its rows of address space, of which there are 47 bits.
 MAX_CACHE_BYTES = 1 << 44
+_LANES = "2 * n_layers * batch, with rows by head times n_kv_heads"
 
 _FIELDS = (
     *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
@@ -74,13 +76,16 @@ def round_up(n: int, step: int) -> int:
 
 
 def row_bytes_of(n_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Return the bytes of one token's K (or V) in one layer."""
+    """Return the bytes of one token's K (or V) in one layer, of so many heads."""
     block_values, block_bytes = _BLOCKS[dtype]
     return n_kv_heads * head_dim // block_values * block_bytes
 
 
 class Lane(NamedTuple):
-    """K or V of one layer of one stream: which, as `KVCache` takes it."""
+    """K or V of one layer of one stream: which, as `KVCache` takes it.
+
+    Where each head has a lane, head h of stream s is stream ``s * n_kv_heads + h``.
+    """
 
     layer: int
     part: Literal["k", "v"]
@@ -131,6 +136,8 @@ class Snapshot:
         Of a ring, its rows beyond the window.
     grow : bool
         Whether the cache's storage grew with its tokens.
+    order : {"token", "head"}
+        Whether a row of a lane has all heads of a token, or each head a lane.
     seq_len : int
         Tokens in the file.
     next_position : int
@@ -140,7 +147,7 @@ class Snapshot:
     tokens : numpy.ndarray or None
         ``int32 [next_position]``, read-only: the ids of all tokens of the conversation.
     row_bytes : int
-        Bytes of one token in one lane.
+        Bytes of one token in one lane: of all heads, or of one.
     alignment, data_offset, lane_stride, chunk_bytes, file_bytes : int
         Where the data is, in bytes: see ``docs/snapshots.md``.
     checksums : numpy.ndarray
@@ -157,6 +164,7 @@ class Snapshot:
     window: int | None
     spare_rows: int
     grow: bool
+    order: Order
     seq_len: int
     next_position: int
     model: str | None
@@ -175,13 +183,18 @@ class Snapshot:
         return self.seq_len * self.row_bytes
 
     @property
+    def lanes_per_stream(self) -> int:
+        """Lanes of K (or V) of one layer of one stream."""
+        return _lanes_of_stream(self.order, self.n_kv_heads)
+
+    @property
     def lanes(self) -> list[Lane]:
         """The lanes, in the order of the file."""
         return [
             Lane(layer, part, stream)
             for layer in range(self.n_layers)
             for part in get_args(Literal["k", "v"])
-            for stream in range(self.batch)
+            for stream in range(self.batch * self.lanes_per_stream)
         ]
 
     @property
@@ -196,7 +209,7 @@ class Snapshot:
     def chunks(self) -> Iterator[Chunk]:
         """Give the chunks, in the order of their checksums."""
         number = 0
-        for lane in range(2 * self.n_layers * self.batch):
+        for lane in range(2 * self.n_layers * self.batch * self.lanes_per_stream):
             for begin in range(0, self.lane_stride, self.chunk_bytes):
                 end = min(begin + self.chunk_bytes, self.lane_stride)
                 nbytes = min(end, self.lane_bytes) - begin
@@ -206,7 +219,8 @@ class Snapshot:
 
     def __str__(self) -> str:
         layers, heads = format_count(self.n_layers, "layer"), format_count(self.n_kv_heads, "head")
-        shape = f"{layers} of {heads} of {self.head_dim} {self.dtype}"
+        by_head = ", rows by head" if self.order == "head" else ""
+        shape = f"{layers} of {heads} of {self.head_dim} {self.dtype}{by_head}"
         tokens = format_count(self.seq_len, "token")
         streams = f", {self.batch} streams" if self.batch > 1 else ""
         where = f" up to position {self.next_position - 1}" if self.seq_len else ""
@@ -230,10 +244,23 @@ class _Sizes(NamedTuple):
     file_bytes: int
 
 
+def _lanes_of_stream(order: Order, n_kv_heads: int) -> int:
+    return n_kv_heads if order == "head" else 1
+
+
+def _n_lanes(facts: dict[str, Any]) -> int:
+    per_stream = _lanes_of_stream(facts["order"], facts["n_kv_heads"])
+    return int(2 * facts["n_layers"] * facts["batch"] * per_stream)
+
+
+def _row_bytes(facts: dict[str, Any]) -> int:
+    n_heads = facts["n_kv_heads"] // _lanes_of_stream(facts["order"], facts["n_kv_heads"])
+    return row_bytes_of(n_heads, facts["head_dim"], facts["dtype"])
+
+
 def _sizes(facts: dict[str, Any], n_tokens: int) -> _Sizes:
-    row_bytes = row_bytes_of(facts["n_kv_heads"], facts["head_dim"], facts["dtype"])
+    row_bytes, n_lanes = _row_bytes(facts), _n_lanes(facts)
     lane_stride = round_up(facts["seq_len"] * row_bytes, facts["alignment"])
-    n_lanes = 2 * facts["n_layers"] * facts["batch"]
     n_chunks = n_lanes * -(-lane_stride // facts["chunk_bytes"])
     tables_end = HEADER_BYTES + 8 * n_chunks + 4 * n_tokens + facts["model_bytes"]
     data_offset = round_up(tables_end, facts["alignment"])
@@ -264,11 +291,10 @@ def new(
     ValueError
         A cache of more lanes or bytes, or a longer name of the model, than a snapshot can have.
     """
-    n_lanes = 2 * facts["n_layers"] * facts["batch"]
+    n_lanes = _n_lanes(facts)
     if n_lanes > MAX_LANES:
         raise ValueError(
-            f"a snapshot has at most {MAX_LANES} lanes (2 * n_layers * batch), and this cache "
-            f"{n_lanes}"
+            f"a snapshot has at most {MAX_LANES} lanes ({_LANES}), and this cache {n_lanes}"
         )
     model_bytes = len(model.encode()) if model is not None else 0
     if model_bytes > MAX_MODEL_BYTES:
@@ -314,6 +340,7 @@ def encode(snapshot: Snapshot, out: NDArray[np.uint8]) -> None:
     flags = _GROW * snapshot.grow
     flags |= _HAS_MODEL * (snapshot.model is not None)
     flags |= _HAS_TOKENS * (snapshot.tokens is not None)
+    flags |= _BY_HEAD * (snapshot.order == "head")
     special = {
         "magic": MAGIC,
         "version": VERSION,
@@ -383,7 +410,7 @@ def checked_header(head: bytes, file_bytes: int, path: str) -> dict[str, Any]:
 
 
 def _check_dims(values: dict[str, Any], path: str) -> None:
-    """Check what the cache is, and what it holds; dtype, window and model get their meaning."""
+    """Check what a cache is and holds; dtype, window, order and model get their meaning."""
 
     def check(holds: bool, name: str, expected: str) -> None:
         if not holds:
@@ -391,14 +418,15 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
 
     for name in ("n_layers", "n_kv_heads", "head_dim", "batch", "max_seq_len"):
         check(values[name] >= 1, name, "at least 1")
-    n_lanes = 2 * values["n_layers"] * values["batch"]
-    check(n_lanes <= MAX_LANES, "n_layers", f"at most {MAX_LANES} lanes (2 * n_layers * batch)")
+    check(values["flags"] < 2 * _BY_HEAD, "flags", "no bit but 1, 2, 4 and 8")
+    values["order"] = "head" if values["flags"] & _BY_HEAD else "token"
+    n_lanes = _n_lanes(values)
+    check(n_lanes <= MAX_LANES, "n_layers", f"at most {MAX_LANES} lanes ({_LANES})")
     check(values["dtype"] < len(DTYPES), "dtype", f"a number below {len(DTYPES)}")
     values["dtype"] = DTYPES[values["dtype"]]
     block_values, _ = _BLOCKS[values["dtype"]]
     whole = values["head_dim"] % block_values == 0
     check(whole, "head_dim", f"a multiple of {block_values} for {values['dtype']}")
-    check(values["flags"] < 2 * _HAS_TOKENS, "flags", "no bit but 1, 2 and 4")
     alignment = values["alignment"]
     check(
         MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0,
@@ -411,7 +439,7 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
         "chunk_bytes",
         f"a multiple of the alignment up to {MAX_CHUNK_BYTES}",
     )
-    row_bytes = row_bytes_of(values["n_kv_heads"], values["head_dim"], values["dtype"])
+    row_bytes = _row_bytes(values)
     check(values["row_bytes"] == row_bytes, "row_bytes", str(row_bytes))
     max_rows = MAX_CACHE_BYTES // (n_lanes * row_bytes)
     window = values["window"]
@@ -493,7 +521,7 @@ def checked_tables(values: dict[str, Any], tables: NDArray[np.uint8], path: str)
     same = (
         *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "spare_rows"),
         *("seq_len", "next_position", "row_bytes", "alignment", "data_offset", "lane_stride"),
-        *("chunk_bytes", "file_bytes"),
+        *("chunk_bytes", "file_bytes", "order"),
     )
     return Snapshot(
         path=path,

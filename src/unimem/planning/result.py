@@ -8,9 +8,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import PurePath
 from typing import Any, Literal
 
+from unimem.accounting.report_html import colors_of
 from unimem.accounting.rows import Row, find_row
 from unimem.errors import CapacityError
 from unimem.planning.needs import Mode
+from unimem.system.html import Html, bar, facts, fragment, heading, join, size, stack, table
 from unimem.system.placement import Pages
 from unimem.system.text import (
     Bar,
@@ -277,6 +279,9 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(plan_lines(Surface(), self))
 
+    def _repr_html_(self) -> str:
+        return _html(self)
+
 
 def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
     """Return the check that lacks the most room; None where all have room.
@@ -488,3 +493,60 @@ def _largest(plan: Plan) -> str:
         return "No context fits."
     is_exact = longest < _EXACT and longest % 1024
     return f"Largest context {longest:,}." if is_exact else f"Largest context {longest // 1024}k."
+
+
+# ---- for a notebook -----------------------------------------------------------------------------
+
+_NOTEBOOK = Surface(width=240)  # whose lines are as long as they need to be
+_FITS, _LACKS = "#3f9e63", "#c9544d"
+
+
+def _html(plan: Plan) -> Html:
+    """Write a plan as `plan_lines` does, with its rows and limits as bars."""
+    host = [row for row in plan.rows if row.device is None]
+    colors = colors_of(row.category for row in plan.rows)
+    total = max(1, plan.total_bytes)
+    rows = [
+        (
+            _on(row.category, row.device),
+            size(row.nbytes),
+            bar(row.nbytes / total, colors[row.category]) if row.device is None else "",
+        )
+        for row in plan.rows
+    ]
+    sums = [("total", size(plan.total_bytes), "")]
+    if plan.required_bytes < plan.total_bytes:
+        sums.append(("must stay in RAM", size(plan.required_bytes), ""))
+    checks = [
+        (
+            check.name,
+            size(check.needed_bytes),
+            size(check.available_bytes),
+            "yes" if check.fits else "no",
+            bar(
+                check.needed_bytes / check.available_bytes if check.available_bytes else 1.0,
+                _FITS if check.fits else _LACKS,
+            ),
+        )
+        for check in plan.checks
+    ]
+    parts = [
+        heading(_verdict(_NOTEBOOK, plan)),
+        facts(_facts(plan, plan.facts.get("model", "")).items()),
+        stack((row.category, row.nbytes, colors[row.category]) for row in host),
+        table(("memory", "size", ""), rows, foot=sums, align="<><"),
+        table(("limit", "needed", "available", "fits", ""), checks, align="p>>><"),
+    ]
+    helps = [
+        f"{item.text[:1].upper()}{item.text[1:]}{_worth(plan, item)}"
+        + (f": {_as_options(item.options)}" if item.options else "")
+        for item in plan.advice
+    ]
+    for title, sentences in (
+        ("What helps, the cheapest first", helps),
+        ("Not known", plan.unknown),
+    ):
+        if sentences:
+            items = join([Html(f"<li>{join([each])}</li>") for each in sentences])
+            parts += [heading(title), Html(f"<ul>{items}</ul>")]
+    return fragment(*parts)

@@ -55,9 +55,9 @@ def why_exposed(nbytes: int, found: Iterable[Limit], pressures: Iterable[Pressur
             return f"{limit.name} has room for {room}, and could drop pages of a mapped file"
     for pressure in pressures:
         if pressure.some_percent >= _PRESSED_PERCENT:
+            source = "the machine" if pressure.source == "machine" else pressure.source
             return (
-                f"threads of the {pressure.source} waited for memory in "
-                f"{pressure.some_percent:.0f} % of the last 10 s, and pages of a mapped file could "
-                "be dropped"
-            ).replace("the cgroup", "cgroup")
+                f"threads of {source} waited for memory in {pressure.some_percent:.0f} % of the "
+                "last 10 s, and pages of a mapped file could be dropped"
+            )
     return ""

@@ -105,6 +105,8 @@ def sum_placements(placements: Sequence[Placement]) -> Placement:
     >>> print(sum_placements([small, huge]))
     4k, 2.0 MiB resident, 2.0 MiB huge
     """
+    if len(placements) == 1:
+        return placements[0]
     least = min(placements, key=lambda placement: placement.page_bytes)
     nodes: dict[int, int] = {}
     for placement in placements:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.arrays import as_dtype
+from unimem._core.dlpack import exported
 from unimem._core.gguf import tensor_type
 from unimem.weights.files import Header, ModelFile, Value
 from unimem.weights.loading import LoadMemory
@@ -122,11 +123,12 @@ class Tensor:
         block, at = self._memory.block, self._block_offset
         if at % dtype.alignment == 0:
             array = block.as_array(dtype, shape, at)
-            array.flags.writeable = False  # memory of our own could be written
-            return array
-        raw = block.as_array("uint8", (self.nbytes,), at)
-        raw.flags.writeable = False  # and so is what looks at it
-        return raw.view(dtype).reshape(shape)
+        else:
+            raw = block.as_array("uint8", (self.nbytes,), at)
+            raw.flags.writeable = False  # what looks at it is another array
+            array = exported(raw.view(dtype).reshape(shape))
+        array.flags.writeable = False  # memory of our own could be written
+        return array
 
     def _array_layout(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
         """Return the dtype and shape of arrays over the data."""
@@ -167,10 +169,7 @@ class Tensor:
         return array if not copy and wanted == array.dtype else array.astype(wanted)
 
     def __dlpack__(self, **options: Any) -> Any:
-
-        from unimem.weights import dlpack
-
-        return dlpack.export(self.as_array(), **options)
+        return self.as_array().__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.as_array().__dlpack_device__()

@@ -1,9 +1,9 @@
-"""A process that says what each of its tokens took: ``PYTHON pressure_side.py KIND MODEL OPTIONS``.
+"""A process that says what each of its tokens took: ``PYTHON timed_side.py KIND MODEL OPTIONS``.
 
-`unimem_bench.suites.pressure` starts it by its path, so that no other library is loaded beside the
-one that is measured. The model is an argument of its own, which ``unimem exec --stage`` replaces.
-The first line that it prints says how the model was loaded. Then it answers requests from standard
-input, a line of JSON each: ``{"n": tokens, "seconds": at most}``.
+`unimem_bench.timed` starts it by its path, so that no other library is loaded beside the one that
+is measured. The model is an argument of its own, which ``unimem exec --stage`` replaces. The first
+line that it prints says how the model was loaded, and what the start took. Then it answers requests
+from standard input, a line of JSON each: ``{"n": tokens, "seconds": at most}``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from typing import Any, Protocol
 PROMPT = [1, 300, 301]
 N_TOKENS = 128  # of a conversation, which then begins anew, so that all tokens are alike
 N_CTX = 256
+# Threads of a library go on polling for some milliseconds after their work. They must be asleep
+# when the answer lets another process start.
+SETTLE_S = 0.05
 
 
 class TimedSide(Protocol):
     """One conversation of one library."""
 
     load: str
+    start_s: float  # from the model's path to a context that is ready
 
     def begin(self) -> None:
         """Begin anew with the prompt."""
@@ -40,12 +44,14 @@ class TimedUnimem:
     def __init__(self, model: str, *, load: str, lock: bool = False) -> None:
         um, engine = import_module("unimem"), import_module("unimem.engine")
         warnings.simplefilter("ignore")
+        start = time.perf_counter()
         how: dict[str, Any] = {"ctx": N_CTX, "threads": 1}
         if lock:
             weights = um.open_weights(model, load=load, lock=True)
             self._decoder = engine.Decoder(weights, **how)
         else:
             self._decoder = engine.Decoder(model, load=load, **how)
+        self.start_s = time.perf_counter() - start
         facts = self._decoder.report().facts
         self.load = f"{facts['load']}: {facts['load_reason']}"
 
@@ -62,18 +68,20 @@ class TimedUnimem:
 class TimedLlamaCpp:
     """llama.cpp through the cyllama wheel, with its own options of loading."""
 
-    def __init__(self, model: str, **options: bool) -> None:
+    def __init__(self, model: str, *, threads: int = 1, ctx: int = N_CTX, **options: bool) -> None:
         self._api = api = import_module("cyllama.llama.llama_cpp")
+        start = time.perf_counter()
         params = api.LlamaModelParams()
         params.n_gpu_layers = 0
         for name, value in options.items():
             setattr(params, name, value)
         self._model = api.LlamaModel(model, params)
         params = api.LlamaContextParams()
-        params.n_ctx = params.n_batch = N_CTX
-        params.n_threads = params.n_threads_batch = 1
+        params.n_ctx, params.n_batch = ctx, N_CTX
+        params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = 1  # on, as in unimem
         self._context = api.LlamaContext(self._model, params)
+        self.start_s = time.perf_counter() - start
         self._length = 0
         self.load = ", ".join(f"{name}={value}" for name, value in options.items()) or "defaults"
 
@@ -123,8 +131,9 @@ def main() -> None:
         model, **json.loads(options)
     )
     side.begin()
-    answer: dict[str, Any] = {"load": side.load}
+    answer: dict[str, Any] = {"load": side.load, "start_s": side.start_s}
     while True:
+        time.sleep(SETTLE_S)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
         line = sys.stdin.readline()

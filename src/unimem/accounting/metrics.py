@@ -1,0 +1,364 @@
+"""The memory of processes as metrics of Prometheus: read when they are asked for.
+
+The text format and the rules for names are Prometheus's
+(https://prometheus.io/docs/practices/naming/); ``prometheus_client`` writes and serves it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from unimem.accounting.report import Report
+from unimem.accounting.rows import Row
+from unimem.accounting.samples import Sample, Sampler
+from unimem.system.placement import Placement
+from unimem.system.text import escape
+
+__all__ = [
+    "FAMILIES",
+    "LLAMA_FAMILIES",
+    "MetricFamily",
+    "MetricsCollector",
+    "serve",
+    "write_metrics",
+]
+
+HOST = "host"  # what `device` says of main memory
+_PROCESS = ("pid", "process")
+_ROW = (*_PROCESS, "category", "device")
+
+
+class MetricFamily(NamedTuple):
+    """Metrics of one name.
+
+    Attributes
+    ----------
+    name : str
+        As it is scraped; of a counter with ``_total``.
+    kind : {"gauge", "counter"}
+        Whether it goes up and down, or only up while the process lives.
+    text : str
+        What it is.
+    labels : tuple of str
+        Names of the labels of each of its values.
+    """
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    text: str
+    labels: tuple[str, ...]
+
+
+_LISTED = (
+    MetricFamily(
+        "unimem_process_up", "gauge", "Whether the process is there and can be read.", ("pid",)
+    ),
+    MetricFamily("unimem_memory_bytes", "gauge", "Memory that is mapped.", _ROW),
+    MetricFamily(
+        "unimem_memory_resident_bytes",
+        "gauge",
+        "Memory in RAM, where a page that n mappings share counts 1/n (Pss).",
+        _ROW,
+    ),
+    MetricFamily(
+        "unimem_memory_requested_bytes",
+        "gauge",
+        "Memory that was asked for, before it was rounded to pages, where unimem knows it.",
+        _ROW,
+    ),
+    MetricFamily(
+        "unimem_memory_active_bytes", "gauge", "Memory in use, where unimem knows it.", _ROW
+    ),
+    MetricFamily("unimem_memory_locked_bytes", "gauge", "Memory that is locked in RAM.", _ROW),
+    MetricFamily("unimem_memory_swapped_bytes", "gauge", "Memory that is swapped out.", _ROW),
+    MetricFamily(
+        "unimem_memory_page_bytes",
+        "gauge",
+        "Memory in RAM by the size of its pages: base pages (4k), transparent huge pages (thp), "
+        "hugetlb pages (2m, 1g); each mapping's (Rss).",
+        (*_PROCESS, "pages"),
+    ),
+    MetricFamily(
+        "unimem_memory_node_bytes",
+        "gauge",
+        "Memory in RAM by NUMA node; each mapping's (Rss).",
+        (*_PROCESS, "category", "node"),
+    ),
+    MetricFamily(
+        "unimem_page_faults_total",
+        "counter",
+        "Page faults: minor ones, and major ones, which wait for a disk.",
+        (*_PROCESS, "kind"),
+    ),
+    MetricFamily(
+        "unimem_read_bytes_total", "counter", "What the process had read from disks.", _PROCESS
+    ),
+    MetricFamily("unimem_cpu_seconds_total", "counter", "Time on CPUs.", _PROCESS),
+    MetricFamily(
+        "unimem_tokens_total",
+        "counter",
+        "Tokens that engines on unimem have computed: of prompts, and generated ones.",
+        (*_PROCESS, "kind"),
+    ),
+    MetricFamily(
+        "unimem_kv_tokens", "gauge", "Tokens in the KV caches of these engines.", _PROCESS
+    ),
+    MetricFamily(
+        "unimem_pressure_ratio",
+        "gauge",
+        "Share of the last 10 seconds in which some, or all, threads waited for memory (PSI).",
+        ("source", "kind"),
+    ),
+    MetricFamily(
+        "unimem_limit_bytes", "gauge", "Limits on memory: the machine's, cgroups'.", ("limit",)
+    ),
+    MetricFamily(
+        "unimem_limit_used_bytes",
+        "gauge",
+        "What is taken of a limit, without file pages that can be dropped.",
+        ("limit",),
+    ),
+    MetricFamily(
+        "unimem_room_bytes",
+        "gauge",
+        "What a process can still take: the least room that any of its limits leaves.",
+        _PROCESS,
+    ),
+    MetricFamily(
+        "unimem_report_age_seconds",
+        "gauge",
+        "How old the figures of memory are: of a large process they are read less often.",
+        _PROCESS,
+    ),
+)
+FAMILIES = {family.name: family for family in _LISTED}
+"""What is always there, by name."""
+
+# As proposed for llama.cpp's server: https://github.com/ggml-org/llama.cpp/issues/26129
+_LLAMA_KINDS = {
+    "llamacpp:memory_model_bytes": ("weights",),
+    "llamacpp:memory_context_bytes": ("kv",),
+    "llamacpp:memory_compute_bytes": ("scratch", "logits", "tokens"),
+}
+_LLAMA_TEXTS = ("Memory of the model.", "Memory of the context.", "Memory for computing.")
+LLAMA_FAMILIES = {
+    name: MetricFamily(name, "gauge", text, (*_PROCESS, "device"))
+    for name, text in zip(_LLAMA_KINDS, _LLAMA_TEXTS, strict=True)
+}
+"""The same memory by the names of llama.cpp."""
+
+_Value = tuple[str, tuple[str, ...], float]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A process that is scraped again and again."""
+
+    sampler: Sampler
+    started: int | None = None
+
+
+class MetricsCollector:
+    """What ``prometheus_client`` asks for metrics. Any number of threads may ask.
+
+    Between two scrapes it does nothing. A scrape reads what the kernel has of each process, and
+    sends it nothing; the memory of a process that is long to read is read less often, so that it
+    takes no more than 4 % of a core.
+
+    Parameters
+    ----------
+    pids : callable
+        Returns the numbers of the processes, for each scrape anew.
+    llama_names : bool, default False
+        Whether to add the names of llama.cpp (`LLAMA_FAMILIES`).
+
+    Examples
+    --------
+    >>> import os
+    >>> collector = MetricsCollector(lambda: [os.getpid()])
+    >>> found = {name for name, labels, value in collector.values()}
+    >>> "unimem_memory_resident_bytes" in found
+    True
+    """
+
+    def __init__(self, pids: Callable[[], Iterable[int]], *, llama_names: bool = False) -> None:
+        self._pids = pids
+        self._families = FAMILIES | (LLAMA_FAMILIES if llama_names else {})
+        self._watched: dict[int, _Watched] = {}
+        self._lock = threading.Lock()
+
+    def values(self) -> list[_Value]:
+        """Read the processes: the name, the labels and the value of each metric.
+
+        Of a process that has ended, or may not be read, there is only that it is not up.
+        """
+        with self._lock:
+            numbers = list(dict.fromkeys(self._pids()))
+            samples = {pid: self._sample(pid) for pid in numbers}
+            self._watched = {pid: one for pid, one in self._watched.items() if samples.get(pid)}
+        found: list[_Value] = []
+        for pid, sample in samples.items():
+            found.append(("unimem_process_up", (str(pid),), float(sample is not None)))
+            if sample is not None:
+                found += _of_sample(sample)
+        return [each for each in found if each[0] in self._families]
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics as ``prometheus_client`` has them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        by_name: dict[str, dict[tuple[str, ...], float]] = {}
+        for name, labels, value in self.values():
+            # Limits and pressure are those of several processes.
+            by_name.setdefault(name, {})[labels] = value
+        for name, family in self._families.items():
+            make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            metric = make(name, family.text, labels=family.labels)
+            for labels, value in by_name.get(name, {}).items():
+                metric.add_metric([escape(label) for label in labels], value)
+            if metric.samples:
+                yield metric
+
+    def _sample(self, pid: int) -> Sample | None:
+        watched = self._watched.setdefault(pid, _Watched(Sampler(pid)))
+        try:
+            sample = watched.sampler.sample()
+            if watched.started not in (None, sample.counters.started):
+                # The number is another process's now: what was read before is of the first.
+                watched.sampler = Sampler(pid)
+                sample = watched.sampler.sample()
+            watched.started = sample.counters.started
+        except (ProcessLookupError, PermissionError, ValueError):
+            return None
+        return sample
+
+
+def serve(collector: MetricsCollector, port: int, address: str = "127.0.0.1") -> tuple[Any, Any]:
+    """Serve metrics by HTTP, in threads.
+
+    Parameters
+    ----------
+    collector : MetricsCollector
+        What is asked at each scrape.
+    port : int
+        0 takes a free one: ``server.server_port`` says which.
+    address : str
+        What the server is bound to; by default this machine alone can reach it.
+
+    Returns
+    -------
+    server, thread
+        ``server.shutdown()`` ends it.
+
+    Raises
+    ------
+    OSError
+        The address or the port cannot be had; `filename` has both.
+    ImportError
+        ``prometheus_client`` is not installed.
+    """
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    try:
+        server, thread = start_http_server(port, addr=address, registry=registry)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, f"{address}:{port}") from None
+    return server, thread
+
+
+def write_metrics(collector: MetricsCollector) -> str:
+    """Write what one scrape gives, as text.
+
+    Raises
+    ------
+    ImportError
+        ``prometheus_client`` is not installed.
+    """
+    from prometheus_client import CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(collector)
+    text: str = generate_latest(registry).decode()
+    return text
+
+
+# ---- what is in a sample ------------------------------------------------------------------------
+
+
+def _of_sample(sample: Sample) -> Iterator[_Value]:
+    report, done = sample.report, sample.counters
+    who = (str(done.pid), str(report.facts.get("name", "")))
+    yield from _of_rows(who, report)
+    for pages, nbytes in _by_pages(report).items():
+        yield "unimem_memory_page_bytes", (*who, pages), nbytes
+    yield "unimem_page_faults_total", (*who, "minor"), done.minor_faults
+    yield "unimem_page_faults_total", (*who, "major"), done.major_faults
+    if done.read_bytes is not None:
+        yield "unimem_read_bytes_total", who, done.read_bytes
+    yield "unimem_cpu_seconds_total", who, done.cpu_seconds
+    for kind in ("prompt", "generated"):
+        if (n := sample.published.get(f"n_{kind}_tokens")) is not None:
+            yield "unimem_tokens_total", (*who, kind), n
+    if (n := sample.published.get("kv_tokens")) is not None:
+        yield "unimem_kv_tokens", who, n
+    for each in sample.pressure:
+        yield "unimem_pressure_ratio", (each.source, "some"), each.some_percent / 100
+        yield "unimem_pressure_ratio", (each.source, "full"), each.full_percent / 100
+    for limit in sample.limits:
+        yield "unimem_limit_bytes", (limit.name,), limit.limit_bytes
+        yield "unimem_limit_used_bytes", (limit.name,), limit.used_bytes
+    if sample.limits:
+        yield "unimem_room_bytes", who, min(limit.room_bytes for limit in sample.limits)
+    yield "unimem_report_age_seconds", who, sample.seconds - sample.report_seconds
+
+
+def _of_rows(who: tuple[str, str], report: Report) -> Iterator[_Value]:
+    for row in report.rows:
+        labels = (*who, row.category, row.device or HOST)
+        sizes = {
+            "": row.nbytes,
+            "_resident": row.resident_bytes,
+            "_requested": row.requested_bytes,
+            "_active": row.active_bytes,
+        }
+        if row.granted is not None:
+            sizes["_locked"] = row.granted.locked_bytes
+            sizes["_swapped"] = row.granted.swapped_bytes
+            for node, nbytes in row.granted.nodes.items():
+                yield "unimem_memory_node_bytes", (*who, row.category, str(node)), nbytes
+        for what, size in sizes.items():
+            if size is not None:
+                yield f"unimem_memory{what}_bytes", labels, size
+    for name, kinds in _LLAMA_KINDS.items():
+        for device, size in _sum_kinds(report.rows, kinds).items():
+            yield name, (*who, device), size
+
+
+def _sum_kinds(rows: Iterable[Row], kinds: tuple[str, ...]) -> dict[str, int]:
+    """Add up rows of some kinds by device, which llama.cpp calls Host where it is main memory."""
+    found: dict[str, int] = {}
+    for row in rows:
+        if row.category.partition(":")[0] in kinds:
+            device = row.device or "Host"
+            found[device] = found.get(device, 0) + row.nbytes
+    return found
+
+
+def _by_pages(report: Report) -> dict[str, int]:
+    """Add up what is in RAM by the size of its pages."""
+    found = {"4k": 0}
+    for mapping in report.mappings:
+        for pages, nbytes in _pages_of(mapping.granted):
+            found[pages] = found.get(pages, 0) + nbytes
+    return found
+
+
+def _pages_of(placement: Placement) -> Iterator[tuple[str, int]]:
+    if huge := placement.huge_bytes:
+        yield "thp" if placement.pages == "4k" else placement.pages, huge
+    yield "4k", placement.resident_bytes - huge

@@ -1,0 +1,62 @@
+"""`unimem report --html`: what was read of a process, as a page in a file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+import numpy as np
+
+from unimem.accounting.growth import MemoryGrowth
+from unimem.accounting.report_page import report_page
+from unimem.accounting.samples import Sample
+from unimem.system.atomic_file import NewFile, write_text
+
+__all__ = ["page_at_end", "write_page"]
+
+
+def write_page(path: str, sample: Sample) -> None:
+    """Write the page of a sample, whole or not at all.
+
+    Raises
+    ------
+    OSError
+        It cannot be written. What was there is as before.
+    """
+    write_text(path, _page(sample, MemoryGrowth()))
+
+
+@contextmanager
+def page_at_end(
+    path: str, seen: Callable[[], tuple[Sample | None, MemoryGrowth]]
+) -> Iterator[None]:
+    """Write a page at the end of a watch, however it ends.
+
+    Parameters
+    ----------
+    path : str
+        The file. It is looked at before the watch begins, so that no watch is in vain.
+    seen : callable
+        Returns the last sample, or None where there was none, and how memory has grown.
+
+    Raises
+    ------
+    OSError
+        It cannot be written. What was there is as before.
+    """
+    with NewFile(path) as file:
+        try:
+            yield
+        finally:
+            sample, growth = seen()
+            if sample is not None:
+                file.write(np.frombuffer(_page(sample, growth).encode(), np.uint8), 0)
+                file.publish()
+
+
+def _page(sample: Sample, growth: MemoryGrowth) -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(sample.clock))
+    note = f"Read at {when} by unimem {version('unimem-llm')}."
+    return report_page(sample, growth.points, note)

@@ -1,0 +1,203 @@
+"""unimem's memory as tensors of torch, without a copy.
+
+Needs torch (the extra ``torch``). Tensors of torch go into caches and scratchpads as they are, and
+``torch.from_dlpack`` takes views of all of unimem's memory; what is here is for more than that. See
+docs/torch.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import numpy as np
+
+from unimem._core.dlpack import exported
+from unimem.errors import ClosedError
+from unimem.weights.opened import Weights
+from unimem.weights.tensors import Tensor
+
+__all__ = ["load_state_dict", "tensor"]
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"unimem.torch needs torch: install unimem-llm with the extra 'torch'; importing it "
+            f"said: {error}"
+        ) from error
+    return torch
+
+
+def tensor(view: Any) -> Any:
+    """See an array as a tensor of torch, over the same memory.
+
+    Parameters
+    ----------
+    view : array
+        A view of a cache, a tape or a block, a tensor of opened weights, or another array that is
+        NumPy's or has ``__dlpack__``. Also of ml_dtypes' types.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the shape, dtype and strides of `view`, and keeping its memory alive. torch has no
+        read-only tensors: where `view` is read-only, nobody may write to the tensor, and over a
+        mapped file the kernel ends a program that does (SIGSEGV).
+
+    Raises
+    ------
+    TypeError
+        It is no array, or one of a type or with strides that torch has not, such as the blocks of
+        a ``"q8_0"`` cache.
+    ImportError
+        There is no torch.
+    ClosedError
+        The memory of `view` was closed.
+    """
+    torch = _torch()
+    if isinstance(view, Tensor):
+        view = view.as_array()
+    if isinstance(view, np.ndarray):
+        if min(view.strides, default=0) < 0:  # which torch answers with the end of the process
+            raise TypeError(
+                f"view: expected an array that torch can show, got strides of {view.strides}: "
+                "torch has none below 0"
+            )
+        view = exported(view)
+    elif not hasattr(type(view), "__dlpack__"):
+        raise TypeError(
+            "view: expected an array of NumPy, or another that has __dlpack__, got "
+            f"{type(view).__name__}"
+        )
+    try:
+        return torch.from_dlpack(view)
+    except ClosedError:
+        raise
+    except (BufferError, RuntimeError, ValueError) as error:
+        kind = getattr(view, "dtype", type(view).__name__)
+        said = str(error).partition("\n")[0]
+        raise TypeError(
+            f"view: expected an array that torch can show, got one of {kind}: {said}"
+        ) from None
+
+
+def load_state_dict(
+    module: Any,
+    weights: Weights,
+    *,
+    names: Mapping[str, str] | None = None,
+    strict: bool = True,
+) -> list[str]:
+    """Give a module the tensors of a model, without a copy where their dtypes agree.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Also one without memory, as ``with torch.device("meta"):`` makes it.
+    weights : Weights
+        An opened model, whose memory the module keeps alive from then on.
+    names : mapping of str to str, optional
+        Of the module's names those of the model's tensors, where they differ.
+    strict : bool, default True
+        Whether each parameter must be in the model, and each tensor of the model in the module.
+
+    Returns
+    -------
+    list of str
+        What was copied, since the module has it in another dtype or on another device; a
+        parameter that the module knows by two names is there by the first of them. All others are
+        the model's own memory. Their parameters require no gradient, for nobody may write there:
+        see `tensor`.
+
+    Raises
+    ------
+    ValueError
+        Names or shapes differ; the message has them.
+    TypeError
+        `module` or `weights` is none; or a tensor is of a type that torch has not, such as
+        ``"q4_K"``.
+    ImportError
+        There is no torch.
+    ClosedError
+        The weights were closed.
+
+    Notes
+    -----
+    When it raises, the module is as it was.
+    """
+    torch = _torch()
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module: expected a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(weights, Weights):
+        raise TypeError(
+            f"weights: expected what open_weights returns, got {type(weights).__name__}"
+        )
+    own = module.state_dict(keep_vars=True)
+    own = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    called = _called(own, weights, {} if names is None else names)
+    # A parameter that the module has under several names, the model has under one in most cases.
+    first: dict[int, str] = {}
+    for name, value in own.items():
+        if called[name] in weights.tensors:
+            first.setdefault(id(value), name)
+    if strict:
+        lacking = {called[name] for name, value in own.items() if id(value) not in first}
+        _refuse(lacking, "that the module has and the model has not")
+        unused = {*weights.tensors} - {*called.values()}
+        _refuse(unused, "that the model has and the module has not")
+    made: dict[int, Any] = {}
+    copied: list[str] = []
+    mapped: list[str] = []
+    for number, name in first.items():
+        value = own[name]
+        given = tensor(_checked(weights.tensors[called[name]], tuple(value.shape), name))
+        device = given.device if value.device.type == "meta" else value.device
+        fitted = given.to(device, value.dtype)
+        (mapped if fitted is given else copied).append(name)
+        if isinstance(value, torch.nn.Parameter):
+            fitted = torch.nn.Parameter(fitted, requires_grad=False)
+        made[number] = fitted
+    state = {name: made[id(value)] for name, value in own.items() if id(value) in made}
+    module.load_state_dict(state, strict=False, assign=True)
+    for name in mapped:  # torch lets a parameter require what the one before did
+        state[name].requires_grad_(False)
+    return copied
+
+
+def _called(own: Mapping[str, Any], weights: Weights, names: Mapping[str, str]) -> dict[str, str]:
+    """Return what the model calls each of the module's names."""
+    if not isinstance(names, Mapping):
+        raise TypeError(f"names: expected a mapping of str to str, got {type(names).__name__}")
+    _refuse({*names} - {*own}, "in names= that the module has not")
+    _refuse({*names.values()} - {*weights.tensors}, "in names= that the model has not")
+    return {name: name for name in own} | dict(names)
+
+
+def _refuse(names: Set[str], what: str) -> None:
+    """Raise where there are any."""
+    if names:
+        shown = ", ".join(map(str, sorted(names)[:8])) + (", ..." if len(names) > 8 else "")
+        raise ValueError(
+            "names: expected those of the module and those of the model to agree, got "
+            f"{len(names)} {what}: {shown}; names= maps them, and strict=False leaves out what is "
+            "not there"
+        )
+
+
+def _checked(given: Tensor, shape: tuple[int, ...], name: str) -> np.ndarray[Any, Any]:
+    """Return a model's tensor as an array, once it is known to fit."""
+    array = given.as_array()
+    if array.shape != given.shape:
+        raise TypeError(
+            f"weights: expected tensor '{given.name}' in a type that torch has, got {given.type}, "
+            "whose bytes are no numbers: dequantize() gives float32"
+        )
+    if given.shape != shape:
+        raise ValueError(
+            f"weights: expected tensor '{given.name}' of shape {shape}, as the module has "
+            f"'{name}', got {given.shape}"
+        )
+    return array

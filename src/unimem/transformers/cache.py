@@ -1,0 +1,515 @@
+"""The cache that `generate` takes."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwargs
+
+from unimem.kv import arrays
+from unimem.kv.cache import KVCache as CoreCache
+from unimem.system.arguments import flag, integer
+from unimem.system.placement import PlacementOptions
+from unimem.transformers import sessions
+from unimem.transformers.layers import CacheOptions, Group, Layer
+
+__all__ = ["KVCache"]
+
+# Layers that attend to chunks are cached as those of a window are: the mask alone differs.
+_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# A layer without keys of its own.
+_NONE = "dummy"
+
+
+def windows(config: PreTrainedConfig) -> list[int | None]:
+    """Return how many tokens each layer keeps: None for all, or 0 where it has no keys.
+
+    Raises
+    ------
+    NotImplementedError
+        Layers of a kind that has no keys and values.
+    """
+    kinds, options = get_layer_types_and_kwargs(config)
+    if unknown := sorted(set(kinds) - {*_KINDS, _NONE}):
+        raise NotImplementedError(
+            f"KVCache: expected layers of {', '.join(_KINDS)}, and {config.model_type} has "
+            f"{', '.join(unknown)}: use transformers' DynamicCache"
+        )
+    return [
+        0 if kind == _NONE else given.get("sliding_window")
+        for kind, given in zip(kinds, options, strict=True)
+    ]
+
+
+class KVCache(Cache):  # type: ignore[misc]
+    """A `transformers.Cache` whose rows lie in caches of unimem, and never move.
+
+    Give it to ``model.generate(..., past_key_values=cache)`` or to the model itself. Layers of full
+    attention share a `unimem.KVCache`, and those of a window a ring, both with
+    ``order="head"``. Keys and values are views of their rows, of exactly the tokens that are there:
+    a token costs one copy of its own rows, however long the conversation is.
+
+    Attention of grouped queries over them is fastest with
+    ``model.set_attn_implementation("unimem")``: see `unimem.transformers.attention`.
+
+    One thread uses it at a time. After a fork the child has its own copy, but for windows, which
+    are left out of it. It keeps no gradients, and is for the CPU.
+
+    Parameters
+    ----------
+    config : transformers.PreTrainedConfig
+        Of the model.
+    max_seq_len : int, optional
+        Tokens that fit; ``config.max_position_embeddings`` by default.
+    dtype : {"f32", "f16", "bf16", "q8_0"}, optional
+        What is stored; by default what the model computes in. With another type attention gets
+        converted copies, and costs time that grows with the conversation.
+    grow : bool, default True
+        Whether memory of full attention is taken as tokens come, or at once.
+    spare_rows : int, default 128
+        Of windows: so far can `crop` go back, and so many tokens at once are views.
+    budget_bytes : int, optional
+        What `capacity_bytes` never exceeds: CacheFull is raised before.
+    **placement
+        See `unimem.PlacementOptions`.
+
+    Raises
+    ------
+    NotImplementedError
+        The model has other layers than of full and sliding attention.
+    ValueError, TypeError
+        As `unimem.KVCache`; most of it with the first token, which says how many streams there are.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> from unimem.transformers import KVCache
+    >>> config = transformers.LlamaConfig(
+    ...     hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...     num_key_value_heads=2, vocab_size=64, max_position_embeddings=256)
+    >>> model = transformers.LlamaForCausalLM(config).eval()
+    >>> with KVCache.for_model(model) as cache:
+    ...     ids = model.generate(torch.tensor([[1, 2, 3]]), past_key_values=cache,
+    ...                          max_new_tokens=5, do_sample=False, pad_token_id=0)
+    ...     cache.get_seq_length()
+    7
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        max_seq_len: int | None = None,
+        *,
+        dtype: npt.DTypeLike | None = None,
+        grow: bool = True,
+        spare_rows: int = 128,
+        budget_bytes: int | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        if max_seq_len is None:
+            max_seq_len = text.max_position_embeddings
+        options = CacheOptions(
+            max_seq_len=integer(max_seq_len, "max_seq_len", 1),
+            dtype=None if dtype is None else arrays.kv_type(dtype),
+            grow=flag(grow, "grow"),
+            spare_rows=integer(spare_rows, "spare_rows", 0),
+            budget_bytes=budget_bytes,
+            placement=dict(placement),
+        )
+        self._options = options
+        self._model: weakref.ref[PreTrainedModel] | None = None
+        groups: dict[int | None, Group] = {}
+        layers: list[Layer | DummyLayer] = []
+        for window in windows(text):
+            if window == 0:
+                layers.append(DummyLayer())
+                continue
+            group = groups.setdefault(window, Group(window, options))
+            layer = Layer(self, group, len(group.layers))
+            group.layers.append(layer)
+            layers.append(layer)
+        # Rings take all of their memory at once, and refuse what others do not.
+        self._groups = sorted(groups.values(), key=lambda group: group.window is None)
+        super().__init__(layers=layers)
+
+    @classmethod
+    def for_model(
+        cls, model: PreTrainedModel, max_seq_len: int | None = None, **options: Any
+    ) -> Self:
+        """Make a cache for a model, of which `save` then knows.
+
+        Parameters
+        ----------
+        model : transformers.PreTrainedModel
+            The model.
+        max_seq_len, **options
+            As for the class.
+
+        Returns
+        -------
+        KVCache
+        """
+        made = cls(model.config, max_seq_len, **options)
+        made._model = weakref.ref(model)
+        return made
+
+    # ---- for its layers ----
+
+    def _start(self, group: Group, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Make the cache of a group for tokens like these, which are its first."""
+        if keys.shape != values.shape:
+            raise ValueError(
+                f"KVCache.update: expected keys and values of one shape, got {tuple(keys.shape)} "
+                f"and {tuple(values.shape)}"
+            )
+        if any(layer.length for layer in group.layers):
+            batch, heads, head_dim = group.dims
+            raise ValueError(
+                f"KVCache.update: expected [{batch}, {heads}, n, {head_dim}] as before, got "
+                f"{list(keys.shape)}: reset() first, or batch_select_indices()"
+            )
+        budget = self._options.budget_bytes
+        starting = [group]
+        if budget is not None:
+            # What windows take is not for the tokens of the others to grow into.
+            starting = [one for one in self._groups if one is group or one.kv is None]
+        for one in starting:
+            others = [other for other in self._groups if other is not one]
+            kv = one.kv
+            one.start(keys, None if budget is None else budget - sum(map(_taken, others)))
+            for layer in one.layers:
+                layer.drop_rows()
+            if kv is not None:
+                kv.__exit__()
+
+    # ---- what transformers asks ----
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens, as assisted decoding does.
+
+        Parameters
+        ----------
+        tokens_to_remove : int
+            Minus the number of tokens to drop, as transformers says it.
+
+        Raises
+        ------
+        ValueError
+            Above 0; more than there are; or a window has overwritten what it would have to show,
+            which a larger `spare_rows` keeps. No token was dropped.
+        RuntimeError
+            Some layers lack tokens, since a forward pass was interrupted: call `rollback`.
+        """
+        length, n = self._length(), -tokens_to_remove
+        if n < 0:
+            raise ValueError(
+                "KVCache.crop: expected minus the number of tokens to drop, got "
+                f"{tokens_to_remove}: crop(-n) drops the last n"
+            )
+        if n > length:
+            raise ValueError(f"KVCache.crop: expected at most {length} tokens to drop, got {n}")
+        if n:
+            self._check_whole("crop")
+            self._crop([n] * len(self._groups))
+
+    def _crop(self, counts: Sequence[int]) -> None:
+        """Drop so many tokens of each group, or none."""
+        for group, n in zip(self._groups, counts, strict=True):
+            group.check_crop(n)
+        for group, n in zip(self._groups, counts, strict=True):
+            group.crop(n)
+
+    def rollback(self) -> None:
+        """Drop tokens that not all layers hold, such as those that CacheFull has interrupted.
+
+        Raises
+        ------
+        ValueError
+            A window has overwritten what it would have to show, which a larger `spare_rows` keeps.
+            There are no tokens then.
+        """
+        length = min(layer.length for group in self._groups for layer in group.layers)
+        if not length:
+            self.reset()
+            return
+        for group in self._groups:
+            group.rollback()
+        try:
+            self._crop([group.layers[0].length - length for group in self._groups])
+        except ValueError:
+            self.reset()
+            raise
+
+    def _check_whole(self, call: str) -> None:
+        lengths = {layer.length for group in self._groups for layer in group.layers}
+        if len(lengths) > 1:
+            raise RuntimeError(
+                f"KVCache.{call}: layers differ in length, from {min(lengths)} to {max(lengths)} "
+                "tokens, since a forward pass was interrupted: rollback() first"
+            )
+
+    def reset(self) -> None:
+        """Drop all tokens; the next ones may be of another number of streams."""
+        for group in self._groups:
+            group.clear()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Give each stream the tokens of another, in place, as beam search does.
+
+        Parameters
+        ----------
+        beam_idx : torch.Tensor
+            Integers ``[batch]``: which stream each becomes.
+
+        Raises
+        ------
+        ValueError
+            Another number of streams.
+        """
+        source = beam_idx.detach().cpu().numpy().astype(np.int64)
+        batch = self._batch()
+        if batch and len(source) != batch:
+            raise ValueError(f"beam_idx: expected {batch} streams, got {len(source)}")
+        for group in self._groups:
+            group.reorder(source)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each stream so many times: the tokens are copied into caches of more streams.
+
+        Raises
+        ------
+        CacheFull, CapacityError, MemoryError, PlacementError
+            There is no room. Nothing has changed.
+        RuntimeError
+            Some layers lack tokens.
+        """
+        self._select(np.repeat(np.arange(self._batch()), repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some streams, in this order: the tokens are copied into caches of as many.
+
+        Parameters
+        ----------
+        indices : torch.Tensor
+            Integers, or a mask ``[batch]``.
+
+        Raises
+        ------
+        CacheFull, CapacityError, MemoryError, PlacementError
+            There is no room. Nothing has changed.
+        RuntimeError
+            Some layers lack tokens.
+        """
+        self._select(np.arange(self._batch())[indices.detach().cpu().numpy()])
+
+    def _length(self) -> int:
+        return max(layer.length for group in self._groups for layer in group.layers)
+
+    def _batch(self) -> int:
+        return max((group.dims[0] for group in self._groups), default=0)
+
+    def _select(self, source: npt.NDArray[np.int64]) -> None:
+        if not self._batch():
+            return
+        self._check_whole("batch_select_indices")
+        budget = self._options.budget_bytes
+        made: list[CoreCache | None] = []
+        try:
+            for group in self._groups:
+                rest = budget and budget - sum(_promised(kv) for kv in made if kv is not None)
+                made.append(group.select(source, rest))
+        except BaseException:
+            for kv in made:
+                if kv is not None:
+                    kv.__exit__()
+            raise
+        for group, kv in zip(self._groups, made, strict=True):
+            if kv is not None:
+                before = group.require()
+                group.adopt(kv)
+                before.__exit__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy()
+
+    def copy(self) -> Self:
+        """Return a cache with the same tokens, in memory of its own.
+
+        Raises
+        ------
+        RuntimeError
+            Some layers lack tokens.
+        CapacityError, MemoryError, PlacementError
+            There is no room for it.
+        """
+        self._check_whole("copy")
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        groups = {group: Group(group.window, group.options) for group in self._groups}
+        other._groups = list(groups.values())
+        other.layers = [DummyLayer() for _ in self.layers]
+        for i, layer in enumerate(self.layers):
+            if isinstance(layer, Layer):
+                group = groups[layer.group]
+                other.layers[i] = Layer(other, group, layer.index)
+                group.layers.append(other.layers[i])
+        try:
+            for old, new in groups.items():
+                if old.kv is not None:
+                    new.adopt(old.kv.copy())
+        except BaseException:
+            other.__exit__()
+            raise
+        return other
+
+    # ---- sessions ----
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int] | None = None,
+        model: PreTrainedModel | None = None,
+    ) -> None:
+        """Write the tokens to a file, for `restore` in another process.
+
+        A file that is there is replaced at once. The windows of a model that has full attention
+        as well are in a second file beside it.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+        tokens : torch.Tensor, numpy.ndarray or sequence of int, optional
+            Their ids, ``[n]`` or ``[batch, n]``; more than there are tokens are ignored, such as
+            the last one that `generate` returns.
+        model : transformers.PreTrainedModel, optional
+            The model; that of `for_model` by default.
+
+        Raises
+        ------
+        ValueError, TypeError
+            No model; no tokens, or too few ids.
+        RuntimeError
+            Some layers lack tokens.
+        OSError
+            As `unimem.KVCache.save`. The file is as it was.
+        """
+        if model is None and self._model is not None:
+            model = self._model()
+        if model is None:
+            raise ValueError(
+                "KVCache.save: expected model=, by which restore() tells it from others"
+            )
+        self._check_whole("save")
+        sessions.save(self._groups, path, tokens, sessions.fingerprint(model))
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        model: PreTrainedModel,
+        tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int] | None = None,
+        mode: Literal["map", "copy"] = "map",
+        verify: bool | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> Self:
+        """Make a cache of what `save` wrote: `generate` goes on where the conversation ended.
+
+        Parameters
+        ----------
+        path : path-like
+            The file.
+        model : transformers.PreTrainedModel
+            The model, which has to be the one that it was saved with.
+        tokens : torch.Tensor, numpy.ndarray or sequence of int, optional
+            The ids that the conversation begins with, ``[n]`` or ``[batch, n]``: those of the file
+            must be the first of them.
+        mode, verify, **placement
+            As for `unimem.KVCache.restore`.
+
+        Returns
+        -------
+        KVCache
+
+        Raises
+        ------
+        SnapshotError
+            The file is no snapshot, is damaged, or is one of another model or of other tokens.
+        ValueError, TypeError, OSError, CapacityError, MemoryError, PlacementError
+            As `unimem.KVCache.restore`.
+        """
+        made = cls.for_model(model)
+        restored = sessions.restore(
+            *(made._groups, path, tokens, sessions.fingerprint(model)),
+            mode=mode,
+            verify=verify,
+            **placement,
+        )
+        for group, kv in zip(made._groups, restored, strict=True):
+            group.adopt(kv)
+        return made
+
+    # ---- figures and the end ----
+
+    @property
+    def caches(self) -> tuple[CoreCache, ...]:
+        """The `unimem.KVCache` of each kind of layers that has tokens, windows first."""
+        return tuple(group.kv for group in self._groups if group.kv is not None)
+
+    @property
+    def memory_usage_bytes(self) -> int:
+        """Bytes of the tokens that are there."""
+        return sum(kv.memory_usage_bytes for kv in self.caches)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of memory that back them."""
+        return sum(kv.capacity_bytes for kv in self.caches)
+
+    def close(self) -> None:
+        """Give the memory back; what views still use goes with the last of them."""
+        self.__exit__()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        for group in self._groups:
+            kv, group.kv, group.dims, group.oldest = group.kv, None, (0, 0, 0), 0
+            for layer in group.layers:
+                layer.length = 0
+                layer.drop_rows()
+            if kv is not None:
+                kv.__exit__()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_groups"):
+            self.__exit__()
+
+    def __repr__(self) -> str:
+        return f"KVCache({self._length()} tokens, {len(self.layers)} layers, {self.caches})"
+
+
+def _promised(kv: CoreCache) -> int:
+    """Return the most bytes that a cache may come to have."""
+    return kv.budget_bytes if kv.grow and kv.budget_bytes is not None else kv.capacity_bytes
+
+
+def _taken(group: Group) -> int:
+    return 0 if group.kv is None else _promised(group.kv)

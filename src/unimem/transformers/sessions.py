@@ -1,0 +1,206 @@
+"""Saving the caches of a model's layers, and restoring them for the same model and tokens.
+
+Each is a snapshot (docs/snapshots.md). Their model is named ``FINGERPRINT/STREAMS/ID``: of the
+model; of the tokens of all streams but the first, which has them in the file; and of the files that
+belong together where there are several, beside the first as ``PATH.ID``.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from transformers import PreTrainedModel
+
+from unimem.errors import SnapshotError
+from unimem.kv import snapshot
+from unimem.kv.cache import KVCache
+from unimem.system.arguments import file_path
+from unimem.transformers.layers import Group
+
+__all__ = ["fingerprint", "restore", "save"]
+
+# Of each tensor of a model: reading all of them would take longer than a snapshot saves.
+_SAMPLES = 16
+# What says nothing of the numbers that a model computes.
+_UNRELATED = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}
+
+Ids: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int] | None
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Name a model by its configuration, and by samples of its weights.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        The model.
+
+    Returns
+    -------
+    str
+        32 hexadecimal digits.
+    """
+    digest = xxhash.xxh3_128()
+    fields = model.config.to_dict()
+    for name in sorted(fields):
+        if not name.startswith("_") and name not in _UNRELATED:
+            digest.update(f"{name}={fields[name]!r}\n".encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] | None:
+    """Return the ids as [batch, n]."""
+    if tokens is None:
+        return None
+    given = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
+    ids = np.atleast_2d(np.asarray(given))
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or (batch is not None and len(ids) != batch):
+        streams = "batch" if batch is None else batch
+        raise ValueError(
+            f"tokens: expected ids of shape [{streams}, n], got {ids.dtype} of shape "
+            f"{list(ids.shape)}"
+        )
+    return ids.astype(np.int64)
+
+
+def _streams_name(ids: npt.NDArray[np.int64] | None, n: int) -> str:
+    """Return what tells the tokens of all streams but the first from others."""
+    if ids is None or len(ids) == 1:
+        return "-"
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(ids[1:, :n]).tobytes())
+
+
+def _beside(path: str, name: str) -> str:
+    return f"{path}.{name}"
+
+
+def _main_first(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: group.window is not None)
+
+
+def save(groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, model: str) -> None:
+    """Write the cache of each group.
+
+    Parameters
+    ----------
+    groups : sequence of Group
+        All of a model.
+    path, tokens
+        As `unimem.transformers.KVCache.save` takes them.
+    model : str
+        Its fingerprint.
+    """
+    file = file_path(path)
+    first, *others = [group.kv for group in _main_first(groups)]
+    if first is None or any(kv is None for kv in others):
+        raise ValueError("KVCache.save: expected a cache with tokens, got an empty one")
+    n = first.next_position
+    ids = _token_ids(tokens, first.batch)
+    if ids is not None and ids.shape[1] < n:
+        raise ValueError(f"tokens: expected the ids of all {n} tokens, got {ids.shape[1]}")
+    there = _files_beside(file)
+    name = secrets.token_hex(8) if others else "-"
+    named = f"{model}/{_streams_name(ids, n)}/{name}"
+    row = None if ids is None else ids[0, :n]
+    # The first file is replaced last, and names the others: before that the old ones are whole.
+    for i, kv in enumerate(others):
+        assert kv is not None
+        kv.save(_beside(file, f"{name}-{i}"), tokens=row, model=named)
+    first.save(file, tokens=row, model=named)
+    for old in there:
+        with suppress(OSError):
+            os.unlink(old)
+
+
+def _files_beside(path: str) -> list[str]:
+    """List the further files of what was saved at a path before."""
+    try:
+        model = snapshot.describe(path).model
+    except (OSError, SnapshotError):
+        return []
+    name = (model or "").split("/")[-1]
+    folder, prefix = os.path.dirname(path) or ".", _beside(os.path.basename(path), f"{name}-")
+    if len(name) != 16:
+        return []
+    return [os.path.join(folder, one) for one in os.listdir(folder) if one.startswith(prefix)]
+
+
+def restore(
+    groups: Sequence[Group],
+    path: str | os.PathLike[str],
+    tokens: Ids,
+    model: str,
+    **options: Any,
+) -> list[KVCache]:
+    """Make the cache of each group.
+
+    Parameters
+    ----------
+    groups : sequence of Group
+        All of a model, without caches.
+    path, tokens, model
+        As `save` takes them.
+    **options
+        Of `unimem.KVCache.restore`.
+
+    Returns
+    -------
+    list of KVCache
+        In the order of the groups.
+    """
+    file = file_path(path)
+    facts = snapshot.describe(file)
+    ids = _token_ids(tokens)
+    there = (facts.model or "").split("/")
+    if len(there) != 3 or there[0] != model:
+        raise SnapshotError(
+            f"expected a conversation of model {model!r}, got one of {there[0] or 'no model'!r}: "
+            "restore it with its own model, or save anew",
+            path=file,
+        )
+    wanted = facts.model
+    if ids is not None:
+        if len(ids) != facts.batch:
+            rule = f"expected {facts.batch} streams of tokens, got {len(ids)}"
+            raise SnapshotError(f"{rule}: restore without tokens=, or begin anew", path=file)
+        if _streams_name(ids, facts.next_position) != there[1]:
+            rule = "the tokens of its second stream, or of a further one, are no prefix of those"
+            raise SnapshotError(f"{rule} given: restore without tokens=, or begin anew", path=file)
+    row = None if ids is None else ids[0]
+    made: dict[int, KVCache] = {}
+    try:
+        for i, group in enumerate(_main_first(groups)):
+            name = file if i == 0 else _beside(file, f"{there[2]}-{i - 1}")
+            kv = KVCache.restore(name, tokens=row, model=wanted, **options)
+            made[id(group)] = kv
+            _check(kv, group, name)
+    except BaseException:
+        for kv in made.values():
+            kv.__exit__()
+        raise
+    return [made[id(group)] for group in groups]
+
+
+def _check(kv: KVCache, group: Group, path: str) -> None:
+    """Refuse a cache that is not one of the group's layers."""
+    expected = {"n_layers": len(group.layers), "window": group.window, "order": "head"}
+    for name, wanted in expected.items():
+        if (got := getattr(kv, name)) != wanted:
+            rule = f"expected a cache with {name}={wanted!r}, got {got!r}: save anew"
+            raise SnapshotError(rule, path=path)
+    if group.window is None and kv.seq_len != kv.next_position:
+        rule = f"expected all {kv.next_position} tokens, got the last {kv.seq_len}: save anew"
+        raise SnapshotError(rule, path=path)

@@ -1,0 +1,64 @@
+"""Tiny random models of transformers, whose windows are shorter than the test's conversations."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+
+# Threads that wait for each other cost these models far more than they save.
+torch.set_num_threads(1)
+
+WINDOW = 8
+VOCAB = 96
+_SIZES: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    **{"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": None},
+}
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_CHUNKS = ["chunked_attention", "full_attention", "chunked_attention"]
+
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("Qwen2", {}),
+    "gemma": ("Gemma2", {"sliding_window": WINDOW, "layer_types": _MIXED}),
+    "chunks": ("Llama", {"attention_chunk_size": WINDOW, "layer_types": _CHUNKS}),
+    "moe": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}),
+}
+
+
+def config(kind: str, **changes: Any) -> Any:
+    """The configuration of a kind of model."""
+    name, options = CONFIGS[kind]
+    made = getattr(transformers, f"{name}Config")(**(_SIZES | options | changes))
+    made.bos_token_id = None
+    return made
+
+
+@cache
+def model(kind: str, dtype: str = "float32", seed: int = 0) -> Any:
+    """A model with random weights, the same each time."""
+    torch.manual_seed(seed)
+    name, _ = CONFIGS[kind]
+    made = getattr(transformers, f"{name}ForCausalLM")(config(kind))
+    made.generation_config = transformers.GenerationConfig(pad_token_id=0)
+    return made.to(getattr(torch, dtype)).eval()
+
+
+def prompts(batch: int, n: int = 12, seed: int = 0) -> Any:
+    """Random ids [batch, n]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, VOCAB, (batch, n), generator=generator)
+
+
+def tokenizer() -> Any:
+    """One whose tokens are words of a letter and a number, as many as the models know."""
+    words = {"<pad>": 0} | {f"{'abcdefgh'[i % 8]}{i}": i for i in range(1, VOCAB)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")

@@ -1,0 +1,71 @@
+"""Packed attention computes what torch's does, and leaves to it what cannot be packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra transformers needs torch")
+pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
+
+import torch
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from unimem.transformers.attention import packed_attention
+
+pytestmark = pytest.mark.slow
+
+CASES = {
+    "a token": (1, 4, None),
+    "a token and a mask": (1, 4, "bool"),
+    "several and a mask": (5, 4, "bool"),
+    "several and numbers": (5, 4, "float"),
+    "several that are causal": (5, 4, None),
+    "a prompt": (40, 4, "bool"),
+    "no groups": (1, 1, "bool"),
+    "a mask a head": (2, 4, "heads"),
+}
+
+
+class Module(torch.nn.Module):  # type: ignore[misc]
+    is_causal = True
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.num_key_value_groups = group
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_that_of_torch(case: str, dtype: Any) -> None:
+    n, group, masked = CASES[case]
+    torch.manual_seed(0)
+    tokens = n if case == "several that are causal" else 57
+    query = torch.randn(2, n, 3 * group, 16).to(dtype).transpose(1, 2)
+    rows = torch.randn(2, 2, 3, 80, 16).to(dtype)  # a cache's: more rows than tokens
+    key, value = rows[0][:, :, :tokens], rows[1][:, :, :tokens]
+    mask = None
+    if masked is not None:
+        mask = torch.rand(2, 3 * group if masked == "heads" else 1, n, tokens) < 0.7
+        mask[..., 0] = True
+        if masked == "float":
+            mask = torch.where(mask, 0.0, torch.finfo(dtype).min).to(dtype)
+    got, weights = packed_attention(Module(group), query, key, value, mask, scaling=0.3)
+    expected, _ = sdpa_attention_forward(Module(group), query, key, value, mask, scaling=0.3)
+    assert weights is None
+    assert got.shape == expected.shape == (2, n, 3 * group, 16)
+    assert got.is_contiguous()
+    atol = 1e-5 if dtype == torch.float32 else 0.02
+    assert torch.allclose(got.float(), expected.float(), atol=atol)
+
+
+def test_what_torch_cannot_do_is_refused_for_one_token_too() -> None:
+    query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 5, 16)
+    with pytest.raises(ValueError, match="softcap"):
+        packed_attention(Module(2), query, key, key, None, softcap=30.0)
+    bias = torch.linspace(-3, 3, 5).reshape(1, 1, 1, 5).expand(1, 4, 1, 5)
+    values = torch.arange(80.0).reshape(1, 1, 5, 16).expand(1, 2, 5, 16)
+    got, _ = packed_attention(Module(2), query, key, values, None, position_bias=bias)
+    expected, _ = sdpa_attention_forward(Module(2), query, key, values, None, position_bias=bias)
+    assert torch.equal(got, expected)
