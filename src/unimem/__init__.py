@@ -35,6 +35,7 @@ from unimem.errors import (
 from unimem.kv.cache import KVCache
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
+from unimem.kv.store import KVStore
 from unimem.layout import Layout, Stat
 from unimem.planning.governor import Governor
 from unimem.planning.plan import plan
@@ -64,6 +65,7 @@ __all__ = [
     "Grid",
     "GridFull",
     "KVCache",
+    "KVStore",
     "Layout",
     "Machine",
     "Measured",

@@ -103,6 +103,22 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     ),
     "KVCache.trim_to": lambda t: (t.kv().trim_to, {"n": 1, "keep_first": 0}),
     "KVCache.warm": lambda t: (t.kv().warm, {"threads": 1}),
+    "KVStore": lambda t: (
+        um.KVStore,
+        {"where": t.folder / "store", "ram_bytes": 0, "disk_bytes": 1 << 20, "chunk_tokens": 2},
+    ),
+    "KVStore.longest": lambda t: (
+        t.store().longest,
+        {"tokens": [1, 2], "model": "m", "kv": t.kv()},
+    ),
+    "KVStore.put": lambda t: (
+        t.store().put,
+        {"kv": t.kv(), "tokens": [1, 2], "model": "m"},
+    ),
+    "KVStore.restore_into": lambda t: (
+        t.store().restore_into,
+        {"kv": t.empty_kv(), "tokens": [1, 2], "model": "m"},
+    ),
     "Layout": lambda t: (
         um.Layout,
         {"weights": 4096, "scratch": 4096, "history": 4096} | PLACEMENT,
@@ -219,7 +235,8 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder": lambda t: (
         importlib.import_module("unimem.engine").Decoder,
         {"path_or_weights": t.weights(), "ctx": 16, "kv_dtype": "f16", "window": None}
-        | {"threads": 1, "layout": None, "load": "map", "progress": None},
+        | {"threads": 1, "layout": None, "load": "map", "progress": None}
+        | {"store": None},
     ),
     "Decoder.detokenize": of_decoder("detokenize", tokens=[1, 2]),
     "Decoder.generate": of_decoder(

@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
@@ -26,6 +26,7 @@ from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot_format as fmt
 from unimem.kv.snapshot_format import Chunk, Snapshot
+from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system.arguments import file_path, flag, one_of
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import PlacementOptions
@@ -37,8 +38,6 @@ __all__ = ["Snapshot", "check", "describe", "read_into", "restore", "save", "ver
 _CHUNK_BYTES = 8 << 20
 # One thread hashes while others write; more keep no disk busier.
 _THREADS = 4
-
-Tokens = Sequence[int] | NDArray[Any] | None
 
 
 class Cache(Protocol):
@@ -125,7 +124,7 @@ class HostCache(Cache, Protocol):
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
 
 
-def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | None) -> None:
+def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None) -> None:
     """Write a cache's tokens to a file, which is replaced whole or not at all.
 
     Parameters
@@ -150,7 +149,7 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | N
         There is no room for what is written by way of page-aligned memory.
     """
     name = file_path(path)
-    ids = _token_ids(tokens)
+    ids = None if tokens is None else token_ids(tokens)
     if ids is not None and len(ids) != kv.next_position:
         raise ValueError(
             f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
@@ -260,7 +259,7 @@ def restore(
     cls: type[_HostCacheT],
     path: str | os.PathLike[str],
     mode: Literal["map", "copy"],
-    tokens: Tokens,
+    tokens: Tokens | None,
     model: str | None,
     verify: bool | None,
     placement: PlacementOptions,
@@ -314,7 +313,7 @@ def restore(
         )
     if verify is not None:
         flag(verify, "verify")
-    ids = _token_ids(tokens)
+    ids = None if tokens is None else token_ids(tokens)
     with _opened(file_path(path)) as (fd, snapshot):
         _check_wanted(snapshot, ids, model)
         fields = {key: getattr(snapshot, key) for key in _DIMS}
@@ -342,7 +341,7 @@ def restore(
 
 
 def read_into(
-    kv: Cache, path: str | os.PathLike[str], tokens: Tokens = None, model: str | None = None
+    kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None = None, model: str | None = None
 ) -> Snapshot:
     """Read a snapshot into a cache that is there, and check all of it.
 
@@ -384,7 +383,7 @@ def read_into(
             "expected a cleared cache, got one with reserved rows, or with tokens that not all "
             "layers hold: call clear() first"
         ) from error
-    ids = _token_ids(tokens)
+    ids = None if tokens is None else token_ids(tokens)
     with _opened(file_path(path)) as (fd, snapshot):
         _check_wanted(snapshot, ids, model)
         for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order"):
@@ -470,19 +469,6 @@ def _model_name(model: str | None) -> str | None:
     if model is not None and not isinstance(model, str):
         raise TypeError(f"model: expected a str, got {type(model).__name__}")
     return model
-
-
-def _token_ids(tokens: Tokens) -> NDArray[np.int32] | None:
-    if tokens is None:
-        return None
-    given = np.asarray(tokens)
-    if given.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got shape {given.shape}")
-    if given.size and given.dtype.kind not in "iu":
-        raise TypeError(f"tokens: expected integers, got {given.dtype}")
-    if given.size and not 0 <= given.min() <= given.max() < 2**31:
-        raise ValueError(f"tokens: expected 0 to 2**31 - 1, got {given.min()} to {given.max()}")
-    return given.astype(np.int32)
 
 
 def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: str | None) -> None:
