@@ -134,8 +134,10 @@ def test_what_is_refused(store: ObjectServer) -> None:
 
 def test_an_engine_of_a_url(store: ObjectServer) -> None:
     engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
-    texts = []
+    from unimem.engine.prefixes import model_name
+
+    found = []
     for path in (str(TINY), URL):
         with um.open_weights(path) as weights, engine.Decoder(weights, ctx=32, threads=1) as dec:
-            texts.append("".join(dec.generate("Once upon", 8)))
-    assert texts[0] == texts[1]
+            found.append(("".join(dec.generate("Once upon", 8)), model_name(weights)))
+    assert found[0] == found[1]
