@@ -6,6 +6,7 @@ import errno
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_a_snapshot_and_chunks(s3: str, tmp_path: Path) -> None:
                 for i in (0, 1)
                 for a, b in zip(kv.layer(i), again.layer(i), strict=True)
             )
-        options = {"ram_bytes": 0, "disk_bytes": 0, "chunk_tokens": 32}
+        options: dict[str, Any] = {"ram_bytes": 0, "disk_bytes": 0, "chunk_tokens": 32}
         with um.KVStore(ROOT + "/kv", **options) as store:
             assert store.put(kv, ids, model="m") == 96
             assert store.put(kv, ids, model="m") == 96

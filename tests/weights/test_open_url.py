@@ -141,3 +141,18 @@ def test_an_engine_of_a_url(store: ObjectServer) -> None:
         with um.open_weights(path) as weights, engine.Decoder(weights, ctx=32, threads=1) as dec:
             found.append(("".join(dec.generate("Once upon", 8)), model_name(weights)))
     assert found[0] == found[1]
+    with engine.Decoder(URL, ctx=32, threads=1) as dec:
+        assert "".join(dec.generate("Once upon", 8)) == found[0][0]
+    with pytest.raises(ValueError, match=r"load='repack' of 's3://.*give its weights"):
+        engine.Decoder(URL, ctx=32, load="repack")
+    with um.Layout.for_model(URL, ctx=32) as layout:
+        assert isinstance(layout.weights, um.Weights)
+
+
+def test_an_engine_refuses_before_it_reads(store: ObjectServer) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    data = TINY.read_bytes().replace(b"llama", b"camel")
+    store.add(PATH, data)
+    with pytest.raises(ValueError, match="architecture 'camel' is not supported"):
+        engine.Decoder(URL, ctx=32)
+    assert {asked for _, _, asked in store.asked} == {"0-262143"}

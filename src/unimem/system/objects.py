@@ -20,7 +20,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from unimem.errors import ClosedError
 from unimem.system.url_errors import in_own_words
 
-__all__ = ["Answer", "Data", "Server", "is_url", "open_server"]
+__all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]
 
 Data: TypeAlias = bytes | bytearray | memoryview
 
@@ -46,6 +46,15 @@ _FORKED = (
 def is_url(path: object) -> TypeGuard[str]:
     """Whether it is the URL of a file, and no path."""
     return isinstance(path, str) and _URL.match(path) is not None
+
+
+def shown(path: str) -> str:
+    """Return a path, or a URL without what may be secret: a user, and what follows a ``?``."""
+    if not is_url(path):
+        return path
+    scheme, _, rest = path.partition("://")
+    host, slash, name = rest.partition("?")[0].partition("#")[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{name}"
 
 
 class Answer(ABC):
