@@ -288,8 +288,8 @@ def test_streams_are_refused(tmp_path: Path) -> None:
 def test_wrong_figures_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match), opened(tmp_path / "s", **options):
         pass
-    with pytest.raises(ValueError, match="where: expected a folder"):
-        um.KVStore("s3://bucket/prefix", ram_bytes=0)
+    with pytest.raises(ValueError, match="where: expected a folder or a URL"):
+        um.KVStore("", ram_bytes=0)
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     "open_weights": lambda t: (
         um.open_weights,
         {"path": MODEL, "load": "map", "progress": None, "tape": None, "threads": 1}
-        | {"advice": None}
+        | {"advice": None, "verify": True}
         | PLACEMENT,
     ),
     "plan": lambda t: (

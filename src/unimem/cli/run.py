@@ -43,6 +43,7 @@ from unimem.planning.governor import Governor
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
+from unimem.system.objects import shown
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
 from unimem.system.text import escape, fact_lines, format_count, table_lines
@@ -554,7 +555,7 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
     if options.store is not None:
         store = (
             f"{talk.n_known} of {format_count(n_prompt, 'token')} of the prompt taken from "
-            f"{options.store}, which has {talk.n_stored} now"
+            f"{shown(options.store)}, which has {talk.n_stored} now"
         )
     known = report.facts
     name = Path(decoder.weights.files[0]).name + (" (in the package)" if options.embedded else "")
@@ -684,7 +685,7 @@ def _store(talk: Talk, options: Options) -> dict[str, Any] | None:
     if options.store is None:
         return None
     return {
-        "folder": options.store,
+        "folder": shown(options.store),
         "restored_tokens": talk.n_known,
         "stored_tokens": talk.n_stored,
     }

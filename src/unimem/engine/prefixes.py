@@ -13,6 +13,7 @@ from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
 from unimem.kv.store import KVStore
 from unimem.system import policy
+from unimem.system.objects import is_url
 from unimem.weights.opened import Weights
 
 __all__ = ["Prefixes", "model_name"]
@@ -44,12 +45,16 @@ def model_name(weights: Weights) -> str:
     with ExitStack() as undo:
         files = {}
         for part in weights._parts:
-            fd = os.open(part.file.absolute_path, os.O_RDONLY | os.O_CLOEXEC)
-            undo.callback(os.close, fd)
-            files[part.file.path] = fd
+            if not is_url(part.file.path):
+                fd = os.open(part.file.absolute_path, os.O_RDONLY | os.O_CLOEXEC)
+                undo.callback(os.close, fd)
+                files[part.file.path] = fd
         for _, tensor in sorted(weights.tensors.items()):
             size = min(_SAMPLE_BYTES, tensor.nbytes)
-            digest.update(os.pread(files[tensor.file], size, tensor.offset))
+            if tensor.file in files:
+                digest.update(os.pread(files[tensor.file], size, tensor.offset))
+            else:  # it came from a server, and is in memory
+                digest.update(tensor.as_array().reshape(-1).view("uint8")[:size].tobytes())
     return f"{weights.fingerprint}+{digest.hexdigest()}"
 
 

@@ -6,10 +6,8 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,9 +24,11 @@ from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot_format as fmt
 from unimem.kv.snapshot_format import Chunk, Snapshot
+from unimem.kv.snapshot_source import LocalSnapshot, RemoteSnapshot, SnapshotBytes, open_source
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system.arguments import file_path, flag, one_of
 from unimem.system.atomic_file import NewFile
+from unimem.system.objects import is_url, open_server
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import wait_until
 
@@ -122,6 +122,7 @@ class HostCache(Cache, Protocol):
 
 
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
+_T = TypeVar("_T")
 
 
 def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None) -> None:
@@ -132,7 +133,7 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
     kv : KVCache
         Without reserved rows, and of equally many tokens in all layers: the caller has checked.
     path : path-like
-        The file. One that is there keeps its permissions.
+        The file, or the URL of an object. A file that is there keeps its permissions.
     tokens : sequence of int, optional
         The ids of all tokens of the conversation, up to `next_position`, those that were trimmed
         included.
@@ -170,25 +171,37 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
         ids,
         name,
     )
+    rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
+
+    def data_of(chunk: Chunk, staging: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
+        # Pages of a file that may be lost are copied first: neither hashed nor written from.
+        if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
+            piece = staging[: chunk.nbytes + chunk.padding]
+            if kv._file is None:
+                piece[: chunk.nbytes] = data
+            else:
+                guard.copy(piece, data.ctypes.data, chunk.nbytes, kv._file)
+            piece[chunk.nbytes :] = 0
+            data = piece
+        snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
+        return data
+
+    if is_url(name):
+        _save_object(snapshot, name, data_of)
+    else:
+        _save_file(snapshot, name, data_of)
+
+
+_DataOf = Callable[[Chunk, NDArray[np.uint8]], NDArray[np.uint8]]
+
+
+def _save_file(snapshot: Snapshot, name: str, data_of: _DataOf) -> None:
     with NewFile(name) as file:
         file.allocate(snapshot.file_bytes)
-        rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
-
-        def write(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
-            data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
-            # Pages of a file that may be lost are copied first: neither hashed nor written from.
-            if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
-                piece = staging[: chunk.nbytes + chunk.padding]
-                if kv._file is None:
-                    piece[: chunk.nbytes] = data
-                else:
-                    guard.copy(piece, data.ctypes.data, chunk.nbytes, kv._file)
-                piece[chunk.nbytes :] = 0
-                data = piece
-            snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
-            file.write(data, chunk.offset)
-
-        _for_each_chunk(snapshot, write)
+        _for_each_chunk(
+            snapshot, lambda chunk, staging: file.write(data_of(chunk, staging), chunk.offset)
+        )
         # Last, since it has the checksums.
         with _staging(snapshot.data_offset) as block:
             head = block.as_array("uint8", snapshot.data_offset)
@@ -196,6 +209,28 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
             file.write(head, 0)
             del head
         file.publish()
+
+
+def _save_object(snapshot: Snapshot, url: str, data_of: _DataOf) -> None:
+    """Write an object from its first byte to its last; it is there when all of it is.
+
+    The header comes first and has the checksums, so all data is looked at twice.
+    """
+    server, shown = open_server(url)
+    try:
+        _for_each_chunk(snapshot, data_of)
+        head = np.zeros(snapshot.data_offset, np.uint8)
+        fmt.encode(snapshot, head)
+
+        def parts() -> Iterator[memoryview]:
+            yield head.data
+            for chunk in snapshot.chunks():
+                # Of its own, since it may be on its way when the next one is asked for.
+                yield data_of(chunk, np.empty(chunk.nbytes + chunk.padding, np.uint8)).data
+
+        server.put_parts(shown, parts(), snapshot.file_bytes)
+    finally:
+        server.close()
 
 
 # The constructor's arguments, which a snapshot has as fields of these names.
@@ -250,8 +285,8 @@ def check(path: str | os.PathLike[str]) -> Snapshot:
     MemoryError
         There is no room for what is read at once, at most 256 MiB.
     """
-    with _opened(file_path(path)) as (fd, snapshot):
-        _check_data(snapshot, fd)
+    with _opened(file_path(path)) as (source, snapshot):
+        _check_data(snapshot, source)
         return snapshot
 
 
@@ -271,10 +306,10 @@ def restore(
     cls : type
         KVCache.
     path : path-like
-        The file.
+        The file, or its URL.
     mode : {"map", "copy"}
         Map the file, privately, so that pages are read when they are touched; or read all of it. A
-        ring, and a cache without tokens, is read in both.
+        ring, a cache without tokens, and what a URL names, is read in both.
     tokens : sequence of int, optional
         What the conversation shall begin with: the snapshot's tokens have to be a prefix of these.
     model : str, optional
@@ -314,29 +349,32 @@ def restore(
     if verify is not None:
         flag(verify, "verify")
     ids = None if tokens is None else token_ids(tokens)
-    with _opened(file_path(path)) as (fd, snapshot):
+    with _opened(file_path(path)) as (source, snapshot):
         _check_wanted(snapshot, ids, model)
         fields = {key: getattr(snapshot, key) for key in _DIMS}
         can_be_mapped = (
             snapshot.seq_len and not snapshot.window and snapshot.alignment % mmap.PAGESIZE == 0
         )
-        source = _SnapshotFile(fd, snapshot) if mode == "map" else None
-        if source and can_be_mapped:
+        file = None
+        if mode == "map" and isinstance(source, LocalSnapshot):
+            file = _SnapshotFile(source.fd, snapshot)
+        if file and can_be_mapped:
             if verify:
-                _check_data(snapshot, fd)
+                _check_data(snapshot, source)
             offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
             kv = cls._mapped(
-                fields, fd, snapshot.path, offsets, snapshot.seq_len, snapshot.next_position
+                *(fields, file.fd, snapshot.path, offsets),
+                *(snapshot.seq_len, snapshot.next_position),
             )
         else:
             kv = cls(**fields, **placement)
             try:
-                _read(kv, snapshot, fd, verify=verify is not False)
+                _read(kv, snapshot, source, verify=verify is not False)
             except BaseException:
                 # Not close(), which raises while the error's traceback holds views.
                 kv.__exit__()
                 raise
-        kv._snapshot = source
+        kv._snapshot = file
         return kv
 
 
@@ -384,7 +422,7 @@ def read_into(
             "layers hold: call clear() first"
         ) from error
     ids = None if tokens is None else token_ids(tokens)
-    with _opened(file_path(path)) as (fd, snapshot):
+    with _opened(file_path(path)) as (source, snapshot):
         _check_wanted(snapshot, ids, model)
         for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order"):
             there, here = getattr(snapshot, key), getattr(kv, key)
@@ -404,7 +442,7 @@ def read_into(
                 snapshot.seq_len,
             )
         try:
-            _read(kv, snapshot, fd, verify=True)
+            _read(kv, snapshot, source, verify=True)
         except BaseException:
             kv.clear()
             raise
@@ -440,12 +478,12 @@ class _SnapshotFile:
     """The file behind a mapped cache, held open: another may have its name by now."""
 
     def __init__(self, fd: int, snapshot: Snapshot) -> None:
-        self._fd = -1
+        self.fd = -1
         self._snapshot = snapshot
-        self._fd = os.dup(fd)
+        self.fd = os.dup(fd)
 
     def verify(self) -> None:
-        there, whole = os.fstat(self._fd).st_size, self._snapshot.file_bytes
+        there, whole = os.fstat(self.fd).st_size, self._snapshot.file_bytes
         if there < whole:
             raise SnapshotError(
                 f"the file was truncated after it was mapped: it has {there} of {whole} bytes, and "
@@ -454,12 +492,12 @@ class _SnapshotFile:
                 there,
                 self._snapshot.path,
             )
-        _check_data(self._snapshot, self._fd)
+        _check_data(self._snapshot, LocalSnapshot(self.fd, self._snapshot.path, there))
 
     def __del__(self) -> None:
-        if self._fd >= 0:
+        if self.fd >= 0:
             with suppress(OSError):
-                os.close(self._fd)
+                os.close(self.fd)
 
 
 # ---- what the caller gave ----
@@ -499,39 +537,32 @@ def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: s
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[int, Snapshot]]:
+def _opened(path: str) -> Iterator[tuple[LocalSnapshot | RemoteSnapshot, Snapshot]]:
     """Give the open file and what its header says, all of which is checked."""
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open_source(path) as source:
+        yield source, _again(source, lambda: _read_header(source))
+
+
+def _read_header(source: SnapshotBytes) -> Snapshot:
+    head = np.empty(min(fmt.HEADER_BYTES, source.nbytes), np.uint8)
+    source.read(head, 0)
+    values = fmt.checked_header(head.tobytes(), source.nbytes, source.path)
+    tables = np.empty(values["data_offset"] - fmt.HEADER_BYTES, np.uint8)
+    source.read(tables, fmt.HEADER_BYTES)
+    return fmt.checked_tables(values, tables, source.path)
+
+
+def _again(source: SnapshotBytes, work: Callable[[], _T]) -> _T:
+    """Do what reads and checks; where a server's bytes are damaged, once more."""
     try:
-        info = os.fstat(fd)
-        if stat.S_ISDIR(info.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "Is not a regular file", path)
-        head = np.empty(min(fmt.HEADER_BYTES, info.st_size), np.uint8)
-        _read_fully(fd, head, 0, path)
-        values = fmt.checked_header(head.tobytes(), info.st_size, path)
-        tables = np.empty(values["data_offset"] - fmt.HEADER_BYTES, np.uint8)
-        _read_fully(fd, tables, fmt.HEADER_BYTES, path)
-        yield fd, fmt.checked_tables(values, tables, path)
-    finally:
-        os.close(fd)
+        return work()
+    except SnapshotError:
+        if not isinstance(source, RemoteSnapshot):
+            raise
+    return work()
 
 
-def _read_fully(fd: int, out: NDArray[np.uint8], offset: int, path: str) -> None:
-    rest = out.data
-    while rest:
-        try:
-            n = os.preadv(fd, [rest], offset)
-        except OSError as error:
-            raise OSError(error.errno, os.strerror(error.errno or errno.EIO), path) from error
-        if n == 0:
-            raise SnapshotError("the file became shorter while it was read", offset, path)
-        rest, offset = rest[n:], offset + n
-
-
-def _read(kv: Cache, snapshot: Snapshot, fd: int, *, verify: bool) -> None:
+def _read(kv: Cache, snapshot: Snapshot, source: SnapshotBytes, *, verify: bool) -> None:
     """Read the rows into an empty cache."""
     n, position = snapshot.seq_len, snapshot.next_position
     kv._begin_restore(position, n)
@@ -539,23 +570,23 @@ def _read(kv: Cache, snapshot: Snapshot, fd: int, *, verify: bool) -> None:
 
     def read(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
         data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
-        _read_fully(fd, data, chunk.offset, snapshot.path)
+        source.read(data, chunk.offset)
         if verify:
             padding = staging[: chunk.padding]
-            _read_fully(fd, padding, chunk.offset + chunk.nbytes, snapshot.path)
+            source.read(padding, chunk.offset + chunk.nbytes)
             _check_chunk(snapshot, chunk, data, padding)
 
-    _for_each_chunk(snapshot, read)
+    _for_each_chunk(snapshot, lambda *given: _again(source, lambda: read(*given)))
     kv._finish_restore(position, n)
 
 
-def _check_data(snapshot: Snapshot, fd: int) -> None:
+def _check_data(snapshot: Snapshot, source: SnapshotBytes) -> None:
     def check(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
         data = staging[: chunk.nbytes + chunk.padding]
-        _read_fully(fd, data, chunk.offset, snapshot.path)
+        source.read(data, chunk.offset)
         _check_chunk(snapshot, chunk, data)
 
-    _for_each_chunk(snapshot, check)
+    _for_each_chunk(snapshot, lambda *given: _again(source, lambda: check(*given)))
 
 
 def _check_chunk(snapshot: Snapshot, chunk: Chunk, *pieces: NDArray[np.uint8]) -> None:
@@ -582,7 +613,7 @@ def _staging(nbytes: int) -> Block:
     return Block(nbytes, pages="4k", name="snapshot", category="staging")
 
 
-def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]], None]) -> None:
+def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]], object]) -> None:
     """Do the work for every chunk, in threads, each with page-aligned memory for a chunk.
 
     The error of the first chunk that has one is raised, and what has not begun then is left. No

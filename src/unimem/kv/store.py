@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 import time
@@ -23,12 +24,14 @@ from unimem._core.block import Block
 from unimem.errors import ClosedError
 from unimem.kv.chunk_format import ChunkShape, chunk_keys, find_fault, seal
 from unimem.kv.chunk_rows import Holder, Rows, rows_of
+from unimem.kv.remote_tier import RemoteTier
 from unimem.kv.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system import policy
 from unimem.system.arguments import file_path, integer, one_of
+from unimem.system.objects import is_url
 from unimem.system.placement import Placement
-from unimem.system.user_cache import check_own_folder, default_bytes
+from unimem.system.user_cache import cache_folder, check_own_folder, default_bytes
 
 __all__ = ["KVStore", "StoreStat"]
 
@@ -64,7 +67,7 @@ class StoreStat:
 
 
 class KVStore:
-    """Chunks of KV caches in RAM and on disk, found by the tokens that they were computed of.
+    """Chunks of KV caches in RAM, on disk and on a server, found by the tokens they were made of.
 
     A conversation that begins as another one did takes its first tokens from here, in any process
     and after any restart. Chunks are the same for all conversations that begin alike, and are kept
@@ -78,7 +81,9 @@ class KVStore:
     Parameters
     ----------
     where : path-like
-        A folder of this user alone; it is made where there is none.
+        A folder of this user alone; it is made where there is none. Or the URL of a prefix, such as
+        ``s3://bucket/prefix`` (``http://`` is read-only): then the folder is one of this user's
+        cache, in front of the server. See docs/remote.md.
     ram_bytes : int
         The most that chunks take in shared memory (``/dev/shm``), for all processes of this user
         that have the folder open as a store; it goes with the last of them. 0 for none.
@@ -97,7 +102,9 @@ class KVStore:
     Raises
     ------
     ValueError, TypeError
-        An argument is out of range, or both figures are 0.
+        An argument is out of range, or both figures are 0 of a folder; a URL that nothing reads.
+    ImportError
+        A URL needs the extra ``remote``.
     CapacityError
         ``/dev/shm`` is smaller than `ram_bytes`.
     OSError
@@ -107,7 +114,9 @@ class KVStore:
     Attributes
     ----------
     folder : str
-        Its absolute path.
+        The absolute path of the folder; "" where a URL has none in front of it.
+    url : str
+        The URL as it is shown, without what may be secret; "" of a folder.
     chunk_tokens : int
         As given.
 
@@ -141,29 +150,36 @@ class KVStore:
     ) -> None:
         self._tiers: tuple[Tier, ...] = ()
         path = file_path(where, "where")
-        if not path or "://" in path:
-            raise ValueError(f"where: expected a folder, got {path!r:.60}")
-        self.folder = os.path.abspath(path)
+        if not path:
+            raise ValueError(f"where: expected a folder or a URL, got {path!r:.60}")
         self.chunk_tokens = integer(chunk_tokens, "chunk_tokens", 1, _MOST_CHUNK_TOKENS)
         ram = integer(ram_bytes, "ram_bytes", 0)
         disk = None if disk_bytes is None else integer(disk_bytes, "disk_bytes", 0)
-        if ram == 0 and disk == 0:
+        if ram == 0 and disk == 0 and not is_url(path):
             raise ValueError("ram_bytes, disk_bytes: expected one that is not 0, got 0 and 0")
         one_of(pages, "pages", get_args(RamPages))
         policy.parse_numa(numa)
         self._pid = os.getpid()
         self._lock = threading.Lock()  # of the counts
         self._counts = dict.fromkeys(("put", "known", "refused", "restored", "damaged"), 0)
-        check_own_folder(self.folder, create=True, instead="another folder")
         tiers: list[Tier] = []
         with ExitStack() as undo:
+            remote = RemoteTier(path) if is_url(path) else None
+            if remote:
+                undo.callback(remote.close)
+            self.url = remote.path if remote else ""
+            self.folder = _folder_before(self.url, ram, disk) if remote else os.path.abspath(path)
+            if self.folder:
+                check_own_folder(self.folder, create=True, instead="another folder")
             if ram:
                 tiers.append(RamTier(self.folder, ram, pages=pages, numa=numa))
                 undo.callback(tiers[-1].close)
-            if disk != 0:
+            if self.folder and disk != 0:
                 most = default_bytes(self.folder) if disk is None else disk
                 tiers.append(DiskTier(self.folder, most))
                 undo.callback(tiers[-1].close)
+            if remote:
+                tiers.append(remote)
             undo.pop_all()
         self._tiers = tuple(tiers)
         # At the end of the interpreter, too: shared memory is not to stay behind.
@@ -298,7 +314,11 @@ class KVStore:
     def _known(self, rows: Rows, ids: NDArray[np.int32], model: str) -> list[bytes]:
         """Return the keys of the first chunks, as far as a tier has them."""
         found = []
-        for key in chunk_keys(rows.kind, _text(model), ids, self.chunk_tokens):
+        keys = list(chunk_keys(rows.kind, _text(model), ids, self.chunk_tokens))
+        *faster, slowest = self._tiers
+        if isinstance(slowest, RemoteTier):  # of which each question takes a while
+            slowest.look_up([key for key in keys if not any(tier.has(key) for tier in faster)])
+        for key in keys:
             if not any(tier.has(key) for tier in self._tiers):
                 break
             found.append(key)
@@ -346,9 +366,12 @@ class KVStore:
                 n = tier.read(key, blob)
                 if n == 0:
                     continue
-                fault = f"it has {n} bytes, not {blob.nbytes}"
-                if n == blob.nbytes:
-                    fault = find_fault(chunk, key, blob)
+                fault = _find_fault(chunk, key, blob, n)
+                if fault and isinstance(tier, RemoteTier):  # it may have been damaged on its way
+                    n = tier.read(key, blob)
+                    if n == 0:
+                        continue
+                    fault = _find_fault(chunk, key, blob, n)
             except OSError as error:
                 fault = error.strerror or str(error)
             if fault is None:
@@ -359,7 +382,8 @@ class KVStore:
             with suppress(OSError):
                 tier.remove(key)
             self._count("damaged")
-            policy.warn(f"a chunk of the store {self.folder} was removed: {key.hex()}: {fault}")
+            where = tier.path if isinstance(tier, RemoteTier) else self.folder
+            policy.warn(f"a chunk of the store {where} was removed: {key.hex()}: {fault}")
         return False
 
     # ---- what there is ----
@@ -451,12 +475,33 @@ class KVStore:
 
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
-        return f"KVStore({self.folder!r}, chunk_tokens={self.chunk_tokens}{state})"
+        return f"KVStore({self.url or self.folder!r}, chunk_tokens={self.chunk_tokens}{state})"
 
 
 def _close_all(tiers: Sequence[Tier]) -> None:
     for tier in tiers:
         tier.close()
+
+
+def _folder_before(url: str, ram_bytes: int, disk_bytes: int | None) -> str:
+    """Return the folder in front of a server; "" for none."""
+    if ram_bytes == 0 and disk_bytes == 0:
+        return ""
+    cache = cache_folder()
+    if cache is None:
+        if ram_bytes or disk_bytes:
+            raise ValueError(
+                f"ram_bytes, disk_bytes: expected 0 and 0 for {url}, got {ram_bytes} and "
+                f"{disk_bytes}: UNIMEM_CACHE=off leaves no folder for them; set it to a folder"
+            )
+        return ""
+    return os.path.join(cache, "kv", hashlib.sha256(url.encode()).hexdigest()[:32])
+
+
+def _find_fault(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], nbytes: int) -> str | None:
+    if nbytes != blob.nbytes:
+        return f"it has {nbytes} bytes, not {blob.nbytes}"
+    return find_fault(chunk, key, blob)
 
 
 def _given(kv: Holder, tokens: Tokens) -> tuple[Rows, NDArray[np.int32]]:
