@@ -120,6 +120,7 @@ $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
 # Libraries that unimem is tested with, where they can be had. They are large: only the larger tier
 # wants them. torch's CPU build is on an index of its own; PyPI's brings libraries for GPUs.
 FRAMEWORKS := torch==2.13.0+cpu jax
+VLLM := 0.33.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 $(VENV)/.installed: $(VENV)/.run
@@ -132,6 +133,10 @@ $(VENV)/.frameworks: $(VENV)/.installed
 	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \
 	done
 	if $(BIN)/python -c 'import torch'; then $(NEEDS) transformers | $(PIP) -r /dev/stdin; fi
+	$(NEEDS) ray | $(PIP) -r /dev/stdin \
+	    || echo "*** Ray cannot be had: the tests of a cluster will be SKIPPED" >&2
+	$(BIN)/python tools/vllm_sources.py $(VLLM) $(BUILD)/vllm \
+	    || echo "*** vLLM's sources cannot be had: the tests of its tier will be SKIPPED" >&2
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed
