@@ -25,7 +25,7 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
-        gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
+        scale gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -179,6 +179,10 @@ bench: $(VENV)/.frameworks
 bench-pressure: $(VENV)/.installed
 	$(BIN)/unimem bench pressure $(QUICK) --dir $(BUILD)/bench --output bench/results/pressure.json
 	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
+
+# What docs/scale.md adds up, measured here: some minutes.
+scale: $(VENV)/.frameworks
+	$(BIN)/python tools/scale.py --page --folder $(BUILD)
 
 # The document that is made of the run in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed

@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import CapacityError, ClosedError
-from unimem.planning.plan import plan
+from unimem.planning.plan import plans_of
 from unimem.planning.result import Plan
 from unimem.planning.search import find_largest
 from unimem.system import policy
@@ -570,24 +570,25 @@ def _plan_nodes(
 
 
 def _plan_all(
-    place: str, machines: dict[str, MachineFacts], engines: _Engines
+    place: str, machines: Mapping[str, MachineFacts], engines: _Engines
 ) -> tuple[int, int, dict[str, Plan]]:
     """Return the bytes of a copy, those of an engine, and the plan of each machine.
 
     A copy is in memory as weights are that were copied, and engines are sessions over it.
     """
     options: dict[str, Any] = {"kv_dtype": engines.kv_dtype, "load": "copy"}
-    options["ctx"] = engines.ctx or plan(place, machine=_ROOMY, **options).ctx
-    one, two = (plan(place, machine=_ROOMY, sessions=n, **options).required_bytes for n in (1, 2))
+    with plans_of(place) as plan:
+        options["ctx"] = plan(_ROOMY, **{"ctx": engines.ctx} | options).ctx
+        one, two = (plan(_ROOMY, sessions=n, **options).required_bytes for n in (1, 2))
 
-    def planned(machine: MachineFacts) -> Plan:
-        def of(n: int) -> Plan:
-            return plan(place, machine=machine, sessions=n, **options)
+        def planned(machine: MachineFacts) -> Plan:
+            def of(n: int) -> Plan:
+                return plan(machine, sessions=n, **options)
 
-        n = find_largest(engines.n, lambda n: of(n).verdict == "fits")
-        return of(max(1, n))
+            n = find_largest(engines.n, lambda n: of(n).verdict == "fits")
+            return of(max(1, n))
 
-    plans = {node_id: planned(machine) for node_id, machine in machines.items()}
+        plans = {node_id: planned(machine) for node_id, machine in machines.items()}
     return 2 * one - two, two - one, plans
 
 

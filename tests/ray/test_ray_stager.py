@@ -21,6 +21,7 @@ from one_process_ray import NODE_ID, OneProcessRay
 from staging import TINY
 from unimem import ray as ur
 from unimem.errors import CapacityError, ClosedError, GGUFError
+from unimem.planning.plan import plans_of
 from unimem.system.limits import Limit
 
 CTX = 64
@@ -102,6 +103,13 @@ def test_engines_are_placed_by_the_room_that_a_plan_finds(
             assert node.plan.sessions == min(n, cluster.room[node.node_id])
 
 
+def test_the_context_is_not_cut_short_by_a_small_node(cluster: Cluster) -> None:
+    cluster.room = {"a": 0, "b": 100, "c": 100}
+    with stager(TINY, ctx=None) as made:
+        expected = um.plan(TINY, machine={"memory": "1T"}).ctx
+        assert {node.plan.ctx for node in made.nodes} == {expected}
+
+
 def test_a_node_without_engines_has_a_copy_for_those_of_others(cluster: Cluster) -> None:
     with stager(TINY, n_engines=1) as made:
         assert [node.n_engines for node in made.nodes] == [1, 0, 0]
@@ -169,7 +177,7 @@ def test_a_model_is_fetched_once_and_goes_on_from_neighbours(
     monkeypatch.setattr(ur, "_fetch", counted)
     monkeypatch.setattr(ur, "_PIECE_BYTES", 100_000)
     url = TINY.as_uri()
-    monkeypatch.setattr(ur, "plan", lambda place, **o: um.plan(TINY, **o))  # which takes no file://
+    monkeypatch.setattr(ur, "plans_of", lambda _: plans_of(str(TINY)))  # a plan takes no file://
     with stager(MISSING, url, folder=tmp_path) as made:
         assert origins(made) == ["store", "neighbour", "neighbour"]
         assert fetched == [url]
