@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from unimem.kv.snapshot_format import round_up, row_bytes_of
 
-__all__ = ["ChunkShape", "Kind", "chunk_keys", "find_fault", "seal"]
+__all__ = ["BytesShape", "ChunkShape", "DataShape", "Kind", "chunk_keys", "find_fault", "seal"]
 
 MAGIC = b"UNIMEMCH"
 VERSION = 1
@@ -93,6 +93,62 @@ def chunk_keys(
         yield key
 
 
+class DataShape(Protocol):
+    """What the header of a chunk says of its data."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in it; 0 where only its engine knows."""
+
+    @property
+    def n_lanes(self) -> int:
+        """Lanes of the data."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row in a lane."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all lanes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole chunk: header, data, and zeros up to a multiple of 4096."""
+
+
+class BytesShape(NamedTuple):
+    """The shape of a chunk of another engine: one lane, of one row, of no token that we know.
+
+    Attributes
+    ----------
+    data_bytes : int
+        Bytes of the data.
+    """
+
+    data_bytes: int
+
+    @property
+    def n_tokens(self) -> int:
+        """Known to the engine alone."""
+        return 0
+
+    @property
+    def n_lanes(self) -> int:
+        """All of it is one."""
+        return 1
+
+    @property
+    def row_bytes(self) -> int:
+        """All of it is one row."""
+        return self.data_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole chunk: header, data, and zeros up to a multiple of 4096."""
+        return HEADER_BYTES + round_up(self.data_bytes, HEADER_BYTES)
+
+
 class ChunkShape(NamedTuple):
     """The shape of a chunk: what its bytes are, all but the data.
 
@@ -106,6 +162,16 @@ class ChunkShape(NamedTuple):
 
     kind: Kind
     n_tokens: int
+
+    @property
+    def n_lanes(self) -> int:
+        """K and V of each layer."""
+        return self.kind.n_lanes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token in one lane."""
+        return self.kind.row_bytes
 
     @property
     def lane_bytes(self) -> int:
@@ -128,20 +194,20 @@ class ChunkShape(NamedTuple):
         return data.reshape(self.kind.n_lanes, self.lane_bytes)
 
 
-def _header(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:
+def _header(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:
     digest = xxhash.xxh3_128_digest(blob[HEADER_BYTES:].data)
     return _HEADER.pack(
         MAGIC, VERSION, HEADER_BYTES, chunk.nbytes, chunk.data_bytes, key, digest,
-        chunk.n_tokens, chunk.kind.n_lanes, chunk.kind.row_bytes,
+        chunk.n_tokens, chunk.n_lanes, chunk.row_bytes,
     ).ljust(HEADER_BYTES, b"\0")  # fmt: skip
 
 
-def seal(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> None:
+def seal(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> None:
     """Write what is not data into a chunk whose data is there: the header, and the zeros behind.
 
     Parameters
     ----------
-    chunk : ChunkShape
+    chunk : DataShape
         Its shape.
     key : bytes
         Its identity.
@@ -152,7 +218,7 @@ def seal(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> None:
     blob[:HEADER_BYTES] = np.frombuffer(_header(chunk, key, blob), np.uint8)
 
 
-def find_fault(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> str | None:
+def find_fault(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> str | None:
     """Say what is wrong with a chunk that was read; None where every byte is as it was sealed.
 
     All of the header is known beforehand but for the hash of the data, so it is compared whole.

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem.errors import ClosedError
-from unimem.kv.chunk_format import ChunkShape, chunk_keys, find_fault, seal
+from unimem.kv.chunk_format import ChunkShape, DataShape, chunk_keys, find_fault, seal
 from unimem.kv.chunk_rows import Holder, Rows, rows_of
 from unimem.kv.remote_tier import RemoteTier
 from unimem.kv.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
@@ -358,7 +358,7 @@ class KVStore:
             return False
         return True
 
-    def _load(self, chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
+    def _load(self, chunk: DataShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
         """Read a chunk from the first tier that has it whole, and keep it in those before."""
         for i, tier in enumerate(self._tiers):
             fault: str | None
