@@ -15,7 +15,7 @@ import pytest
 import unimem as um
 from object_server import FAULTS, Handler, ObjectServer, serving_objects
 from unimem.kv import remote_tier
-from unimem.system import objects, transfers
+from unimem.system import transfers
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
@@ -28,7 +28,6 @@ URL = "s3://bucket/kv"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectServer]:
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(transfers, "TRIES", 4)
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
     with serving_objects(monkeypatch) as state:
         yield state
@@ -228,7 +227,7 @@ def test_nothing_wrong_is_restored(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     monkeypatch.setattr(remote_tier, "REST_S", 0.0)
-    monkeypatch.setattr(objects, "WAIT_S", 0.3)
+    monkeypatch.setattr(remote_tier, "WAIT_S", 0.3)
     store.slow_s = 0.6
     rng = np.random.default_rng(3)
     with cache(45) as kv, cache() as out, warnings.catch_warnings():
