@@ -141,7 +141,8 @@ $(VENV)/.frameworks: $(VENV)/.installed
 	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \
 	done
 	if $(BIN)/python -c 'import torch'; then $(NEEDS) transformers | $(PIP) -r /dev/stdin; fi
-	$(NEEDS) servers | $(PIP) -r /dev/stdin
+	$(NEEDS) servers | $(PIP) -r /dev/stdin \
+	    || echo "*** moto cannot be had: its tests will be SKIPPED" >&2
 	$(NEEDS) ray | $(PIP) -r /dev/stdin \
 	    || echo "*** Ray cannot be had: the tests of a cluster will be SKIPPED" >&2
 	$(BIN)/python tools/vllm_sources.py $(VLLM) $(BUILD)/vllm \

@@ -15,7 +15,7 @@ import pytest
 import unimem as um
 from object_server import FAULTS, Handler, ObjectServer, serving_objects
 from unimem.kv import remote_tier
-from unimem.system import objects, transfers
+from unimem.system import transfers
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
@@ -28,7 +28,6 @@ URL = "s3://bucket/kv"
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ObjectServer]:
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(transfers, "TRIES", 4)
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
     with serving_objects(monkeypatch) as state:
         yield state
@@ -223,14 +222,17 @@ def test_without_the_right_to_list(store: ObjectServer, monkeypatch: pytest.Monk
         assert there.restore_into(out, TOKENS, model=MODEL) == 40
 
 
-def test_nothing_wrong_is_restored(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_nothing_wrong_is_restored(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
     monkeypatch.setattr(remote_tier, "REST_S", 0.0)
-    monkeypatch.setattr(objects, "WAIT_S", 0.3)
+    monkeypatch.setattr(remote_tier, "WAIT_S", 0.3)
     store.slow_s = 0.6
     rng = np.random.default_rng(3)
     with cache(45) as kv, cache() as out, warnings.catch_warnings():
         warnings.simplefilter("ignore", um.PlacementWarning)
-        while store.n_faults < 60:
+        while store.n_faults < n:
             store.choose_fault = lambda *_: (
                 str(rng.choice([name for name in FAULTS if name != "slow" or rng.random() < 0.2]))
                 if rng.random() < 0.4
@@ -239,8 +241,8 @@ def test_nothing_wrong_is_restored(store: ObjectServer, monkeypatch: pytest.Monk
             with opened() as there:
                 there.put(kv, TOKENS, model=MODEL)
                 out.clear()
-                n = there.restore_into(out, TOKENS, model=MODEL)
-            assert bytes_of(out, n) == bytes_of(kv, n)
+                done = there.restore_into(out, TOKENS, model=MODEL)
+            assert bytes_of(out, done) == bytes_of(kv, done)
         store.choose_fault = lambda *_: ""
         with opened() as there:
             there.put(kv, TOKENS, model=MODEL)

@@ -195,10 +195,10 @@ class _Listener(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving_objects(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+def serving_objects(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> Iterator[ObjectServer]:
     """Serve on a port of this machine, which is the S3 of this process until the end."""
     state = ObjectServer()
-    with _Listener(("127.0.0.1", 0), type("Handler", (Handler,), {"state": state})) as listener:
+    with _Listener(("127.0.0.1", port), type("Handler", (Handler,), {"state": state})) as listener:
         state.port = listener.server_port
         for name, value in {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{state.port}", "AWS_REGION": "us-east-1",

@@ -8,6 +8,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import chain, repeat
 from typing import Any
 
@@ -104,6 +105,22 @@ def test_nobody_listens(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) ->
         read_range(server, URL, 0, np.zeros_like(DATA))
 
 
+def test_a_server_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_objects(monkeypatch) as gone:
+        server, _ = open_server(URL)
+    with ExitStack() as undo:
+
+        def pause(tries: int, stop: object) -> None:
+            assert tries == 1
+            back = undo.enter_context(serving_objects(monkeypatch, gone.port))
+            back.add(PATH, DATA.tobytes())
+
+        monkeypatch.setattr(transfers, "_pause", pause)
+        out = np.zeros_like(DATA)
+        read_range(server, URL, 0, out)
+        assert np.array_equal(out, DATA)
+
+
 @pytest.mark.parametrize(
     ("change", "number"),
     [
@@ -173,13 +190,9 @@ def inject(store: ObjectServer, monkeypatch: pytest.MonkeyPatch, n: int) -> None
         read_wanted(server, sources(store, np.zeros_like(DATA)))
 
 
-def test_forty_faults(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject(store, monkeypatch, 40)
-
-
-@pytest.mark.slow
-def test_five_hundred_faults(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject(store, monkeypatch, 500)
+@pytest.mark.parametrize("n", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_faults(store: ObjectServer, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    inject(store, monkeypatch, n)
 
 
 def test_what_progress_raises_ends_it(store: ObjectServer, server: Server) -> None:
@@ -264,6 +277,26 @@ def test_urls_that_are_none(url: str, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
         open_server(url)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/a/b", "az://bucket/a/b"])
+def test_stores_of_other_makers(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    here = f"http://127.0.0.1:{store.port}"
+    for name, value in {
+        "GOOGLE_BASE_URL": here, "GOOGLE_SKIP_SIGNATURE": "true", "AZURE_ENDPOINT": here,
+        "AZURE_SKIP_SIGNATURE": "true", "AZURE_STORAGE_ACCOUNT_NAME": "account",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    server, shown = open_server(url)
+    out = np.zeros_like(DATA)
+    read_range(server, shown, 0, out)
+    assert np.array_equal(out, DATA)
+    answer = server.get(shown, 0, 1)
+    assert (answer.nbytes, answer.digest) == (DATA.nbytes, ""), "their ETags are no hashes"
+    with pytest.raises(FileNotFoundError, match=f"{url}.none"):
+        server.get(f"{shown}.none", 0, 1)
 
 
 def test_a_web_server_is_read_only(store: ObjectServer) -> None:

@@ -32,7 +32,7 @@ from unimem_bench.suites.store import PREFILL, QUESTION_TOKENS, QUICK_SHARE, SET
 SUITE = Suite("remote", "What do models and prefixes on a server cost?")
 
 MIB = 1 << 20
-OBJECT_BYTES, QUICK_OBJECT_BYTES = 256 * MIB, 32 * MIB
+OBJECT_BYTES, QUICK_OBJECT_BYTES = 128 * MIB, 32 * MIB
 PIECE_BYTES, N_PIECES = 8 * MIB, 16  # of all sides: the size of a range, and how many at once
 BUCKET = "bench"
 ONE_REQUEST = "obstore, one request"
@@ -141,7 +141,7 @@ def s3fs_gets(nbytes: int) -> Any:
 
 @SUITE.case(
     "get",
-    "How fast do 256 MiB (a quick run: 32 MiB) come from a server into huge pages?",
+    "How fast do 128 MiB (a quick run: 32 MiB) come from a server into huge pages?",
     unit="GB/s",
     targets=[faster_than_best(0.8, issue=21)],
 )
@@ -174,7 +174,7 @@ def get(measure: Measure) -> None:
             ours={"unimem": rate(partial(ours, "")), CHECKED: rate(partial(ours, answer.digest))},
             peers={"obstore": rate(obstore_gets(nbytes)), "s3fs": rate(s3fs_gets(nbytes))},
             limits={ONE_REQUEST: rate(obstore_gets_whole())},
-            rounds=11,
+            rounds=7,
             quick_rounds=5,
             warmup=1,
         )

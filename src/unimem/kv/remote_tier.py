@@ -21,6 +21,8 @@ __all__ = ["RemoteTier"]
 
 # So long a server that failed is left alone: no prompt is to wait for it again and again.
 REST_S = 60.0
+# The alternative is to compute: it is not waited for as for a model.
+WAIT_S, TRIES = 5.0, 3
 _THREADS = 16
 _FIRST_LOOK = 4
 _MOST_KNOWN = 1 << 17
@@ -52,7 +54,7 @@ class RemoteTier:
     """
 
     def __init__(self, url: str) -> None:
-        self._server, self.path = open_server(url)
+        self._server, self.path = open_server(url, WAIT_S)
         self.path = self.path.rstrip("/")
         self._lock = threading.Lock()
         self._there: OrderedDict[bytes, Version] = OrderedDict()  # as far as this object knows
@@ -88,7 +90,7 @@ class RemoteTier:
             return Version(answer.nbytes, answer.tag)
 
         try:
-            version = retried(ask)
+            version = retried(ask, TRIES)
         except OSError as error:
             if error.errno not in _MISSING:
                 self._rest(error)
@@ -105,7 +107,7 @@ class RemoteTier:
             return version.nbytes
         source = RemoteBytes(self._path_of(key), version, "", 0, out)
         try:
-            read_wanted(self._server, [source], threads=_THREADS)
+            read_wanted(self._server, [source], threads=_THREADS, tries=TRIES)
         except OSError as error:
             self._forget(key)
             if error.errno not in _MISSING | {errno.ESTALE}:
@@ -119,7 +121,7 @@ class RemoteTier:
             return False
         path = self._path_of(key)
         try:
-            retried(lambda: self._server.put(path, data.data, create=True))
+            retried(lambda: self._server.put(path, data.data, create=True), TRIES)
         except OSError as error:
             self._rest(error)
             return False

@@ -93,17 +93,25 @@ class Server(ABC):
     """A server, or a bucket of one. Any number of threads may use it; closing is for one.
 
     Its paths are URLs as they are shown. Whatever goes wrong is an OSError with this URL.
+
+    Attributes
+    ----------
+    can_write : bool
+        Whether it takes objects.
+    wait_s : float
+        The longest wait, in seconds.
     """
 
     can_write = False
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
         self._pid = os.getpid()
 
     def get(self, path: str, first: int, end: int) -> Answer:
         """Ask for bytes of a file, at least one."""
         self._check()
-        with in_own_words(path, WAIT_S):
+        with in_own_words(path, self.wait_s):
             return self._get(path, first, end)
 
     def put(self, path: str, data: Data, *, create: bool = False) -> bool:
@@ -113,19 +121,19 @@ class Server(ABC):
         the request where the server has such, and where not, as well as looking first can do it.
         """
         self._check_writable(path)
-        with in_own_words(path, WAIT_S):
+        with in_own_words(path, self.wait_s):
             return self._put(path, data, create)
 
     def put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
         """Write an object of parts that come one after the other, `nbytes` in all."""
         self._check_writable(path)
-        with in_own_words(path, WAIT_S):
+        with in_own_words(path, self.wait_s):
             self._put_parts(path, parts, nbytes)
 
     def remove(self, path: str) -> None:
         """Remove an object."""
         self._check_writable(path)
-        with in_own_words(path, WAIT_S):
+        with in_own_words(path, self.wait_s):
             self._remove(path)
 
     def escape(self, name: str) -> str:
@@ -182,14 +190,14 @@ class _StoreServer(Server):
 
     can_write = True
 
-    def __init__(self, scheme: str, bucket: str) -> None:
-        super().__init__()
+    def __init__(self, scheme: str, bucket: str, wait_s: float) -> None:
+        super().__init__(wait_s)
         with _needs_extra():
             import obstore
             from obstore import exceptions
         self._obstore, self._errors = obstore, exceptions
         self._prefix, self._has_md5 = f"{scheme}://{bucket}/", scheme == "s3"
-        with in_own_words(self._prefix, WAIT_S):
+        with in_own_words(self._prefix, wait_s):
             self._kind, self._options = _store_options(obstore, scheme, bucket)
             self._store = self._connect(0)
 
@@ -198,8 +206,8 @@ class _StoreServer(Server):
             retry_config={"max_retries": retries},
             client_options={
                 # For all of an answer: what takes longer is asked for again, from where it stopped.
-                "timeout": timedelta(seconds=WAIT_S),
-                "connect_timeout": timedelta(seconds=WAIT_S),
+                "timeout": timedelta(seconds=self.wait_s),
+                "connect_timeout": timedelta(seconds=self.wait_s),
                 "allow_http": True,  # which the address of the server says
             },
             **self._options,
@@ -292,8 +300,8 @@ class _FsspecServer(Server):
 
     can_write = True
 
-    def __init__(self, url: str) -> None:
-        super().__init__()
+    def __init__(self, url: str, wait_s: float) -> None:
+        super().__init__(wait_s)
         with _needs_extra():
             import fsspec
         scheme = url.partition("://")[0]
@@ -306,7 +314,7 @@ class _FsspecServer(Server):
             ) from None
         except ImportError as error:
             raise ImportError(f"{scheme}:// is read by fsspec, which says: {error}") from None
-        with in_own_words(url, WAIT_S):
+        with in_own_words(url, wait_s):
             self._fs = kind(**kind._get_kwargs_from_urls(url), skip_instance_cache=True)
 
     def _name(self, path: str) -> str:
@@ -366,14 +374,14 @@ class _HttpAnswer(Answer):
 class _HttpServer(Server):
     """Files by their URLs; `secrets` are the user and the query, which no path shows."""
 
-    def __init__(self, secrets: tuple[str, str] = ("", "")) -> None:
-        super().__init__()
+    def __init__(self, wait_s: float, secrets: tuple[str, str] = ("", "")) -> None:
+        super().__init__(wait_s)
         with _needs_extra():
             import aiohttp
             import fsspec
             from fsspec.implementations.http import HTTPFileSystem
         self._user, self._query = secrets
-        timeout = aiohttp.ClientTimeout(total=TOTAL_S, connect=WAIT_S, sock_read=WAIT_S)
+        timeout = aiohttp.ClientTimeout(total=TOTAL_S, connect=wait_s, sock_read=wait_s)
         self._sync = fsspec.asyn.sync
         self._fs = HTTPFileSystem(
             client_kwargs={"timeout": timeout, "trust_env": True},
@@ -434,11 +442,11 @@ def _http_answer(body: Any, first: int, end: int) -> Answer:
 class _HfServer(_HttpServer):
     """Files of repositories, by the links that Hugging Face has to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float) -> None:
         with _needs_extra():
             import huggingface_hub
         self._hub = huggingface_hub
-        super().__init__()
+        super().__init__(wait_s)
 
     def _address(self, path: str) -> str:
         found = _HF.fullmatch(path)
@@ -467,7 +475,7 @@ class _HfServer(_HttpServer):
 # ---- which of them ----------------------------------------------------------------------------
 
 
-def open_server(url: str) -> tuple[Server, str]:
+def open_server(url: str, wait_s: float = 0.0) -> tuple[Server, str]:
     """Return the server of a URL, and the URL as it is shown.
 
     Parameters
@@ -476,6 +484,8 @@ def open_server(url: str) -> tuple[Server, str]:
         ``s3://bucket/key``, ``gs://``, ``az://container/key``; ``https://`` or ``http://``;
         ``hf://owner/repository[@revision]/file``; or a URL that fsspec knows. What is shown leaves
         out a user, and what stands behind a ``?``, which may be secret.
+    wait_s : float
+        How long an answer of a store may take, or the next byte of the web; by default `WAIT_S`.
 
     Raises
     ------
@@ -484,26 +494,27 @@ def open_server(url: str) -> tuple[Server, str]:
     ImportError
         The extra ``remote`` is not installed, or what fsspec needs for it.
     """
+    wait_s = wait_s or WAIT_S
     scheme, _, rest = url.partition("://")
     scheme = scheme.lower()
     if scheme in ("s3", "gs", "gcs", "az"):
         bucket, _, key = rest.partition("/")
         if not bucket or "@" in bucket:
             raise ValueError(f"path: expected {scheme}://bucket/key, got one without a bucket")
-        return _StoreServer(scheme, bucket), f"{scheme}://{bucket}/{key}"
+        return _StoreServer(scheme, bucket, wait_s), f"{scheme}://{bucket}/{key}"
     if scheme == "hf":
         if _HF.fullmatch(url) is None:
             raise ValueError(f"path: expected hf://owner/repository/file, got {url!r}")
-        return _HfServer(), url
+        return _HfServer(wait_s), url
     try:
         _, host, name, query, _ = urlsplit(url)
     except ValueError as error:
         raise ValueError(f"path: {url!r} is no URL: {error}") from None
     user, at, bare = host.rpartition("@")
-    shown = urlunsplit((scheme, bare, name, "", ""))
+    address = urlunsplit((scheme, bare, name, "", ""))
     if scheme in ("http", "https"):
-        return _HttpServer((user + at, query)), shown
-    return _FsspecServer(url), shown
+        return _HttpServer(wait_s, (user + at, query)), address
+    return _FsspecServer(url, wait_s), address
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.system import objects
 from unimem.system.object_hash import ObjectHash, find_hashes
 from unimem.system.objects import Answer, Server
 from unimem.system.threads import run_in_threads
@@ -29,6 +28,8 @@ __all__ = ["Progress", "RemoteBytes", "Version", "read_range", "read_wanted", "r
 THREADS = 16
 #: Of a request, without anything that came. Between them are up to 13 s in all.
 TRIES = 8
+#: The same of what would cost much to begin anew: an outage of half a minute is waited for.
+PATIENT_TRIES = 12
 FIRST_WAIT_S, MOST_WAIT_S = 0.1, 6.4
 #: Of one request. Each costs a round trip, and is what a failure may cost.
 PIECE_BYTES = 8 << 20
@@ -122,6 +123,7 @@ def read_range(
     out: NDArray[np.uint8],
     version: Version | None = None,
     stop: threading.Event | None = None,
+    tries: int = 0,
 ) -> None:
     """Read bytes of a file into memory, and try again from where it stopped.
 
@@ -137,14 +139,17 @@ def read_range(
         What the file has to be still.
     stop : threading.Event, optional
         Set to have it given up.
+    tries : int
+        How many requests in a row may bring nothing: by default `TRIES`.
 
     Raises
     ------
     OSError
-        The file is gone, was replaced (ESTALE) or is shorter; or `TRIES` requests in a row brought
+        The file is gone, was replaced (ESTALE) or is shorter; or so many requests in a row brought
         nothing.
     """
-    done = tries = 0
+    most = tries or TRIES
+    done = failed = 0
     while done < out.nbytes:
         before = done
         try:
@@ -153,7 +158,7 @@ def read_range(
                 while done < out.nbytes:
                     if stop is not None and stop.is_set():
                         return
-                    with in_own_words(path, objects.WAIT_S):
+                    with in_own_words(path, server.wait_s):
                         found = answer.read(out.nbytes - done)
                     if not len(found):
                         raise OSError(
@@ -164,10 +169,10 @@ def read_range(
                     out[done : done + len(found)] = np.frombuffer(found, np.uint8)
                     done += len(found)
         except OSError as error:
-            tries = 1 if done - before >= _LEAST_BYTES else tries + 1
-            if is_final(error) or tries == TRIES or (stop is not None and stop.is_set()):
-                _fail(error, tries)
-            _pause(tries, stop)
+            failed = 1 if done - before >= _LEAST_BYTES else failed + 1
+            if is_final(error) or failed == most or (stop is not None and stop.is_set()):
+                _fail(error, failed)
+            _pause(failed, stop)
 
 
 def _check_version(answer: Answer, path: str, version: Version | None, end: int) -> None:
@@ -223,8 +228,8 @@ class _RangeRequest:
 class _Transfer:
     """Sources that are being read. Its threads share it; `run` is for one."""
 
-    def __init__(self, server: Server, sources: Sequence[RemoteBytes]) -> None:
-        self._server = server
+    def __init__(self, server: Server, sources: Sequence[RemoteBytes], tries: int) -> None:
+        self._server, self._tries = server, tries
         self._files = [_FileTransfer(sources) for sources in _by_file(sources)]
         self.nbytes = sum(source.out.nbytes for source in sources)
         self._stop = threading.Event()
@@ -253,7 +258,7 @@ class _Transfer:
     def _work(self) -> None:
         while not self._stop.is_set() and (piece := next(self._next, None)) is not None:
             path, version, _, first, out = piece.source
-            read_range(self._server, path, first, out, version, self._stop)
+            read_range(self._server, path, first, out, version, self._stop, self._tries)
             if self._stop.is_set():
                 return
             piece.is_there = True
@@ -286,7 +291,15 @@ class _Transfer:
         seen = [source.out.tobytes()]
         again = np.empty(source.out.nbytes, np.uint8)
         while not self._stop.is_set():
-            read_range(self._server, source.path, source.first, again, source.version, self._stop)
+            read_range(
+                self._server,
+                source.path,
+                source.first,
+                again,
+                source.version,
+                self._stop,
+                self._tries,
+            )
             seen.append(again.tobytes())
             if seen.count(seen[-1]) == _AGREEING:
                 source.out[:] = again
@@ -363,6 +376,7 @@ def read_wanted(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
+    tries: int = 0,
 ) -> None:
     """Read ranges of files into memory, several at a time.
 
@@ -380,10 +394,12 @@ def read_wanted(
     progress : callable, optional
         Called in this thread as ``progress(done_bytes, total_bytes)``, at most 20 times a second,
         and at the end with both the same. What it raises ends the reading, as Ctrl-C does.
+    tries : int
+        As for `read_range`.
 
     Raises
     ------
     OSError
         As `read_range`; or the bytes are not those of the hash.
     """
-    _Transfer(server, sources).run(threads or THREADS, progress)
+    _Transfer(server, sources, tries).run(threads or THREADS, progress)

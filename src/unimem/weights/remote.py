@@ -13,10 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.errors import FormatError
-from unimem.system import objects
 from unimem.system.objects import TOTAL_S, Answer, Server, is_url, open_server
 from unimem.system.text import format_bytes
-from unimem.system.transfers import Progress, RemoteBytes, Version, read_wanted, retried
+from unimem.system.transfers import (
+    PATIENT_TRIES,
+    Progress,
+    RemoteBytes,
+    Version,
+    read_wanted,
+    retried,
+)
 from unimem.system.url_errors import in_own_words
 from unimem.weights.files import Header, ModelFile, ModelFiles, add_files, read_header
 
@@ -151,7 +157,7 @@ class RemoteFiles(ModelFiles):
                 for at, rows in given
                 if rows.nbytes
             ]
-        read_wanted(self._server, sources, threads=threads, progress=progress)
+        read_wanted(self._server, sources, threads=threads, progress=progress, tries=PATIENT_TRIES)
 
     def _check_limits(self, path: str) -> None:
         """Raise OSError where the files before this one were too much."""
@@ -283,7 +289,7 @@ class _FileStart:
                         f"{_INSTEAD}",
                         self.path,
                     )
-            with in_own_words(self.path, objects.WAIT_S):
+            with in_own_words(self.path, self._server.wait_s):
                 # A server that sends more than a range is not listened to.
                 found = answer.read(min(end, answer.end) - at)
             if not len(found):
