@@ -138,7 +138,7 @@ def test_each_node_has_a_copy_of_its_own_and_keeps_it(cluster: Cluster) -> None:
     with stager(TINY) as made:
         paths = [path_on(cluster, made, node) for node in LABELS]
         assert paths == [path_on(cluster, made, node) for node in LABELS]
-        assert len({os.stat(path).st_dev for path in paths}) == 3
+        assert len({(os.stat(path).st_dev, os.stat(path).st_ino) for path in paths}) == 3
         assert all(Path(path).read_bytes() == TINY.read_bytes() for path in paths)
         assert origins(made) == ["file"] * 3
         given = pickle.loads(pickle.dumps(made.nodes))
