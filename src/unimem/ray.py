@@ -7,6 +7,7 @@ copy of a node. What is here brings them together: docs/cluster.md.
 from __future__ import annotations
 
 import errno
+import heapq
 import os
 import posixpath
 import shutil
@@ -41,10 +42,12 @@ from unimem.weights.staging.stage import Stage, stage
 __all__ = ["NodePlan", "Stager"]
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
-_MOST_ENGINES = 4096  # sessions that a plan has at most
+_MOST_ENGINES = 1 << 20
+_MOST_ON_A_NODE = 4096  # sessions that a plan has at most
 _ROOMY = {"memory": 1 << 50}  # a machine on which no context is cut short
 _PIECE_BYTES = 8 << 20  # of a file, from a neighbour
 _PIECES_AHEAD = 4
+_NEIGHBOURS = 4  # that are asked: a list of all would be passed to all
 _PIECE_S = 60.0  # for one of these
 _ANSWER_S = 2.0  # for a neighbour to say whether it has the model
 _LOOK_S = 1.0  # after which a node is looked at that has not answered: Ray itself would wait for it
@@ -149,18 +152,10 @@ class Stager:
         self._copies: dict[str, Any] = {}
         self._is_owner = True
         self.nodes: tuple[NodePlan, ...] = ()
-        path = file_path(model, "model")
-        other = None if store is None else file_path(store, "store")
-        if is_url(path):
-            if other is not None:
-                raise ValueError(
-                    f"store: expected none beside a model that is a URL, got {other!r}"
-                )
-            path, other = "", path
+        source = _Source.from_arguments(model, store, folder)
         wanted = _labels(labels)
         integer(n_engines, "n_engines", 1, _MOST_ENGINES)
         policy.check_options(placement)
-        source = _Source(path, other, None if folder is None else file_path(folder, "folder"))
         ray = _connected()
         found = _facts_of_nodes(ray, source, wanted)
         model_bytes, self.engine_bytes, plans = _plan_nodes(
@@ -217,7 +212,7 @@ class Stager:
             having = [self._copies[node_id] for node_id in origins]
             # Each of those that have it serves one.
             started = {
-                node_id: self._copies[node_id].bring_in.remote(having[i:] + having[:i])
+                node_id: self._copies[node_id].bring_in.remote(_some_from(having, i))
                 for i, node_id in enumerate(batch)
             }
             for node_id, ref in started.items():
@@ -252,8 +247,9 @@ class Stager:
                 f"node {node_id} has no copy of the model: expected one of "
                 f"{', '.join(self._copies)}; actor_options() places engines there"
             )
-        neighbours = [other for key, other in self._copies.items() if key != node_id]
-        path: str = ray.get(copy.path.remote(neighbours))
+        copies = list(self._copies.values())
+        others = _some_from(copies, copies.index(copy) + 1)
+        path: str = ray.get(copy.path.remote([other for other in others if other is not copy]))
         return path
 
     def actor_options(self) -> list[dict[str, Any]]:
@@ -340,6 +336,23 @@ class _Source(NamedTuple):
     path: str
     store: str | None
     folder: str | None
+
+    @classmethod
+    def from_arguments(cls, model: Any, store: Any, folder: Any) -> _Source:
+        """Check arguments. Processes of nodes have folders of their own, so paths are absolute."""
+        path = file_path(model, "model")
+        other = None if store is None else file_path(store, "store")
+        if is_url(path):
+            if other is not None:
+                raise ValueError(
+                    f"store: expected none beside a model that is a URL, got {other!r}"
+                )
+            path, other = "", path
+        return cls(
+            path and os.path.abspath(path),
+            other if other is None or is_url(other) else os.path.abspath(other),
+            None if folder is None else os.path.abspath(file_path(folder, "folder")),
+        )
 
     @property
     def places(self) -> list[str]:
@@ -640,7 +653,7 @@ def _plan_all(
             def of(n: int) -> Plan:
                 return plan(machine, sessions=n, **options)
 
-            n = find_largest(engines.n, lambda n: of(n).verdict == "fits")
+            n = find_largest(min(engines.n, _MOST_ON_A_NODE), lambda n: of(n).verdict == "fits")
             return of(max(1, n))
 
         plans = {node_id: planned(machine) for node_id, machine in machines.items()}
@@ -665,8 +678,12 @@ def _place(n_engines: int, rooms: list[_Room]) -> dict[str, int]:
             n_engines,
         )
     shares = dict.fromkeys(room, 0)
+    heap = [(-n, 0, node_id) for node_id, n in room.items()]
+    heapq.heapify(heap)
     for _ in range(n_engines):
-        shares[max(room, key=lambda one: (room[one] - shares[one], -shares[one]))] += 1
+        left, share, node_id = heap[0]
+        shares[node_id] = share + 1
+        heapq.heapreplace(heap, (left + 1, share + 1, node_id))
     return shares
 
 
@@ -682,6 +699,11 @@ def _answer(ray: Any, ref: Any, node_id: str) -> Any:
         if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
             raise ray.exceptions.RayActorError
     return ray.get(ref)
+
+
+def _some_from(copies: list[Any], i: int) -> list[Any]:
+    """Return some of the copies, beginning with the one at an index."""
+    return (copies[i:] + copies[:i])[:_NEIGHBOURS]
 
 
 def _take(waiting: deque[str], n: int) -> list[str]:

@@ -123,6 +123,8 @@ def test_without_room_nothing_is_started(cluster: Cluster) -> None:
     ) as e:
         ur.Stager(TINY, n_engines=4, ctx=CTX)
     assert (e.value.limit, e.value.asked) == (3, 4)
+    with pytest.raises(CapacityError, match="room for 3 of 10000 engines"):
+        ur.Stager(TINY, n_engines=10_000, ctx=CTX)
     with pytest.raises(CapacityError, match="no node of the cluster has"):
         ur.Stager(TINY, labels={"zone": "z"}, ctx=CTX)
     assert cluster.actors == []
@@ -349,6 +351,21 @@ def test_a_model_that_only_a_node_has_is_planned_there(
             ("b", "file"),
             ("c", "neighbour"),
         ]
+
+
+def test_paths_mean_the_same_in_processes_of_other_folders(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(TINY.parent)
+    with stager("no.gguf", TINY.name, folder=".") as made:
+        monkeypatch.chdir(tmp_path)
+        for actor in cluster.actors:
+            assert actor.thing._source == (
+                str(TINY.parent / "no.gguf"),
+                str(TINY),
+                str(TINY.parent),
+            )
+        assert origins(made) == ["store", "neighbour", "neighbour"]
 
 
 def test_no_store_and_no_neighbour_names_both(tmp_path: Path) -> None:
