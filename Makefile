@@ -25,7 +25,7 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
-        scale gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
+        scale test-store test-aarch64 gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -62,6 +62,14 @@ coverage: $(VENV)/.worth
 # Which faults the tests notice, put into the core by tools; FILES="tape.c kv.c" tries some.
 mutants: $(VENV)/.worth
 	$(BIN)/python tools/mutants/run.py $(FILES)
+
+# Processes that use a store of prefixes while they are killed: 100,000 operations, some minutes.
+test-store: $(VENV)/.installed
+	$(BIN)/python tools/store_kills.py --dir $(BUILD)
+
+# Chunks of the store of prefixes on an emulated aarch64, whose packages are fetched by apt.
+test-aarch64: $(VENV)/.installed
+	$(BIN)/python tools/test_aarch64.py
 
 # In an emulated machine with three NUMA nodes. What it needs is fetched by apt, QEMU by root only.
 test-numa: $(VENV)/.installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,48 +11,36 @@ import sys
 import numpy as np
 import pytest
 
+import chunk_vectors
+from chunk_vectors import VECTORS, make
 from project import ROOT
 from unimem.kv.chunk_format import HEADER_BYTES, ChunkShape, Kind, chunk_keys, find_fault, seal
 
 PAGE = (ROOT / "docs/store.md").read_text(encoding="utf-8")
-# From a row of the page to what it is of.
-VECTORS = {
-    "2 layers, 4 heads of 64, `f16`": (Kind(2, 4, 64, "f16"), "tiny", range(8), 4),
-    "2 layers, 4 heads of 64, `q8_0`": (Kind(2, 4, 64, "q8_0"), "tiny", range(8), 4),
-    "32 layers, 8 heads of 128, `bf16`": (
-        *(Kind(32, 8, 128, "bf16"), "modèle"),
-        *([1, 15043, 29892, 2147483647], 2),
-    ),
-    "22 layers, 4 heads of 64, `f16`": (Kind(22, 4, 64, "f16"), "", range(256), 256),
-}
 
 
 @pytest.mark.parametrize("row", VECTORS)
 def test_identities_are_those_of_the_page(row: str) -> None:
-    kind, model, tokens, n = VECTORS[row]
     line = next(line for line in PAGE.splitlines() if line.startswith(f"| {row} |"))
-    ids = np.array(tokens, np.int32)
-    found = [key.hex() for key in chunk_keys(kind, model, ids, n)]
-    assert found == re.findall(r"[0-9a-f]{64}", line)
+    assert make()[row] == re.findall(r"[0-9a-f]{64}", line)
+
+
+def test_the_bytes_of_a_chunk_are_those_of_the_page() -> None:
+    (expected,) = re.findall(r"SHA-256 of\s+its file is `([0-9a-f]{64})`", PAGE)
+    assert make()["bytes of a chunk"] == [expected]
 
 
 def test_processes_with_different_hash_seeds_agree() -> None:
-    script = (
-        "import numpy as np; from unimem.kv.chunk_format import *;"
-        "print([k.hex() for k in chunk_keys(Kind(2, 4, 64, 'f16'), 'm', np.arange(8), 4)])"
-    )
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", script],
+    program = [sys.executable, *map(str, (chunk_vectors.__file__, ROOT / "src/unimem"))]
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            program,
             env=os.environ | {"PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
             check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(found) == 1
-    assert len(re.findall(r"[0-9a-f]{64}", found.pop())) == 2
+        )
+        assert json.loads(done.stdout) == make()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import pytest
 import unimem as um
 from forks import in_child, refuses
 from unimem.kv.store import KVStore
+from unimem.system import limits
 
 N_LAYERS, HEADS, DIM, CHUNK = 2, 2, 32, 8
 MODEL = "tiny"
@@ -56,13 +59,17 @@ def cache(n: int = 0, seed: int = 0, **options: Any) -> Iterator[um.KVCache]:
 
 def bytes_of(kv: um.KVCache, n: int) -> bytes:
     """The bytes of the first n tokens."""
-    return b"".join(kv._rows(*lane)[: n * kv.row_bytes].tobytes() for lane in kv._lanes())
+    size = n * kv.row_bytes // (kv.n_kv_heads if kv.order == "head" else 1)
+    return b"".join(kv._rows(*lane)[:size].tobytes() for lane in kv._lanes())
 
 
 KINDS: dict[str, dict[str, Any]] = {
     **{dtype: {"dtype": dtype} for dtype in ("f32", "f16", "bf16", "q8_0")},
     "grow": {"grow": True},
     "ring": {"window": 48, "spare_rows": 8},
+    **{f"head, {dtype}": {"dtype": dtype, "order": "head"} for dtype in ("f16", "q8_0")},
+    "head, grow": {"order": "head", "grow": True},
+    "head, ring": {"order": "head", "window": 48},
 }
 
 
@@ -115,6 +122,23 @@ def test_others_get_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
     with opened(tmp_path / "s", **chunk) as store, cache(dtype=change.get("dtype", "f16")) as kv:
         assert store.restore_into(kv, TOKENS, model=change.get("model", MODEL)) == 0
         assert kv.is_empty
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+@pytest.mark.parametrize("order", ["token", "head"])
+def test_orders_share_their_chunks(tmp_path: Path, dtype: str, order: Any) -> None:
+    with (
+        opened(tmp_path / "s") as store,
+        cache(45, dtype=dtype, order=order) as kv,
+        cache(45, dtype=dtype, order="head" if order == "token" else "token") as other,
+    ):
+        store.put(kv, TOKENS, model=MODEL)
+        assert store.put(other, TOKENS, model=MODEL) == 40
+        assert store.stat().known_chunks == 5
+        expected = bytes_of(other, 40)
+        other.clear()
+        assert store.restore_into(other, TOKENS, model=MODEL) == 40
+        assert bytes_of(other, 40) == expected
 
 
 def test_chunks_are_kept_once(tmp_path: Path) -> None:
@@ -173,6 +197,18 @@ def test_a_sequence_goes_on_from_the_blocks_of_its_pool(tmp_path: Path) -> None:
             assert s.n_cached == 40
 
 
+def test_a_sequence_takes_no_rows_of_other_tokens(tmp_path: Path) -> None:
+    # Its pool would give them to others, as blocks of the tokens that it was told.
+    with opened(tmp_path / "s") as store, cache(45) as kv, pool() as pg:
+        store.put(kv, TOKENS, model=MODEL)
+        with pg.sequence([*TOKENS[:9], 5]) as s:
+            for call in (store.restore_into, store.put):
+                with pytest.raises(ValueError, match="told 5 for position 9, got 109"):
+                    call(s, TOKENS, model=MODEL)
+            assert len(s) == 0
+            assert store.restore_into(s, TOKENS[:9], model=MODEL) == 8
+
+
 def test_a_full_pool_takes_what_fits(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store, cache(45) as kv, pool(n_blocks=5) as pg:
         store.put(kv, TOKENS, model=MODEL)
@@ -211,6 +247,16 @@ def test_a_cache_that_cannot_be_put_is_refused(
         assert store.stat().tiers[0].n_chunks == 0
 
 
+@pytest.mark.parametrize("order", ["token", "head"])
+def test_a_cache_that_is_mapped_from_a_file_is_put(tmp_path: Path, order: Any) -> None:
+    with opened(tmp_path / "s") as store, cache(45, order=order) as kv:
+        kv.save(tmp_path / "talk.kv")
+        with um.KVCache.restore(tmp_path / "talk.kv") as mapped, cache() as out:
+            store.put(mapped, TOKENS, model=MODEL)
+            assert store.restore_into(out, TOKENS, model=MODEL) == 40
+            assert np.array_equal(out.layer(1)[1], kv.layer(1)[1][:, :, :40])
+
+
 def test_a_cache_that_has_tokens_keeps_them(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store, cache(45) as kv:
         store.put(kv, TOKENS, model=MODEL)
@@ -235,6 +281,8 @@ def test_streams_are_refused(tmp_path: Path) -> None:
         ({"ram_bytes": 0, "disk_bytes": 0}, "not 0"),
         ({"ram_bytes": -1}, "ram_bytes"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"pages": "2m"}, "pages: expected one of 4k, thp, got '2m'"),
+        ({"numa": "node 1"}, "numa"),
     ],
 )
 def test_wrong_figures_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
@@ -355,6 +403,18 @@ def test_a_budget_for_less_than_a_chunk_keeps_nothing(tmp_path: Path) -> None:
         assert store.stat().refused_chunks == 1
 
 
+def test_blocks_of_a_file_system_are_counted_whole(tmp_path: Path) -> None:
+    with cache(45) as kv:
+        given = os.statvfs(tmp_path)
+        large = os.statvfs_result((1 << 16, 1 << 16, *given[2:]))
+        with (
+            patch.object(os, "fstatvfs", return_value=large),
+            opened(tmp_path / "s", disk_bytes=ROOM + 2 * ((1 << 16) + 8192)) as store,
+        ):
+            assert store.put(kv, TOKENS, model=MODEL) == 16
+            assert store.stat().tiers[0].nbytes == 2 * ((1 << 16) + 8192)
+
+
 def test_a_chunk_that_is_read_stays(tmp_path: Path) -> None:
     with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST) as store, cache(45) as kv:
         assert store.put(kv, TOKENS[:8], model=MODEL) == 8
@@ -412,6 +472,87 @@ def test_a_budget_beyond_shared_memory_is_refused(tmp_path: Path) -> None:
         opened(tmp_path / "s", ram_bytes=1 << 60),
     ):
         pass
+
+
+# ---- placement of the chunks in RAM, in the /dev/shm that there is ----
+
+LARGE = {"ram_bytes": 1 << 24, "disk_bytes": 0, "chunk_tokens": 512}
+LARGE_BYTES = 4096 + (4 << 20)
+
+
+@contextmanager
+def large_cache() -> Iterator[um.KVCache]:
+    """A cache of one chunk of 4 MiB."""
+    with um.KVCache(2, 8, 128, 512, pages="4k") as kv:
+        kv.reserve(512)
+        for lane in kv._lanes():
+            kv._restore_rows(*lane, 512, 512)[:] = 7
+        kv.commit(512)
+        yield kv
+
+
+def test_chunks_lie_in_huge_pages_where_they_are_asked_to(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", **LARGE, pages="thp") as store, large_cache() as kv:
+        assert store.granted is None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert store.put(kv, range(512), model=MODEL) == 512
+        placement = store.granted
+        assert placement is not None
+        assert placement.resident_bytes == LARGE_BYTES
+        assert placement.huge_bytes == (0 if said else 4 << 20)
+        if said:
+            pytest.skip(str(said[0].message))
+        store.put(kv, [7, *range(511)], model=MODEL)
+        assert store.granted.huge_bytes == 8 << 20
+        # What the folder takes is what it was, and rows are.
+        tier = store.stat().tiers[0]
+        assert taken(Path(tier.path)) <= tier.nbytes + ROOM
+        expected = bytes_of(kv, 512)
+        kv.clear()
+        assert store.restore_into(kv, range(512), model=MODEL) == 512
+        assert bytes_of(kv, 512) == expected
+
+
+def test_the_policy_of_a_chunk_is_set_before_its_memory_is_taken(tmp_path: Path) -> None:
+    node = min(limits.nodes(), default=None)
+    if node is None:
+        pytest.skip("this kernel has no NUMA")
+    before = []
+
+    def look(fd: int, nbytes: int) -> None:
+        with um.Block.map(f"/proc/self/fd/{fd}") as block:
+            before.append((os.fstat(fd).st_blocks, numa_policy(block.address)))
+        posix_fallocate(fd, 0, nbytes)
+
+    posix_fallocate = os.posix_fallocate
+    with opened(tmp_path / "s", **LARGE, numa=f"bind:{node}") as store, large_cache() as kv:
+        with patch.object(os, "posix_fallocate", side_effect=lambda fd, _, n: look(fd, n)):
+            store.put(kv, range(512), model=MODEL)
+        assert before == [(0, f"bind:{node}")]
+        assert store.granted is not None
+        assert store.granted.nodes == {node: LARGE_BYTES}
+
+
+def numa_policy(address: int) -> str:
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{address:x} "))
+
+
+@pytest.mark.parametrize("fault", ["no memory", "no room"])
+def test_a_chunk_that_cannot_be_placed_is_not_kept(tmp_path: Path, fault: str) -> None:
+    with opened(tmp_path / "s", **LARGE, numa="interleave") as store, large_cache() as kv:
+        if fault == "no memory":
+            error: Exception = um.CapacityError("none is left", 0, 0, 0)
+            broken = patch("unimem.kv.tiers.Block", Mock(_filled=Mock(side_effect=error)))
+        else:
+            error = OSError(28, "No space left")
+            broken = patch("os.posix_fallocate", Mock(side_effect=error))
+        with broken:
+            assert store.put(kv, range(512), model=MODEL) == 0
+        tier = store.stat().tiers[0]
+        assert (tier.nbytes, tier.n_chunks) == (0, 0)
+        assert store.put(kv, range(512), model=MODEL) == 512
 
 
 # ---- its end ----

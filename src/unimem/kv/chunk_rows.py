@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Protocol
 
@@ -29,6 +30,9 @@ class Rows(Protocol):
     """
 
     kind: Kind
+
+    def check_tokens(self, ids: NDArray[np.int32]) -> None:
+        """Refuse ids that are known to be others than those of its tokens."""
 
     def check_source(self) -> int:
         """Return how many tokens can be read; refuse what holds none from position 0 on."""
@@ -70,7 +74,7 @@ def rows_of(kv: Holder) -> Rows:
 
 
 class _CacheRows:
-    """Those of a `KVCache`, in which a token's rows are as in a chunk."""
+    """Those of a `KVCache`, whose lanes are those of a chunk, or one head of them each."""
 
     def __init__(self, kv: KVCache) -> None:
         if kv.batch != 1:
@@ -78,6 +82,17 @@ class _CacheRows:
         self._kv = kv
         self._into: list[NDArray[np.uint8]] = []
         self.kind = Kind(kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.dtype)
+        self._lane_heads = 1 if kv.order == "head" else kv.n_kv_heads
+        self._row_bytes = kv.row_bytes // kv.n_kv_heads * self._lane_heads
+
+    def _parts(self, n: int, lanes: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:
+        """View what a chunk's lanes have of each lane of the cache: ``[n, row bytes]``."""
+        for lane in lanes:
+            rows = lane.reshape(n, -1, self._row_bytes)
+            yield from (rows[:, i] for i in range(rows.shape[1]))
+
+    def check_tokens(self, ids: NDArray[np.int32]) -> None:
+        pass  # it knows none
 
     def check_source(self) -> int:
         kv = self._kv
@@ -91,13 +106,14 @@ class _CacheRows:
         return kv.seq_len
 
     def read(self, first: int, n: int, lanes: NDArray[np.uint8]) -> None:
-        kv, size = self._kv, self._kv.row_bytes
-        for lane, out in zip(kv._lanes(), lanes, strict=True):
+        kv, size = self._kv, self._row_bytes
+        for lane, out in zip(kv._lanes(), self._parts(n, lanes), strict=True):
             rows = kv._rows(*lane)[first * size : (first + n) * size]
-            if kv._file is None:
-                out[:] = rows
-            else:  # its pages may be lost
-                guard.copy(out, rows.ctypes.data, rows.nbytes, kv._file)
+            if kv._file is not None:  # its pages may be lost
+                kept = np.empty_like(rows)
+                guard.copy(kept, rows.ctypes.data, rows.nbytes, kv._file)
+                rows = kept
+            out[:] = rows.reshape(n, size)
 
     def check_target(self) -> tuple[int, int]:
         kv = self._kv
@@ -116,9 +132,9 @@ class _CacheRows:
         self._into = [self._kv._restore_rows(*lane, n, n) for lane in self._kv._lanes()]
 
     def write(self, first: int, n: int, lanes: NDArray[np.uint8]) -> bool:
-        size = self._kv.row_bytes
-        for into, rows in zip(self._into, lanes, strict=True):
-            into[first * size : (first + n) * size] = rows
+        size = self._row_bytes
+        for into, rows in zip(self._into, self._parts(n, lanes), strict=True):
+            into[first * size : (first + n) * size].reshape(n, size)[:] = rows
         return True
 
     def finish(self, n: int) -> None:
@@ -140,6 +156,18 @@ class _SequenceRows:
         self._sequence, self._pool = sequence, sequence.cache
         pool = self._pool
         self.kind = Kind(pool.n_layers, pool.n_kv_heads, pool.head_dim, pool.dtype)
+
+    def check_tokens(self, ids: NDArray[np.int32]) -> None:
+        # Its pool gives blocks to others by the ids that it was told.
+        told = self._sequence._told_ids()
+        n = min(len(told), len(ids))
+        different = np.flatnonzero(told[:n] != ids[:n])
+        if different.size:
+            i = different[0]
+            raise ValueError(
+                f"tokens: expected those of the sequence, which was told {told[i]} for position "
+                f"{i}, got {ids[i]}: make a sequence of these tokens"
+            )
 
     def check_source(self) -> int:
         self._sequence.fork().close()  # which refuses layers that differ, and changes nothing

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,11 @@ from unimem._core.block import Block
 from unimem.errors import ClosedError
 from unimem.kv.chunk_format import ChunkShape, DataShape, chunk_keys, find_fault, seal
 from unimem.kv.chunk_rows import Holder, Rows, rows_of
-from unimem.kv.tiers import DiskTier, RamTier, Tier, TierStat
+from unimem.kv.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system import policy
-from unimem.system.arguments import file_path, integer
+from unimem.system.arguments import file_path, integer, one_of
+from unimem.system.placement import Placement
 from unimem.system.user_cache import check_own_folder, default_bytes
 
 __all__ = ["KVStore", "StoreStat"]
@@ -86,6 +87,12 @@ class KVStore:
         Where processes give different figures, each keeps to its own when it writes.
     chunk_tokens : int, default 256
         Tokens of a chunk. Stores that shall find each other's chunks have the same.
+    pages : {"4k", "thp"}
+        Of the chunks that this object puts into RAM. Of ``"thp"``, a chunk of 2 MiB or more lies in
+        huge pages as far as it has whole ones; where the kernel has none, a `PlacementWarning` says
+        so.
+    numa : str, optional
+        The nodes of these chunks, as for `PlacementOptions`.
 
     Raises
     ------
@@ -129,6 +136,8 @@ class KVStore:
         ram_bytes: int,
         disk_bytes: int | None = None,
         chunk_tokens: int = 256,
+        pages: RamPages = "4k",
+        numa: str | None = None,
     ) -> None:
         self._tiers: tuple[Tier, ...] = ()
         path = file_path(where, "where")
@@ -140,6 +149,8 @@ class KVStore:
         disk = None if disk_bytes is None else integer(disk_bytes, "disk_bytes", 0)
         if ram == 0 and disk == 0:
             raise ValueError("ram_bytes, disk_bytes: expected one that is not 0, got 0 and 0")
+        one_of(pages, "pages", get_args(RamPages))
+        policy.parse_numa(numa)
         self._pid = os.getpid()
         self._lock = threading.Lock()  # of the counts
         self._counts = dict.fromkeys(("put", "known", "refused", "restored", "damaged"), 0)
@@ -147,7 +158,7 @@ class KVStore:
         tiers: list[Tier] = []
         with ExitStack() as undo:
             if ram:
-                tiers.append(RamTier(self.folder, ram))
+                tiers.append(RamTier(self.folder, ram, pages=pages, numa=numa))
                 undo.callback(tiers[-1].close)
             if disk != 0:
                 most = default_bytes(self.folder) if disk is None else disk
@@ -182,7 +193,8 @@ class KVStore:
         Raises
         ------
         ValueError, TypeError
-            `kv` is none of these, or was trimmed; `tokens` are no ids; `model` is no text.
+            `kv` is none of these, or was trimmed; `tokens` are no ids, or not those that a sequence
+            was told; `model` is no text.
         RuntimeError
             Rows are reserved, or layers differ in length.
         OSError
@@ -190,8 +202,8 @@ class KVStore:
         ClosedError
         """
         self._check_open()
-        rows = rows_of(kv)
-        ids = token_ids(tokens)[: rows.check_source()]
+        rows, ids = _given(kv, tokens)
+        ids = ids[: rows.check_source()]
         chunk = ChunkShape(rows.kind, self.chunk_tokens)
         keys = list(chunk_keys(rows.kind, _text(model), ids, self.chunk_tokens))
         now = self._touch(keys)
@@ -247,7 +259,8 @@ class KVStore:
         Raises
         ------
         ValueError, TypeError
-            `kv` is none of these, or not cleared; `tokens` are no ids; `model` is no text.
+            `kv` is none of these, or not cleared; `tokens` are no ids, or not those that a sequence
+            was told; `model` is no text.
         MemoryError, BufferError
             There is no memory for a chunk, or for the tokens.
         ClosedError
@@ -257,8 +270,7 @@ class KVStore:
         When it raises, a cache is as empty as before, and a sequence holds whole chunks.
         """
         self._check_open()
-        rows = rows_of(kv)
-        ids = token_ids(tokens)
+        rows, ids = _given(kv, tokens)
         held, most = rows.check_target()
         keys = self._known(rows, ids[: most // self.chunk_tokens * self.chunk_tokens], model)
         if len(keys) * self.chunk_tokens <= held:
@@ -371,6 +383,18 @@ class KVStore:
             counts = {f"{name}_chunks": n for name, n in self._counts.items()}
         return StoreStat(tiers, **counts)
 
+    @property
+    def granted(self) -> Placement | None:
+        """How the chunks in RAM lie, as the kernel says, whoever put them there; None without any.
+
+        Each is mapped for it: the more there are, the longer it takes.
+        """
+        self._check_open()
+        for tier in self._tiers:
+            if isinstance(tier, RamTier):
+                return tier.granted()
+        return None
+
     def give_back(self) -> int:
         """Drop the chunks in RAM that nobody reads. A `Governor` calls it.
 
@@ -433,6 +457,12 @@ class KVStore:
 def _close_all(tiers: Sequence[Tier]) -> None:
     for tier in tiers:
         tier.close()
+
+
+def _given(kv: Holder, tokens: Tokens) -> tuple[Rows, NDArray[np.int32]]:
+    rows, ids = rows_of(kv), token_ids(tokens)
+    rows.check_tokens(ids)
+    return rows, ids
 
 
 def _text(model: str) -> str:

@@ -16,24 +16,30 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.errors import CapacityError
-from unimem.system import limits
+from unimem._core.block import Block
+from unimem._core.tmpfs import huge_page_bytes
+from unimem.errors import CapacityError, PlacementError
+from unimem.system import limits, policy
 from unimem.system.kernel_files import read_text
+from unimem.system.placement import Placement, sum_placements
 from unimem.system.user_cache import check_own_folder
 
-__all__ = ["DiskTier", "FolderTier", "RamTier", "Tier", "TierStat"]
+__all__ = ["DiskTier", "FolderTier", "RamPages", "RamTier", "Tier", "TierStat"]
+
+RamPages = Literal["4k", "thp"]
 
 _SUFFIX, _TEMPORARY = ".kv", ".unimem-tmp"
 _CHUNK = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
 _LOCK = ".lock"
 _STATE = re.compile(rb"unimem KV chunks 1 (\d{1,20}) (\S{1,64})\s*")
 _STATE_BYTES = 128
-_BLOCK_BYTES = 4096
+# Of a file system that does not say what its blocks are.
+_LEAST_BLOCK_BYTES = 4096
 # What a file system needs for a file beside its data: its name, and where its pieces lie.
 _ENTRY_BYTES = 8192
 # The same of the folder and the lock.
@@ -137,6 +143,8 @@ class FolderTier:
         with ExitStack() as undo:
             self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(self._close_files)
+            # Of shared memory, a page of the kernel.
+            self._block_bytes = max(_LEAST_BLOCK_BYTES, os.fstatvfs(self._fd).f_frsize)
             flags = os.O_RDWR | os.O_CREAT | _OPEN
             self._lock = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
             with self._locked():
@@ -177,7 +185,7 @@ class FolderTier:
 
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
         """Write a file under another name, bring it to the disk, and rename it."""
-        name, cost = _name(key), _cost(data.nbytes)
+        name, cost = _name(key), self._cost(data.nbytes)
         temporary = f".{os.urandom(8).hex()}{_TEMPORARY}"
         with ExitStack() as undo:
             with self._locked():
@@ -190,13 +198,14 @@ class FolderTier:
                 undo.callback(os.close, fd)
                 undo.callback(self._forget, temporary, cost)
                 fcntl.flock(fd, fcntl.LOCK_SH)  # an unlocked one is stale
-                if not _allocate(fd, data.nbytes):
+                if not self._allocate(fd, data.nbytes):
                     self._unlink(temporary, cost)
                     return False
             rest, offset = data.data, 0
             while rest:
                 done = os.pwrite(fd, rest, offset)
                 rest, offset = rest[done:], offset + done
+            self._place(fd, data.nbytes)
             os.utime(fd, ns=(used_ns, used_ns))
             os.fsync(fd)
             with self._locked():
@@ -205,6 +214,13 @@ class FolderTier:
         with suppress(OSError):  # a file system without such a thing
             os.fsync(self._fd)
         return True
+
+    def _allocate(self, fd: int, nbytes: int) -> bool:
+        """Give an empty file its room; False where there is none."""
+        return _allocate(fd, nbytes)
+
+    def _place(self, fd: int, nbytes: int) -> None:
+        """Put what was written where it shall be."""
 
     def remove(self, key: bytes) -> None:
         """Remove a file, unless somebody reads it."""
@@ -247,6 +263,9 @@ class FolderTier:
 
     # ---- what files take: all of it with the lock ----
 
+    def _cost(self, nbytes: int) -> int:
+        return -(-nbytes // self._block_bytes) * self._block_bytes + _ENTRY_BYTES
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._mutex:  # which a lock of this process does not keep its threads from
@@ -276,7 +295,7 @@ class FolderTier:
             if (is_temporary and not self._drop(name)) or _CHUNK.fullmatch(name):
                 with suppress(FileNotFoundError):
                     info = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                    found.append((info.st_mtime_ns, name, _cost(info.st_size)))
+                    found.append((info.st_mtime_ns, name, self._cost(info.st_size)))
         self._note(sum(nbytes for _, _, nbytes in found))
         return found
 
@@ -318,7 +337,7 @@ class FolderTier:
             return 0
         finally:
             os.close(fd)
-        return _cost(info.st_size)
+        return self._cost(info.st_size)
 
     def _forget(self, temporary: str, cost: int) -> None:
         """Remove what did not become a chunk."""
@@ -361,16 +380,32 @@ class RamTier(FolderTier):
         Of the store, which tells its memory from that of others.
     budget_bytes : int
         The most that it may take.
+    pages : {"4k", "thp"}
+        Of the chunks that are written here. Huge pages are made of what was written, where a chunk
+        has whole ones; a `PlacementWarning` says where they cannot be had.
+    numa : str, optional
+        Their nodes, as `PlacementOptions` has them; memory is on them before it is written to.
 
     Raises
     ------
     CapacityError
         ``/dev/shm`` is smaller.
+    ValueError
+        `numa` is no such policy.
     OSError
         There is none, or it cannot be written.
     """
 
-    def __init__(self, folder: str, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        budget_bytes: int,
+        *,
+        pages: RamPages = "4k",
+        numa: str | None = None,
+    ) -> None:
+        policy.parse_numa(numa)
+        self._pages, self._numa = pages, numa
         fs = os.statvfs(limits.SHM)
         room = fs.f_blocks * fs.f_frsize
         if room and room < budget_bytes:  # a size of 0 is no limit
@@ -394,6 +429,50 @@ class RamTier(FolderTier):
             os.close(self._kept)
             raise
 
+    def _allocate(self, fd: int, nbytes: int) -> bool:
+        if self._numa is None:
+            return _allocate(fd, nbytes)
+
+        def allocate(block: Block) -> None:
+            if not _allocate(fd, nbytes):
+                raise CapacityError("there is no room for a chunk", nbytes, 0, nbytes)
+            block.warm()
+
+        # The policy stays with the file, whoever writes to it, and however.
+        how: dict[str, Any] = {"pages": "4k", "numa": self._numa, "category": "staging"}
+        try:
+            with Block._filled(nbytes, allocate, fd=fd, name="chunk", **how):
+                return True
+        except CapacityError:
+            return False
+
+    def _place(self, fd: int, nbytes: int) -> None:
+        if self._pages == "thp" and 0 < huge_page_bytes() <= nbytes:
+            with self._mapped(fd, nbytes, "r+") as block:
+                try:
+                    block.collapse()
+                except PlacementError as error:
+                    policy.warn(f"a chunk in {self.folder} has no huge pages: {error}")
+
+    def _mapped(self, fd: int, nbytes: int, mode: Literal["r", "r+"]) -> Block:
+        return Block._map_fd(fd, 0, nbytes, mode, self.folder, "staging", "chunk")
+
+    def granted(self) -> Placement | None:
+        """Ask the kernel how the chunks lie, whoever wrote them; None without chunks."""
+        found = []
+        for name in os.listdir(self._fd):
+            if not _CHUNK.fullmatch(name):
+                continue
+            with suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
+                fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self._fd)
+                undo.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # it is not cut off meanwhile
+                if nbytes := os.fstat(fd).st_size:
+                    block = undo.enter_context(self._mapped(fd, nbytes, "r"))
+                    block.warm()
+                    found.append(block.verify())
+        return sum_placements(found) if found else None
+
     def close(self) -> None:
         """Close the folder, and remove it where no other process has it open."""
         super().close()
@@ -408,10 +487,6 @@ class RamTier(FolderTier):
 
 def _name(key: bytes) -> str:
     return key.hex() + _SUFFIX
-
-
-def _cost(nbytes: int) -> int:
-    return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES + _ENTRY_BYTES
 
 
 def _allocate(fd: int, nbytes: int) -> bool:
