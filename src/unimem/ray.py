@@ -7,17 +7,20 @@ copy of a node. What is here brings them together: docs/cluster.md.
 from __future__ import annotations
 
 import errno
+import heapq
 import os
 import posixpath
 import shutil
 import tempfile
 import threading
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
+from urllib.parse import urlsplit
 
 import numpy as np
 import xxhash
@@ -39,11 +42,15 @@ from unimem.weights.staging.stage import Stage, stage
 __all__ = ["NodePlan", "Stager"]
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
-_MOST_ENGINES = 4096  # sessions that a plan has at most
+_MOST_ENGINES = 1 << 20
+_MOST_ON_A_NODE = 4096  # sessions that a plan has at most
 _ROOMY = {"memory": 1 << 50}  # a machine on which no context is cut short
 _PIECE_BYTES = 8 << 20  # of a file, from a neighbour
 _PIECES_AHEAD = 4
+_NEIGHBOURS = 4  # that are asked: a list of all would be passed to all
+_PIECE_S = 60.0  # for one of these
 _ANSWER_S = 2.0  # for a neighbour to say whether it has the model
+_LOOK_S = 1.0  # after which a node is looked at that has not answered: Ray itself would wait for it
 _FACTS_S = 60.0  # for a node to say what it has
 _CLOSE_S = 10.0
 
@@ -144,30 +151,25 @@ class Stager:
     ) -> None:
         self._copies: dict[str, Any] = {}
         self._is_owner = True
-        path = file_path(model, "model")
-        other = None if store is None else file_path(store, "store")
-        if is_url(path):
-            if other is not None:
-                raise ValueError(
-                    f"store: expected none beside a model that is a URL, got {other!r}"
-                )
-            path, other = "", path
+        self.nodes: tuple[NodePlan, ...] = ()
+        source = _Source.from_arguments(model, store, folder)
         wanted = _labels(labels)
         integer(n_engines, "n_engines", 1, _MOST_ENGINES)
         policy.check_options(placement)
-        source = _Source(path, other, None if folder is None else file_path(folder, "folder"))
         ray = _connected()
         found = _facts_of_nodes(ray, source, wanted)
         model_bytes, self.engine_bytes, plans = _plan_nodes(
             ray, source, found, _Engines(n_engines, ctx, kv_dtype)
         )
-        shares = _place(n_engines, plans)
+        rooms = [
+            _Room(facts, plans[facts.node_id], model_bytes, self.engine_bytes) for facts in found
+        ]
+        shares = _place(n_engines, rooms)
         fitting = [facts for facts in found if facts.node_id in shares]
         try:
             origins = self._start(ray, source, fitting, model_bytes, placement)
-            if lost := sum(n for node_id, n in shares.items() if node_id not in origins):
-                shares = _place(n_engines, {k: p for k, p in plans.items() if k in origins})
-                policy.warn(f"nodes were lost while they were staged: {lost} engines go elsewhere")
+            if any(n for node_id, n in shares.items() if node_id not in origins):
+                shares = _place(n_engines, [r for r in rooms if r.facts.node_id in origins])
         except BaseException:
             self.close()
             raise
@@ -210,16 +212,18 @@ class Stager:
             having = [self._copies[node_id] for node_id in origins]
             # Each of those that have it serves one.
             started = {
-                node_id: self._copies[node_id].bring_in.remote(having[i:] + having[:i])
+                node_id: self._copies[node_id].bring_in.remote(_some_from(having, i))
                 for i, node_id in enumerate(batch)
             }
             for node_id, ref in started.items():
                 try:
-                    origins[node_id] = ray.get(ref)
-                except ray.exceptions.RayActorError:  # its node is gone
-                    ray.kill(self._copies.pop(node_id))
+                    origins[node_id] = _answer(ray, ref, node_id)
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause from error
+                except ray.exceptions.RayError as error:  # its node is gone
+                    ray.kill(self._copies.pop(node_id))
+                    what = type(error).__name__
+                    policy.warn(f"node {node_id} was lost while it was staged: {what}")
             batch = _take(waiting, max(1, len(origins)))
         return origins
 
@@ -243,8 +247,9 @@ class Stager:
                 f"node {node_id} has no copy of the model: expected one of "
                 f"{', '.join(self._copies)}; actor_options() places engines there"
             )
-        neighbours = [other for key, other in self._copies.items() if key != node_id]
-        path: str = ray.get(copy.path.remote(neighbours))
+        copies = list(self._copies.values())
+        others = _some_from(copies, copies.index(copy) + 1)
+        path: str = ray.get(copy.path.remote([other for other in others if other is not copy]))
         return path
 
     def actor_options(self) -> list[dict[str, Any]]:
@@ -311,6 +316,10 @@ class Stager:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if self._is_owner and not self.closed:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_is_owner": False}
 
@@ -328,6 +337,23 @@ class _Source(NamedTuple):
     store: str | None
     folder: str | None
 
+    @classmethod
+    def from_arguments(cls, model: Any, store: Any, folder: Any) -> _Source:
+        """Check arguments. Processes of nodes have folders of their own, so paths are absolute."""
+        path = file_path(model, "model")
+        other = None if store is None else file_path(store, "store")
+        if is_url(path):
+            if other is not None:
+                raise ValueError(
+                    f"store: expected none beside a model that is a URL, got {other!r}"
+                )
+            path, other = "", path
+        return cls(
+            path and os.path.abspath(path),
+            other if other is None or is_url(other) else os.path.abspath(other),
+            None if folder is None else os.path.abspath(file_path(folder, "folder")),
+        )
+
     @property
     def places(self) -> list[str]:
         return [place for place in (self.path, self.store) if place]
@@ -339,8 +365,42 @@ class _NodeFacts(NamedTuple):
     node_id: str
     address: str
     labels: dict[str, str]
+    ray_bytes: int  # what Ray itself counts as its memory
     machine: MachineFacts
     has_file: bool
+
+
+class _Room(NamedTuple):
+    """What a node has room for, by its plan and by Ray's own figure."""
+
+    facts: _NodeFacts
+    plan: Plan
+    model_bytes: int
+    engine_bytes: int
+
+    @property
+    def n_engines(self) -> int:
+        """Engines that fit beside a copy; -1 where not even that does."""
+        left = self.facts.ray_bytes - self.model_bytes
+        if self.plan.verdict != "fits" or left < 0:
+            return -1
+        return min(self.plan.sessions, left // max(1, self.engine_bytes))
+
+    @property
+    def shortage(self) -> str:
+        one = self.plan
+        if self.n_engines > 0:
+            return f"node {self.facts.node_id} has room for {self.n_engines}"
+        if one.verdict != "fits":
+            have, want = one.available_bytes, one.required_bytes
+            whose = "of memory"
+        else:
+            have, want = self.facts.ray_bytes, self.model_bytes + self.engine_bytes
+            whose = "by Ray's figure ('ray start --memory')"
+        return (
+            f"node {self.facts.node_id} has room for none: it has {format_bytes(have)} {whose}, a "
+            f"copy and an engine take {format_bytes(want)}"
+        )
 
 
 class _Engines(NamedTuple):
@@ -454,9 +514,16 @@ def _fetch(source: str, folder: str) -> str:
             f"store: a URL needs fsspec: install unimem-llm with the extra 'remote'; importing it "
             f"said: {error}"
         ) from error
-    system, path = url_to_fs(source)
-    local = os.path.join(folder, posixpath.basename(path))
-    system.get_file(path, local)
+    at = urlsplit(source)
+    local = os.path.join(folder, posixpath.basename(at.path))
+    try:
+        system, path = url_to_fs(source)
+        system.get_file(path, local)
+    except Exception as error:  # whose text may have what is secret in the URL
+        shown = f"{at.scheme}://{at.netloc.rpartition('@')[2]}{at.path}"
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        number = getattr(error, "errno", None) or errno.EIO
+        raise kind(number, f"it cannot be fetched: {type(error).__name__}", shown) from None
     return local
 
 
@@ -480,7 +547,7 @@ def _having(neighbours: list[Any]) -> Iterator[Any]:
 def _receive(neighbour: Any, folder: str) -> str:
     """Copy a neighbour's files to a folder, and return the path to open."""
     ray = _ray()
-    files, first = ray.get(neighbour.files.remote())
+    files, first = ray.get(neighbour.files.remote(), timeout=_PIECE_S)
     needed, free = sum(nbytes for _, nbytes in files), shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
@@ -507,9 +574,9 @@ def _pieces(
         size = min(_PIECE_BYTES, nbytes - offset)
         pending.append(neighbour.read.remote(name, offset, size))
         if len(pending) == _PIECES_AHEAD:
-            yield ray.get(pending.popleft())
+            yield ray.get(pending.popleft(), timeout=_PIECE_S)
     while pending:
-        yield ray.get(pending.popleft())
+        yield ray.get(pending.popleft(), timeout=_PIECE_S)
 
 
 # ---- nodes, and what fits there ----
@@ -524,7 +591,8 @@ def _facts_of_nodes(ray: Any, source: _Source, labels: dict[str, str]) -> list[_
         if node["Alive"] and labels.items() <= own.items():
             selector = {_NODE_ID: node["NodeID"]}
             ref = task.options(num_cpus=0, label_selector=selector).remote(source.path)
-            asked[ref] = (node["NodeID"], node["NodeManagerAddress"], own)
+            memory = int(node["Resources"].get("memory", 0))
+            asked[ref] = (node["NodeID"], node["NodeManagerAddress"], own, memory)
     if not asked:
         raise CapacityError(f"labels: no node of the cluster has {labels}")
     ray.wait(list(asked), num_returns=len(asked), timeout=_FACTS_S)
@@ -585,14 +653,14 @@ def _plan_all(
             def of(n: int) -> Plan:
                 return plan(machine, sessions=n, **options)
 
-            n = find_largest(engines.n, lambda n: of(n).verdict == "fits")
+            n = find_largest(min(engines.n, _MOST_ON_A_NODE), lambda n: of(n).verdict == "fits")
             return of(max(1, n))
 
         plans = {node_id: planned(machine) for node_id, machine in machines.items()}
     return 2 * one - two, two - one, plans
 
 
-def _place(n_engines: int, plans: Mapping[str, Plan]) -> dict[str, int]:
+def _place(n_engines: int, rooms: list[_Room]) -> dict[str, int]:
     """Spread engines over the nodes that fit, by the room that is left; 0 is a node with a copy.
 
     Raises
@@ -600,28 +668,42 @@ def _place(n_engines: int, plans: Mapping[str, Plan]) -> dict[str, int]:
     CapacityError
         Some have no room.
     """
-    room = {node_id: one.sessions for node_id, one in plans.items() if one.verdict == "fits"}
+    room = {one.facts.node_id: one.n_engines for one in rooms if one.n_engines >= 0}
     if sum(room.values()) < n_engines:
         raise CapacityError(
             f"the cluster has room for {sum(room.values())} of {n_engines} engines: "
-            + "; ".join(_shortage(node_id, one) for node_id, one in plans.items()),
+            + "; ".join(one.shortage for one in rooms),
             sum(room.values()),
             0,
             n_engines,
         )
     shares = dict.fromkeys(room, 0)
+    heap = [(-n, 0, node_id) for node_id, n in room.items()]
+    heapq.heapify(heap)
     for _ in range(n_engines):
-        shares[max(room, key=lambda one: (room[one] - shares[one], -shares[one]))] += 1
+        left, share, node_id = heap[0]
+        shares[node_id] = share + 1
+        heapq.heapreplace(heap, (left + 1, share + 1, node_id))
     return shares
 
 
-def _shortage(node_id: str, one: Plan) -> str:
-    if one.verdict == "fits":
-        return f"node {node_id} has room for {one.sessions}"
-    return (
-        f"node {node_id} has room for none: {format_bytes(one.available_bytes)} of "
-        f"{format_bytes(one.required_bytes)}"
-    )
+def _answer(ray: Any, ref: Any, node_id: str) -> Any:
+    """Wait for an answer as long as the node is there.
+
+    Raises
+    ------
+    RayError
+        It is gone. Ray would start the actor again, once there is a node with this label.
+    """
+    while not ray.wait([ref], num_returns=1, timeout=_LOOK_S)[0]:
+        if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
+            raise ray.exceptions.RayActorError
+    return ray.get(ref)
+
+
+def _some_from(copies: list[Any], i: int) -> list[Any]:
+    """Return some of the copies, beginning with the one at an index."""
+    return (copies[i:] + copies[:i])[:_NEIGHBOURS]
 
 
 def _take(waiting: deque[str], n: int) -> list[str]:

@@ -182,6 +182,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._lookups.shutdown()
             self._pool.shutdown()
             self._store.close()
+            self._rows = np.empty((0, 0), np.uint8)  # or vLLM could not release its memory
 
     def _submit(self, given: TransferJob, move: _Move) -> None:
         job = _Job(given)

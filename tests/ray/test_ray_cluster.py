@@ -17,6 +17,7 @@ from unimem.engine import Decoder, embedded_model
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),  # one cluster for all of these
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 

@@ -19,6 +19,13 @@ class RayError(Exception): ...
 class RayActorError(RayError): ...
 
 
+class ActorUnschedulableError(RayError):
+    """What Ray says of an actor whose node is gone."""
+
+
+class GetTimeoutError(RayError, TimeoutError): ...
+
+
 class RayTaskError(RayError):
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -30,6 +37,7 @@ class Ref:
 
     def __init__(self, value: Any = None, error: Exception | None = None) -> None:
         self.value, self.error = value, error
+        self.hangs = False
 
 
 class OneProcessRay(types.ModuleType):
@@ -45,6 +53,8 @@ class OneProcessRay(types.ModuleType):
         self.dead: set[str] = set()
         self.actors: list[Actor] = []
         self.before: Callable[[str, str], None] = lambda _node, _method: None
+        self.hanging: set[tuple[str, str]] = set()  # nodes, and what they never answer
+        self.memory = dict.fromkeys(nodes, 1 << 40)
 
     def is_initialized(self) -> bool:
         return self.connected
@@ -56,6 +66,7 @@ class OneProcessRay(types.ModuleType):
                 "Alive": name not in self.dead,
                 "NodeManagerAddress": f"10.0.0.{i}",
                 "Labels": {NODE_ID: name, **own},
+                "Resources": {"memory": float(self.memory[name])},
             }
             for i, (name, own) in enumerate(self.labels.items())
         ]
@@ -64,6 +75,9 @@ class OneProcessRay(types.ModuleType):
         return Remote(self, thing, {})
 
     def get(self, ref: Any, timeout: float | None = None) -> Any:
+        if ref.hangs:
+            assert timeout is not None, "it would wait for ever"
+            raise GetTimeoutError
         if ref.error is not None:
             raise ref.error
         return ref.value
@@ -72,7 +86,7 @@ class OneProcessRay(types.ModuleType):
         self, refs: list[Ref], num_returns: int, timeout: float | None
     ) -> tuple[list[Ref], list[Ref]]:
         assert num_returns == len(refs)
-        return refs, []
+        return [ref for ref in refs if not ref.hangs], [ref for ref in refs if ref.hangs]
 
     def kill(self, actor: Actor) -> None:
         actor.killed = True
@@ -85,8 +99,12 @@ class OneProcessRay(types.ModuleType):
         was, self.here = self.here, node
         try:
             self.before(node, name)
+            if (node, name) in self.hanging:
+                ref = Ref()
+                ref.hangs = True
+                return ref
             if node in self.dead:
-                return Ref(error=RayActorError(f"node {node} is gone"))
+                return Ref(error=ActorUnschedulableError(f"node {node} is gone"))
             return Ref(work())
         except RayError as error:
             return Ref(error=error)

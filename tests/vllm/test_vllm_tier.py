@@ -65,9 +65,10 @@ class Engine:
         self.vllm = vllm
         given = options.pop("spec", None) or spec(vllm)
         self.rows = np.zeros((N, CHUNK), np.int8)
+        self.view = self.rows.data
         config = {"type": "KVStoreTier", "module_path": "unimem.vllm", "where": str(folder)}
         self.tier: Any = vllm.factory.SecondaryTierFactory.create_secondary_tier(
-            config | {"disk_bytes": 1 << 20} | options, self.rows.data, given
+            config | {"disk_bytes": 1 << 20} | options, self.view, given
         )
         self.request = vllm.base.ReqContext("r")
         self.n_jobs = 0
@@ -102,6 +103,7 @@ def engine(vllm: types.SimpleNamespace, folder: Path, **options: Any) -> Iterato
     finally:
         made.tier.shutdown()
         made.tier.shutdown()
+        made.view.release()  # as vLLM does then; it raises while somebody sees the memory
         with pytest.raises(ClosedError):
             made.tier._store.stat()
         assert not [t for t in threading.enumerate() if t.name.startswith("unimem-vllm")]
