@@ -34,7 +34,7 @@ typedef struct um_kv_spec {
     uint32_t n_layers, n_kv_heads, head_dim, batch;
     uint64_t max_seq_len; /* the most tokens that the cache holds; of a ring, at least the window */
     uint64_t window;      /* 0, or a ring of the last so many tokens */
-    um_dtype type;        /* UM_Q8_0: head_dim is a multiple of 32 */
+    um_dtype type;        /* of blocks: head_dim is a multiple of 32 */
 } um_kv_spec;
 
 /* The place of the lanes. */
@@ -97,9 +97,9 @@ typedef enum um_kv_order {
 
 /* Appends n tokens (may be 0) to one layer: a copy, or a conversion if the types differ.
  *
- * k and v are aligned for `type`, which is UM_Q8_0 only if the cache's type is. A ring forgets what
- * is before its rows: of more than n_rows tokens it takes the last n_rows. After a failure no row
- * is appended.
+ * k and v are aligned for `type`, which is float32, float16, bfloat16 or the cache's. A ring
+ * forgets what is before its rows: of more than n_rows tokens it takes the last n_rows. After a
+ * failure no row is appended.
  *
  * - UM_E_INVALID: there is no such layer, type or order.
  * - UM_E_FULL: err->what is "kv" if max_seq_len is reached, and "rows" if the rows are used up:
@@ -156,7 +156,7 @@ UM_API uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_f
 
 /* Copies n tokens of K or V of a layer, from `position` on, to out [batch, heads, n, head_dim].
  *
- * They are converted to `type`, which is UM_Q8_0 only if the cache's type is.
+ * They are converted to `type`: float32, float16, bfloat16 or the cache's.
  *
  * - UM_E_INVALID: there is no such layer or type, or the layer does not hold the tokens. */
 UM_API UM_CHECKED um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position,
@@ -234,7 +234,7 @@ UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint6
 typedef struct um_paged_spec {
     uint32_t n_layers, n_kv_heads, head_dim;
     uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */
-    um_dtype type;                   /* UM_Q8_0: head_dim is a multiple of 32 */
+    um_dtype type;                   /* of blocks: head_dim is a multiple of 32 */
 } um_paged_spec;
 
 typedef struct um_paged_block um_paged_block; /* the state of a block */
@@ -379,9 +379,9 @@ UM_API UM_CHECKED um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_erro
 
 /* Copies the first n tokens of K or V of a layer to out [heads, n, head_dim].
  *
- * Heads are head_stride bytes apart. The tokens are converted to `type`, which is UM_Q8_0 only if
- * the cache's type is. The call may run beside the writer, unless the writer crops, clears or frees
- * this very sequence.
+ * Heads are head_stride bytes apart. The tokens are converted to `type`: float32, float16, bfloat16
+ * or the cache's. The call may run beside the writer, unless the writer crops, clears or frees this
+ * very sequence.
  *
  * - UM_E_INVALID: there is no such layer or type, the layer does not hold the tokens, or
  *   head_stride is below what n tokens need. */

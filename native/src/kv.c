@@ -247,7 +247,8 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 
 /* Checks that rows of this type can be given, or be asked for. */
 static um_status check_type(const um_kv *kv, um_dtype type, um_error *err) {
-    if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && kv->spec.type != UM_Q8_0)) {
+    size_t values = um_dtype_block_values(type);
+    if (values == 0 || (values > 1 && type != kv->spec.type)) {
         return um_fail(err, UM_E_INVALID, "type");
     }
     return UM_OK;

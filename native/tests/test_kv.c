@@ -4,12 +4,12 @@
 #include "fault_os.h"
 #include "kv_model.h"
 
-enum { N_TYPES = 4 };
+enum { N_TYPES = 6 };
 
-static const um_dtype TYPES[N_TYPES] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0};
+static const um_dtype TYPES[N_TYPES] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0, UM_Q4_1, UM_IQ4_NL};
 
 static um_kv_spec spec_of(uint32_t batch, um_dtype type) {
-    return (um_kv_spec){3, 2, type == UM_Q8_0 ? 32 : 5, batch, .max_seq_len = 7, .type = type};
+    return (um_kv_spec){3, 2, type >= UM_Q8_0 ? 32 : 5, batch, .max_seq_len = 7, .type = type};
 }
 
 /* Fixed storage, with bytes between the lanes that must stay as they are. */
@@ -59,7 +59,7 @@ TEST(bad_specs) {
     CHECK_BAD_SPEC((spec.max_seq_len = 0, spec.window = 1));
     CHECK_BAD_SPEC(spec.window = spec.max_seq_len + 1);
     CHECK_BAD_SPEC(spec.window = UINT64_MAX);
-    CHECK_BAD_SPEC(spec.type = (um_dtype)4);
+    CHECK_BAD_SPEC(spec.type = (um_dtype)9);
     CHECK_BAD_SPEC(spec.type = (um_dtype)-1);
     good.type = UM_Q8_0;
     for (uint32_t dim = 1; dim < 100; dim++) {
@@ -193,7 +193,7 @@ TEST(no_memory) {
 }
 
 TEST(sizes) {
-    size_t items[N_TYPES] = {10 * 4, 10 * 2, 10 * 2, 2 * 34};
+    size_t items[N_TYPES] = {10 * 4, 10 * 2, 10 * 2, 2 * 34, 2 * 20, 2 * 18};
     for (int i = 0; i < N_TYPES; i++) {
         um_kv_spec spec = spec_of(3, TYPES[i]);
         size_t row = 0, nbytes = 0;
@@ -227,10 +227,11 @@ TEST(sizes) {
 TEST(append) {
     uint64_t steps[] = {1, 0, 2, 4};
     for (int i = 0; i < 4 * N_TYPES * N_TYPES; i++) {
-        um_dtype type = TYPES[i % 4], in_type = TYPES[i / 4 % 4];
-        um_kv_order order = i / 16 % 2 != 0 ? UM_KV_HEAD_MAJOR : UM_KV_TOKEN_MAJOR;
-        uint32_t batch = i / 32 != 0 ? 3 : 1;
-        if (in_type == UM_Q8_0 && type != in_type) {
+        um_dtype type = TYPES[i % N_TYPES], in_type = TYPES[i / N_TYPES % N_TYPES];
+        int rest = i / N_TYPES / N_TYPES;
+        um_kv_order order = rest % 2 != 0 ? UM_KV_HEAD_MAJOR : UM_KV_TOKEN_MAJOR;
+        uint32_t batch = rest / 2 != 0 ? 3 : 1;
+        if (in_type >= UM_Q8_0 && type != in_type) {
             continue;
         }
         AUTO_MODEL m = fixed_model(spec_of(batch, type));
@@ -247,6 +248,21 @@ TEST(append) {
         for (uint32_t layer = 0; layer < 3; layer++) {
             CHECK_EQ(do_read(&m, layer, 0, 0, 7, UM_F32), UM_OK);
             CHECK_EQ(do_read(&m, layer, 1, 2, 3, type), UM_OK);
+        }
+    }
+}
+
+/* Blocks of another type are no blocks of the cache, however large they are. */
+TEST(blocks_of_another_type) {
+    static const unsigned char k[100];
+    static unsigned char out[1000];
+    AUTO_MODEL m = fixed_model(spec_of(1, UM_Q4_0));
+    append_everywhere(&m, 1);
+    for (um_dtype type = UM_Q8_0; type <= UM_IQ4_NL; type++) {
+        if (type != UM_Q4_0) {
+            CHECK_REFUSED(UM_E_INVALID, &m,
+                          um_kv_append(&m.kv, 0, k, k, type, UM_KV_TOKEN_MAJOR, 1, &test_err));
+            CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(&m.kv, 0, 0, 0, 1, out, type, &test_err));
         }
     }
 }
@@ -269,14 +285,14 @@ TEST(refused_appends) {
         CHECK_REFUSED(UM_E_INVALID, &m,
                       um_kv_append(kv, UINT32_MAX, k, v, UM_F32, o, 1, &test_err));
         CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, UM_Q8_0, o, 1, &test_err));
-        CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, (um_dtype)4, o, 1, &test_err));
+        CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, (um_dtype)9, o, 1, &test_err));
         CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, (um_dtype)-1, o, 1, &test_err));
         CHECK_OK(um_kv_append(kv, 0, NULL, NULL, UM_F32, o, 0, &test_err));
         check_model(&m);
     }
     CHECK_REFUSED(UM_E_INVALID, &m,
                   um_kv_append(kv, 0, k, v, UM_F32, (um_kv_order)2, 1, &test_err));
-    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_all(kv, k, v, (um_dtype)4, &test_err));
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_all(kv, k, v, (um_dtype)9, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_all(kv, k, v, UM_Q8_0, &test_err));
     CHECK(um_kv_append(kv, 3, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, NULL) == UM_E_INVALID);
     CHECK(um_kv_append(kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 3, NULL) == UM_E_FULL);
@@ -336,7 +352,7 @@ TEST(refused_reads) {
     CHECK_OK(um_kv_read(kv, 0, 0, 6, 0, NULL, UM_F32, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 3, 0, 2, 1, out, UM_F32, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, UM_Q8_0, &test_err));
-    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, (um_dtype)4, &test_err));
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, (um_dtype)9, &test_err));
     CHECK(um_kv_read(kv, 0, 0, 2, 5, out, UM_F32, NULL) == UM_E_INVALID);
 }
 
