@@ -110,7 +110,9 @@ def test_options_change_what_they_should() -> None:
 def test_types_of_the_cache() -> None:
     values = 2 * 22 * 1024 * 4 * 64
     halves = dict.fromkeys(("f16", "float16", "bf16"), 2 * values)
-    for kv_dtype, nbytes in ({"f32": 4 * values, "q8_0": values // 32 * 34} | halves).items():
+    blocks = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18, "iq4_nl": 18}
+    quantized = {kv_dtype: values // 32 * nbytes for kv_dtype, nbytes in blocks.items()}
+    for kv_dtype, nbytes in ({"f32": 4 * values} | quantized | halves).items():
         plan = um.plan(DIMS, ctx=1024, kv_dtype=kv_dtype, pages="4k")
         assert rows(plan)["kv"] == in_pages(nbytes)
         assert plan.kv_dtype == kv_dtype.replace("float", "f")

@@ -264,6 +264,11 @@ cdef extern from "unimem.h" nogil:
         UM_F16
         UM_BF16
         UM_Q8_0
+        UM_Q4_0
+        UM_Q4_1
+        UM_Q5_0
+        UM_Q5_1
+        UM_IQ4_NL
 
     size_t um_dtype_block_values(um_dtype type)
     size_t um_dtype_block_bytes(um_dtype type)

@@ -93,6 +93,9 @@ Threads = Annotated[
 ]
 
 
+_KV_TYPES = ("f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+
+
 def _parse_kv_type(text: str) -> str:
     try:
         return kv_type(text, "kv_dtype")
@@ -104,8 +107,8 @@ KVType = Annotated[
     str,
     typer.Option(
         parser=_parse_kv_type,
-        metavar="[f16|f32|bf16|q8_0]",
-        autocompletion=lambda: ["f16", "f32", "bf16", "q8_0"],
+        metavar="[" + "|".join(_KV_TYPES) + "]",
+        autocompletion=lambda: list(_KV_TYPES),
         help="Type of the KV cache.",
     ),
 ]

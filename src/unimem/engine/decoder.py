@@ -42,8 +42,6 @@ __all__ = ["Decoder"]
 
 _TURN_SECONDS = 1.0  # a wait for the token that another thread computes
 
-_KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32, "bf16": ggml.BF16, "q8_0": ggml.Q8_0}
-
 
 class Decoder:
     """Runs one model for one conversation.
@@ -62,7 +60,7 @@ class Decoder:
         caller does not warm are read by the first tokens.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
-    kv_dtype : {"f16", "f32", "bf16", "q8_0"}
+    kv_dtype : str
         Type of the KV cache, as for `plan`.
     window : int, optional
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
@@ -183,7 +181,7 @@ class Decoder:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
             self._memory.bring_in(self.layout, self.threads, progress)
-            self._build(_KV_KINDS[self.kv.dtype])
+            self._build(ggml.KV_KINDS[self.kv.dtype])
         except BaseException:
             self._free()
             self.kv.close()

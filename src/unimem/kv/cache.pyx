@@ -139,9 +139,10 @@ cdef class KVCache(KVMemory):
         Tokens that fit. A ring holds its window, and positions go on without end.
     batch : int, default 1
         Streams that grow together.
-    dtype : {"f16", "f32", "bf16", "q8_0"}
+    dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         What is stored; dtypes of NumPy, ml_dtypes and torch, and NumPy's names, are accepted for
-        the first three. ``"q8_0"`` is ggml's: blocks of 32 values of a head with one scale.
+        the first three. The others are ggml's: blocks of 32 values of a head with one scale, of
+        eight, five or four bits a value. They are quantized as ggml's reference does it.
     order : {"token", "head"}
         What lies side by side: the heads of a token, as matrix products write them and ggml reads
         them; or the tokens of a head, as attention over a whole conversation reads them. All that
@@ -170,7 +171,7 @@ cdef class KVCache(KVMemory):
     tape, block : Tape or None, Block or None
         What the storage lies on.
     dtype, order : str
-        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``; ``"token"`` or ``"head"``.
+        As given, such as ``"f16"``; ``"token"`` or ``"head"``.
     window, budget_bytes : int or None
         As given.
     grow : bool
@@ -248,7 +249,7 @@ cdef class KVCache(KVMemory):
             one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
             (batch 1), or ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype,
             rounding to nearest even; arrays that are not C-contiguous are copied first. A
-            ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
+            quantized cache takes blocks, too, as `layer` shows them.
 
         Raises
         ------
@@ -451,8 +452,9 @@ cdef class KVCache(KVMemory):
         k, v : numpy.ndarray
             ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now (of a
             ring: its window). Views do not grow, and stay valid until their rows are written anew.
-            Those of a ``"q8_0"`` cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with
-            the fields ``d`` (float16) and ``qs`` (32 int8): value ``i`` is ``d * qs[i]``.
+            Those of a quantized cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks, whose
+            fields are ggml's: those of ``"q8_0"`` are ``d`` (float16) and ``qs`` (32 int8), and
+            value ``i`` is ``d * qs[i]``. docs/kv.md has the others.
 
         Raises
         ------

@@ -3,6 +3,8 @@ from typing import Any, Literal, Protocol, Self
 
 import numpy.typing as npt
 
+from unimem.kv.snapshot_format import DType
+
 class _Dims(Protocol):
     @property
     def num_layers(self) -> int: ...
@@ -15,7 +17,7 @@ class _Dims(Protocol):
 
 class KVRows:
     name: str
-    dtype: Literal["f32", "f16", "bf16", "q8_0"]
+    dtype: DType
     order: Literal["token", "head"]
     window: int | None
     budget_bytes: int | None

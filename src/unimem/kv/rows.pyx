@@ -14,7 +14,9 @@ from libc.string cimport strcmp
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
-from unimem.kv.arrays cimport kv_type, layer_number, number_of_type, numpy_type
+from unimem.kv.arrays cimport (
+    check_head_dim, kv_type, layer_number, number_of_type, numpy_type,
+)
 from unimem._core.region cimport Region
 from unimem._core.status cimport full_text, raise_file_status, raise_status
 
@@ -33,8 +35,7 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
             raise ValueError(f"{what}: expected at most 2**32 - 1, got {n}")
     if window is not None and size_of(window, "window", 1) > max_seq_len:
         raise ValueError(f"window: expected at most max_seq_len, {max_seq_len}, got {window}")
-    if named == "q8_0" and head_dim % 32:
-        raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
+    check_head_dim(named, head_dim)
     spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
     spec.max_seq_len, spec.batch = max_seq_len, batch
     if order == "head":

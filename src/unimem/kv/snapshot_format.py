@@ -29,14 +29,17 @@ __all__ = [
     "seal_header",
 ]
 
-DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
+DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 Order: TypeAlias = Literal["token", "head"]
 
 MAGIC = b"UNIMEMKV"
 VERSION = 1
 # In the file a dtype is its index here; of each, the values in a block and the bytes of one.
 DTYPES: tuple[DType, ...] = get_args(DType)
-_BLOCKS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34)}
+_BLOCKS = {
+    **{"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)},
+    **{"q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "iq4_nl": (32, 18)},
+}
 _GROW, _HAS_MODEL, _HAS_TOKENS, _BY_HEAD = 1, 2, 4, 8
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 4096, 1 << 20
@@ -121,8 +124,8 @@ class Snapshot:
     n_layers, n_kv_heads, head_dim, max_seq_len, batch : int
         The cache's dimensions; of a fixed cache whose rows `budget_bytes` has cut, `max_seq_len`
         is these rows.
-    dtype : {"f32", "f16", "bf16", "q8_0"}
-        What is stored.
+    dtype : str
+        What is stored, as for `KVCache`.
     window : int or None
         Of a ring, the tokens that it shows.
     spare_rows : int

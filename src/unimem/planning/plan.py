@@ -76,7 +76,7 @@ def plan(
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     batch : int, default 1
         Streams of the KV cache.
-    kv_dtype : {"f16", "f32", "bf16", "q8_0"}
+    kv_dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         Type of the KV cache; dtypes, and NumPy's names for the first three, are accepted.
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
