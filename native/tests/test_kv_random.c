@@ -48,6 +48,7 @@ static void make_any(kv_model *m, uint64_t sequence) {
         /* A page has several rows, so that a part of it may be unusable. */
         spec.head_dim = guarded && spec.type < UM_Q8_0 ? 512 : spec.head_dim;
     }
+    spec.v_type = spec.type;
     random = m->random;
     make_model(m, spec, n_rows, usable, gap, guarded);
     m->random = random;

@@ -15,7 +15,8 @@ import pytest
 from numpy.typing import NDArray
 
 import unimem as um
-from kv_model import GIVEN_DTYPES, given, same_bits
+from kv_model import GIVEN_DTYPES, given, same_bits, stored
+from unimem.kv import snapshot
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -166,6 +167,115 @@ def test_the_plan_is_what_a_cache_takes(dtype: str) -> None:
         >= um.KVCache.storage_bytes(3, HEADS, DIM, 100, dtype=dtype)
         == 3 * 2 * -(-100 * HEADS * DIM // 32 * TYPES[dtype][1].itemsize // 64) * 64
     )
+
+
+# ---- K of one type, V of another ----
+
+
+PAIRS = [("q8_0", "q4_0"), ("f16", "q5_1"), ("iq4_nl", "q4_0"), ("q4_1", "f32")]
+FLOATS: dict[str, np.dtype[Any]] = {
+    "f16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+}
+
+
+def kept(values: Array, name: str) -> Array:
+    """What a cache keeps of values."""
+    if name == "q8_0":
+        return stored(values, name)
+    return values.astype(FLOATS[name]) if name in FLOATS else blocks_of(values, name)
+
+
+@pytest.mark.parametrize("order", ["token", "head"])
+@pytest.mark.parametrize(("k_dtype", "v_dtype"), PAIRS)
+def test_types_apart(tmp_path: Path, k_dtype: str, v_dtype: str, order: str) -> None:
+    """Appends, trims with the first tokens kept, moves, copies and snapshots are of both."""
+    k, v = tokens(20)
+    want = kept(k, k_dtype), kept(v, v_dtype)
+    types: Any = {"k_dtype": k_dtype, "v_dtype": v_dtype, "order": order}
+    with um.KVCache(2, HEADS, DIM, 16, **types) as kv:
+        assert (kv.dtype, kv.v_dtype) == (k_dtype, v_dtype)
+        sizes = [part.nbytes // part.shape[2] for part in want]
+        assert [kv.row_bytes, kv.v_row_bytes] == sizes
+        assert um.KVCache.storage_bytes(2, HEADS, DIM, 16, **types) == kv.capacity_bytes
+
+        def append(first: int, end: int) -> None:
+            for layer in range(2):
+                kv.append(layer, k[:, :, first:end], v[:, :, first:end])
+
+        def check(cache: um.KVCache, *shown: int) -> None:
+            for layer in range(2):
+                for part, all_of in zip(cache.layer(layer), want, strict=True):
+                    assert same_bits(part, all_of[:, :, list(shown)])
+            assert cache.memory_usage_bytes == 2 * len(shown) * sum(sizes)
+
+        append(0, 10)
+        kv.append_all(*[np.repeat(part[:, :, 10], 2, axis=0) for part in (k, v)])
+        check(kv, *range(11))
+        wide = kv.layer(1, "float32")[1]
+        if v_dtype in TYPES:
+            assert same_bits(wide, floats_of(want[1][:, :, :11], v_dtype))
+        view = kv.layer(1)[1]
+        kv.trim_to(4)
+        with pytest.raises(BufferError, match="views"):
+            append(11, 20)  # the tokens would move under a view of V
+        del view
+        append(11, 20)
+        check(kv, *range(7, 20))
+        kv.trim_to(9, keep_first=1)
+        check(kv, 7, *range(11, 20))
+        kv.crop(5)
+        check(kv, 7, *range(11, 15))
+        kv.save(tmp_path / "kv")
+        with kv.copy() as copy, um.KVCache.restore(tmp_path / "kv") as again:
+            for other in (copy, again):
+                assert (other.dtype, other.v_dtype) == (k_dtype, v_dtype)
+                check(other, 7, *range(11, 15))
+        with (
+            um.KVCache(2, HEADS, DIM, 16, **types | {"v_dtype": k_dtype}) as equal,
+            pytest.raises(um.SnapshotError, match="v_dtype"),
+        ):
+            snapshot.read_into(equal, tmp_path / "kv")
+        assert kv.enforce_memory_limit(2 * 2 * sum(sizes))
+        check(kv, 13, 14)
+        assert f"{k_dtype} and {v_dtype}" in repr(kv)
+
+
+def test_pages_of_both_are_given_back() -> None:
+    n, row = 1 << 12, [HEADS * DIM // 32 * nbytes for nbytes in (34, 18)]
+    k, v = tokens(n)
+    with um.KVCache(1, HEADS, DIM, n, dtype="q8_0", v_dtype="q4_0", pages="4k") as kv:
+        kv.append(0, k, v)
+        before = kv.resident_bytes
+        kv.trim_to(n // 4)
+        assert before - kv.resident_bytes == pytest.approx(3 * n // 4 * sum(row), abs=5 * 4096)
+        last = [part[:, :, -(n // 4) :] for part in (k, v)]
+        assert same_bits(kv.layer(0)[0], kept(last[0], "q8_0"))
+        assert same_bits(kv.layer(0)[1], kept(last[1], "q4_0"))
+
+
+def test_a_budget_is_of_both() -> None:
+    row = HEADS * DIM // 32 * (34 + 18)
+    with um.KVCache(1, HEADS, DIM, 100, v_dtype="q4_0", dtype="q8_0", budget_bytes=9 * row) as kv:
+        assert kv.n_rows == 8  # each lane is rounded up to 64 bytes
+        assert kv.capacity_bytes <= 9 * row
+    with pytest.raises(um.CacheFull, match="less than a token"):
+        um.KVCache(1, HEADS, DIM, 100, v_dtype="q4_0", dtype="q8_0", budget_bytes=row)
+
+
+def test_what_types_apart_refuse() -> None:
+    for options in ({"window": 4}, {"grow": True}):
+        with pytest.raises(ValueError, match="k_dtype and v_dtype: expected one type with window"):
+            um.KVCache(1, HEADS, DIM, 8, v_dtype="q4_0", **options)
+    with pytest.raises(ValueError, match="v_dtype: expected one of"):
+        um.KVCache(1, HEADS, DIM, 8, v_dtype="q3_K")
+    with pytest.raises(ValueError, match="expected a multiple of 32 for q4_0"):
+        um.KVCache(1, HEADS, 48, 8, v_dtype="q4_0")
+    with um.KVCache(1, HEADS, DIM, 8, dtype="q8_0", v_dtype="q4_0") as kv:
+        blocks = blocks_of(tokens(1)[0], "q4_0")
+        with pytest.raises(TypeError, match="expected float32, float16 or bfloat16"):
+            kv.append(0, blocks, blocks)
+        assert kv.is_empty
 
 
 def test_unknown_types_are_named() -> None:

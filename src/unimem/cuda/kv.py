@@ -62,7 +62,7 @@ class KVCache(KVDevice):
 
     Attributes
     ----------
-    dtype, name, budget_bytes : str, str, int or None
+    dtype, v_dtype, name, budget_bytes : str, str, str, int or None
         As for `unimem.KVCache`.
     window, grow, n_growths : None, bool, int
         Always None, False and 0.
@@ -486,6 +486,9 @@ class KVCache(KVDevice):
         there = snapshot.describe(path)
         if there.window:
             unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
+        if there.v_dtype != there.dtype:
+            what = f"KVCache.restore of {there.dtype} and {there.v_dtype}"
+            unsupported("fewer bits", what, "restore it with unimem.KVCache")
         kv = cls(
             *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
             batch=there.batch,

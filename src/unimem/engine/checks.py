@@ -90,7 +90,8 @@ def check_session(
         raise SnapshotError(
             f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
         )
-    for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order"):
+    dims = ("n_layers", "n_kv_heads", "head_dim", "batch")
+    for key in (*dims, "dtype", "v_dtype", "window", "order"):
         there, ours = getattr(saved, key), getattr(kv, key)
         if there != ours:
             raise SnapshotError(

@@ -60,6 +60,12 @@ cpdef str kv_type(object dtype, str what="dtype"):
                          f"of these, got {dtype!r:.60}") from None
 
 
+cdef tuple kv_types(object dtype, object k_dtype, object v_dtype):
+    """The names of the types of K and of V: `dtype`, where no other is named for one of them."""
+    return (kv_type(dtype) if k_dtype is None else kv_type(k_dtype, "k_dtype"),
+            kv_type(dtype) if v_dtype is None else kv_type(v_dtype, "v_dtype"))
+
+
 cpdef int block_values(str name) except -1:
     """The values of a block of a KV type: 1 of a float, which has none."""
     return um.um_dtype_block_values(number_of_type(name))
