@@ -82,6 +82,7 @@ def prefill_both(
     [
         *(("f16", 0.01), ("float16", 0.01), ("bf16", 0.05), ("q8_0", 0.05), ("q5_1", 0.2)),
         *(("q5_0", 0.2), ("q4_1", 0.4), ("q4_0", 0.4), ("iq4_nl", 0.4)),
+        ("q8_0,q4_1", 0.4),
     ],
 )
 def test_a_type_of_cache_rounds_the_logits(model: Path, kv_dtype: str, bound: float) -> None:

@@ -33,7 +33,7 @@ def scaling(kind: str, **more: float) -> dict[str, Any]:
 # Other ones of the fast tier have the same architecture, type or scaling, and something beside.
 SLOW = {"llama q8_0", "llama f16", "qwen2 f16", "qwen3 f16", "mistral f16", "rope linear"}
 
-OTHER_KV = ("f32", "bf16", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
+OTHER_KV = ("f32", "bf16", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "q8_0,q4_0")
 
 # Of kind f16, and llama, where nothing else is said.
 MODELS: dict[str, dict[str, Any]] = {
@@ -136,7 +136,7 @@ def test_long_prompts_cross_batches_and_buckets(tmp_path: Path, kv_dtype: str) -
     path = write_model(tmp_path / "f16.gguf", kind="f16", shape=small(head_dim=64), seed=1)
     threads = 2 if kv_dtype == "f16" else 1
     # The last bit of a key may be the other level, and of four bits a level is a tenth of a value.
-    bound = 0.05 if kv_dtype[:2] in ("q4", "q5", "iq") else 0.01
+    bound = 0.01 if kv_dtype.startswith(("f", "bf")) or kv_dtype == "q8_0" else 0.05
     options: dict[str, Any] = {"ctx": 512, "kv_dtype": kv_dtype, "bound": bound}
     assert_same(path, n_prompt=245, n=20, threads=threads, **options)
 

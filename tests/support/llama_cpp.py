@@ -119,7 +119,8 @@ def open_model(
     params.n_ctx = params.n_batch = ctx
     params.n_threads = params.n_threads_batch = threads
     params.flash_attn_type = 1
-    params.type_k = params.type_v = KV_KINDS[kv_dtype]
+    k, _, v = kv_dtype.partition(",")
+    params.type_k, params.type_v = KV_KINDS[k], KV_KINDS[v or k]
     return opened, llama_cpp.LlamaContext(opened, params)
 
 

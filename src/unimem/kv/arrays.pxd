@@ -19,6 +19,9 @@ cdef struct Bytes:
 
 # The name of a KV type ("f16") of a name of it or of a dtype; `what` is the argument, for messages.
 cpdef str kv_type(object dtype, str what=*)
+# Those of K and V in one name, "q8_0,q4_0", and this name.
+cpdef tuple kv_pair(object dtype, str what=*)
+cpdef str kv_name(str k_dtype, str v_dtype)
 # Those of K and V, of what a cache was asked for.
 cdef tuple kv_types(object dtype, object k_dtype, object v_dtype)
 # The values of its blocks, 1 of a float; and ValueError for heads that are not whole blocks.

@@ -60,6 +60,25 @@ cpdef str kv_type(object dtype, str what="dtype"):
                          f"of these, got {dtype!r:.60}") from None
 
 
+cpdef tuple kv_pair(object dtype, str what="kv_dtype"):
+    """The names of the types of K and of V of one argument: ``"q8_0,q4_0"``, or one type of both.
+
+    Raises
+    ------
+    ValueError
+        As `kv_type`.
+    """
+    parts = dtype.split(",") if isinstance(dtype, str) else [dtype]
+    if len(parts) != 2:
+        parts = [dtype, dtype]
+    return kv_type(parts[0], what), kv_type(parts[1], what)
+
+
+cpdef str kv_name(str k_dtype, str v_dtype):
+    """The name of the types of K and V, as `kv_pair` takes it."""
+    return k_dtype if k_dtype == v_dtype else f"{k_dtype},{v_dtype}"
+
+
 cdef tuple kv_types(object dtype, object k_dtype, object v_dtype):
     """The names of the types of K and of V: `dtype`, where no other is named for one of them."""
     return (kv_type(dtype) if k_dtype is None else kv_type(k_dtype, "k_dtype"),
