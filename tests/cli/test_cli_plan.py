@@ -298,7 +298,8 @@ def test_options_mean_what_they_mean_for_run() -> None:
 
 
 @pytest.mark.parametrize("words", [
-    "--ctx 0", "--batch 0", "--kv-dtype q3_K", "--kv-dtype q8_0,", "--device gpu", "--numa nowhere", "--sessions 0",
+    "--ctx 0", "--batch 0", "--kv-dtype q3_K", "--kv-dtype q8_0,", "--device gpu",
+    "--numa nowhere", "--sessions 0",
     "--memory much", "--memory 0", "--cpus 4", "--cpus 0 --memory 1G", "--pool 2m", "--nodes 2",
     "--pool 2m=x --memory 1G", "--pool 3m=4 --memory 1G", "--pool 2m=513 --memory 1G",
     "--nodes 0 --memory 1G", "--cgroup /nowhere", "--cgroup / --memory 1G",
