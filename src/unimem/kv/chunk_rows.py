@@ -64,7 +64,7 @@ def rows_of(kv: Holder) -> Rows:
     TypeError
         It is neither a `KVCache` nor a `Sequence`.
     ValueError
-        It has several streams.
+        It has several streams, or K and V are of different types.
     """
     if isinstance(kv, KVCache):
         return _CacheRows(kv)
@@ -79,6 +79,11 @@ class _CacheRows:
     def __init__(self, kv: KVCache) -> None:
         if kv.batch != 1:
             raise ValueError(f"kv: expected a cache of one stream, got one of batch={kv.batch}")
+        if kv.dtype != kv.v_dtype:
+            raise ValueError(
+                f"kv: expected K and V of one type, got {kv.dtype} and {kv.v_dtype}: a store has "
+                "chunks of one type; save() keeps a snapshot of both"
+            )
         self._kv = kv
         self._into: list[NDArray[np.uint8]] = []
         self.kind = Kind(kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.dtype)

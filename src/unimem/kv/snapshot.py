@@ -236,8 +236,12 @@ def _save_object(snapshot: Snapshot, url: str, data_of: _DataOf) -> None:
 # The constructor's arguments, which a snapshot has as fields of these names.
 _DIMS = (
     *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "window"),
-    *("spare_rows", "grow", "order"),
+    *("spare_rows", "grow", "order", "v_dtype"),
 )
+
+
+# What a cache that a snapshot is read into has in common with it.
+_SAME = ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "v_dtype", "window", "order")
 
 
 def describe(path: str | os.PathLike[str]) -> Snapshot:
@@ -352,13 +356,13 @@ def restore(
     with _opened(file_path(path)) as (source, snapshot):
         _check_wanted(snapshot, ids, model)
         fields = {key: getattr(snapshot, key) for key in _DIMS}
-        can_be_mapped = (
-            snapshot.seq_len and not snapshot.window and snapshot.alignment % mmap.PAGESIZE == 0
-        )
-        file = None
-        if mode == "map" and isinstance(source, LocalSnapshot):
-            file = _SnapshotFile(source.fd, snapshot)
-        if file and can_be_mapped:
+            is_apart = snapshot.dtype != snapshot.v_dtype
+            can_be_mapped = snapshot.seq_len and not snapshot.window and not is_apart
+            can_be_mapped = can_be_mapped and snapshot.alignment % mmap.PAGESIZE == 0
+            file = None
+            if mode == "map" and isinstance(source, LocalSnapshot):
+                file = _SnapshotFile(source.fd, snapshot)
+            if file and can_be_mapped:
             if verify:
                 _check_data(snapshot, source)
             offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
@@ -424,13 +428,13 @@ def read_into(
     ids = None if tokens is None else token_ids(tokens)
     with _opened(file_path(path)) as (source, snapshot):
         _check_wanted(snapshot, ids, model)
-        for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order"):
+        for key in _SAME:
             there, here = getattr(snapshot, key), getattr(kv, key)
             if there != here:
                 rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
                 raise SnapshotError(
                     f"{rule}: make the cache with the same",
-                    fmt.OFFSETS["flags" if key == "order" else key],
+                    fmt.OFFSETS[{"order": "flags", "v_dtype": "dtype"}.get(key, key)],
                     snapshot.path,
                 )
         if snapshot.seq_len > kv.max_seq_len:
@@ -623,7 +627,8 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
     n_threads = min(_THREADS, len(snapshot.checksums))
     if n_threads == 0:
         return
-    nbytes = min(snapshot.chunk_bytes, snapshot.lane_stride)
+    longest = max(snapshot.lane_stride, snapshot.v_lane_stride)
+    nbytes = min(snapshot.chunk_bytes, longest)
     buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
 
     stopped = False
