@@ -356,13 +356,13 @@ def restore(
     with _opened(file_path(path)) as (source, snapshot):
         _check_wanted(snapshot, ids, model)
         fields = {key: getattr(snapshot, key) for key in _DIMS}
-            is_apart = snapshot.dtype != snapshot.v_dtype
-            can_be_mapped = snapshot.seq_len and not snapshot.window and not is_apart
-            can_be_mapped = can_be_mapped and snapshot.alignment % mmap.PAGESIZE == 0
-            file = None
-            if mode == "map" and isinstance(source, LocalSnapshot):
-                file = _SnapshotFile(source.fd, snapshot)
-            if file and can_be_mapped:
+        is_apart = snapshot.dtype != snapshot.v_dtype
+        can_be_mapped = snapshot.seq_len and not snapshot.window and not is_apart
+        can_be_mapped = can_be_mapped and snapshot.alignment % mmap.PAGESIZE == 0
+        file = None
+        if mode == "map" and isinstance(source, LocalSnapshot):
+            file = _SnapshotFile(source.fd, snapshot)
+        if file and can_be_mapped:
             if verify:
                 _check_data(snapshot, source)
             offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
