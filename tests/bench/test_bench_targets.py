@@ -45,6 +45,8 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (20, "kv"): {"cost": [2.5]},
     # Two types and two lengths, beside two caches; two updates; a conversation that goes on.
     (20, "transformers"): {"exponent": [0.1], "speed": [1] * 4 + [1.5] * 4 + [5, 10, 20]},
+    # Quantizing and reading back, of each type of blocks, beside ggml.
+    (22, "kv"): {"speed": [0.9] * 6 + [1] * 6},
 }
 
 
