@@ -34,7 +34,7 @@ import unimem as um
 
 CHUNK_TOKENS, N_TALKS, MOST_TOKENS = 4, 40, 20
 # One of these chunks: a header, the rows of 4 tokens, and what a file system adds.
-CHUNK_BYTES = 16384
+CHUNK_BYTES = 4096 + CHUNK_TOKENS * 8192 + 8192
 # For so many chunks that most of the conversations do not fit.
 RAM_BYTES, DISK_BYTES = (16384 + n * CHUNK_BYTES for n in (25, 60))
 MODEL = "m"
@@ -55,8 +55,8 @@ def marks(tokens: Sequence[int]) -> NDArray[np.uint32]:
 
 
 def make_cache() -> um.KVCache:
-    """Return a cache of 1 KiB a token."""
-    return um.KVCache(2, 2, 32, 32, pages="4k")
+    """Return a cache of 8 KiB a token."""
+    return um.KVCache(2, 8, 128, 32, pages="4k")
 
 
 def rows_of(kv: um.KVCache, n: int) -> list[NDArray[np.uint32]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forks import in_child, refuses
 from object_server import FAULTS, ObjectServer, serving_objects
-from unimem.errors import ClosedError
 from unimem.system import objects, transfers
 from unimem.system.object_hash import find_hashes
 from unimem.system.objects import Server, open_server
@@ -314,14 +313,7 @@ def test_a_web_server_is_read_only(store: ObjectServer) -> None:
 
 
 def test_a_forked_child_is_told(server: Server) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            server.get(URL, 0, 1)
-        except ClosedError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert in_child(lambda: refuses(lambda: server.get(URL, 0, 1), "forked child", "'spawn'"))
 
 
 # ---- hashes ----
