@@ -20,6 +20,7 @@ from unimem.system import objects, transfers
 from unimem.system.object_hash import find_hashes
 from unimem.system.objects import Server, open_server
 from unimem.system.transfers import RemoteBytes, Version, read_range, read_wanted, retried
+from unimem.system.url_errors import in_own_words
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
@@ -276,6 +277,25 @@ def test_urls_that_are_none(url: str, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
         open_server(url)
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Generic error: GET https://h/x?sig=s3cret in 3ms - HTTP error\nurl: s3cret", errno.EIO),
+        ("GET https://h/x?sig=s3cret: status code: 503 Slow", errno.EIO),
+        ("https://h/x?sig=s3cret: operation timed out", errno.ETIMEDOUT),
+        ("https://h/x?sig=s3cret: dns error", errno.EHOSTUNREACH),
+        ("https://h/x?sig=s3cret: status: 403 Forbidden", errno.EACCES),
+        ("Received redirect without LOCATION", errno.EINVAL),
+    ],
+)
+def test_texts_of_others_tell_no_secret(text: str, number: int) -> None:
+    with pytest.raises(OSError, match="az://box/a") as caught, in_own_words("az://box/a", 1):
+        raise RuntimeError(text)
+    assert caught.value.errno == number
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__cause__ is None
 
 
 @pytest.mark.parametrize("url", ["gs://bucket/a/b", "az://bucket/a/b"])
