@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -15,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forks import in_child, refuses
 from object_server import FAULTS, ObjectServer, serving_objects
-from unimem.errors import ClosedError
 from unimem.system import objects, transfers
 from unimem.system.object_hash import find_hashes
 from unimem.system.objects import Server, open_server
 from unimem.system.transfers import RemoteBytes, Version, read_range, read_wanted, retried
+from unimem.system.url_errors import in_own_words
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
@@ -279,6 +279,25 @@ def test_urls_that_are_none(url: str, kind: type[Exception], text: str) -> None:
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Generic error: GET https://h/x?sig=s3cret in 3ms - HTTP error\nurl: s3cret", errno.EIO),
+        ("GET https://h/x?sig=s3cret: status code: 503 Slow", errno.EIO),
+        ("https://h/x?sig=s3cret: operation timed out", errno.ETIMEDOUT),
+        ("https://h/x?sig=s3cret: dns error", errno.EHOSTUNREACH),
+        ("https://h/x?sig=s3cret: status: 403 Forbidden", errno.EACCES),
+        ("Received redirect without LOCATION", errno.EINVAL),
+    ],
+)
+def test_texts_of_others_tell_no_secret(text: str, number: int) -> None:
+    with pytest.raises(OSError, match="az://box/a") as caught, in_own_words("az://box/a", 1):
+        raise RuntimeError(text)
+    assert caught.value.errno == number
+    assert "s3cret" not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
 @pytest.mark.parametrize("url", ["gs://bucket/a/b", "az://bucket/a/b"])
 def test_stores_of_other_makers(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, url: str
@@ -314,14 +333,7 @@ def test_a_web_server_is_read_only(store: ObjectServer) -> None:
 
 
 def test_a_forked_child_is_told(server: Server) -> None:
-    child = os.fork()
-    if child == 0:
-        try:
-            server.get(URL, 0, 1)
-        except ClosedError:
-            os._exit(7)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert in_child(lambda: refuses(lambda: server.get(URL, 0, 1), "forked child", "'spawn'"))
 
 
 # ---- hashes ----

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeGuard
@@ -359,16 +359,17 @@ class _FsspecServer(Server):
 
 
 class _HttpAnswer(Answer):
-    def __init__(self, body: Any, nbytes: int, end: int) -> None:
+    def __init__(self, body: Any, nbytes: int, end: int, close: Callable[[], object]) -> None:
         super().__init__(nbytes, body.r.headers.get("ETag", ""), end)
-        self._body = body
+        self._body, self._end = body, close
 
     def read(self, n: int) -> bytes:
         found: bytes = self._body.read(n)
         return found
 
     def close(self) -> None:
-        self._body.close()
+        self._end()
+        self._body.close()  # which does not wait for the end
 
 
 class _HttpServer(Server):
@@ -384,7 +385,8 @@ class _HttpServer(Server):
         timeout = aiohttp.ClientTimeout(total=TOTAL_S, connect=wait_s, sock_read=wait_s)
         self._sync = fsspec.asyn.sync
         self._fs = HTTPFileSystem(
-            client_kwargs={"timeout": timeout, "trust_env": True},
+            # Of an answer that is an error, fsspec would keep the connection.
+            client_kwargs={"timeout": timeout, "trust_env": True, "raise_for_status": True},
             encoded=True,
             skip_instance_cache=True,
         )
@@ -396,12 +398,16 @@ class _HttpServer(Server):
         body = self._fs.open(
             self._address(path), block_size=0, size=1, headers=headers | self._headers()
         )
+
+        def close() -> None:
+            self._sync(self._fs.loop, body._close)
+
         try:
-            answer = _http_answer(body, first, end)
+            answer = _http_answer(body, first, end, close)
             answer.digest = self._digest(body)
             return answer
         except BaseException:
-            body.close()
+            close()
             raise
 
     def _address(self, path: str) -> str:
@@ -422,19 +428,19 @@ class _HttpServer(Server):
         self._fs.close_session(self._fs.loop, self._sync(self._fs.loop, self._fs.set_session))
 
 
-def _http_answer(body: Any, first: int, end: int) -> Answer:
+def _http_answer(body: Any, first: int, end: int, close: Callable[[], object]) -> Answer:
     headers = body.r.headers
     found = _RANGE.fullmatch(headers.get("Content-Range", ""))
     if body.r.status == 206:
         if found is None or int(found[1]) != first:
             raise OSError(errno.EIO, "The server sends another range than it was asked for")
-        return _HttpAnswer(body, int(found[3]), end)
+        return _HttpAnswer(body, int(found[3]), end, close)
     nbytes = body.r.content_length
     if first:
         raise OSError(errno.EOPNOTSUPP, f"The server sends no ranges of files: {_INSTEAD}")
     if nbytes is None or "Content-Encoding" in headers:
         raise OSError(errno.EIO, "The server does not say how long the file is")
-    answer = _HttpAnswer(body, nbytes, nbytes)
+    answer = _HttpAnswer(body, nbytes, nbytes, close)
     answer.has_ranges = nbytes <= end
     return answer
 
