@@ -33,6 +33,7 @@ from unimem.errors import (
     TapeFull,
 )
 from unimem.kv.cache import KVCache
+from unimem.kv.layers import LayerKV
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.layout import Layout, Stat
@@ -64,6 +65,7 @@ __all__ = [
     "Grid",
     "GridFull",
     "KVCache",
+    "LayerKV",
     "Layout",
     "Machine",
     "Measured",

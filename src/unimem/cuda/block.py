@@ -32,6 +32,7 @@ CAPABILITIES: dict[str, bool] = {
     "enforce_memory_limit": False,
     "fileno": False,
     "grow": False,
+    "layers that differ": False,
     "map": False,
     "placement": False,
     "release": False,

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import xxhash
@@ -25,13 +24,26 @@ from unimem._core import guard
 from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot_format as fmt
+from unimem.kv import snapshot_layers as many
+from unimem.kv.snapshot_caches import Cache, CacheOfLayers, HostCache
 from unimem.kv.snapshot_format import Chunk, Snapshot
+from unimem.kv.snapshot_layers import LayersSnapshot
 from unimem.system.arguments import file_path, flag, one_of
 from unimem.system.atomic_file import NewFile
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import wait_until
 
-__all__ = ["Snapshot", "check", "describe", "read_into", "restore", "save", "verify"]
+__all__ = [
+    "LayersSnapshot",
+    "Snapshot",
+    "check",
+    "describe",
+    "read_into",
+    "restore",
+    "save",
+    "save_layers",
+    "verify",
+]
 
 # What is written at once: more makes no disk faster.
 _CHUNK_BYTES = 8 << 20
@@ -39,87 +51,6 @@ _CHUNK_BYTES = 8 << 20
 _THREADS = 4
 
 Tokens = Sequence[int] | NDArray[Any] | None
-
-
-class Cache(Protocol):
-    """What of a cache is saved and restored, in main memory or on a device."""
-
-    _snapshot: Any
-
-    @property
-    def _file(self) -> str | None:
-        """The file that its rows are mapped from, or None."""
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of a lane."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens that fit."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens that all layers hold."""
-
-    @property
-    def next_position(self) -> int:
-        """The position of the next token."""
-
-    @property
-    def window(self) -> int | None:
-        """Tokens of a ring, or None."""
-
-    @property
-    def order(self) -> Literal["token", "head"]:
-        """What lies side by side in a lane."""
-
-    def crop(self, n: int) -> None:
-        """Keep the first tokens."""
-
-    def clear(self) -> None:
-        """Drop all tokens."""
-
-    def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> NDArray[np.uint8]:
-        """Return the bytes of the tokens of one lane."""
-
-    def _begin_restore(self, next_position: int, n: int) -> None:
-        """Prepare for n tokens that end at a position."""
-
-    def _restore_rows(
-        self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
-    ) -> NDArray[np.uint8]:
-        """Return the memory into which the tokens of one lane are read."""
-
-    def _finish_restore(self, next_position: int, n: int) -> None:
-        """Take over the tokens that were read."""
-
-
-class HostCache(Cache, Protocol):
-    """A cache in main memory, which can be made of a snapshot."""
-
-    def __init__(self, **options: Any) -> None:
-        """Make an empty one."""
-
-    @classmethod
-    def _mapped(
-        cls,
-        fields: dict[str, Any],
-        fd: int,
-        path: str,
-        offsets: list[int],
-        n: int,
-        next_position: int,
-    ) -> Self:
-        """Make one whose rows are mapped from a file."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        """Close it to new use."""
 
 
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
@@ -150,13 +81,54 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | N
         There is no room for what is written by way of page-aligned memory.
     """
     name = file_path(path)
-    ids = _token_ids(tokens)
-    if ids is not None and len(ids) != kv.next_position:
-        raise ValueError(
-            f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
-            f"{len(ids)}"
-        )
-    snapshot = fmt.new(
+    ids = _checked_ids(kv, tokens)
+    snapshot = _describe_cache(kv, _model_name(model), ids, name, 0)
+    with NewFile(name) as file:
+        file.allocate(snapshot.file_bytes)
+        _write(file, kv, snapshot)
+        file.publish()
+
+
+def save_layers(
+    kv: CacheOfLayers, path: str | os.PathLike[str], tokens: Tokens, model: str | None
+) -> None:
+    """Write the tokens of a cache whose layers differ, as `save` does.
+
+    Parameters
+    ----------
+    kv : KVCache
+        As for `save`.
+    path, tokens, model
+        As for `save`.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError, MemoryError
+        As `save`.
+    """
+    name, ids = file_path(path), _checked_ids(kv, tokens)
+    begin = base = many.first_offset(len(kv.layers), len(kv._parts), mmap.PAGESIZE)
+    parts: list[Snapshot] = []
+    for part in kv._parts:
+        own = (None, None) if parts else (_model_name(model), ids)
+        parts.append(_describe_cache(part, *own, name, base))
+        base += parts[-1].file_bytes
+    with NewFile(name) as file:
+        file.allocate(base)
+        for part, snapshot in zip(kv._parts, parts, strict=True):
+            _write(file, part, snapshot)
+        with _staging(begin) as block:
+            head = block.as_array("uint8", begin)
+            many.encode(kv.layers, parts, head)
+            file.write(head, 0)
+            del head
+        file.publish()
+
+
+def _describe_cache(
+    kv: Cache, model: str | None, ids: NDArray[np.int32] | None, path: str, base: int
+) -> Snapshot:
+    return fmt.new(
         {
             **{key: getattr(kv, key) for key in _DIMS if key != "spare_rows"},
             # A fixed cache may have fewer rows, for its budget_bytes.
@@ -167,36 +139,38 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | N
             "alignment": mmap.PAGESIZE,
             "chunk_bytes": _CHUNK_BYTES,
         },
-        _model_name(model),
+        model,
         ids,
-        name,
+        path,
+        base,
     )
-    with NewFile(name) as file:
-        file.allocate(snapshot.file_bytes)
-        rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
 
-        def write(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
-            data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
-            # Pages of a file that may be lost are copied first: neither hashed nor written from.
-            if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
-                piece = staging[: chunk.nbytes + chunk.padding]
-                if kv._file is None:
-                    piece[: chunk.nbytes] = data
-                else:
-                    guard.copy(piece, data.ctypes.data, chunk.nbytes, kv._file)
-                piece[chunk.nbytes :] = 0
-                data = piece
-            snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
-            file.write(data, chunk.offset)
 
-        _for_each_chunk(snapshot, write)
-        # Last, since it has the checksums.
-        with _staging(snapshot.data_offset) as block:
-            head = block.as_array("uint8", snapshot.data_offset)
-            fmt.encode(snapshot, head)
-            file.write(head, 0)
-            del head
-        file.publish()
+def _write(file: NewFile, kv: Cache, snapshot: Snapshot) -> None:
+    """Write the rows of a cache, and what says where they are."""
+    rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
+
+    def write(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
+        data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
+        # Pages of a file that may be lost are copied first: neither hashed nor written from.
+        if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
+            piece = staging[: chunk.nbytes + chunk.padding]
+            if kv._file is None:
+                piece[: chunk.nbytes] = data
+            else:
+                guard.copy(piece, data.ctypes.data, chunk.nbytes, kv._file)
+            piece[chunk.nbytes :] = 0
+            data = piece
+        snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
+        file.write(data, chunk.offset)
+
+    _for_each_chunk(snapshot, write)
+    # Last, since it has the checksums.
+    with _staging(snapshot.data_offset) as block:
+        head = block.as_array("uint8", snapshot.data_offset)
+        fmt.encode(snapshot, head)
+        file.write(head, snapshot.base)
+        del head
 
 
 # The constructor's arguments, which a snapshot has as fields of these names.
@@ -206,7 +180,7 @@ _DIMS = (
 )
 
 
-def describe(path: str | os.PathLike[str]) -> Snapshot:
+def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
     """Read and check what a snapshot says of itself; its data is not read.
 
     Parameters
@@ -216,7 +190,8 @@ def describe(path: str | os.PathLike[str]) -> Snapshot:
 
     Returns
     -------
-    Snapshot
+    Snapshot, or LayersSnapshot
+        The latter of a cache whose layers differ.
 
     Raises
     ------
@@ -229,7 +204,7 @@ def describe(path: str | os.PathLike[str]) -> Snapshot:
         return snapshot
 
 
-def check(path: str | os.PathLike[str]) -> Snapshot:
+def check(path: str | os.PathLike[str]) -> Snapshot | Any:
     """Read all of a snapshot and check it; nothing is kept.
 
     Parameters
@@ -239,7 +214,7 @@ def check(path: str | os.PathLike[str]) -> Snapshot:
 
     Returns
     -------
-    Snapshot
+    Snapshot, or LayersSnapshot
         As `describe` returns it.
 
     Raises
@@ -252,7 +227,8 @@ def check(path: str | os.PathLike[str]) -> Snapshot:
         There is no room for what is read at once, at most 256 MiB.
     """
     with _opened(file_path(path)) as (fd, snapshot):
-        _check_data(snapshot, fd)
+        for part in _parts_of(snapshot):
+            _check_data(part, fd)
         return snapshot
 
 
@@ -316,34 +292,59 @@ def restore(
         flag(verify, "verify")
     ids = _token_ids(tokens)
     with _opened(file_path(path)) as (fd, snapshot):
-        _check_wanted(snapshot, ids, model)
-        fields = {key: getattr(snapshot, key) for key in _DIMS}
-        can_be_mapped = (
-            snapshot.seq_len and not snapshot.window and snapshot.alignment % mmap.PAGESIZE == 0
-        )
+        _check_wanted(_parts_of(snapshot)[0], ids, model)
         source = _SnapshotFile(fd, snapshot) if mode == "map" else None
-        if source and can_be_mapped:
-            if verify:
-                _check_data(snapshot, fd)
-            offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
-            kv = cls._mapped(
-                fields, fd, snapshot.path, offsets, snapshot.seq_len, snapshot.next_position
-            )
-        else:
-            kv = cls(**fields, **placement)
-            try:
-                _read(kv, snapshot, fd, verify=verify is not False)
-            except BaseException:
-                # Not close(), which raises while the error's traceback holds views.
-                kv.__exit__()
-                raise
+        if isinstance(snapshot, Snapshot):
+            kv = _restored(cls, fd, snapshot, mode, verify, placement)
+            kv._snapshot = source
+            return kv
+        parts: list[_HostCacheT] = []
+        try:
+            for part in snapshot.parts:
+                parts.append(_restored(cls, fd, part, mode, verify, placement))
+            kv = cls._of_layers(snapshot.layers, parts, snapshot.max_seq_len)
+        except BaseException:
+            for one in parts:
+                one.__exit__()
+            raise
         kv._snapshot = source
         return kv
 
 
+def _restored(
+    cls: type[_HostCacheT],
+    fd: int,
+    snapshot: Snapshot,
+    mode: Literal["map", "copy"],
+    verify: bool | None,
+    placement: PlacementOptions,
+) -> _HostCacheT:
+    """Make a cache whose layers are alike."""
+    fields = {key: getattr(snapshot, key) for key in _DIMS}
+    in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
+    if mode == "map" and snapshot.seq_len and not snapshot.window and in_pages:
+        if verify:
+            _check_data(snapshot, fd)
+        offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
+        return cls._mapped(
+            fields, fd, snapshot.path, offsets, snapshot.seq_len, snapshot.next_position
+        )
+    kv = cls(**fields, **placement)
+    try:
+        _read(kv, snapshot, fd, verify=verify is not False)
+    except BaseException:
+        # Not close(), which raises while the error's traceback holds views.
+        kv.__exit__()
+        raise
+    return kv
+
+
 def read_into(
-    kv: Cache, path: str | os.PathLike[str], tokens: Tokens = None, model: str | None = None
-) -> Snapshot:
+    kv: Cache | CacheOfLayers,
+    path: str | os.PathLike[str],
+    tokens: Tokens = None,
+    model: str | None = None,
+) -> Snapshot | Any:
     """Read a snapshot into a cache that is there, and check all of it.
 
     Parameters
@@ -356,7 +357,8 @@ def read_into(
 
     Returns
     -------
-    Snapshot
+    Snapshot, or LayersSnapshot
+        As `describe` returns it.
 
     Raises
     ------
@@ -386,16 +388,8 @@ def read_into(
         ) from error
     ids = _token_ids(tokens)
     with _opened(file_path(path)) as (fd, snapshot):
-        _check_wanted(snapshot, ids, model)
-        for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order"):
-            there, here = getattr(snapshot, key), getattr(kv, key)
-            if there != here:
-                rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
-                raise SnapshotError(
-                    f"{rule}: make the cache with the same",
-                    fmt.OFFSETS["flags" if key == "order" else key],
-                    snapshot.path,
-                )
+        _check_wanted(_parts_of(snapshot)[0], ids, model)
+        pairs = _check_like(kv, snapshot)
         if snapshot.seq_len > kv.max_seq_len:
             raise CacheFull(
                 f"{snapshot.path}: {snapshot.seq_len} tokens, and the cache has room for "
@@ -405,14 +399,41 @@ def read_into(
                 snapshot.seq_len,
             )
         try:
-            _read(kv, snapshot, fd, verify=True)
+            for one, part in pairs:
+                _read(one, part, fd, verify=True)
+            if isinstance(kv, CacheOfLayers):
+                kv._finish_restore(snapshot.next_position, snapshot.seq_len)
         except BaseException:
             kv.clear()
             raise
         return snapshot
 
 
-def verify(kv: Cache) -> None:
+def _check_like(
+    kv: Cache | CacheOfLayers, snapshot: Snapshot | LayersSnapshot
+) -> list[tuple[Cache, Snapshot]]:
+    """Refuse the snapshot of another kind of cache; return the caches that its parts belong in."""
+    if isinstance(kv, CacheOfLayers) and isinstance(snapshot, LayersSnapshot):
+        keys: tuple[str, ...] = ("layers", "batch", "order")
+        pairs: list[tuple[Cache, Snapshot]] = list(zip(kv._parts, snapshot.parts, strict=False))
+    elif isinstance(kv, CacheOfLayers) or isinstance(snapshot, LayersSnapshot):
+        kinds = "layers that differ", "layers that are alike"
+        there, here = kinds if isinstance(snapshot, LayersSnapshot) else reversed(kinds)
+        rule = f"the snapshot is of a cache of {there}, and this one is of {here}"
+        raise SnapshotError(f"{rule}: make the cache with the same", 8, snapshot.path)
+    else:
+        keys = ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order")
+        pairs = [(kv, snapshot)]
+    for key in keys:
+        there, here = getattr(snapshot, key), getattr(kv, key)
+        if there != here:
+            rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
+            at = fmt.OFFSETS.get("flags" if key == "order" else key, many.HEADER_BYTES)
+            raise SnapshotError(f"{rule}: make the cache with the same", at, snapshot.path)
+    return pairs
+
+
+def verify(kv: Cache | CacheOfLayers) -> None:
     """Check the data of the file that a cache was mapped from.
 
     What is checked is the file, as it was saved: it does not matter what was done to the cache
@@ -440,7 +461,7 @@ def verify(kv: Cache) -> None:
 class _SnapshotFile:
     """The file behind a mapped cache, held open: another may have its name by now."""
 
-    def __init__(self, fd: int, snapshot: Snapshot) -> None:
+    def __init__(self, fd: int, snapshot: Snapshot | LayersSnapshot) -> None:
         self._fd = -1
         self._snapshot = snapshot
         self._fd = os.dup(fd)
@@ -455,7 +476,8 @@ class _SnapshotFile:
                 there,
                 self._snapshot.path,
             )
-        _check_data(self._snapshot, self._fd)
+        for part in _parts_of(self._snapshot):
+            _check_data(part, self._fd)
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -470,6 +492,17 @@ def _model_name(model: str | None) -> str | None:
     if model is not None and not isinstance(model, str):
         raise TypeError(f"model: expected a str, got {type(model).__name__}")
     return model
+
+
+def _checked_ids(kv: Cache | CacheOfLayers, tokens: Tokens) -> NDArray[np.int32] | None:
+    """Return the ids of all tokens up to `next_position`."""
+    ids = _token_ids(tokens)
+    if ids is not None and len(ids) != kv.next_position:
+        raise ValueError(
+            f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
+            f"{len(ids)}"
+        )
+    return ids
 
 
 def _token_ids(tokens: Tokens) -> NDArray[np.int32] | None:
@@ -513,7 +546,7 @@ def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: s
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[int, Snapshot]]:
+def _opened(path: str) -> Iterator[tuple[int, Snapshot | LayersSnapshot]]:
     """Give the open file and what its header says, all of which is checked."""
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -523,14 +556,46 @@ def _opened(path: str) -> Iterator[tuple[int, Snapshot]]:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "Is not a regular file", path)
-        head = np.empty(min(fmt.HEADER_BYTES, info.st_size), np.uint8)
-        _read_fully(fd, head, 0, path)
-        values = fmt.checked_header(head.tobytes(), info.st_size, path)
-        tables = np.empty(values["data_offset"] - fmt.HEADER_BYTES, np.uint8)
-        _read_fully(fd, tables, fmt.HEADER_BYTES, path)
-        yield fd, fmt.checked_tables(values, tables, path)
+        begin = _read_bytes(fd, 0, min(many.HEADER_BYTES, info.st_size), path)
+        if many.is_head(begin.tobytes()):
+            yield fd, _read_layers(fd, begin.tobytes(), info.st_size, path)
+        else:
+            yield fd, _read_part(fd, 0, info.st_size, path)
     finally:
         os.close(fd)
+
+
+def _read_part(fd: int, base: int, nbytes: int, path: str) -> Snapshot:
+    """Read the header and the tables of a snapshot, which has these bytes of the file."""
+    head = _read_bytes(fd, base, min(fmt.HEADER_BYTES, nbytes), path)
+    try:
+        values = fmt.checked_header(head.tobytes(), nbytes, path)
+        size = values["data_offset"] - fmt.HEADER_BYTES
+        tables = _read_bytes(fd, base + fmt.HEADER_BYTES, size, path)
+        return fmt.checked_tables(values, tables, path, base)
+    except SnapshotError as error:
+        if not base:
+            raise
+        raise SnapshotError(error.rule, base + (error.offset or 0), path) from None
+
+
+def _read_layers(fd: int, head: bytes, file_bytes: int, path: str) -> LayersSnapshot:
+    """Read the header of a cache whose layers differ, and those of its parts."""
+    values = many.checked_header(head, file_bytes, path)
+    size = values["data_offset"] - many.HEADER_BYTES
+    found = many.checked_head(values, _read_bytes(fd, many.HEADER_BYTES, size, path), path)
+    parts = [_read_part(fd, at, nbytes, path) for at, nbytes in found.parts]
+    return many.checked_layers(found, parts, path)
+
+
+def _parts_of(snapshot: Snapshot | LayersSnapshot) -> tuple[Snapshot, ...]:
+    return snapshot.parts if isinstance(snapshot, LayersSnapshot) else (snapshot,)
+
+
+def _read_bytes(fd: int, offset: int, nbytes: int, path: str) -> NDArray[np.uint8]:
+    out = np.empty(nbytes, np.uint8)
+    _read_fully(fd, out, offset, path)
+    return out
 
 
 def _read_fully(fd: int, out: NDArray[np.uint8], offset: int, path: str) -> None:
