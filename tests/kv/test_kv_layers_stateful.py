@@ -234,11 +234,19 @@ class Mixed(RuleBasedStateMachine):
     @rule(percent=PERCENT, whole=WHOLE)
     def crop(self, percent: int, whole: bool) -> None:
         self.make_whole(whole)
-        n, must = self.part(percent), ()
+        self.crop_to(self.part(percent))
+
+    @rule(n=st.integers(1, 9))
+    def crop_a_little(self, n: int) -> None:
+        self.make_whole(True)
+        self.crop_to(max(0, self.model.seq_len - n))
+
+    def crop_to(self, n: int) -> None:
+        must: Refusals = ()
         if not self.model.is_whole:
-            must = RuntimeError  # type: ignore[assignment]
+            must = RuntimeError
         elif n > self.model.seq_len or n < self.model.least_crop():
-            must = ValueError  # type: ignore[assignment]
+            must = ValueError
         if self.attempt(lambda: self.kv.crop(n), must=must):
             self.model.crop(n)
 
@@ -278,9 +286,9 @@ class Mixed(RuleBasedStateMachine):
         self.kv.clear()
         self.model.clear()
 
-    @rule(how=st.sampled_from(["copy", "map", "read"]), fault=FAULTS)
+    @rule(how=st.sampled_from(["copy", "map", "read"]), back=st.integers(1, 9), fault=FAULTS)
     @precondition(lambda self: self.model.next_position > 10)
-    def copy(self, how: str, fault: Any) -> None:
+    def copy(self, how: str, back: int, fault: Any) -> None:
         """Go on with a copy, or with what was saved."""
         self.make_whole(True)
         if how == "copy":
@@ -298,6 +306,8 @@ class Mixed(RuleBasedStateMachine):
         (self.kv,) = got
         self.model.forget_unsaved()
         self.model.n_rows = self.kv.n_rows
+        self.agree()
+        self.crop_a_little(back)
 
     @rule(pick=st.integers(0, 9))
     @precondition(lambda self: len(self.views) < 3)
@@ -328,7 +338,7 @@ class Mixed(RuleBasedStateMachine):
 
 
 Mixed.TestCase.settings = settings(
-    max_examples=examples(60),
+    max_examples=examples(150),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

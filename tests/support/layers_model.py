@@ -58,10 +58,13 @@ class LayersModel:
         """The first position that a layer is to show."""
         return min(end, max(self.first, end - (self.layers[layer].window or end)))
 
+    def lacking(self, end: int) -> list[int]:
+        """The layers whose window lacks what it would show."""
+        return [i for i in self.rings if self.oldest(i) > self.wanted(i, end)]
+
     def missing(self, end: int) -> int:
-        """The position before which some window lacks what it would show, or 0."""
-        lacks = [i for i in self.rings if self.oldest(i) > self.wanted(i, end)]
-        return min(end, max((self.oldest(i) for i in lacks), default=0))
+        """The position before which they lack it, or 0."""
+        return min(end, max((self.oldest(i) for i in self.lacking(end)), default=0))
 
     def shown(self, layer: int) -> range:
         layer = self.source(layer)
@@ -108,15 +111,9 @@ class LayersModel:
     def least_crop(self) -> int:
         """The smallest n that crop takes."""
         for n in range(self.seq_len):
-            end = self.first_position + n
-            if not self.missing(end) and all(end >= self.lost_end(i) for i in self.rings):
+            if not self.lacking(self.first_position + n):
                 return n
         return self.seq_len
-
-    def lost_end(self, layer: int) -> int:
-        """A window goes back to where it shows nothing that was lost, or to nothing at all."""
-        oldest = self.oldest(layer)
-        return self.first if oldest <= self.first else oldest + (self.layers[layer].window or 0)
 
     # ---- what changes it ----
 
