@@ -15,14 +15,14 @@
  *
  *     static um_status append_token(um_tape *tape, um_error *err) {
  *         um_kv_spec spec = {.n_layers = 1, .n_kv_heads = 2, .head_dim = 4, .batch = 1,
- *                            .max_seq_len = 16, .type = UM_F16};
+ *                            .max_seq_len = 16, .type = UM_F16, .v_type = UM_F16};
  *         um_kv_storage storage = {.n_rows = 16, .usable_rows = 16};
  *         float k[8] = {1}, v[8] = {2};
  *         size_t nbytes;
  *         um_kv kv;
  *         um_status status = um_kv_storage_bytes(&spec, &nbytes, err);
  *         if (status == UM_OK) {
- *             storage.lane_stride = nbytes / 2; // one lane for K, one for V
+ *             storage.lane_stride = storage.v_lane_stride = nbytes / 2; // a lane each
  *             status = um_tape_take(tape, nbytes, 64, &storage.base, err);
  *         }
  *         if (status == UM_OK) {
@@ -732,8 +732,19 @@ UM_API uint32_t um_grid_n_available(const um_grid *grid);
 
 /* ---- conversion ---- */
 
-/* UM_Q8_0 is ggml's block_q8_0: blocks of 32 values, a float16 scale and 32 int8. */
-typedef enum um_dtype { UM_F32 = 0, UM_F16, UM_BF16, UM_Q8_0 } um_dtype;
+/* The types from UM_Q8_0 on are ggml's blocks of 32 values, such as block_q8_0: a float16 scale and
+ * 32 int8. */
+typedef enum um_dtype {
+    UM_F32 = 0,
+    UM_F16,
+    UM_BF16,
+    UM_Q8_0,
+    UM_Q4_0,
+    UM_Q4_1,
+    UM_Q5_0,
+    UM_Q5_1,
+    UM_IQ4_NL
+} um_dtype;
 
 /* Returns the values in a block: 1 for the floats, 0 for an unknown type. */
 UM_API size_t um_dtype_block_values(um_dtype type);
@@ -741,11 +752,12 @@ UM_API size_t um_dtype_block_values(um_dtype type);
 UM_API size_t um_dtype_block_bytes(um_dtype type);
 /* Copies n values from one type to another.
  *
- * The ranges must not overlap. Both pointers are aligned for their type (UM_Q8_0: to 2 bytes).
+ * The ranges must not overlap. Both pointers are aligned for their type (blocks: to 2 bytes).
  *
  * - Values are rounded to nearest even. A NaN stays a NaN. Denormals and infinities are kept,
  *   whatever the floating-point mode of the thread is.
- * - To UM_Q8_0, the result is that of ggml's quantize_row_q8_0_ref.
+ * - To a type of blocks, the result is that of ggml's reference (quantize_row_q8_0_ref and those
+ *   beside it). Of UM_IQ4_NL, what the reference leaves open is zero.
  * - The first call chooses the fastest code that this CPU runs.
  *
  * Errors:

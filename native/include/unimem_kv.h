@@ -16,7 +16,8 @@ extern "C" {
 /* K and V of all layers of one stream (optionally of a batch), in storage of the caller's.
  *
  * A lane is K or V of one layer of one stream: rows of n_kv_heads * head_dim values, one for each
- * token. Lane ((layer * 2 + v) * batch + stream) begins at base + lane * lane_stride.
+ * token. Lanes lie one after the other, in the order of layers, K before V, and streams: those of K
+ * are lane_stride bytes apart, those of V v_lane_stride. um_kv_lane says where each begins.
  *
  * - A plain cache holds its tokens in consecutive rows, beginning at any row.
  * - A ring (window != 0) holds the token of position p in row p % n_rows. Its lanes are mirrored
@@ -34,13 +35,15 @@ typedef struct um_kv_spec {
     uint32_t n_layers, n_kv_heads, head_dim, batch;
     uint64_t max_seq_len; /* the most tokens that the cache holds; of a ring, at least the window */
     uint64_t window;      /* 0, or a ring of the last so many tokens */
-    um_dtype type;        /* UM_Q8_0: head_dim is a multiple of 32 */
+    um_dtype type;        /* of K; of blocks: head_dim is a multiple of 32 */
+    um_dtype v_type;      /* of V */
 } um_kv_spec;
 
 /* The place of the lanes. */
 typedef struct um_kv_storage {
     void *base;           /* aligned to 64 bytes */
     size_t lane_stride;   /* bytes; a multiple of 64 with room for all rows (of a ring: twice) */
+    size_t v_lane_stride; /* the same for V */
     uint64_t n_rows;      /* rows of a lane; of a ring, at least the window */
     uint64_t usable_rows; /* rows [0, usable_rows) may be written now; of a ring, n_rows */
 } um_kv_storage;
@@ -51,8 +54,10 @@ typedef um_status um_kv_mover(void *context, void *to, const void *from, size_t 
 typedef struct um_kv {
     um_kv_spec spec;              /* read */
     unsigned char *base;          /* read */
-    size_t row_bytes;             /* read: one token of K (or V) in one layer of one stream */
+    size_t row_bytes;             /* read: one token of K in one layer of one stream */
+    size_t v_row_bytes;           /* read: the same of V */
     size_t lane_stride;           /* read */
+    size_t v_lane_stride;         /* read */
     uint64_t n_rows;              /* read */
     uint64_t usable_rows;         /* read; see um_kv_set_usable */
     uint64_t shift;               /* of a plain cache: position p is in row p - shift */
@@ -66,11 +71,12 @@ typedef struct um_kv {
     void *mover_context;
 } um_kv;
 
-/* Computes the bytes of one row.
+/* Computes the bytes of one row of K (v = 0) or V (v = 1).
  *
  * - UM_E_INVALID: a dimension is 0, a product overflows, the type is unknown, head_dim is not whole
  *   blocks of the type, or window is above max_seq_len. */
-UM_API UM_CHECKED um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
+UM_API UM_CHECKED um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out,
+                                            um_error *err);
 /* Computes the bytes of fixed storage: lanes of max_seq_len rows, rounded up to 64 bytes.
  *
  * - UM_E_INVALID: as um_kv_row_bytes. */
@@ -98,9 +104,10 @@ typedef enum um_kv_order {
 
 /* Appends n tokens (may be 0) to one layer: a copy, or a conversion if the types differ.
  *
- * k and v are aligned for `type`, which is UM_Q8_0 only if the cache's type is. A ring forgets what
- * is before its rows: of more than n_rows tokens it takes the last n_rows. After a failure no row
- * is appended.
+ * k and v are aligned for `type`, which is float32, float16, bfloat16 or, where K and V have one
+ * type, the cache's. A ring
+ * forgets what is before its rows: of more than n_rows tokens it takes the last n_rows. After a
+ * failure no row is appended.
  *
  * - UM_E_INVALID: there is no such layer, type or order.
  * - UM_E_FULL: err->what is "kv" if max_seq_len is reached, and "rows" if the rows are used up:
@@ -160,7 +167,7 @@ UM_API uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_f
 
 /* Copies n tokens of K or V of a layer, from `position` on, to out [batch, heads, n, head_dim].
  *
- * They are converted to `type`, which is UM_Q8_0 only if the cache's type is.
+ * They are converted to `type`: float32, float16, bfloat16 or that of K, or V.
  *
  * - UM_E_INVALID: there is no such layer or type, or the layer does not hold the tokens. */
 UM_API UM_CHECKED um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position,
@@ -256,7 +263,7 @@ UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint6
 typedef struct um_paged_spec {
     uint32_t n_layers, n_kv_heads, head_dim;
     uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */
-    um_dtype type;                   /* UM_Q8_0: head_dim is a multiple of 32 */
+    um_dtype type;                   /* of blocks: head_dim is a multiple of 32 */
 } um_paged_spec;
 
 typedef struct um_paged_block um_paged_block; /* the state of a block */
@@ -401,9 +408,9 @@ UM_API UM_CHECKED um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_erro
 
 /* Copies the first n tokens of K or V of a layer to out [heads, n, head_dim].
  *
- * Heads are head_stride bytes apart. The tokens are converted to `type`, which is UM_Q8_0 only if
- * the cache's type is. The call may run beside the writer, unless the writer crops, clears or frees
- * this very sequence.
+ * Heads are head_stride bytes apart. The tokens are converted to `type`: float32, float16, bfloat16
+ * or the cache's. The call may run beside the writer, unless the writer crops, clears or frees this
+ * very sequence.
  *
  * - UM_E_INVALID: there is no such layer or type, the layer does not hold the tokens, or
  *   head_stride is below what n tokens need. */

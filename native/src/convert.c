@@ -1,9 +1,11 @@
-/* Conversions between float32, float16, bfloat16 and q8_0, with the instructions that the CPU has.
- * All codes round to nearest even and give the same bits. A NaN that becomes a float16 or bfloat16
- * is made quiet, and keeps its sign and the upper bits of its payload, as F16C does. q8_0 is as
- * ggml's quantize_row_q8_0_ref makes it on x86. */
+/* Conversions between float32, float16, bfloat16 and ggml's quantized types, with the instructions
+ * that the CPU has; those of fewer than eight bits are in quants.c. All codes round to nearest even
+ * and give the same bits. A NaN that becomes a float16 or bfloat16 is made quiet, and keeps its
+ * sign and the upper bits of its payload, as F16C does. q8_0 is as ggml's quantize_row_q8_0_ref
+ * makes it on x86. */
 #include "convert.h"
 
+#include "floats.h"
 #include "status.h"
 
 #include <stdatomic.h>
@@ -20,57 +22,9 @@
 #include <arm_neon.h>
 #endif
 
-static const uint32_t F32_MAGNITUDE = 0x7fffffff, F32_INFINITY = 0x7f800000;
 static const float Q8_0_MAX = 127;
 
-static uint32_t bits_of(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return bits;
-}
-
-static float float_of(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
 /* ---- scalar ---- */
-
-static uint16_t f16_of_f32(float value) {
-    uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000, magnitude = bits & F32_MAGNITUDE,
-             half;
-    if (magnitude > F32_INFINITY) {
-        half = 0x7e00 | (magnitude >> 13 & 0x3ff);
-    } else if (magnitude >= 0x47800000) { /* 2^16 and above, infinity included */
-        half = 0x7c00;
-    } else if (magnitude >= 0x38800000) { /* 2^-14 and above: a normal float16 */
-        /* Rebias the exponent; rounding may carry into it, and into infinity, as it should. */
-        uint32_t odd = magnitude >> 13 & 1;
-        half = (magnitude - 0x38000000 + 0xfff + odd) >> 13;
-    } else if (magnitude > 0x33000000) { /* above 2^-25: a denormal, in units of 2^-24 */
-        uint32_t shift = 126 - (magnitude >> 23);
-        uint32_t mantissa = (magnitude & 0x7fffff) | 0x800000;
-        uint32_t odd = mantissa >> shift & 1;
-        half = (mantissa + (1u << (shift - 1)) - 1 + odd) >> shift;
-    } else {
-        half = 0;
-    }
-    return (uint16_t)(sign | half);
-}
-
-static float f32_of_f16(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 0x1f,
-             mantissa = half & 0x3ff, bits;
-    if (exponent == 0x1f) {
-        bits = F32_INFINITY | mantissa << 13 | (mantissa != 0 ? 0x400000u : 0);
-    } else if (exponent != 0) {
-        bits = (exponent + 112) << 23 | mantissa << 13;
-    } else {
-        bits = bits_of((float)mantissa * 0x1p-24f);
-    }
-    return float_of(sign | bits);
-}
 
 static void f16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
     for (size_t i = 0; i < n; i++) {
@@ -113,13 +67,9 @@ static int8_t q8_of(float x) {
     return (int8_t)(uint8_t)(uint32_t)whole;
 }
 
-static inline float reciprocal(float d) {
-    return d != 0 ? 1 / d : 0;
-}
-
 static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
     float amax = 0;
-    for (size_t i = 0; i < UM_Q8_0_VALUES; i++) {
+    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
         /* Like the reference, this forgets what came before a NaN, and a NaN that is not the last
          * value. */
         float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
@@ -127,36 +77,28 @@ static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
     }
     float d = amax / Q8_0_MAX, id = reciprocal(d);
     out->d = bits_of(amax) > F32_INFINITY ? 0x7e00 : f16_of_f32(d);
-    for (size_t i = 0; i < UM_Q8_0_VALUES; i++) {
+    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
         out->qs[i] = q8_of(in[i] * id);
     }
 }
 
 static void q8_0_of_f32_scalar(um_q8_0 *out, const float *in, size_t n) {
-    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++) {
-        q8_0_of_f32_block(out + i, in + i * UM_Q8_0_VALUES);
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++) {
+        q8_0_of_f32_block(out + i, in + i * UM_BLOCK_VALUES);
     }
 }
 
 static void f32_of_q8_0_scalar(float *out, const um_q8_0 *in, size_t n) {
     for (size_t i = 0; i < n; i++) {
-        const um_q8_0 *block = in + i / UM_Q8_0_VALUES;
-        out[i] = f32_of_f16(block->d) * (float)block->qs[i % UM_Q8_0_VALUES];
+        const um_q8_0 *block = in + i / UM_BLOCK_VALUES;
+        out[i] = f32_of_f16(block->d) * (float)block->qs[i % UM_BLOCK_VALUES];
     }
 }
 
 static const um_convert_code scalar = {
     "scalar",           f16_of_f32_scalar,  f32_of_f16_scalar,  bf16_of_f32_scalar,
-    f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar,
+    f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar, um_quants_scalar,
 };
-
-/* Returns whether the vector codes may quantize a block with this largest magnitude: then no value
- * of it, and nothing on the way, is a NaN, infinite, or out of range. They take its bits as an
- * integer, where a NaN is above infinity. The scalar code quantizes all other blocks. */
-static inline bool is_usual_amax(uint32_t amax_bits) {
-    const uint32_t least = 0x0d800000; /* 2^-100 */
-    return amax_bits == 0 || amax_bits - least < F32_INFINITY - least;
-}
 
 #if defined(__x86_64__)
 
@@ -234,7 +176,7 @@ AVX2 static inline __m256i q8_of_x8(__m256 value, __m256 id) {
 
 AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
     const __m256i magnitude = _mm256_set1_epi32((int)F32_MAGNITUDE);
-    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, in += UM_Q8_0_VALUES) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
         __m256 values[4];
         __m256i max = _mm256_setzero_si256();
         for (size_t j = 0; j < 4; j++) {
@@ -259,9 +201,9 @@ AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
 }
 
 AVX2 static void f32_of_q8_0_avx2(float *out, const um_q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, out += UM_Q8_0_VALUES) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
         __m256 d = _mm256_set1_ps(f32_of_f16(in[i].d));
-        for (size_t j = 0; j < UM_Q8_0_VALUES; j += 8) {
+        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 8) {
             __m128i qs = _mm_loadl_epi64((const __m128i *)(const void *)(in[i].qs + j));
             _mm256_storeu_ps(out + j,
                              _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(qs))));
@@ -271,7 +213,7 @@ AVX2 static void f32_of_q8_0_avx2(float *out, const um_q8_0 *in, size_t n) {
 
 static const um_convert_code avx2 = {
     "avx2",           f16_of_f32_avx2,  f32_of_f16_avx2,  bf16_of_f32_avx2,
-    f32_of_bf16_avx2, q8_0_of_f32_avx2, f32_of_q8_0_avx2,
+    f32_of_bf16_avx2, q8_0_of_f32_avx2, f32_of_q8_0_avx2, um_quants_avx2,
 };
 
 /* ---- AVX-512 ---- */
@@ -338,7 +280,7 @@ AVX512 static inline __m128i q8_of_x16(__m512 value, __m512 id) {
 
 AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
     const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
-    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, in += UM_Q8_0_VALUES) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
         __m512 low = _mm512_loadu_ps(in), high = _mm512_loadu_ps(in + 16);
         __m512i max = _mm512_max_epu32(_mm512_and_epi32(_mm512_castps_si512(low), magnitude),
                                        _mm512_and_epi32(_mm512_castps_si512(high), magnitude));
@@ -356,9 +298,9 @@ AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
 }
 
 AVX512 static void f32_of_q8_0_avx512(float *out, const um_q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, out += UM_Q8_0_VALUES) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
         __m512 d = _mm512_set1_ps(f32_of_f16(in[i].d));
-        for (size_t j = 0; j < UM_Q8_0_VALUES; j += 16) {
+        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 16) {
             __m128i qs = _mm_loadu_si128((const __m128i *)(const void *)(in[i].qs + j));
             _mm512_storeu_ps(out + j,
                              _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(qs))));
@@ -368,7 +310,7 @@ AVX512 static void f32_of_q8_0_avx512(float *out, const um_q8_0 *in, size_t n) {
 
 static const um_convert_code avx512 = {
     "avx512",           f16_of_f32_avx512,  f32_of_f16_avx512,  bf16_of_f32_avx512,
-    f32_of_bf16_avx512, q8_0_of_f32_avx512, f32_of_q8_0_avx512,
+    f32_of_bf16_avx512, q8_0_of_f32_avx512, f32_of_q8_0_avx512, um_quants_avx512,
 };
 
 #elif defined(__aarch64__)
@@ -421,7 +363,7 @@ static inline int8x8_t q8_of_x8(float32x4_t low, float32x4_t high, float id) {
 }
 
 static void q8_0_of_f32_neon(um_q8_0 *out, const float *in, size_t n) {
-    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, in += UM_Q8_0_VALUES) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
         float32x4_t values[8];
         uint32x4_t max = vdupq_n_u32(0);
         for (size_t j = 0; j < 8; j++) {
@@ -443,9 +385,9 @@ static void q8_0_of_f32_neon(um_q8_0 *out, const float *in, size_t n) {
 }
 
 static void f32_of_q8_0_neon(float *out, const um_q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM_Q8_0_VALUES; i++, out += UM_Q8_0_VALUES) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
         float d = f32_of_f16(in[i].d);
-        for (size_t j = 0; j < UM_Q8_0_VALUES; j += 8) {
+        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 8) {
             int16x8_t qs = vmovl_s8(vld1_s8(in[i].qs + j));
             float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(qs)));
             float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(qs)));
@@ -457,7 +399,7 @@ static void f32_of_q8_0_neon(float *out, const um_q8_0 *in, size_t n) {
 
 static const um_convert_code neon = {
     "neon",           f16_of_f32_neon,  f32_of_f16_neon,  bf16_of_f32_neon,
-    f32_of_bf16_neon, q8_0_of_f32_neon, f32_of_q8_0_neon,
+    f32_of_bf16_neon, q8_0_of_f32_neon, f32_of_q8_0_neon, um_quants_neon,
 };
 
 #endif
@@ -500,9 +442,18 @@ const char *um_convert_isa(void) {
 /* ---- the floating-point mode of the thread ---- */
 
 /* A thread can be in a mode that takes denormals for zero, or rounds in another direction. On x86
- * this changes q8_0 only: the other conversions are integer arithmetic, exact, or instructions that
- * name their rounding. Elsewhere it changes float16, too. The codes are called through pointers, so
- * that no compiler moves arithmetic past a change of the mode. */
+ * this changes what is quantized, and the sum by which q4_1 and q5_1 are read: the other
+ * conversions are integer arithmetic, exact, or instructions that name their rounding. Elsewhere it
+ * changes float16, too. The codes are called through pointers, so that no compiler moves arithmetic
+ * past a change of the mode. */
+
+static inline bool is_quantized(um_dtype type) {
+    return (unsigned)type >= UM_Q8_0;
+}
+
+static inline bool is_read_by_a_sum(um_dtype type) {
+    return type == UM_Q4_1 || type == UM_Q5_1;
+}
 
 #if defined(__x86_64__)
 
@@ -523,8 +474,8 @@ static void leave_default_mode(fp_mode mode) {
     }
 }
 
-static bool depends_on_mode(um_dtype out_type) {
-    return out_type == UM_Q8_0;
+static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
+    return is_quantized(out_type) || is_read_by_a_sum(in_type);
 }
 
 #else
@@ -542,34 +493,36 @@ static void leave_default_mode(fp_mode mode) {
     fesetenv(&mode);
 }
 
-static bool depends_on_mode(um_dtype out_type) {
-    return out_type == UM_Q8_0 || out_type == UM_F16;
+static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
+    return is_quantized(out_type) || is_read_by_a_sum(in_type) || out_type == UM_F16;
 }
 
 #endif
 
 /* ---- any to any ---- */
 
-/* The public functions cannot be inlined; this one can. */
-static inline size_t block_bytes(um_dtype type) {
-    return type == UM_F32 ? sizeof(float) : type == UM_Q8_0 ? sizeof(um_q8_0) : sizeof(uint16_t);
-}
+/* The bytes of a block, which is one value of a float. */
+static const uint8_t BLOCK_BYTES[] = {
+    [UM_F32] = sizeof(float),    [UM_F16] = sizeof(uint16_t), [UM_BF16] = sizeof(uint16_t),
+    [UM_Q8_0] = sizeof(um_q8_0), [UM_Q4_0] = sizeof(um_q4_0), [UM_Q4_1] = sizeof(um_q4_1),
+    [UM_Q5_0] = sizeof(um_q5_0), [UM_Q5_1] = sizeof(um_q5_1), [UM_IQ4_NL] = sizeof(um_q4_0),
+};
 
 /* Returns the bytes of n values. pre: n is whole blocks. */
 static inline size_t bytes_of(um_dtype type, size_t n) {
-    return type == UM_Q8_0 ? n / UM_Q8_0_VALUES * sizeof(um_q8_0) : n * block_bytes(type);
+    return (is_quantized(type) ? n / UM_BLOCK_VALUES : n) * BLOCK_BYTES[type];
 }
 
 static inline bool is_known(um_dtype type) {
-    return (unsigned)type <= UM_Q8_0;
+    return (unsigned)type <= UM_IQ4_NL;
 }
 
 size_t um_dtype_block_values(um_dtype type) {
-    return type == UM_Q8_0 ? UM_Q8_0_VALUES : is_known(type);
+    return !is_known(type) ? 0 : is_quantized(type) ? UM_BLOCK_VALUES : 1;
 }
 
 size_t um_dtype_block_bytes(um_dtype type) {
-    return is_known(type) ? block_bytes(type) : 0;
+    return is_known(type) ? BLOCK_BYTES[type] : 0;
 }
 
 static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, const float *in,
@@ -578,8 +531,10 @@ static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, co
         code->f16_of_f32(out, in, n);
     } else if (out_type == UM_BF16) {
         code->bf16_of_f32(out, in, n);
-    } else {
+    } else if (out_type == UM_Q8_0) {
         code->q8_0_of_f32(out, in, n);
+    } else {
+        code->quants[out_type - UM_Q4_0].of_f32(out, in, n);
     }
 }
 
@@ -589,8 +544,10 @@ static void to_f32(const um_convert_code *code, float *out, const void *in, um_d
         code->f32_of_f16(out, in, n);
     } else if (in_type == UM_BF16) {
         code->f32_of_bf16(out, in, n);
-    } else {
+    } else if (in_type == UM_Q8_0) {
         code->f32_of_q8_0(out, in, n);
+    } else {
+        code->quants[in_type - UM_Q4_0].to_f32(out, in, n);
     }
 }
 
@@ -601,7 +558,8 @@ static void convert(const um_convert_code *code, void *out, um_dtype out_type, c
     } else if (out_type == UM_F32) {
         to_f32(code, out, in, in_type, n);
     } else {
-        /* Goes through float32, which holds the values of all other types exactly. */
+        /* Goes through float32, which holds the values of all other types exactly, but for those
+         * of q4_1 and q5_1, which are rounded sums in float32 anyway. */
         enum { PIECE = 1024 };
         float piece[PIECE];
         for (size_t done = 0; done < n; done += PIECE) {
@@ -620,7 +578,7 @@ static void convert_in_default_mode(const um_convert_code *code, void *out, um_d
     }
     if (out_type == in_type) {
         memcpy(out, in, bytes_of(out_type, n));
-    } else if (depends_on_mode(out_type)) {
+    } else if (depends_on_mode(out_type, in_type)) {
         fp_mode mode = enter_default_mode();
         convert(code, out, out_type, in, in_type, n);
         leave_default_mode(mode);
@@ -638,7 +596,7 @@ um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_typ
     if (!is_known(out_type) || !is_known(in_type)) {
         return um_fail(err, UM_E_INVALID, "type");
     }
-    if (n % UM_Q8_0_VALUES != 0 && (out_type == UM_Q8_0 || in_type == UM_Q8_0)) {
+    if (n % UM_BLOCK_VALUES != 0 && (is_quantized(out_type) || is_quantized(in_type))) {
         return um_fail(err, UM_E_INVALID, "n is not whole blocks");
     }
     convert_in_default_mode(code, out, out_type, in, in_type, n);

@@ -5,17 +5,17 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "quants.h"
 #include "unimem.h"
-
-enum { UM_Q8_0_VALUES = 32 };
 
 /* A block of UM_Q8_0: value i is d * qs[i], d a float16. */
 typedef struct um_q8_0 {
     uint16_t d;
-    int8_t qs[UM_Q8_0_VALUES];
+    int8_t qs[UM_BLOCK_VALUES];
 } um_q8_0;
 
-/* One implementation. All give the same bits. n counts values; of q8_0, n is whole blocks. */
+/* One implementation. All give the same bits. n counts values; of quantized types, it is whole
+ * blocks. */
 typedef struct um_convert_code {
     const char *isa;
     void (*f16_of_f32)(uint16_t *out, const float *in, size_t n);
@@ -24,6 +24,7 @@ typedef struct um_convert_code {
     void (*f32_of_bf16)(float *out, const uint16_t *in, size_t n);
     void (*q8_0_of_f32)(um_q8_0 *out, const float *in, size_t n);
     void (*f32_of_q8_0)(float *out, const um_q8_0 *in, size_t n);
+    const um_quant_code *quants; /* of each type from UM_Q4_0 on */
 } um_convert_code;
 
 /* Returns the i-th code that this CPU runs, the slowest first; NULL behind the last. */

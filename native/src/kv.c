@@ -17,8 +17,13 @@ enum { LANE_ALIGN = 64 };
 
 static const char *const DIMS = "a dimension is 0, or their product does not fit";
 
-um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
-    size_t values = um_dtype_block_values(spec->type), row;
+static um_dtype type_of(const um_kv_spec *spec, int v) {
+    return v != 0 ? spec->v_type : spec->type;
+}
+
+um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out, um_error *err) {
+    um_dtype type = type_of(spec, v);
+    size_t values = um_dtype_block_values(type), row;
     if (values == 0) {
         return um_fail(err, UM_E_INVALID, "type");
     }
@@ -33,34 +38,42 @@ um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
         return um_fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
     }
     if (!um_mul(spec->n_kv_heads, spec->head_dim / values, &row) ||
-        !um_mul(row, um_dtype_block_bytes(spec->type), &row)) {
+        !um_mul(row, um_dtype_block_bytes(type), &row)) {
         return um_fail(err, UM_E_INVALID, DIMS);
     }
     *out = row;
     return UM_OK;
 }
 
-static bool count_lanes(const um_kv_spec *spec, size_t *out) {
+/* Computes the bytes of all lanes of K, or of V. */
+static bool mul_lanes(const um_kv_spec *spec, size_t lane, size_t *out) {
     size_t n;
-    return um_mul(spec->n_layers, 2, &n) && um_mul(n, spec->batch, out);
+    return um_mul(spec->n_layers, spec->batch, &n) && um_mul(n, lane, out);
 }
 
 um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
-    size_t row, lane, lanes, total;
-    UM_TRY(um_kv_row_bytes(spec, &row, err));
-    if (!um_mul(row, (size_t)spec->max_seq_len, &lane) || !um_round_up(lane, LANE_ALIGN, &lane) ||
-        !count_lanes(spec, &lanes) || !um_mul(lane, lanes, &total) || total > PTRDIFF_MAX) {
+    size_t row, lane, lanes[2];
+    for (int v = 0; v < 2; v++) {
+        UM_TRY(um_kv_row_bytes(spec, v, &row, err));
+        if (!um_mul(row, (size_t)spec->max_seq_len, &lane) ||
+            !um_round_up(lane, LANE_ALIGN, &lane) || !mul_lanes(spec, lane, &lanes[v]) ||
+            lanes[v] > PTRDIFF_MAX) {
+            return um_fail(err, UM_E_INVALID, DIMS);
+        }
+    }
+    if (lanes[0] + lanes[1] > PTRDIFF_MAX) {
         return um_fail(err, UM_E_INVALID, DIMS);
     }
-    *out = total;
+    *out = lanes[0] + lanes[1];
     return UM_OK;
 }
 
-static um_status check_storage(const um_kv_spec *spec, const um_kv_storage *storage, size_t row,
-                               um_error *err) {
-    size_t lane, lanes, total;
+/* Checks the lanes of K or of V. */
+static um_status check_lanes(const um_kv_spec *spec, const um_kv_storage *storage, size_t row,
+                             size_t stride, um_error *err) {
+    size_t lane, total;
     if (storage->base == NULL || (uintptr_t)storage->base % LANE_ALIGN != 0 ||
-        storage->lane_stride % LANE_ALIGN != 0) {
+        stride % LANE_ALIGN != 0) {
         return um_fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
     }
     if (storage->usable_rows > storage->n_rows || storage->n_rows > SIZE_MAX / 2 ||
@@ -69,8 +82,8 @@ static um_status check_storage(const um_kv_spec *spec, const um_kv_storage *stor
         return um_fail(err, UM_E_INVALID, "rows of the storage");
     }
     size_t n_mapped = (size_t)storage->n_rows * (spec->window != 0 ? 2 : 1);
-    if (!um_mul(row, n_mapped, &lane) || lane > storage->lane_stride ||
-        !count_lanes(spec, &lanes) || !um_mul(storage->lane_stride, lanes, &total)) {
+    if (!um_mul(row, n_mapped, &lane) || lane > stride || !mul_lanes(spec, stride, &total) ||
+        total > SIZE_MAX / 2) {
         return um_fail(err, UM_E_INVALID, "lane_stride has no room for the rows");
     }
     return UM_OK;
@@ -78,9 +91,11 @@ static um_status check_storage(const um_kv_spec *spec, const um_kv_storage *stor
 
 um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                      um_error *err) {
-    size_t row;
-    UM_TRY(um_kv_row_bytes(spec, &row, err));
-    UM_TRY(check_storage(spec, storage, row, err));
+    size_t row, v_row;
+    UM_TRY(um_kv_row_bytes(spec, 0, &row, err));
+    UM_TRY(um_kv_row_bytes(spec, 1, &v_row, err));
+    UM_TRY(check_lanes(spec, storage, row, storage->lane_stride, err));
+    UM_TRY(check_lanes(spec, storage, v_row, storage->v_lane_stride, err));
     /* One allocation holds both tables. */
     UM_ATOMIC(uint64_t) *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
     if (words == NULL) {
@@ -89,7 +104,9 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
     *kv = (um_kv){.spec = *spec,
                   .base = storage->base,
                   .row_bytes = row,
+                  .v_row_bytes = v_row,
                   .lane_stride = storage->lane_stride,
+                  .v_lane_stride = storage->v_lane_stride,
                   .n_rows = storage->n_rows,
                   .usable_rows = storage->usable_rows,
                   .end_limit = UINT64_MAX,
@@ -114,8 +131,13 @@ void *um_kv_lane(const um_kv *kv, uint32_t layer, int v, uint32_t stream) {
     if (layer >= kv->spec.n_layers || stream >= kv->spec.batch) {
         return NULL;
     }
-    size_t lane = ((size_t)layer * 2 + (v != 0)) * kv->spec.batch + stream;
-    return kv->base + lane * kv->lane_stride;
+    size_t batch = kv->spec.batch, of_k = kv->lane_stride, of_v = kv->v_lane_stride;
+    size_t in_layer = v != 0 ? batch * of_k + stream * of_v : stream * of_k;
+    return kv->base + layer * batch * (of_k + of_v) + in_layer;
+}
+
+static size_t row_bytes_of(const um_kv *kv, int v) {
+    return v != 0 ? kv->v_row_bytes : kv->row_bytes;
 }
 
 uint64_t um_kv_row(const um_kv *kv, uint64_t position) {
@@ -249,12 +271,18 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 
 /* ---- appending ---- */
 
-/* Checks that rows of this type can be given, or be asked for. */
-static um_status check_type(const um_kv *kv, um_dtype type, um_error *err) {
-    if (um_dtype_block_values(type) == 0 || (type == UM_Q8_0 && kv->spec.type != UM_Q8_0)) {
+/* Checks that rows of this type can be given for K or V, or be asked for. */
+static um_status check_type(const um_kv *kv, int v, um_dtype type, um_error *err) {
+    size_t values = um_dtype_block_values(type);
+    if (values == 0 || (values > 1 && type != type_of(&kv->spec, v))) {
         return um_fail(err, UM_E_INVALID, "type");
     }
     return UM_OK;
+}
+
+static um_status check_types(const um_kv *kv, um_dtype type, um_error *err) {
+    UM_TRY(check_type(kv, 0, type, err));
+    return check_type(kv, 1, type, err);
 }
 
 static size_t nbytes_of(um_dtype type, size_t n) {
@@ -274,7 +302,8 @@ typedef struct source {
 static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     const um_kv_spec *s = &kv->spec;
     size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n, skip = (size_t)in.skip;
-    size_t in_head = nbytes_of(in.type, dim), out_head = kv->row_bytes / heads;
+    size_t row = row_bytes_of(kv, v), in_head = nbytes_of(in.type, dim), out_head = row / heads;
+    um_dtype type = type_of(s, v);
     /* How far streams, tokens and heads are apart in what is given, in heads. */
     bool by_token = in.order == UM_KV_TOKEN_MAJOR;
     size_t stream = by_token ? heads : heads * n, token = by_token ? s->batch * heads : 1;
@@ -286,11 +315,11 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     }
     for (uint32_t b = 0; b < s->batch; b++) {
         unsigned char *out = um_kv_lane(kv, layer, v, b);
-        out += in.row * kv->row_bytes;
+        out += in.row * row;
         for (size_t t = skip; t < n; t += n_tokens) {
             for (size_t h = 0; h < heads; h += n_heads, out += n_tokens * n_heads * out_head) {
                 const unsigned char *from = in.rows + (b * stream + t * token + h * head) * in_head;
-                um_convert_values(out, s->type, from, in.type, n_tokens * n_heads * dim);
+                um_convert_values(out, type, from, in.type, n_tokens * n_heads * dim);
             }
         }
     }
@@ -323,7 +352,7 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
         return um_fail(err, UM_E_INVALID, "order");
     }
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
-    UM_TRY(check_type(kv, type, err));
+    UM_TRY(check_types(kv, type, err));
     UM_TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
     if (n == 0) {
         return UM_OK;
@@ -337,7 +366,7 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
 
 um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type, um_error *err) {
     uint64_t end = end_of(kv, 0);
-    UM_TRY(check_type(kv, type, err));
+    UM_TRY(check_types(kv, type, err));
     UM_TRY(check_whole(kv, err));
     UM_TRY(check_room(kv, end, 1, err));
     const um_kv_spec *s = &kv->spec;
@@ -420,22 +449,22 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     if (layer >= s->n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
-    UM_TRY(check_type(kv, type, err));
+    UM_TRY(check_type(kv, v, type, err));
     uint64_t first = 0, len = um_kv_layer_len(kv, layer, &first);
     if (position < first || position - first > len || n > len - (position - first)) {
         return um_fail(err, UM_E_INVALID, "the layer does not hold these tokens");
     }
     size_t heads = s->n_kv_heads, dim = s->head_dim;
-    size_t in_head = kv->row_bytes / heads, out_head = nbytes_of(type, dim);
+    size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = nbytes_of(type, dim);
     size_t run = heads == 1 ? (size_t)n : 1; /* tokens that lie one after the other */
     unsigned char *to = out;
     for (uint32_t b = 0; b < s->batch; b++) {
         const unsigned char *rows = um_kv_lane(kv, layer, v, b);
-        rows += um_kv_row(kv, position) * kv->row_bytes;
+        rows += um_kv_row(kv, position) * row;
         for (size_t h = 0; h < heads; h++) {
             for (size_t t = 0; t < (size_t)n; t += run, to += run * out_head) {
-                const unsigned char *from = rows + t * kv->row_bytes + h * in_head;
-                um_convert_values(to, type, from, s->type, run * dim);
+                const unsigned char *from = rows + t * row + h * in_head;
+                um_convert_values(to, type, from, type_of(s, v), run * dim);
             }
         }
     }
@@ -489,12 +518,12 @@ static um_status move_bytes(void *context, void *to, const void *from, size_t nb
 /* Copies n rows in all lanes of a layer; the ranges may overlap. */
 static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_t from, uint64_t n,
                            um_error *err) {
-    size_t nbytes = (size_t)n * kv->row_bytes;
     for (uint32_t stream = 0; n != 0 && to != from && stream < kv->spec.batch; stream++) {
         for (int v = 0; v < 2; v++) {
             unsigned char *rows = um_kv_lane(kv, layer, v, stream);
-            unsigned char *there = rows + to * kv->row_bytes, *here = rows + from * kv->row_bytes;
-            um_status status = kv->mover(kv->mover_context, there, here, nbytes);
+            size_t row = row_bytes_of(kv, v);
+            unsigned char *there = rows + to * row, *here = rows + from * row;
+            um_status status = kv->mover(kv->mover_context, there, here, (size_t)n * row);
             if (status != UM_OK) {
                 return um_fail(err, status, "moving rows");
             }

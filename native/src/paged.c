@@ -373,8 +373,10 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
 }
 
 static um_status check_type(const um_paged *p, um_dtype type, um_error *err) {
-    bool known = um_dtype_block_bytes(type) != 0 && (type != UM_Q8_0 || p->spec.type == UM_Q8_0);
-    return known ? UM_OK : um_fail(err, UM_E_INVALID, "type");
+    size_t values = um_dtype_block_values(type);
+    return values == 1 || (values != 0 && type == p->spec.type)
+               ? UM_OK
+               : um_fail(err, UM_E_INVALID, "type");
 }
 
 um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,

@@ -16,7 +16,7 @@
 #include "convert.h"
 #include "fp_modes.h"
 
-enum { CHUNK = 1 << 16, BLOCK = UM_Q8_0_VALUES };
+enum { CHUNK = 1 << 16, BLOCK = UM_BLOCK_VALUES };
 
 static uint64_t n_wrong;
 

@@ -97,6 +97,7 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
     m->n_lanes = (size_t)spec.n_layers * 2 * spec.batch;
     m->row_bytes = (size_t)spec.n_kv_heads * spec.head_dim / um_dtype_block_values(spec.type) *
                    um_dtype_block_bytes(spec.type);
+    REQUIRE(spec.v_type == spec.type);
     m->storage = (um_kv_storage){.n_rows = n_rows, .usable_rows = usable};
     m->lane_nbytes = (size_t)n_rows * m->row_bytes;
     REQUIRE(spec.n_layers <= MAX_LAYERS);
@@ -107,6 +108,7 @@ static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uin
         map_plain(m, gap);
     }
     m->storage.base = m->map;
+    m->storage.v_lane_stride = m->storage.lane_stride;
     m->image = allocate(m->n_lanes * m->lane_nbytes);
     m->given = allocate(m->n_lanes * SPAN * m->row_bytes);
     m->holder = allocate(spec.n_layers * n_rows * sizeof *m->holder);

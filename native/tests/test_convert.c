@@ -1,6 +1,6 @@
 /* Conversions: every code that this CPU can run, in every floating-point mode, against independent
  * references: a table of all values of a 16-bit format in double precision, in which the nearest is
- * looked up; and ggml's quantizer, rewritten from its definition (ggml-quants.c,
+ * looked up; and ggml's quantizer of eight bits, rewritten from its definition (ggml-quants.c,
  * quantize_row_q8_0_ref). */
 #include "convert.h"
 #include "fp_modes.h"
@@ -384,8 +384,8 @@ static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
 static void check_pairs(const way *w) {
     uint64_t seed = 3;
     const size_t lengths[] = {BLOCK, 1024 - BLOCK, 1024, 3 * 1024 + 5 * BLOCK};
-    for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
-        for (um_dtype to = UM_F32; to <= UM_Q8_0; to++) {
+    for (um_dtype from = UM_F32; from <= UM_IQ4_NL; from++) {
+        for (um_dtype to = UM_F32; to <= UM_IQ4_NL; to++) {
             for (size_t i = 0; i < COUNT(lengths); i++) {
                 size_t n = lengths[i], out_bytes = bytes_of(to, n);
                 AUTO_FREE void *in = usual_values(from, n, &seed);
@@ -411,10 +411,10 @@ static void check_pairs(const way *w) {
 static void check_lengths(const way *w) {
     enum { MAX_N = 70, MAX_SHIFT = 17 };
     uint64_t seed = 5;
-    for (um_dtype from = UM_F32; from <= UM_Q8_0; from++) {
-        for (um_dtype to = UM_F32; to <= UM_Q8_0; to++) {
+    for (um_dtype from = UM_F32; from <= UM_IQ4_NL; from++) {
+        for (um_dtype to = UM_F32; to <= UM_IQ4_NL; to++) {
             bool right = true, bounded = true;
-            size_t step = from == UM_Q8_0 || to == UM_Q8_0 ? BLOCK : 1;
+            size_t step = from >= UM_Q8_0 || to >= UM_Q8_0 ? BLOCK : 1;
             size_t in_align = from == UM_F32 ? 4 : 2, out_align = to == UM_F32 ? 4 : 2;
             for (size_t n = 0; n <= MAX_N; n += step) {
                 AUTO_FREE void *in = usual_values(from, n, &seed);
@@ -469,7 +469,7 @@ TEST(refusals) {
     float in[BLOCK * 2] = {1};
     unsigned char out[sizeof in];
     SPOIL(out);
-    const um_dtype unknown[] = {(um_dtype)4, (um_dtype)-1, (um_dtype)255};
+    const um_dtype unknown[] = {(um_dtype)9, (um_dtype)-1, (um_dtype)255};
     for (size_t i = 0; i < COUNT(unknown); i++) {
         CHECK_INVALID(um_convert(out, unknown[i], in, UM_F32, 5, &test_err));
         CHECK_INVALID(um_convert(out, UM_F16, in, unknown[i], 5, &test_err));
@@ -479,18 +479,20 @@ TEST(refusals) {
         CHECK_EQ(um_dtype_block_bytes(unknown[i]), 0);
         CHECK_EQ(um_dtype_block_values(unknown[i]), 0);
     }
-    for (um_dtype other = UM_F32; other <= UM_Q8_0; other++) {
-        CHECK_INVALID(um_convert(out, UM_Q8_0, in, other, BLOCK + 1, &test_err));
-        CHECK_INVALID(um_convert(out, other, in, UM_Q8_0, BLOCK - 1, &test_err));
-        CHECK_OK(um_convert(NULL, UM_Q8_0, NULL, other, 0, &test_err));
-        CHECK_OK(um_convert(NULL, other, NULL, UM_Q8_0, 0, &test_err));
+    for (um_dtype other = UM_F32; other <= UM_IQ4_NL; other++) {
+        for (um_dtype blocks = UM_Q8_0; blocks <= UM_IQ4_NL; blocks++) {
+            CHECK_INVALID(um_convert(out, blocks, in, other, BLOCK + 1, &test_err));
+            CHECK_INVALID(um_convert(out, other, in, blocks, BLOCK - 1, &test_err));
+            CHECK_OK(um_convert(NULL, blocks, NULL, other, 0, &test_err));
+            CHECK_OK(um_convert(NULL, other, NULL, blocks, 0, &test_err));
+        }
         CHECK_OK(um_convert(NULL, other, NULL, UM_F32, 0, &test_err));
     }
     CHECK_SPOILT(out);
-    const size_t n_bytes[] = {4, 2, 2, 34}, n_values[] = {1, 1, 1, 32};
-    for (um_dtype type = UM_F32; type <= UM_Q8_0; type++) {
+    const size_t n_bytes[] = {4, 2, 2, 34, 18, 20, 22, 24, 18};
+    for (um_dtype type = UM_F32; type <= UM_IQ4_NL; type++) {
         CHECK_EQ(um_dtype_block_bytes(type), n_bytes[type]);
-        CHECK_EQ(um_dtype_block_values(type), n_values[type]);
+        CHECK_EQ(um_dtype_block_values(type), type >= UM_Q8_0 ? 32 : 1);
     }
 }
 

@@ -5,14 +5,14 @@
 /* clang-format off */
 static um_status append_token(um_tape *tape, um_error *err) {
     um_kv_spec spec = {.n_layers = 1, .n_kv_heads = 2, .head_dim = 4, .batch = 1,
-                       .max_seq_len = 16, .type = UM_F16};
+                       .max_seq_len = 16, .type = UM_F16, .v_type = UM_F16};
     um_kv_storage storage = {.n_rows = 16, .usable_rows = 16};
     float k[8] = {1}, v[8] = {2};
     size_t nbytes;
     um_kv kv;
     um_status status = um_kv_storage_bytes(&spec, &nbytes, err);
     if (status == UM_OK) {
-        storage.lane_stride = nbytes / 2; // one lane for K, one for V
+        storage.lane_stride = storage.v_lane_stride = nbytes / 2; // a lane each
         status = um_tape_take(tape, nbytes, 64, &storage.base, err);
     }
     if (status == UM_OK) {

@@ -4,12 +4,13 @@
 #include "fault_os.h"
 #include "kv_model.h"
 
-enum { N_TYPES = 4 };
+enum { N_TYPES = 6 };
 
-static const um_dtype TYPES[N_TYPES] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0};
+static const um_dtype TYPES[N_TYPES] = {UM_F32, UM_F16, UM_BF16, UM_Q8_0, UM_Q4_1, UM_IQ4_NL};
 
 static um_kv_spec spec_of(uint32_t batch, um_dtype type) {
-    return (um_kv_spec){3, 2, type == UM_Q8_0 ? 32 : 5, batch, .max_seq_len = 7, .type = type};
+    return (um_kv_spec){
+        3, 2, type >= UM_Q8_0 ? 32 : 5, batch, .max_seq_len = 7, .type = type, .v_type = type};
 }
 
 /* Fixed storage, with bytes between the lanes that must stay as they are. */
@@ -34,9 +35,11 @@ static um_status init_status(const um_kv_spec *spec, const um_kv_storage *storag
 static void check_bad_spec(um_kv_spec spec) {
     size_t nbytes = 12345;
     static _Alignas(64) unsigned char memory[64];
-    um_kv_storage storage = {.base = memory, .lane_stride = 64, .n_rows = 1, .usable_rows = 1};
+    um_kv_storage storage = {memory, 64, 64, .n_rows = 1, .usable_rows = 1};
     CHECK_INVALID(um_kv_storage_bytes(&spec, &nbytes, &test_err));
-    CHECK_INVALID(um_kv_row_bytes(&spec, &nbytes, &test_err));
+    size_t row;
+    CHECK(um_kv_row_bytes(&spec, 0, &row, NULL) == UM_E_INVALID ||
+          um_kv_row_bytes(&spec, 1, &row, NULL) == UM_E_INVALID);
     CHECK(um_kv_storage_bytes(&spec, &nbytes, NULL) == UM_E_INVALID);
     CHECK_EQ(nbytes, 12345);
     CHECK_INVALID(init_status(&spec, &storage, &test_err));
@@ -59,8 +62,10 @@ TEST(bad_specs) {
     CHECK_BAD_SPEC((spec.max_seq_len = 0, spec.window = 1));
     CHECK_BAD_SPEC(spec.window = spec.max_seq_len + 1);
     CHECK_BAD_SPEC(spec.window = UINT64_MAX);
-    CHECK_BAD_SPEC(spec.type = (um_dtype)4);
+    CHECK_BAD_SPEC(spec.type = (um_dtype)9);
     CHECK_BAD_SPEC(spec.type = (um_dtype)-1);
+    CHECK_BAD_SPEC(spec.v_type = (um_dtype)9);
+    CHECK_BAD_SPEC((spec.head_dim = 33, spec.v_type = UM_Q4_0));
     good.type = UM_Q8_0;
     for (uint32_t dim = 1; dim < 100; dim++) {
         size_t row = 0;
@@ -69,7 +74,7 @@ TEST(bad_specs) {
             continue;
         }
         spec.head_dim = dim;
-        CHECK_OK(um_kv_row_bytes(&spec, &row, &test_err));
+        CHECK_OK(um_kv_row_bytes(&spec, 0, &row, &test_err));
         CHECK_EQ(row, 2 * 34 * dim / 32);
     }
     good.type = UM_F32;
@@ -99,6 +104,7 @@ TEST(sizes_that_overflow) {
                            cases[i].batch,
                            cases[i].max_seq_len,
                            0,
+                           UM_F16,
                            UM_F16};
         size_t nbytes = 12345;
         CHECK_INVALID(um_kv_storage_bytes(&spec, &nbytes, &test_err));
@@ -108,10 +114,12 @@ TEST(sizes_that_overflow) {
 
 static um_kv_storage storage_for(const um_kv_spec *spec, void *memory, uint64_t n_rows) {
     size_t row = 0;
-    CHECK_OK(um_kv_row_bytes(spec, &row, &test_err));
+    CHECK_OK(um_kv_row_bytes(spec, 0, &row, &test_err));
     size_t rows = (size_t)n_rows * (spec->window != 0 ? 2 : 1);
+    size_t lane = (rows * row + 63) / 64 * 64;
     return (um_kv_storage){.base = memory,
-                           .lane_stride = (rows * row + 63) / 64 * 64,
+                           .lane_stride = lane,
+                           .v_lane_stride = lane,
                            .n_rows = n_rows,
                            .usable_rows = n_rows};
 }
@@ -133,8 +141,10 @@ TEST(bad_storage) {
     for (size_t shift = 1; shift < 64; shift++) {
         CHECK_BAD_STORAGE(base = memory + shift);
         CHECK_BAD_STORAGE(lane_stride += shift);
+        CHECK_BAD_STORAGE(v_lane_stride += shift);
     }
     CHECK_BAD_STORAGE(lane_stride -= 64);
+    CHECK_BAD_STORAGE(v_lane_stride -= 64);
     CHECK_BAD_STORAGE(lane_stride = 0);
     CHECK_BAD_STORAGE(lane_stride = SIZE_MAX / 64 * 64);
     CHECK_BAD_STORAGE(n_rows = 0);
@@ -193,11 +203,11 @@ TEST(no_memory) {
 }
 
 TEST(sizes) {
-    size_t items[N_TYPES] = {10 * 4, 10 * 2, 10 * 2, 2 * 34};
+    size_t items[N_TYPES] = {10 * 4, 10 * 2, 10 * 2, 2 * 34, 2 * 20, 2 * 18};
     for (int i = 0; i < N_TYPES; i++) {
         um_kv_spec spec = spec_of(3, TYPES[i]);
         size_t row = 0, nbytes = 0;
-        CHECK_OK(um_kv_row_bytes(&spec, &row, &test_err));
+        CHECK_OK(um_kv_row_bytes(&spec, 0, &row, &test_err));
         CHECK_EQ(row, items[i]);
         CHECK_OK(um_kv_storage_bytes(&spec, &nbytes, &test_err));
         CHECK_EQ(nbytes, 3 * 2 * 3 * ((7 * items[i] + 63) / 64 * 64));
@@ -227,10 +237,11 @@ TEST(sizes) {
 TEST(append) {
     uint64_t steps[] = {1, 0, 2, 4};
     for (int i = 0; i < 4 * N_TYPES * N_TYPES; i++) {
-        um_dtype type = TYPES[i % 4], in_type = TYPES[i / 4 % 4];
-        um_kv_order order = i / 16 % 2 != 0 ? UM_KV_HEAD_MAJOR : UM_KV_TOKEN_MAJOR;
-        uint32_t batch = i / 32 != 0 ? 3 : 1;
-        if (in_type == UM_Q8_0 && type != in_type) {
+        um_dtype type = TYPES[i % N_TYPES], in_type = TYPES[i / N_TYPES % N_TYPES];
+        int rest = i / N_TYPES / N_TYPES;
+        um_kv_order order = rest % 2 != 0 ? UM_KV_HEAD_MAJOR : UM_KV_TOKEN_MAJOR;
+        uint32_t batch = rest / 2 != 0 ? 3 : 1;
+        if (in_type >= UM_Q8_0 && type != in_type) {
             continue;
         }
         AUTO_MODEL m = fixed_model(spec_of(batch, type));
@@ -247,6 +258,76 @@ TEST(append) {
         for (uint32_t layer = 0; layer < 3; layer++) {
             CHECK_EQ(do_read(&m, layer, 0, 0, 7, UM_F32), UM_OK);
             CHECK_EQ(do_read(&m, layer, 1, 2, 3, type), UM_OK);
+        }
+    }
+}
+
+/* K of one type and V of another: lanes of two sizes, without a gap, and rows of two sizes in them.
+ * All that moves rows moves both. */
+TEST(types_apart) {
+    enum { ROWS = 4, VALUES = 2 * 64, K_ROW = VALUES / 32 * 34, V_ROW = VALUES / 32 * 18 };
+    um_kv_spec spec = {2, 2, 64, 2, .max_seq_len = ROWS, .type = UM_Q8_0, .v_type = UM_Q4_0};
+    enum { K_LANE = (ROWS * K_ROW + 63) / 64 * 64, V_LANE = (ROWS * V_ROW + 63) / 64 * 64 };
+    static _Alignas(64) unsigned char memory[4 * (K_LANE + V_LANE)];
+    um_kv_storage storage = {memory, K_LANE, V_LANE, ROWS, ROWS};
+    size_t nbytes = 0;
+    um_kv kv;
+    CHECK_OK(um_kv_storage_bytes(&spec, &nbytes, &test_err));
+    CHECK_EQ(nbytes, sizeof memory);
+    CHECK_OK(um_kv_init(&kv, &spec, &storage, &test_err));
+    CHECK_EQ(kv.row_bytes, K_ROW);
+    CHECK_EQ(kv.v_row_bytes, V_ROW);
+    for (uint32_t i = 0; i < 4; i++) { /* layers and streams */
+        unsigned char *layer = memory + i / 2 * 2 * (K_LANE + V_LANE);
+        CHECK(um_kv_lane(&kv, i / 2, 0, i % 2) == layer + i % 2 * K_LANE);
+        CHECK(um_kv_lane(&kv, i / 2, 1, i % 2) == layer + 2 * K_LANE + i % 2 * V_LANE);
+    }
+    float k[ROWS][2 * VALUES], v[ROWS][2 * VALUES];
+    uint64_t seed = 1;
+    for (size_t i = 0; i < ROWS * 2 * VALUES; i++) {
+        k[0][i] = (float)(int32_t)test_random(&seed) * 0x1p-28f;
+        v[0][i] = (float)(int32_t)test_random(&seed) * 0x1p-28f;
+    }
+    /* Tokens 0 to 3 of layer 0 at once and of layer 1 one by one; then 0 and 3 are kept. */
+    CHECK_OK(um_kv_append(&kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, ROWS, &test_err));
+    for (int t = 0; t < ROWS; t++) {
+        CHECK_OK(um_kv_append(&kv, 1, k[t], v[t], UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
+    }
+    CHECK_OK(um_kv_trim(&kv, 1, 1, &test_err));
+    CHECK_OK(um_kv_move(&kv, 0, &test_err));
+    for (uint32_t i = 0; i < 4; i++) {
+        unsigned char want_k[K_ROW], want_v[V_ROW];
+        for (size_t row = 0; row < 2; row++) {
+            size_t t = row == 0 ? 0 : 3, at = i % 2 * VALUES;
+            CHECK_OK(um_convert(want_k, UM_Q8_0, k[t] + at, UM_F32, VALUES, &test_err));
+            CHECK_OK(um_convert(want_v, UM_Q4_0, v[t] + at, UM_F32, VALUES, &test_err));
+            unsigned char *k_lane = um_kv_lane(&kv, i / 2, 0, i % 2);
+            unsigned char *v_lane = um_kv_lane(&kv, i / 2, 1, i % 2);
+            CHECK(memcmp(k_lane + row * K_ROW, want_k, K_ROW) == 0);
+            CHECK(memcmp(v_lane + row * V_ROW, want_v, V_ROW) == 0);
+        }
+    }
+    /* Blocks are read as what they are, and are no tokens of both. */
+    unsigned char out[2 * 2 * (K_ROW + V_ROW)];
+    CHECK_OK(um_kv_read(&kv, 1, 0, kv.first, 2, out, UM_Q8_0, &test_err));
+    CHECK_OK(um_kv_read(&kv, 1, 1, kv.first, 2, out, UM_Q4_0, &test_err));
+    CHECK_INVALID(um_kv_read(&kv, 1, 1, kv.first, 2, out, UM_Q8_0, &test_err));
+    CHECK_INVALID(um_kv_append(&kv, 0, k, v, UM_Q8_0, UM_KV_TOKEN_MAJOR, 1, &test_err));
+    CHECK_INVALID(um_kv_append_all(&kv, k, v, UM_Q4_0, &test_err));
+    um_kv_free(&kv);
+}
+
+/* Blocks of another type are no blocks of the cache, however large they are. */
+TEST(blocks_of_another_type) {
+    static const unsigned char k[100];
+    static unsigned char out[1000];
+    AUTO_MODEL m = fixed_model(spec_of(1, UM_Q4_0));
+    append_everywhere(&m, 1);
+    for (um_dtype type = UM_Q8_0; type <= UM_IQ4_NL; type++) {
+        if (type != UM_Q4_0) {
+            CHECK_REFUSED(UM_E_INVALID, &m,
+                          um_kv_append(&m.kv, 0, k, k, type, UM_KV_TOKEN_MAJOR, 1, &test_err));
+            CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(&m.kv, 0, 0, 0, 1, out, type, &test_err));
         }
     }
 }
@@ -269,14 +350,14 @@ TEST(refused_appends) {
         CHECK_REFUSED(UM_E_INVALID, &m,
                       um_kv_append(kv, UINT32_MAX, k, v, UM_F32, o, 1, &test_err));
         CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, UM_Q8_0, o, 1, &test_err));
-        CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, (um_dtype)4, o, 1, &test_err));
+        CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, (um_dtype)9, o, 1, &test_err));
         CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append(kv, 0, k, v, (um_dtype)-1, o, 1, &test_err));
         CHECK_OK(um_kv_append(kv, 0, NULL, NULL, UM_F32, o, 0, &test_err));
         check_model(&m);
     }
     CHECK_REFUSED(UM_E_INVALID, &m,
                   um_kv_append(kv, 0, k, v, UM_F32, (um_kv_order)2, 1, &test_err));
-    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_all(kv, k, v, (um_dtype)4, &test_err));
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_all(kv, k, v, (um_dtype)9, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_append_all(kv, k, v, UM_Q8_0, &test_err));
     CHECK(um_kv_append(kv, 3, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, NULL) == UM_E_INVALID);
     CHECK(um_kv_append(kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 3, NULL) == UM_E_FULL);
@@ -336,7 +417,7 @@ TEST(refused_reads) {
     CHECK_OK(um_kv_read(kv, 0, 0, 6, 0, NULL, UM_F32, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 3, 0, 2, 1, out, UM_F32, &test_err));
     CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, UM_Q8_0, &test_err));
-    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, (um_dtype)4, &test_err));
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_read(kv, 0, 0, 2, 1, out, (um_dtype)9, &test_err));
     CHECK(um_kv_read(kv, 0, 0, 2, 5, out, UM_F32, NULL) == UM_E_INVALID);
 }
 

@@ -15,7 +15,8 @@ static uint64_t about(kv_model *m, uint64_t n) {
 }
 
 static um_dtype any_type(kv_model *m) {
-    return (um_dtype)below(m, m->spec.type == UM_Q8_0 ? 4 : 3);
+    uint64_t type = below(m, m->spec.type >= UM_Q8_0 ? 4 : 3);
+    return type == 3 ? m->spec.type : (um_dtype)type;
 }
 
 /* A random cache: any type, plain or ring, some with rows that are not usable yet, some with as
@@ -27,17 +28,17 @@ static void make_any(kv_model *m, uint64_t sequence) {
                        .n_kv_heads = (uint32_t)below(m, 3) + 1,
                        .head_dim = (uint32_t)below(m, 40) + 1,
                        .batch = below(m, 3) == 0 ? 3 : 1,
-                       .type = (um_dtype)below(m, 4)};
+                       .type = (um_dtype)below(m, UM_IQ4_NL + 1)};
     bool ring = below(m, 2) == 0, guarded = !ring && below(m, 2) == 0;
     uint64_t n_rows = below(m, 24) + 1, usable = n_rows;
     size_t gap = (size_t)below(m, 3) * 64;
-    spec.head_dim = spec.type == UM_Q8_0 ? 32 * (spec.head_dim % 3 + 1) : spec.head_dim;
+    spec.head_dim = spec.type >= UM_Q8_0 ? 32 * (spec.head_dim % 3 + 1) : spec.head_dim;
     if (ring) {
         /* Rows must fill whole pages: 16 or 32 rows of this size do. */
         n_rows = 16 + 16 * below(m, 2);
-        spec.n_kv_heads = spec.type == UM_Q8_0 ? 4 : 2;
+        spec.n_kv_heads = spec.type >= UM_Q8_0 ? 4 : 2;
         spec.head_dim = (uint32_t)(page_up(1) / 32 / (spec.type == UM_F32 ? 4 : 2) * 2);
-        spec.head_dim = spec.type == UM_Q8_0 ? (uint32_t)page_up(1) / 4 : spec.head_dim;
+        spec.head_dim = spec.type >= UM_Q8_0 ? (uint32_t)page_up(1) / 4 : spec.head_dim;
         spec.window = below(m, 3) == 0 ? n_rows : below(m, n_rows) + 1;
         spec.max_seq_len = spec.window + below(m, 3) * 100;
         usable = n_rows;
@@ -45,8 +46,9 @@ static void make_any(kv_model *m, uint64_t sequence) {
         spec.max_seq_len = below(m, 2) == 0 ? n_rows : below(m, 30) + 1;
         usable = below(m, 2) == 0 ? n_rows : below(m, n_rows + 1);
         /* A page has several rows, so that a part of it may be unusable. */
-        spec.head_dim = guarded && spec.type != UM_Q8_0 ? 512 : spec.head_dim;
+        spec.head_dim = guarded && spec.type < UM_Q8_0 ? 512 : spec.head_dim;
     }
+    spec.v_type = spec.type;
     random = m->random;
     make_model(m, spec, n_rows, usable, gap, guarded);
     m->random = random;

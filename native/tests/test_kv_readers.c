@@ -101,7 +101,7 @@ static void drop_some(um_kv *kv, uint64_t *random) {
 }
 
 static kv_model make_cache(uint64_t window) {
-    um_kv_spec spec = {LAYERS, 2, VALUES / 2, 1, .max_seq_len = 200, window, UM_F32};
+    um_kv_spec spec = {LAYERS, 2, VALUES / 2, 1, .max_seq_len = 200, window, UM_F32, UM_F32};
     uint64_t n_rows = window != 0 ? WINDOW + SPARE : spec.max_seq_len;
     kv_model m;
     make_model(&m, spec, n_rows, n_rows, 0, false);

@@ -5,7 +5,7 @@
 /* 16 rows of 256 bytes are a page of 4096. */
 static um_kv_spec spec_of(uint32_t batch, uint64_t window) {
     uint32_t head_dim = (uint32_t)(page_up(1) / 16 / 2 / 4);
-    return (um_kv_spec){3, 2, head_dim, batch, .max_seq_len = 1000, window, UM_F32};
+    return (um_kv_spec){3, 2, head_dim, batch, .max_seq_len = 1000, window, UM_F32, UM_F32};
 }
 
 enum { ROWS = 16 };

@@ -24,8 +24,9 @@ TEST(bad_specs) {
                            {2, 3, 4, 0, 5, UM_F16},
                            {2, 3, 4, 4, 0, UM_F16},
                            {2, 3, 4, INT32_MAX, 5, UM_F16},
-                           {2, 3, 4, 4, 5, (um_dtype)4},
+                           {2, 3, 4, 4, 5, (um_dtype)9},
                            {2, 3, 33, 4, 5, UM_Q8_0},
+                           {2, 3, 16, 4, 5, UM_IQ4_NL},
                            /* Each product of the size overflows in one of these. */
                            {1, most, most, blocks, most, UM_F32},
                            {most, most, most, blocks, 1, UM_F32},

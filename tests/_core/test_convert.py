@@ -26,13 +26,23 @@ from tiers import examples
 
 Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
 BLOCK = 32
+NIBBLES: Any = ("qs", "u1", (16,))
+FIFTH_BITS: Any = ("qh", "u1", (4,))
+SCALE: Any = ("d", "<f2")
+LEAST: Any = ("m", "<f2")
 # The numbers of the types in unimem.h.
 TYPES: dict[str, tuple[int, np.dtype[Any]]] = {
     "f32": (0, np.dtype(np.float32)),
     "f16": (1, np.dtype(np.float16)),
     "bf16": (2, np.dtype(ml_dtypes.bfloat16)),
     "q8_0": (3, Q8_0),
+    "q4_0": (4, np.dtype([SCALE, NIBBLES])),
+    "q4_1": (5, np.dtype([SCALE, LEAST, NIBBLES])),
+    "q5_0": (6, np.dtype([SCALE, FIFTH_BITS, NIBBLES])),
+    "q5_1": (7, np.dtype([SCALE, LEAST, FIFTH_BITS, NIBBLES])),
+    "iq4_nl": (8, np.dtype([SCALE, NIBBLES])),
 }
+QUANTIZED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
 NARROW = ("f16", "bf16")
 ON_X86 = pytest.mark.skipif(
     platform.machine() != "x86_64",
@@ -51,8 +61,8 @@ class Code:
 
     def convert(self, values: NDArray[Any], source: str, target: str) -> NDArray[Any]:
         """Convert a flat array."""
-        n = values.size * (BLOCK if source == "q8_0" else 1)
-        out = np.empty(n // BLOCK if target == "q8_0" else n, TYPES[target][1])
+        n = values.size * (BLOCK if source in QUANTIZED else 1)
+        out = np.empty(n // BLOCK if target in QUANTIZED else n, TYPES[target][1])
         before, after = TYPES[source][0], TYPES[target][0]
         assert self.call(out.ctypes.data, after, values.ctypes.data, before, n, None) == 0
         return out
@@ -79,7 +89,7 @@ def codes(tmp_path_factory: pytest.TempPathFactory) -> list[Code]:
     library = tmp_path_factory.mktemp("convert") / "libconvert.so"
     native = ROOT / "native"
     flags = ["-std=c17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{native / 'include'}"]
-    sources = [native / "src" / name for name in ("convert.c", "status.c")]
+    sources = [native / "src" / name for name in ("convert.c", "quants.c", "status.c")]
     subprocess.run([compiler, *flags, *sources, "-lm", "-o", library], check=True)
     built = ctypes.CDLL(str(library))
     built.um_convert_code_at.argtypes = [ctypes.c_size_t]
@@ -106,13 +116,14 @@ def call_by(library: ctypes.CDLL, code: Any) -> Callable[..., int]:
 
 @pytest.fixture(scope="module")
 def ggml() -> ctypes.CDLL:
-    """ggml's library that has the reference quantizer."""
+    """ggml's library that has the reference quantizers."""
     spec = importlib.util.find_spec("ggml")
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip("ggml-python (extra run) has the reference quantizer: pip install '.[run]'")
+        pytest.skip("ggml-python (extra run) has the reference quantizers: pip install '.[run]'")
     library = ctypes.CDLL(str(Path(spec.submodule_search_locations[0], "lib", "libggml-base.so")))
-    for name in ("quantize_row_q8_0_ref", "dequantize_row_q8_0"):
-        function = getattr(library, name)
+    names = [f"quantize_row_{name}_ref" for name in QUANTIZED]
+    for each in (*names, *(f"dequantize_row_{name}" for name in QUANTIZED)):
+        function = getattr(library, each)
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
         function.restype = None
     return library
@@ -171,25 +182,46 @@ def test_every_narrow_value(codes: list[Code], source: str, target: str) -> None
     check(codes, values, source, target, cast(cast(values, "f32"), target))
 
 
-# ---- q8_0 ----
+# ---- blocks ----
 
 
-def quantize(ggml: ctypes.CDLL, values: NDArray[np.float32]) -> NDArray[Any]:
-    out = np.empty(values.size // BLOCK, Q8_0)
-    ggml.quantize_row_q8_0_ref(values.ctypes.data, out.ctypes.data, values.size)
+def quantize(ggml: ctypes.CDLL, values: NDArray[np.float32], name: str) -> NDArray[Any]:
+    out = np.zeros(values.size // BLOCK, TYPES[name][1])
+    getattr(ggml, f"quantize_row_{name}_ref")(values.ctypes.data, out.ctypes.data, values.size)
     return out
+
+
+def differ(got: NDArray[Any], want: NDArray[Any], values: NDArray[np.float32]) -> Any:
+    """Which blocks differ."""
+    bytes_ = f"V{got.itemsize}"
+    return np.flatnonzero(got.view(bytes_) != want.view(bytes_))
+
+
+def differ_iq4_nl(got: NDArray[Any], want: NDArray[Any], values: NDArray[np.float32]) -> Any:
+    """The same, but for what ggml leaves open: a block with a NaN or an infinity, the levels of one
+    that is too small for a scale, and which NaN a scale is."""
+    rows = values.reshape(-1, BLOCK)
+    is_finite = np.isfinite(rows).all(axis=1)
+    has_scale = np.abs(np.where(np.isnan(rows), 0, rows)).max(axis=1) >= np.float32(1e-15)
+    both_nan = np.isnan(got["d"]) & np.isnan(want["d"])
+    scales = (got["d"].view("u2") != want["d"].view("u2")) & ~both_nan
+    levels = (got["qs"] != want["qs"]).any(axis=1) & has_scale
+    return np.flatnonzero(is_finite & (scales | levels))
 
 
 @pytest.fixture(scope="module")
 def check_quantized(codes: list[Code], ggml: ctypes.CDLL) -> Check:
-    """A check of rows of a type; that they quantize to what ggml makes of them as float32."""
+    """A check of rows of a type: they quantize to what ggml makes of them as float32."""
 
     def check_rows(values: NDArray[Any], source: str = "f32") -> None:
-        want = quantize(ggml, cast(values, "f32"))
-        for code in codes:
-            got = code.convert(values, source, "q8_0")
-            wrong = np.flatnonzero(got.view("V34") != want.view("V34"))
-            assert wrong.size == 0, (code.isa, values.reshape(-1, BLOCK)[wrong[0]].tolist())
+        floats = cast(values, "f32")
+        for name in QUANTIZED:
+            want = quantize(ggml, floats, name)
+            compare = differ_iq4_nl if name == "iq4_nl" else differ
+            for code in codes:
+                wrong = compare(code.convert(values, source, name), want, floats)
+                rows = values.reshape(-1, BLOCK)[wrong]
+                assert wrong.size == 0, (name, code.isa, wrong[0], rows[0].tolist())
 
     return check_rows
 
@@ -255,10 +287,32 @@ def test_values_between_two_steps_are_rounded_away_from_zero(check_quantized: Ch
         check_quantized(array.ravel())
 
 
-def test_blocks_are_read_as_in_ggml(codes: list[Code], ggml: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("levels", [15, 31])
+def test_levels_of_a_range(check_quantized: Check, levels: int) -> None:
+    """Ties between the levels of a block that is scaled by its range, and the floats beside them;
+    ranges from tiny to infinite; and zeros of either sign as the least value."""
+    rng = np.random.default_rng(7)
+    rows = rng.integers(0, 2 * levels + 1, (1 << 12, BLOCK)) / 2
+    rows[:, 3], rows[:, 20] = 0, levels
+    scales = 2.0 ** rng.integers(-130, 125, len(rows))
+    with np.errstate(over="ignore"):
+        values = ((rows + rng.choice([0, 0.25, -levels], (len(rows), 1))) * scales[:, None]).astype(
+            np.float32
+        )
+    values[values == 0] = rng.choice(
+        np.array([0.0, -0.0], np.float32), np.count_nonzero(values == 0)
+    )
+    steps = rng.integers(-1, 2, values.shape, dtype=np.int32)
+    for array in (values, (values.view(np.int32) + steps).view(np.float32)):
+        check_quantized(array[np.isfinite(array).all(axis=1)].ravel())
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_blocks_are_read_as_in_ggml(codes: list[Code], ggml: ctypes.CDLL, name: str) -> None:
     rng = np.random.default_rng(5)
-    stored = rng.integers(0, 256, (1 << 14) * Q8_0.itemsize, dtype=np.uint8).view(Q8_0)
+    dtype = TYPES[name][1]
+    stored = rng.integers(0, 256, (1 << 14) * dtype.itemsize, dtype=np.uint8).view(dtype)
     want = np.empty(stored.size * BLOCK, np.float32)
-    ggml.dequantize_row_q8_0(stored.ctypes.data, want.ctypes.data, want.size)
-    for name in ("f32", *NARROW):
-        check(codes, stored, "q8_0", name, cast(want, name))
+    getattr(ggml, f"dequantize_row_{name}")(stored.ctypes.data, want.ctypes.data, want.size)
+    for target in ("f32", *NARROW):
+        check(codes, stored, name, target, cast(want, target))

@@ -298,7 +298,8 @@ def test_options_mean_what_they_mean_for_run() -> None:
 
 
 @pytest.mark.parametrize("words", [
-    "--ctx 0", "--batch 0", "--kv-dtype q4_0", "--device gpu", "--numa nowhere", "--sessions 0",
+    "--ctx 0", "--batch 0", "--kv-dtype q3_K", "--kv-dtype q8_0,", "--device gpu",
+    "--numa nowhere", "--sessions 0",
     "--memory much", "--memory 0", "--cpus 4", "--cpus 0 --memory 1G", "--pool 2m", "--nodes 2",
     "--pool 2m=x --memory 1G", "--pool 3m=4 --memory 1G", "--pool 2m=513 --memory 1G",
     "--nodes 0 --memory 1G", "--cgroup /nowhere", "--cgroup / --memory 1G",
@@ -323,8 +324,12 @@ def test_the_model_in_the_package() -> None:
     screen = show("plan", "--json")
     assert (screen.code, screen.err) == (0, "")
     document = json.loads(screen.out)
-    schema = ROOT / "docs" / "schemas" / "plan-1.json"
-    jsonschema.validate(document, json.loads(schema.read_text()))
+    schema = json.loads((ROOT / "docs" / "schemas" / "plan-1.json").read_text())
+    jsonschema.validate(document, schema)
+    for kv_dtype in ("q4_0", "q8_0,iq4_nl"):
+        other = json.loads(show("plan", "--json", "--kv-dtype", kv_dtype).out)
+        jsonschema.validate(other, schema)
+        assert other["kv_dtype"] == kv_dtype
     # These change from moment to moment.
     now = {name: document[name] for name in ("checks", "available_bytes")}
     assert document == um.plan(embedded_model()).to_dict() | now

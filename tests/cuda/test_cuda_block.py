@@ -332,6 +332,7 @@ def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
             "restore by mapping": lambda: cuda.KVCache.restore(tmp_path, mode="map"),
             "ring": lambda: cuda.KVCache(1, 1, 8, 8, window=4),
             "rows by head": lambda: cuda.KVCache(1, 1, 8, 8, order="head"),
+            "fewer bits": lambda: cuda.KVCache(1, 1, 32, 8, dtype="q4_0"),
             "sealed_copy": block.sealed_copy,
         }
         assert sorted(calls) == [name for name, can in cuda.CAPABILITIES.items() if not can]

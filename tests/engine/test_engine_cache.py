@@ -78,7 +78,12 @@ def prefill_both(
 
 # Against f32: what rounding keys and values changes, in standard deviations of the logits.
 @pytest.mark.parametrize(
-    ("kv_dtype", "bound"), [("f16", 0.01), ("float16", 0.01), ("bf16", 0.05), ("q8_0", 0.05)]
+    ("kv_dtype", "bound"),
+    [
+        *(("f16", 0.01), ("float16", 0.01), ("bf16", 0.05), ("q8_0", 0.05), ("q5_1", 0.2)),
+        *(("q5_0", 0.2), ("q4_1", 0.4), ("q4_0", 0.4), ("iq4_nl", 0.4)),
+        ("q8_0,q4_1", 0.4),
+    ],
 )
 def test_a_type_of_cache_rounds_the_logits(model: Path, kv_dtype: str, bound: float) -> None:
     logits = []

@@ -124,7 +124,15 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "window"),
-    [("f32", None), ("q8_0", None), ("f16", 5), ("bf16", 5), ("f16", 400), ("q8_0", 400)],
+    [
+        ("f32", None),
+        ("q8_0", None),
+        ("f16", 5),
+        ("bf16", 5),
+        ("f16", 400),
+        ("q8_0", 400),
+        ("q4_1", None),
+    ],
 )
 def test_the_plan_bounds_other_caches(kv_dtype: str, window: int | None, tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", shape=SHAPES["wide heads"], kind="f32")

@@ -67,6 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
     **{"f16": {}, "f32": {"kv_dtype": "f32"}, "q8_0": {"kv_dtype": "q8_0"}},
     **{"window": {"window": 50}, "window q8_0": {"window": 50, "kv_dtype": "q8_0"}},
     "window bf16": {"window": 300, "kv_dtype": "bf16"},
+    "q8_0 and q4_0": {"kv_dtype": "q8_0,q4_0"},
 }
 
 

@@ -87,7 +87,7 @@ def test_all_that_is_public_is_of_the_parts() -> None:
     theirs = {name for name in base if not name.startswith("_")} | {"__enter__", "__del__"}
     kept = {"batch", "close", "for_dims", "is_empty", "restore", "storage_bytes"}
     # What is set when it is made.
-    kept |= {"block", "tape", "name", "dtype", "order", "window", "budget_bytes", "grow"}
+    kept |= {"block", "tape", "name", "dtype", "v_dtype", "order", "window", "budget_bytes", "grow"}
     assert theirs - set(vars(MixedKVCache)) == kept
 
 

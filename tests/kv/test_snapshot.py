@@ -463,7 +463,7 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
     "batch": [{"batch": 0}],
     "n_kv_heads": [{"n_kv_heads": 0}],
     "head_dim": [{"head_dim": 0}, {"head_dim": 33, "dtype": 3}],
-    "dtype": [{"dtype": 4}],
+    "dtype": [{"dtype": 9}],
     "flags": [{"flags": 16}],
     "model_bytes": [{"flags": 4}, {"model_bytes": 65536}],
     "alignment": [{"alignment": 2048}, {"alignment": 12288}, {"alignment": 2 << 20}],

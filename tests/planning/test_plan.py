@@ -110,12 +110,24 @@ def test_options_change_what_they_should() -> None:
 def test_types_of_the_cache() -> None:
     values = 2 * 22 * 1024 * 4 * 64
     halves = dict.fromkeys(("f16", "float16", "bf16"), 2 * values)
-    for kv_dtype, nbytes in ({"f32": 4 * values, "q8_0": values // 32 * 34} | halves).items():
+    blocks = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18, "iq4_nl": 18}
+    quantized = {kv_dtype: values // 32 * nbytes for kv_dtype, nbytes in blocks.items()}
+    for kv_dtype, nbytes in ({"f32": 4 * values} | quantized | halves).items():
         plan = um.plan(DIMS, ctx=1024, kv_dtype=kv_dtype, pages="4k")
         assert rows(plan)["kv"] == in_pages(nbytes)
         assert plan.kv_dtype == kv_dtype.replace("float", "f")
-    with pytest.raises(ValueError, match="head_dim"):
-        um.plan(replace(DIMS, head_dim=48), kv_dtype="q8_0")
+    plan = um.plan(DIMS, ctx=1024, kv_dtype="q8_0,iq4_nl", pages="4k")
+    assert rows(plan)["kv"] == in_pages(values // 64 * (34 + 18))
+    assert plan.kv_dtype == "q8_0,iq4_nl"
+    assert um.plan(DIMS, ctx=1024, kv_dtype="float16,f16").kv_dtype == "f16"
+    for kv_dtype in ("q8_0", "f16,q8_0"):
+        with pytest.raises(ValueError, match="head_dim"):
+            um.plan(replace(DIMS, head_dim=48), kv_dtype=kv_dtype)
+    for kv_dtype in ("q8_0,", ",q8_0", "q8_0,q4_0,q4_0", "q8_0 q4_0"):
+        with pytest.raises(ValueError, match="kv_dtype: expected one of f32"):
+            um.plan(DIMS, kv_dtype=kv_dtype)
+    with pytest.raises(ValueError, match="kv_dtype: expected one type with a window"):
+        um.plan(DIMS, kv_dtype="q8_0,q4_0", window=100)
 
 
 @pytest.mark.usefixtures("available")

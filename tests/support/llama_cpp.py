@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Q4_K_M = 15  # llama_ftype
+# ggml_type
+KV_KINDS = {
+    **{"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7, "q8_0": 8, "iq4_nl": 20},
+    "bf16": 30,
+}
 
 
 def greedy(
@@ -114,7 +119,8 @@ def open_model(
     params.n_ctx = params.n_batch = ctx
     params.n_threads = params.n_threads_batch = threads
     params.flash_attn_type = 1
-    params.type_k = params.type_v = {"f32": 0, "f16": 1, "q8_0": 8, "bf16": 30}[kv_dtype]
+    k, _, v = kv_dtype.partition(",")
+    params.type_k, params.type_v = KV_KINDS[k], KV_KINDS[v or k]
     return opened, llama_cpp.LlamaContext(opened, params)
 
 

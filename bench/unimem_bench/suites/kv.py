@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 import unimem as um
-from unimem_bench import kv_rings, plain
+from unimem_bench import kv_quants, kv_rings, plain
 from unimem_bench.kv_rings import PLAIN, RING
 from unimem_bench.kv_sides import (
     HEAD_DIM,
@@ -292,6 +292,21 @@ def dtypes(measure: Measure) -> None:
     for name, arrays in held.items():
         check_holds(name, arrays, want[name])
     check_holds("C memcpy of the float32", room, kv)
+
+
+for _kind in kv_quants.KINDS:
+    SUITE.case(
+        f"quantize-{_kind}",
+        f"How fast does a {_kind} cache take float32, 1 MiB of K and of V at a time?",
+        unit="GB/s",
+        targets=[faster("ggml", 0.9, issue=22)],
+    )(partial(kv_quants.append, kind=_kind))
+    SUITE.case(
+        f"read-{_kind}",
+        f"How fast is 1 MiB of K and of V read as float32 from a {_kind} cache?",
+        unit="GB/s",
+        targets=[faster("ggml", 1.0, issue=22)],
+    )(partial(kv_quants.read, kind=_kind))
 
 
 # ---- batches ----

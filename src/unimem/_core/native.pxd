@@ -264,6 +264,11 @@ cdef extern from "unimem.h" nogil:
         UM_F16
         UM_BF16
         UM_Q8_0
+        UM_Q4_0
+        UM_Q4_1
+        UM_Q5_0
+        UM_Q5_1
+        UM_IQ4_NL
 
     size_t um_dtype_block_values(um_dtype type)
     size_t um_dtype_block_bytes(um_dtype type)
@@ -284,10 +289,12 @@ cdef extern from "unimem.h" nogil:
         uint64_t max_seq_len
         uint64_t window
         um_dtype type
+        um_dtype v_type
 
     ctypedef struct um_kv_storage:
         void *base
         size_t lane_stride
+        size_t v_lane_stride
         uint64_t n_rows
         uint64_t usable_rows
 
@@ -295,14 +302,16 @@ cdef extern from "unimem.h" nogil:
         um_kv_spec spec
         unsigned char *base
         size_t row_bytes
+        size_t v_row_bytes
         size_t lane_stride
+        size_t v_lane_stride
         uint64_t n_rows
         uint64_t usable_rows
         uint64_t shift
         um_kv_mover *mover
         void *mover_context
 
-    um_status um_kv_row_bytes(const um_kv_spec *spec, size_t *out, um_error *err)
+    um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out, um_error *err)
     um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err)
     um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                          um_error *err)

@@ -574,7 +574,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         "options": {
             "ctx": decoder.ctx,
             "threads": decoder.threads,
-            "kv_dtype": decoder.kv.dtype,
+            "kv_dtype": report.facts["kv_dtype"],
             "window": decoder.kv.window,
             "load": options.load,
             "pages": options.pages,

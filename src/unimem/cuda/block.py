@@ -30,6 +30,7 @@ CAPABILITIES: dict[str, bool] = {
     "collapse": False,
     "commit": False,
     "enforce_memory_limit": False,
+    "fewer bits": False,
     "fileno": False,
     "grow": False,
     "layers that differ": False,

@@ -15,6 +15,7 @@ from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
+from unimem.kv.arrays import block_values, kv_type
 from unimem.kv.device import KVDevice
 from unimem.system import gpu
 from unimem.system.arguments import integer, one_of
@@ -62,7 +63,7 @@ class KVCache(KVDevice):
 
     Attributes
     ----------
-    dtype, name, budget_bytes : str, str, int or None
+    dtype, v_dtype, name, budget_bytes : str, str, str, int or None
         As for `unimem.KVCache`.
     window, grow, n_growths : None, bool, int
         Always None, False and 0.
@@ -128,6 +129,8 @@ class KVCache(KVDevice):
             )
         if one_of(order, "order", ("token", "head")) == "head":
             unsupported("rows by head", "KVCache: rows by head (order='head')", "order='token'")
+        if block_values(kind := kv_type(dtype)) > 1 and kind != "q8_0":
+            unsupported("fewer bits", f"KVCache: dtype={kind!r}", "dtype='q8_0'")
         nbytes = self._plan(
             n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name
         )
@@ -497,6 +500,9 @@ class KVCache(KVDevice):
             unsupported("layers that differ", what, "restore it with unimem.KVCache")
         if there.window:
             unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
+        if there.v_dtype != there.dtype:
+            what = f"KVCache.restore of {there.dtype} and {there.v_dtype}"
+            unsupported("fewer bits", what, "restore it with unimem.KVCache")
         kv = cls(
             *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
             batch=there.batch,

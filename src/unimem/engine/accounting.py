@@ -14,6 +14,7 @@ from unimem.accounting.published import NAME
 from unimem.accounting.report import Report
 from unimem.engine.arch import Model
 from unimem.engine.model_memory import ModelMemory
+from unimem.kv.arrays import kv_name
 from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.system import ggml
@@ -86,7 +87,7 @@ def make_report(decoder: DecoderMemory) -> Report:
         "load_reason": decoder._memory.load_reason,
         "architecture": decoder._model.arch,
         "ctx": decoder.ctx,
-        "kv_dtype": kv.dtype,
+        "kv_dtype": kv_name(kv.dtype, kv.v_dtype),
         "window": kv.window,
         "threads": decoder.threads,
         "ggml_own": (

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from unimem.buffers.dims import ARCHITECTURES, ArchMetadata, ModelDims
+from unimem.kv.arrays import block_values
 from unimem.system import ggml
 from unimem.system.text import format_count
 
@@ -108,9 +109,10 @@ class Model:
         ------
         UnsupportedModel
         """
-        if kv_dtype == "q8_0" and self.dims.head_dim % 32:
+        n = block_values(kv_dtype)
+        if self.dims.head_dim % n:
             raise UnsupportedModel(
-                f"a q8_0 cache holds blocks of 32 values, and the model's heads have "
+                f"a {kv_dtype} cache holds blocks of {n} values, and the model's heads have "
                 f"{self.dims.head_dim}; f16, bf16 and f32 work"
             )
 

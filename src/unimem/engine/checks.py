@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from unimem.engine.arch import Model
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot
-from unimem.kv.arrays import kv_type
+from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
@@ -42,7 +42,8 @@ def check_model(
     if layout is not None and not isinstance(layout, Layout):
         raise TypeError(f"layout: expected a unimem.Layout, got {layout!r:.60}")
     model = Model.from_weights(weights)
-    model.check_head(kv_type(kv_dtype, "kv_dtype"))
+    for dtype in kv_pair(kv_dtype):
+        model.check_head(dtype)
     placement: dict[str, Any] = {}
     if layout is not None:
         asked = layout.history.block.requested
@@ -94,7 +95,8 @@ def check_session(
         raise SnapshotError(
             "it is of a cache whose layers differ, and this one's do not", path=name
         )
-    for key in ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order"):
+    dims = ("n_layers", "n_kv_heads", "head_dim", "batch")
+    for key in (*dims, "dtype", "v_dtype", "window", "order"):
         there, ours = getattr(saved, key), getattr(kv, key)
         if there != ours:
             raise SnapshotError(

@@ -26,6 +26,7 @@ from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
+from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.planning.needs import PREFILL_BATCH
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["Decoder"]
 
 _TURN_SECONDS = 1.0  # a wait for the token that another thread computes
-
-_KV_KINDS = {"f16": ggml.F16, "f32": ggml.F32, "bf16": ggml.BF16, "q8_0": ggml.Q8_0}
 
 
 class Decoder:
@@ -62,7 +61,7 @@ class Decoder:
         caller does not warm are read by the first tokens.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
-    kv_dtype : {"f16", "f32", "bf16", "q8_0"}
+    kv_dtype : str
         Type of the KV cache, as for `plan`.
     window : int, optional
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
@@ -183,7 +182,7 @@ class Decoder:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
             self._memory.bring_in(self.layout, self.threads, progress)
-            self._build(_KV_KINDS[self.kv.dtype])
+            self._build()
         except BaseException:
             self._free()
             self.kv.close()
@@ -195,14 +194,15 @@ class Decoder:
         self._hold_blocks()
 
     def _new_cache(self, kv_dtype: str, window: int | None) -> KVCache:
-        history = self.layout.history
+        history, (k_dtype, v_dtype) = self.layout.history, kv_pair(kv_dtype)
+        types = {"dtype": k_dtype, "v_dtype": v_dtype}
         if window is None:
-            return KVCache.for_dims(self.dims, max_seq_len=self.ctx, dtype=kv_dtype, tape=history)
+            return KVCache.for_dims(self.dims, max_seq_len=self.ctx, tape=history, **types)
         asked = history.block.requested
         return KVCache.for_dims(
             self.dims,
             max_seq_len=self.ctx,
-            dtype=kv_dtype,
+            **types,
             window=window,
             spare_rows=self._batch,
             pages=asked["pages"],
@@ -210,23 +210,25 @@ class Decoder:
             lock=asked["lock"],
         )
 
-    def _build(self, kv_kind: int) -> None:
+    def _build(self) -> None:
         take, dims, model = self.layout.scratch.take_address, self.dims, self._model
         batch, n_rows = self._batch, self.kv.n_rows
         parts = [
             (self.kv.address(layer, "k"), self.kv.address(layer, "v"))
             for layer in range(dims.num_layers)
         ]
-        for address in (address for pair in parts for address in pair):
+        for k, v in parts:
             # Attention multiplies masked rows by zero, and NaN times zero is NaN.
-            ctypes.memset(address, 0, self.kv.row_bytes * n_rows)
+            ctypes.memset(k, 0, self.kv.row_bytes * n_rows)
+            ctypes.memset(v, 0, self.kv.v_row_bytes * n_rows)
         tensors = {
             name: (tensor.ggml_type, tensor.ne, tensor.address)
             for name, tensor in self.weights.tensors.items()
             if tensor.ggml_type is not None  # as those of a checked model are not
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
-        headers = Headers(model, tensors, parts, n_rows, kv_kind, take(nbytes), nbytes)
+        kinds = ggml.KV_KINDS[self.kv.dtype], ggml.KV_KINDS[self.kv.v_dtype]
+        headers = Headers(model, tensors, parts, n_rows, kinds, take(nbytes), nbytes)
         self._made.append(headers)
         self._memory.adopt(headers)
         arrays = Arrays(
@@ -553,7 +555,8 @@ class Decoder:
 
     def _last_rows(self, saved: Snapshot) -> Iterator[NDArray[np.uint8]]:
         """View the last token's bytes in each lane."""
-        return (self.kv._rows(*lane)[-self.kv.row_bytes :] for lane in saved.lanes)
+        sizes = {"k": self.kv.row_bytes, "v": self.kv.v_row_bytes}
+        return (self.kv._rows(*lane)[-sizes[lane.part] :] for lane in saved.lanes)
 
     # ---- computing ----------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ class Headers:
         Addresses of each layer's keys and values.
     n_rows : int
         Rows of each part.
-    kv_kind : int
-        ggml's type of the cache.
+    kv_kinds : tuple of int
+        ggml's types of K and of V in the cache.
     address, nbytes : int
         Memory for the headers.
     """
@@ -67,19 +67,19 @@ class Headers:
         tensors: dict[str, tuple[int, tuple[int, ...], int]],
         parts: list[tuple[int, int]],
         n_rows: int,
-        kv_kind: int,
+        kv_kinds: tuple[int, int],
         address: int,
         nbytes: int,
     ) -> None:
         self.context = ggml.new_context(address, nbytes)
         self.n_rows = n_rows
-        self.kv_kind = kv_kind
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
         row = (model.dims.kv_size, n_rows)
+        k_kind, v_kind = kv_kinds
         self.cache = [
-            (self._header(kv_kind, row, k), self._header(kv_kind, row, v)) for k, v in parts
+            (self._header(k_kind, row, k), self._header(v_kind, row, v)) for k, v in parts
         ]
 
     def _header(self, kind: int, ne: tuple[int, ...], data: int) -> int:
@@ -350,7 +350,7 @@ class _Builder:
 
     def _view_cache(self, cache: int) -> int:
         """View the cache as [head_dim, n_kv, heads]."""
-        dims, kind = self._model.dims, self._headers.kv_kind
+        dims, kind = self._model.dims, ggml.TensorHeader.from_address(cache).type
         rows = ggml.view_3d(
             self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.n_rows,
             ggml.row_size(kind, dims.head_dim), ggml.row_size(kind, dims.kv_size), 0,

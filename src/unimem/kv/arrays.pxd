@@ -19,7 +19,15 @@ cdef struct Bytes:
 
 # The name of a KV type ("f16") of a name of it or of a dtype; `what` is the argument, for messages.
 cpdef str kv_type(object dtype, str what=*)
-# Its native number; and the NumPy dtype of its elements, of q8_0 of its blocks.
+# Those of K and V in one name, "q8_0,q4_0", and this name.
+cpdef tuple kv_pair(object dtype, str what=*)
+cpdef str kv_name(str k_dtype, str v_dtype)
+# Those of K and V, of what a cache was asked for.
+cdef tuple kv_types(object dtype, object k_dtype, object v_dtype)
+# The values of its blocks, 1 of a float; and ValueError for heads that are not whole blocks.
+cpdef int block_values(str name) except -1
+cdef int check_head_dim(str name, object head_dim) except -1
+# Its native number; and the NumPy dtype of its elements or blocks.
 cdef um.um_dtype number_of_type(str name) except *
 cdef object numpy_type(um.um_dtype number)
 # The native type of elements of a dtype, which are to go to memory of type `stored`. Of the other
@@ -44,8 +52,8 @@ cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t h
                           k_shape, v_shape)
 cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uint32_t heads,
                             uint32_t head_dim, str doing) except -1
-# Elements of a head, of which q8_0 has blocks.
-cdef uint32_t units(Given *given, uint32_t head_dim)
+# What a head of a type has so many of: elements, or blocks.
+cdef uint32_t units(um.um_dtype type, uint32_t head_dim)
 # An array's real shape, whatever a subclass says.
 cdef tuple shape_of(cnp.ndarray a)
 # The memory of an array of any library; strides are in bytes.

@@ -12,18 +12,32 @@ from unimem._core.foreign cimport array_of, target_of
 cnp.import_array()
 
 cdef enum:
-    Q8_0_VALUES = 32  # of a block
+    BLOCK_VALUES = 32
 
 # KV types by NumPy's names, which are those of dtypes.
 cdef dict _TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-cdef dict _NUMBERS = {"f32": um.UM_F32, "f16": um.UM_F16, "bf16": um.UM_BF16, "q8_0": um.UM_Q8_0}
-cdef object _Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (Q8_0_VALUES,))])
+cdef dict _NUMBERS = {
+    "f32": um.UM_F32, "f16": um.UM_F16, "bf16": um.UM_BF16, "q8_0": um.UM_Q8_0,
+    "q4_0": um.UM_Q4_0, "q4_1": um.UM_Q4_1, "q5_0": um.UM_Q5_0, "q5_1": um.UM_Q5_1,
+    "iq4_nl": um.UM_IQ4_NL,
+}
+cdef list _NIBBLES = [("qs", "u1", (BLOCK_VALUES // 2,))]
+cdef list _FIFTH_BITS = [("qh", "u1", (BLOCK_VALUES // 8,)), *_NIBBLES]
+# Of the types from q8_0 on, ggml's blocks.
+cdef dict _BLOCKS = {
+    um.UM_Q8_0: np.dtype([("d", "<f2"), ("qs", "i1", (BLOCK_VALUES,))]),
+    um.UM_Q4_0: np.dtype([("d", "<f2"), *_NIBBLES]),
+    um.UM_Q4_1: np.dtype([("d", "<f2"), ("m", "<f2"), *_NIBBLES]),
+    um.UM_Q5_0: np.dtype([("d", "<f2"), *_FIFTH_BITS]),
+    um.UM_Q5_1: np.dtype([("d", "<f2"), ("m", "<f2"), *_FIFTH_BITS]),
+    um.UM_IQ4_NL: np.dtype([("d", "<f2"), *_NIBBLES]),
+}
 # NumPy's number for bfloat16, which ml_dtypes adds; found with the first such array.
 cdef int _bf16_number = -1
 
 
 cpdef str kv_type(object dtype, str what="dtype"):
-    """The name of a KV type: ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+    """The name of a KV type, such as ``"f16"`` or ``"q8_0"``.
 
     Parameters
     ----------
@@ -46,13 +60,43 @@ cpdef str kv_type(object dtype, str what="dtype"):
                          f"of these, got {dtype!r:.60}") from None
 
 
+cpdef tuple kv_pair(object dtype, str what="kv_dtype"):
+    """The names of the types of K and of V of one argument: ``"q8_0,q4_0"``, or one type of both.
+
+    Raises
+    ------
+    ValueError
+        As `kv_type`.
+    """
+    parts = dtype.split(",") if isinstance(dtype, str) else [dtype]
+    if len(parts) != 2:
+        parts = [dtype, dtype]
+    return kv_type(parts[0], what), kv_type(parts[1], what)
+
+
+cpdef str kv_name(str k_dtype, str v_dtype):
+    """The name of the types of K and V, as `kv_pair` takes it."""
+    return k_dtype if k_dtype == v_dtype else f"{k_dtype},{v_dtype}"
+
+
+cdef tuple kv_types(object dtype, object k_dtype, object v_dtype):
+    """The names of the types of K and of V: `dtype`, where no other is named for one of them."""
+    return (kv_type(dtype) if k_dtype is None else kv_type(k_dtype, "k_dtype"),
+            kv_type(dtype) if v_dtype is None else kv_type(v_dtype, "v_dtype"))
+
+
+cpdef int block_values(str name) except -1:
+    """The values of a block of a KV type: 1 of a float, which has none."""
+    return um.um_dtype_block_values(number_of_type(name))
+
+
 cdef um.um_dtype number_of_type(str name) except *:
     return <um.um_dtype><int>_NUMBERS[name]
 
 
 cdef object numpy_type(um.um_dtype number):
-    if number == um.UM_Q8_0:
-        return _Q8_0
+    if number >= um.UM_Q8_0:
+        return _BLOCKS[number]
     return dtype_of("float32" if number == um.UM_F32 else
                     "float16" if number == um.UM_F16 else "bfloat16")
 
@@ -71,8 +115,8 @@ cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1:
         _bf16_number = number
     if number == _bf16_number:
         return um.UM_BF16
-    if stored == um.UM_Q8_0 and dtype == _Q8_0:
-        return um.UM_Q8_0
+    if stored >= um.UM_Q8_0 and dtype == _BLOCKS[stored]:
+        return stored
     raise TypeError(f"{what}: expected float32, float16 or bfloat16, got {dtype}")
 
 
@@ -85,8 +129,15 @@ cdef cnp.ndarray contiguous(object a, str what):
     return np.require(given, requirements="CA")
 
 
-cdef uint32_t units(Given *given, uint32_t head_dim):
-    return head_dim // Q8_0_VALUES if given.type == um.UM_Q8_0 else head_dim
+cdef uint32_t units(um.um_dtype type, uint32_t head_dim):
+    return head_dim // BLOCK_VALUES if type >= um.UM_Q8_0 else head_dim
+
+
+cdef int check_head_dim(str name, object head_dim) except -1:
+    if head_dim % block_values(name):
+        raise ValueError(f"head_dim: expected a multiple of {BLOCK_VALUES} for {name}, got "
+                         f"{head_dim}")
+    return 0
 
 
 cdef tuple shape_of(cnp.ndarray a):
@@ -104,7 +155,7 @@ cdef int check_types(Given *out, cnp.dtype k, cnp.dtype v, um.um_dtype stored,
 
 cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_t batch,
                       uint32_t heads, uint32_t head_dim):
-    cdef cnp.npy_intp dim = units(out, head_dim)
+    cdef cnp.npy_intp dim = units(out.type, head_dim)
     cdef bint fits
     if n_dims == 3 and batch == 1:
         out.order = um.UM_KV_TOKEN_MAJOR
@@ -118,7 +169,7 @@ cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_
 
 cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t head_dim, str doing,
                           k_shape, v_shape):
-    dim = units(out, head_dim)
+    dim = units(out.type, head_dim)
     short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
     raise ValueError(f"{doing}: expected k and v of one shape, {short}"
                      f"[{batch}, {heads}, n, {dim}], got {k_shape} and {v_shape}")
@@ -137,7 +188,7 @@ cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stor
 
 cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uint32_t heads,
                             uint32_t head_dim, str doing) except -1:
-    expected = (n_layers, heads, units(out, head_dim))
+    expected = (n_layers, heads, units(out.type, head_dim))
     if k != expected or v != expected:
         raise ValueError(f"{doing}: expected k and v of shape {expected}, got {k} and {v}")
     return 0

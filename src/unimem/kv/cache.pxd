@@ -2,12 +2,14 @@
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t
 
+from unimem._core cimport native as um
 from unimem.kv.memory cimport KVMemory
 
 cdef class KVCache(KVMemory):
     # The file that it was restored from, for unimem.kv.snapshot.
     cdef public object _snapshot
     cdef dict _placement
+    cdef um.um_dtype given_blocks(self) noexcept
     cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n)
     # `append`, for all caches.
     cdef int append_tokens(self, layer, k, v) except -1

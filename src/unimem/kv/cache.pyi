@@ -40,6 +40,8 @@ class KVCache(KVMemory):
         *,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
+        k_dtype: npt.DTypeLike | None = None,
+        v_dtype: npt.DTypeLike | None = None,
         order: Literal["token", "head"] = "token",
         window: int | None = None,
         spare_rows: int = 0,

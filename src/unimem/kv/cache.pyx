@@ -144,9 +144,12 @@ cdef class KVCache(KVMemory):
         Tokens that fit. A ring holds its window, and positions go on without end.
     batch : int, default 1
         Streams that grow together.
-    dtype : {"f16", "f32", "bf16", "q8_0"}
+    dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         What is stored; dtypes of NumPy, ml_dtypes and torch, and NumPy's names, are accepted for
-        the first three. ``"q8_0"`` is ggml's: blocks of 32 values of a head with one scale.
+        the first three. The others are ggml's: blocks of 32 values of a head with one scale, of
+        eight, five or four bits a value. They are quantized as ggml's reference does it.
+    k_dtype, v_dtype : str, optional
+        What is stored of K, and of V, where that is not `dtype`; only of fixed storage.
     order : {"token", "head"}
         What lies side by side: the heads of a token, as matrix products write them and ggml reads
         them; or the tokens of a head, as attention over a whole conversation reads them. All that
@@ -174,8 +177,10 @@ cdef class KVCache(KVMemory):
     ----------
     tape, block : Tape or None, Block or None
         What the storage lies on.
-    dtype, order : str
-        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``; ``"token"`` or ``"head"``.
+    dtype, v_dtype : str
+        What is stored of K, and of V, such as ``"f16"``.
+    order : str
+        ``"token"`` or ``"head"``.
     window, budget_bytes : int or None
         As given.
     grow : bool
@@ -208,15 +213,15 @@ cdef class KVCache(KVMemory):
     """
 
     def __init__(self, n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                 order="token", window=None, spare_rows=0, budget_bytes=None, grow=False,
-                 tape=None, name=None, **placement):
+                 k_dtype=None, v_dtype=None, order="token", window=None, spare_rows=0,
+                 budget_bytes=None, grow=False, tape=None, name=None, **placement):
         cdef um.um_kv_spec spec
         for option in placement:
             if option not in _PLACEMENT:
                 raise TypeError(f"KVCache: unexpected option {option!r}; placement is "
                                 f"{', '.join(_PLACEMENT)}")
         self.describe(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window,
-                      budget_bytes, name, order)
+                      budget_bytes, name, order, k_dtype, v_dtype)
         self._placement = placement
         if size_of(spare_rows, "spare_rows") and window is None:
             raise ValueError("spare_rows: expected together with window")
@@ -232,6 +237,9 @@ cdef class KVCache(KVMemory):
         if tape is not None and placement:
             raise ValueError("a tape is placed already: "
                              f"{', '.join(placement)} not accepted beside tape=")
+        if spec.type != spec.v_type and (window is not None or is_growing):
+            raise ValueError(f"k_dtype and v_dtype: expected one type with window or grow, got "
+                             f"{self.dtype} and {self.v_dtype}: fixed storage takes two")
         if window is not None:
             self.place_ring(&spec, spare_rows, placement)
         elif is_growing:
@@ -281,7 +289,7 @@ cdef class KVCache(KVMemory):
             one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
             (batch 1), or ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype,
             rounding to nearest even; arrays that are not C-contiguous are copied first. A
-            ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
+            quantized cache takes blocks, too, as `layer` shows them, where K and V have one type.
 
         Raises
         ------
@@ -315,7 +323,7 @@ cdef class KVCache(KVMemory):
         cdef uint32_t index
         cdef Given given
         index = layer_number(layer, s.n_layers, "layer")
-        check_tokens(&given, ka, va, s.type, self._batch, self._heads, s.head_dim,
+        check_tokens(&given, ka, va, self.given_blocks(), self._batch, self._heads, s.head_dim,
                      "KVCache.append")
         # From here on nothing of Python's runs, and so nobody else.
         _begin_append(self)
@@ -359,7 +367,7 @@ cdef class KVCache(KVMemory):
         cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
-        check_token(&given, ka, va, s.type, s.n_layers, self._heads, s.head_dim,
+        check_token(&given, ka, va, self.given_blocks(), s.n_layers, self._heads, s.head_dim,
                     "KVCache.append_all")
         if self._batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
@@ -373,6 +381,11 @@ cdef class KVCache(KVMemory):
                 return
             if not self.find_rows(&err, 1):
                 self.fail(&err, "append_all")
+
+    cdef um.um_dtype given_blocks(self) noexcept:
+        """The type whose blocks K and V may be; where they have two, that of floats."""
+        cdef um.um_kv_spec *s = &self.kv.spec
+        return s.type if s.type == s.v_type else um.UM_F32
 
     # ---- for unimem.transformers: a token, or rows that the caller writes, of one layer ----
 
@@ -452,13 +465,14 @@ cdef class KVCache(KVMemory):
     cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n):
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Region region = self.open_region()
-        cdef size_t row = self.kv.row_bytes, item = self._dtype.itemsize
+        cdef object kind = self._v_dtype if v else self._dtype
+        cdef size_t row = self.kv.v_row_bytes if v else self.kv.row_bytes, item = kind.itemsize
+        cdef size_t lane = self.kv.v_lane_stride if v else self.kv.lane_stride
         cdef size_t head = row // s.n_kv_heads
         cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0)
         cdef cnp.npy_intp *sizes = [self._batch, self._heads, n, head // item]
-        cdef cnp.npy_intp *strides = [s.batch // self._batch * self.kv.lane_stride,
-                                      head if s.n_kv_heads == self._heads else self.kv.lane_stride,
-                                      row, item]
+        cdef cnp.npy_intp *strides = [s.batch // self._batch * lane,
+                                      head if s.n_kv_heads == self._heads else lane, row, item]
         cdef size_t begin
         cdef object windows
         data += first * row
@@ -466,9 +480,9 @@ cdef class KVCache(KVMemory):
         if s.batch == 1:
             windows = new_window(region, begin, n * row)
         else:
-            windows = tuple([new_window(region, begin + stream * self.kv.lane_stride, n * row)
+            windows = tuple([new_window(region, begin + stream * lane, n * row)
                              for stream in range(s.batch)])
-        return new_array(data, 4, sizes, strides, self._dtype, windows, True)
+        return new_array(data, 4, sizes, strides, kind, windows, True)
 
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds.
@@ -488,8 +502,9 @@ cdef class KVCache(KVMemory):
         k, v : numpy.ndarray
             ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now (of a
             ring: its window). Views do not grow, and stay valid until their rows are written anew.
-            Those of a ``"q8_0"`` cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with
-            the fields ``d`` (float16) and ``qs`` (32 int8): value ``i`` is ``d * qs[i]``.
+            Those of a quantized cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks, whose
+            fields are ggml's: those of ``"q8_0"`` are ``d`` (float16) and ``qs`` (32 int8), and
+            value ``i`` is ``d * qs[i]``. docs/kv.md has the others.
 
         Raises
         ------
@@ -575,13 +590,14 @@ cdef class KVCache(KVMemory):
         in whole pages; that of a fixed cache or a ring stays where it is locked, or of hugetlb
         pages. Pages that the system refuses to take now go with a later call.
         """
-        cdef size_t most = size_of(max_bytes, "max_bytes"), row = self.kv.row_bytes
+        cdef size_t most = size_of(max_bytes, "max_bytes")
+        cdef size_t token = self._n_lanes // 2 * (self.kv.row_bytes + self.kv.v_row_bytes)
         cdef um.um_error err
         cdef uint64_t n, held
         self.begin_change()
         self._most_bytes = self.most_bytes()
         held = um.um_kv_seq_len(&self.kv)
-        n = min(held, most // (self._n_lanes * row))
+        n = min(held, most // token)
         if self.memory_usage_bytes <= most:
             if self.capacity_bytes <= most or self.resident_bytes <= most:
                 return False
@@ -611,9 +627,9 @@ cdef class KVCache(KVMemory):
         self.check_whole("copy")
         spare = self.kv.n_rows - s.window if self.window is not None else 0
         other = KVCache(s.n_layers, self._heads, s.head_dim, s.max_seq_len, batch=self._batch,
-                        dtype=self.dtype, order=self.order, window=self.window, spare_rows=spare,
-                        grow=self.grow, budget_bytes=self.budget_bytes, name=self.name,
-                        **self._placement)
+                        dtype=self.dtype, v_dtype=self.v_dtype, order=self.order,
+                        window=self.window, spare_rows=spare, grow=self.grow,
+                        budget_bytes=self.budget_bytes, name=self.name, **self._placement)
         n, position = self.seq_len, self.next_position
         try:
             other._begin_restore(position, n)

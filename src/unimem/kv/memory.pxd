@@ -39,6 +39,8 @@ cdef class KVMemory(KVRows):
     cdef int _set_usable(self) except -1
     cdef int _commit_lanes(self, size_t first, size_t end) except -1
     cdef void _release_lanes(self, size_t first, size_t end) noexcept
+    cdef um.um_status discard(self, Region region, size_t lane, size_t first,
+                              size_t end) noexcept
     cdef int _shrink(self, list ranges) except -1
     cdef int _stay_inside(self) except -1
     cdef int copy_rows(self, out, rows) except -1

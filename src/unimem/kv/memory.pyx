@@ -110,7 +110,7 @@ cdef class KVMemory(KVRows):
             raise_status(err.status, &err, "KVCache")
         self.grow = True
         storage.base = self._region.block.base
-        storage.lane_stride = lane
+        storage.lane_stride = storage.v_lane_stride = lane
         storage.n_rows = n_rows
         storage.usable_rows = 0
         return self.start(spec, &storage)
@@ -146,7 +146,7 @@ cdef class KVMemory(KVRows):
         self._region = self.block.region()
         self._storage_bytes = total
         storage.base = self._region.block.base
-        storage.lane_stride = 2 * n_rows * row
+        storage.lane_stride = storage.v_lane_stride = 2 * n_rows * row
         storage.n_rows = storage.usable_rows = n_rows
         return self.start(spec, &storage)
 
@@ -395,13 +395,22 @@ cdef class KVMemory(KVRows):
             for lane in range(self._n_lanes):
                 for first, end in ranges:
                     if first < end:
-                        found = um.um_block_discard(
-                            &region.block, self._begin + lane * self.kv.lane_stride + first,
-                            end - first, NULL, NULL)
+                        found = self.discard(region, lane, first, end)
                         status = status or found
             if status == um.UM_OK:
                 self._dropped = 0  # else the next call tries again
         return 0
+
+    cdef um.um_status discard(self, Region region, size_t lane, size_t first,
+                              size_t end) noexcept:
+        """Give back a byte range of K's rows of a lane, or the same rows of V."""
+        cdef size_t batch = self.kv.spec.batch, stream = lane % batch
+        cdef bint v = lane // batch % 2 != 0
+        cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, v, stream)
+        if v:
+            first, end = self.in_v(first), self.in_v(end)
+        return um.um_block_discard(&region.block, rows - <char *>region.block.base + first,
+                                   end - first, NULL, NULL)
 
     cdef int _shrink(self, list ranges) except -1:
         cdef bint empty = self.first_row() == self.end_row()
@@ -496,9 +505,11 @@ cdef class KVMemory(KVRows):
 
     cdef object _lane_rows(self, layer, part, stream, uint64_t row, uint64_t n):
         cdef Region region = self.open_region()
-        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, is_v(part), stream)
-        cdef cnp.npy_intp nbytes = n * self.kv.row_bytes
-        data += row * self.kv.row_bytes
+        cdef bint v = is_v(part)
+        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, stream)
+        cdef size_t row_bytes = self.kv.v_row_bytes if v else self.kv.row_bytes
+        cdef cnp.npy_intp nbytes = n * row_bytes
+        data += row * row_bytes
         window = new_window(region, data - <char *>region.block.base, nbytes)
         return new_array(data, 1, &nbytes, NULL, dtype_of("uint8"), window, True)
 

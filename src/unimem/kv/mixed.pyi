@@ -86,6 +86,8 @@ class MixedKVCache(KVCache):
     @property
     def row_bytes(self) -> tuple[int, ...]: ...  # type: ignore[override]
     @property
+    def v_row_bytes(self) -> tuple[int, ...]: ...  # type: ignore[override]
+    @property
     def n_growths(self) -> int: ...
     @property
     def closed(self) -> bool: ...

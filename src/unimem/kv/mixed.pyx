@@ -180,7 +180,7 @@ cdef class MixedKVCache(KVCache):
         written = [i for i in range(self._n_layers) if self._owns[i]]
         self._written = sorted(written, key=lambda i: layers[i].window is not None)
         self._n_plain = sum([part.window is None for part in parts])
-        self.dtype = tuple([layer.dtype for layer in layers])
+        self.dtype = self.v_dtype = tuple([layer.dtype for layer in layers])
         self.window = tuple([layer.window for layer in layers])
         self._widest = max([layer.window or 0 for layer in layers])
         self.order, self.name, self._batch = part.order, part.name, part._batch
@@ -328,7 +328,7 @@ cdef class MixedKVCache(KVCache):
         for i, a, b in zip(sorted(self._written), ks, vs, strict=True):
             ka, va = contiguous(a, "k")[None], contiguous(b, "v")[None]
             part = self._part_of[i]
-            check_token(&given, ka, va, part.kv.spec.type, 1, part._heads, part.kv.spec.head_dim,
+            check_token(&given, ka, va, part.given_blocks(), 1, part._heads, part.kv.spec.head_dim,
                         f"KVCache.append_all: layer {i}")
             tokens[i] = ka, va
         if self._batch != 1:
@@ -612,8 +612,13 @@ cdef class MixedKVCache(KVCache):
 
     @property
     def row_bytes(self):
-        """Of each layer, the bytes of one token's K (or V) of one stream, all heads."""
+        """Of each layer, the bytes of one token's K of one stream, all heads."""
         return tuple([part.row_bytes for part in self._part_of])
+
+    @property
+    def v_row_bytes(self):
+        """The same of V: each layer stores both in one type."""
+        return self.row_bytes
 
     @property
     def n_growths(self):

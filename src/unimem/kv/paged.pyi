@@ -1,12 +1,13 @@
 from collections.abc import Sequence as AnySequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from unimem._core.block import Block
 from unimem._core.foreign import AnyArray
+from unimem.kv.snapshot_format import DType
 from unimem.system.placement import Placement, PlacementOptions
 
 _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -15,7 +16,7 @@ _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
 class PagedKVCache:
     block: Block | None
     name: str
-    dtype: Literal["f32", "f16", "bf16", "q8_0"]
+    dtype: DType
     def __init__(
         self,
         n_layers: int,

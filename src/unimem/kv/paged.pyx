@@ -20,8 +20,8 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
 from unimem.kv.arrays cimport (
-    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of, number_of_type,
-    numpy_type, pair_of, shape_of,
+    Given, check_head_dim, check_token, check_tokens, contiguous, kv_type, layer_number, number_of,
+    number_of_type, numpy_type, pair_of, shape_of, units,
 )
 from unimem._core.region cimport Region, enter_holder, new_window
 from unimem._core.status cimport raise_status
@@ -72,7 +72,7 @@ cdef class PagedKVCache:
         Blocks in the pool, all taken at once.
     block_tokens : int, default 16
         Tokens of a block.
-    dtype : {"f16", "f32", "bf16", "q8_0"}
+    dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         What is stored, as for `KVCache`.
     prefix_cache : bool, default True
         Whether blocks are found by their tokens.
@@ -86,7 +86,7 @@ cdef class PagedKVCache:
     block : Block or None
         What the pool lies on; None when closed.
     dtype : str
-        ``"f32"``, ``"f16"``, ``"bf16"`` or ``"q8_0"``.
+        As given, such as ``"f16"``.
     name : str
         Stands in messages.
 
@@ -125,8 +125,7 @@ cdef class PagedKVCache:
                         ("n_blocks", n_blocks), ("block_tokens", block_tokens)):
             if size_of(n, what, 1) >= 2**31 - 1:
                 raise ValueError(f"{what}: expected at most 2**31 - 2, got {n}")
-        if self.dtype == "q8_0" and head_dim % 32:
-            raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
+        check_head_dim(self.dtype, head_dim)
         spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
         spec.n_blocks, spec.block_tokens = n_blocks, block_tokens
         spec.type = number_of_type(self.dtype)
@@ -678,7 +677,7 @@ cdef class Sequence:
         -------
         k, v : numpy.ndarray
             ``[n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now: `out`, or new
-            arrays of the cache's dtype. Of a ``"q8_0"`` cache these are
+            arrays of the cache's dtype. Of a quantized cache these are
             ``[n_kv_heads, n, head_dim / 32]`` blocks.
 
         Raises
@@ -697,7 +696,7 @@ cdef class Sequence:
         cdef um.um_dtype k_type, v_type
         cdef cnp.ndarray k, v
         if out is None:
-            shape = (s.n_kv_heads, n, s.head_dim // (32 if s.type == um.UM_Q8_0 else 1))
+            shape = (s.n_kv_heads, n, units(s.type, s.head_dim))
             out = np.empty(shape, self.cache._dtype), np.empty(shape, self.cache._dtype)
         out, (k_out, v_out) = pair_of(out)
         k_type = <um.um_dtype>self.check_out(k_out, n)
@@ -722,7 +721,7 @@ cdef class Sequence:
         cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(a)
         cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
         cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a)
-        cdef cnp.npy_intp dim = s.head_dim // (32 if number == um.UM_Q8_0 else 1)
+        cdef cnp.npy_intp dim = units(<um.um_dtype>number, s.head_dim)
         if (cnp.PyArray_NDIM(a) != 3 or sizes[0] != s.n_kv_heads
                 or sizes[1] != <cnp.npy_intp>n or sizes[2] != dim
                 or not cnp.PyArray_ISBEHAVED(a)

@@ -11,9 +11,9 @@ cdef class KVRows(Watcher):
     cdef um.um_kv kv
     cdef uint32_t _batch, _heads
     cdef readonly str name
+    # Of K, and of V; of a cache of layers, tuples: of each layer.
+    cdef readonly object dtype, v_dtype
     cdef readonly str order
-    # Of a cache of layers, a tuple: of each layer.
-    cdef readonly object dtype
     cdef readonly object window
     # None, or the most bytes that the storage may have.
     cdef readonly object budget_bytes
@@ -22,10 +22,10 @@ cdef class KVRows(Watcher):
     cdef Py_ssize_t _n_growths
     # The least that next_position was since an engine set this: tokens before it are the engine's.
     cdef public uint64_t _lowest_end
-    cdef readonly object _dtype
+    cdef readonly object _dtype, _v_dtype
     # The first byte of the storage in the region that its views are windows of.
     cdef size_t _begin
-    cdef size_t _n_lanes, _storage_bytes
+    cdef size_t _n_lanes, _storage_bytes, _v_row
     # The most bytes of tokens that there were when some were last dropped.
     cdef uint64_t _most_bytes
     # Bytes of a lane that were dropped since memory was last given back.
@@ -41,7 +41,8 @@ cdef class KVRows(Watcher):
 
     # Notes what the cache is to be, checked.
     cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                      dtype, window, budget_bytes, name, order=*) except -1
+                      dtype, window, budget_bytes, name, order=*, k_dtype=*,
+                      v_dtype=*) except -1
     cdef size_t check_row(self, um.um_kv_spec *spec) except 0
     # The bytes of fixed storage, and all of it but where it is.
     cdef size_t plan_fixed(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except 0
@@ -91,6 +92,11 @@ cdef class KVRows(Watcher):
     cdef uint64_t end_row(self)
     # Whether views lie over these byte ranges of any lane.
     cdef bint has_views(self, list ranges) except -1
+    cdef Py_ssize_t n_windows(self, Region region, size_t first, size_t end) except -1
+    # Ranges are bytes of K's rows; and of V's, which have another size where K and V are apart.
+    cdef size_t in_v(self, size_t nbytes) noexcept
+    cdef bint is_apart(self) noexcept
+    cdef uint32_t heads_apart(self) noexcept
     cdef int check_whole(self, str doing) except -1
     cdef void note_end(self) noexcept
     # Bytes of the tokens that are there, and the most that there ever were.

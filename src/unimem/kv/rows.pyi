@@ -4,6 +4,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy.typing as npt
 
 from unimem.kv.layers import LayerKV
+from unimem.kv.snapshot_format import DType
 
 class _Dims(Protocol):
     @property
@@ -17,7 +18,8 @@ class _Dims(Protocol):
 
 class KVRows:
     name: str
-    dtype: Literal["f32", "f16", "bf16", "q8_0"]
+    dtype: DType
+    v_dtype: DType
     order: Literal["token", "head"]
     window: int | None
     budget_bytes: int | None
@@ -37,6 +39,8 @@ class KVRows:
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
         order: Literal["token", "head"] = "token",
+        k_dtype: npt.DTypeLike | None = None,
+        v_dtype: npt.DTypeLike | None = None,
     ) -> int: ...
     def address(self, layer: int, part: Literal["k", "v"]) -> int: ...
     def row_of(self, position: int, layer: int = 0) -> int: ...
@@ -75,6 +79,8 @@ class KVRows:
     def n_rows(self) -> int: ...
     @property
     def row_bytes(self) -> int: ...
+    @property
+    def v_row_bytes(self) -> int: ...
     @property
     def capacity_bytes(self) -> int: ...
     def close(self) -> None: ...

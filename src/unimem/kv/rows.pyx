@@ -15,7 +15,9 @@ from libc.string cimport strcmp
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
-from unimem.kv.arrays cimport kv_type, layer_number, number_of_type, numpy_type
+from unimem.kv.arrays cimport (
+    check_head_dim, kv_types, layer_number, number_of_type, numpy_type,
+)
 from unimem._core.region cimport Region
 from unimem._core.status cimport full_text, raise_file_status, raise_status
 
@@ -24,9 +26,8 @@ cdef enum:
 
 
 cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
-                    object max_seq_len, object batch, object dtype, object window,
+                    object max_seq_len, object batch, tuple dtypes, object window,
                     object order) except -1:
-    named = kv_type(dtype)
     one_of(order, "order", ("token", "head"))
     for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                     ("max_seq_len", max_seq_len), ("batch", batch)):
@@ -34,8 +35,8 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
             raise ValueError(f"{what}: expected at most 2**32 - 1, got {n}")
     if window is not None and size_of(window, "window", 1) > max_seq_len:
         raise ValueError(f"window: expected at most max_seq_len, {max_seq_len}, got {window}")
-    if named == "q8_0" and head_dim % 32:
-        raise ValueError(f"head_dim: expected a multiple of 32 for q8_0, got {head_dim}")
+    for named in dtypes:
+        check_head_dim(named, head_dim)
     spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
     spec.max_seq_len, spec.batch = max_seq_len, batch
     if order == "head":
@@ -45,7 +46,7 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
                              f"{n_lanes}")
         spec.batch, spec.n_kv_heads = n_lanes, 1
     spec.window = 0 if window is None else window
-    spec.type = number_of_type(named)
+    spec.type, spec.v_type = number_of_type(dtypes[0]), number_of_type(dtypes[1])
     return 0
 
 
@@ -57,6 +58,11 @@ cdef bint is_v(object part) except -1:
 
 cdef size_t round_up(size_t n, size_t unit):
     return (n + unit - 1) // unit * unit
+
+
+cdef size_t pair_bytes(uint64_t n_rows, size_t row, size_t v_row):
+    """The bytes of a lane of K and one of V."""
+    return round_up(n_rows * row, LANE_ALIGN) + round_up(n_rows * v_row, LANE_ALIGN)
 
 
 # A fork may come while another thread is in the middle of a call, which never ends in the child.
@@ -81,15 +87,17 @@ cdef class KVRows(Watcher):
     # ---- making one ----
 
     cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                      dtype, window, budget_bytes, name, order="token") except -1:
+                      dtype, window, budget_bytes, name, order="token", k_dtype=None,
+                      v_dtype=None) except -1:
         if self.kv.base != NULL:
             raise RuntimeError("the KVCache is made already")
         self._closed = True
-        _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window, order)
+        dtypes = kv_types(dtype, k_dtype, v_dtype)
+        _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtypes, window, order)
         self._batch, self._heads = batch, n_kv_heads
         self.order = "head" if order == "head" else "token"
-        self.dtype = kv_type(dtype)
-        self._dtype = numpy_type(spec.type)
+        self.dtype, self.v_dtype = dtypes
+        self._dtype, self._v_dtype = numpy_type(spec.type), numpy_type(spec.v_type)
         self.name = string(name, "name", "kv")
         self.window = window
         self.budget_bytes = (None if budget_bytes is None
@@ -98,32 +106,40 @@ cdef class KVRows(Watcher):
 
     cdef size_t check_row(self, um.um_kv_spec *spec) except 0:
         cdef um.um_error err
-        cdef size_t row
-        if um.um_kv_row_bytes(spec, &row, &err) != um.UM_OK:
+        cdef size_t row, v_row
+        if (um.um_kv_row_bytes(spec, 0, &row, &err) != um.UM_OK
+                or um.um_kv_row_bytes(spec, 1, &v_row, &err) != um.UM_OK):
             raise_status(err.status, &err, "KVCache")
         n_lanes = 2 * <object>spec.n_layers * spec.batch
-        if n_lanes * row >= 1 << 62:
-            raise ValueError(f"KVCache: one token of {n_lanes} lanes, {row} bytes each, is more "
+        most = max(row, v_row)
+        if n_lanes * most >= 1 << 62:
+            raise ValueError(f"KVCache: one token of {n_lanes} lanes, {most} bytes each, is more "
                              "than there can be: smaller dimensions")
         self._n_lanes = n_lanes
+        self._v_row = v_row
         return row
 
     cdef size_t plan_fixed(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except 0:
         cdef size_t row = self.check_row(spec)
+        cdef size_t v_row = self._v_row, n_pairs = self._n_lanes // 2
         cdef uint64_t n_rows = spec.max_seq_len
         if self.budget_bytes is not None:
-            lane = self.budget_bytes // self._n_lanes // LANE_ALIGN * LANE_ALIGN
-            n_rows = min(n_rows, lane // row)
+            most = self.budget_bytes // n_pairs
+            n_rows = min(n_rows, most // (row + v_row))
+            while n_rows > 0 and pair_bytes(n_rows, row, v_row) > most:
+                n_rows -= 1
             if n_rows == 0:
-                least = self._n_lanes * round_up(row, LANE_ALIGN)
+                least = n_pairs * pair_bytes(1, row, v_row)
                 raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
                                 f"needs, {least} bytes", self.budget_bytes, 0, least)
-        if <object>n_rows * row * self._n_lanes >= 1 << 62:  # a sum of sizes overflows
-            raise ValueError(f"KVCache: {n_rows} tokens of {row * self._n_lanes} bytes are more "
+        token = n_pairs * (<object>row + v_row)
+        if n_rows * token >= 1 << 62:  # a sum of sizes overflows
+            raise ValueError(f"KVCache: {n_rows} tokens of {token} bytes are more "
                              "than there can be: a smaller max_seq_len")
         storage.lane_stride = round_up(n_rows * row, LANE_ALIGN)
+        storage.v_lane_stride = round_up(n_rows * v_row, LANE_ALIGN)
         storage.n_rows = storage.usable_rows = n_rows
-        self._storage_bytes = self._n_lanes * storage.lane_stride
+        self._storage_bytes = n_pairs * (storage.lane_stride + storage.v_lane_stride)
         return self._storage_bytes
 
     cdef int start(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except -1:
@@ -164,7 +180,7 @@ cdef class KVRows(Watcher):
 
     @staticmethod
     def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                      order="token"):
+                      order="token", k_dtype=None, v_dtype=None):
         """Return the bytes that a fixed cache of these dimensions takes.
 
         Returns
@@ -181,7 +197,8 @@ cdef class KVRows(Watcher):
         cdef um.um_kv_spec spec
         cdef um.um_error err
         cdef size_t nbytes
-        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None, order)
+        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
+                   kv_types(dtype, k_dtype, v_dtype), None, order)
         if um.um_kv_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             raise_status(err.status, &err, "KVCache")
         return nbytes
@@ -304,9 +321,33 @@ cdef class KVRows(Watcher):
         for first, end in ranges:
             if first < end:
                 # A buffer is of all of the block.
-                found = found or region.n_buffers > 0 or region.n_windows_in_lanes(
-                    self._begin, self.kv.lane_stride, self._n_lanes, first, end) > 0
+                found = found or region.n_buffers > 0 or self.n_windows(region, first, end) > 0
         return found
+
+    cdef Py_ssize_t n_windows(self, Region region, size_t first, size_t end) except -1:
+        """Windows over a byte range of the lanes of K, and over the same rows of those of V."""
+        cdef size_t batch = self.kv.spec.batch, n_layers = self.kv.spec.n_layers, stream
+        cdef size_t of_k = self.kv.lane_stride, of_v = self.kv.v_lane_stride
+        cdef size_t layer = batch * (of_k + of_v), v_first, v_end, begin = self._begin
+        cdef Py_ssize_t n = 0
+        if not self.is_apart():
+            return region.n_windows_in_lanes(begin, of_k, self._n_lanes, first, end)
+        v_first, v_end = self.in_v(first), self.in_v(end)
+        for stream in range(batch):
+            n += region.n_windows_in_lanes(begin + stream * of_k, layer, n_layers, first, end)
+            n += region.n_windows_in_lanes(begin + batch * of_k + stream * of_v, layer, n_layers,
+                                           v_first, v_end)
+        return n
+
+    @cython.final
+    cdef size_t in_v(self, size_t nbytes) noexcept:
+        """The bytes of V's rows that are so many of K's, which are whole rows where these differ.
+        """
+        return nbytes // self.kv.row_bytes * self.kv.v_row_bytes if self.is_apart() else nbytes
+
+    @cython.final
+    cdef bint is_apart(self) noexcept:
+        return self.kv.row_bytes != self.kv.v_row_bytes
 
     cdef int check_whole(self, str doing) except -1:
         if self._reserved:
@@ -329,8 +370,9 @@ cdef class KVRows(Watcher):
         Returns
         -------
         int
-            Row r of the first stream begins `row_bytes` times r behind it; with ``order="head"``
-            that of its first head ``row_bytes / n_kv_heads`` times r. It never changes.
+            Row r of the first stream begins `row_bytes` (of V, `v_row_bytes`) times r behind it;
+            with ``order="head"`` that of its first head ``row_bytes / n_kv_heads`` times r. It
+            never changes.
         """
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
         cdef bint v = is_v(part)
@@ -570,7 +612,7 @@ cdef class KVRows(Watcher):
         cdef uint32_t layer
         for layer in range(self.kv.spec.n_layers):
             rows += um.um_kv_layer_len(&self.kv, layer, NULL)
-        return 2 * rows * self.kv.spec.batch * self.kv.row_bytes
+        return rows * self.kv.spec.batch * (self.kv.row_bytes + self.kv.v_row_bytes)
 
     @cython.final
     cdef uint64_t most_bytes(self) noexcept:
@@ -625,9 +667,18 @@ cdef class KVRows(Watcher):
 
     @property
     def row_bytes(self):
-        """Bytes of one token's K (or V) in one layer of one stream, all heads."""
+        """Bytes of one token's K in one layer of one stream, all heads."""
+        return self.kv.row_bytes * self.heads_apart()
+
+    @property
+    def v_row_bytes(self):
+        """Bytes of one token's V, likewise."""
+        return self.kv.v_row_bytes * self.heads_apart()
+
+    @cython.final
+    cdef uint32_t heads_apart(self) noexcept:
         # With order="head", what the core knows as a row is of one head.
-        return self.kv.row_bytes * (1 if self.kv.spec.n_kv_heads == self._heads else self._heads)
+        return 1 if self.kv.spec.n_kv_heads == self._heads else self._heads
 
     @property
     def capacity_bytes(self):
@@ -672,10 +723,11 @@ cdef class KVRows(Watcher):
         s = self.kv.spec
         batch = f", batch {self._batch}" if self._batch > 1 else ""
         batch += ", rows by head" if self.order == "head" else ""
+        types = self.dtype if self.dtype == self.v_dtype else f"{self.dtype} and {self.v_dtype}"
         kind = ", growing" if self.grow else f", ring of {s.window}" if s.window else ""
         n = um.um_kv_seq_len(&self.kv)
         return (f"KVCache({n} of {s.max_seq_len} tokens, {s.n_layers} layers, "
-                f"{self._heads} heads of {s.head_dim} {self.dtype}{batch}{kind}, "
+                f"{self._heads} heads of {s.head_dim} {types}{batch}{kind}, "
                 f"{format_bytes(self.capacity_bytes)})")
 
     _repr_html_ = kv_html

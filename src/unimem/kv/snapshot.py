@@ -176,8 +176,12 @@ def _write(file: NewFile, kv: Cache, snapshot: Snapshot) -> None:
 # The constructor's arguments, which a snapshot has as fields of these names.
 _DIMS = (
     *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "window"),
-    *("spare_rows", "grow", "order"),
+    *("spare_rows", "grow", "order", "v_dtype"),
 )
+
+
+# What a cache that a snapshot is read into has in common with it.
+_SAME = ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "v_dtype", "window", "order")
 
 
 def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
@@ -322,7 +326,8 @@ def _restored(
     """Make a cache whose layers are alike."""
     fields = {key: getattr(snapshot, key) for key in _DIMS}
     in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
-    if mode == "map" and snapshot.seq_len and not snapshot.window and in_pages:
+    can_grow = not snapshot.window and snapshot.dtype == snapshot.v_dtype
+    if mode == "map" and snapshot.seq_len and can_grow and in_pages:
         if verify:
             _check_data(snapshot, fd)
         offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
@@ -422,13 +427,14 @@ def _check_like(
         rule = f"the snapshot is of a cache of {there}, and this one is of {here}"
         raise SnapshotError(f"{rule}: make the cache with the same", 8, snapshot.path)
     else:
-        keys = ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "window", "order")
+        keys = _SAME
         pairs = [(kv, snapshot)]
     for key in keys:
         there, here = getattr(snapshot, key), getattr(kv, key)
         if there != here:
             rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
-            at = fmt.OFFSETS.get("flags" if key == "order" else key, many.HEADER_BYTES)
+            field = {"order": "flags", "v_dtype": "dtype"}.get(key, key)
+            at = fmt.OFFSETS.get(field, many.HEADER_BYTES)
             raise SnapshotError(f"{rule}: make the cache with the same", at, snapshot.path)
     return pairs
 
@@ -671,7 +677,8 @@ def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]
     n_threads = min(_THREADS, len(snapshot.checksums))
     if n_threads == 0:
         return
-    nbytes = min(snapshot.chunk_bytes, snapshot.lane_stride)
+    longest = max(snapshot.lane_stride, snapshot.v_lane_stride)
+    nbytes = min(snapshot.chunk_bytes, longest)
     buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
 
     stopped = False

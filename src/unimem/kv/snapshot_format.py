@@ -29,14 +29,17 @@ __all__ = [
     "seal_header",
 ]
 
-DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0"]
+DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 Order: TypeAlias = Literal["token", "head"]
 
 MAGIC = b"UNIMEMKV"
 VERSION = 1
 # In the file a dtype is its index here; of each, the values in a block and the bytes of one.
 DTYPES: tuple[DType, ...] = get_args(DType)
-_BLOCKS = {"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34)}
+_BLOCKS = {
+    **{"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)},
+    **{"q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "iq4_nl": (32, 18)},
+}
 _GROW, _HAS_MODEL, _HAS_TOKENS, _BY_HEAD = 1, 2, 4, 8
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 4096, 1 << 20
@@ -121,8 +124,8 @@ class Snapshot:
     n_layers, n_kv_heads, head_dim, max_seq_len, batch : int
         The cache's dimensions; of a fixed cache whose rows `budget_bytes` has cut, `max_seq_len`
         is these rows.
-    dtype : {"f32", "f16", "bf16", "q8_0"}
-        What is stored.
+    dtype, v_dtype : str
+        What is stored of K, and of V, as for `KVCache`.
     window : int or None
         Of a ring, the tokens that it shows.
     spare_rows : int
@@ -139,9 +142,9 @@ class Snapshot:
         The fingerprint of the model that it was saved with.
     tokens : numpy.ndarray or None
         ``int32 [next_position]``, read-only: the ids of all tokens of the conversation.
-    row_bytes : int
-        Bytes of one token in one lane: of all heads, or of one.
-    alignment, data_offset, lane_stride, chunk_bytes, file_bytes : int
+    row_bytes, v_row_bytes : int
+        Bytes of one token in one lane of K, and of V: of all heads, or of one.
+    alignment, data_offset, lane_stride, v_lane_stride, chunk_bytes, file_bytes : int
         Where the data is, in bytes: see ``docs/snapshots.md``.
     checksums : numpy.ndarray
         ``uint64 [n_chunks]``: of each chunk of the data.
@@ -157,6 +160,7 @@ class Snapshot:
     max_seq_len: int
     batch: int
     dtype: DType
+    v_dtype: DType
     window: int | None
     spare_rows: int
     grow: bool
@@ -166,18 +170,19 @@ class Snapshot:
     model: str | None
     tokens: NDArray[np.int32] | None
     row_bytes: int
+    v_row_bytes: int
     alignment: int
     data_offset: int
     lane_stride: int
+    v_lane_stride: int
     chunk_bytes: int
     file_bytes: int
     checksums: NDArray[np.uint64] = field(repr=False)
     base: int = 0
 
-    @property
-    def lane_bytes(self) -> int:
-        """Bytes of the rows of one lane, without padding."""
-        return self.seq_len * self.row_bytes
+    def lane_bytes(self, part: Literal["k", "v"]) -> int:
+        """Return the bytes of the rows of one lane, without padding."""
+        return self.seq_len * (self.row_bytes if part == "k" else self.v_row_bytes)
 
     @property
     def lanes_per_stream(self) -> int:
@@ -201,15 +206,20 @@ class Snapshot:
 
     def offset_of(self, lane: int) -> int:
         """Return where a lane begins in the file."""
-        return self.base + self.data_offset + lane * self.lane_stride
+        n = self.batch * self.lanes_per_stream
+        layer, in_layer = divmod(lane, 2 * n)
+        of_k, of_v = min(in_layer, n), max(in_layer - n, 0)
+        of_k, of_v = of_k + layer * n, of_v + layer * n
+        return self.base + self.data_offset + of_k * self.lane_stride + of_v * self.v_lane_stride
 
     def chunks(self) -> Iterator[Chunk]:
         """Give the chunks, in the order of their checksums."""
         number = 0
-        for lane in range(2 * self.n_layers * self.batch * self.lanes_per_stream):
-            for begin in range(0, self.lane_stride, self.chunk_bytes):
-                end = min(begin + self.chunk_bytes, self.lane_stride)
-                nbytes = min(end, self.lane_bytes) - begin
+        strides = {"k": self.lane_stride, "v": self.v_lane_stride}
+        for lane, (_, part, _) in enumerate(self.lanes):
+            for begin in range(0, strides[part], self.chunk_bytes):
+                end = min(begin + self.chunk_bytes, strides[part])
+                nbytes = min(end, self.lane_bytes(part)) - begin
                 offset = self.offset_of(lane) + begin
                 yield Chunk(number, lane, begin, nbytes, end - begin - nbytes, offset)
                 number += 1
@@ -217,7 +227,8 @@ class Snapshot:
     def __str__(self) -> str:
         layers, heads = format_count(self.n_layers, "layer"), format_count(self.n_kv_heads, "head")
         by_head = ", rows by head" if self.order == "head" else ""
-        shape = f"{layers} of {heads} of {self.head_dim} {self.dtype}{by_head}"
+        types = self.dtype if self.dtype == self.v_dtype else f"{self.dtype} and {self.v_dtype}"
+        shape = f"{layers} of {heads} of {self.head_dim} {types}{by_head}"
         tokens = format_count(self.seq_len, "token")
         streams = f", {self.batch} streams" if self.batch > 1 else ""
         where = f" up to position {self.next_position - 1}" if self.seq_len else ""
@@ -234,7 +245,9 @@ class _Sizes(NamedTuple):
     """What follows from a cache's dimensions and from what it holds."""
 
     row_bytes: int
+    v_row_bytes: int
     lane_stride: int
+    v_lane_stride: int
     n_chunks: int
     tables_end: int
     data_offset: int
@@ -250,20 +263,21 @@ def _n_lanes(facts: dict[str, Any]) -> int:
     return int(2 * facts["n_layers"] * facts["batch"] * per_stream)
 
 
-def _row_bytes(facts: dict[str, Any]) -> int:
-    block_values, block_bytes = _BLOCKS[facts["dtype"]]
+def _row_bytes(facts: dict[str, Any], key: Literal["dtype", "v_dtype"]) -> int:
+    block_values, block_bytes = _BLOCKS[facts[key]]
     n_heads = facts["n_kv_heads"] // _lanes_of_stream(facts["order"], facts["n_kv_heads"])
     return int(n_heads * facts["head_dim"] // block_values * block_bytes)
 
 
 def _sizes(facts: dict[str, Any], n_tokens: int) -> _Sizes:
-    row_bytes, n_lanes = _row_bytes(facts), _n_lanes(facts)
-    lane_stride = round_up(facts["seq_len"] * row_bytes, facts["alignment"])
-    n_chunks = n_lanes * -(-lane_stride // facts["chunk_bytes"])
+    rows = _row_bytes(facts, "dtype"), _row_bytes(facts, "v_dtype")
+    strides = [round_up(facts["seq_len"] * row, facts["alignment"]) for row in rows]
+    n_pairs = _n_lanes(facts) // 2
+    n_chunks = n_pairs * sum(-(-stride // facts["chunk_bytes"]) for stride in strides)
     tables_end = HEADER_BYTES + 8 * n_chunks + 4 * n_tokens + facts["model_bytes"]
     data_offset = round_up(tables_end, facts["alignment"])
-    file_bytes = data_offset + n_lanes * lane_stride
-    return _Sizes(row_bytes, lane_stride, n_chunks, tables_end, data_offset, file_bytes)
+    file_bytes = data_offset + n_pairs * sum(strides)
+    return _Sizes(*rows, strides[0], strides[1], n_chunks, tables_end, data_offset, file_bytes)
 
 
 def new(
@@ -307,7 +321,8 @@ def new(
     sizes = _sizes(facts | {"model_bytes": model_bytes}, n_tokens)
     window = facts["window"]
     n_rows = window + facts["spare_rows"] if window else facts["max_seq_len"]
-    if (nbytes := n_lanes * n_rows * sizes.row_bytes) > MAX_CACHE_BYTES:
+    token = n_lanes // 2 * (sizes.row_bytes + sizes.v_row_bytes)
+    if (nbytes := n_rows * token) > MAX_CACHE_BYTES:
         raise ValueError(
             f"a snapshot is of a cache of at most {format_bytes(MAX_CACHE_BYTES)}, and this one "
             f"has room for {format_bytes(nbytes)}"
@@ -317,8 +332,10 @@ def new(
         model=model,
         tokens=tokens,
         row_bytes=sizes.row_bytes,
+        v_row_bytes=sizes.v_row_bytes,
         data_offset=sizes.data_offset,
         lane_stride=sizes.lane_stride,
+        v_lane_stride=sizes.v_lane_stride,
         file_bytes=sizes.file_bytes,
         checksums=np.zeros(sizes.n_chunks, np.uint64),
         base=base,
@@ -349,7 +366,7 @@ def encode(snapshot: Snapshot, out: NDArray[np.uint8]) -> None:
         "version": VERSION,
         "header_bytes": HEADER_BYTES,
         "window": snapshot.window or 0,
-        "dtype": DTYPES.index(snapshot.dtype),
+        "dtype": _dtype_number(snapshot),
         "flags": flags,
         "model_bytes": len(model),
         "tables_checksum": xxhash.xxh3_64_intdigest(out[HEADER_BYTES:].data),
@@ -357,6 +374,12 @@ def encode(snapshot: Snapshot, out: NDArray[np.uint8]) -> None:
     }
     values = [special[name] if name in special else getattr(snapshot, name) for name, _ in _FIELDS]
     out[:HEADER_BYTES] = np.frombuffer(seal_header(_HEADER.pack(*values)), np.uint8)
+
+
+def _dtype_number(snapshot: Snapshot) -> int:
+    """Return that of K and, in the upper half, one more than that of V where it is another."""
+    k, v = DTYPES.index(snapshot.dtype), DTYPES.index(snapshot.v_dtype)
+    return k if k == v else k | (v + 1) << 16
 
 
 def seal_header(header: bytes) -> bytes:
@@ -426,11 +449,16 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     values["order"] = "head" if values["flags"] & _BY_HEAD else "token"
     n_lanes = _n_lanes(values)
     check(n_lanes <= MAX_LANES, "n_layers", f"at most {MAX_LANES} lanes ({_LANES})")
-    check(values["dtype"] < len(DTYPES), "dtype", f"a number below {len(DTYPES)}")
-    values["dtype"] = DTYPES[values["dtype"]]
-    block_values, _ = _BLOCKS[values["dtype"]]
-    whole = values["head_dim"] % block_values == 0
-    check(whole, "head_dim", f"a multiple of {block_values} for {values['dtype']}")
+    k, v = values["dtype"] & 0xFFFF, (values["dtype"] >> 16) - 1
+    known = k < len(DTYPES) and v < len(DTYPES) and k != v
+    check(known, "dtype", f"numbers below {len(DTYPES)}, and another one of V than of K")
+    values["dtype"], values["v_dtype"] = DTYPES[k], DTYPES[k if v < 0 else v]
+    apart = values["dtype"] != values["v_dtype"]
+    check(not apart or not (values["window"] or values["flags"] & _GROW), "dtype", "one of a ring")
+    for name in (values["dtype"], values["v_dtype"]):
+        block_values, _ = _BLOCKS[name]
+        whole = values["head_dim"] % block_values == 0
+        check(whole, "head_dim", f"a multiple of {block_values} for {name}")
     alignment = values["alignment"]
     check(
         MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0,
@@ -443,9 +471,9 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
         "chunk_bytes",
         f"a multiple of the alignment up to {MAX_CHUNK_BYTES}",
     )
-    row_bytes = _row_bytes(values)
+    row_bytes = _row_bytes(values, "dtype")
     check(values["row_bytes"] == row_bytes, "row_bytes", str(row_bytes))
-    max_rows = MAX_CACHE_BYTES // (n_lanes * row_bytes)
+    max_rows = MAX_CACHE_BYTES // (n_lanes // 2 * (row_bytes + _row_bytes(values, "v_dtype")))
     window = values["window"]
     # A ring has only the rows of its window and the spare ones.
     most = MAX_SEQ_LEN if window else min(max_rows, MAX_SEQ_LEN)
@@ -513,7 +541,8 @@ def checked_tables(
         raise SnapshotError(rule, HEADER_BYTES, path)
     flags = values["flags"]
     n_tokens = values["next_position"] if flags & _HAS_TOKENS else 0
-    n_chunks = _sizes(values, n_tokens).n_chunks
+    sizes = _sizes(values, n_tokens)
+    n_chunks = sizes.n_chunks
     tokens = tables[8 * n_chunks : 8 * n_chunks + 4 * n_tokens].view("<i4").astype(np.int32)
     tokens.flags.writeable = False
     if n_tokens and tokens.min() < 0:
@@ -527,8 +556,16 @@ def checked_tables(
         at = HEADER_BYTES + model_begin + error.start
         raise SnapshotError("the model's name is not valid UTF-8", at, path) from None
     same = (
-        *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "spare_rows"),
-        *("seq_len", "next_position", "row_bytes", "alignment", "data_offset", "lane_stride"),
+        *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "v_dtype"),
+        *(
+            "spare_rows",
+            "seq_len",
+            "next_position",
+            "row_bytes",
+            "alignment",
+            "data_offset",
+            "lane_stride",
+        ),
         *("chunk_bytes", "file_bytes", "order"),
     )
     return Snapshot(
@@ -539,5 +576,7 @@ def checked_tables(
         tokens=tokens if flags & _HAS_TOKENS else None,
         checksums=tables[: 8 * n_chunks].view("<u8").astype(np.uint64),
         base=base,
+        v_row_bytes=sizes.v_row_bytes,
+        v_lane_stride=sizes.v_lane_stride,
         **{name: values[name] for name in same},
     )

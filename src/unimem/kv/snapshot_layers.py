@@ -303,7 +303,7 @@ def checked_layers(head: Head, parts: Sequence[Snapshot], path: str) -> LayersSn
         for part, of in head.layers
     )
     counts = [head.layers.count((i, None)) for i in range(len(parts))]
-    kinds = [(p.n_kv_heads, p.head_dim, p.window, p.dtype) for p in parts]
+    kinds = [(p.n_kv_heads, p.head_dim, p.window, p.dtype) for p in parts if p.dtype == p.v_dtype]
     alike = ("batch", "order", "next_position", "alignment")
     rules = {
         "the layers are not those of the parts": counts == [part.n_layers for part in parts]

@@ -110,7 +110,8 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
     if plan.batch > 1:
         n = find_largest(plan.batch - 1, lambda n: is_as_asked(replan({"batch": n})), least=1)
         yield f"{format_count(n, 'stream')} instead of {plan.batch:,}", {"batch": n}
-    for kind in _KV_TYPES[1 + _KV_TYPES.index(plan.kv_dtype) :]:
+    larger = _KV_TYPES.index(plan.kv_dtype) if plan.kv_dtype in _KV_TYPES else len(_KV_TYPES)
+    for kind in _KV_TYPES[1 + larger :]:
         if kind != "bf16" and (plan.kv_dtype, kind) != ("bf16", "f16"):
             yield f"a KV cache of {kind} instead of {plan.kv_dtype}", {"kv_dtype": kind}
     if plan.max_ctx and plan.ctx is not None and plan.max_ctx < plan.ctx:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
+from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.system import policy
 from unimem.system.hosts import pressures_on
@@ -377,7 +378,7 @@ class Session:
             return 0
         n_rows = ctx
         if self.window is not None:
-            n_rows = self._ring_rows(ctx)(self._row_bytes(dims.num_kv_heads, dims.head_dim))
+            n_rows = self._ring_rows(ctx)(self._row_bytes(dims.num_kv_heads, dims.head_dim, "k"))
         parts = scratch_parts(dims, ctx, self.threads, n_rows)
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
@@ -406,16 +407,17 @@ class Session:
         least, pages = self.window + min(PREFILL_BATCH, ctx), self.storage.pages
         return lambda row_bytes: KVCache._ring_rows(row_bytes, least, pages)
 
-    def _row_bytes(self, n_heads: int, size: int) -> int:
+    def _row_bytes(self, n_heads: int, size: int, part: str) -> int:
+        dtype = kv_pair(self.kv_dtype)["kv".index(part)]
         # A lane of so many rows needs no padding.
-        nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=self.kv_dtype)
+        nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=dtype)
         return int(nbytes) // (2 * _ALIGN)
 
     def _cache_bytes(self, n_rows: Callable[[int], int]) -> int:
         total = 0
         for n_layers, n_heads, *sizes in self.shape.cache or ():
-            for size in sizes:
-                row = self._row_bytes(n_heads, size)
+            for size, part in zip(sizes, "kv", strict=True):
+                row = self._row_bytes(n_heads, size, part)
                 total += self.batch * n_layers * (-(-n_rows(row) * row // _ALIGN) * _ALIGN)
         return total
 

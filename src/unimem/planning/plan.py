@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from unimem.accounting.rows import Row, in_order
 from unimem.buffers.dims import ModelDims
 from unimem.buffers.sets import DecodeBuffers
-from unimem.kv.arrays import kv_type
+from unimem.kv.arrays import kv_name, kv_pair
 from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.needs import (
     Budget,
@@ -76,8 +76,9 @@ def plan(
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     batch : int, default 1
         Streams of the KV cache.
-    kv_dtype : {"f16", "f32", "bf16", "q8_0"}
-        Type of the KV cache; dtypes, and NumPy's names for the first three, are accepted.
+    kv_dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
+        Type of the KV cache; dtypes, and NumPy's names for the first three, are accepted. Two, as
+        ``"q8_0,q4_0"``, are those of K and of V; not with `window`.
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
@@ -196,7 +197,7 @@ class PlanOptions:
         return cls(
             None if ctx is None else _count("ctx", ctx, _MOST),
             _count("batch", given["batch"], 2**20),
-            kv_type(given["kv_dtype"], "kv_dtype"),
+            _kv_dtype(given["kv_dtype"], window),
             None if window is None else _count("window", window, _MOST),
             None if threads is None else _count("threads", threads, 512),
             given["load"],
@@ -213,6 +214,16 @@ class PlanOptions:
 
 
 _OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
+
+
+def _kv_dtype(given: object, window: int | None) -> str:
+    k_dtype, v_dtype = kv_pair(given)
+    if k_dtype != v_dtype and window is not None:
+        raise ValueError(
+            f"kv_dtype: expected one type with a window, whose ring has one, got {k_dtype} of K "
+            f"and {v_dtype} of V"
+        )
+    return kv_name(k_dtype, v_dtype)
 
 
 def _count(name: str, value: object, most: int) -> int:

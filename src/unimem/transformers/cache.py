@@ -69,9 +69,9 @@ class KVCache(Cache):  # type: ignore[misc]
         Of the model.
     max_seq_len : int, optional
         Tokens that fit; ``config.max_position_embeddings`` by default.
-    dtype : {"f32", "f16", "bf16", "q8_0"}, optional
-        What is stored; by default what the model computes in. With another type attention gets
-        converted copies, and costs time that grows with the conversation.
+    dtype : str, optional
+        What is stored, as for `unimem.KVCache`; by default what the model computes in. With another
+        type attention gets converted copies, and costs time that grows with the conversation.
     grow : bool, default True
         Whether memory of full attention is taken as tokens come, or at once.
     spare_rows : int, default 128

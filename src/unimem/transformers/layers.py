@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from unimem.kv.arrays import block_values
 from unimem.kv.cache import KVCache
 
 __all__ = ["CacheOptions", "Group", "Layer"]
@@ -261,7 +262,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         kv = self.group.kv
         if kv is None or self.length == 0:
             return None
-        dtype = "float32" if kv.dtype == "q8_0" else None
+        dtype = "float32" if block_values(kv.dtype) > 1 else None
         shown = as_tensor(kv.layer(self.index, dtype=dtype)[part])
         window = self.group.window
         return shown if window is None else shown[:, :, max(0, shown.shape[2] - window + 1) :]
