@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,34 @@ def test_every_byte_of_a_snapshot_counts(saved: Path) -> None:
     saved.write_bytes(whole + b"x")
     with pytest.raises(um.SnapshotError, match="longer"):
         um.KVCache.restore(saved)
+
+
+@pytest.mark.parametrize("call", ["append_all", "trim_to", "copy", "save"])
+def test_what_touches_lost_rows_changes_nothing(call: str, tmp_path: Path) -> None:
+    """Of two mapped parts the second one's file is gone."""
+    path, n = tmp_path / "session", 60
+    with made(um.LayerKV(2, 128), um.LayerKV(2, 64), WIDE, most=n * 2, dtype="f32") as kv:
+        fill(kv, n)
+        kv.save(path)
+    described: Any = snapshot.describe(path)
+    with um.KVCache.restore(path) as kv:
+        calls: dict[str, Callable[[], Any]] = {
+            "append_all": lambda: kv.append_all(
+                *(2 * [[np.ones((2, 128), "f4"), np.ones((2, 64), "f4"), np.ones((4, 512), "f4")]])
+            ),
+            "trim_to": lambda: kv.trim_to(20, keep_first=3),
+            "copy": kv.copy,
+            "save": lambda: kv.save(tmp_path / "other"),
+        }
+        os.truncate(path, described.parts[1].base + 4096)
+        with pytest.raises(OSError, match=str(path)):
+            calls[call]()
+        with pytest.raises(um.SnapshotError, match="truncated"):
+            kv.verify()
+        assert (kv.seq_len, kv.next_position) == (n, n)
+        assert positions(kv, 0) == list(range(n))
+        assert positions(kv, 2) == list(range(n - 4, n))
+        assert not (tmp_path / "other").exists()
 
 
 def test_a_copy_is_of_its_own(saved: Path) -> None:
