@@ -25,7 +25,7 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
-        gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
+        test-store test-aarch64 scale gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -62,6 +62,14 @@ coverage: $(VENV)/.worth
 # Which faults the tests notice, put into the core by tools; FILES="tape.c kv.c" tries some.
 mutants: $(VENV)/.worth
 	$(BIN)/python tools/mutants/run.py $(FILES)
+
+# Processes that use a store of prefixes while they are killed: 100,000 operations, some minutes.
+test-store: $(VENV)/.installed
+	$(BIN)/python tools/store_kills.py --dir $(BUILD)
+
+# Chunks of the store of prefixes on an emulated aarch64, whose packages are fetched by apt.
+test-aarch64: $(VENV)/.installed
+	$(BIN)/python tools/test_aarch64.py
 
 # In an emulated machine with three NUMA nodes. What it needs is fetched by apt, QEMU by root only.
 test-numa: $(VENV)/.installed
@@ -120,6 +128,7 @@ $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
 # Libraries that unimem is tested with, where they can be had. They are large: only the larger tier
 # wants them. torch's CPU build is on an index of its own; PyPI's brings libraries for GPUs.
 FRAMEWORKS := torch==2.13.0+cpu jax
+VLLM := 0.33.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 $(VENV)/.installed: $(VENV)/.run
@@ -132,6 +141,12 @@ $(VENV)/.frameworks: $(VENV)/.installed
 	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \
 	done
 	if $(BIN)/python -c 'import torch'; then $(NEEDS) transformers | $(PIP) -r /dev/stdin; fi
+	$(NEEDS) servers | $(PIP) -r /dev/stdin \
+	    || echo "*** moto cannot be had: its tests will be SKIPPED" >&2
+	$(NEEDS) ray | $(PIP) -r /dev/stdin \
+	    || echo "*** Ray cannot be had: the tests of a cluster will be SKIPPED" >&2
+	$(BIN)/python tools/vllm_sources.py $(VLLM) $(BUILD)/vllm \
+	    || echo "*** vLLM's sources cannot be had: the tests of its tier will be SKIPPED" >&2
 	touch $@
 
 $(VENV)/.checkers: $(VENV)/.installed
@@ -174,6 +189,10 @@ bench: $(VENV)/.frameworks
 bench-pressure: $(VENV)/.installed
 	$(BIN)/unimem bench pressure $(QUICK) --dir $(BUILD)/bench --output bench/results/pressure.json
 	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
+
+# What docs/scale.md adds up, measured here: some minutes.
+scale: $(VENV)/.frameworks
+	$(BIN)/python tools/scale.py --page --folder $(BUILD)
 
 # The document that is made of the run in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed

@@ -36,6 +36,7 @@ from unimem.kv.cache import KVCache
 from unimem.kv.layers import LayerKV
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
+from unimem.kv.store import KVStore
 from unimem.layout import Layout, Stat
 from unimem.planning.governor import Governor
 from unimem.planning.plan import plan
@@ -65,6 +66,7 @@ __all__ = [
     "Grid",
     "GridFull",
     "KVCache",
+    "KVStore",
     "LayerKV",
     "Layout",
     "Machine",

@@ -45,6 +45,10 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (20, "kv"): {"cost": [2.5]},
     # Two types and two lengths, beside two caches; two updates; a conversation that goes on.
     (20, "transformers"): {"exponent": [0.1], "speed": [1] * 4 + [1.5] * 4 + [5, 10, 20]},
+    # Prompts of two lengths: on disk, in RAM, and put; a hit and a miss.
+    (21, "store"): {"speed": [8, 8, 10, 10], "cost": [0.05] * 2, "figure": [200] * 2},
+    # An object beside the best client, and a prompt whose first tokens are on the server.
+    (21, "remote"): {"speed": [0.8, 3]},
 }
 
 

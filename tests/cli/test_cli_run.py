@@ -107,6 +107,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     document = run_json(model, "-p", "Hello", "-n", "20", "--ctx", "100")
     assert list(document) == [
         "schema", "unimem", "model", "options", "plan", "report", "prompt", "output", "session",
+        "store",
         "speed", "steady_state", "buffers", "ggml", "governor",
     ]  # fmt: skip
     assert document["schema"] == "unimem.run/1"
@@ -138,6 +139,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert document["output"]["stop"] == "length"
     assert len(document["output"]["tokens"]) == 20
     assert document["session"] is None
+    assert document["store"] is None
     assert document["speed"]["decode_tokens_per_second"] > 0
     assert document["ggml"]["tinyblas"] in (True, False)
 
@@ -322,6 +324,27 @@ def test_a_session_needs_no_prefill(model: Path, session: Path, options: tuple[s
     both = ("--resume", session, "--save-session", session)
     again = [run_json(model, "-n", "10", *both, *options)["output"]["tokens"] for _ in range(2)]
     assert again[0] + again[1] == then["output"]["tokens"]
+
+
+def test_a_prompt_that_a_store_knows_is_taken_from_there(model: Path, tmp_path: Path) -> None:
+    prompt = "1234" * 100
+    options = (model, "-p", prompt, "-n", "4", "--store", tmp_path / "store")
+    first, then = run_json(*options), run_json(*options)
+    n = len(first["prompt"]["tokens"])
+    stored = n // 256 * 256
+    assert stored > 0
+    for document, restored in ((first, 0), (then, (n - 1) // 256 * 256)):
+        assert document["store"] == {
+            "folder": str(tmp_path / "store"),
+            "restored_tokens": restored,
+            "stored_tokens": stored,
+        }
+    assert then["output"] == first["output"]
+    facts = " ".join(page_of(*options).split())
+    assert f"{(n - 1) // 256 * 256} of {n} tokens of the prompt taken from" in facts
+    code, _, err = run(model, "-p", "x", "--store", "")
+    assert code == 2
+    assert "--store" in err
 
 
 def test_a_prompt_follows_the_session_s_text(model: Path, session: Path) -> None:

@@ -429,7 +429,8 @@ def test_what_touches_lost_rows_changes_nothing(call: str, tmp_path: Path) -> No
         fill(kv, n)
         kv.save(path)
     described: Any = snapshot.describe(path)
-    with um.KVCache.restore(path) as kv:
+    restored: Any = um.KVCache.restore(path)
+    with restored as kv:
         calls: dict[str, Callable[[], Any]] = {
             "append_all": lambda: kv.append_all(
                 *(2 * [[np.ones((2, 128), "f4"), np.ones((2, 64), "f4"), np.ones((4, 512), "f4")]])
@@ -458,3 +459,10 @@ def test_a_copy_is_of_its_own(saved: Path) -> None:
         fill(other, 1)
         assert positions(kv, 1) == list(range(20))
         assert positions(other, 1) == [0]
+
+
+def test_a_store_takes_layers_that_are_alike(tmp_path: Path) -> None:
+    store = um.KVStore(tmp_path / "store", ram_bytes=1 << 20, disk_bytes=0)
+    with store, made(FULL) as kv:
+        with pytest.raises(ValueError, match="expected a cache whose layers are alike"):
+            store.put(kv, [], model="tiny")

@@ -143,3 +143,24 @@ def test_a_plan_is_held_against_the_nodes_that_it_is_for() -> None:
     assert not any(check.fits for check in checks)
     assert checks[0].needed_bytes == checks[1].needed_bytes
     assert not plan.fits
+
+
+# ---- chunks of a store of prefixes ----
+
+
+@pytest.mark.parametrize(("numa", "nodes"), [("bind:2", {2}), ("interleave:0,1", {0, 1})])
+def test_chunks_in_ram_lie_on_their_nodes(tmp_path: Path, numa: str, nodes: set[int]) -> None:
+    options: dict[str, Any] = {"ram_bytes": 8 * MB, "disk_bytes": 0, "chunk_tokens": 64}
+    with (
+        um.KVStore(tmp_path / "s", numa=numa, **options) as store,
+        um.KVCache(2, 8, 64, 64, pages="4k") as kv,
+    ):
+        kv.reserve(64)
+        kv.commit(64)
+        assert store.put(kv, range(64), model="m") == 64
+        (path,) = Path(store.stat().tiers[0].path).glob("*.kv")
+        with um.Block.map(path, category="staging") as block:
+            block.warm()
+            assert set(node_bytes(block.address, block.nbytes)) == nodes
+        assert store.granted is not None
+        assert set(store.granted.nodes) == nodes

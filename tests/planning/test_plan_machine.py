@@ -12,11 +12,13 @@ import pytest
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from unimem.engine import embedded_model
+from unimem.planning.plan import plans_of
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
 from unimem.system.hosts import CgroupHost
 from unimem.system.limits import Limit
 from unimem.system.text import parse_bytes
+from unimem.weights.files import open_model
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB, MIB = 1 << 30, 1 << 20
@@ -126,6 +128,24 @@ def test_what_is_only_here_is_not_planned_for_another_machine() -> None:
         pytest.raises(ValueError, match="opened weights are in memory here: plan their file"),
     ):
         um.plan(weights, machine={"memory": "1G"})
+
+
+def test_many_machines_are_planned_with_the_model_opened_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = str(embedded_model())
+    options: dict[str, Any] = {"ctx": 64, "kv_dtype": "f16", "load": "copy", "sessions": 3}
+    machines: list[Any] = [{"memory": "1G"}, {"memory": "2M"}, um.doctor()]
+    expected = [um.plan(path, machine=machine, **options) for machine in machines]
+    opened = Mock(wraps=open_model)
+    monkeypatch.setattr("unimem.planning.plan.open_model", opened)
+    with plans_of(path) as of:
+        found = [of(machine, **options) for machine in machines]
+    assert opened.call_count == 1
+    # What the machine has free changes meanwhile.
+    assert [plan.rows for plan in found] == [plan.rows for plan in expected]
+    assert found[:2] == expected[:2]
+    assert [plan.verdict for plan in found] == ["fits", "does not fit", "fits"]
 
 
 def test_a_cgroup_of_this_machine(cgroup_512mb: SmallCgroup) -> None:  # noqa: F811

@@ -19,8 +19,8 @@ MISSING: dict[str, str] = {}
 
 
 # The examples of the twin need a GPU: tests/gpu, and some of them in test_cuda_docs.py. That of
-# transformers, which takes seconds to import, is in tests/transformers.
-ELSEWHERE = {"unimem.cuda", "unimem.transformers"}
+# transformers, which takes seconds to import, is in tests/transformers; vLLM is not installed.
+ELSEWHERE = {"unimem.cuda", "unimem.transformers", "unimem.vllm"}
 
 
 def modules(package: ModuleType = unimem) -> Iterator[ModuleType]:

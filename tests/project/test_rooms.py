@@ -21,7 +21,13 @@ PACKAGES = {"unimem": ROOT / "src/unimem", "unimem_bench": ROOT / "bench/unimem_
 # each other.
 FLOORS = (
     *({"errors"}, {"system"}, {"_core"}, {"kv"}, {"weights"}, {"buffers", "accounting"}),
-    *({"planning"}, {"layout"}, {"cuda", "torch", "transformers"}, {"engine"}, {"cli"}),
+    *(
+        {"planning"},
+        {"layout"},
+        {"cuda", "ray", "torch", "transformers", "vllm"},
+        {"engine"},
+        {"cli"},
+    ),
 )
 # The same of the benchmarks, but those of one line may know each other.
 BENCH_FLOORS = (
@@ -39,7 +45,7 @@ FLOOR, BENCH_FLOOR = (
     {room: number for number, rooms in enumerate(floors) for room in rooms}
     for floors in (FLOORS, BENCH_FLOORS)
 )
-MOST_ENTRIES = 15
+MOST_ENTRIES = 17
 IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+c?import[ \t]+(\([^)]*\)|[^\n#]+)|c?import[ \t]+([^\n#]+))",
     re.M,

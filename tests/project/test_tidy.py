@@ -249,6 +249,7 @@ ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers"}
 # These two are programs, and nothing imports them.
 PROGRAMS = {"unimem.weights.staging.holder", "unimem.weights.staging.mount"}
 BINDINGS = {"unimem.system.ggml"}  # names of ggml, taken over as they are
+WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/vllm
 MODULES = sorted(
     {
         module_name(path)
@@ -257,6 +258,7 @@ MODULES = sorted(
     }
     - PROGRAMS
     - BINDINGS
+    - WITH_VLLM
 )
 STUBS = sorted(module_name(path) for path in (ROOT / "src/unimem").glob("*/*.pyi"))
 

@@ -113,6 +113,22 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         um.LayerKV,
         {"n_kv_heads": 2, "head_dim": 8, "window": 4, "dtype": "f16", "share_of": None},
     ),
+    "KVStore": lambda t: (
+        um.KVStore,
+        {"where": t.folder / "store", "ram_bytes": 0, "disk_bytes": 1 << 20, "chunk_tokens": 2},
+    ),
+    "KVStore.longest": lambda t: (
+        t.store().longest,
+        {"tokens": [1, 2], "model": "m", "kv": t.kv()},
+    ),
+    "KVStore.put": lambda t: (
+        t.store().put,
+        {"kv": t.kv(), "tokens": [1, 2], "model": "m"},
+    ),
+    "KVStore.restore_into": lambda t: (
+        t.store().restore_into,
+        {"kv": t.empty_kv(), "tokens": [1, 2], "model": "m"},
+    ),
     "Layout": lambda t: (
         um.Layout,
         {"weights": 4096, "scratch": 4096, "history": 4096} | PLACEMENT,
@@ -188,7 +204,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     "open_weights": lambda t: (
         um.open_weights,
         {"path": MODEL, "load": "map", "progress": None, "tape": None, "threads": 1}
-        | {"advice": None}
+        | {"advice": None, "verify": True}
         | PLACEMENT,
     ),
     "plan": lambda t: (
@@ -229,7 +245,8 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder": lambda t: (
         importlib.import_module("unimem.engine").Decoder,
         {"path_or_weights": t.weights(), "ctx": 16, "kv_dtype": "f16", "window": None}
-        | {"threads": 1, "layout": None, "load": "map", "progress": None},
+        | {"threads": 1, "layout": None, "load": "map", "progress": None}
+        | {"store": None},
     ),
     "Decoder.detokenize": of_decoder("detokenize", tokens=[1, 2]),
     "Decoder.generate": of_decoder(

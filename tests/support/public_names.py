@@ -25,6 +25,7 @@ MODULES: Final = (
     "unimem.engine",
     "unimem.kv.prefix",
     "unimem.kv.snapshot",
+    "unimem.ray",
     "unimem.system.limits",
     "unimem.torch",
 )

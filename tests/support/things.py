@@ -35,6 +35,9 @@ class Things:
             cache.append(layer, rows, rows)
         return cache
 
+    def empty_kv(self) -> um.KVCache:
+        return self.undo.enter_context(um.KVCache(2, 2, 8, 16, pages="4k"))
+
     def reserved(self) -> um.KVCache:
         cache = self.kv()
         cache.reserve(2)
@@ -79,6 +82,10 @@ class Things:
 
     def governor(self) -> um.Governor:
         return self.undo.enter_context(um.Governor())
+
+    def store(self) -> um.KVStore:
+        store = um.KVStore(self.folder / "store", ram_bytes=0, disk_bytes=1 << 24, chunk_tokens=2)
+        return self.undo.enter_context(store)
 
     def grid(self) -> um.Grid:
         return self.undo.enter_context(um.Grid(64, 4, pages="4k"))

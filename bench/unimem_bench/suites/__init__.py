@@ -12,7 +12,7 @@ __all__ = ["NAMES", "load_suite"]
 NAMES = (
     *("calls", "accounting", "gguf", "buffers", "scaling", "verify", "first-touch", "kv"),
     *("snapshot", "load", "decode", "pages", "repack", "exec", "pressure"),
-    *("transformers", "numa", "gpu"),
+    *("store", "remote", "transformers", "numa", "gpu"),
 )
 
 

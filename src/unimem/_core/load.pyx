@@ -131,7 +131,7 @@ def load(parts, *, threads=None, cpus=None, bint direct=False, request_bytes=Non
         block = given.blocks[0]
         if block._choice is not None:
             cpus = policy.warm_cpus(block._choice.numa, options.n_threads, limits.nodes(),
-                                    os.sched_getaffinity(0))
+                                    limits.cpus())
     if cpus is not None:
         if not cpus:
             raise ValueError("cpus: expected at least one, got none")

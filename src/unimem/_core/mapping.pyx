@@ -215,7 +215,7 @@ cdef int warm_region(Region region, object choice, str path, size_t offset, size
     cdef size_t part = max(WARM_PART_BYTES * n_threads if progress is None else PROGRESS_BYTES,
                            region.block.step_nbytes)
     if choice is not None and choice.numa is not None:
-        found = policy.warm_cpus(choice.numa, n_threads, limits.nodes(), os.sched_getaffinity(0))
+        found = policy.warm_cpus(choice.numa, n_threads, limits.nodes(), limits.cpus())
         if found is not None:
             for i in range(n_threads):
                 cpus[i] = found[i]

@@ -7,7 +7,7 @@ import resource
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -37,11 +37,13 @@ from unimem.cli.options import (
     parse_tokens,
 )
 from unimem.errors import CacheFull
+from unimem.kv.store import KVStore
 from unimem.layout import Layout
 from unimem.planning.governor import Governor
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
 from unimem.system.atomic_file import NewFile
+from unimem.system.objects import shown
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
 from unimem.system.text import escape, fact_lines, format_count, table_lines
@@ -99,6 +101,7 @@ class Options:
     chat: bool
     resume: Path | None
     save_session: str | None
+    store: str | None
     sampling: Sampling
 
 
@@ -112,6 +115,8 @@ class Talk:
     n_made: int = 0
     stop: Stop = "interrupted"
     n_restored: int = 0
+    n_known: int = 0  # tokens of the prompt that the store had
+    n_stored: int = 0
     n_saved: int = 0
     load_seconds: float = 0.0
     restore_seconds: float = 0.0
@@ -127,6 +132,11 @@ class Talk:
     def tokens(self) -> list[int]:
         """What was made."""
         return [int(token) for token in self.made[: self.n_made]]
+
+    @property
+    def n_prefilled(self) -> int:
+        """Tokens of the prompt that were computed."""
+        return len(self.prompt_tokens) - self.n_known
 
     @property
     def costs(self) -> Costs | None:
@@ -185,6 +195,14 @@ def run(
         str | None,  # a path that ends in a slash stays one
         typer.Option(metavar="FILE", help="Save the session at the end.", show_default=False),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Take the prompt's first tokens from this store of prefixes, and keep them there.",
+            show_default=False,
+        ),
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Write the prompt as the model's chat template says.")
     ] = False,
@@ -229,14 +247,13 @@ def run(
     check_numa(numa)
     sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(
-        model is None, ctx, load, pages, numa, governed, chat, resume, save_session, sampling
+        model is None, ctx, load, pages, numa, governed, chat, resume, save_session, store, sampling
     )
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
     if chat and prompt is None:
         raise typer.BadParameter("--chat needs a message: give it with -p")
-    if save_session == "":
-        raise typer.BadParameter("--save-session: expected the path of a file, got ''")
+    _check_paths(save_session, store)
     try:
         (prompt or "").encode()
     except UnicodeEncodeError:
@@ -251,13 +268,14 @@ def run(
     not_saved: BaseException | None = None
     with (
         Fallbacks(verbose=verbose) as fallbacks,
+        _open_store(store) as prefixes,
         _load(path, options, kv_dtype=kv_dtype, window=window, threads=threads) as layout,
     ):
         weights, plan = layout.weights, layout.plan
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
         with (
-            _new_decoder(weights, layout, plan, threads) as decoder,
+            _new_decoder(weights, layout, plan, threads, prefixes) as decoder,
             _governing(decoder, options) as governor,
         ):
             talk = _talk(decoder, prompt or "", options, tokens)
@@ -284,6 +302,15 @@ def run(
                 raise not_saved
             if not_saved is not None or talk.stop == "interrupted":
                 raise typer.Exit(130)  # here, so that nothing is waited for
+
+
+def _check_paths(save_session: str | None, store: str | None) -> None:
+    for option, path, what in (
+        ("--save-session", save_session, "a file"),
+        ("--store", store, "a folder"),
+    ):
+        if path == "":
+            raise typer.BadParameter(f"{option}: expected the path of {what}, got ''")
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:
@@ -322,7 +349,14 @@ def _load(path: Path, options: Options, **cache: Any) -> Layout:
         )
 
 
-def _new_decoder(weights: Weights, layout: Layout, plan: Plan, threads: int | None) -> Decoder:
+def _open_store(folder: str | None) -> AbstractContextManager[KVStore | None]:
+    # Its RAM would go with this process; the page cache stays.
+    return nullcontext() if folder is None else KVStore(folder, ram_bytes=0)
+
+
+def _new_decoder(
+    weights: Weights, layout: Layout, plan: Plan, threads: int | None, store: KVStore | None
+) -> Decoder:
     """Make the decoder, which repacks the model where the plan says so.
 
     `threads` is what the user asked for: where that is None, the decoder may take fewer.
@@ -337,6 +371,7 @@ def _new_decoder(weights: Weights, layout: Layout, plan: Plan, threads: int | No
             window=plan.window,
             threads=threads,
             layout=layout,
+            store=store,
             progress=progress,
         )
 
@@ -420,6 +455,9 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
             start = clock()
             decoder.prefill(talk.prompt_tokens)
             talk.prefill_seconds = clock() - start
+            if decoder._prefixes is not None:
+                talk.n_known = decoder._prefixes.n_restored
+                talk.n_stored = decoder._prefixes.n_stored
         warm_python_heap()
         for i in range(len(made)):
             if i == WARM_UP:
@@ -513,24 +551,29 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
             session.append(f"{format_count(talk.n_saved, 'token')} saved to {options.save_session}")
         else:
             session.append("nothing to save" if kv.is_empty else "not saved")
+    store = ""
+    if options.store is not None:
+        store = (
+            f"{talk.n_known} of {format_count(n_prompt, 'token')} of the prompt taken from "
+            f"{shown(options.store)}, which has {talk.n_stored} now"
+        )
     known = report.facts
     name = Path(decoder.weights.files[0]).name + (" (in the package)" if options.embedded else "")
     facts = {
         "text": f"{format_count(talk.n_made, 'token')} ({_STOPS[talk.stop]}), {by}",
-        "speed": f"prefill {_speed(n_prompt, talk.prefill_seconds)}, "
+        "speed": f"prefill {_speed(talk.n_prefilled, talk.prefill_seconds)}, "
         f"decode {_speed(talk.n_made, talk.decode_seconds)}",
         "context": f"{format_count(decoder.ctx, 'token')} ({why}), {used} used, "
         f"{n_prompt} of them the prompt"
         + (f"; attention sees the last {kv.window}" if kv.window else ""),
         "session": ", ".join(session),
+        "store": store,
         "load": f"{known['load']}: {known['load_reason']}",
         "model": f"{name}: {known['architecture']}, "
         f"{format_count(decoder.dims.num_layers, 'layer')}, KV {decoder.kv.dtype}, "
         f"{format_count(decoder.threads, 'thread')}",
     }
-    if not session:
-        del facts["session"]
-    return facts
+    return {name: fact for name, fact in facts.items() if fact}
 
 
 def _notes(report: Report) -> dict[str, str]:
@@ -595,10 +638,11 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         "prompt": {"text": talk.prompt, "tokens": talk.prompt_tokens},
         "output": {"text": text + stream.flush(), "tokens": talk.tokens, "stop": talk.stop},
         "session": _session(talk, options),
+        "store": _store(talk, options),
         "speed": {
             "load_seconds": talk.load_seconds,
             "prefill_seconds": talk.prefill_seconds,
-            "prefill_tokens_per_second": _rate(len(talk.prompt_tokens), talk.prefill_seconds),
+            "prefill_tokens_per_second": _rate(talk.n_prefilled, talk.prefill_seconds),
             "decode_seconds": talk.decode_seconds,
             "decode_tokens_per_second": _rate(talk.n_made, talk.decode_seconds),
         },
@@ -634,6 +678,16 @@ def _session(talk: Talk, options: Options) -> dict[str, Any] | None:
         "saved": options.save_session if talk.n_saved else None,
         "saved_tokens": talk.n_saved,
         "save_seconds": talk.save_seconds,
+    }
+
+
+def _store(talk: Talk, options: Options) -> dict[str, Any] | None:
+    if options.store is None:
+        return None
+    return {
+        "folder": shown(options.store),
+        "restored_tokens": talk.n_known,
+        "stored_tokens": talk.n_stored,
     }
 
 

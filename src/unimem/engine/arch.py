@@ -13,7 +13,7 @@ from unimem.system import ggml
 from unimem.system.text import format_count
 
 if TYPE_CHECKING:
-    from unimem.weights.opened import Weights
+    from unimem.weights.tensors import Contents
 
 __all__ = ["Model", "UnsupportedModel"]
 
@@ -47,7 +47,7 @@ class Model:
     window: int | None  # tokens that attention sees, where the file limits them
 
     @classmethod
-    def from_weights(cls, weights: Weights) -> Model:
+    def from_weights(cls, weights: Contents) -> Model:
         """Check a file's metadata and tensors.
 
         Raises
@@ -75,7 +75,7 @@ class Model:
             raise UnsupportedModel(str(error)) from None
 
     @classmethod
-    def _checked(cls, weights: Weights, arch: str) -> Model:
+    def _checked(cls, weights: Contents, arch: str) -> Model:
         meta = ArchMetadata(weights.metadata, arch)
         if meta.get("expert_count"):
             raise UnsupportedModel("mixtures of experts are not supported")
@@ -203,7 +203,7 @@ def _list_expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
             yield _Expected(f"{blk}.attn_k_norm.weight", (dims.head_dim,))
 
 
-def _check_tensors(weights: Weights, arch: str, dims: ModelDims) -> None:
+def _check_tensors(weights: Contents, arch: str, dims: ModelDims) -> None:
     if dims.num_layers > len(weights.tensors):
         raise UnsupportedModel(
             f"the metadata speaks of {format_count(dims.num_layers, 'layer')}, but the file has "

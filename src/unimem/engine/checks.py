@@ -21,6 +21,7 @@ from unimem.planning.result import Plan
 from unimem.system import ggml
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
+from unimem.weights.tensors import Contents
 
 __all__ = ["MOST_POSITIONS", "check_model", "check_session", "check_tokens"]
 
@@ -28,7 +29,7 @@ MOST_POSITIONS = 2**31 - 1  # ggml counts them in 32 bits
 
 
 def check_model(
-    weights: Weights,
+    weights: Contents,
     planned: str | os.PathLike[str] | Weights,
     *,
     layout: Layout | None,

@@ -21,6 +21,7 @@ from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.model_memory import ModelMemory
+from unimem.engine.prefixes import Prefixes
 from unimem.engine.sampling import Sampling
 from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
@@ -28,6 +29,7 @@ from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
 from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
+from unimem.kv.store import KVStore
 from unimem.layout import Layout
 from unimem.planning.needs import PREFILL_BATCH
 from unimem.system import ggml
@@ -77,6 +79,10 @@ class Decoder:
         How a file comes into memory, as for `open_weights`; or ``"repack"``, also of opened
         weights: what ggml has a faster order for lies in that, as by `unimem.repack`, placed like
         the layout's history. ``"auto"`` does so with a file that gains by it, where all fits.
+    store : KVStore, optional
+        Where the first tokens of a prompt are looked for, in whole chunks, before they are
+        computed, and where prompts are put. It is borrowed, not closed. What goes wrong with it is
+        a `PlacementWarning`, and the tokens are computed.
     progress : callable, optional
         Called while a file is read, with the bytes that were read and all bytes, as by
         `open_weights`. What it raises stops the work, and nothing stays taken.
@@ -127,6 +133,7 @@ class Decoder:
         threads: int | None = None,
         layout: Layout | None = None,
         load: EngineLoad = "auto",
+        store: KVStore | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._closed = True
@@ -138,6 +145,7 @@ class Decoder:
         self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
         try:
+            self._prefixes = None if store is None else Prefixes(store, self.weights)
             assert needed.ctx is not None  # of a model that the engine runs
             if layout is None:
                 layout = own_layout = Layout.for_model(
@@ -598,8 +606,7 @@ class Decoder:
         self._check_open()
         checked = check_tokens(tokens, self.dims.vocab_size)
         self._forward.require_room(len(checked))
-        self._compute(checked)
-        self._tally.count(len(checked), 0)
+        self._take_in(checked)
         return self.logits
 
     def generate_next_token(
@@ -705,8 +712,7 @@ class Decoder:
     ) -> Iterator[str]:
         self.reset()
         n_talks = self._n_talks
-        self._compute(tokens)
-        self._tally.count(len(tokens), 0)
+        self._take_in(tokens)
         stream = self.tokenizer.stream()
         for i in range(n):
             token = self._forward.choose(options)
@@ -722,6 +728,25 @@ class Decoder:
                 self._forward.step(token)
         if text := stream.flush():
             yield text
+
+    @in_turn
+    def _take_in(self, tokens: NDArray[Any]) -> None:
+        """Make checked tokens part of the conversation: by the store, or else by computing."""
+        begin = self.kv.seq_len
+        n = 0
+        try:
+            if self._prefixes is not None and self.kv.next_position == 0:
+                n = self._prefixes.restore(self.kv, tokens)
+                self._forward.note_ids(0, tokens[:n])
+            self._compute(tokens[n:])
+            if self._prefixes is not None:
+                self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
+        except BaseException:
+            # What a ring has computed stays, as without a store.
+            if not self._closed and not self.kv.window and self.kv.seq_len > begin:
+                self.kv.crop(begin)
+            raise
+        self._tally.count(len(tokens) - n, 0)
 
     @in_turn
     def _compute(self, tokens: NDArray[Any]) -> None:

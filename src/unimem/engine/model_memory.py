@@ -10,7 +10,8 @@ from unimem.engine.checks import check_model
 from unimem.engine.graph import Headers
 from unimem.layout import Layout
 from unimem.system import policy
-from unimem.weights.loading import EngineLoad, Progress, check_load
+from unimem.system.transfers import TRIES
+from unimem.weights.loading import EngineLoad, Progress, check_load, unloaded_memory
 from unimem.weights.opened import (
     Weights,
     lock_what_is_mapped,
@@ -18,8 +19,10 @@ from unimem.weights.opened import (
     open_weights,
     warm_where_it_fits,
 )
+from unimem.weights.remote import is_url, open_remote
 from unimem.weights.repack import repack_and_warm
 from unimem.weights.repacked import Repacked
+from unimem.weights.tensors import Contents, ModelPart
 
 __all__ = ["ModelMemory"]
 
@@ -64,6 +67,17 @@ class ModelMemory:
             made_for = layout.plan if is_theirs else None
             if load == "auto" and made_for is not None and made_for.load == "repack":
                 opened, reason = "repack", made_for.load_reason
+        elif is_url(path_or_weights):
+            if load == "repack":
+                raise ValueError(
+                    f"load='repack' of {path_or_weights.partition('?')[0]!r}: open_weights reads a "
+                    "file on a server: give its weights with load='repack'"
+                )
+            with open_remote(path_or_weights, TRIES) as remote:
+                parts = map(ModelPart, remote.files, unloaded_memory(remote))
+                check_model(Contents(tuple(parts)), path_or_weights, load=load, **asked)
+            opened = "auto"
+            self.weights = open_weights(path_or_weights, load=load, progress=progress)
         else:
             # A model that is refused is refused before its data are read.
             with open_weights(path_or_weights, load="map") as weights:

@@ -10,11 +10,15 @@ cdef enum:
     # What is compared is a look: so many tokens, and so long, since a time slice is milliseconds.
     LOOK_TOKENS = 2
     LOOK_NS = 10_000_000
+    # A trial is at most as many looks.
+    TRIAL_LOOKS = 8
     # A token is given up after twice what it should take, and this.
     GRACE_NS = 1_000_000
     # A trial that loses time is not repeated before this many times of what it lost. Trials of
     # fewer threads, which find nothing on a quiet machine, come less and less often.
     PATIENCE = 64
+    # Trials of more come sooner at first: what took away a thread may have been an accident.
+    HASTE = 8
     MOST_PATIENCE = 1 << 16
 
 
@@ -22,9 +26,10 @@ cdef class ThreadCount:
     """Chooses how many threads compute the next token.
 
     One count is settled. Now and then another one, next to it, is tried for some tokens, and kept
-    where they take at least 3 % less. One that is fewer is tried at the beginning, and as soon as
-    tokens take a quarter longer than they did; one that is more, again and again. The choice is a
-    function of the durations that were noted, and of nothing else.
+    where they take at least 3 % less. Durations scatter by a fifth also where nobody else works, so
+    a small gain has to hold for 16 tokens, and one of a third for 2. One that is fewer is tried at
+    the beginning, and as soon as tokens take a quarter longer than they did; one that is more,
+    again and again. The choice is a function of the durations that were noted, and of nothing else.
 
     Parameters
     ----------
@@ -59,7 +64,9 @@ cdef class ThreadCount:
             self._last += 1
             less *= 2
         self._tried = -1
+        self._looks = 1
         self._patience = PATIENCE
+        self._patience_more = HASTE
 
     @property
     def n(self):
@@ -93,7 +100,7 @@ cdef class ThreadCount:
         return 2 * self._cost + GRACE_NS
 
     cdef void note_token(self, int64_t ns, bint given_up) noexcept nogil:
-        cdef int64_t mean
+        cdef int64_t mean, gain
         cdef bint is_slow
         if not self.adapts:
             return
@@ -107,23 +114,33 @@ cdef class ThreadCount:
         self._look_ns += ns
         if given_up:
             if self._tried >= 0:
-                self._end_trial(ns, True)
+                self._end_trial(ns, False)
             else:
                 self._cost = max(self._cost, ns)
                 self._patience = PATIENCE
                 self._start_trial(1)
             return
         self._look_n += 1
-        if self._look_n < LOOK_TOKENS or self._look_ns < LOOK_NS:
+        if self._look_n < self._looks * LOOK_TOKENS or self._look_ns < self._looks * LOOK_NS:
             return
         mean = self._look_ns // self._look_n
         if self._tried >= 0:
-            self._end_trial(mean, False)
+            # The more looks, the smaller a gain that is no accident.
+            gain = self._cost - mean
+            if gain <= self._cost // 32:
+                self._end_trial(mean, False)
+            elif gain > self._cost // (3 * self._looks) or self._looks == TRIAL_LOOKS:
+                self._end_trial(mean, True)
+            else:
+                self._looks += 1
             return
-        is_slow = self._usual > 0 and mean > self._usual + self._usual // 4
-        self._cost = mean
+        # One look is too few to tell a neighbour from an accident; the average of some is not.
+        self._cost = mean if self._usual == 0 else self._cost + (mean - self._cost) // 4
+        is_slow = self._usual > 0 and self._cost > self._usual + self._usual // 4
         # Longer contexts, and neighbours who stay, become what is usual.
-        self._usual = mean if self._usual == 0 else min(mean, self._usual + self._usual // 64)
+        self._usual = (
+            mean if self._usual == 0 else min(self._cost, self._usual + self._usual // 64)
+        )
         if is_slow and not self._is_slow:
             self._wait_fewer = 0
             self._patience = PATIENCE
@@ -137,22 +154,26 @@ cdef class ThreadCount:
     cdef void _start_trial(self, int step) noexcept nogil:
         self._tried = self._at + step
         self._look_ns = self._look_n = 0
+        self._looks = 1
 
-    cdef void _end_trial(self, int64_t mean, bint given_up) noexcept nogil:
+    cdef void _end_trial(self, int64_t mean, bint is_faster) noexcept nogil:
         cdef bint is_fewer = self._tried > self._at
         cdef int64_t lost = max(self._look_ns - self._look_n * self._cost, self._look_ns // 8)
-        if not given_up and mean < self._cost - self._cost // 32:
+        if is_faster:
             self._at = self._tried
             self._cost = self._usual = mean
             self._is_slow = False
             self._patience = PATIENCE
+            self._patience_more = HASTE
             # Further on the same way at once, and back later.
             self._wait_fewer = 0 if is_fewer else PATIENCE * self._look_ns
-            self._wait_more = 8 * self._look_ns if is_fewer else 0
+            self._wait_more = 4 * self._look_ns if is_fewer else 0
         elif is_fewer:
             self._wait_fewer = self._patience * lost
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         else:
-            self._wait_more = PATIENCE * lost
+            self._wait_more = self._patience_more * lost
+            self._patience_more = min(2 * self._patience_more, PATIENCE)
         self._tried = -1
         self._look_ns = self._look_n = 0
+        self._looks = 1

@@ -62,6 +62,8 @@ class KVCache(KVMemory):
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
         order: Literal["token", "head"] = "token",
+        k_dtype: npt.DTypeLike | None = None,
+        v_dtype: npt.DTypeLike | None = None,
     ) -> int: ...
     @overload
     @staticmethod

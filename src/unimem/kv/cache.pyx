@@ -680,7 +680,7 @@ cdef class KVCache(KVMemory):
         Parameters
         ----------
         path : path-like
-            The file.
+            The file, or the URL of an object, such as ``s3://bucket/key``: see docs/remote.md.
         tokens : sequence of int, optional
             The ids of all tokens up to `next_position`.
         model : str, optional
@@ -709,10 +709,11 @@ cdef class KVCache(KVMemory):
         Parameters
         ----------
         path : path-like
-            The file.
+            The file, or its URL.
         mode : {"map", "copy"}
             ``"map"``: the file is mapped, copy-on-write, and ready at once; the cache grows on
-            demand, on base pages. ``"copy"``: it is read, in parallel. A ring is always read.
+            demand, on base pages. ``"copy"``: it is read, in parallel. A ring, and what a URL
+            names, is always read.
         tokens : sequence of int, optional
             The tokens to be computed: those of the file must be the first of them.
         model : str, optional

@@ -573,6 +573,11 @@ cdef class Sequence:
         self._ids += told
         self.index_blocks()
 
+    def _told_ids(self):
+        """The ids of its first tokens, int32, as far as they were told; for chunk_rows."""
+        self.open_region()
+        return np.frombuffer(bytes(self._ids), np.int32)
+
     cdef int index_blocks(self) except -1:
         """Cache the full blocks whose ids are known."""
         cdef Py_ssize_t size = self.cache.paged.spec.block_tokens * ID_BYTES

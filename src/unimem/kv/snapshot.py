@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -28,8 +26,11 @@ from unimem.kv import snapshot_layers as many
 from unimem.kv.snapshot_caches import Cache, CacheOfLayers, HostCache
 from unimem.kv.snapshot_format import Chunk, Snapshot
 from unimem.kv.snapshot_layers import LayersSnapshot
+from unimem.kv.snapshot_source import LocalSnapshot, RemoteSnapshot, SnapshotBytes, open_source
+from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system.arguments import file_path, flag, one_of
 from unimem.system.atomic_file import NewFile
+from unimem.system.objects import is_url, open_server
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import wait_until
 
@@ -50,13 +51,12 @@ _CHUNK_BYTES = 8 << 20
 # One thread hashes while others write; more keep no disk busier.
 _THREADS = 4
 
-Tokens = Sequence[int] | NDArray[Any] | None
-
 
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
+_T = TypeVar("_T")
 
 
-def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | None) -> None:
+def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None) -> None:
     """Write a cache's tokens to a file, which is replaced whole or not at all.
 
     Parameters
@@ -64,7 +64,7 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | N
     kv : KVCache
         Without reserved rows, and of equally many tokens in all layers: the caller has checked.
     path : path-like
-        The file. One that is there keeps its permissions.
+        The file, or the URL of an object. A file that is there keeps its permissions.
     tokens : sequence of int, optional
         The ids of all tokens of the conversation, up to `next_position`, those that were trimmed
         included.
@@ -82,15 +82,11 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens, model: str | N
     """
     name = file_path(path)
     ids = _checked_ids(kv, tokens)
-    snapshot = _describe_cache(kv, _model_name(model), ids, name, 0)
-    with NewFile(name) as file:
-        file.allocate(snapshot.file_bytes)
-        _write(file, kv, snapshot)
-        file.publish()
+    _save([_section(kv, _model_name(model), ids, name, 0)], name, np.empty(0, np.uint8))
 
 
 def save_layers(
-    kv: CacheOfLayers, path: str | os.PathLike[str], tokens: Tokens, model: str | None
+    kv: CacheOfLayers, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None
 ) -> None:
     """Write the tokens of a cache whose layers differ, as `save` does.
 
@@ -108,27 +104,42 @@ def save_layers(
     """
     name, ids = file_path(path), _checked_ids(kv, tokens)
     begin = base = many.first_offset(len(kv.layers), len(kv._parts), mmap.PAGESIZE)
-    parts: list[Snapshot] = []
+    sections: list[_Section] = []
     for part in kv._parts:
-        own = (None, None) if parts else (_model_name(model), ids)
-        parts.append(_describe_cache(part, *own, name, base))
-        base += parts[-1].file_bytes
-    with NewFile(name) as file:
-        file.allocate(base)
-        for part, snapshot in zip(kv._parts, parts, strict=True):
-            _write(file, part, snapshot)
-        with _staging(begin) as block:
-            head = block.as_array("uint8", begin)
-            many.encode(kv.layers, parts, head)
-            file.write(head, 0)
-            del head
-        file.publish()
+        own = (None, None) if sections else (_model_name(model), ids)
+        sections.append(_section(part, *own, name, base))
+        base += sections[-1].snapshot.file_bytes
+    head = np.zeros(begin, np.uint8)
+    many.encode(kv.layers, [section.snapshot for section in sections], head)
+    _save(sections, name, head)
 
 
-def _describe_cache(
+def _checked_ids(kv: Cache | CacheOfLayers, tokens: Tokens | None) -> NDArray[np.int32] | None:
+    """Return the ids of all tokens up to `next_position`."""
+    ids = None if tokens is None else token_ids(tokens)
+    if ids is not None and len(ids) != kv.next_position:
+        raise ValueError(
+            f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
+            f"{len(ids)}"
+        )
+    return ids
+
+
+_DataOf: TypeAlias = Callable[[Chunk, NDArray[np.uint8]], NDArray[np.uint8]]
+
+
+class _Section(NamedTuple):
+    """What a cache is in a file, and what gives the bytes of a chunk, and notes their checksum."""
+
+    snapshot: Snapshot
+    data_of: _DataOf
+
+
+def _section(
     kv: Cache, model: str | None, ids: NDArray[np.int32] | None, path: str, base: int
-) -> Snapshot:
-    return fmt.new(
+) -> _Section:
+    """Lay out what of a file is a cache's, from a byte on."""
+    snapshot = fmt.new(
         {
             **{key: getattr(kv, key) for key in _DIMS if key != "spare_rows"},
             # A fixed cache may have fewer rows, for its budget_bytes.
@@ -144,13 +155,9 @@ def _describe_cache(
         path,
         base,
     )
-
-
-def _write(file: NewFile, kv: Cache, snapshot: Snapshot) -> None:
-    """Write the rows of a cache, and what says where they are."""
     rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
 
-    def write(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
+    def data_of(chunk: Chunk, staging: NDArray[np.uint8]) -> NDArray[np.uint8]:
         data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
         # Pages of a file that may be lost are copied first: neither hashed nor written from.
         if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
@@ -162,15 +169,79 @@ def _write(file: NewFile, kv: Cache, snapshot: Snapshot) -> None:
             piece[chunk.nbytes :] = 0
             data = piece
         snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
-        file.write(data, chunk.offset)
+        return data
 
-    _for_each_chunk(snapshot, write)
+    return _Section(snapshot, data_of)
+
+
+def _save(sections: list[_Section], name: str, front: NDArray[np.uint8]) -> None:
+    """Write what comes in front, and the sections."""
+    if is_url(name):
+        _save_object(sections, name, front)
+    else:
+        _save_file(sections, name, front)
+
+
+def _file_bytes(sections: list[_Section]) -> int:
+    last = sections[-1].snapshot
+    return last.base + last.file_bytes
+
+
+def _save_file(sections: list[_Section], name: str, front: NDArray[np.uint8]) -> None:
+    with NewFile(name) as file:
+        file.allocate(_file_bytes(sections))
+        for snapshot, data_of in sections:
+            _save_section(file, snapshot, data_of)
+        if front.size:
+            _write_head(file, front, 0)
+        file.publish()
+
+
+def _save_section(file: NewFile, snapshot: Snapshot, data_of: _DataOf) -> None:
+    _for_each_chunk(
+        snapshot, lambda chunk, staging: file.write(data_of(chunk, staging), chunk.offset)
+    )
     # Last, since it has the checksums.
-    with _staging(snapshot.data_offset) as block:
-        head = block.as_array("uint8", snapshot.data_offset)
-        fmt.encode(snapshot, head)
-        file.write(head, snapshot.base)
-        del head
+    _write_head(file, _head(snapshot), snapshot.base)
+
+
+def _head(snapshot: Snapshot) -> NDArray[np.uint8]:
+    head = np.zeros(snapshot.data_offset, np.uint8)
+    fmt.encode(snapshot, head)
+    return head
+
+
+def _write_head(file: NewFile, head: NDArray[np.uint8], offset: int) -> None:
+    """Write by way of memory that is aligned to pages."""
+    with _staging(len(head)) as block:
+        aligned = block.as_array("uint8", len(head))
+        aligned[:] = head
+        file.write(aligned, offset)
+        del aligned
+
+
+def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8]) -> None:
+    """Write an object from its first byte to its last; it is there when all of it is.
+
+    Headers come first and have the checksums, so all data is looked at twice.
+    """
+    server, shown = open_server(url)
+    try:
+        for snapshot, data_of in sections:
+            _for_each_chunk(snapshot, data_of)
+
+        def parts() -> Iterator[memoryview]:
+            if front.size:
+                yield front.data
+            for snapshot, data_of in sections:
+                yield _head(snapshot).data
+                for chunk in snapshot.chunks():
+                    # Of its own, since it may be on its way when the next one is asked for.
+                    yield data_of(chunk, np.empty(chunk.nbytes + chunk.padding, np.uint8)).data
+
+        server.put_parts(shown, parts(), _file_bytes(sections))
+    finally:
+        server.close()
 
 
 # The constructor's arguments, which a snapshot has as fields of these names.
@@ -230,9 +301,9 @@ def check(path: str | os.PathLike[str]) -> Snapshot | Any:
     MemoryError
         There is no room for what is read at once, at most 256 MiB.
     """
-    with _opened(file_path(path)) as (fd, snapshot):
+    with _opened(file_path(path)) as (source, snapshot):
         for part in _parts_of(snapshot):
-            _check_data(part, fd)
+            _check_data(part, source)
         return snapshot
 
 
@@ -240,7 +311,7 @@ def restore(
     cls: type[_HostCacheT],
     path: str | os.PathLike[str],
     mode: Literal["map", "copy"],
-    tokens: Tokens,
+    tokens: Tokens | None,
     model: str | None,
     verify: bool | None,
     placement: PlacementOptions,
@@ -252,10 +323,10 @@ def restore(
     cls : type
         KVCache.
     path : path-like
-        The file.
+        The file, or its URL.
     mode : {"map", "copy"}
         Map the file, privately, so that pages are read when they are touched; or read all of it. A
-        ring, and a cache without tokens, is read in both.
+        ring, a cache without tokens, and what a URL names, is read in both.
     tokens : sequence of int, optional
         What the conversation shall begin with: the snapshot's tokens have to be a prefix of these.
     model : str, optional
@@ -294,32 +365,26 @@ def restore(
         )
     if verify is not None:
         flag(verify, "verify")
-    ids = _token_ids(tokens)
-    with _opened(file_path(path)) as (fd, snapshot):
+    ids = None if tokens is None else token_ids(tokens)
+    with _opened(file_path(path)) as (source, snapshot):
         _check_wanted(_parts_of(snapshot)[0], ids, model)
-        source = _SnapshotFile(fd, snapshot) if mode == "map" else None
+        file = None
+        if mode == "map" and isinstance(source, LocalSnapshot):
+            file = _SnapshotFile(source.fd, snapshot)
+        given = (source, file, verify, placement)
         if isinstance(snapshot, Snapshot):
-            kv = _restored(cls, fd, snapshot, mode, verify, placement)
-            kv._snapshot = source
-            return kv
-        parts: list[_HostCacheT] = []
-        try:
-            for part in snapshot.parts:
-                parts.append(_restored(cls, fd, part, mode, verify, placement))
-            kv = cls._of_layers(snapshot.layers, parts, snapshot.max_seq_len)
-        except BaseException:
-            for one in parts:
-                one.__exit__()
-            raise
-        kv._snapshot = source
+            kv = _restored(cls, snapshot, *given)
+        else:
+            kv = _restored_layers(cls, snapshot, *given)
+        kv._snapshot = file
         return kv
 
 
 def _restored(
     cls: type[_HostCacheT],
-    fd: int,
     snapshot: Snapshot,
-    mode: Literal["map", "copy"],
+    source: SnapshotBytes,
+    file: _SnapshotFile | None,
     verify: bool | None,
     placement: PlacementOptions,
 ) -> _HostCacheT:
@@ -327,16 +392,17 @@ def _restored(
     fields = {key: getattr(snapshot, key) for key in _DIMS}
     in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
     can_grow = not snapshot.window and snapshot.dtype == snapshot.v_dtype
-    if mode == "map" and snapshot.seq_len and can_grow and in_pages:
+    if file and snapshot.seq_len and can_grow and in_pages:
         if verify:
-            _check_data(snapshot, fd)
+            _check_data(snapshot, source)
         offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
         return cls._mapped(
-            fields, fd, snapshot.path, offsets, snapshot.seq_len, snapshot.next_position
+            *(fields, file.fd, snapshot.path, offsets),
+            *(snapshot.seq_len, snapshot.next_position),
         )
     kv = cls(**fields, **placement)
     try:
-        _read(kv, snapshot, fd, verify=verify is not False)
+        _read(kv, snapshot, source, verify=verify is not False)
     except BaseException:
         # Not close(), which raises while the error's traceback holds views.
         kv.__exit__()
@@ -344,10 +410,24 @@ def _restored(
     return kv
 
 
+def _restored_layers(cls: type[_HostCacheT], snapshot: LayersSnapshot, *given: Any) -> _HostCacheT:
+    """Make a cache whose layers differ."""
+    parts: list[_HostCacheT] = []
+    try:
+        for part in snapshot.parts:
+            parts.append(_restored(cls, part, *given))
+        made: _HostCacheT = cls._of_layers(snapshot.layers, parts, snapshot.max_seq_len)
+    except BaseException:
+        for one in parts:
+            one.__exit__()
+        raise
+    return made
+
+
 def read_into(
     kv: Cache | CacheOfLayers,
     path: str | os.PathLike[str],
-    tokens: Tokens = None,
+    tokens: Tokens | None = None,
     model: str | None = None,
 ) -> Snapshot | Any:
     """Read a snapshot into a cache that is there, and check all of it.
@@ -391,8 +471,8 @@ def read_into(
             "expected a cleared cache, got one with reserved rows, or with tokens that not all "
             "layers hold: call clear() first"
         ) from error
-    ids = _token_ids(tokens)
-    with _opened(file_path(path)) as (fd, snapshot):
+    ids = None if tokens is None else token_ids(tokens)
+    with _opened(file_path(path)) as (source, snapshot):
         _check_wanted(_parts_of(snapshot)[0], ids, model)
         pairs = _check_like(kv, snapshot)
         if snapshot.seq_len > kv.max_seq_len:
@@ -405,7 +485,7 @@ def read_into(
             )
         try:
             for one, part in pairs:
-                _read(one, part, fd, verify=True)
+                _read(one, part, source, verify=True)
             if isinstance(kv, CacheOfLayers):
                 kv._finish_restore(snapshot.next_position, snapshot.seq_len)
         except BaseException:
@@ -468,12 +548,12 @@ class _SnapshotFile:
     """The file behind a mapped cache, held open: another may have its name by now."""
 
     def __init__(self, fd: int, snapshot: Snapshot | LayersSnapshot) -> None:
-        self._fd = -1
+        self.fd = -1
         self._snapshot = snapshot
-        self._fd = os.dup(fd)
+        self.fd = os.dup(fd)
 
     def verify(self) -> None:
-        there, whole = os.fstat(self._fd).st_size, self._snapshot.file_bytes
+        there, whole = os.fstat(self.fd).st_size, self._snapshot.file_bytes
         if there < whole:
             raise SnapshotError(
                 f"the file was truncated after it was mapped: it has {there} of {whole} bytes, and "
@@ -482,13 +562,14 @@ class _SnapshotFile:
                 there,
                 self._snapshot.path,
             )
+        source = LocalSnapshot(self.fd, self._snapshot.path, there)
         for part in _parts_of(self._snapshot):
-            _check_data(part, self._fd)
+            _check_data(part, source)
 
     def __del__(self) -> None:
-        if self._fd >= 0:
+        if self.fd >= 0:
             with suppress(OSError):
-                os.close(self._fd)
+                os.close(self.fd)
 
 
 # ---- what the caller gave ----
@@ -498,30 +579,6 @@ def _model_name(model: str | None) -> str | None:
     if model is not None and not isinstance(model, str):
         raise TypeError(f"model: expected a str, got {type(model).__name__}")
     return model
-
-
-def _checked_ids(kv: Cache | CacheOfLayers, tokens: Tokens) -> NDArray[np.int32] | None:
-    """Return the ids of all tokens up to `next_position`."""
-    ids = _token_ids(tokens)
-    if ids is not None and len(ids) != kv.next_position:
-        raise ValueError(
-            f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
-            f"{len(ids)}"
-        )
-    return ids
-
-
-def _token_ids(tokens: Tokens) -> NDArray[np.int32] | None:
-    if tokens is None:
-        return None
-    given = np.asarray(tokens)
-    if given.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got shape {given.shape}")
-    if given.size and given.dtype.kind not in "iu":
-        raise TypeError(f"tokens: expected integers, got {given.dtype}")
-    if given.size and not 0 <= given.min() <= given.max() < 2**31:
-        raise ValueError(f"tokens: expected 0 to 2**31 - 1, got {given.min()} to {given.max()}")
-    return given.astype(np.int32)
 
 
 def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: str | None) -> None:
@@ -552,71 +609,65 @@ def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: s
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[int, Snapshot | LayersSnapshot]]:
+def _opened(
+    path: str,
+) -> Iterator[tuple[LocalSnapshot | RemoteSnapshot, Snapshot | LayersSnapshot]]:
     """Give the open file and what its header says, all of which is checked."""
-    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        info = os.fstat(fd)
-        if stat.S_ISDIR(info.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.EINVAL, "Is not a regular file", path)
-        begin = _read_bytes(fd, 0, min(many.HEADER_BYTES, info.st_size), path)
-        if many.is_head(begin.tobytes()):
-            yield fd, _read_layers(fd, begin.tobytes(), info.st_size, path)
-        else:
-            yield fd, _read_part(fd, 0, info.st_size, path)
-    finally:
-        os.close(fd)
+    with open_source(path) as source:
+        yield source, _again(source, lambda: _read_header(source))
 
 
-def _read_part(fd: int, base: int, nbytes: int, path: str) -> Snapshot:
+def _read_header(source: SnapshotBytes) -> Snapshot | LayersSnapshot:
+    begin = _read_bytes(source, 0, min(many.HEADER_BYTES, source.nbytes)).tobytes()
+    if many.is_head(begin):
+        return _read_layers(source, begin)
+    return _read_part(source, 0, source.nbytes)
+
+
+def _read_part(source: SnapshotBytes, base: int, nbytes: int) -> Snapshot:
     """Read the header and the tables of a snapshot, which has these bytes of the file."""
-    head = _read_bytes(fd, base, min(fmt.HEADER_BYTES, nbytes), path)
+    head = _read_bytes(source, base, min(fmt.HEADER_BYTES, nbytes))
     try:
-        values = fmt.checked_header(head.tobytes(), nbytes, path)
+        values = fmt.checked_header(head.tobytes(), nbytes, source.path)
         size = values["data_offset"] - fmt.HEADER_BYTES
-        tables = _read_bytes(fd, base + fmt.HEADER_BYTES, size, path)
-        return fmt.checked_tables(values, tables, path, base)
+        tables = _read_bytes(source, base + fmt.HEADER_BYTES, size)
+        return fmt.checked_tables(values, tables, source.path, base)
     except SnapshotError as error:
         if not base:
             raise
-        raise SnapshotError(error.rule, base + (error.offset or 0), path) from None
+        raise SnapshotError(error.rule, base + (error.offset or 0), source.path) from None
 
 
-def _read_layers(fd: int, head: bytes, file_bytes: int, path: str) -> LayersSnapshot:
+def _read_layers(source: SnapshotBytes, head: bytes) -> LayersSnapshot:
     """Read the header of a cache whose layers differ, and those of its parts."""
-    values = many.checked_header(head, file_bytes, path)
+    values = many.checked_header(head, source.nbytes, source.path)
     size = values["data_offset"] - many.HEADER_BYTES
-    found = many.checked_head(values, _read_bytes(fd, many.HEADER_BYTES, size, path), path)
-    parts = [_read_part(fd, at, nbytes, path) for at, nbytes in found.parts]
-    return many.checked_layers(found, parts, path)
+    found = many.checked_head(values, _read_bytes(source, many.HEADER_BYTES, size), source.path)
+    parts = [_read_part(source, at, nbytes) for at, nbytes in found.parts]
+    return many.checked_layers(found, parts, source.path)
 
 
 def _parts_of(snapshot: Snapshot | LayersSnapshot) -> tuple[Snapshot, ...]:
     return snapshot.parts if isinstance(snapshot, LayersSnapshot) else (snapshot,)
 
 
-def _read_bytes(fd: int, offset: int, nbytes: int, path: str) -> NDArray[np.uint8]:
+def _read_bytes(source: SnapshotBytes, offset: int, nbytes: int) -> NDArray[np.uint8]:
     out = np.empty(nbytes, np.uint8)
-    _read_fully(fd, out, offset, path)
+    source.read(out, offset)
     return out
 
 
-def _read_fully(fd: int, out: NDArray[np.uint8], offset: int, path: str) -> None:
-    rest = out.data
-    while rest:
-        try:
-            n = os.preadv(fd, [rest], offset)
-        except OSError as error:
-            raise OSError(error.errno, os.strerror(error.errno or errno.EIO), path) from error
-        if n == 0:
-            raise SnapshotError("the file became shorter while it was read", offset, path)
-        rest, offset = rest[n:], offset + n
+def _again(source: SnapshotBytes, work: Callable[[], _T]) -> _T:
+    """Do what reads and checks; where a server's bytes are damaged, once more."""
+    try:
+        return work()
+    except SnapshotError:
+        if not isinstance(source, RemoteSnapshot):
+            raise
+    return work()
 
 
-def _read(kv: Cache, snapshot: Snapshot, fd: int, *, verify: bool) -> None:
+def _read(kv: Cache, snapshot: Snapshot, source: SnapshotBytes, *, verify: bool) -> None:
     """Read the rows into an empty cache."""
     n, position = snapshot.seq_len, snapshot.next_position
     kv._begin_restore(position, n)
@@ -624,23 +675,23 @@ def _read(kv: Cache, snapshot: Snapshot, fd: int, *, verify: bool) -> None:
 
     def read(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
         data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
-        _read_fully(fd, data, chunk.offset, snapshot.path)
+        source.read(data, chunk.offset)
         if verify:
             padding = staging[: chunk.padding]
-            _read_fully(fd, padding, chunk.offset + chunk.nbytes, snapshot.path)
+            source.read(padding, chunk.offset + chunk.nbytes)
             _check_chunk(snapshot, chunk, data, padding)
 
-    _for_each_chunk(snapshot, read)
+    _for_each_chunk(snapshot, lambda *given: _again(source, lambda: read(*given)))
     kv._finish_restore(position, n)
 
 
-def _check_data(snapshot: Snapshot, fd: int) -> None:
+def _check_data(snapshot: Snapshot, source: SnapshotBytes) -> None:
     def check(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
         data = staging[: chunk.nbytes + chunk.padding]
-        _read_fully(fd, data, chunk.offset, snapshot.path)
+        source.read(data, chunk.offset)
         _check_chunk(snapshot, chunk, data)
 
-    _for_each_chunk(snapshot, check)
+    _for_each_chunk(snapshot, lambda *given: _again(source, lambda: check(*given)))
 
 
 def _check_chunk(snapshot: Snapshot, chunk: Chunk, *pieces: NDArray[np.uint8]) -> None:
@@ -667,7 +718,7 @@ def _staging(nbytes: int) -> Block:
     return Block(nbytes, pages="4k", name="snapshot", category="staging")
 
 
-def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]], None]) -> None:
+def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]], object]) -> None:
     """Do the work for every chunk, in threads, each with page-aligned memory for a chunk.
 
     The error of the first chunk that has one is raised, and what has not begun then is left. No

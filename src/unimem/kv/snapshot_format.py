@@ -26,6 +26,7 @@ __all__ = [
     "encode",
     "new",
     "round_up",
+    "row_bytes_of",
     "seal_header",
 ]
 
@@ -75,6 +76,12 @@ DAMAGED = "the file is damaged, take another copy of it or save anew"
 def round_up(n: int, step: int) -> int:
     """Return the smallest multiple of `step` that is not below `n`."""
     return -(-n // step) * step
+
+
+def row_bytes_of(n_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Return the bytes of one token's K (or V) in one layer, of so many heads."""
+    block_values, block_bytes = _BLOCKS[dtype]
+    return n_kv_heads * head_dim // block_values * block_bytes
 
 
 class Lane(NamedTuple):
@@ -264,9 +271,8 @@ def _n_lanes(facts: dict[str, Any]) -> int:
 
 
 def _row_bytes(facts: dict[str, Any], key: Literal["dtype", "v_dtype"]) -> int:
-    block_values, block_bytes = _BLOCKS[facts[key]]
     n_heads = facts["n_kv_heads"] // _lanes_of_stream(facts["order"], facts["n_kv_heads"])
-    return int(n_heads * facts["head_dim"] // block_values * block_bytes)
+    return row_bytes_of(n_heads, facts["head_dim"], facts[key])
 
 
 def _sizes(facts: dict[str, Any], n_tokens: int) -> _Sizes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack
 
@@ -40,7 +41,7 @@ from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
 from unimem.weights.remote import is_url, open_remote
 
-__all__ = ["plan"]
+__all__ = ["plan", "plans_of"]
 
 DEFAULT_CTX = 4096
 _MOST = 2**31 - 1  # tokens: ggml counts them in 32 bits
@@ -157,13 +158,57 @@ def plan(
         return _Planner(DimsSource(path_or_dims), host).plan(options)
     if isinstance(path_or_dims, Weights):
         return _Planner(WeightsSource(path_or_dims), host).plan(options)
-    if isinstance(path_or_dims, str) and is_url(path_or_dims):
-        opened: ModelFiles = open_remote(path_or_dims)
-    else:
-        opened = open_model(path_or_dims)
-    with opened as model:
+    with _open(path_or_dims) as model:
         is_here = not isinstance(host, DescribedHost)
         return _Planner(FileSource(model, is_here=is_here), host).plan(options)
+
+
+@contextmanager
+def plans_of(path: str) -> Iterator[Callable[..., Plan]]:
+    """Open a model once, to plan it for many machines.
+
+    Parameters
+    ----------
+    path : str
+        The model's path or URL, as for `plan`.
+
+    Yields
+    ------
+    callable
+        ``of(machine, *, ctx, kv_dtype, load, sessions)``: as `plan`, for another machine.
+    """
+    with _open(path) as model:
+        source = FileSource(model, is_here=False)
+
+        def of(
+            machine: MachineFacts | Mapping[str, Any],
+            *,
+            ctx: int | None,
+            kv_dtype: str,
+            load: EngineLoad,
+            sessions: int = 1,
+        ) -> Plan:
+            options = PlanOptions.from_arguments(
+                ctx=ctx,
+                batch=1,
+                kv_dtype=kv_dtype,
+                window=None,
+                threads=None,
+                load=load,
+                sessions=sessions,
+                device=None,
+                placement={},
+            )
+            return _Planner(source, find_host(machine)).plan(options)
+
+        yield of
+
+
+def _open(path: str | os.PathLike[str]) -> ModelFiles:
+    """Open a model's files for their headers, here or on a server."""
+    if isinstance(path, str) and is_url(path):
+        return open_remote(path)
+    return open_model(path)
 
 
 @dataclass(frozen=True, slots=True)

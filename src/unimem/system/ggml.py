@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from unimem.errors import ClosedError
+from unimem.system import limits
 
 PACKAGE_VERSION = "0.0.45"
 INSTALL = "pip install 'unimem-llm[run]'"
@@ -174,11 +175,14 @@ def _load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"ggml-python {version} has no package 'ggml': {INSTALL}")
     folder = Path(spec.submodule_search_locations[0]) / "lib"
+    cpus = limits.cpus()
     try:
         base = ctypes.CDLL(str(folder / "libggml-base.so"))
-        return base, ctypes.CDLL(str(folder / "libggml-cpu.so"))
+        cpu = ctypes.CDLL(str(folder / "libggml-cpu.so"))
     except OSError as error:
         raise ImportError(f"ggml cannot be loaded ({error}): {INSTALL}") from None
+    limits.note_binding(cpus)
+    return base, cpu
 
 
 _BASE, _CPU = _load()

@@ -29,11 +29,13 @@ __all__ = [
     "available_bytes",
     "core_of",
     "cpu_quota",
+    "cpus",
     "huge_pools",
     "memlock",
     "memory_limits",
     "node_weights",
     "nodes",
+    "note_binding",
     "overcommit",
     "parse_list",
     "require",
@@ -53,6 +55,9 @@ _CAP_IPC_LOCK = 1 << 14
 # Of a full cgroup, what programs and files need that are in use while memory is filled. A kernel
 # has its low watermark for this; a cgroup has none.
 _FILE_RESERVE_BYTES = 8 << 20
+
+# The CPUs that OpenMP left to the thread that loaded it, and those that it had before.
+_binding: tuple[set[int], set[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,10 +457,9 @@ def nodes() -> dict[int, Node]:
     permitted = None if allowed is None else set(parse_list(allowed))
     online = _online()
     if not online:
-        cpus = parse_list(kernel_files.read_text(f"{_CPUS}/online") or "") or tuple(
-            sorted(os.sched_getaffinity(0))
-        )
-        return {0: _with_all_memory(Node(0, 0, 0, 0, cpus, (10,), True))}
+        online_cpus = parse_list(kernel_files.read_text(f"{_CPUS}/online") or "")
+        of_node = online_cpus or tuple(sorted(cpus()))
+        return {0: _with_all_memory(Node(0, 0, 0, 0, of_node, (10,), True))}
     found = {}
     for node in online:
         folder = f"{_NODES}/node{node}"
@@ -522,13 +526,31 @@ def overcommit() -> int:
     return kernel_files.read_number("/proc/sys/vm/overcommit_memory") or 0
 
 
-def thread_count(cpus: Iterable[int] | None = None, cgroup: str | None = None) -> int:
+def cpus() -> set[int]:
+    """Return the CPUs that the process may use.
+
+    Where OMP_PROC_BIND is set, OpenMP binds the thread that loads it to one of them. The others are
+    for the threads beside it, so they count.
+    """
+    now = os.sched_getaffinity(0)
+    return _binding[1] if _binding is not None and now == _binding[0] else now
+
+
+def note_binding(before: set[int]) -> None:
+    """Note that a library was loaded; `before`: the CPUs that this thread had."""
+    global _binding  # noqa: PLW0603 - the thread is bound once in a process
+    now = os.sched_getaffinity(0)
+    if now != before:
+        _binding = now, before
+
+
+def thread_count(usable: Iterable[int] | None = None, cgroup: str | None = None) -> int:
     """Threads that can compute at the same time.
 
     Parameters
     ----------
-    cpus : iterable of int, optional
-        CPUs that may be used; by default those that the process's affinity allows.
+    usable : iterable of int, optional
+        CPUs that may be used; by default those of the process.
     cgroup : str, optional
         The folder of a cgroup, whose quota holds instead of this process's.
 
@@ -537,8 +559,7 @@ def thread_count(cpus: Iterable[int] | None = None, cgroup: str | None = None) -
     int
         Physical cores, and not more than the quota; at least 1.
     """
-    allowed = os.sched_getaffinity(0) if cpus is None else cpus
-    count = float(len({core_of(cpu) for cpu in allowed}))
+    count = float(len({core_of(cpu) for cpu in (cpus() if usable is None else usable)}))
     quota = cpu_quota(cgroup)
     return max(1, int(count if quota is None else min(count, quota.cpus)))
 

@@ -6,9 +6,10 @@ import errno
 import os
 import stat
 
-__all__ = ["OTHERS_WRITE", "cache_folder", "check_own_folder"]
+__all__ = ["OTHERS_WRITE", "cache_folder", "check_own_folder", "default_bytes"]
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_SHARE_OF_DISK = 10
 
 
 def cache_folder() -> str | None:
@@ -26,7 +27,9 @@ def cache_folder() -> str | None:
     return os.path.join(home, "unimem") if os.path.isabs(home) else None
 
 
-def check_own_folder(folder: str, *, create: bool = False) -> None:
+def check_own_folder(
+    folder: str, *, create: bool = False, instead: str = "another one in UNIMEM_CACHE"
+) -> None:
     """Check that a folder is of this user alone.
 
     Parameters
@@ -35,6 +38,8 @@ def check_own_folder(folder: str, *, create: bool = False) -> None:
         Its absolute path.
     create : bool
         Whether to make it where there is none.
+    instead : str
+        What else helps, for the message.
 
     Raises
     ------
@@ -50,6 +55,18 @@ def check_own_folder(folder: str, *, create: bool = False) -> None:
         raise PermissionError(
             errno.EPERM,
             "Other users own this folder or may write to it: expected a cache of this user "
-            "alone: 'chmod go-w', or another one in UNIMEM_CACHE",
+            f"alone: 'chmod go-w', or {instead}",
             folder,
         )
+
+
+def default_bytes(folder: str) -> int:
+    """Return what is kept in a folder at most, where nobody has said: a tenth of its file system.
+
+    Raises
+    ------
+    OSError
+        It cannot be looked at.
+    """
+    info = os.statvfs(folder)
+    return info.f_blocks * info.f_frsize // _SHARE_OF_DISK

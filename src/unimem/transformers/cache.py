@@ -16,9 +16,10 @@ from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwar
 
 from unimem.kv import arrays
 from unimem.kv.cache import KVCache as CoreCache
+from unimem.kv.store import KVStore
 from unimem.system.arguments import flag, integer
 from unimem.system.placement import PlacementOptions
-from unimem.transformers import sessions
+from unimem.transformers import prefixes, sessions
 from unimem.transformers.layers import CacheOptions, Group, Layer
 
 __all__ = ["KVCache"]
@@ -404,14 +405,18 @@ class KVCache(Cache):  # type: ignore[misc]
         OSError
             As `unimem.KVCache.save`. The file is as it was.
         """
+        known = self._known_model(model, "save")
+        self._check_whole("save")
+        sessions.save(self._groups, path, tokens, sessions.fingerprint(known))
+
+    def _known_model(self, model: PreTrainedModel | None, call: str) -> PreTrainedModel:
         if model is None and self._model is not None:
             model = self._model()
         if model is None:
             raise ValueError(
-                "KVCache.save: expected model=, by which restore() tells it from others"
+                f"KVCache.{call}: expected model=, by which a conversation is told from others"
             )
-        self._check_whole("save")
-        sessions.save(self._groups, path, tokens, sessions.fingerprint(model))
+        return model
 
     @classmethod
     def restore(
@@ -459,6 +464,99 @@ class KVCache(Cache):  # type: ignore[misc]
         for group, kv in zip(made._groups, restored, strict=True):
             group.adopt(kv)
         return made
+
+    # ---- prefixes ----
+
+    def put_into(
+        self,
+        store: KVStore,
+        tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int],
+        *,
+        model: PreTrainedModel | None = None,
+    ) -> int:
+        """Keep the whole chunks of the tokens in a store, for `restore_from` of any process.
+
+        Parameters
+        ----------
+        store : unimem.KVStore
+            The store.
+        tokens : torch.Tensor, numpy.ndarray or sequence of int
+            The ids of all tokens, ``[n]`` or ``[1, n]``. Those that are not in the cache yet, such
+            as the last one that `generate` has chosen, do not count.
+        model : transformers.PreTrainedModel, optional
+            The model; that of `for_model` by default.
+
+        Returns
+        -------
+        int
+            First tokens of this conversation that the store has now.
+
+        Raises
+        ------
+        ValueError, TypeError
+            No model, no store, no ids of one stream; a cache of several streams; or a window that
+            has dropped first tokens: put them before it is full.
+        RuntimeError
+            Some layers lack tokens.
+        OSError, ClosedError
+            As `unimem.KVStore.put`.
+        """
+        known = self._known_model(model, "put_into")
+        self._check_whole("put_into")
+        ids = sessions.one_stream(tokens)
+        return prefixes.put(
+            self._groups, prefixes.check_store(store), ids, sessions.fingerprint(known)
+        )
+
+    def restore_from(
+        self,
+        store: KVStore,
+        tokens: torch.Tensor | npt.NDArray[Any] | Sequence[int],
+        *,
+        model: PreTrainedModel | None = None,
+    ) -> int:
+        """Take first tokens from a store, which the model then does not compute.
+
+        Parameters
+        ----------
+        store : unimem.KVStore
+            The store.
+        tokens : torch.Tensor, numpy.ndarray or sequence of int
+            The ids that `generate` will be given, ``[n]`` or ``[1, n]``. The last one is always
+            left to compute.
+        model : transformers.PreTrainedModel, optional
+            The model; that of `for_model` by default.
+
+        Returns
+        -------
+        int
+            Tokens that the cache holds now: whole chunks, as far as the store has them and they
+            fit.
+
+        Raises
+        ------
+        ValueError, TypeError
+            No model, no store, no ids of one stream; or the cache has tokens.
+        OSError, CapacityError, MemoryError, PlacementError, ClosedError
+            As `unimem.KVStore.restore_into`. The cache is empty.
+        """
+        known = self._known_model(model, "restore_from")
+        ids = sessions.one_stream(tokens)[:-1]
+        prefixes.check_store(store)
+        if length := self._length():
+            raise ValueError(
+                f"KVCache.restore_from: expected an empty cache, got one of {length} tokens: "
+                "reset() first"
+            )
+        keys = prefixes.first_keys(known)
+        try:
+            for group in self._groups:
+                if group.kv is None or not group.takes(keys):
+                    self._start(group, keys, keys)
+            return prefixes.restore(self._groups, store, ids, sessions.fingerprint(known))
+        except BaseException:
+            self.reset()
+            raise
 
     # ---- figures and the end ----
 

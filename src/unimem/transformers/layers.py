@@ -98,6 +98,13 @@ class Group:
         self.kv = self.make(batch, heads, head_dim, self.dtype_for(keys), budget_bytes)
         self.dims = batch, heads, head_dim
 
+    def takes(self, keys: torch.Tensor) -> bool:
+        """Whether the cache is one for tokens like these."""
+        batch, heads, _, head_dim = keys.shape
+        return self.dims == (batch, heads, head_dim) and self.require().dtype == self.dtype_for(
+            keys
+        )
+
     def dtype_for(self, keys: torch.Tensor) -> str:
         """Return what is stored of tokens like these, whether or not it is given."""
         if keys.device.type != "cpu":

@@ -25,7 +25,7 @@ from unimem.kv.cache import KVCache
 from unimem.system.arguments import file_path
 from unimem.transformers.layers import Group
 
-__all__ = ["fingerprint", "restore", "save"]
+__all__ = ["fingerprint", "one_stream", "restore", "save"]
 
 # Of each tensor of a model: reading all of them would take longer than a snapshot saves.
 _SAMPLES = 16
@@ -74,6 +74,21 @@ def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] |
             f"{list(ids.shape)}"
         )
     return ids.astype(np.int64)
+
+
+def one_stream(tokens: Ids) -> npt.NDArray[np.int64]:
+    """Return the ids of one stream as [n].
+
+    Raises
+    ------
+    ValueError
+        They are those of several, or no ids.
+    """
+    ids = _token_ids(tokens, 1)
+    if ids is None:
+        raise ValueError("tokens: expected the ids of one stream, got None")
+    row: npt.NDArray[np.int64] = ids[0]
+    return row
 
 
 def _streams_name(ids: npt.NDArray[np.int64] | None, n: int) -> str:

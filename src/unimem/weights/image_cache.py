@@ -20,7 +20,7 @@ from unimem.system import policy
 from unimem.system.arguments import file_path
 from unimem.system.atomic_file import NewFile
 from unimem.system.text import format_bytes
-from unimem.system.user_cache import OTHERS_WRITE, cache_folder, check_own_folder
+from unimem.system.user_cache import OTHERS_WRITE, cache_folder, check_own_folder, default_bytes
 from unimem.weights.files import identity_of
 from unimem.weights.image import Image, is_for, pack_image
 from unimem.weights.image_format import image_bytes, key_of
@@ -39,7 +39,6 @@ CacheChoice = bool | str | os.PathLike[str] | None
 
 _SUFFIX = ".repacked"
 _TEMPORARY = ".unimem-tmp"  # of `atomic_file`
-_SHARE_OF_DISK = 10
 _SIZE = re.compile(r"([0-9]{1,15})([kmgt]?)(i?b)?", re.I | re.A)
 _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -291,8 +290,7 @@ class ImageCache:
         """
         text = os.environ.get("UNIMEM_CACHE_BYTES", "")
         if not text:
-            info = os.statvfs(self.folder)
-            return info.f_blocks * info.f_frsize // _SHARE_OF_DISK
+            return default_bytes(self.folder)
         found = _SIZE.fullmatch(text)
         if found is None:
             raise ValueError(f"UNIMEM_CACHE_BYTES: expected a size as 20G, got {text!r:.40}")

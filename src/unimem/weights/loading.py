@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure
 from unimem.system.text import format_bytes
 from unimem.weights.files import ModelFile, ModelFiles
+from unimem.weights.remote import RemoteFiles
 
 __all__ = [
     "EngineLoad",
@@ -255,13 +257,17 @@ def load_model(
     progress: Progress | None,
     placement: PlacementOptions,
     why_mapped: str = "",
+    verify: bool = True,
 ) -> Loaded:
     """Bring the data of a model into memory: see `unimem.open_weights`, and `check_request` first.
 
     What gives it back is on `undo` before it is taken: until the caller empties that, whatever is
     raised leaves no block, and a tape as it was. `why_mapped` is why a plan maps what is better
-    copied, since pages of a mapping could be taken away.
+    copied, since pages of a mapping could be taken away. `verify` is for files on a server.
     """
+    if isinstance(model, RemoteFiles):
+        choice = _choose_remote(model, load)
+        return _read(model, choice, undo, tape, threads, progress, placement, verify)
     choice = choose(model, load, tape, placement)
     if choice.exposed and why_mapped:
         choice = LoadChoice("map", why_mapped)
@@ -357,6 +363,15 @@ def _fits_pool(nbytes: int, placement: PlacementOptions, facts: RoomFacts) -> bo
         nbytes, placement.get("pages", "auto"), policy.parse_numa(placement.get("numa"))
     )
     return policy.decide(request, facts).pages in policy.HUGETLB
+
+
+def _choose_remote(model: RemoteFiles, load: Load) -> LoadChoice:
+    if load == "map":
+        raise ValueError(
+            f"load='map' of {model.path}: a file on a server cannot be mapped: load='direct' reads "
+            "it into memory"
+        )
+    return LoadChoice("direct", "it is read from a server")
 
 
 def _choose_buffered(
@@ -488,16 +503,30 @@ def _read(
     threads: int | None,
     progress: Progress | None,
     placement: PlacementOptions,
+    verify: bool = True,
 ) -> Loaded:
     slots, nbytes = _layout_of(model)
 
     def fill(block: Block, base: int = 0) -> None:
-        parts = [
-            (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
-            for file, fd, slot in zip(model.files, model.fds, slots, strict=True)
-        ]
-        read = read_direct if choice.mode == "direct" else read_parts
-        read(parts, threads=threads, progress=progress)
+        if isinstance(model, RemoteFiles):
+            rows = [
+                (slot.file_offset, block.as_array("uint8", slot.nbytes, base + slot.at))
+                for slot in slots
+            ]
+            try:
+                model.read_data(rows, verify=verify, threads=threads, progress=progress)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+                raise
+            finally:
+                rows.clear()
+        else:
+            parts = [
+                (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
+                for file, fd, slot in zip(model.files, model.fds, slots, strict=True)
+            ]
+            read = read_direct if choice.mode == "direct" else read_parts
+            read(parts, threads=threads, progress=progress)
         if tape is None:  # what is left of whole pages shall be there, too
             end = max(slot.at + slot.nbytes for slot in slots)
             block._warm_range(end, block.nbytes - end)

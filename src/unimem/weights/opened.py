@@ -14,7 +14,9 @@ from unimem._core.block import Block
 from unimem._core.tape import DeviceTape, Tape
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import policy
+from unimem.system.arguments import flag
 from unimem.system.placement import Lock, PlacementOptions
+from unimem.system.transfers import TRIES
 from unimem.weights.files import ModelFile, open_model
 from unimem.weights.loading import (
     AccessPattern,
@@ -25,6 +27,7 @@ from unimem.weights.loading import (
     load_model,
     why_model_exposed,
 )
+from unimem.weights.remote import is_url, open_remote
 from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
@@ -428,6 +431,7 @@ def open_weights(
     tape: Tape | None = None,
     threads: int | None = None,
     advice: AccessPattern | None = None,
+    verify: bool = True,
     **placement: Unpack[PlacementOptions],
 ) -> Weights:
     """Open a model: read and check the headers of its files, and bring their data into memory.
@@ -438,7 +442,9 @@ def open_weights(
     ----------
     path : path-like
         A GGUF file (version 2 or 3, little-endian), or any part of a split one, whose parts lie
-        side by side; a safetensors file, or the ``.index.json`` of several.
+        side by side; a safetensors file, or the ``.index.json`` of several. Or the URL of one:
+        ``s3://``, ``gs://``, ``az://``, ``hf://``, ``https://`` (see docs/remote.md), which is read
+        into memory by ranges, whatever `load` is but ``"map"``.
     load : {"auto", "map", "copy", "direct"}
         ``"map"`` maps the files: nothing is read now, and their pages are the page cache's.
         ``"copy"`` reads them into a block, through the page cache, in several pinned threads.
@@ -458,6 +464,8 @@ def open_weights(
         That read: by default as many as there are cores, and more for reads past the page cache.
     advice : {"willneed", "sequential", "random"}, optional
         How mapped files will be read first; by default the kernel reads ahead as it sees fit.
+    verify : bool
+        Of a URL: compare the data with the hash that the server tells of the file, if it does.
     **placement
         See `PlacementOptions`. Of a mapping, `lock` and `warm` hold; of memory of its own all, and
         it is warm anyway.
@@ -473,7 +481,10 @@ def open_weights(
         `path` say which and where.
     OSError
         A file is missing, cannot be read or mapped, is no regular file, has become shorter, or was
-        replaced or written to meanwhile.
+        replaced or written to meanwhile. Its server cannot be reached or refuses, or its data is
+        not what it should be.
+    ImportError
+        A URL needs the extra ``remote``.
     CapacityError, PlacementError, MemoryError
         It does not fit, or not as it was asked for; nothing was taken.
     TapeFull, FrozenError, ClosedError
@@ -496,6 +507,7 @@ def open_weights(
         tape=tape,
         threads=threads,
         advice=advice,
+        verify=verify,
         placement=placement,
     )
 
@@ -510,13 +522,15 @@ def open_planned(
     tape: Tape | None = None,
     threads: int | None = None,
     advice: AccessPattern | None = None,
+    verify: bool = True,
 ) -> Weights:
     """Open a model as `open_weights`, and map it where a plan does: see `loading.load_model`."""
     check_request(
         load, tape=tape, threads=threads, advice=advice, progress=progress, placement=placement
     )
+    flag(verify, "verify")
     with ExitStack() as undo:
-        with open_model(path) as model:
+        with open_remote(path, TRIES) if is_url(path) else open_model(path) as model:
             loaded = load_model(
                 model,
                 load,
@@ -527,6 +541,7 @@ def open_planned(
                 progress=progress,
                 placement=placement,
                 why_mapped=why_mapped,
+                verify=verify,
             )
             weights = Weights(model.files, loaded, tape)
         if weights.load == "map":

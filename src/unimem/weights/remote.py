@@ -1,61 +1,57 @@
-"""Model files on a server: their headers are read by ranges, and nothing else of them.
-
-Only this module uses fsspec, and imports what it needs for a URL where one is opened.
-"""
+"""Model files on a server: their headers are read first, and of a load the rest by ranges."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from time import monotonic
-from typing import Any, NoReturn, Protocol
-from urllib.parse import quote, urlsplit, urlunsplit
+
+import numpy as np
+from numpy.typing import NDArray
 
 from unimem.errors import FormatError
+from unimem.system.objects import TOTAL_S, Answer, Server, is_url, open_server
 from unimem.system.text import format_bytes
+from unimem.system.transfers import (
+    PATIENT_TRIES,
+    Progress,
+    RemoteBytes,
+    Version,
+    read_wanted,
+    retried,
+)
+from unimem.system.url_errors import in_own_words
 from unimem.weights.files import Header, ModelFile, ModelFiles, add_files, read_header
 
 __all__ = ["RemoteFiles", "is_url", "open_remote"]
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_HF = re.compile(r"hf://(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<file>[^/].*)")
 _HTML = re.compile(rb"\s*<(?:!doctype|html|\?xml)", re.IGNORECASE)
-_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 _INSTEAD = "download the file, and give its path"
 
 FIRST_BYTES = 256 << 10  # of each file; headers without a vocabulary are mostly shorter
 MOST_BYTES = 64 << 20  # of a header; the longest known has 20 MB
-WAIT_S = 30  # for a connection, and for each next byte
-TOTAL_S = 600  # for an answer, and before the last file of a model is opened
 # Of all files. A server may name a hundred thousand parts; the longest models known have 200.
 MOST_MODEL_BYTES = 256 << 20
 # The parsers read no more of a file, however long it is.
 _PARSED_BYTES = 256 << 20
 # The magic number, the version or the length: no later byte changes what a parser says of them.
 _MAGIC_BYTES = 8
-# What a URL may have as it is. All else is escaped, and what is escaped stays so.
-_URL_CHARS = "%/:=&?~#+!$,;'@()*[]"
 
 
-def is_url(path: str) -> bool:
-    """Whether it is the URL of a file, and no path."""
-    return _URL.match(path) is not None
-
-
-def open_remote(url: str) -> RemoteFiles:
+def open_remote(url: str, tries: int = 1) -> RemoteFiles:
     """Read and check the headers of all files of a model on a server.
 
     Parameters
     ----------
     url : str
-        ``https://`` or ``http://``, ``s3://bucket/key``, or
-        ``hf://owner/repository[@revision]/file``, of a file as `open_model` takes it; the model's
-        other files are those beside it. Messages and results leave out a user, and what stands
-        behind a ``?``, which may be secret.
+        See `objects.open_server`; of a file as `open_model` takes it. The model's other files are
+        those beside it. Messages and results leave out a user, and what stands behind a ``?``,
+        which may be secret.
+    tries : int
+        How often a header is asked for.
 
     Returns
     -------
@@ -74,9 +70,9 @@ def open_remote(url: str) -> RemoteFiles:
     ValueError
         A URL of another kind.
     ImportError
-        The extra ``remote`` is not installed.
+        The extra ``remote`` is not installed, or what the URL needs beside it.
     """
-    model = RemoteFiles(url)
+    model = RemoteFiles(url, tries)
     add_files(model, model.path)
     return model
 
@@ -88,6 +84,8 @@ class RemoteFiles(ModelFiles):
     ----------
     url : str
         Of one of its files, or of its index.
+    tries : int
+        How often a header is asked for.
 
     Attributes
     ----------
@@ -97,10 +95,12 @@ class RemoteFiles(ModelFiles):
         What was read of the files, and of what lies beside them.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tries: int = 1) -> None:
         super().__init__()
-        self._server, self.path = _server_of(url)
+        self._server, self.path = open_server(url)
+        self._tries = tries
         self._known: dict[str, ModelFile] = {}
+        self._versions: dict[str, tuple[Version, str]] = {}
         self._begun_s = monotonic()
         self.read_bytes = 0
 
@@ -108,12 +108,56 @@ class RemoteFiles(ModelFiles):
         """Read as much of a file as its header needs, and check the header."""
         if path not in self._known:
             self._check_limits(path)
-            with self._open(path) as file:
-                header = _read_header(file)
-            version = (0, 0, file.nbytes, 0)  # of no device
-            self._known[path] = ModelFile(path, path, version, file.nbytes, header, False)
+            self._known[path] = retried(lambda: self._read(path), self._tries)
         self.files.append(self._known[path])
         return self.files[-1]
+
+    def _read(self, path: str) -> ModelFile:
+        with self._open(path) as file:
+            header = _read_header(file)
+        self._versions[path] = Version(file.nbytes, file.tag), file.digest
+        version = (0, 0, file.nbytes, 0)  # of no device
+        return ModelFile(path, path, version, file.nbytes, header, False)
+
+    def read_data(
+        self,
+        ranges: Sequence[tuple[int, NDArray[np.uint8]]],
+        *,
+        verify: bool,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Read bytes of each file into memory, and compare them with what the server tells of it.
+
+        Parameters
+        ----------
+        ranges : sequence of (int, numpy.ndarray)
+            Of each file, in their order: the first byte, and where it and the next ones go.
+        verify : bool
+            Whether a hash that the server tells of a file is compared, which reads its header
+            again, too.
+        threads, progress
+            As `read_wanted`.
+
+        Raises
+        ------
+        OSError
+            As `read_wanted`.
+        """
+        sources = []
+        for file, (first, out) in zip(self.files, ranges, strict=True):
+            version, digest = self._versions[file.path]
+            end = first + out.nbytes
+            given = [(first, out)]
+            if verify and digest:  # of the whole file
+                given.insert(0, (0, np.empty(first, np.uint8)))
+                given.append((end, np.empty(file.nbytes - end, np.uint8)))
+            sources += [
+                RemoteBytes(file.path, version, digest if verify else "", at, rows)
+                for at, rows in given
+                if rows.nbytes
+            ]
+        read_wanted(self._server, sources, threads=threads, progress=progress, tries=PATIENT_TRIES)
 
     def _check_limits(self, path: str) -> None:
         """Raise OSError where the files before this one were too much."""
@@ -143,15 +187,16 @@ class RemoteFiles(ModelFiles):
                 file.read_to(min(nbytes, max(FIRST_BYTES, 2 * len(file.start))))
             return bytes(file.start)
 
+    def check_versions(self) -> None:
+        """Do nothing: each answer of a server has said of which version of a file it is."""
+
     def close(self) -> None:
         """End the connections."""
         self._server.close()
 
     @contextmanager
     def _open(self, path: str) -> Iterator[_FileStart]:
-        with _in_own_words(path):
-            opened = self._server.open(path)
-        with closing(opened) as file:
+        with closing(_FileStart(self._server, path)) as file:
             try:
                 yield file
             finally:
@@ -199,7 +244,7 @@ def _read_header(file: _FileStart) -> Header:
 # ---- the start of a file --------------------------------------------------------------------
 
 
-class _FileStart(ABC):
+class _FileStart:
     """The first bytes of a file on a server, as many as were read. For one thread.
 
     Attributes
@@ -208,317 +253,56 @@ class _FileStart(ABC):
         As it is shown.
     nbytes : int
         Size of the whole file.
+    tag, digest : str
+        Its ETag, and a hash of it that the server tells.
     start : bytearray
         What was read.
     has_ranges : bool
         Whether the server sends parts of a file.
     """
 
-    has_ranges = True
-
-    def __init__(self, path: str, nbytes: int) -> None:
-        self.path = path
-        self.nbytes = nbytes
+    def __init__(self, server: Server, path: str) -> None:
+        self._server, self.path = server, path
         self.start = bytearray()
+        self._answer: Answer | None = None
+        answer = self._request(FIRST_BYTES)
+        self.nbytes, self.tag, self.digest = answer.nbytes, answer.tag, answer.digest
+        self.has_ranges = answer.has_ranges
+
+    def _request(self, end: int) -> Answer:
+        """Ask for a range; of a server without ranges, the whole file comes."""
+        self.close()
+        self._answer = self._server.get(self.path, len(self.start), end)
+        return self._answer
 
     def read_to(self, end: int) -> None:
         """Read on, up to this byte or the file's last."""
-        while len(self.start) < min(end, self.nbytes):
-            with _in_own_words(self.path):
-                found = self._fetch(min(end, self.nbytes))
-            if not found:
+        end = min(end, self.nbytes)
+        while (at := len(self.start)) < end:
+            answer = self._answer
+            if answer is None or at >= answer.end:
+                answer = self._request(end)
+                if (answer.nbytes, answer.tag) != (self.nbytes, self.tag):
+                    raise OSError(
+                        errno.ESTALE,
+                        "The file was replaced while its header was read: try again, or "
+                        f"{_INSTEAD}",
+                        self.path,
+                    )
+            with in_own_words(self.path, self._server.wait_s):
+                # A server that sends more than a range is not listened to.
+                found = answer.read(min(end, answer.end) - at)
+            if not len(found):
                 raise OSError(
                     errno.EIO,
-                    f"The server ended the file after {len(self.start)} of {self.nbytes} bytes: "
+                    f"The server ended the file after {at} of {self.nbytes} bytes: "
                     f"try again, or {_INSTEAD}",
                     self.path,
                 )
             self.start += found
 
-    @abstractmethod
-    def _fetch(self, end: int) -> bytes:
-        """Return the next bytes, up to this one; some at least, where the file has not ended."""
-
-    @abstractmethod
     def close(self) -> None:
         """End what is under way."""
-
-
-class _HttpStart(_FileStart):
-    def __init__(self, server: _HttpServer, path: str) -> None:
-        self._server = server
-        self._body: Any = None
-        super().__init__(path, 0)
-        self._tag = ""
-        self._request(0, FIRST_BYTES)
-
-    def _request(self, first: int, end: int) -> None:
-        """Ask for a range; of a server without ranges, the whole file comes."""
-        self._body = body = self._server.get(self.path, first, end)
-        headers = body.r.headers
-        found = _RANGE.fullmatch(headers.get("Content-Range", ""))
-        self._end, nbytes = end, body.r.content_length
-        if body.r.status == 206:
-            if found is None or int(found[1]) != first:
-                self._fail(errno.EIO, "The server sends another range than it was asked for")
-            nbytes = int(found[3])
-        elif first:
-            self._fail(errno.EIO, "The server no longer sends ranges")
-        elif nbytes is None or "Content-Encoding" in headers:
-            self._fail(errno.EIO, "The server does not say how long the file is")
-        else:
-            self.has_ranges, self._end = False, nbytes
-        tag = headers.get("ETag", "")
-        if first and (nbytes, tag) != (self.nbytes, self._tag):
-            self._fail(errno.ESTALE, "The file was replaced while its header was read")
-        self.nbytes, self._tag = nbytes, tag
-
-    def _fail(self, number: int, text: str) -> NoReturn:
-        self.close()
-        raise OSError(number, f"{text}: try again, or {_INSTEAD}", self.path)
-
-    def _fetch(self, end: int) -> bytes:
-        at = len(self.start)
-        if self._body is None or at >= self._end:
-            self.close()
-            self._request(at, end)
-        # A server that sends more than a range is not listened to.
-        found: bytes = self._body.read(min(end, self._end) - at)
-        return found
-
-    def close(self) -> None:
-        """End what is under way."""
-        if self._body is not None:
-            self._body.close()
-            self._body = None
-
-
-class _S3Start(_FileStart):
-    def __init__(self, path: str, file: Any) -> None:
-        super().__init__(path, file.size)
-        self._file = file
-
-    def _fetch(self, end: int) -> bytes:
-        found: bytes = self._file.read(end - len(self.start))
-        return found
-
-    def close(self) -> None:
-        """End what is under way."""
-        self._file.close()
-
-
-# ---- servers --------------------------------------------------------------------------------
-
-
-class _Server(Protocol):
-    def open(self, path: str) -> _FileStart:
-        """Open a file by the URL that is shown."""
-
-    def escape(self, name: str) -> str:
-        """Return a file's name as a URL has it."""
-
-    def close(self) -> None:
-        """End the connections."""
-
-
-class _HttpServer:
-    """Files by their URLs; `secrets` are the user and the query, which no path shows."""
-
-    def __init__(self, secrets: tuple[str, str] = ("", "")) -> None:
-        with _needs_extra():
-            import aiohttp
-            import fsspec
-            from fsspec.implementations.http import HTTPFileSystem
-        self._user, self._query = secrets
-        timeout = aiohttp.ClientTimeout(total=TOTAL_S, connect=WAIT_S, sock_read=WAIT_S)
-        self._sync = fsspec.asyn.sync
-        self._fs = HTTPFileSystem(
-            client_kwargs={"timeout": timeout, "trust_env": True},
-            encoded=True,
-            skip_instance_cache=True,
-        )
-
-    def open(self, path: str) -> _FileStart:
-        return _HttpStart(self, path)
-
-    def get(self, path: str, first: int, end: int) -> Any:
-        """Ask for a range of bytes, and give the answer as a file."""
-        headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
-        # With a size there is no request for it, and without blocks none for another range.
-        return self._fs.open(
-            self._address(path), block_size=0, size=1, headers=headers | self._headers()
-        )
-
-    def _address(self, path: str) -> str:
-        scheme, host, name, _, _ = urlsplit(path)
-        return quote(urlunsplit((scheme, self._user + host, name, self._query, "")), _URL_CHARS)
-
-    def _headers(self) -> dict[str, str]:
-        return {}
-
-    def escape(self, name: str) -> str:
-        return quote(name)
-
-    def close(self) -> None:
-        self._fs.close_session(self._fs.loop, self._sync(self._fs.loop, self._fs.set_session))
-
-
-class _HfServer(_HttpServer):
-    """Files of repositories, by the links that Hugging Face has to them."""
-
-    def __init__(self) -> None:
-        with _needs_extra():
-            import huggingface_hub
-        self._hub = huggingface_hub
-        super().__init__()
-
-    def _address(self, path: str) -> str:
-        found = _HF.fullmatch(path)
-        assert found is not None  # which `_server_of` has seen to
-        address: str = self._hub.hf_hub_url(
-            found["repo"],
-            found["file"],
-            revision=found["revision"],
-            endpoint=os.environ.get("HF_ENDPOINT"),
-        )
-        return address
-
-    def _headers(self) -> dict[str, str]:
-        token = self._hub.get_token()
-        return {"Authorization": f"Bearer {token}"} if token else {}
-
-    def escape(self, name: str) -> str:
-        return name
-
-
-class _S3Server:
-    def __init__(self) -> None:
-        with _needs_extra():
-            import s3fs
-        self._s3fs = s3fs
-        self._fs: Any = None
-
-    def open(self, path: str) -> _FileStart:
-        from botocore.exceptions import NoCredentialsError
-
-        self._fs = self._fs or self._connect(anon=False)
-        try:
-            file = self._fs.open(path, cache_type="none")
-        except NoCredentialsError:
-            self._fs = self._connect(anon=True)
-            file = self._fs.open(path, cache_type="none")
-        return _S3Start(path, file)
-
-    def escape(self, name: str) -> str:
-        return name
-
-    def close(self) -> None:
-        self._fs = None  # which ends its connections
-
-    def _connect(self, *, anon: bool) -> Any:
-        config = {"connect_timeout": WAIT_S, "read_timeout": WAIT_S, "retries": {"max_attempts": 0}}
-        fs = self._s3fs.S3FileSystem(anon=anon, config_kwargs=config, skip_instance_cache=True)
-        fs.retries = 1  # it would wait five times as long
-        return fs
-
-
-def _server_of(url: str) -> tuple[_Server, str]:
-    """Return the server of a URL, and the URL as it is shown."""
-    scheme = url.partition("://")[0].lower()
-    if scheme == "s3":
-        return _S3Server(), url
-    if scheme == "hf":
-        if _HF.fullmatch(url) is None:
-            raise ValueError(f"path: expected hf://owner/repository/file, got {url!r}")
-        return _HfServer(), url
-    if scheme not in ("http", "https"):
-        raise ValueError(
-            f"path: expected the path of a file, or https://, http://, s3:// or hf://, got {url!r}"
-        )
-    try:
-        _, host, name, query, _ = urlsplit(url)
-    except ValueError as error:
-        raise ValueError(f"path: {url!r} is no URL: {error}") from None
-    user, at, host = host.rpartition("@")
-    return _HttpServer((user + at, query)), urlunsplit((scheme, host, name, "", ""))
-
-
-@contextmanager
-def _needs_extra() -> Iterator[None]:
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(
-            f"a model on a server needs {error.name}, which comes with: "
-            "pip install 'unimem-llm[remote]'",
-            name=error.name,
-        ) from None
-
-
-# ---- errors ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def _in_own_words(path: str) -> Iterator[None]:
-    """Make an OSError with the URL of what fsspec, and what it uses, raises."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename == path and error.strerror:  # as this module raises them
-            raise
-        raise _translate(error, path) from None
-    except (MemoryError, ImportError):
-        raise
-    except Exception as error:
-        raise _translate(error, path) from None
-
-
-def _translate(error: Exception, path: str) -> OSError:
-    # By name, for what defines them is imported for some URLs only.
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    status = getattr(error, "status", None)
-    is_refused = getattr(error, "errno", None) in (None, errno.ECONNREFUSED)
-    detail = f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
-    # The first that is true.
-    reasons = (
-        (
-            status in (404, 410) or isinstance(error, FileNotFoundError),
-            errno.ENOENT,
-            "The server has no such file: look at the address",
-        ),
-        (
-            status in (401, 403) or isinstance(error, PermissionError),
-            errno.EACCES,
-            "The server refuses access: the link has expired, a login is needed (hf:// takes "
-            "HF_TOKEN, and s3:// the credentials of AWS), or there is no such file",
-        ),
-        (
-            "TooManyRedirects" in kinds,
-            errno.ELOOP,
-            "The server redirects in a circle: look at the address",
-        ),
-        (
-            status is not None,
-            errno.EIO,
-            f"The server answers with HTTP status {status}: try again later, or {_INSTEAD}",
-        ),
-        (
-            isinstance(error, TimeoutError) or kinds & {"ConnectTimeoutError", "ReadTimeoutError"},
-            errno.ETIMEDOUT,
-            f"The server did not answer within {WAIT_S} s: try again later, or {_INSTEAD}",
-        ),
-        (
-            kinds & {"ClientConnectorError", "EndpointConnectionError"},
-            errno.ECONNREFUSED if is_refused else errno.EHOSTUNREACH,
-            f"The server cannot be reached: look at the address and the network ({error})",
-        ),
-        # Its text has the whole URL, with what may be secret.
-        ("InvalidURL" in kinds, errno.EINVAL, "This is no URL that can be opened"),
-        (
-            True,
-            errno.EIO,
-            f"Reading from the server failed: {detail}: try again, or {_INSTEAD}",
-        ),
-    )
-    number, text = next((number, text) for holds, number, text in reasons if holds)
-    return OSError(number, text, path)
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None

@@ -378,7 +378,7 @@ def _cached_bytes(weights: Weights) -> int:
 
 def _cpus(block: Block, n_threads: int) -> list[int]:
     """Choose the CPU of each thread: those of the nodes that the block is placed on."""
-    allowed = os.sched_getaffinity(0)
+    allowed = limits.cpus()
     numa = policy.parse_numa(block.requested["numa"])
     chosen = policy.warm_cpus(numa, n_threads, limits.nodes(), allowed) or sorted(allowed)
     return [chosen[i % len(chosen)] for i in range(n_threads)]

@@ -1,0 +1,206 @@
+"""What a store of prefixes saves before the first token, what it costs, and how it looks up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import unimem as um
+from unimem_bench import decoding, states
+from unimem_bench.rounds import Side, milliseconds
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster
+from unimem_bench.suites.snapshot import require_engine
+
+SUITE = Suite("store", "What does a store of prefixes save, and what does it cost?")
+
+IN_RAM, ON_DISK, PUT, PREFILL = "unimem, RAM", "unimem, disk", "unimem, put", "prefill"
+QUESTION_TOKENS = 16  # that follow what is known, and are computed
+QUICK_SHARE = 8  # of the tokens, in a quick run
+SETTLE_S = 0.05  # threads that have computed wait in a loop for so long
+N_CHUNKS, N_CHUNKS_QUICK = 100_000, 2_000
+N_LOOKUPS = 100  # in one measurement
+MIB = 1 << 20
+
+
+def require_disk(folder: Path, nbytes: int) -> None:
+    """Raise `NotMeasured` unless there is room for so many bytes in files."""
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free")
+
+
+def prompt_of(n: int) -> NDArray[np.int32]:
+    """Return a prompt whose first n tokens are known."""
+    return np.random.default_rng(n).integers(3, 259, n + QUESTION_TOKENS).astype(np.int32)
+
+
+class Stores:
+    """A decoder that has computed a prompt, and stores that have the first tokens of it."""
+
+    def __init__(self, measure: Measure, n: int, undo: ExitStack) -> None:
+        from unimem.engine import Decoder
+        from unimem.engine.prefixes import Prefixes, model_name
+
+        path, cpus = decoding.prepared(measure, "q4_k_m", 2)
+        self.ids = prompt_of(n)
+        self.decoder = undo.enter_context(
+            Decoder(path, ctx=len(self.ids) + 8, kv_dtype="f16", threads=len(cpus))
+        )
+        self.decoder.prefill(self.ids)
+        self.token = self.decoder.generate_next_token()
+        self.nbytes = self.decoder.kv.memory_usage_bytes
+        measure.fact("tokens", n)
+        measure.fact("prefix_bytes", self.nbytes * n // self.decoder.kv.seq_len)
+        require_disk(measure.folder, 6 * self.nbytes)
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(dir=measure.folder)))
+        room = 2 * self.nbytes + 64 * MIB
+        budgets = {IN_RAM: (room, 0), ON_DISK: (0, room), PUT: (room, room)}
+        self.stores = {
+            name: undo.enter_context(um.KVStore(folder / str(i), ram_bytes=ram, disk_bytes=disk))
+            for i, (name, (ram, disk)) in enumerate(budgets.items())
+        }
+        # One decoder for all sides: its memory, and what its threads do, are the same.
+        self._prefixes = {
+            name: Prefixes(self.stores[name], self.decoder.weights) for name in (IN_RAM, ON_DISK)
+        }
+        self._name = model_name(self.decoder.weights)
+        for name in self._prefixes:
+            self.stores[name].put(self.decoder.kv, self.ids, model=self._name)
+        self._numbers = count()
+
+    def arriving(self, name: str) -> Side:
+        """Return a side that takes the prompt in and chooses a token."""
+
+        def arrive() -> None:
+            self.decoder.prefill(self.ids)
+            if (token := self.decoder.generate_next_token()) != self.token:
+                raise AssertionError(f"{name} goes on with token {token}, not {self.token}")
+
+        def run() -> float:
+            self.decoder._prefixes = self._prefixes.get(name)
+            self.decoder.reset()
+            if name == ON_DISK:
+                for path in Path(self.stores[name].folder).glob("*.kv"):
+                    states.drop(path)
+            time.sleep(SETTLE_S)
+            elapsed = milliseconds(arrive)
+            prefixes = self.decoder._prefixes
+            if prefixes and prefixes.n_restored != len(self.ids) - QUESTION_TOKENS:
+                raise AssertionError(f"{name} restored {prefixes.n_restored} tokens")
+            return elapsed
+
+        return run
+
+    def putting(self) -> Side:
+        """Return a side that puts the prompt into RAM and on disk, where it is not known."""
+
+        def run() -> float:
+            self.decoder._prefixes = self._prefixes[IN_RAM]
+            self.decoder.reset()
+            self.decoder.prefill(self.ids)
+            os.sync()
+            time.sleep(SETTLE_S)
+            model = f"{self._name}, {next(self._numbers)}"
+            return milliseconds(
+                partial(self.stores[PUT].put, self.decoder.kv, self.ids, model=model)
+            )
+
+        return run
+
+
+def first_token(measure: Measure, n: int, rounds: int) -> None:
+    """Compare a prompt whose first tokens are known with computing it."""
+    require_engine()
+    with ExitStack() as undo:
+        stores = Stores(measure, n // QUICK_SHARE if measure.quick else n, undo)
+        sides: dict[str, Side] = {name: stores.arriving(name) for name in (IN_RAM, ON_DISK)}
+        measure.compare(
+            ours=sides | {PUT: stores.putting()},
+            peers={PREFILL: stores.arriving(PREFILL)},
+            rounds=rounds,
+            quick_rounds=3,
+            warmup=0,  # all was computed once, and put
+        )
+
+
+for length, called, n_rounds in ((2 << 10, "2k", 5), (8 << 10, "8k", 3)):
+    SUITE.case(
+        f"first-token, {called}",
+        f"How soon is the first token of a prompt whose first {called} tokens are known?",
+        unit="ms",
+        targets=[
+            faster(PREFILL, 10.0, issue=21, side=IN_RAM),
+            faster(PREFILL, 8.0, issue=21, side=ON_DISK),
+            costs(PREFILL, 0.05, issue=21, side=PUT),
+        ],
+    )(partial(first_token, n=length, rounds=n_rounds))
+
+
+# ---- looking up ----
+
+
+def looking_up(look: Callable[[], int], expected: int) -> Side:
+    """Return a side that gives the microseconds of a lookup."""
+
+    def run() -> float:
+        begin = time.perf_counter()
+        for _ in range(N_LOOKUPS):
+            found = look()
+        elapsed = time.perf_counter() - begin
+        if found != expected:
+            raise AssertionError(f"{found} tokens were found, not {expected}")
+        return elapsed / N_LOOKUPS * 1e6
+
+    return run
+
+
+def make_chunks(folder: Path, keys: Sequence[bytes], n: int, nbytes: int) -> None:
+    """Make files of chunks with these identities, and others: n of them, without data."""
+    rng = np.random.default_rng(0)
+    for i in range(n):
+        key = keys[i] if i < len(keys) else rng.bytes(32)
+        with open(folder / f"{key.hex()}.kv", "wb") as file:
+            os.truncate(file.fileno(), nbytes)
+
+
+@SUITE.case(
+    "lookup",
+    "What does it cost to look a prompt of 2048 tokens up among 100,000 chunks?",
+    unit="us",
+    targets=[at_most(200.0, issue=21, side=side) for side in ("hit", "miss")],
+)
+def lookup(measure: Measure) -> None:
+    """Look for a prompt of which all chunks are there, and for one of which none is."""
+    from unimem.kv.chunk_format import ChunkShape, Kind, chunk_keys
+
+    n = N_CHUNKS_QUICK if measure.quick else N_CHUNKS
+    ids, others = prompt_of(2048)[:2048], prompt_of(2049)[:2048]
+    # The rows of TinyLlama.
+    dims: tuple[int, int, int] = (22, 4, 64)
+    kind = Kind(*dims, "f16")
+    options: dict[str, Any] = {"ram_bytes": MIB, "disk_bytes": 1 << 50}
+    with (
+        tempfile.TemporaryDirectory(dir=measure.folder) as folder,
+        um.KVStore(folder, **options) as store,
+        um.KVCache(*dims, 2048, grow=True, pages="4k") as kv,
+    ):
+        size = store.chunk_tokens
+        keys = list(chunk_keys(kind, "m", ids, size))
+        make_chunks(Path(folder), keys, n, ChunkShape(kind, size).nbytes)
+        measure.fact("chunks", n)
+        sides = {
+            name: looking_up(partial(store.longest, given, model="m", kv=kv), expected)
+            for name, given, expected in (("hit", ids, 2048), ("miss", others, 0))
+        }
+        measure.compare(ours=sides, rounds=31)

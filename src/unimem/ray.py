@@ -1,0 +1,734 @@
+"""A model staged once on each node of a Ray cluster, for all engines there (extra ``ray``).
+
+Ray schedules, restarts and moves bytes; `um.plan` says what fits where; `um.stage` holds the one
+copy of a node. What is here brings them together: docs/cluster.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import os
+import posixpath
+import shutil
+import tempfile
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self, Unpack
+from urllib.parse import urlsplit
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from unimem.errors import CapacityError, ClosedError
+from unimem.planning.plan import plans_of
+from unimem.planning.result import Plan
+from unimem.planning.search import find_largest
+from unimem.system import policy
+from unimem.system.arguments import file_path, integer, string
+from unimem.system.doctor import doctor
+from unimem.system.machine import MachineFacts
+from unimem.system.placement import PlacementOptions
+from unimem.system.text import format_bytes
+from unimem.weights.remote import is_url
+from unimem.weights.staging.stage import Stage, stage
+
+__all__ = ["NodePlan", "Stager"]
+
+_NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
+_MOST_ENGINES = 1 << 20
+_MOST_ON_A_NODE = 4096  # sessions that a plan has at most
+_ROOMY = {"memory": 1 << 50}  # a machine on which no context is cut short
+_PIECE_BYTES = 8 << 20  # of a file, from a neighbour
+_PIECES_AHEAD = 4
+_NEIGHBOURS = 4  # that are asked: a list of all would be passed to all
+_PIECE_S = 60.0  # for one of these
+_ANSWER_S = 2.0  # for a neighbour to say whether it has the model
+_LOOK_S = 1.0  # after which a node is looked at that has not answered: Ray itself would wait for it
+_FACTS_S = 60.0  # for a node to say what it has
+_CLOSE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """A node that engines are placed on, and what was planned for it before anything started.
+
+    Attributes
+    ----------
+    node_id : str
+        Ray's name of the node, in hexadecimal digits.
+    address : str
+        Its address.
+    labels : dict of str to str
+        Its labels.
+    n_engines : int
+        Engines that are placed there.
+    plan : Plan
+        Of one copy of the model and as many engines as fit there (`Plan.sessions`), at most as many
+        as were asked for.
+    origin : str
+        What its copy was read from: ``"file"``, ``"neighbour"`` or ``"store"``.
+    """
+
+    node_id: str
+    address: str
+    labels: dict[str, str]
+    n_engines: int
+    plan: Plan
+    origin: str
+
+
+class Stager:
+    """A model staged once on each node of a Ray cluster that has room for it.
+
+    Made in a program that is connected to the cluster (``ray.init``). It asks each node what memory
+    it has, plans, places the engines, and stages the model; only then does it return. A node takes
+    the model from its own file system, else from a neighbour that has it, else from `store`; the
+    number of copies doubles in each round. The copies go when it is closed, or with the program.
+
+    It may be passed to tasks and actors, whose engines open `path`: the copy of the node that they
+    run on. For any number of threads; closing is for the program that made it.
+
+    Parameters
+    ----------
+    model : path-like
+        The model's path on the nodes, on those that have it. Or a URL, which is `store` then.
+    store : path-like, optional
+        Where the model is for nodes that lack it: a path that they can read, or the URL of a model
+        in one file, for fsspec (extra ``remote``).
+    labels : mapping of str to str, optional
+        Labels that a node must have to be used.
+    n_engines : int, default 1
+        Engines to place.
+    ctx : int, optional
+        Tokens of context of an engine; by default the smaller of the model's and 4096.
+    kv_dtype : str, default "f16"
+        Type of an engine's KV cache, as for `plan`.
+    folder : path-like, optional
+        Where a node keeps a file that it receives until it is staged; by default that for temporary
+        files.
+    **placement
+        Of the copies, as for `stage`.
+
+    Raises
+    ------
+    ImportError
+        Ray is not installed, or what reads a URL.
+    RuntimeError
+        The program is not connected to a cluster.
+    CapacityError
+        No node with these labels has room, or not for all engines; nothing was started.
+    GGUFError, SafetensorsError, OSError
+        The model cannot be used, or is nowhere; no copy is left.
+    ValueError, TypeError
+        An argument is out of range.
+
+    Attributes
+    ----------
+    nodes : tuple of NodePlan
+        The nodes that have a copy.
+    engine_bytes : int
+        What an engine takes beside the copy.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        store: str | os.PathLike[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        *,
+        n_engines: int = 1,
+        ctx: int | None = None,
+        kv_dtype: str = "f16",
+        folder: str | os.PathLike[str] | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> None:
+        self._copies: dict[str, Any] = {}
+        self._is_owner = True
+        self.nodes: tuple[NodePlan, ...] = ()
+        source = _Source.from_arguments(model, store, folder)
+        wanted = _labels(labels)
+        integer(n_engines, "n_engines", 1, _MOST_ENGINES)
+        policy.check_options(placement)
+        ray = _connected()
+        found = _facts_of_nodes(ray, source, wanted)
+        model_bytes, self.engine_bytes, plans = _plan_nodes(
+            ray, source, found, _Engines(n_engines, ctx, kv_dtype)
+        )
+        rooms = [
+            _Room(facts, plans[facts.node_id], model_bytes, self.engine_bytes) for facts in found
+        ]
+        shares = _place(n_engines, rooms)
+        fitting = [facts for facts in found if facts.node_id in shares]
+        try:
+            origins = self._start(ray, source, fitting, model_bytes, placement)
+            if any(n for node_id, n in shares.items() if node_id not in origins):
+                shares = _place(n_engines, [r for r in rooms if r.facts.node_id in origins])
+        except BaseException:
+            self.close()
+            raise
+        self.nodes = tuple(
+            NodePlan(
+                one.node_id,
+                one.address,
+                one.labels,
+                shares[one.node_id],
+                plans[one.node_id],
+                origins[one.node_id],
+            )
+            for one in fitting
+            if one.node_id in origins
+        )
+
+    def _start(
+        self,
+        ray: Any,
+        source: _Source,
+        nodes: list[_NodeFacts],
+        model_bytes: int,
+        placement: PlacementOptions,
+    ) -> dict[str, str]:
+        """Stage on all nodes, and say what each has read it from."""
+        actor = ray.remote(_Copy)
+        for node in nodes:
+            self._copies[node.node_id] = actor.options(
+                num_cpus=0,
+                memory=model_bytes,
+                max_restarts=-1,
+                max_task_retries=-1,
+                max_concurrency=2 * _PIECES_AHEAD,
+                label_selector={_NODE_ID: node.node_id},
+            ).remote(source, placement)
+        origins: dict[str, str] = {}
+        waiting = deque(node.node_id for node in nodes if not node.has_file)
+        batch = [node.node_id for node in nodes if node.has_file] or _take(waiting, 1)
+        while batch:
+            having = [self._copies[node_id] for node_id in origins]
+            # Each of those that have it serves one.
+            started = {
+                node_id: self._copies[node_id].bring_in.remote(_some_from(having, i))
+                for i, node_id in enumerate(batch)
+            }
+            for node_id, ref in started.items():
+                try:
+                    origins[node_id] = _answer(ray, ref, node_id)
+                except ray.exceptions.RayTaskError as error:
+                    raise error.cause from error
+                except ray.exceptions.RayError as error:  # its node is gone
+                    ray.kill(self._copies.pop(node_id))
+                    what = type(error).__name__
+                    policy.warn(f"node {node_id} was lost while it was staged: {what}")
+            batch = _take(waiting, max(1, len(origins)))
+        return origins
+
+    @property
+    def path(self) -> str:
+        """The path of the copy on the node that this process runs on.
+
+        Raises
+        ------
+        RuntimeError
+            This node has no copy: see `nodes`.
+        ClosedError
+        """
+        if not self._copies:
+            raise ClosedError("the Stager is closed: make another one")
+        ray = _connected()
+        node_id = ray.get_runtime_context().get_node_id()
+        copy = self._copies.get(node_id)
+        if copy is None:
+            raise RuntimeError(
+                f"node {node_id} has no copy of the model: expected one of "
+                f"{', '.join(self._copies)}; actor_options() places engines there"
+            )
+        copies = list(self._copies.values())
+        others = _some_from(copies, copies.index(copy) + 1)
+        path: str = ray.get(copy.path.remote([other for other in others if other is not copy]))
+        return path
+
+    def actor_options(self) -> list[dict[str, Any]]:
+        """Return Ray's options for each engine, for ``Engine.options(**options).remote(...)``.
+
+        Each engine goes to the node that was planned for it. When that is gone, Ray starts the
+        engine again on another node that has a copy, once there is room, and repeats what was asked
+        of it.
+
+        Returns
+        -------
+        list of dict
+            One for each of `n_engines`. With ``num_cpus=0``: what an engine computes with is told
+            to the engine.
+        """
+        anywhere = {_NODE_ID: f"in({','.join(node.node_id for node in self.nodes)})"}
+        return [
+            {
+                "num_cpus": 0,
+                "memory": self.engine_bytes,
+                "max_restarts": -1,
+                "max_task_retries": -1,
+                "label_selector": {_NODE_ID: node.node_id},
+                "fallback_strategy": [{"label_selector": anywhere}],
+            }
+            for node in self.nodes
+            for _ in range(node.n_engines)
+        ]
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return not self._copies
+
+    def close(self) -> None:
+        """Give up the copies; engines that have them mapped keep what they have. Twice is no error.
+
+        In a process that it was passed to, nothing ends.
+        """
+        copies, self._copies = self._copies, {}
+        if not copies or not self._is_owner:
+            return
+        ray = _ray()
+        if not ray.is_initialized():  # they went with the connection
+            return
+        ray.wait(
+            [copy.close.remote() for copy in copies.values()],
+            num_returns=len(copies),
+            timeout=_CLOSE_S,
+        )
+        for copy in copies.values():
+            ray.kill(copy)
+
+    def __enter__(self) -> Self:
+        if self.closed:
+            raise ClosedError("the Stager is closed: make another one")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._is_owner and not self.closed:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_is_owner": False}
+
+    def __repr__(self) -> str:
+        if self.closed:
+            return "Stager(closed)"
+        n = sum(node.n_engines for node in self.nodes)
+        return f"Stager({len(self.nodes)} nodes, {n} engines of {format_bytes(self.engine_bytes)})"
+
+
+class _Source(NamedTuple):
+    """Where the model is: its path on nodes, its path or URL for others, and their folder."""
+
+    path: str
+    store: str | None
+    folder: str | None
+
+    @classmethod
+    def from_arguments(cls, model: Any, store: Any, folder: Any) -> _Source:
+        """Check arguments. Processes of nodes have folders of their own, so paths are absolute."""
+        path = file_path(model, "model")
+        other = None if store is None else file_path(store, "store")
+        if is_url(path):
+            if other is not None:
+                raise ValueError(
+                    f"store: expected none beside a model that is a URL, got {other!r}"
+                )
+            path, other = "", path
+        return cls(
+            path and os.path.abspath(path),
+            other if other is None or is_url(other) else os.path.abspath(other),
+            None if folder is None else os.path.abspath(file_path(folder, "folder")),
+        )
+
+    @property
+    def places(self) -> list[str]:
+        return [place for place in (self.path, self.store) if place]
+
+
+class _NodeFacts(NamedTuple):
+    """A node, what its machine gives to a process, and whether it has the model's file."""
+
+    node_id: str
+    address: str
+    labels: dict[str, str]
+    ray_bytes: int  # what Ray itself counts as its memory
+    machine: MachineFacts
+    has_file: bool
+
+
+class _Room(NamedTuple):
+    """What a node has room for, by its plan and by Ray's own figure."""
+
+    facts: _NodeFacts
+    plan: Plan
+    model_bytes: int
+    engine_bytes: int
+
+    @property
+    def n_engines(self) -> int:
+        """Engines that fit beside a copy; -1 where not even that does."""
+        left = self.facts.ray_bytes - self.model_bytes
+        if self.plan.verdict != "fits" or left < 0:
+            return -1
+        return min(self.plan.sessions, left // max(1, self.engine_bytes))
+
+    @property
+    def shortage(self) -> str:
+        one = self.plan
+        if self.n_engines > 0:
+            return f"node {self.facts.node_id} has room for {self.n_engines}"
+        if one.verdict != "fits":
+            have, want = one.available_bytes, one.required_bytes
+            whose = "of memory"
+        else:
+            have, want = self.facts.ray_bytes, self.model_bytes + self.engine_bytes
+            whose = "by Ray's figure ('ray start --memory')"
+        return (
+            f"node {self.facts.node_id} has room for none: it has {format_bytes(have)} {whose}, a "
+            f"copy and an engine take {format_bytes(want)}"
+        )
+
+
+class _Engines(NamedTuple):
+    """The engines that are asked for."""
+
+    n: int
+    ctx: int | None
+    kv_dtype: str
+
+
+class _Copy:
+    """The process of a node that keeps its copy; an actor of Ray, which restarts it there."""
+
+    def __init__(self, source: _Source, placement: PlacementOptions) -> None:
+        self._source, self._placement = source, placement
+        self._lock = threading.Lock()
+        self._stage: Stage | None = None
+        self._fds: dict[str, int] = {}
+        self._origin = ""
+
+    def bring_in(self, neighbours: list[Any]) -> str:
+        """Stage the model unless it is, and say what it was read from."""
+        with self._lock:
+            if self._stage is None:
+                with ExitStack() as undo:
+                    path, origin = self._find(neighbours, undo)
+                    made = stage(path, **self._placement)
+                paths = zip(made._names, made.paths, strict=True)
+                self._fds = {name: os.open(at, os.O_RDONLY | os.O_CLOEXEC) for name, at in paths}
+                self._stage, self._origin = made, origin
+        return self._origin
+
+    def _find(self, neighbours: list[Any], undo: ExitStack) -> tuple[str, str]:
+        """Return a path that the model can be read from, and what that is."""
+        source = self._source
+        if source.path and os.path.exists(source.path):
+            return source.path, "file"
+        folder = tempfile.mkdtemp(prefix="unimem-ray-", dir=source.folder)
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        failed = []
+        for neighbour in _having(neighbours):
+            try:
+                return _receive(neighbour, tempfile.mkdtemp(dir=folder)), "neighbour"
+            except (OSError, _ray().exceptions.RayError) as error:
+                failed.append(f"a neighbour: {error}")
+        if source.store is None:
+            raise FileNotFoundError(
+                errno.ENOENT,
+                "; ".join(("the model is not on this node, and no store was given", *failed)),
+                source.path,
+            )
+        return _fetch(source.store, folder), "store"
+
+    def path(self, neighbours: list[Any]) -> str:
+        """Return the path of the copy, which is staged again where this process was restarted."""
+        self.bring_in(neighbours)
+        assert self._stage is not None
+        return self._stage.path
+
+    def files(self) -> tuple[list[tuple[str, int]], str] | None:
+        """Return the names and sizes of the files, and the name to open; None where it has none."""
+        if self._stage is None:
+            return None
+        return [(name, os.fstat(fd).st_size) for name, fd in self._fds.items()], self._stage._first
+
+    def read(self, name: str, offset: int, nbytes: int) -> tuple[NDArray[np.uint8], bytes]:
+        """Read a piece of a file, and its hash: TCP notices few errors."""
+        piece = np.empty(nbytes, np.uint8)
+        rest, at = piece.data, offset
+        while rest:
+            done = os.preadv(self._fds[name], [rest], at)
+            if done == 0:
+                raise OSError(errno.EIO, "the file ends early", name)
+            rest, at = rest[done:], at + done
+        return piece, xxhash.xxh3_128_digest(piece.data)
+
+    def close(self) -> None:
+        """Give up the copy."""
+        with self._lock:
+            made, self._stage = self._stage, None
+            for fd in self._fds.values():
+                os.close(fd)
+            self._fds = {}
+            if made is not None:
+                made.close()
+
+
+def _fetch(source: str, folder: str) -> str:
+    """Bring a model to this machine, if it is not here; return its path.
+
+    Parameters
+    ----------
+    source : str
+        A path, which stays where it is; or a URL that fsspec knows, of a model in one file.
+    folder : str
+        Where to put it.
+
+    Raises
+    ------
+    ImportError
+        There is no fsspec, or not what it needs for this URL.
+    OSError
+        It cannot be read, or not written.
+    """
+    if not is_url(source):
+        return source
+    try:
+        from fsspec.core import url_to_fs
+    except ImportError as error:
+        raise ImportError(
+            f"store: a URL needs fsspec: install unimem-llm with the extra 'remote'; importing it "
+            f"said: {error}"
+        ) from error
+    at = urlsplit(source)
+    local = os.path.join(folder, posixpath.basename(at.path))
+    try:
+        system, path = url_to_fs(source)
+        system.get_file(path, local)
+    except Exception as error:  # whose text may have what is secret in the URL
+        shown = f"{at.scheme}://{at.netloc.rpartition('@')[2]}{at.path}"
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        number = getattr(error, "errno", None) or errno.EIO
+        raise kind(number, f"it cannot be fetched: {type(error).__name__}", shown) from None
+    return local
+
+
+def _having(neighbours: list[Any]) -> Iterator[Any]:
+    """Give the neighbours that have the model now, in their order."""
+    if not neighbours:
+        return
+    ray = _ray()
+    asked = [neighbour.files.remote() for neighbour in neighbours]
+    done, _ = ray.wait(asked, num_returns=len(asked), timeout=_ANSWER_S)
+    for neighbour, ref in zip(neighbours, asked, strict=True):
+        if ref in done:
+            try:
+                has_it = ray.get(ref) is not None
+            except ray.exceptions.RayError:  # it is gone
+                continue
+            if has_it:
+                yield neighbour
+
+
+def _receive(neighbour: Any, folder: str) -> str:
+    """Copy a neighbour's files to a folder, and return the path to open."""
+    ray = _ray()
+    files, first = ray.get(neighbour.files.remote(), timeout=_PIECE_S)
+    needed, free = sum(nbytes for _, nbytes in files), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"the model takes {format_bytes(needed)} until it is staged, and there are "
+            f"{format_bytes(free)}: folder= names another place",
+            folder,
+        )
+    for name, nbytes in files:
+        with open(os.path.join(folder, name), "xb") as file:
+            for piece, digest in _pieces(ray, neighbour, name, nbytes):
+                if xxhash.xxh3_128_digest(piece.data) != digest:
+                    raise OSError(errno.EIO, "bytes were changed on their way", name)
+                file.write(piece.data)
+    return os.path.join(folder, first)
+
+
+def _pieces(
+    ray: Any, neighbour: Any, name: str, nbytes: int
+) -> Iterator[tuple[NDArray[np.uint8], bytes]]:
+    """Give the pieces of a file in their order, some of them asked for beforehand."""
+    pending: deque[Any] = deque()
+    for offset in range(0, nbytes, _PIECE_BYTES):
+        size = min(_PIECE_BYTES, nbytes - offset)
+        pending.append(neighbour.read.remote(name, offset, size))
+        if len(pending) == _PIECES_AHEAD:
+            yield ray.get(pending.popleft(), timeout=_PIECE_S)
+    while pending:
+        yield ray.get(pending.popleft(), timeout=_PIECE_S)
+
+
+# ---- nodes, and what fits there ----
+
+
+def _facts_of_nodes(ray: Any, source: _Source, labels: dict[str, str]) -> list[_NodeFacts]:
+    """Ask each node with these labels what it has."""
+    asked = {}
+    task = ray.remote(_look)
+    for node in ray.nodes():
+        own = node.get("Labels") or {}
+        if node["Alive"] and labels.items() <= own.items():
+            selector = {_NODE_ID: node["NodeID"]}
+            ref = task.options(num_cpus=0, label_selector=selector).remote(source.path)
+            memory = int(node["Resources"].get("memory", 0))
+            asked[ref] = (node["NodeID"], node["NodeManagerAddress"], own, memory)
+    if not asked:
+        raise CapacityError(f"labels: no node of the cluster has {labels}")
+    ray.wait(list(asked), num_returns=len(asked), timeout=_FACTS_S)
+    found = []
+    for ref, node in asked.items():
+        try:
+            found.append(_NodeFacts(*node, *ray.get(ref, timeout=0)))
+        except (ray.exceptions.RayError, TimeoutError):  # it is gone, or does not answer
+            policy.warn(f"node {node[0]} at {node[1]} does not answer, and is left out")
+    if not found:
+        raise CapacityError("no node of the cluster answers")
+    return found
+
+
+def _look(path: str) -> tuple[MachineFacts, bool]:
+    """Say what this node has."""
+    return doctor(), bool(path) and os.path.exists(path)
+
+
+def _plan_nodes(
+    ray: Any, source: _Source, found: list[_NodeFacts], engines: _Engines
+) -> tuple[int, int, dict[str, Plan]]:
+    """Plan where the model's header can be read: here, or on a node that has its file."""
+    machines = {facts.node_id: facts.machine for facts in found}
+    for place in source.places:
+        if is_url(place) or os.path.exists(place):
+            return _plan_all(place, machines, engines)
+    for facts in found:
+        if facts.has_file:
+            task = ray.remote(_plan_all).options(
+                num_cpus=0, label_selector={_NODE_ID: facts.node_id}
+            )
+            try:
+                answer: tuple[int, int, dict[str, Plan]] = ray.get(
+                    task.remote(source.path, machines, engines)
+                )
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from error
+            return answer
+    raise FileNotFoundError(
+        errno.ENOENT, "the model is neither here nor on a node", " or ".join(source.places)
+    )
+
+
+def _plan_all(
+    place: str, machines: Mapping[str, MachineFacts], engines: _Engines
+) -> tuple[int, int, dict[str, Plan]]:
+    """Return the bytes of a copy, those of an engine, and the plan of each machine.
+
+    A copy is in memory as weights are that were copied, and engines are sessions over it.
+    """
+    options: dict[str, Any] = {"kv_dtype": engines.kv_dtype, "load": "copy"}
+    with plans_of(place) as plan:
+        options["ctx"] = plan(_ROOMY, **{"ctx": engines.ctx} | options).ctx
+        one, two = (plan(_ROOMY, sessions=n, **options).required_bytes for n in (1, 2))
+
+        def planned(machine: MachineFacts) -> Plan:
+            def of(n: int) -> Plan:
+                return plan(machine, sessions=n, **options)
+
+            n = find_largest(min(engines.n, _MOST_ON_A_NODE), lambda n: of(n).verdict == "fits")
+            return of(max(1, n))
+
+        plans = {node_id: planned(machine) for node_id, machine in machines.items()}
+    return 2 * one - two, two - one, plans
+
+
+def _place(n_engines: int, rooms: list[_Room]) -> dict[str, int]:
+    """Spread engines over the nodes that fit, by the room that is left; 0 is a node with a copy.
+
+    Raises
+    ------
+    CapacityError
+        Some have no room.
+    """
+    room = {one.facts.node_id: one.n_engines for one in rooms if one.n_engines >= 0}
+    if sum(room.values()) < n_engines:
+        raise CapacityError(
+            f"the cluster has room for {sum(room.values())} of {n_engines} engines: "
+            + "; ".join(one.shortage for one in rooms),
+            sum(room.values()),
+            0,
+            n_engines,
+        )
+    shares = dict.fromkeys(room, 0)
+    heap = [(-n, 0, node_id) for node_id, n in room.items()]
+    heapq.heapify(heap)
+    for _ in range(n_engines):
+        left, share, node_id = heap[0]
+        shares[node_id] = share + 1
+        heapq.heapreplace(heap, (left + 1, share + 1, node_id))
+    return shares
+
+
+def _answer(ray: Any, ref: Any, node_id: str) -> Any:
+    """Wait for an answer as long as the node is there.
+
+    Raises
+    ------
+    RayError
+        It is gone. Ray would start the actor again, once there is a node with this label.
+    """
+    while not ray.wait([ref], num_returns=1, timeout=_LOOK_S)[0]:
+        if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
+            raise ray.exceptions.RayActorError
+    return ray.get(ref)
+
+
+def _some_from(copies: list[Any], i: int) -> list[Any]:
+    """Return some of the copies, beginning with the one at an index."""
+    return (copies[i:] + copies[:i])[:_NEIGHBOURS]
+
+
+def _take(waiting: deque[str], n: int) -> list[str]:
+    return [waiting.popleft() for _ in range(min(n, len(waiting)))]
+
+
+def _labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    if labels is not None and not isinstance(labels, Mapping):
+        raise TypeError(f"labels: expected a mapping of str to str, got {labels!r:.60}")
+    return {string(k, "labels"): string(v, "labels") for k, v in (labels or {}).items()}
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ImportError(
+            f"unimem.ray needs Ray: install unimem-llm with the extra 'ray'; importing it said: "
+            f"{error}"
+        ) from error
+    return ray
+
+
+def _connected() -> Any:
+    ray = _ray()
+    if not ray.is_initialized():
+        raise RuntimeError("expected a program that is connected to a cluster: ray.init(...) first")
+    return ray

@@ -1,0 +1,529 @@
+"""Files on servers: objects of a store, and files of a web server; read by ranges, written whole.
+
+Only this module uses obstore, fsspec and what they bring, and imports them where a URL is opened.
+obstore is for S3, Google Cloud Storage and Azure; fsspec for the web, and for what else it knows.
+Each request is one try: `unimem.system.transfers` tries again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeAlias, TypeGuard
+from urllib.parse import quote, urlsplit, urlunsplit
+
+from unimem.errors import ClosedError
+from unimem.system.url_errors import in_own_words
+
+__all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]
+
+Data: TypeAlias = bytes | bytearray | memoryview
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_HF = re.compile(r"hf://(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<file>[^/].*)")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+# What a URL may have as it is. All else is escaped, and what is escaped stays so.
+_URL_CHARS = "%/:=&?~#+!$,;'@()*[]"
+
+WAIT_S = 30.0  # for a connection, and for each next byte
+TOTAL_S = 600  # for an answer of a web server
+_STREAM_BYTES = 256 << 10  # what a cut costs at most
+# Of a store that takes parts of an object: S3 takes 10,000 of them.
+_PART_BYTES, _MOST_PARTS, _PART_TRIES = 16 << 20, 9_000, 8
+_INSTEAD = "download the file, and give its path"
+_FORKED = (
+    "a forked child cannot use the connections of its parent: begin the process by 'spawn', or "
+    "open no URL before the fork"
+)
+
+
+def is_url(path: object) -> TypeGuard[str]:
+    """Whether it is the URL of a file, and no path."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def shown(path: str) -> str:
+    """Return a path, or a URL without what may be secret: a user, and what follows a ``?``."""
+    if not is_url(path):
+        return path
+    scheme, _, rest = path.partition("://")
+    host, slash, name = rest.partition("?")[0].partition("#")[0].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{name}"
+
+
+class Answer(ABC):
+    """What a server sends of a file. For one thread.
+
+    Attributes
+    ----------
+    nbytes : int
+        Size of the whole file.
+    tag : str
+        The ETag of the file, which changes when it does; "" where the server has none.
+    digest : str
+        A hash of the whole file that the server tells: see `find_hashes`; "" without one.
+    end : int
+        The first byte that does not come.
+    has_ranges : bool
+        Whether the server sends parts of a file.
+    """
+
+    has_ranges = True
+    digest = ""
+
+    def __init__(self, nbytes: int, tag: str, end: int) -> None:
+        self.nbytes, self.tag, self.end = nbytes, tag, min(end, nbytes)
+
+    @abstractmethod
+    def read(self, n: int) -> Data:
+        """Return the next bytes, at most so many; none where the answer has ended."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what is under way."""
+
+
+class Server(ABC):
+    """A server, or a bucket of one. Any number of threads may use it; closing is for one.
+
+    Its paths are URLs as they are shown. Whatever goes wrong is an OSError with this URL.
+
+    Attributes
+    ----------
+    can_write : bool
+        Whether it takes objects.
+    wait_s : float
+        The longest wait, in seconds.
+    """
+
+    can_write = False
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+        self._pid = os.getpid()
+
+    def get(self, path: str, first: int, end: int) -> Answer:
+        """Ask for bytes of a file, at least one."""
+        self._check()
+        with in_own_words(path, self.wait_s):
+            return self._get(path, first, end)
+
+    def put(self, path: str, data: Data, *, create: bool = False) -> bool:
+        """Write an object, whole or not at all.
+
+        With `create`, one that is there stays as it is, and False is returned: by a condition of
+        the request where the server has such, and where not, as well as looking first can do it.
+        """
+        self._check_writable(path)
+        with in_own_words(path, self.wait_s):
+            return self._put(path, data, create)
+
+    def put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
+        """Write an object of parts that come one after the other, `nbytes` in all."""
+        self._check_writable(path)
+        with in_own_words(path, self.wait_s):
+            self._put_parts(path, parts, nbytes)
+
+    def remove(self, path: str) -> None:
+        """Remove an object."""
+        self._check_writable(path)
+        with in_own_words(path, self.wait_s):
+            self._remove(path)
+
+    def escape(self, name: str) -> str:
+        """Return a file's name as a URL has it."""
+        return name
+
+    def close(self) -> None:  # noqa: B027 - those of stores end with their objects
+        """End the connections."""
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            raise ClosedError(_FORKED)
+
+    def _check_writable(self, path: str) -> None:
+        self._check()
+        if not self.can_write:
+            raise OSError(errno.EROFS, "A web server is read-only: give the URL of a store", path)
+
+    @abstractmethod
+    def _get(self, path: str, first: int, end: int) -> Answer: ...
+
+    def _put(self, path: str, data: Data, create: bool) -> bool:
+        raise NotImplementedError
+
+    def _put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
+        raise NotImplementedError
+
+    def _remove(self, path: str) -> None:
+        raise NotImplementedError
+
+
+# ---- stores, by obstore -----------------------------------------------------------------------
+
+
+class _StreamAnswer(Answer):
+    """Of a stream of buffers."""
+
+    def __init__(self, nbytes: int, tag: str, end: int, stream: Iterator[Data]) -> None:
+        super().__init__(nbytes, tag, end)
+        self._stream, self._rest = stream, memoryview(b"")
+
+    def read(self, n: int) -> memoryview:
+        if not self._rest:
+            self._rest = memoryview(next(self._stream, b""))
+        found, self._rest = self._rest[:n], self._rest[n:]
+        return found
+
+    def close(self) -> None:
+        self._stream, self._rest = iter(()), memoryview(b"")
+
+
+class _StoreServer(Server):
+    """A bucket, by obstore. What it needs to know stands in the environment, as for other tools."""
+
+    can_write = True
+
+    def __init__(self, scheme: str, bucket: str, wait_s: float) -> None:
+        super().__init__(wait_s)
+        with _needs_extra():
+            import obstore
+            from obstore import exceptions
+        self._obstore, self._errors = obstore, exceptions
+        self._prefix, self._has_md5 = f"{scheme}://{bucket}/", scheme == "s3"
+        with in_own_words(self._prefix, wait_s):
+            self._kind, self._options = _store_options(obstore, scheme, bucket)
+            self._store = self._connect(0)
+
+    def _connect(self, retries: int) -> Any:
+        return self._kind(
+            retry_config={"max_retries": retries},
+            client_options={
+                # For all of an answer: what takes longer is asked for again, from where it stopped.
+                "timeout": timedelta(seconds=self.wait_s),
+                "connect_timeout": timedelta(seconds=self.wait_s),
+                "allow_http": True,  # which the address of the server says
+            },
+            **self._options,
+        )
+
+    def _key(self, path: str) -> str:
+        return path.removeprefix(self._prefix)
+
+    def _get(self, path: str, first: int, end: int) -> Answer:
+        found = self._obstore.get(self._store, self._key(path), options={"range": (first, end)})
+        meta = found.meta
+        begin, stop = found.range
+        if begin != first:
+            raise OSError(errno.EIO, "The server sends another range than it was asked for")
+        stream = iter(found.stream(min_chunk_size=_STREAM_BYTES))
+        answer = _StreamAnswer(meta["size"], meta["e_tag"] or "", stop, stream)
+        if self._has_md5:
+            answer.digest = answer.tag
+        return answer
+
+    def _put(self, path: str, data: Data, create: bool) -> bool:
+        mode = "create" if create else "overwrite"
+        try:
+            self._obstore.put(
+                self._store, self._key(path), memoryview(data), mode=mode, use_multipart=False
+            )
+        except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
+            return False
+        return True
+
+    def _put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
+        self._obstore.put(
+            self._connect(_PART_TRIES),  # which tries a part again, and not the whole
+            self._key(path),
+            iter(parts),
+            use_multipart=True,
+            chunk_size=max(_PART_BYTES, nbytes // _MOST_PARTS),
+            max_concurrency=4,
+        )
+
+    def _remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._obstore.delete(self._store, self._key(path))
+
+
+def _store_options(obstore: Any, scheme: str, bucket: str) -> tuple[Any, dict[str, Any]]:
+    if scheme == "s3":
+        return obstore.store.S3Store, {"bucket": bucket} | _aws_options()
+    if scheme == "az":
+        return obstore.store.AzureStore, {"container_name": bucket}
+    return obstore.store.GCSStore, {"bucket": bucket}
+
+
+def _aws_options() -> dict[str, Any]:
+    """Find what AWS's own tools would use: profiles, roles and credentials that expire."""
+    found: dict[str, Any] = {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if endpoint:
+        found["endpoint"] = endpoint
+    try:
+        from botocore.session import get_session
+    except ImportError:  # obstore reads the environment itself
+        return found
+    session = get_session()
+    region = session.get_config_variable("region")
+    if region:
+        found["region"] = region
+    credentials = session.get_credentials()
+    if credentials is None:  # public files need none
+        return found | {"skip_signature": True}
+
+    def provide() -> dict[str, Any]:
+        frozen = credentials.get_frozen_credentials()
+        expires = getattr(credentials, "_expiry_time", None)
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": expires,
+        }
+
+    return found | {"credential_provider": provide}
+
+
+# ---- other file systems, by fsspec ------------------------------------------------------------
+
+
+class _FsspecServer(Server):
+    """A file system that fsspec knows."""
+
+    can_write = True
+
+    def __init__(self, url: str, wait_s: float) -> None:
+        super().__init__(wait_s)
+        with _needs_extra():
+            import fsspec
+        scheme = url.partition("://")[0]
+        try:
+            kind = fsspec.get_filesystem_class(scheme)
+        except ValueError:
+            raise ValueError(
+                f"path: expected the path of a file, or a URL of s3://, gs://, az://, hf://, "
+                f"https:// or what fsspec knows, got {url!r:.200}"
+            ) from None
+        except ImportError as error:
+            raise ImportError(f"{scheme}:// is read by fsspec, which says: {error}") from None
+        with in_own_words(url, wait_s):
+            self._fs = kind(**kind._get_kwargs_from_urls(url), skip_instance_cache=True)
+
+    def _name(self, path: str) -> str:
+        name: str = self._fs._strip_protocol(path)
+        return name
+
+    def _get(self, path: str, first: int, end: int) -> Answer:
+        name = self._name(path)
+        with suppress(AttributeError):
+            self._fs.invalidate_cache(self._fs._parent(name))
+        info = self._fs.info(name)
+        tags = (info.get(key) for key in ("ETag", "etag", "mtime", "created", "LastModified"))
+        tag = str(next((tag for tag in tags if tag), ""))
+        data = self._fs.cat_file(name, first, end)
+        return _StreamAnswer(info["size"], tag, end, iter((data,)))
+
+    def _put(self, path: str, data: Data, create: bool) -> bool:
+        name = self._name(path)
+        if create and self._fs.exists(name):
+            return False
+        self._make_parent(name)
+        self._fs.pipe_file(name, bytes(data))
+        return True
+
+    def _put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
+        name = self._name(path)
+        self._make_parent(name)
+        with self._fs.transaction, self._fs.open(name, "wb") as file:
+            for part in parts:
+                file.write(part)
+
+    def _make_parent(self, name: str) -> None:
+        with suppress(FileExistsError, NotImplementedError):
+            self._fs.makedirs(self._fs._parent(name), exist_ok=True)
+
+    def _remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(self._name(path))
+
+
+# ---- the web ----------------------------------------------------------------------------------
+
+
+class _HttpAnswer(Answer):
+    def __init__(self, body: Any, nbytes: int, end: int) -> None:
+        super().__init__(nbytes, body.r.headers.get("ETag", ""), end)
+        self._body = body
+
+    def read(self, n: int) -> bytes:
+        found: bytes = self._body.read(n)
+        return found
+
+    def close(self) -> None:
+        self._body.close()
+
+
+class _HttpServer(Server):
+    """Files by their URLs; `secrets` are the user and the query, which no path shows."""
+
+    def __init__(self, wait_s: float, secrets: tuple[str, str] = ("", "")) -> None:
+        super().__init__(wait_s)
+        with _needs_extra():
+            import aiohttp
+            import fsspec
+            from fsspec.implementations.http import HTTPFileSystem
+        self._user, self._query = secrets
+        timeout = aiohttp.ClientTimeout(total=TOTAL_S, connect=wait_s, sock_read=wait_s)
+        self._sync = fsspec.asyn.sync
+        self._fs = HTTPFileSystem(
+            client_kwargs={"timeout": timeout, "trust_env": True},
+            encoded=True,
+            skip_instance_cache=True,
+        )
+
+    def _get(self, path: str, first: int, end: int) -> Answer:
+        """Ask for a range of bytes; of a server without ranges, the whole file comes."""
+        headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
+        # With a size there is no request for it, and without blocks none for another range.
+        body = self._fs.open(
+            self._address(path), block_size=0, size=1, headers=headers | self._headers()
+        )
+        try:
+            answer = _http_answer(body, first, end)
+            answer.digest = self._digest(body)
+            return answer
+        except BaseException:
+            body.close()
+            raise
+
+    def _address(self, path: str) -> str:
+        scheme, host, name, _, _ = urlsplit(path)
+        return quote(urlunsplit((scheme, self._user + host, name, self._query, "")), _URL_CHARS)
+
+    def _headers(self) -> dict[str, str]:
+        return {}
+
+    def _digest(self, body: Any) -> str:
+        """Return the hash of the file that an answer tells."""
+        return ""  # an ETag of the web is none
+
+    def escape(self, name: str) -> str:
+        return quote(name)
+
+    def close(self) -> None:
+        self._fs.close_session(self._fs.loop, self._sync(self._fs.loop, self._fs.set_session))
+
+
+def _http_answer(body: Any, first: int, end: int) -> Answer:
+    headers = body.r.headers
+    found = _RANGE.fullmatch(headers.get("Content-Range", ""))
+    if body.r.status == 206:
+        if found is None or int(found[1]) != first:
+            raise OSError(errno.EIO, "The server sends another range than it was asked for")
+        return _HttpAnswer(body, int(found[3]), end)
+    nbytes = body.r.content_length
+    if first:
+        raise OSError(errno.EOPNOTSUPP, f"The server sends no ranges of files: {_INSTEAD}")
+    if nbytes is None or "Content-Encoding" in headers:
+        raise OSError(errno.EIO, "The server does not say how long the file is")
+    answer = _HttpAnswer(body, nbytes, nbytes)
+    answer.has_ranges = nbytes <= end
+    return answer
+
+
+class _HfServer(_HttpServer):
+    """Files of repositories, by the links that Hugging Face has to them."""
+
+    def __init__(self, wait_s: float) -> None:
+        with _needs_extra():
+            import huggingface_hub
+        self._hub = huggingface_hub
+        super().__init__(wait_s)
+
+    def _address(self, path: str) -> str:
+        found = _HF.fullmatch(path)
+        assert found is not None  # which `open_server` has seen to
+        address: str = self._hub.hf_hub_url(
+            found["repo"],
+            found["file"],
+            revision=found["revision"],
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+        return address
+
+    def _headers(self) -> dict[str, str]:
+        token = self._hub.get_token()
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+    def _digest(self, body: Any) -> str:
+        answers = (*body.r.history, body.r)  # the hub's own, which leads elsewhere, is the first
+        tags = (each.headers.get("X-Linked-ETag", "").strip('"') for each in answers)
+        return next((tag for tag in tags if _SHA256.fullmatch(tag)), "")
+
+    def escape(self, name: str) -> str:
+        return name
+
+
+# ---- which of them ----------------------------------------------------------------------------
+
+
+def open_server(url: str, wait_s: float = 0.0) -> tuple[Server, str]:
+    """Return the server of a URL, and the URL as it is shown.
+
+    Parameters
+    ----------
+    url : str
+        ``s3://bucket/key``, ``gs://``, ``az://container/key``; ``https://`` or ``http://``;
+        ``hf://owner/repository[@revision]/file``; or a URL that fsspec knows. What is shown leaves
+        out a user, and what stands behind a ``?``, which may be secret.
+    wait_s : float
+        How long an answer of a store may take, or the next byte of the web; by default `WAIT_S`.
+
+    Raises
+    ------
+    ValueError
+        A URL of another kind.
+    ImportError
+        The extra ``remote`` is not installed, or what fsspec needs for it.
+    """
+    wait_s = wait_s or WAIT_S
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("s3", "gs", "gcs", "az"):
+        bucket, _, key = rest.partition("/")
+        if not bucket or "@" in bucket:
+            raise ValueError(f"path: expected {scheme}://bucket/key, got one without a bucket")
+        return _StoreServer(scheme, bucket, wait_s), f"{scheme}://{bucket}/{key}"
+    if scheme == "hf":
+        if _HF.fullmatch(url) is None:
+            raise ValueError(f"path: expected hf://owner/repository/file, got {url!r}")
+        return _HfServer(wait_s), url
+    try:
+        _, host, name, query, _ = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"path: {url!r} is no URL: {error}") from None
+    user, at, bare = host.rpartition("@")
+    address = urlunsplit((scheme, bare, name, "", ""))
+    if scheme in ("http", "https"):
+        return _HttpServer(wait_s, (user + at, query)), address
+    return _FsspecServer(url, wait_s), address
+
+
+@contextmanager
+def _needs_extra() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(
+            f"a file on a server needs {error.name}, which comes with: "
+            "pip install 'unimem-llm[remote]'",
+            name=error.name,
+        ) from None

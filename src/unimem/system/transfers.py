@@ -1,0 +1,405 @@
+"""Bytes of files on servers, brought into memory that is there: in parallel, tried again, checked.
+
+What has come stays: a range whose answer is cut off, or takes too long, goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem.system.object_hash import ObjectHash, find_hashes
+from unimem.system.objects import Answer, Server
+from unimem.system.threads import run_in_threads
+from unimem.system.url_errors import in_own_words, is_final
+
+__all__ = ["Progress", "RemoteBytes", "Version", "read_range", "read_wanted", "retried"]
+
+#: Ranges under way at once, as S3's guidelines advise for a large object on a fast network.
+THREADS = 16
+#: Of a request, without anything that came. Between them are up to 13 s in all.
+TRIES = 8
+#: The same of what would cost much to begin anew: an outage of half a minute is waited for.
+PATIENT_TRIES = 12
+FIRST_WAIT_S, MOST_WAIT_S = 0.1, 6.4
+#: Of one request. Each costs a round trip, and is what a failure may cost.
+PIECE_BYTES = 8 << 20
+# Less than this is no progress: a server must not keep a reader for ever.
+_LEAST_BYTES = 64 << 10
+_AGREEING = 2
+_MOST_READS = 5
+
+_T = TypeVar("_T")
+Progress = Callable[[int, int], object]
+
+
+class Version(NamedTuple):
+    """What stays the same as long as a file on a server does.
+
+    Attributes
+    ----------
+    nbytes : int
+        Its size.
+    tag : str
+        Its ETag; "" where the server has none.
+    """
+
+    nbytes: int
+    tag: str
+
+
+class RemoteBytes(NamedTuple):
+    """Bytes of a file on a server, and where they go.
+
+    Attributes
+    ----------
+    path : str
+        The URL as it is shown.
+    version : Version
+        Of the file.
+    digest : str
+        A hash of the whole file that its server tells; "" for none, or not to look at it.
+    first : int
+        The first byte.
+    out : numpy.ndarray
+        ``uint8``: as many as are read.
+    """
+
+    path: str
+    version: Version
+    digest: str
+    first: int
+    out: NDArray[np.uint8]
+
+
+def retried(work: Callable[[], _T], tries: int = 0, stop: threading.Event | None = None) -> _T:
+    """Do what may fail for a moment, up to `tries` times (by default `TRIES`).
+
+    Raises
+    ------
+    OSError
+        What the last try raised, or the first one that another try would not change.
+    """
+    tries = tries or TRIES
+    for i in range(1, tries + 1):
+        try:
+            return work()
+        except OSError as error:
+            if is_final(error) or i == tries or (stop is not None and stop.is_set()):
+                _fail(error, i)
+            _pause(i, stop)
+    raise AssertionError  # not reached
+
+
+def _fail(error: OSError, tries: int) -> NoReturn:
+    if tries == 1 or is_final(error):
+        raise error
+    text = f"{error.strerror} ({tries} tries)"
+    raise OSError(error.errno, text, error.filename) from None
+
+
+def _pause(tries: int, stop: threading.Event | None) -> None:
+    # Clients that failed together shall not come back together.
+    seconds = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
+    if stop is None:
+        time.sleep(seconds)
+    else:
+        stop.wait(seconds)
+
+
+def read_range(
+    server: Server,
+    path: str,
+    first: int,
+    out: NDArray[np.uint8],
+    version: Version | None = None,
+    stop: threading.Event | None = None,
+    tries: int = 0,
+) -> None:
+    """Read bytes of a file into memory, and try again from where it stopped.
+
+    Parameters
+    ----------
+    server, path
+        As `objects.open_server` gives them.
+    first : int
+        The first byte.
+    out : numpy.ndarray
+        ``uint8``: all of it is filled.
+    version : Version, optional
+        What the file has to be still.
+    stop : threading.Event, optional
+        Set to have it given up.
+    tries : int
+        How many requests in a row may bring nothing: by default `TRIES`.
+
+    Raises
+    ------
+    OSError
+        The file is gone, was replaced (ESTALE) or is shorter; or so many requests in a row brought
+        nothing.
+    """
+    most = tries or TRIES
+    done = failed = 0
+    while done < out.nbytes:
+        before = done
+        try:
+            with closing(server.get(path, first + done, first + out.nbytes)) as answer:
+                _check_version(answer, path, version, first + out.nbytes)
+                while done < out.nbytes:
+                    if stop is not None and stop.is_set():
+                        return
+                    with in_own_words(path, server.wait_s):
+                        found = answer.read(out.nbytes - done)
+                    if not len(found):
+                        raise OSError(
+                            errno.EIO,
+                            f"The server ended its answer {out.nbytes - done} bytes early",
+                            path,
+                        )
+                    out[done : done + len(found)] = np.frombuffer(found, np.uint8)
+                    done += len(found)
+        except OSError as error:
+            failed = 1 if done - before >= _LEAST_BYTES else failed + 1
+            if is_final(error) or failed == most or (stop is not None and stop.is_set()):
+                _fail(error, failed)
+            _pause(failed, stop)
+
+
+def _check_version(answer: Answer, path: str, version: Version | None, end: int) -> None:
+    if version is not None and (answer.nbytes, answer.tag) != version:
+        raise OSError(errno.ESTALE, "The file was replaced while it was read: open it again", path)
+    if answer.nbytes < end:
+        raise OSError(
+            errno.ESTALE, f"The file has {answer.nbytes} bytes, expected {end} or more", path
+        )
+
+
+# ---- many ranges ------------------------------------------------------------------------------
+
+
+class _HashedPart:
+    """Bytes of one file that are hashed together: as they come, in their order.
+
+    One thread at a time hashes a part; others go on reading.
+    """
+
+    def __init__(self, hashing: ObjectHash | None) -> None:
+        self.hasher: Any = None if hashing is None else hashing.new()
+        self.pieces: list[_RangeRequest] = []
+        self.n_hashed = 0
+        self._busy = False
+        self._lock = threading.Lock()
+
+    def advance(self, stop: threading.Event) -> None:
+        """Hash what has come, unless another thread does."""
+        if self.hasher is None:
+            return
+        with self._lock:
+            if self._busy:
+                return
+            self._busy = True
+        while not stop.is_set():
+            with self._lock:
+                if self.n_hashed == len(self.pieces) or not self.pieces[self.n_hashed].is_there:
+                    self._busy = False
+                    return
+            self.hasher.update(self.pieces[self.n_hashed].source.out.data)
+            self.n_hashed += 1
+
+
+class _RangeRequest:
+    """What one request asks for."""
+
+    def __init__(self, source: RemoteBytes, part: _HashedPart) -> None:
+        self.source, self.part, self.is_there = source, part, False
+        part.pieces.append(self)
+
+
+class _Transfer:
+    """Sources that are being read. Its threads share it; `run` is for one."""
+
+    def __init__(self, server: Server, sources: Sequence[RemoteBytes], tries: int) -> None:
+        self._server, self._tries = server, tries
+        self._files = [_FileTransfer(sources) for sources in _by_file(sources)]
+        self.nbytes = sum(source.out.nbytes for source in sources)
+        self._stop = threading.Event()
+        self._done: deque[int] = deque()
+        self._next = iter([piece for file in self._files for piece in file.pieces])
+
+    def run(self, threads: int, progress: Progress | None) -> None:
+        done = 0
+
+        def tick() -> None:
+            nonlocal done
+            while self._done:
+                done += self._done.popleft()
+            if progress is not None and done < self.nbytes:
+                progress(done, self.nbytes)
+
+        n = min(threads, max(1, sum(len(file.pieces) for file in self._files)))
+        run_in_threads(n, self._work, stop=self._stop.set, tick=tick)
+        for file in self._files:
+            if not file.matches():
+                self._stop.clear()
+                self._repair(file, threads, progress)
+        if progress is not None:
+            progress(self.nbytes, self.nbytes)
+
+    def _work(self) -> None:
+        while not self._stop.is_set() and (piece := next(self._next, None)) is not None:
+            path, version, _, first, out = piece.source
+            read_range(self._server, path, first, out, version, self._stop, self._tries)
+            if self._stop.is_set():
+                return
+            piece.is_there = True
+            self._done.append(out.nbytes)
+            piece.part.advance(self._stop)
+
+    def _repair(self, file: _FileTransfer, threads: int, progress: Progress | None) -> None:
+        """Read a file again whose hash does not match, piece by piece until two reads agree."""
+        rest = iter(file.pieces)
+
+        def work() -> None:
+            while not self._stop.is_set() and (piece := next(rest, None)) is not None:
+                self._agree(piece.source)
+
+        def tick() -> None:
+            if progress is not None:  # which may stop it
+                progress(self.nbytes - 1, self.nbytes)
+
+        run_in_threads(min(threads, len(file.pieces)), work, stop=self._stop.set, tick=tick)
+        if not file.hash_again():
+            raise OSError(
+                errno.EIO,
+                f"Its bytes are not those of the hash that the server tells ({file.digest}), and "
+                "two reads agree: write the file anew; where its ETag is no hash, as of a bucket "
+                "that KMS encrypts, give verify=False",
+                file.path,
+            )
+
+    def _agree(self, source: RemoteBytes) -> None:
+        seen = [source.out.tobytes()]
+        again = np.empty(source.out.nbytes, np.uint8)
+        while not self._stop.is_set():
+            read_range(
+                self._server,
+                source.path,
+                source.first,
+                again,
+                source.version,
+                self._stop,
+                self._tries,
+            )
+            seen.append(again.tobytes())
+            if seen.count(seen[-1]) == _AGREEING:
+                source.out[:] = again
+                return
+            if len(seen) == _MOST_READS:
+                raise OSError(
+                    errno.EIO,
+                    f"The server sends other bytes each time, from byte {source.first} on: look at "
+                    "what lies between, such as a proxy",
+                    source.path,
+                )
+
+
+class _FileTransfer:
+    """One file: its pieces, and its hash."""
+
+    def __init__(self, sources: Sequence[RemoteBytes]) -> None:
+        self.path, self.digest = sources[0].path, sources[0].digest
+        is_whole = sum(source.out.nbytes for source in sources) == sources[0].version.nbytes
+        hashes = find_hashes(self.digest, sources[0].version.nbytes) if is_whole else []
+        self._sources, self._hashes = sources, hashes
+        chosen = hashes[0] if hashes else None
+        borders = [end for _, end in chosen.parts] if chosen else []
+        self.parts = [_HashedPart(chosen) for _ in borders] or [_HashedPart(None)]
+        self.pieces = list(self._cut(borders))
+
+    def _cut(self, borders: list[int]) -> Any:
+        ends, number = borders or [self._sources[-1].version.nbytes], 0
+        for source in self._sources:
+            at, end = source.first, source.first + source.out.nbytes
+            while at < end:
+                while at >= ends[number]:
+                    number += 1
+                stop = min(at + PIECE_BYTES, end, ends[number])
+                out = source.out[at - source.first : stop - source.first]
+                yield _RangeRequest(source._replace(first=at, out=out), self.parts[number])
+                at = stop
+
+    def matches(self) -> bool:
+        """Whether what was hashed is what the server tells; True without a hash."""
+        if not self._hashes:
+            return True
+        if self._hashes[0].matches([part.hasher for part in self.parts]):
+            return True
+        return any(self._is(other) for other in self._hashes[1:])
+
+    def hash_again(self) -> bool:
+        """Whether the bytes in memory have the hash that the server tells."""
+        return any(self._is(each) for each in self._hashes)
+
+    def _is(self, hashing: ObjectHash) -> bool:
+        hashers = []
+        for begin, end in hashing.parts:
+            hasher = hashing.new()
+            for source in self._sources:
+                low = max(begin, source.first) - source.first
+                high = min(end, source.first + source.out.nbytes) - source.first
+                if low < high:
+                    hasher.update(source.out[low:high].data)
+            hashers.append(hasher)
+        return hashing.matches(hashers)
+
+
+def _by_file(sources: Sequence[RemoteBytes]) -> list[list[RemoteBytes]]:
+    found: dict[str, list[RemoteBytes]] = {}
+    for source in sources:
+        found.setdefault(source.path, []).append(source)
+    return [sorted(each, key=lambda source: source.first) for each in found.values()]
+
+
+def read_wanted(
+    server: Server,
+    sources: Sequence[RemoteBytes],
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    tries: int = 0,
+) -> None:
+    """Read ranges of files into memory, several at a time.
+
+    A file of which all bytes are read, and of which the server tells a hash, is compared with it.
+    Where it differs, the file is read again until two reads agree.
+
+    Parameters
+    ----------
+    server : Server
+        That has the files.
+    sources : sequence of RemoteBytes
+        What is read, in this order.
+    threads : int, optional
+        How many ranges are under way at once: `THREADS` by default.
+    progress : callable, optional
+        Called in this thread as ``progress(done_bytes, total_bytes)``, at most 20 times a second,
+        and at the end with both the same. What it raises ends the reading, as Ctrl-C does.
+    tries : int
+        As for `read_range`.
+
+    Raises
+    ------
+    OSError
+        As `read_range`; or the bytes are not those of the hash.
+    """
+    _Transfer(server, sources, tries).run(threads or THREADS, progress)

@@ -1,0 +1,82 @@
+"""First tokens of a conversation, put into a store of prefixes and taken from it.
+
+The layers of each kind are put as a cache of their own, since windows of a model may have other
+tokens than its full attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedModel
+
+from unimem.kv.store import KVStore
+from unimem.transformers.layers import Group
+
+__all__ = ["check_store", "first_keys", "put", "restore"]
+
+Ids = npt.NDArray[np.int64]
+
+
+def check_store(store: Any) -> KVStore:
+    """Return it, if it is a store."""
+    if not isinstance(store, KVStore):
+        raise TypeError(f"store: expected a unimem.KVStore, got {store!r:.60}")
+    return store
+
+
+def first_keys(model: PreTrainedModel) -> torch.Tensor:
+    """Return keys of no tokens, ``[1, heads, 0, head_dim]``, as the model will give them."""
+    config = model.config.get_text_config(decoder=True)
+    n_heads = config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or n_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
+    return torch.empty(1, heads, 0, head_dim, dtype=model.dtype)
+
+
+def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
+    """Put the tokens of each group; return how many the store has of all.
+
+    Parameters
+    ----------
+    groups : sequence of Group
+        All of a model.
+    store : KVStore
+        Where to.
+    ids : numpy.ndarray
+        ``[n]``, of one stream.
+    model : str
+        Its fingerprint.
+    """
+    kept = [
+        0 if group.kv is None else store.put(group.kv, ids, model=_name(model, group))
+        for group in groups
+    ]
+    return min(kept)
+
+
+def restore(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
+    """Restore first tokens into the cleared caches of all groups; return how many all have.
+
+    Parameters
+    ----------
+    groups, store, ids, model
+        As `put` takes them; the groups have caches.
+    """
+    known = [store.longest(ids, model=_name(model, group), kv=group.require()) for group in groups]
+    ids = ids[: min(known)]
+    n = min(store.restore_into(group.require(), ids, model=_name(model, group)) for group in groups)
+    for group in groups:
+        kv = group.require()
+        kv.crop(n)  # of another kind a chunk was damaged
+        group.adopt(kv)
+    return n
+
+
+def _name(model: str, group: Group) -> str:
+    kind = "full" if group.window is None else f"window={group.window}"
+    return f"transformers {model} {kind}"

@@ -1,0 +1,93 @@
+"""Chunks of KV: identities that are the same everywhere, and bytes of which each one counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import chunk_vectors
+from chunk_vectors import VECTORS, make
+from project import ROOT
+from unimem.kv.chunk_format import HEADER_BYTES, ChunkShape, Kind, chunk_keys, find_fault, seal
+
+PAGE = (ROOT / "docs/store.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("row", VECTORS)
+def test_identities_are_those_of_the_page(row: str) -> None:
+    line = next(line for line in PAGE.splitlines() if line.startswith(f"| {row} |"))
+    assert make()[row] == re.findall(r"[0-9a-f]{64}", line)
+
+
+def test_the_bytes_of_a_chunk_are_those_of_the_page() -> None:
+    (expected,) = re.findall(r"SHA-256 of\s+its file is `([0-9a-f]{64})`", PAGE)
+    assert make()["bytes of a chunk"] == [expected]
+
+
+def test_processes_with_different_hash_seeds_agree() -> None:
+    program = [sys.executable, *map(str, (chunk_vectors.__file__, ROOT / "src/unimem"))]
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            program,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(done.stdout) == make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "first"),
+    [
+        (Kind(3, 4, 64, "f16"), "m", 0),
+        (Kind(2, 8, 64, "f16"), "m", 0),
+        (Kind(2, 4, 32, "f16"), "m", 0),
+        (Kind(2, 4, 64, "bf16"), "m", 0),
+        (Kind(2, 4, 64, "f16"), "n", 0),
+        (Kind(2, 4, 64, "f16"), "m", 1),
+    ],
+)
+def test_whatever_the_bytes_depend_on_changes_all_identities(
+    kind: Kind, model: str, first: int
+) -> None:
+    def keys(kind: Kind, model: str, first: int) -> set[bytes]:
+        ids = np.arange(12, dtype=np.int32)
+        ids[0] = first
+        return set(chunk_keys(kind, model, ids, 4))
+
+    assert len(keys(kind, model, first)) == 3
+    assert not keys(kind, model, first) & keys(Kind(2, 4, 64, "f16"), "m", 0)
+
+
+CHUNK = ChunkShape(Kind(1, 1, 8, "f16"), 5)
+KEY = bytes(range(32))
+
+
+def sealed() -> np.ndarray:
+    blob = np.full(CHUNK.nbytes, 7, np.uint8)
+    CHUNK.lanes(blob)[:] = np.arange(CHUNK.data_bytes).reshape(2, -1)
+    seal(CHUNK, KEY, blob)
+    return blob
+
+
+def test_each_flipped_bit_is_found() -> None:
+    blob = sealed()
+    assert find_fault(CHUNK, KEY, blob) is None
+    for bit in [*range(0, 8 * 128), *range(8 * HEADER_BYTES - 8, 8 * CHUNK.nbytes, 41)]:
+        blob[bit // 8] ^= 1 << bit % 8
+        assert find_fault(CHUNK, KEY, blob) is not None, f"bit {bit}"
+        blob[bit // 8] ^= 1 << bit % 8
+    assert find_fault(CHUNK, KEY, blob) is None
+
+
+def test_another_chunk_is_found() -> None:
+    fault = find_fault(CHUNK, bytes(32), sealed())
+    assert fault is not None
+    assert "another chunk" in fault

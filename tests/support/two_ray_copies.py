@@ -1,0 +1,45 @@
+"""Prints the seconds in which a Ray node brings a model in from its neighbour, on this machine.
+
+``python tests/support/two_ray_copies.py MODEL``
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+
+import ray
+from ray.cluster_utils import Cluster
+
+from unimem.ray import _Copy, _receive, _Source
+
+
+def main(model: str) -> None:
+    node = {"num_cpus": 1, "object_store_memory": 200_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        other = cluster.add_node(**node).node_id
+        ray.init(address=cluster.address, log_to_driver=False)
+        there = {"label_selector": {"ray.io/node-id": other}, "num_cpus": 0, "max_concurrency": 8}
+        copy = ray.remote(_Copy).options(**there).remote(_Source(model, None, None), {})
+        ray.get(copy.bring_in.remote([]))
+        found = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            receive(copy)
+            found.append(time.perf_counter() - begin)
+        print(min(found))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def receive(copy: object) -> None:
+    """As a node does, before it stages what it has received."""
+    with tempfile.TemporaryDirectory() as folder:
+        _receive(copy, folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,158 @@
+"""Weights of a URL: read by ranges into memory that is there, the same as of a file."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import safetensors_files as st
+import unimem as um
+from model_server import serving
+from object_server import ObjectServer, serving_objects
+from unimem.engine import embedded_model
+from unimem.system import transfers
+
+pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
+
+TINY = Path(embedded_model())
+URL, PATH = "s3://bucket/tiny.gguf", "/bucket/tiny.gguf"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
+    with serving_objects(monkeypatch) as state:
+        state.add(PATH, TINY.read_bytes())
+        yield state
+
+
+def bytes_of(weights: um.Weights) -> dict[str, bytes]:
+    return {name: tensor.as_array().tobytes() for name, tensor in weights.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"load": "direct", "pages": "thp"}, {"load": "copy", "verify": False}]
+)
+def test_the_same_as_of_the_file(store: ObjectServer, options: dict[str, Any]) -> None:
+    with um.open_weights(TINY) as file, um.open_weights(URL, **options) as weights:
+        assert bytes_of(weights) == bytes_of(file)
+        assert (weights.load, weights.load_reason) == ("direct", "it is read from a server")
+        assert weights.fingerprint == file.fingerprint
+        assert weights.content_hash() == file.content_hash()
+        assert weights.files == (URL,)
+        assert len(weights.blocks) == 1
+
+
+def test_onto_a_tape(store: ObjectServer) -> None:
+    with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
+        with um.open_weights(URL, tape=tape) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+        tape.clear()
+        store.choose_fault = lambda *_: "503" if len(store.asked) > 1 else ""
+        used = tape.used_bytes
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape)
+        assert tape.used_bytes == used, "nothing stays taken"
+
+
+def test_all_files_of_an_index(store: ObjectServer, tmp_path: Path) -> None:
+    names = {"a": "first.safetensors", "b": "second.safetensors"}
+    for tensor, name in names.items():
+        (tmp_path / name).write_bytes(st.write({tensor: ("F32", (64, 64))}))
+        store.add(f"/bucket/m/{name}", (tmp_path / name).read_bytes())
+    index = b'{"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}'
+    (tmp_path / "m.index.json").write_bytes(index)
+    store.add("/bucket/m/m.index.json", index)
+    with (
+        um.open_weights(tmp_path / "m.index.json") as files,
+        um.open_weights("s3://bucket/m/m.index.json") as weights,
+    ):
+        assert bytes_of(weights) == bytes_of(files)
+
+
+def test_of_the_web(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving() as server, um.open_weights(TINY) as file:
+        with um.open_weights(server.add(TINY)) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+        server.has_ranges = False
+        with pytest.raises(OSError, match="sends no ranges"):
+            um.open_weights(server.url + "/tiny.gguf")
+
+
+def test_of_hugging_face_with_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub", reason="for hf://: pip install '.[remote]'")
+    import hashlib
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", "")
+    with serving() as hub, serving() as cdn:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.redirects["/me/stories/resolve/main/tiny.gguf"] = cdn.add(TINY)
+        hub.headers["X-Linked-ETag"] = hashlib.sha256(TINY.read_bytes()).hexdigest()
+        with um.open_weights("hf://me/stories/tiny.gguf") as weights:
+            assert weights.content_hash()
+        hub.headers["X-Linked-ETag"] = "0" * 64
+        with pytest.raises(OSError, match="not those of the hash"):
+            um.open_weights("hf://me/stories/tiny.gguf")
+
+
+def test_damage_and_cuts_are_healed(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    # The first answer has the header; a wrong one of the rest is found by the ETag.
+    faults = chain(["503", "", "short", "wrong bytes", "reset", "503"], repeat(""))
+    store.choose_fault = lambda *_: next(faults)
+    with um.open_weights(TINY) as file, um.open_weights(URL) as weights:
+        assert bytes_of(weights) == bytes_of(file)
+
+
+def test_what_is_refused(store: ObjectServer) -> None:
+    with pytest.raises(ValueError, match=r"load='map' of s3://.*load='direct'"):
+        um.open_weights(URL, load="map")
+    with pytest.raises(ValueError, match="verify"):
+        um.open_weights(URL, verify="no")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="no such file: look at the address: 's3://b/no'"):
+        um.open_weights("s3://b/no")
+    answered = iter(range(9))
+
+    def replaced(*_: str) -> str:
+        if next(answered) == 1:
+            store.add(PATH, TINY.read_bytes()[::-1])
+        return ""
+
+    store.choose_fault = replaced
+    with pytest.raises(OSError, match="replaced while it was read") as caught:
+        um.open_weights(URL)
+    assert caught.value.errno == errno.ESTALE
+
+
+def test_an_engine_of_a_url(store: ObjectServer) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    from unimem.engine.prefixes import model_name
+
+    found = []
+    for path in (str(TINY), URL):
+        with um.open_weights(path) as weights, engine.Decoder(weights, ctx=32, threads=1) as dec:
+            found.append(("".join(dec.generate("Once upon", 8)), model_name(weights)))
+    assert found[0] == found[1]
+    with engine.Decoder(URL, ctx=32, threads=1) as dec:
+        assert "".join(dec.generate("Once upon", 8)) == found[0][0]
+    with pytest.raises(ValueError, match=r"load='repack' of 's3://.*give its weights"):
+        engine.Decoder(URL, ctx=32, load="repack")
+    with um.Layout.for_model(URL, ctx=32) as layout:
+        assert isinstance(layout.weights, um.Weights)
+
+
+def test_an_engine_refuses_before_it_reads(store: ObjectServer) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    data = TINY.read_bytes().replace(b"llama", b"camel")
+    store.add(PATH, data)
+    with pytest.raises(ValueError, match="architecture 'camel' is not supported"):
+        engine.Decoder(URL, ctx=32)
+    assert {asked for _, _, asked in store.asked} == {"0-262143"}
