@@ -202,7 +202,7 @@ AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
 
 AVX2 static void f32_of_q8_0_avx2(float *out, const um_q8_0 *in, size_t n) {
     for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
-        __m256 d = _mm256_set1_ps(f32_of_f16(in[i].d));
+        __m256 d = _mm256_set1_ps(_cvtsh_ss(in[i].d));
         for (size_t j = 0; j < UM_BLOCK_VALUES; j += 8) {
             __m128i qs = _mm_loadl_epi64((const __m128i *)(const void *)(in[i].qs + j));
             _mm256_storeu_ps(out + j,
@@ -222,7 +222,7 @@ static const um_convert_code avx2 = {
  * in their masked forms, since the others warn of a sign conversion in GCC's own header when not
  * optimised. */
 
-#define AVX512 __attribute__((target("avx512f")))
+#define AVX512 __attribute__((target("avx512f,f16c")))
 enum { ALL_16 = 0xffff };
 
 AVX512 static void f16_of_f32_avx512(uint16_t *out, const float *in, size_t n) {
@@ -299,7 +299,7 @@ AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
 
 AVX512 static void f32_of_q8_0_avx512(float *out, const um_q8_0 *in, size_t n) {
     for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
-        __m512 d = _mm512_set1_ps(f32_of_f16(in[i].d));
+        __m512 d = _mm512_set1_ps(_cvtsh_ss(in[i].d));
         for (size_t j = 0; j < UM_BLOCK_VALUES; j += 16) {
             __m128i qs = _mm_loadu_si128((const __m128i *)(const void *)(in[i].qs + j));
             _mm512_storeu_ps(out + j,
@@ -410,10 +410,11 @@ const um_convert_code *um_convert_code_at(size_t i) {
     const um_convert_code *codes[4] = {&scalar};
     size_t n = 1;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    bool has_f16c = __builtin_cpu_supports("f16c");
+    if (has_f16c && __builtin_cpu_supports("avx2")) {
         codes[n++] = &avx2;
     }
-    if (__builtin_cpu_supports("avx512f")) {
+    if (has_f16c && __builtin_cpu_supports("avx512f")) {
         codes[n++] = &avx512;
     }
 #elif defined(__aarch64__)

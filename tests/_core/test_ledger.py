@@ -139,7 +139,7 @@ def test_every_class_that_is_closed_is_among_them() -> None:
             made.add(type(thing).__name__)
     closed = {name for name in um.__all__ if hasattr(getattr(um, name), "close")}
     # Sequences are blocks of a pool, a forward pass's buffers of somebody's tape, a governor has
-    # none, a store has files, and repacked weights, which want ggml, have tests in tests/weights.
+    # none, a store has files, and repacked weights, which need ggml, are seen in tests/weights.
     assert closed - made == {"Sequence", "ForwardScratch", "Governor", "KVStore", "Repacked"}
 
 

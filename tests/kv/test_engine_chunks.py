@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ def chunk(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
 
 
-def opened(folder: Path, **options: int) -> um.KVStore:
-    return um.KVStore(folder, **{"ram_bytes": 0, "disk_bytes": 1 << 20} | options)
+def opened(folder: Path, **options: Any) -> um.KVStore:
+    given: dict[str, Any] = {"ram_bytes": 0, "disk_bytes": 1 << 20} | options
+    return um.KVStore(folder, **given)
 
 
 def test_what_was_put_comes_back_in_another_process(tmp_path: Path) -> None:

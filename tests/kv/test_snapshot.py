@@ -463,7 +463,10 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
     "batch": [{"batch": 0}],
     "n_kv_heads": [{"n_kv_heads": 0}],
     "head_dim": [{"head_dim": 0}, {"head_dim": 33, "dtype": 3}],
-    "dtype": [{"dtype": 9}],
+    "dtype": [
+        *({"dtype": 9}, {"dtype": 3 | 4 << 16}, {"dtype": 1 | 10 << 16}, {"dtype": 9 | 2 << 16}),
+        *({"dtype": 3 | 2 << 16, "window": 5}, {"dtype": 3 | 2 << 16, "flags": 1}),
+    ],
     "flags": [{"flags": 16}],
     "model_bytes": [{"flags": 4}, {"model_bytes": 65536}],
     "alignment": [{"alignment": 2048}, {"alignment": 12288}, {"alignment": 2 << 20}],

@@ -266,11 +266,18 @@ def test_a_cache_that_has_tokens_keeps_them(tmp_path: Path) -> None:
         assert bytes_of(kv, 45) == before
 
 
-def test_streams_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [({"batch": 2}, "one stream"), ({"v_dtype": "q4_0"}, "one type, got f16 and q4_0")],
+    ids=["streams", "types"],
+)
+def test_what_chunks_cannot_hold_is_refused(
+    tmp_path: Path, options: dict[str, Any], match: str
+) -> None:
     with (
         opened(tmp_path / "s") as store,
-        um.KVCache(1, 2, 32, 16, batch=2, pages="4k") as kv,
-        pytest.raises(ValueError, match="one stream"),
+        um.KVCache(1, 2, 32, 16, pages="4k", **options) as kv,
+        pytest.raises(ValueError, match=match),
     ):
         store.put(kv, TOKENS, model=MODEL)
 

@@ -35,7 +35,7 @@ BENCH_FLOORS = (
     {"rounds", "suite"},
     {"states", "huge_pages", "models", "weight_files", "buffer_instances", "kv_sides", "kv_rings"}
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"}
-    | {"memory", "cgroup", "timed", "timed_side"},
+    | {"memory", "cgroup", "timed", "timed_side", "kv_quants"},
     {"suites"},
     {"worker", "run", "advise"},
     {"texts", "tables", "answers", "markdown", "compare", "plots", "page"},

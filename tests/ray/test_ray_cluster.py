@@ -38,7 +38,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         env=os.environ | {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0"},
     )
     try:
-        said, _ = child.communicate(timeout=240)
+        said, _ = child.communicate(timeout=400)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)

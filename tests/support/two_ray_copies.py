@@ -15,9 +15,9 @@ from ray.cluster_utils import Cluster
 from unimem.ray import _Copy, _receive, _Source
 
 
-def main(model: str) -> None:
+def main(model: str, folder: str) -> None:
     node = {"num_cpus": 1, "object_store_memory": 200_000_000}
-    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "temp_dir": folder})
     try:
         other = cluster.add_node(**node).node_id
         ray.init(address=cluster.address, log_to_driver=False)
@@ -42,4 +42,5 @@ def receive(copy: object) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as made:
+        main(sys.argv[1], made)

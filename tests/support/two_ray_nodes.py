@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -85,8 +86,8 @@ def tell(stager: Stager, cluster: Cluster, lost: Any, store: str, text: str) -> 
     # Long enough that some of them are in the middle of it.
     pending = [teller.tell.remote(begun, N_LONG) for teller in tellers]
     cut_off(cluster, lost, map(int, memory[lost.node_id]))
-    repeated = [said.text for said in ray.get(pending, timeout=120)]
-    again = ray.get([teller.tell.remote(begun, N_TOKENS) for teller in tellers], timeout=120)
+    repeated = [said.text for said in ray.get(pending, timeout=200)]
+    again = ray.get([teller.tell.remote(begun, N_TOKENS) for teller in tellers], timeout=200)
     return {
         "nodes": [(node.node_id, node.n_engines, node.origin) for node in stager.nodes],
         "lost": lost.node_id,
@@ -99,10 +100,9 @@ def tell(stager: Stager, cluster: Cluster, lost: Any, store: str, text: str) -> 
     }
 
 
-def main(store: str, text: str) -> None:
-    cluster = Cluster(
-        initialize_head=True, head_node_args={**NODE, "_system_config": HEALTH}, connect=False
-    )
+def main(store: str, text: str, folder: str) -> None:
+    head = {**NODE, "_system_config": HEALTH, "temp_dir": folder}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         lost = cluster.add_node(**NODE)
         ray.init(address=cluster.address, log_to_driver=False)
@@ -115,4 +115,6 @@ def main(store: str, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    # Ray's own, /tmp/ray, is of the first user who has one. Paths of sockets have to be short.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as made:
+        main(sys.argv[1], sys.argv[2], made)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -26,10 +27,12 @@ EMPTY = (
     *("vllm", "vllm.v1", "vllm.v1.kv_offload", "vllm.v1.metrics", "vllm.distributed"),
     *("vllm.distributed.kv_transfer", "vllm.distributed.kv_transfer.kv_connector"),
     "vllm.distributed.kv_transfer.kv_connector.v1",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading",
+    *("vllm.distributed.kv_transfer.kv_connector.v1.offloading", "vllm.utils"),
 )
-# Modules of which definitions want names that no tier uses.
+# Modules of which definitions want names that no tier uses: metrics, and what belongs to GPUs.
 UNUSED = {
+    "vllm.v1.kv_offload.cpu.shared_offload_region": "SharedOffloadRegion",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": "OffloadingConnectorStats",
     "vllm.v1.kv_hints": "KvHintsEnvelope",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping": (
         "canonical_format_id"
@@ -66,7 +69,7 @@ def imported() -> Iterator[None]:
     sys.modules["vllm.logger"] = log
     for name, unused in UNUSED.items():
         sys.modules[name] = types.ModuleType(name)
-        setattr(sys.modules[name], unused, object)
+        setattr(sys.modules[name], unused, MagicMock)
     ours = ["vllm", "unimem.vllm"]
     if importlib.util.find_spec("torch") is None:  # of which definitions want the names of types
         torch: Any = types.ModuleType("torch")

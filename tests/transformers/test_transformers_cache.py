@@ -220,16 +220,18 @@ def test_other_types_are_converted() -> None:
     """What attention sees is of the model's type; bytes are those of the stored one."""
     config = tiny.config("gemma", head_dim=32)
     theirs = transformers.DynamicCache(config=config)
-    with KVCache(config, dtype="q8_0") as small, KVCache(config, dtype="f16") as half:
+    small, half = KVCache(config, dtype="q8_0"), KVCache(config, dtype="f16")
+    with small, half, KVCache(config, dtype="q4_0") as least:
         for n in (30, 1, 2):
             for layer in range(LAYERS):
                 k, v = torch.randn(2, 1, HEADS, n, 32).to(torch.bfloat16)
                 expected = theirs.update(k, v, layer)
-                for cache, atol in ((small, 0.06), (half, 0.02)):
+                for cache, atol in ((small, 0.06), (half, 0.02), (least, 0.5)):
                     for one, other in zip(cache.update(k, v, layer), expected, strict=True):
                         assert one.dtype == torch.bfloat16
                         assert torch.allclose(one.float(), other.float(), atol=atol)
         assert small.memory_usage_bytes * 64 == half.memory_usage_bytes * 34
+        assert least.memory_usage_bytes * 64 == half.memory_usage_bytes * 18
 
 
 def test_a_budget_holds_for_all_layers_together() -> None:

@@ -281,3 +281,43 @@ def test_without_vllm_the_error_says_what_is_missing() -> None:
     code = "import sys; sys.modules['vllm'] = None; import unimem.vllm"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ImportError: unimem.vllm is loaded by vLLM, and made for version" in run.stderr
+
+
+def test_the_manager_of_vllm_stores_and_promotes_through_it(
+    vllm: types.SimpleNamespace, tmp_path: Path
+) -> None:
+    manager = import_module("vllm.v1.kv_offload.tiering.manager")
+    end = vllm.base.ScheduleEndContext([], [])
+
+    def made(one: Engine) -> Any:
+        region = types.SimpleNamespace(create_kv_memoryview=lambda: one.view, cleanup=lambda: None)
+        primary = manager.CPUPrimaryTierOffloadingManager(N, region)
+        return manager.TieringOffloadingManager(primary, [one.tier])
+
+    one = Engine(vllm, tmp_path)
+    stores = made(one)
+    stores.on_new_request(one.request)
+    prepared = stores.prepare_store(KEYS[:3], one.request)
+    chunks = [int(i) for i in prepared.store_spec.block_ids]
+    one.rows[chunks] = filled(1)[:3]
+    stores.complete_store(KEYS[:3], one.request)
+    one.tier.drain_jobs()
+    stores.on_schedule_end(end)
+    stores.on_request_finished(one.request)
+    stores.shutdown()  # which releases the memory: nobody sees it
+
+    two = Engine(vllm, tmp_path)
+    loads = made(two)
+    loads.on_new_request(two.request)
+    found: list[str] = []
+    while "HIT" not in found or "RETRY" in found or "HIT_PENDING" in found:
+        found = [loads.lookup(key, two.request).name for key in KEYS[:4]]
+        loads.on_schedule_end(end)
+        two.tier.drain_jobs()
+    assert found == ["HIT"] * 3 + ["MISS"]
+    chunks = [int(i) for i in loads.prepare_load(KEYS[:3], two.request).block_ids]
+    np.testing.assert_array_equal(two.rows[chunks], filled(1)[:3])
+    loads.complete_load(KEYS[:3], two.request)
+    loads.on_request_finished(two.request)
+    loads.shutdown()
+    assert two.tier._store.closed

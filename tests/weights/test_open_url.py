@@ -112,6 +112,25 @@ def test_damage_and_cuts_are_healed(store: ObjectServer, monkeypatch: pytest.Mon
         assert bytes_of(weights) == bytes_of(file)
 
 
+@pytest.mark.parametrize("is_format", [False, True])
+def test_a_header_that_is_damaged_on_its_way(store: ObjectServer, is_format: bool) -> None:
+    data = TINY.read_bytes()
+    at = 0 if is_format else data.index(b"llama.context_length") + 24  # its value
+    starts = iter([data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]])
+
+    def change(*_: str) -> str:
+        store.objects[PATH] = next(starts, data)  # with the ETag of the right one
+        return ""
+
+    store.choose_fault = change
+    if is_format:  # it is read again
+        with um.open_weights(URL) as weights:
+            assert weights.content_hash()
+    else:
+        with pytest.raises(OSError, match="header was damaged on its way: open the file again"):
+            um.open_weights(URL)
+
+
 def test_what_is_refused(store: ObjectServer) -> None:
     with pytest.raises(ValueError, match=r"load='map' of s3://.*load='direct'"):
         um.open_weights(URL, load="map")

@@ -498,7 +498,7 @@ def _folder_before(url: str, ram_bytes: int, disk_bytes: int | None) -> str:
     return os.path.join(cache, "kv", hashlib.sha256(url.encode()).hexdigest()[:32])
 
 
-def _find_fault(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], nbytes: int) -> str | None:
+def _find_fault(chunk: DataShape, key: bytes, blob: NDArray[np.uint8], nbytes: int) -> str | None:
     if nbytes != blob.nbytes:
         return f"it has {nbytes} bytes, not {blob.nbytes}"
     return find_fault(chunk, key, blob)

@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import FormatError
@@ -77,6 +79,14 @@ def open_remote(url: str, tries: int = 1) -> RemoteFiles:
     return model
 
 
+class _Started(NamedTuple):
+    """What is known of a file whose header was read: what hash its server tells, and our own."""
+
+    version: Version
+    digest: str
+    start: bytes
+
+
 class RemoteFiles(ModelFiles):
     """The headers of a model's files on a server: `ModelFiles` without descriptors.
 
@@ -100,7 +110,7 @@ class RemoteFiles(ModelFiles):
         self._server, self.path = open_server(url)
         self._tries = tries
         self._known: dict[str, ModelFile] = {}
-        self._versions: dict[str, tuple[Version, str]] = {}
+        self._started: dict[str, _Started] = {}
         self._begun_s = monotonic()
         self.read_bytes = 0
 
@@ -108,14 +118,20 @@ class RemoteFiles(ModelFiles):
         """Read as much of a file as its header needs, and check the header."""
         if path not in self._known:
             self._check_limits(path)
-            self._known[path] = retried(lambda: self._read(path), self._tries)
+            try:
+                self._known[path] = retried(lambda: self._read(path), self._tries)
+            except FormatError:
+                if self._tries == 1:
+                    raise
+                self._known[path] = self._read(path)  # it may have been damaged on its way
         self.files.append(self._known[path])
         return self.files[-1]
 
     def _read(self, path: str) -> ModelFile:
         with self._open(path) as file:
             header = _read_header(file)
-        self._versions[path] = Version(file.nbytes, file.tag), file.digest
+        start = xxhash.xxh3_128_digest(bytes(file.start[: header.nbytes]))
+        self._started[path] = _Started(Version(file.nbytes, file.tag), file.digest, start)
         version = (0, 0, file.nbytes, 0)  # of no device
         return ModelFile(path, path, version, file.nbytes, header, False)
 
@@ -144,20 +160,34 @@ class RemoteFiles(ModelFiles):
         OSError
             As `read_wanted`.
         """
-        sources = []
+        sources, starts = [], []
         for file, (first, out) in zip(self.files, ranges, strict=True):
-            version, digest = self._versions[file.path]
+            started = self._started[file.path]
             end = first + out.nbytes
             given = [(first, out)]
-            if verify and digest:  # of the whole file
+            if verify and started.digest:  # of the whole file
                 given.insert(0, (0, np.empty(first, np.uint8)))
                 given.append((end, np.empty(file.nbytes - end, np.uint8)))
+                starts.append((file, given[0][1], out))
             sources += [
-                RemoteBytes(file.path, version, digest if verify else "", at, rows)
+                RemoteBytes(file.path, started.version, started.digest if verify else "", at, rows)
                 for at, rows in given
                 if rows.nbytes
             ]
         read_wanted(self._server, sources, threads=threads, progress=progress, tries=PATIENT_TRIES)
+        for file, head, out in starts:
+            self._check_start(file, head, out)
+
+    def _check_start(
+        self, file: ModelFile, head: NDArray[np.uint8], out: NDArray[np.uint8]
+    ) -> None:
+        """Raise OSError where the header that was parsed is not that of the bytes with the hash."""
+        found = xxhash.xxh3_128(head[: file.header.nbytes].data)
+        found.update(out[: max(0, file.header.nbytes - head.nbytes)].data)
+        if found.digest() != self._started[file.path].start:
+            raise OSError(
+                errno.EIO, "The header was damaged on its way: open the file again", file.path
+            )
 
     def _check_limits(self, path: str) -> None:
         """Raise OSError where the files before this one were too much."""
