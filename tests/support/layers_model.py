@@ -10,6 +10,11 @@ import unimem as um
 from kv_model import NUMPY_DTYPES, Array
 
 
+def block_values(dtype: str) -> int:
+    """Values of a block, 1 of a float."""
+    return 1 if NUMPY_DTYPES[dtype].names is None else 32
+
+
 class LayersModel:
     """The tokens of each layer by position. Its methods are called for what the cache accepts.
 
@@ -84,7 +89,7 @@ class LayersModel:
     def layer(self, layer: int) -> tuple[Array, Array]:
         """K and V that a layer shows, ``[batch, heads, n, dim]`` as stored."""
         shown, spec = self.shown(layer), self.layers[layer]
-        dim = spec.head_dim // 32 if spec.dtype == "q8_0" else spec.head_dim
+        dim = spec.head_dim // block_values(spec.dtype)
         out = [
             np.empty((self.batch, spec.n_kv_heads, len(shown), dim), NUMPY_DTYPES[spec.dtype])
             for _ in "kv"
@@ -97,8 +102,8 @@ class LayersModel:
     def token_bytes(self, layer: int) -> int:
         spec = self.layers[layer]
         values = spec.n_kv_heads * spec.head_dim
-        dtype = NUMPY_DTYPES[spec.dtype]
-        return 2 * self.batch * values * dtype.itemsize // (32 if spec.dtype == "q8_0" else 1)
+        item = NUMPY_DTYPES[spec.dtype].itemsize
+        return 2 * self.batch * values * item // block_values(spec.dtype)
 
     @property
     def memory_usage_bytes(self) -> int:

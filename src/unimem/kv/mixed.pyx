@@ -85,7 +85,7 @@ cdef tuple _tokens_of(object given, str what, Py_ssize_t n):
 cdef class MixedKVCache(KVCache):
     """What ``KVCache(layers=[...])`` is.
 
-    Layers of one kind (`unimem.kv.layers.Kind`) are a cache, a part of this one: those that keep
+    Layers of one kind (`unimem.kv.layers.LayerKind`) are a cache, a part of this one: those that keep
     all tokens a fixed or growing one, and those of a window a ring. All parts end at one position,
     and hold tokens from one position on, but that rings hold no more than their rows.
     """
