@@ -463,6 +463,6 @@ def test_a_copy_is_of_its_own(saved: Path) -> None:
 
 def test_a_store_takes_layers_that_are_alike(tmp_path: Path) -> None:
     store = um.KVStore(tmp_path / "store", ram_bytes=1 << 20, disk_bytes=0)
-    with store, made(FULL) as kv:
-        with pytest.raises(ValueError, match="expected a cache whose layers are alike"):
-            store.put(kv, [], model="tiny")
+    said = "expected a cache whose layers are alike"
+    with store, made(FULL) as kv, pytest.raises(ValueError, match=said):
+        store.put(kv, [], model="tiny")

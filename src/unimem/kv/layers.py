@@ -11,7 +11,7 @@ import numpy.typing as npt
 from unimem.kv.arrays import kv_type
 from unimem.system.arguments import integer
 
-__all__ = ["LayerKind", "LayerKV", "LayerPlace", "check_layers", "kinds_of", "places_of"]
+__all__ = ["LayerKV", "LayerPlace", "RowsKind", "check_layers", "kinds_of", "places_of"]
 
 _MOST = 2**32 - 1
 
@@ -67,7 +67,7 @@ class LayerKV:
             set_to("share_of", integer(self.share_of, "share_of", 0))
 
 
-class LayerKind(NamedTuple):
+class RowsKind(NamedTuple):
     """What layers have in common that are kept together: one cache has the rows of all of them."""
 
     n_kv_heads: int
@@ -81,7 +81,7 @@ class LayerPlace(NamedTuple):
 
     Attributes
     ----------
-    kind : LayerKind
+    kind : RowsKind
         In whose cache.
     number : int
         The number of the layer in that cache.
@@ -89,7 +89,7 @@ class LayerPlace(NamedTuple):
         Whether they are the layer's own, or another's that it shares.
     """
 
-    kind: LayerKind
+    kind: RowsKind
     number: int
     is_own: bool
 
@@ -156,7 +156,7 @@ def _sharing(i: int, given: LayerKV, source: int, layers: list[LayerKV]) -> Laye
     return shared
 
 
-def kinds_of(layers: Sequence[LayerKV]) -> dict[LayerKind, int]:
+def kinds_of(layers: Sequence[LayerKV]) -> dict[RowsKind, int]:
     """Return how many layers of each kind have rows, those that keep all tokens first."""
     own = [_kind_of(layer) for layer in layers if layer.share_of is None]
     kinds = sorted(dict.fromkeys(own), key=lambda kind: kind.window is not None)
@@ -165,7 +165,7 @@ def kinds_of(layers: Sequence[LayerKV]) -> dict[LayerKind, int]:
 
 def places_of(layers: Sequence[LayerKV]) -> list[LayerPlace]:
     """Return where the rows of each layer are."""
-    counts: dict[LayerKind, int] = {}
+    counts: dict[RowsKind, int] = {}
     own: dict[int, LayerPlace] = {}
     for i, layer in enumerate(layers):
         if layer.share_of is None:
@@ -178,5 +178,5 @@ def places_of(layers: Sequence[LayerKV]) -> list[LayerPlace]:
     ]
 
 
-def _kind_of(layer: LayerKV) -> LayerKind:
-    return LayerKind(layer.n_kv_heads, layer.head_dim, layer.window, layer.dtype)
+def _kind_of(layer: LayerKV) -> RowsKind:
+    return RowsKind(layer.n_kv_heads, layer.head_dim, layer.window, layer.dtype)

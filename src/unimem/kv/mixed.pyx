@@ -85,9 +85,9 @@ cdef tuple _tokens_of(object given, str what, Py_ssize_t n):
 cdef class MixedKVCache(KVCache):
     """What ``KVCache(layers=[...])`` is.
 
-    Layers of one kind (`unimem.kv.layers.LayerKind`) are a cache, a part of this one: those that keep
-    all tokens a fixed or growing one, and those of a window a ring. All parts end at one position,
-    and hold tokens from one position on, but that rings hold no more than their rows.
+    Layers of one kind (`unimem.kv.layers.RowsKind`) are a cache, a part of this one: those that
+    keep all tokens a fixed or growing one, and those of a window a ring. All parts end at one
+    position, and hold tokens from one position on, but that rings hold no more than their rows.
     """
 
     # The parts, those that keep all tokens first; and how many these are.
