@@ -66,6 +66,7 @@ typedef struct um_kv {
     UM_ATOMIC(uint64_t) * end;    /* of each layer, the position behind its last token */
     UM_ATOMIC(uint64_t) * top;    /* of each layer, the highest `end` so far. A ring has overwritten
                                      what lies n_rows below it */
+    uint64_t end_limit;           /* see um_kv_limit_end */
     um_kv_mover *mover;           /* see um_kv_set_mover */
     void *mover_context;
 } um_kv;
@@ -148,6 +149,9 @@ UM_API UM_CHECKED um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_r
 UM_API UM_CHECKED um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err);
 /* Drops the reservation, and tokens that not all layers hold. */
 UM_API void um_kv_rollback(um_kv *kv);
+/* Drops the reservation, the tokens from `position` on, and those that not all layers hold. A ring
+ * may have lost tokens that it would show then: see um_kv_lost_before. */
+UM_API void um_kv_rollback_to(um_kv *kv, uint64_t position);
 
 /* Returns how many tokens all layers hold, and a ring shows. */
 UM_API uint64_t um_kv_seq_len(const um_kv *kv);
@@ -177,6 +181,13 @@ UM_API UM_CHECKED um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, u
  *   to show; err->limit is then the smallest n that works.
  * - UM_E_STATE: layers differ in length, or rows are reserved. */
 UM_API UM_CHECKED um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err);
+/* Drops the tokens from `position` on, also where a ring no longer shows that one.
+ *
+ * - UM_E_INVALID: it is above um_kv_next_position, or below um_kv_lowest_crop.
+ * - UM_E_STATE: as um_kv_crop. */
+UM_API UM_CHECKED um_status um_kv_crop_to(um_kv *kv, uint64_t position, um_error *err);
+/* Returns the lowest position that um_kv_crop_to takes. */
+UM_API uint64_t um_kv_lowest_crop(const um_kv *kv);
 /* Keeps the first keep_first and the last n of the seq_len tokens, or all if that is more.
  *
  * next_position stays. No byte moves, except for the keep_first tokens: they are copied to the rows
@@ -196,6 +207,17 @@ UM_API void um_kv_clear(um_kv *kv);
  * - UM_E_INVALID: the cache is a ring, or n is above n_rows, or below the end of the tokens or of
  *   the reserved rows. */
 UM_API UM_CHECKED um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err);
+/* For a ring beside a plain cache of other layers, which says how far tokens go back and on. */
+
+/* Returns the position before which a ring has lost tokens that it would show if it ended at `end`,
+ * which is at most um_kv_next_position; 0: it has all of them. */
+UM_API uint64_t um_kv_lost_before(const um_kv *kv, uint64_t end);
+/* Declares that a ring's tokens begin at `first`, of which those before `held` are lost. Both are
+ * at most um_kv_next_position. */
+UM_API void um_kv_set_first(um_kv *kv, uint64_t first, uint64_t held);
+/* Refuses tokens from `position` on, as if the rows were used up (UM_E_FULL, "rows"). At first no
+ * token is refused: UINT64_MAX. */
+UM_API void um_kv_limit_end(um_kv *kv, uint64_t position);
 /* Moves the tokens of a plain cache so that the first lies in `row`. An empty cache begins there.
  *
  * - UM_E_INVALID: the cache is a ring, or rows are not usable.

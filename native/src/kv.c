@@ -109,6 +109,7 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
                   .v_lane_stride = storage->v_lane_stride,
                   .n_rows = storage->n_rows,
                   .usable_rows = storage->usable_rows,
+                  .end_limit = UINT64_MAX,
                   .end = words,
                   .top = words + spec->n_layers};
     um_kv_set_mover(kv, NULL, NULL);
@@ -262,7 +263,10 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
             return um_fail_full(err, kv->usable_rows, row, n, "rows");
         }
     }
-    return n <= UINT64_MAX - end ? UM_OK : um_fail_full(err, UINT64_MAX, end, n, "kv");
+    if (n > UINT64_MAX - end) {
+        return um_fail_full(err, UINT64_MAX, end, n, "kv");
+    }
+    return end + n <= kv->end_limit ? UM_OK : um_fail_full(err, kv->end_limit, end, n, "rows");
 }
 
 /* ---- appending ---- */
@@ -420,9 +424,10 @@ static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
     }
 }
 
-void um_kv_rollback(um_kv *kv) {
+void um_kv_rollback_to(um_kv *kv, uint64_t position) {
     uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
-    uint64_t end = um_kv_next_position(kv), top = end;
+    uint64_t next = um_kv_next_position(kv);
+    uint64_t end = max_u64(first, position < next ? position : next), top = end;
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         top = max_u64(top, top_of(kv, layer));
     }
@@ -430,6 +435,10 @@ void um_kv_rollback(um_kv *kv) {
         first = top = end; /* some layer has overwritten all rows before */
     }
     set_all(kv, first, top, end);
+}
+
+void um_kv_rollback(um_kv *kv) {
+    um_kv_rollback_to(kv, UINT64_MAX);
 }
 
 /* ---- reading ---- */
@@ -464,25 +473,40 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
 
 /* ---- forgetting ---- */
 
+uint64_t um_kv_lowest_crop(const um_kv *kv) {
+    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t end = end_of(kv, 0), oldest = um_kv_oldest_position(kv);
+    if (!is_ring(kv) || oldest <= first) {
+        return first < end ? first : end;
+    }
+    /* Further back, the window would reach rows before `oldest`, which were overwritten. */
+    return oldest < end && kv->spec.window < end - oldest ? oldest + kv->spec.window : end;
+}
+
+um_status um_kv_crop_to(um_kv *kv, uint64_t position, um_error *err) {
+    UM_TRY(check_whole(kv, err));
+    if (position > end_of(kv, 0) || position < um_kv_lowest_crop(kv)) {
+        return um_fail(err, UM_E_INVALID, "position");
+    }
+    set_all_ends(kv, position);
+    return UM_OK;
+}
+
 um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     UM_TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
     if (n > len) {
         return um_fail(err, UM_E_INVALID, "n is above seq_len");
     }
-    uint64_t cropped = end - (len - n), oldest = um_kv_oldest_position(kv);
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
-    if (is_ring(kv) && first_shown(kv, first, cropped) < oldest && n < len) {
-        /* The window would reach rows before `oldest`, which were overwritten. */
-        uint64_t least = oldest + kv->spec.window;
+    uint64_t least = um_kv_lowest_crop(kv);
+    if (end - (len - n) < least) {
         um_fail(err, UM_E_INVALID, "overwritten");
         if (err != NULL) {
-            err->limit = least < end ? len - (end - least) : len;
+            err->limit = len - (end - least);
         }
         return UM_E_INVALID;
     }
-    set_all_ends(kv, cropped);
-    return UM_OK;
+    return um_kv_crop_to(kv, end - (len - n), err);
 }
 
 static um_status move_bytes(void *context, void *to, const void *from, size_t nbytes) {
@@ -544,6 +568,26 @@ um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err) {
     }
     kv->usable_rows = n;
     return UM_OK;
+}
+
+uint64_t um_kv_lost_before(const um_kv *kv, uint64_t end) {
+    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t oldest = um_kv_oldest_position(kv);
+    if (oldest <= first_shown(kv, first, end)) {
+        return 0;
+    }
+    return oldest < end ? oldest : end;
+}
+
+void um_kv_set_first(um_kv *kv, uint64_t first, uint64_t held) {
+    for (uint32_t layer = 0; held > first && layer < kv->spec.n_layers; layer++) {
+        raise_top(kv, layer, held + kv->n_rows); /* then `held` is the oldest */
+    }
+    atomic_store_explicit(&kv->first, first, memory_order_release);
+}
+
+void um_kv_limit_end(um_kv *kv, uint64_t position) {
+    kv->end_limit = position;
 }
 
 um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {

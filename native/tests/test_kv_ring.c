@@ -106,3 +106,39 @@ TEST(crop) {
     CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
     CHECK_EQ(test_err.limit, 8);
 }
+
+/* A ring beside a plain cache of other layers, which says where tokens begin, and how many fit. */
+TEST(beside_another) {
+    AUTO_MODEL m = ring_model(1, 12);
+    um_kv *kv = &m.kv;
+    append_everywhere(&m, 20);
+    uint64_t row = 777;
+    um_kv_limit_end(kv, 21);
+    CHECK_REFUSED(UM_E_FULL, &m, um_kv_append_begin(kv, 0, 2, &row, &test_err));
+    CHECK_STR(test_err.what, "rows");
+    CHECK_ROOM(21, 20, 2);
+    CHECK_EQ(um_kv_append_begin(kv, 0, 1, &row, &test_err), UM_OK);
+    um_kv_limit_end(kv, UINT64_MAX);
+    /* Tokens before 4 are overwritten: a window that ends at 15 would show one of them. */
+    CHECK_EQ(um_kv_lowest_crop(kv), 16);
+    CHECK_EQ(um_kv_lost_before(kv, 15), 4);
+    CHECK_EQ(um_kv_lost_before(kv, 16), 0);
+    CHECK_EQ(um_kv_lost_before(kv, 3), 3);
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_crop_to(kv, 15, &test_err));
+    CHECK_REFUSED(UM_E_INVALID, &m, um_kv_crop_to(kv, 21, &test_err));
+    CHECK_EQ(um_kv_crop_to(kv, 16, &test_err), UM_OK);
+    check_shown(&m, 4, 16);
+    /* Tokens that others begin with, and that this ring never had. */
+    um_kv_set_first(kv, 2, 10);
+    check_shown(&m, 10, 16);
+    CHECK_EQ(um_kv_lost_before(kv, 16), 10);
+    CHECK_EQ(um_kv_lowest_crop(kv), 16);
+    um_kv_set_first(kv, 12, 12);
+    check_shown(&m, 12, 16);
+    CHECK_EQ(um_kv_lost_before(kv, 16), 0);
+    CHECK_EQ(um_kv_lowest_crop(kv), 12);
+    um_kv_rollback_to(kv, 14);
+    check_shown(&m, 12, 14);
+    um_kv_rollback_to(kv, 3);
+    check_shown(&m, 12, 12);
+}

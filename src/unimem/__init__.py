@@ -33,6 +33,7 @@ from unimem.errors import (
     TapeFull,
 )
 from unimem.kv.cache import KVCache
+from unimem.kv.layers import LayerKV
 from unimem.kv.paged import PagedKVCache, Sequence
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.kv.store import KVStore
@@ -66,6 +67,7 @@ __all__ = [
     "GridFull",
     "KVCache",
     "KVStore",
+    "LayerKV",
     "Layout",
     "Machine",
     "Measured",

@@ -352,7 +352,13 @@ class Layout(Lifetimes[Tape]):
         if isinstance(self.weights, Tape):
             used.append(self.weights)
         tapes |= {tape: tape.used_bytes for tape in used}
-        alone: list[Any] = [cache for cache in caches if cache.tape is None]
+        # A cache of layers that differ has parts.
+        alone: list[Any] = [
+            part
+            for cache in caches
+            if cache.tape is None
+            for part in getattr(cache, "_parts", (cache,))
+        ]
         cold_bytes = sum(
             _cold_bytes(
                 tape.block,

@@ -130,6 +130,41 @@ class KVKind(cache_kinds.KVKind):
         return kv
 
 
+class MixedKind(cache_kinds.KVKind):
+    """A cache of two layers that differ: one of two heads, and one of a head twice as large."""
+
+    def __init__(self, how: str, dtype: str, batch: int) -> None:
+        super().__init__(HERE, how, dtype, batch)
+        self.name = f"mixed-{self.name}"
+        self.forgets = how == "rings"
+        self.in_child = how != "rings"
+        self.is_fixed = how != "grow"
+
+    def make(self, **options: Any) -> Any:
+        window = self.capacity if self.forgets else None
+        return um.KVCache(
+            layers=[um.LayerKV(2, 32, window=window), um.LayerKV(1, 64, window=window)],
+            max_seq_len=10_000 if self.forgets else self.capacity,
+            batch=self.batch,
+            dtype=self.dtype,
+            grow=self.how == "grow",
+        )
+
+    def append(self, cache: Any, layer: Any, *arguments: Any) -> None:
+        if type(layer) is int and layer == 1:
+            arguments = tuple(self.in_one_head(a) for a in arguments)
+        super().append(cache, layer, *arguments)
+
+    def in_one_head(self, a: Array) -> Array:
+        if a.ndim == 3:
+            return a.reshape(len(a), 1, 64)
+        return np.concatenate([a[:, :1], a[:, 1:]], axis=-1)
+
+    def read(self, cache: Any, layer: int) -> Array:
+        found = super().read(cache, layer)
+        return found.reshape(len(found), *self.token_shape)
+
+
 class OneSequence:
     """A pool of blocks with one sequence in it: together they do what a cache does."""
 
@@ -201,6 +236,8 @@ def kinds() -> list[Kind]:
     found = all_kinds(HERE) + [PagedPadKind(dtype) for dtype in TAKEN]
     for how, fast in {"grow": "f32", "mapped": "q8_0", "ring": "f16"}.items():
         found += each_dtype(partial(KVKind, how), (fast, 1), ("bf16", 2))
+    for how, fast in {"fixed": "q8_0", "grow": "f32", "rings": "f16"}.items():
+        found += each_dtype(partial(MixedKind, how), (fast, 1))
     return found + [SequenceKind(dtype) for dtype in cache_kinds.ROWS]
 
 

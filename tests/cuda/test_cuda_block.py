@@ -324,6 +324,7 @@ def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
             "enforce_memory_limit": lambda: kv.enforce_memory_limit(0),
             "fileno": block.fileno,
             "grow": lambda: cuda.KVCache(1, 1, 8, 8, grow=True),
+            "layers that differ": lambda: cuda.KVCache(layers=[um.LayerKV(1, 8)], max_seq_len=8),
             "map": lambda: cuda.Block.map("file"),
             "placement": lambda: cuda.Block(1, numa="bind:0"),
             "release": block.release,

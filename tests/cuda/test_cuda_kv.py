@@ -540,12 +540,15 @@ def test_what_cannot_be_restored(cuda: Any, host_gpu: HostDriver, tmp_path: Path
         with um.KVCache(1, HEADS, DIM, ROWS, **options) as kv:
             kv.append(0, *tokens)
             kv.save(where, tokens=[1, 2, 3])
-    damaged = tmp_path / "damaged"
+    layered, damaged = tmp_path / "layered", tmp_path / "damaged"
+    with um.KVCache(layers=[um.LayerKV(HEADS, DIM)], max_seq_len=ROWS) as kv:
+        kv.save(layered)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
     refused: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
         (ring, {}, NotImplementedError, "restore of a ring is not supported on a GPU"),
+        (layered, {}, NotImplementedError, "layers that differ is not supported on a GPU"),
         (path, {"mode": "map"}, NotImplementedError, "use|mode='copy'"),
         (path, {"mode": "read"}, ValueError, "expected 'copy', got 'read'"),
         (path, {"tokens": [1, 2]}, um.SnapshotError, "no prefix"),

@@ -279,6 +279,9 @@ def test_sessions_of_others(model: Path, decoder: Decoder, path: Path, tmp_path:
     check_not_resumed(decoder, path, "no tokens to go on from")
     decoder.kv.save(path, tokens=[SHAPE.vocab] * decoder.kv.seq_len, model=fingerprint)
     check_not_resumed(decoder, path, f"token {SHAPE.vocab} is not among")
+    with um.KVCache(layers=decoder.kv.layers, max_seq_len=CTX) as kv:
+        kv.save(path, model=fingerprint)
+    check_not_resumed(decoder, path, "layers differ")
     check_not_resumed(decoder, model)
     with pytest.raises(FileNotFoundError):
         decoder.resume(tmp_path / "nowhere")

@@ -123,7 +123,7 @@ def test_one_token_of_all_layers_by_head(kv: um.KVCache) -> None:
             cache.append_all(k, v)
         assert state(kv) == state(by_head)
     with pytest.raises(ValueError, match="order: expected one of token, head, got 'heads'"):
-        um.KVCache(2, 3, 4, 8, order="heads")  # type: ignore[arg-type]
+        um.KVCache(2, 3, 4, 8, order="heads")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="heads in all streams, got 4294967296"):
         um.KVCache(1, 1 << 16, 1, 1, batch=1 << 16, order="head")
 

@@ -78,6 +78,24 @@ def test_a_snapshot_is_restored_bit_for_bit(
         assert store.objects["/bucket/one.kv"] == (tmp_path / "one.kv").read_bytes()
 
 
+def test_a_snapshot_of_layers_that_differ(store: ObjectServer, tmp_path: Path) -> None:
+    url, layers = "s3://bucket/layers.kv", [um.LayerKV(HEADS, DIM), um.LayerKV(1, DIM, window=8)]
+    with um.KVCache(layers=layers, max_seq_len=64, pages="4k") as kv:
+        rows = np.random.default_rng(0).standard_normal((2, 45, HEADS, DIM)).astype("f4")
+        kv.append(0, *rows)
+        kv.append(1, *rows[:, :, :1])
+        kv.save(url, tokens=TOKENS, model=MODEL)
+        kv.save(tmp_path / "layers.kv", tokens=TOKENS, model=MODEL)
+        with (
+            um.KVCache.restore(url, tokens=TOKENS, model=MODEL) as again,
+            um.KVCache.restore(tmp_path / "layers.kv", mode="copy") as here,
+        ):
+            assert (again.seq_len, again.layers) == (45, kv.layers)
+            for layer in range(2):
+                for there, ours in zip(again.layer(layer), here.layer(layer), strict=True):
+                    assert there.tobytes() == ours.tobytes()
+
+
 def test_a_snapshot_that_is_damaged(store: ObjectServer) -> None:
     with cache(45) as kv:
         kv.save("s3://bucket/one.kv")

@@ -426,7 +426,7 @@ def test_the_error_says_all_and_pickles(file: Path) -> None:
 def test_a_newer_version_is_refused_whatever_follows(file: Path) -> None:
     raw = file.read_bytes()
     for version, rule in (
-        (2, "version 2 is newer than this unimem, which reads version 1: update"),
+        (3, "version 3 is newer than this unimem, which reads versions 1 and 2: update"),
         (0, "expected version 1, got 0"),
     ):
         file.write_bytes(raw[:8] + struct.pack("<I", version) + raw[12:])

@@ -78,6 +78,12 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         | {"grow": False, "tape": None, "name": "kv"}
         | PLACEMENT,
     ),
+    "KVCache of layers": lambda t: (
+        um.KVCache,
+        {"layers": [um.LayerKV(2, 8)], "max_seq_len": 16, "batch": 1, "dtype": "f16"}
+        | {"order": "token", "spare_rows": 0, "budget_bytes": None, "grow": False, "name": "kv"}
+        | PLACEMENT,
+    ),
     "KVCache.address": lambda t: (t.kv().address, {"layer": 0, "part": "k"}),
     "KVCache.append": lambda t: (t.kv().append, {"layer": 0, "k": ROWS, "v": ROWS}),
     "KVCache.append_all": lambda t: (t.kv().append_all, {"k": TOKEN, "v": TOKEN}),
@@ -92,7 +98,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         {"path": t.saved(), "mode": "copy", "tokens": None, "model": None, "verify": False}
         | PLACEMENT,
     ),
-    "KVCache.row_of": lambda t: (t.kv().row_of, {"position": 0}),
+    "KVCache.row_of": lambda t: (t.kv().row_of, {"position": 0, "layer": 0}),
     "KVCache.save": lambda t: (
         t.kv().save,
         {"path": t.folder / "other.kv", "tokens": [1, 2, 3], "model": "m"},
@@ -103,6 +109,10 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     ),
     "KVCache.trim_to": lambda t: (t.kv().trim_to, {"n": 1, "keep_first": 0}),
     "KVCache.warm": lambda t: (t.kv().warm, {"threads": 1}),
+    "LayerKV": lambda t: (
+        um.LayerKV,
+        {"n_kv_heads": 2, "head_dim": 8, "window": 4, "dtype": "f16", "share_of": None},
+    ),
     "KVStore": lambda t: (
         um.KVStore,
         {"where": t.folder / "store", "ram_bytes": 0, "disk_bytes": 1 << 20, "chunk_tokens": 2},

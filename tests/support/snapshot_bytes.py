@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 # Of each field of the header, as its document has them: where it begins, and its code.
-_DOCUMENT = (ROOT / "docs/snapshots.md").read_text(encoding="utf-8")
+_DOCUMENT = (ROOT / "docs/snapshots.md").read_text(encoding="utf-8").split("## The format")[1]
 _CODES = {"char[8]": "8s", "uint32": "I", "uint64": "Q"}
 FIELDS = {
     name: (int(at), _CODES[kind])

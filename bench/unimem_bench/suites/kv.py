@@ -43,6 +43,7 @@ N_ROWS = 64  # where calls are measured: what all sides write stays in a second-
 BLOCK_TOKENS = 16
 
 OF_NUMPY = "unimem, NumPy's arrays"
+EQUAL = "unimem, layers that are alike"
 
 # How code for NumPy and for torch writes a token to a row.
 BY_INDEX = "keys[i] = k; values[i] = v"
@@ -89,6 +90,33 @@ def append(measure: Measure) -> None:
         check_holds("unimem", stored(cache), kv)
     for name, arrays in held.items():
         check_holds(name, arrays, kv)
+
+
+@SUITE.case(
+    "append-layers",
+    "What does it cost to append one token to 5 sliding layers and a full one, 4 KiB each?",
+    unit="ns",
+    targets=[costs(EQUAL, 1.1, issue=22)],
+)
+def append_layers(measure: Measure) -> None:
+    """Compare with a cache whose layers are alike."""
+    n, (k, v) = N_ROWS, tokens(1)
+    sliding, full = um.LayerKV(*SHAPE, window=N_ROWS // 2), um.LayerKV(*SHAPE)
+    layers = [*5 * [sliding], full]
+    statement = "; ".join(f"append({i}, k, v)" for i in range(len(layers)))
+    with (
+        um.KVCache(layers=layers, max_seq_len=n, pages="4k") as mixed,
+        um.KVCache(len(layers), *SHAPE, n, pages="4k") as equal,
+    ):
+        sides: dict[str, Side] = {}
+        for name, cache in {"unimem": mixed, EQUAL: equal}.items():
+            cache.warm()
+            names = {"append": cache.append, "k": k, "v": v}
+            sides[name] = warm_stopwatch(statement, n, names, cache.clear)
+        measure.compare(sides, {}, rounds=101)
+        for layer in range(len(layers)):
+            check_holds("unimem", stored(mixed, layer), (k, v))
+            check_holds(EQUAL, stored(equal, layer), (k, v))
 
 
 @SUITE.case(

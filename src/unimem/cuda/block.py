@@ -33,6 +33,7 @@ CAPABILITIES: dict[str, bool] = {
     "fewer bits": False,
     "fileno": False,
     "grow": False,
+    "layers that differ": False,
     "map": False,
     "placement": False,
     "release": False,

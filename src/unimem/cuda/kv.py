@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any, Literal, Self, Unpack
@@ -51,8 +52,8 @@ class KVCache(KVDevice):
     ----------
     n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes
         As for `unimem.KVCache`.
-    window, spare_rows, grow
-        Of rings and growing caches, which a device does not have.
+    window, spare_rows, grow, layers
+        Of rings, growing caches and caches whose layers differ, which a device does not have.
     order : {"token"}
         The other order is not there on a device.
     tape : cuda.Tape, optional
@@ -72,7 +73,7 @@ class KVCache(KVDevice):
     ValueError, TapeFull, CacheFull
         As `unimem.KVCache`.
     NotImplementedError
-        `window`, `spare_rows` or `grow`; ``order="head"``; placement of device memory.
+        `window`, `spare_rows`, `grow` or `layers`; ``order="head"``; placement of device memory.
     CapacityError, TypeError, MemoryError, PlacementError
         As `cuda.Block`.
 
@@ -90,6 +91,13 @@ class KVCache(KVDevice):
 
     # Of unimem.kv.snapshot: nothing is mapped from a file.
     _snapshot = None
+
+    def __new__(cls, *_: Any, layers: object = None, **__: Any) -> Self:
+        """Refuse layers that differ, before the dimensions are missed."""
+        if layers is not None:
+            what = "KVCache: layers that differ (layers=)"
+            unsupported("layers that differ", what, "a fixed cache for each kind of layers")
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -109,6 +117,7 @@ class KVCache(KVDevice):
         device: int = 0,
         pinned: bool = False,
         name: str | None = None,
+        layers: None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         check_placement("KVCache", placement)
@@ -151,6 +160,8 @@ class KVCache(KVDevice):
             except BaseException:
                 own.__exit__()
                 raise
+
+    __signature__ = inspect.signature(__init__)  # what __new__ has looks at one of them
 
     # ---- appending ----
 
@@ -484,6 +495,9 @@ class KVCache(KVDevice):
         if mode != "copy":
             raise ValueError(f"mode: expected 'copy', got {mode!r}")
         there = snapshot.describe(path)
+        if isinstance(there, snapshot.LayersSnapshot):
+            what = "KVCache.restore of layers that differ"
+            unsupported("layers that differ", what, "restore it with unimem.KVCache")
         if there.window:
             unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
         if there.v_dtype != there.dtype:

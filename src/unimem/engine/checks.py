@@ -92,6 +92,10 @@ def check_session(
         raise SnapshotError(
             f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
         )
+    if isinstance(saved, snapshot.LayersSnapshot):
+        raise SnapshotError(
+            "it is of a cache whose layers differ, and this one's do not", path=name
+        )
     dims = ("n_layers", "n_kv_heads", "head_dim", "batch")
     for key in (*dims, "dtype", "v_dtype", "window", "order"):
         there, ours = getattr(saved, key), getattr(kv, key)

@@ -11,6 +11,8 @@ cdef class KVCache(KVMemory):
     cdef dict _placement
     cdef um.um_dtype given_blocks(self) noexcept
     cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n)
+    # `append`, for all caches.
+    cdef int append_tokens(self, layer, k, v) except -1
     cdef uint64_t next_row(self, uint32_t layer)
     cdef int _read(self, uint32_t layer, bint v, uint64_t first, uint64_t n,
                    cnp.ndarray out) except -1

@@ -6,14 +6,33 @@ import numpy.typing as npt
 
 from unimem._core.foreign import AnyArray
 from unimem._core.tape import Tape
+from unimem.kv.layers import LayerKV
 from unimem.kv.memory import KVMemory
-from unimem.system.placement import PlacementOptions
+from unimem.system.placement import Pages, PlacementOptions
 
 _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
 
+def set_mixed(kind: type[KVCache]) -> None: ...
+
 class KVCache(KVMemory):
-    def __init__(
-        self,
+    @overload
+    def __new__(
+        cls,
+        *,
+        layers: Sequence[LayerKV],
+        max_seq_len: int,
+        batch: int = 1,
+        dtype: npt.DTypeLike = "f16",
+        order: Literal["token", "head"] = "token",
+        spare_rows: int = 0,
+        budget_bytes: int | None = None,
+        grow: bool = False,
+        name: str | None = None,
+        **placement: Unpack[PlacementOptions],
+    ) -> Self: ...
+    @overload
+    def __new__(
+        cls,
         n_layers: int,
         n_kv_heads: int,
         head_dim: int,
@@ -31,7 +50,33 @@ class KVCache(KVMemory):
         tape: Tape | None = None,
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
-    ) -> None: ...
+    ) -> Self: ...
+    @overload
+    @staticmethod
+    def storage_bytes(
+        n_layers: int,
+        n_kv_heads: int,
+        head_dim: int,
+        max_seq_len: int,
+        *,
+        batch: int = 1,
+        dtype: npt.DTypeLike = "f16",
+        order: Literal["token", "head"] = "token",
+        k_dtype: npt.DTypeLike | None = None,
+        v_dtype: npt.DTypeLike | None = None,
+    ) -> int: ...
+    @overload
+    @staticmethod
+    def storage_bytes(
+        *,
+        layers: Sequence[LayerKV],
+        max_seq_len: int,
+        batch: int = 1,
+        dtype: npt.DTypeLike = "f16",
+        order: Literal["token", "head"] = "token",
+        spare_rows: int = 0,
+        pages: Pages = "auto",
+    ) -> int: ...
     def append(self, layer: int, k: AnyArray, v: AnyArray) -> None: ...
     def append_all(self, k: AnyArray, v: AnyArray) -> None: ...
     @overload
@@ -71,6 +116,8 @@ class KVCache(KVMemory):
     def _all_rows(self, i: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
     # For unimem.kv.snapshot.
     _snapshot: Any
+    @staticmethod
+    def _of_layers(layers: tuple[LayerKV, ...], parts: list[Any], max_seq_len: int) -> KVCache: ...
     @classmethod
     def _mapped(
         cls,

@@ -5,7 +5,9 @@ import numpy as np
 from unimem.system.arguments import flag
 from unimem.system.placement import PlacementOptions
 
+cimport cython
 cimport numpy as cnp
+from cpython.object cimport PyObject, PyTypeObject, newfunc
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
@@ -134,7 +136,10 @@ cdef class KVCache(KVMemory):
     Parameters
     ----------
     n_layers, n_kv_heads, head_dim : int
-        The model's dimensions.
+        The model's dimensions, where all layers are alike.
+    layers : sequence of LayerKV, optional
+        Instead of these: what each layer keeps. Then `max_seq_len` is named, too, and `window` and
+        `tape` are not accepted. See docs/kv.md.
     max_seq_len : int
         Tokens that fit. A ring holds its window, and positions go on without end.
     batch : int, default 1
@@ -242,6 +247,34 @@ cdef class KVCache(KVMemory):
         else:
             self.place_fixed(&spec, tape, placement)
 
+    @staticmethod
+    def storage_bytes(*dims, layers=None, **options):
+        """Return the bytes that a cache takes whose memory is fixed.
+
+        Parameters
+        ----------
+        *dims : int
+            `n_layers`, `n_kv_heads`, `head_dim` and `max_seq_len`, also by their names.
+        layers : sequence of LayerKV, optional
+            Instead of the first three: then rings are counted as well.
+        **options
+            `batch`, `dtype` and `order`; with `layers` also `spare_rows` and `pages`.
+
+        Returns
+        -------
+        int
+            For each layer and stream K and V, each rounded up to 64 bytes; with ``order="head"``
+            each head of these. Rings have whole pages.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As the class.
+        """
+        if layers is None:
+            return KVMemory.storage_bytes(*dims, **options)
+        return _mixed._storage_bytes(layers, *dims, **options)
+
     # ---- appending ----
 
     def append(self, layer, k, v):
@@ -277,6 +310,10 @@ cdef class KVCache(KVMemory):
         -----
         When it raises, no row was appended.
         """
+        self.append_tokens(layer, k, v)
+
+    @cython.final
+    cdef int append_tokens(self, layer, k, v) except -1:
         cdef um.um_error err
         cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_kv_spec *s = &self.kv.spec
@@ -307,7 +344,7 @@ cdef class KVCache(KVMemory):
                 status = _append(&self.kv, mapped, index, cnp.PyArray_DATA(ka),
                                  cnp.PyArray_DATA(va), &given, &err)
             if status == um.UM_OK:
-                return
+                return 0
             if not self.find_rows(&err, given.n):
                 self.fail(&err, "append")
 
@@ -565,9 +602,7 @@ cdef class KVCache(KVMemory):
             if self.capacity_bytes <= most or self.resident_bytes <= most:
                 return False
             n = held
-        if self._n_busy or self.has_views(self.ranges_but(n)):
-            raise BufferError(f"KVCache '{self.name}': views, or another thread that copies, use "
-                              "memory that would be given back: drop them first")
+        self.check_droppable(n)
         if um.um_kv_trim(&self.kv, n, 0, &err) != um.UM_OK:
             self.fail(&err, "enforce_memory_limit")
         self.settle(True)
@@ -630,6 +665,11 @@ cdef class KVCache(KVMemory):
             cache.close()
             raise
         return cache
+
+    @staticmethod
+    def _of_layers(layers, parts, max_seq_len):
+        """A cache of layers that differ, of its parts."""
+        return _mixed._of_layers(layers, parts, max_seq_len)
 
     def save(self, path, *, tokens=None, model=None):
         """Write the tokens to a file, for `restore`.
@@ -719,3 +759,24 @@ cdef class KVCache(KVMemory):
 
         self.open_region()
         snapshot.verify(self)
+
+
+# `KVCache(layers=...)` makes one of the subclass, which makes itself known here. Python has __new__
+# for that; the classes of Cython have only its slot.
+cdef object _mixed = None
+cdef newfunc _new_equal = (<PyTypeObject *>KVCache).tp_new
+
+
+def set_mixed(kind):
+    """Take a class for caches whose layers differ."""
+    global _mixed
+    _mixed = kind
+
+
+cdef object _new(type cls, PyObject *arguments, PyObject *options):
+    if cls is KVCache and options != NULL and "layers" in <dict>options:
+        return _mixed.__new__(_mixed)
+    return _new_equal(cls, arguments, options)
+
+
+(<PyTypeObject *>KVCache).tp_new = <newfunc>_new

@@ -13,6 +13,7 @@ from unimem._core import guard
 from unimem.errors import CacheFull
 from unimem.kv.cache import KVCache
 from unimem.kv.chunk_format import Kind
+from unimem.kv.mixed import MixedKVCache
 from unimem.kv.paged import Sequence
 
 __all__ = ["Holder", "Rows", "rows_of"]
@@ -64,8 +65,10 @@ def rows_of(kv: Holder) -> Rows:
     TypeError
         It is neither a `KVCache` nor a `Sequence`.
     ValueError
-        It has several streams, or K and V are of different types.
+        It has several streams or layers that differ, or K and V are of different types.
     """
+    if isinstance(kv, MixedKVCache):
+        raise ValueError("kv: expected a cache whose layers are alike, got layers that differ")
     if isinstance(kv, KVCache):
         return _CacheRows(kv)
     if isinstance(kv, Sequence):

@@ -14,6 +14,8 @@ cdef class KVMemory(KVRows):
     # Of each lane of a growing cache, the bytes that are committed.
     cdef size_t _low, _high
     cdef bint _waiting, _left_behind, _frozen
+    # Of a ring, or None: caches of other layers, which have room before it forgets for a token.
+    cdef tuple _beside
 
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1
     cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1
@@ -24,10 +26,15 @@ cdef class KVMemory(KVRows):
     cdef list images(self, first, end)
     # All of a lane but the rows of the last n tokens.
     cdef list ranges_but(self, uint64_t n)
+    # Raises where a view, or a call, uses any of that.
+    cdef int check_droppable(self, uint64_t n) except -1
     # Byte ranges of a lane that hold no tokens, of fixed storage; and those that a growing cache
     # gives back.
     cdef list dead_ranges(self)
     cdef list spare_ranges(self, bint exactly)
+    # Makes room up to a position in these, or raises; and notes how far there is room.
+    cdef int take_beside(self, uint64_t end) except -1
+    cdef int limit_end(self) except -1
     cdef int _grow_to(self, uint64_t rows) except -1
     cdef int _set_usable(self) except -1
     cdef int _commit_lanes(self, size_t first, size_t end) except -1

@@ -212,6 +212,12 @@ cdef class KVMemory(KVRows):
             return self.images(first + n * row, first + whole)
         return [(0, first), (self.end_row() * row, whole)]
 
+    cdef int check_droppable(self, uint64_t n) except -1:
+        if self._n_busy or self.has_views(self.ranges_but(n)):
+            raise BufferError(f"KVCache '{self.name}': views, or another thread that copies, use "
+                              "memory that would be given back: drop them first")
+        return 0
+
     cdef list dead_ranges(self):
         cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
         cdef size_t first = self.first_row() * row
@@ -291,10 +297,34 @@ cdef class KVMemory(KVRows):
         except BaseException:
             self._release_lanes(first, end)
             raise
-        self.n_growths += 1
+        self._n_growths += 1
+        return 0
+
+    cdef int take_beside(self, uint64_t end) except -1:
+        cdef KVMemory other
+        cdef um.um_error err
+        cdef uint64_t first = 0, row = 0, held, n
+        for other in self._beside:
+            held = um.um_kv_layer_len(&other.kv, 0, &first)
+            n = max(end, first + held) - first - held
+            while um.um_kv_append_begin(&other.kv, 0, n, &row, &err) != um.UM_OK:
+                if not other.find_rows(&err, n):
+                    other.fail(&err, "append")
+        return self.limit_end()
+
+    cdef int limit_end(self) except -1:
+        cdef KVMemory other
+        cdef uint64_t end = <uint64_t>-1, first
+        for other in self._beside:
+            first = um.um_kv_oldest_position(&other.kv)
+            end = min(end, first + other.kv.spec.max_seq_len)
+            end = min(end, first + other.kv.usable_rows - um.um_kv_row(&other.kv, first))
+        um.um_kv_limit_end(&self.kv, end)
         return 0
 
     cdef int take_rows(self, uint64_t row, uint64_t n) except -1:
+        if self._beside is not None:
+            return self.take_beside(row + n)  # of a ring, the position where it ends
         if self.grow and n <= self.kv.n_rows - row:
             return self._grow_to(row + n)
         return KVRows.take_rows(self, row, n)

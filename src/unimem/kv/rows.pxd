@@ -11,15 +11,15 @@ cdef class KVRows(Watcher):
     cdef um.um_kv kv
     cdef uint32_t _batch, _heads
     cdef readonly str name
-    # Of K, and of V.
-    cdef readonly str dtype, v_dtype
+    # Of K, and of V; of a cache of layers, tuples: of each layer.
+    cdef readonly object dtype, v_dtype
     cdef readonly str order
     cdef readonly object window
     # None, or the most bytes that the storage may have.
     cdef readonly object budget_bytes
     # Whether memory is taken as tokens come; how often that was.
     cdef readonly bint grow
-    cdef readonly Py_ssize_t n_growths
+    cdef Py_ssize_t _n_growths
     # The least that next_position was since an engine set this: tokens before it are the engine's.
     cdef public uint64_t _lowest_end
     cdef readonly object _dtype, _v_dtype
@@ -68,6 +68,9 @@ cdef class KVRows(Watcher):
     # um_kv_trim, whose first tokens go to `row` on where any go.
     cdef um.um_status trim(self, uint64_t n, uint64_t keep_first, uint64_t row,
                            um.um_error *err) except *
+
+    # The row that the first tokens go to, of a trim that keeps some; raises where views lie there.
+    cdef uint64_t check_kept(self, uint64_t last, uint64_t first) except? 0
 
     cdef object fail(self, um.um_error *err, str doing)
     cdef int move_to(self, uint64_t row) except -1

@@ -5,6 +5,7 @@ import weakref
 
 from unimem.errors import CacheFull
 from unimem.kv.cache_html import kv_html
+from unimem.kv.layers import LayerKV
 from unimem.system.arguments import one_of, string
 from unimem.system.text import format_bytes
 
@@ -378,10 +379,11 @@ cdef class KVRows(Watcher):
         self.open_region()
         return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
 
-    def row_of(self, position):
+    def row_of(self, position, layer=0):
         """Return the row of the token of a position, which the cache holds or will.
 
-        Trimming a plain cache and appending may move its tokens: the row is that of now.
+        Trimming a plain cache and appending may move its tokens: the row is that of now. It is the
+        same in all layers that keep the same.
 
         Raises
         ------
@@ -389,6 +391,7 @@ cdef class KVRows(Watcher):
             The token was dropped from a plain cache, and its row may be another's.
         """
         cdef uint64_t wanted = size_of(position, "position")
+        layer_number(layer, self.kv.spec.n_layers, "layer")
         self.open_region()
         if self.window is None and wanted < um.um_kv_first_position(&self.kv):
             raise ValueError(f"position: expected one from "
@@ -524,10 +527,7 @@ cdef class KVRows(Watcher):
             raise ValueError(f"keep_first: expected 0 for a ring, in which a token's row follows "
                              f"from its position, got {keep_first}")
         if first and last < held and first < held - last:
-            row = self.end_row() - last - first
-            if self.has_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)]):
-                raise BufferError(f"KVCache '{self.name}': views lie over the rows before the last "
-                                  f"{n}, where the first {keep_first} go: drop them first")
+            row = self.check_kept(last, first)
         self._writing = True  # as in move_to
         try:
             status = self.trim(last, first, row, &err)
@@ -539,6 +539,13 @@ cdef class KVRows(Watcher):
         self._dropped += held * self.kv.row_bytes
         self.settle()
         return held > 0
+
+    cdef uint64_t check_kept(self, uint64_t last, uint64_t first) except? 0:
+        cdef uint64_t row = self.end_row() - last - first
+        if self.has_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)]):
+            raise BufferError(f"KVCache '{self.name}': views lie over the rows before the last "
+                              f"{last}, where the first {first} go: drop them first")
+        return row
 
     def clear(self):
         """Forget all tokens, and what is reserved; the next position is 0.
@@ -623,6 +630,12 @@ cdef class KVRows(Watcher):
         return self.kv.spec.n_layers
 
     @property
+    def layers(self):
+        """What each layer keeps: a tuple of `LayerKV`."""
+        layer = LayerKV(self._heads, self.kv.spec.head_dim, window=self.window, dtype=self.dtype)
+        return (layer,) * self.kv.spec.n_layers
+
+    @property
     def n_kv_heads(self):
         """KV heads of a layer."""
         return self._heads
@@ -636,6 +649,11 @@ cdef class KVRows(Watcher):
     def batch(self):
         """Streams."""
         return self._batch
+
+    @property
+    def n_growths(self):
+        """How often memory was committed."""
+        return self._n_growths
 
     @property
     def max_seq_len(self):

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -23,7 +22,10 @@ from unimem._core import guard
 from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot_format as fmt
+from unimem.kv import snapshot_layers as many
+from unimem.kv.snapshot_caches import Cache, CacheOfLayers, HostCache
 from unimem.kv.snapshot_format import Chunk, Snapshot
+from unimem.kv.snapshot_layers import LayersSnapshot
 from unimem.kv.snapshot_source import LocalSnapshot, RemoteSnapshot, SnapshotBytes, open_source
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system.arguments import file_path, flag, one_of
@@ -32,93 +34,22 @@ from unimem.system.objects import is_url, open_server
 from unimem.system.placement import PlacementOptions
 from unimem.system.threads import wait_until
 
-__all__ = ["Snapshot", "check", "describe", "read_into", "restore", "save", "verify"]
+__all__ = [
+    "LayersSnapshot",
+    "Snapshot",
+    "check",
+    "describe",
+    "read_into",
+    "restore",
+    "save",
+    "save_layers",
+    "verify",
+]
 
 # What is written at once: more makes no disk faster.
 _CHUNK_BYTES = 8 << 20
 # One thread hashes while others write; more keep no disk busier.
 _THREADS = 4
-
-
-class Cache(Protocol):
-    """What of a cache is saved and restored, in main memory or on a device."""
-
-    _snapshot: Any
-
-    @property
-    def _file(self) -> str | None:
-        """The file that its rows are mapped from, or None."""
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of a lane."""
-
-    @property
-    def max_seq_len(self) -> int:
-        """Tokens that fit."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens that all layers hold."""
-
-    @property
-    def next_position(self) -> int:
-        """The position of the next token."""
-
-    @property
-    def window(self) -> int | None:
-        """Tokens of a ring, or None."""
-
-    @property
-    def order(self) -> Literal["token", "head"]:
-        """What lies side by side in a lane."""
-
-    def crop(self, n: int) -> None:
-        """Keep the first tokens."""
-
-    def clear(self) -> None:
-        """Drop all tokens."""
-
-    def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> NDArray[np.uint8]:
-        """Return the bytes of the tokens of one lane."""
-
-    def _begin_restore(self, next_position: int, n: int) -> None:
-        """Prepare for n tokens that end at a position."""
-
-    def _restore_rows(
-        self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
-    ) -> NDArray[np.uint8]:
-        """Return the memory into which the tokens of one lane are read."""
-
-    def _finish_restore(self, next_position: int, n: int) -> None:
-        """Take over the tokens that were read."""
-
-
-class HostCache(Cache, Protocol):
-    """A cache in main memory, which can be made of a snapshot."""
-
-    def __init__(self, **options: Any) -> None:
-        """Make an empty one."""
-
-    @classmethod
-    def _mapped(
-        cls,
-        fields: dict[str, Any],
-        fd: int,
-        path: str,
-        offsets: list[int],
-        n: int,
-        next_position: int,
-    ) -> Self:
-        """Make one whose rows are mapped from a file."""
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        """Close it to new use."""
 
 
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
@@ -150,12 +81,64 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
         There is no room for what is written by way of page-aligned memory.
     """
     name = file_path(path)
+    ids = _checked_ids(kv, tokens)
+    _save([_section(kv, _model_name(model), ids, name, 0)], name, np.empty(0, np.uint8))
+
+
+def save_layers(
+    kv: CacheOfLayers, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None
+) -> None:
+    """Write the tokens of a cache whose layers differ, as `save` does.
+
+    Parameters
+    ----------
+    kv : KVCache
+        As for `save`.
+    path, tokens, model
+        As for `save`.
+
+    Raises
+    ------
+    ValueError, TypeError, OSError, MemoryError
+        As `save`.
+    """
+    name, ids = file_path(path), _checked_ids(kv, tokens)
+    begin = base = many.first_offset(len(kv.layers), len(kv._parts), mmap.PAGESIZE)
+    sections: list[_Section] = []
+    for part in kv._parts:
+        own = (None, None) if sections else (_model_name(model), ids)
+        sections.append(_section(part, *own, name, base))
+        base += sections[-1].snapshot.file_bytes
+    head = np.zeros(begin, np.uint8)
+    many.encode(kv.layers, [section.snapshot for section in sections], head)
+    _save(sections, name, head)
+
+
+def _checked_ids(kv: Cache | CacheOfLayers, tokens: Tokens | None) -> NDArray[np.int32] | None:
+    """Return the ids of all tokens up to `next_position`."""
     ids = None if tokens is None else token_ids(tokens)
     if ids is not None and len(ids) != kv.next_position:
         raise ValueError(
             f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
             f"{len(ids)}"
         )
+    return ids
+
+
+_DataOf: TypeAlias = Callable[[Chunk, NDArray[np.uint8]], NDArray[np.uint8]]
+
+
+class _Section(NamedTuple):
+    """What a cache is in a file, and what gives the bytes of a chunk, and notes their checksum."""
+
+    snapshot: Snapshot
+    data_of: _DataOf
+
+
+def _section(
+    kv: Cache, model: str | None, ids: NDArray[np.int32] | None, path: str, base: int
+) -> _Section:
+    """Lay out what of a file is a cache's, from a byte on."""
     snapshot = fmt.new(
         {
             **{key: getattr(kv, key) for key in _DIMS if key != "spare_rows"},
@@ -167,9 +150,10 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
             "alignment": mmap.PAGESIZE,
             "chunk_bytes": _CHUNK_BYTES,
         },
-        _model_name(model),
+        model,
         ids,
-        name,
+        path,
+        base,
     )
     rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
 
@@ -187,48 +171,75 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
         snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
         return data
 
+    return _Section(snapshot, data_of)
+
+
+def _save(sections: list[_Section], name: str, front: NDArray[np.uint8]) -> None:
+    """Write what comes in front, and the sections."""
     if is_url(name):
-        _save_object(snapshot, name, data_of)
+        _save_object(sections, name, front)
     else:
-        _save_file(snapshot, name, data_of)
+        _save_file(sections, name, front)
 
 
-_DataOf = Callable[[Chunk, NDArray[np.uint8]], NDArray[np.uint8]]
+def _file_bytes(sections: list[_Section]) -> int:
+    last = sections[-1].snapshot
+    return last.base + last.file_bytes
 
 
-def _save_file(snapshot: Snapshot, name: str, data_of: _DataOf) -> None:
+def _save_file(sections: list[_Section], name: str, front: NDArray[np.uint8]) -> None:
     with NewFile(name) as file:
-        file.allocate(snapshot.file_bytes)
-        _for_each_chunk(
-            snapshot, lambda chunk, staging: file.write(data_of(chunk, staging), chunk.offset)
-        )
-        # Last, since it has the checksums.
-        with _staging(snapshot.data_offset) as block:
-            head = block.as_array("uint8", snapshot.data_offset)
-            fmt.encode(snapshot, head)
-            file.write(head, 0)
-            del head
+        file.allocate(_file_bytes(sections))
+        for snapshot, data_of in sections:
+            _save_section(file, snapshot, data_of)
+        if front.size:
+            _write_head(file, front, 0)
         file.publish()
 
 
-def _save_object(snapshot: Snapshot, url: str, data_of: _DataOf) -> None:
+def _save_section(file: NewFile, snapshot: Snapshot, data_of: _DataOf) -> None:
+    _for_each_chunk(
+        snapshot, lambda chunk, staging: file.write(data_of(chunk, staging), chunk.offset)
+    )
+    # Last, since it has the checksums.
+    _write_head(file, _head(snapshot), snapshot.base)
+
+
+def _head(snapshot: Snapshot) -> NDArray[np.uint8]:
+    head = np.zeros(snapshot.data_offset, np.uint8)
+    fmt.encode(snapshot, head)
+    return head
+
+
+def _write_head(file: NewFile, head: NDArray[np.uint8], offset: int) -> None:
+    """Write by way of memory that is aligned to pages."""
+    with _staging(len(head)) as block:
+        aligned = block.as_array("uint8", len(head))
+        aligned[:] = head
+        file.write(aligned, offset)
+        del aligned
+
+
+def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8]) -> None:
     """Write an object from its first byte to its last; it is there when all of it is.
 
-    The header comes first and has the checksums, so all data is looked at twice.
+    Headers come first and have the checksums, so all data is looked at twice.
     """
     server, shown = open_server(url)
     try:
-        _for_each_chunk(snapshot, data_of)
-        head = np.zeros(snapshot.data_offset, np.uint8)
-        fmt.encode(snapshot, head)
+        for snapshot, data_of in sections:
+            _for_each_chunk(snapshot, data_of)
 
         def parts() -> Iterator[memoryview]:
-            yield head.data
-            for chunk in snapshot.chunks():
-                # Of its own, since it may be on its way when the next one is asked for.
-                yield data_of(chunk, np.empty(chunk.nbytes + chunk.padding, np.uint8)).data
+            if front.size:
+                yield front.data
+            for snapshot, data_of in sections:
+                yield _head(snapshot).data
+                for chunk in snapshot.chunks():
+                    # Of its own, since it may be on its way when the next one is asked for.
+                    yield data_of(chunk, np.empty(chunk.nbytes + chunk.padding, np.uint8)).data
 
-        server.put_parts(shown, parts(), snapshot.file_bytes)
+        server.put_parts(shown, parts(), _file_bytes(sections))
     finally:
         server.close()
 
@@ -244,7 +255,7 @@ _DIMS = (
 _SAME = ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "v_dtype", "window", "order")
 
 
-def describe(path: str | os.PathLike[str]) -> Snapshot:
+def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
     """Read and check what a snapshot says of itself; its data is not read.
 
     Parameters
@@ -254,7 +265,8 @@ def describe(path: str | os.PathLike[str]) -> Snapshot:
 
     Returns
     -------
-    Snapshot
+    Snapshot, or LayersSnapshot
+        The latter of a cache whose layers differ.
 
     Raises
     ------
@@ -267,7 +279,7 @@ def describe(path: str | os.PathLike[str]) -> Snapshot:
         return snapshot
 
 
-def check(path: str | os.PathLike[str]) -> Snapshot:
+def check(path: str | os.PathLike[str]) -> Snapshot | Any:
     """Read all of a snapshot and check it; nothing is kept.
 
     Parameters
@@ -277,7 +289,7 @@ def check(path: str | os.PathLike[str]) -> Snapshot:
 
     Returns
     -------
-    Snapshot
+    Snapshot, or LayersSnapshot
         As `describe` returns it.
 
     Raises
@@ -290,7 +302,8 @@ def check(path: str | os.PathLike[str]) -> Snapshot:
         There is no room for what is read at once, at most 256 MiB.
     """
     with _opened(file_path(path)) as (source, snapshot):
-        _check_data(snapshot, source)
+        for part in _parts_of(snapshot):
+            _check_data(part, source)
         return snapshot
 
 
@@ -354,37 +367,69 @@ def restore(
         flag(verify, "verify")
     ids = None if tokens is None else token_ids(tokens)
     with _opened(file_path(path)) as (source, snapshot):
-        _check_wanted(snapshot, ids, model)
-        fields = {key: getattr(snapshot, key) for key in _DIMS}
-        is_apart = snapshot.dtype != snapshot.v_dtype
-        can_be_mapped = snapshot.seq_len and not snapshot.window and not is_apart
-        can_be_mapped = can_be_mapped and snapshot.alignment % mmap.PAGESIZE == 0
+        _check_wanted(_parts_of(snapshot)[0], ids, model)
         file = None
         if mode == "map" and isinstance(source, LocalSnapshot):
             file = _SnapshotFile(source.fd, snapshot)
-        if file and can_be_mapped:
-            if verify:
-                _check_data(snapshot, source)
-            offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
-            kv = cls._mapped(
-                *(fields, file.fd, snapshot.path, offsets),
-                *(snapshot.seq_len, snapshot.next_position),
-            )
+        given = (source, file, verify, placement)
+        if isinstance(snapshot, Snapshot):
+            kv = _restored(cls, snapshot, *given)
         else:
-            kv = cls(**fields, **placement)
-            try:
-                _read(kv, snapshot, source, verify=verify is not False)
-            except BaseException:
-                # Not close(), which raises while the error's traceback holds views.
-                kv.__exit__()
-                raise
+            kv = _restored_layers(cls, snapshot, *given)
         kv._snapshot = file
         return kv
 
 
+def _restored(
+    cls: type[_HostCacheT],
+    snapshot: Snapshot,
+    source: SnapshotBytes,
+    file: _SnapshotFile | None,
+    verify: bool | None,
+    placement: PlacementOptions,
+) -> _HostCacheT:
+    """Make a cache whose layers are alike."""
+    fields = {key: getattr(snapshot, key) for key in _DIMS}
+    in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
+    can_grow = not snapshot.window and snapshot.dtype == snapshot.v_dtype
+    if file and snapshot.seq_len and can_grow and in_pages:
+        if verify:
+            _check_data(snapshot, source)
+        offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
+        return cls._mapped(
+            *(fields, file.fd, snapshot.path, offsets),
+            *(snapshot.seq_len, snapshot.next_position),
+        )
+    kv = cls(**fields, **placement)
+    try:
+        _read(kv, snapshot, source, verify=verify is not False)
+    except BaseException:
+        # Not close(), which raises while the error's traceback holds views.
+        kv.__exit__()
+        raise
+    return kv
+
+
+def _restored_layers(cls: type[_HostCacheT], snapshot: LayersSnapshot, *given: Any) -> _HostCacheT:
+    """Make a cache whose layers differ."""
+    parts: list[_HostCacheT] = []
+    try:
+        for part in snapshot.parts:
+            parts.append(_restored(cls, part, *given))
+        made: _HostCacheT = cls._of_layers(snapshot.layers, parts, snapshot.max_seq_len)
+    except BaseException:
+        for one in parts:
+            one.__exit__()
+        raise
+    return made
+
+
 def read_into(
-    kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None = None, model: str | None = None
-) -> Snapshot:
+    kv: Cache | CacheOfLayers,
+    path: str | os.PathLike[str],
+    tokens: Tokens | None = None,
+    model: str | None = None,
+) -> Snapshot | Any:
     """Read a snapshot into a cache that is there, and check all of it.
 
     Parameters
@@ -397,7 +442,8 @@ def read_into(
 
     Returns
     -------
-    Snapshot
+    Snapshot, or LayersSnapshot
+        As `describe` returns it.
 
     Raises
     ------
@@ -427,16 +473,8 @@ def read_into(
         ) from error
     ids = None if tokens is None else token_ids(tokens)
     with _opened(file_path(path)) as (source, snapshot):
-        _check_wanted(snapshot, ids, model)
-        for key in _SAME:
-            there, here = getattr(snapshot, key), getattr(kv, key)
-            if there != here:
-                rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
-                raise SnapshotError(
-                    f"{rule}: make the cache with the same",
-                    fmt.OFFSETS[{"order": "flags", "v_dtype": "dtype"}.get(key, key)],
-                    snapshot.path,
-                )
+        _check_wanted(_parts_of(snapshot)[0], ids, model)
+        pairs = _check_like(kv, snapshot)
         if snapshot.seq_len > kv.max_seq_len:
             raise CacheFull(
                 f"{snapshot.path}: {snapshot.seq_len} tokens, and the cache has room for "
@@ -446,14 +484,42 @@ def read_into(
                 snapshot.seq_len,
             )
         try:
-            _read(kv, snapshot, source, verify=True)
+            for one, part in pairs:
+                _read(one, part, source, verify=True)
+            if isinstance(kv, CacheOfLayers):
+                kv._finish_restore(snapshot.next_position, snapshot.seq_len)
         except BaseException:
             kv.clear()
             raise
         return snapshot
 
 
-def verify(kv: Cache) -> None:
+def _check_like(
+    kv: Cache | CacheOfLayers, snapshot: Snapshot | LayersSnapshot
+) -> list[tuple[Cache, Snapshot]]:
+    """Refuse the snapshot of another kind of cache; return the caches that its parts belong in."""
+    if isinstance(kv, CacheOfLayers) and isinstance(snapshot, LayersSnapshot):
+        keys: tuple[str, ...] = ("layers", "batch", "order")
+        pairs: list[tuple[Cache, Snapshot]] = list(zip(kv._parts, snapshot.parts, strict=False))
+    elif isinstance(kv, CacheOfLayers) or isinstance(snapshot, LayersSnapshot):
+        kinds = "layers that differ", "layers that are alike"
+        there, here = kinds if isinstance(snapshot, LayersSnapshot) else reversed(kinds)
+        rule = f"the snapshot is of a cache of {there}, and this one is of {here}"
+        raise SnapshotError(f"{rule}: make the cache with the same", 8, snapshot.path)
+    else:
+        keys = _SAME
+        pairs = [(kv, snapshot)]
+    for key in keys:
+        there, here = getattr(snapshot, key), getattr(kv, key)
+        if there != here:
+            rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
+            field = {"order": "flags", "v_dtype": "dtype"}.get(key, key)
+            at = fmt.OFFSETS.get(field, many.HEADER_BYTES)
+            raise SnapshotError(f"{rule}: make the cache with the same", at, snapshot.path)
+    return pairs
+
+
+def verify(kv: Cache | CacheOfLayers) -> None:
     """Check the data of the file that a cache was mapped from.
 
     What is checked is the file, as it was saved: it does not matter what was done to the cache
@@ -481,7 +547,7 @@ def verify(kv: Cache) -> None:
 class _SnapshotFile:
     """The file behind a mapped cache, held open: another may have its name by now."""
 
-    def __init__(self, fd: int, snapshot: Snapshot) -> None:
+    def __init__(self, fd: int, snapshot: Snapshot | LayersSnapshot) -> None:
         self.fd = -1
         self._snapshot = snapshot
         self.fd = os.dup(fd)
@@ -496,7 +562,9 @@ class _SnapshotFile:
                 there,
                 self._snapshot.path,
             )
-        _check_data(self._snapshot, LocalSnapshot(self.fd, self._snapshot.path, there))
+        source = LocalSnapshot(self.fd, self._snapshot.path, there)
+        for part in _parts_of(self._snapshot):
+            _check_data(part, source)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -541,19 +609,52 @@ def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: s
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[tuple[LocalSnapshot | RemoteSnapshot, Snapshot]]:
+def _opened(
+    path: str,
+) -> Iterator[tuple[LocalSnapshot | RemoteSnapshot, Snapshot | LayersSnapshot]]:
     """Give the open file and what its header says, all of which is checked."""
     with open_source(path) as source:
         yield source, _again(source, lambda: _read_header(source))
 
 
-def _read_header(source: SnapshotBytes) -> Snapshot:
-    head = np.empty(min(fmt.HEADER_BYTES, source.nbytes), np.uint8)
-    source.read(head, 0)
-    values = fmt.checked_header(head.tobytes(), source.nbytes, source.path)
-    tables = np.empty(values["data_offset"] - fmt.HEADER_BYTES, np.uint8)
-    source.read(tables, fmt.HEADER_BYTES)
-    return fmt.checked_tables(values, tables, source.path)
+def _read_header(source: SnapshotBytes) -> Snapshot | LayersSnapshot:
+    begin = _read_bytes(source, 0, min(many.HEADER_BYTES, source.nbytes)).tobytes()
+    if many.is_head(begin):
+        return _read_layers(source, begin)
+    return _read_part(source, 0, source.nbytes)
+
+
+def _read_part(source: SnapshotBytes, base: int, nbytes: int) -> Snapshot:
+    """Read the header and the tables of a snapshot, which has these bytes of the file."""
+    head = _read_bytes(source, base, min(fmt.HEADER_BYTES, nbytes))
+    try:
+        values = fmt.checked_header(head.tobytes(), nbytes, source.path)
+        size = values["data_offset"] - fmt.HEADER_BYTES
+        tables = _read_bytes(source, base + fmt.HEADER_BYTES, size)
+        return fmt.checked_tables(values, tables, source.path, base)
+    except SnapshotError as error:
+        if not base:
+            raise
+        raise SnapshotError(error.rule, base + (error.offset or 0), source.path) from None
+
+
+def _read_layers(source: SnapshotBytes, head: bytes) -> LayersSnapshot:
+    """Read the header of a cache whose layers differ, and those of its parts."""
+    values = many.checked_header(head, source.nbytes, source.path)
+    size = values["data_offset"] - many.HEADER_BYTES
+    found = many.checked_head(values, _read_bytes(source, many.HEADER_BYTES, size), source.path)
+    parts = [_read_part(source, at, nbytes) for at, nbytes in found.parts]
+    return many.checked_layers(found, parts, source.path)
+
+
+def _parts_of(snapshot: Snapshot | LayersSnapshot) -> tuple[Snapshot, ...]:
+    return snapshot.parts if isinstance(snapshot, LayersSnapshot) else (snapshot,)
+
+
+def _read_bytes(source: SnapshotBytes, offset: int, nbytes: int) -> NDArray[np.uint8]:
+    out = np.empty(nbytes, np.uint8)
+    source.read(out, offset)
+    return out
 
 
 def _again(source: SnapshotBytes, work: Callable[[], _T]) -> _T:

@@ -155,6 +155,9 @@ class Snapshot:
         Where the data is, in bytes: see ``docs/snapshots.md``.
     checksums : numpy.ndarray
         ``uint64 [n_chunks]``: of each chunk of the data.
+    base : int
+        The byte of the file where this begins, which other offsets count from: not 0 where it is
+        one of several (`snapshot_layers`).
     """
 
     path: str
@@ -182,6 +185,7 @@ class Snapshot:
     chunk_bytes: int
     file_bytes: int
     checksums: NDArray[np.uint64] = field(repr=False)
+    base: int = 0
 
     def lane_bytes(self, part: Literal["k", "v"]) -> int:
         """Return the bytes of the rows of one lane, without padding."""
@@ -205,7 +209,7 @@ class Snapshot:
     @property
     def tokens_offset(self) -> int:
         """Where the token ids begin in the file."""
-        return HEADER_BYTES + 8 * len(self.checksums)
+        return self.base + HEADER_BYTES + 8 * len(self.checksums)
 
     def offset_of(self, lane: int) -> int:
         """Return where a lane begins in the file."""
@@ -213,7 +217,7 @@ class Snapshot:
         layer, in_layer = divmod(lane, 2 * n)
         of_k, of_v = min(in_layer, n), max(in_layer - n, 0)
         of_k, of_v = of_k + layer * n, of_v + layer * n
-        return self.data_offset + of_k * self.lane_stride + of_v * self.v_lane_stride
+        return self.base + self.data_offset + of_k * self.lane_stride + of_v * self.v_lane_stride
 
     def chunks(self) -> Iterator[Chunk]:
         """Give the chunks, in the order of their checksums."""
@@ -283,7 +287,11 @@ def _sizes(facts: dict[str, Any], n_tokens: int) -> _Sizes:
 
 
 def new(
-    facts: dict[str, Any], model: str | None, tokens: NDArray[np.int32] | None, path: str
+    facts: dict[str, Any],
+    model: str | None,
+    tokens: NDArray[np.int32] | None,
+    path: str,
+    base: int = 0,
 ) -> Snapshot:
     """Lay a new file out.
 
@@ -292,7 +300,7 @@ def new(
     facts : dict
         The fields of `Snapshot` from `n_layers` to `next_position`, and `alignment` and
         `chunk_bytes`.
-    model, tokens, path
+    model, tokens, path, base
         As in `Snapshot`.
 
     Returns
@@ -336,6 +344,7 @@ def new(
         v_lane_stride=sizes.v_lane_stride,
         file_bytes=sizes.file_bytes,
         checksums=np.zeros(sizes.n_chunks, np.uint64),
+        base=base,
         **facts,
     )
 
@@ -419,9 +428,10 @@ def checked_header(head: bytes, file_bytes: int, path: str) -> dict[str, Any]:
         raise SnapshotError(f"{rule}; {DAMAGED}", len(head), path)
     values = dict(zip((name for name, _ in _FIELDS), _HEADER.unpack(head), strict=True))
     version = values["version"]
-    # Before the checksum, since a newer version may have a longer header.
+    # Before the checksum, since a newer version may have a longer header. Version 2 is read by
+    # snapshot_layers, and is no part of another file.
     if version > VERSION:
-        rule = f"version {version} is newer than this unimem, which reads version {VERSION}"
+        rule = f"version {version} is newer than this unimem, which reads versions 1 and 2"
         _refuse("version", f"{rule}: update unimem-llm, or save anew", path)
     if version != VERSION:
         _refuse("version", f"expected version {VERSION}, got {version}; {DAMAGED}", path)
@@ -508,7 +518,9 @@ def _check_layout(values: dict[str, Any], file_bytes: int, path: str) -> None:
         raise SnapshotError(f"{rule}; {DAMAGED}", sizes.file_bytes, path)
 
 
-def checked_tables(values: dict[str, Any], tables: NDArray[np.uint8], path: str) -> Snapshot:
+def checked_tables(
+    values: dict[str, Any], tables: NDArray[np.uint8], path: str, base: int = 0
+) -> Snapshot:
     """Read what follows the header.
 
     Parameters
@@ -519,6 +531,8 @@ def checked_tables(values: dict[str, Any], tables: NDArray[np.uint8], path: str)
         ``uint8``: the file from `HEADER_BYTES` to `data_offset`.
     path : str
         The file.
+    base : int
+        Where the header begins in it.
 
     Returns
     -------
@@ -568,6 +582,7 @@ def checked_tables(values: dict[str, Any], tables: NDArray[np.uint8], path: str)
         model=model if flags & _HAS_MODEL else None,
         tokens=tokens if flags & _HAS_TOKENS else None,
         checksums=tables[: 8 * n_chunks].view("<u8").astype(np.uint64),
+        base=base,
         v_row_bytes=sizes.v_row_bytes,
         v_lane_stride=sizes.v_lane_stride,
         **{name: values[name] for name in same},
