@@ -20,7 +20,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem._core.status cimport full_text
-from unimem.kv.arrays cimport Given, check_token, contiguous, layer_number, shape_of
+from unimem.kv.arrays cimport Given, check_token, contiguous, layer_number
 from unimem.kv.cache cimport KVCache
 
 cnp.import_array()
