@@ -284,9 +284,11 @@ TEST(types_apart) {
     }
     float k[ROWS][2 * VALUES], v[ROWS][2 * VALUES];
     uint64_t seed = 1;
-    for (size_t i = 0; i < ROWS * 2 * VALUES; i++) {
-        k[0][i] = (float)(int32_t)test_random(&seed) * 0x1p-28f;
-        v[0][i] = (float)(int32_t)test_random(&seed) * 0x1p-28f;
+    for (size_t t = 0; t < ROWS; t++) {
+        for (size_t i = 0; i < 2 * VALUES; i++) {
+            k[t][i] = (float)(int32_t)test_random(&seed) * 0x1p-28f;
+            v[t][i] = (float)(int32_t)test_random(&seed) * 0x1p-28f;
+        }
     }
     /* Tokens 0 to 3 of layer 0 at once and of layer 1 one by one; then 0 and 3 are kept. */
     CHECK_OK(um_kv_append(&kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, ROWS, &test_err));
