@@ -57,10 +57,10 @@ int main(void) {
     spec.n_layers = spec.batch = spec.max_seq_len = 1;
     spec.n_kv_heads = 2;
     spec.head_dim = 8;
-    spec.type = UM_F16;
+    spec.type = spec.v_type = UM_F16;
     CHECK(um_kv_storage_bytes(&spec, &nbytes, &err));
     memset(&storage, 0, sizeof storage);
-    storage.lane_stride = nbytes / 2;
+    storage.lane_stride = storage.v_lane_stride = nbytes / 2;
     storage.n_rows = storage.usable_rows = 1;
     CHECK(um_tape_take(&tape, nbytes, 64, &storage.base, &err));
     CHECK(um_kv_init(&kv, &spec, &storage, &err));

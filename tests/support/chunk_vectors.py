@@ -42,12 +42,13 @@ def make() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run without the package itself, whose import loads compiled modules."""
+    """Run without the packages themselves, whose import loads compiled modules."""
     import types
 
-    package = types.ModuleType("unimem")
-    package.__path__ = [sys.argv[1]]
-    sys.modules["unimem"] = package
+    for name in ("unimem", "unimem.kv"):
+        package = types.ModuleType(name)
+        package.__path__ = [sys.argv[1] + name.removeprefix("unimem").replace(".", "/")]
+        sys.modules[name] = package
     print(json.dumps(make()))
 
 
