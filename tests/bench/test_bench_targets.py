@@ -49,8 +49,8 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (21, "store"): {"speed": [8, 8, 10, 10], "cost": [0.05] * 2, "figure": [200] * 2},
     # An object beside the best client, and a prompt whose first tokens are on the server.
     (21, "remote"): {"speed": [0.8, 3]},
-    # Quantizing and reading back, of each type of blocks, beside ggml.
-    (22, "kv"): {"speed": [0.9] * 6 + [1] * 6},
+    # Quantizing and reading back, of each type of blocks, beside ggml; layers that differ.
+    (22, "kv"): {"speed": [0.9] * 6 + [1] * 6, "cost": [1.1]},
 }
 
 

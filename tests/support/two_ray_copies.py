@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
@@ -43,4 +44,6 @@ def receive(copy: object) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as made:
+        os.environ["RAY_TMPDIR"] = made
+        os.mkdir(f"{made}/ray")  # for the address of the cluster, which is not in `temp_dir`
         main(sys.argv[1], made)

@@ -117,4 +117,6 @@ def main(store: str, text: str, folder: str) -> None:
 if __name__ == "__main__":
     # Ray's own, /tmp/ray, is of the first user who has one. Paths of sockets have to be short.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as made:
+        os.environ["RAY_TMPDIR"] = made
+        os.mkdir(f"{made}/ray")  # for the address of the cluster, which is not in `temp_dir`
         main(sys.argv[1], sys.argv[2], made)
