@@ -90,7 +90,7 @@ check: $(VENV)/.checkers
 	$(BIN)/mypy
 	$(BIN)/cython-lint src/unimem/_core src/unimem/kv src/unimem/engine
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
-	$(BIN)/python -m pytest -q tests/project/test_tidy.py
+	$(BIN)/python -m pytest -q --all tests/project/test_tidy.py
 
 format: $(VENV)/.checkers
 	$(BIN)/ruff check --fix .

@@ -7,6 +7,7 @@ import pytest
 from cgroups import SmallCgroup, cgroup_512mb
 from child_checks import CHECKS
 from huge_pages import no_huge_pages
+from tiers import slow_after
 
 __all__ = ["cgroup_512mb", "no_huge_pages"]
 
@@ -68,7 +69,7 @@ with um.Block(200 * MIB, reserve=4096 * MIB, warm=True, name="kv") as block:
 }
 
 
-@pytest.mark.parametrize("what", SCRIPTS)
+@pytest.mark.parametrize("what", slow_after(1, SCRIPTS))
 def test_what_has_no_room(what: str, cgroup_512mb: SmallCgroup) -> None:
     said = cgroup_512mb.run(BEGIN + SCRIPTS[what])
     expected = {"making": 6, "warming": 2, "freezing": 1, "growing": 2}

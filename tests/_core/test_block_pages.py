@@ -20,6 +20,7 @@ import unimem as um
 from child_checks import CHECKS
 from conftest import Run
 from huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages, reserved
+from tiers import slow_after
 
 __all__ = ["eight_huge_pages", "no_huge_pages"]
 
@@ -57,7 +58,7 @@ def check_granted(options: dict[str, Any], *, has_pool: bool) -> None:
         assert (block.as_array()[: whole // 2] == 7).all()
 
 
-@pytest.mark.parametrize("pages", ["auto", "4k", "thp", "2m"])
+@pytest.mark.parametrize("pages", slow_after(2, ["auto", "2m", "4k", "thp"]))
 @pytest.mark.parametrize("pool", ["eight_huge_pages", "no_huge_pages"])
 @pytest.mark.filterwarnings("ignore::unimem.PlacementWarning")
 @pytest.mark.locks

@@ -151,6 +151,7 @@ def check(codes: list[Code], values: NDArray[Any], source: str, target: str, wan
         assert wrong.size == 0, (code.isa, wrong[0], got[wrong[0]], want[wrong[0]])
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None)
 @given(bits=ANY_BITS)
 def test_any_float32_narrows_as_in_numpy(codes: list[Code], bits: NDArray[np.uint32]) -> None:

@@ -24,7 +24,7 @@ from conftest import Run
 from forks import needs_fork
 from proc_maps import PAGE
 from snapshot_files import append, cache, rows
-from tiers import examples
+from tiers import examples, slow_after
 from unimem._core import guard
 from unimem._core.status import counters
 from unimem.errors import SnapshotError
@@ -432,7 +432,7 @@ guarded(); guarded(); end()
 }
 
 
-@pytest.mark.parametrize(("body", "times"), FAULTHANDLER.values(), ids=FAULTHANDLER)
+@pytest.mark.parametrize(("body", "times"), slow_after(1, FAULTHANDLER.values()), ids=FAULTHANDLER)
 def test_faulthandler_still_works(body: str, times: Any, run_python: Run, tmp_path: Path) -> None:
     done = run_script(run_python, tmp_path / "data", body)
     assert done.returncode == DIES_OF_IT, done.stderr

@@ -14,6 +14,7 @@ import proc_maps
 import unimem as um
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import PAGE
+from tiers import slow_after
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
@@ -32,7 +33,6 @@ SHAPES = {"tiny": TINY, "small": SMALL, "wide": WIDE}
 # Architecture, type and shape of the model, and options of the decoder.
 # Fast are those that have each architecture, type, shape, size and option once.
 DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
-    ("llama", "f32", "tiny", {"ctx": 64}),
     ("llama", "bf16", "tiny", {"ctx": 1}),
     ("llama", "q4_0", "tiny", {"ctx": 127, "kv_dtype": "f32"}),
     ("llama", "f16", "wide", {"ctx": 2000}),
@@ -44,8 +44,6 @@ DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen3", "f16", "small", {"ctx": 900, "threads": 7}),
     ("llama", "q4_0", "small", {"ctx": 700, "load": "repack"}),
     ("qwen2", "q4_0", "small", {"ctx": 300, "load": "repack", "window": 20}),
-]
-MORE: list[tuple[str, str, str, dict[str, Any]]] = [
     *(("llama", kind, "tiny", {"ctx": 64}) for kind in ("f16", "bf16", "q8_0", "q4_0")),
     ("qwen2", "q8_0", "wide", {"ctx": 100}),
     ("qwen3", "q8_0", "wide", {"ctx": 100}),
@@ -121,9 +119,7 @@ def assert_is_planned(plan: um.Plan, decoder: Decoder) -> None:
     assert sum(row.resident_bytes or 0 for row in rows) == in_smaps(blocks_of(decoder))
 
 
-@pytest.mark.parametrize(("arch", "kind", "shape", "options"), [
-    *DECODERS, *(pytest.param(*more, marks=pytest.mark.slow) for more in MORE),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("arch", "kind", "shape", "options"), slow_after(5, DECODERS), ids=str)
 def test_planned_is_reported_is_mapped(
     make_model: Any, arch: str, kind: str, shape: str, options: dict[str, Any]
 ) -> None:

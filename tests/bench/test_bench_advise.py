@@ -372,6 +372,7 @@ def test_a_model_that_does_not_fit_is_refused(monkeypatch: Patch) -> None:
     assert show("bench", "--advise", MODEL).code == 3
 
 
+@pytest.mark.slow
 def test_real_decoders(monkeypatch: Patch) -> None:
     monkeypatch.setattr(module, "candidates", lambda _: {"kv_dtype": ["q8_0"]})
     monkeypatch.setattr(module, "effort", lambda *_, **__: Effort(1, 8, 2, 3, 0.1))

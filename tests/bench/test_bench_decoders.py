@@ -21,6 +21,7 @@ import pytest
 import llama_cpp
 import unimem as um
 from bench_cases import case_of, cases_of, check_case, run_case
+from tiers import slow_after
 from unimem.system import limits
 from unimem_bench import decoders, decoding, huge_pages, models, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python
@@ -287,7 +288,7 @@ def tiny(monkeypatch: Patch) -> Iterator[None]:
 # Those of Q4_K_M and F16 differ by their file alone, those of 512 tokens by the prompt; in those
 # that are slow the same sides do other work.
 LIKE_OTHERS = re.compile("decode/.*(q4_k_m|f16|512)")
-SLOW = re.compile("decode/(prefill-q4_0|.*-q8_0|busy-core|own-.*)|pages/(prefill|start|.*q4_k_m)")
+SLOW = re.compile("decode/(prefill-q4_0|.*-q8_0|busy-core|own-.*)|pages/")
 CASES = [
     pytest.param(*case.values, id=name, marks=[pytest.mark.slow] * bool(SLOW.match(name)))
     for case in cases_of("decode", "pages")
@@ -314,7 +315,7 @@ def test_cases(case: Case, folder: Path, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-@pytest.mark.parametrize("case", cases_of("numa"))
+@pytest.mark.parametrize("case", slow_after(1, cases_of("numa")))
 def test_cases_of_one_node(case: Case, folder: Path, monkeypatch: Patch) -> None:
     if sum(bool(node.total_bytes) for node in limits.nodes().values()) > 1:
         pytest.skip("this machine has several memory nodes; make test-numa tests these cases")
@@ -383,11 +384,11 @@ def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
 
 
 @pytest.mark.usefixtures("invented")
-@pytest.mark.parametrize(("kind", "repacks", "started"), [
+@pytest.mark.parametrize(("kind", "repacks", "started"), slow_after(1, [
     ("q4_0", True, "repack read map read llama.cpp-mapped read llama.cpp"),
     ("q4_0", False, "repack read llama.cpp-mapped read llama.cpp"),
     ("q8_0", True, "auto read llama.cpp-mapped read llama.cpp"),
-])  # fmt: skip
+]))  # fmt: skip
 def test_each_side_starts_from_a_file_in_the_page_cache(
     kind: models.Kind, repacks: bool, started: str, folder: Path, monkeypatch: Patch
 ) -> None:

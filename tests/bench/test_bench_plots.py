@@ -30,6 +30,7 @@ from bench_records import (
     suite,
 )
 from conftest import Run
+from tiers import slow_after
 from unimem_bench import stats
 from unimem_bench.record import CaseRecord, Record, SuiteRecord
 
@@ -175,7 +176,7 @@ def texts_of(figure: Any) -> list[Box]:
     return boxes
 
 
-@pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.parametrize("name", slow_after(1, RECORDS))
 def test_no_text_is_cut_or_lies_over_another(name: str) -> None:
     for sheet, (figure, boxes) in sheets(name).items():
         assert len(boxes) > 5

@@ -13,6 +13,7 @@ import pytest
 
 import unimem as um
 from bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from tiers import slow_after
 from unimem_bench import plain, weight_files
 from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import first_touch, load
@@ -85,7 +86,9 @@ def test_a_file_is_made_once(folder: Path) -> None:
     assert file.path.stat().st_mtime_ns == before.st_mtime_ns
 
 
-@pytest.mark.parametrize(("fit", "tensors"), [(100, 60), (60, 60), (59, 32), (4, 4), (1, 1)])
+@pytest.mark.parametrize(
+    ("fit", "tensors"), slow_after(2, [(4, 4), (1, 1), (100, 60), (60, 60), (59, 32)])
+)
 def test_a_file_takes_what_fits(fit: int, tensors: int, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(weight_files, "available_bytes", lambda: (3 * fit + 2) * TENSOR_BYTES)
     disk = type("Usage", (), {"free": 1 << 50})
@@ -99,7 +102,7 @@ def test_a_file_takes_what_fits(fit: int, tensors: int, tmp_path: Path, monkeypa
     assert tensors_that_fit(tmp_path, 60) == 1
 
 
-@pytest.mark.parametrize("case", cases_of("first-touch", "load"))
+@pytest.mark.parametrize("case", slow_after(2, cases_of("load", "first-touch")))
 @pytest.mark.usefixtures("small")
 def test_cases(case: Case, folder: Path, monkeypatch: Patch) -> None:
     try:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tiers import slow_after
+
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[cli]'")
 
 import typer
@@ -154,13 +156,13 @@ sys.exit(main())
 ENGINE = ("ggml", "ggml-python", "tokenizers", "sentencepiece", "jinja2")
 
 
-@pytest.mark.parametrize(("missing", "command", "extra"), [
+@pytest.mark.parametrize(("missing", "command", "extra"), slow_after(2, [
     (("typer", *ENGINE), "doctor", "cli"),
+    (ENGINE, "run", "run"),
     (("rich",), "plan", "cli"),
     (("typer", *ENGINE), "run", "run"),
     (("ggml", "ggml-python"), "run", "run"),
-    (ENGINE, "run", "run"),
-])  # fmt: skip
+]))  # fmt: skip
 def test_what_is_not_installed_is_named_with_its_extra(
     missing: tuple[str, ...], command: str, extra: str
 ) -> None:

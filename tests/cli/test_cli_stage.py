@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 
 import unimem as um
+from tiers import slow_after
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
@@ -270,6 +271,7 @@ def test_the_lock_is_the_holders(options: tuple[str, ...], model: Path, tmp_path
     assert kib(os.getpid(), "VmLck") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_pages_of_a_pool_need_no_lock(model: Path, tmp_path: Path) -> None:
     """Where users have a limit on locked memory, they would not get a model into the pool."""
@@ -332,15 +334,18 @@ def test_drop(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize(
     ("options", "answer", "code", "dropped"),
-    [
-        ((), "y\n", 0, True),
-        ((), "Yes\n", 0, True),
-        ((), "\n", 1, False),
-        ((), "no\n", 1, False),
-        ((), "", 1, False),  # the end of the input
-        (("--yes",), None, 0, True),
-        (("--dry-run",), None, 0, False),
-    ],
+    slow_after(
+        4,
+        [
+            ((), "y\n", 0, True),
+            ((), "\n", 1, False),
+            (("--yes",), None, 0, True),
+            (("--dry-run",), None, 0, False),
+            ((), "Yes\n", 0, True),
+            ((), "no\n", 1, False),
+            ((), "", 1, False),  # the end of the input
+        ],
+    ),
 )
 def test_drop_all_asks_on_a_terminal(
     options: tuple[str, ...],
@@ -402,7 +407,7 @@ def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> 
     ("raise SystemExit(1)", "its process has ended"),
     ("import os, sys; os.write(int(sys.argv[1]), b'12 no memory'); sys.exit(1)", "no memory"),
 ])  # fmt: skip
-@pytest.mark.parametrize("backing", ["auto", "shm"])
+@pytest.mark.parametrize("backing", slow_after(1, ["auto", "shm"]))
 def test_a_holder_that_fails_at_its_start(
     script: str, said: str, backing: str, model: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -649,9 +654,9 @@ def test_who_waits_says_for_whom(model: Path) -> None:
     assert read_elsewhere(out.strip()) == model.read_bytes()
 
 
-@pytest.mark.parametrize("listens", [
+@pytest.mark.parametrize("listens", slow_after(1, [
     "pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
-])  # fmt: skip
+]))  # fmt: skip
 def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
     """Neither with a lock of the model file, nor with the name that commands of this user take."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import slow_after
+
 pytest.importorskip("ggml", reason="a decoder needs ggml-python: pip install '.[run]'")
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
@@ -151,7 +153,7 @@ def test_q_leaves_the_last_figures_and_a_terminal_as_it_was(watch: Terminal) -> 
     assert_sane(watch)
 
 
-@pytest.mark.parametrize(("keys", "code"), [("C-c", 130), ("TERM", 143)])
+@pytest.mark.parametrize(("keys", "code"), slow_after(1, [("C-c", 130), ("TERM", 143)]))
 def test_what_interrupts_leaves_a_terminal_as_it_was(watch: Terminal, keys: str, code: int) -> None:
     if keys == "TERM":
         os.kill(watch.child(), signal.SIGTERM)
@@ -215,11 +217,11 @@ def test_the_process_ends(shell: Terminal) -> None:
     assert_sane(shell)
 
 
-@pytest.mark.parametrize(("broken", "code"), [
+@pytest.mark.parametrize(("broken", "code"), slow_after(1, [
+    ("watch.frame = lambda *_, **__: 1 / 0", 1),
     # A process that holds the lock of its memory lets readers wait.
     ("samples.report = lambda pid: time.sleep(1000)", 0),
-    ("watch.frame = lambda *_, **__: 1 / 0", 1),
-], ids=["a read that never ends", "a picture that fails"])  # fmt: skip
+]), ids=["a picture that fails", "a read that never ends"])  # fmt: skip
 def test_always_sane(shell: Terminal, decoder: int, tmp_path: Path, broken: str, code: int) -> None:
     script = tmp_path / "broken.py"
     script.write_text(

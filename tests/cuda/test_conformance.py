@@ -209,6 +209,7 @@ class SequenceKind(cache_kinds.KVKind):
     def __init__(self, dtype: str) -> None:
         super().__init__(HERE, "", dtype, 1)
         self.name = f"Sequence-{dtype}"
+        self.is_slow = dtype not in {"f32", "q8_0"}
 
     def make(self, **options: Any) -> OneSequence:
         return OneSequence(self.dtype)
@@ -235,7 +236,7 @@ class SequenceKind(cache_kinds.KVKind):
 def kinds() -> list[Kind]:
     found = all_kinds(HERE) + [PagedPadKind(dtype) for dtype in TAKEN]
     for how, fast in {"grow": "f32", "mapped": "q8_0", "ring": "f16"}.items():
-        found += each_dtype(partial(KVKind, how), (fast, 1), ("bf16", 2))
+        found += each_dtype(partial(KVKind, how), (fast, 1))
     for how, fast in {"fixed": "q8_0", "grow": "f32", "rings": "f16"}.items():
         found += each_dtype(partial(MixedKind, how), (fast, 1))
     return found + [SequenceKind(dtype) for dtype in cache_kinds.ROWS]

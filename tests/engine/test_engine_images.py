@@ -15,6 +15,7 @@ import unimem as um
 from decoders import logits_of, sizes, tokens
 from models.make import SMALL, Shape, write_model
 from screens import show
+from tiers import slow_after
 from unimem.accounting import model_maps
 from unimem.engine import Decoder
 from unimem.planning import repacked as planned
@@ -247,10 +248,13 @@ def test_staged_by_a_program(model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
-    [
-        (["--page-cache"], 2, "which no file has"),
-        (["--backing", "memfd"], 1, "only tmpfs and shm give"),
-    ],
+    slow_after(
+        1,
+        [
+            (["--page-cache"], 2, "which no file has"),
+            (["--backing", "memfd"], 1, "only tmpfs and shm give"),
+        ],
+    ),
 )
 def test_what_cannot_be_staged(arguments: list[str], code: int, said: str, model: Path) -> None:
     found = show("stage", "--repack", model, *arguments)

@@ -31,7 +31,7 @@ def scaling(kind: str, **more: float) -> dict[str, Any]:
 
 
 # Other ones of the fast tier have the same architecture, type or scaling, and something beside.
-SLOW = {"llama q8_0", "llama f16", "qwen2 f16", "qwen3 f16", "mistral f16", "rope linear"}
+FAST = {"qwen2 q8_0 bias tied", "qwen3 f16 wide heads", "llama bf16", "rope factors", "rope yarn"}
 
 OTHER_KV = ("f32", "bf16", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "q8_0,q4_0")
 
@@ -98,7 +98,7 @@ def assert_same(
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in MODELS],
+    [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in MODELS],
 )
 def test_tokens_and_logits(name: str, tmp_path: Path) -> None:
     path = tmp_path / f"{name.replace(' ', '-')}.gguf"

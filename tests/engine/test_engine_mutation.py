@@ -123,7 +123,7 @@ def every_tensor_with_another_shape_type_or_place(model: Path) -> list[Mutant]:
     return mutants
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("arch", tiers.slow_after(1, ["llama", "qwen2", "qwen3"]))
 def test_damaged_headers(arch: str, tmp_path: Path, run_python: Run) -> None:
     model = write_model(tmp_path / "model.gguf", arch, SHAPE, "q8_0", tied=True)
     mutants = [

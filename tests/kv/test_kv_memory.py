@@ -18,6 +18,7 @@ from forks import counts_faults
 from huge_pages import eight_huge_pages
 from kv_caches import KINDS
 from kv_model import KV_DTYPES, Talk
+from tiers import slow_after
 from unimem._core.status import counters
 from warm_python import run_script
 
@@ -253,7 +254,7 @@ def test_the_commit_charge_comes_and_goes_with_the_tokens() -> None:
 
 
 @pytest.mark.usefixtures("eight_huge_pages")
-@pytest.mark.parametrize("kind", ["fixed", "grow", "ring"])
+@pytest.mark.parametrize("kind", slow_after(1, ["grow", "fixed", "ring"]))
 def test_reserved_huge_pages(kind: str) -> None:
     rows = (2 * MIB) // 512
     with kv_caches.cache(kind, 1, 2, 128, rows, pages="2m", strict=True) as kv:

@@ -114,7 +114,8 @@ def test_another_thread_closes_while_memory_is_made(use: str, leave: bool) -> No
     assert nth > 8
 
 
-@pytest.mark.parametrize("drop", [pytest.param("crop", marks=pytest.mark.slow), "trim_to"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drop", ["crop", "trim_to"])
 def test_a_collection_in_the_middle_of_growth_takes_a_view(drop: str) -> None:
     """Whatever memory waited for the view, none is given back that tokens are about to use."""
     nth, over = 0, False

@@ -23,6 +23,9 @@ from project import ROOT
 with mock.patch.object(unimem.system.gpu, "require"):  # what is looked at here needs no device
     import unimem.cuda
 
+# The larger tier has them, and `make check`.
+pytestmark = pytest.mark.slow
+
 FOLDERS = ("src", "tests", "native", "bench", "tools", "docs", "examples", ".ci")
 CODE = {".py", ".pyx", ".pxd", ".pyi", ".c", ".h", ".cu"}
 MOST_LINES = 800

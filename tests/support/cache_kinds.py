@@ -149,6 +149,7 @@ class PadKind(BridgedKind):
         super().__init__(f"{cls}-{dtype}{'-tape' if on_tape else ''}", bridge, on_tape)
         self.cls, self.dtype = cls, dtype
         self.takes = TAKEN[dtype]
+        self.is_slow = dtype not in {"float32", "bfloat16"}
 
     def make(self, **options: Any) -> Any:
         return getattr(self.bridge.package, self.cls)(self.capacity, 8, self.dtype, **options)
@@ -234,7 +235,5 @@ def all_kinds(bridge: Bridge) -> list[Kind]:
     """The caches that both packages have, with memory of their own and on a tape."""
     kinds: list[Kind] = [PadKind(bridge, dtype) for dtype in TAKEN]
     kinds += [PadKind(bridge, dtype, on_tape=True) for dtype in ("float32", "bfloat16")]
-    kinds += each_dtype(
-        partial(KVKind, bridge, "fixed"), ("f32", 2), ("f16", 1), ("bf16", 1), ("q8_0", 2)
-    )
-    return kinds + each_dtype(partial(KVKind, bridge, "tape"), ("f16", 2), ("q8_0", 1))
+    kinds += each_dtype(partial(KVKind, bridge, "fixed"), ("f32", 2), ("q8_0", 1))
+    return kinds + each_dtype(partial(KVKind, bridge, "tape"), ("f16", 2))
