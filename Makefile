@@ -25,7 +25,7 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
-        test-store test-aarch64 scale gpu-wheels check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
+        test-store test-aarch64 scale gpu-wheels docs check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -54,6 +54,10 @@ explore: $(VENV)/.installed
 # The fast tier in each state that a machine may be in. The table goes to docs/testing.md.
 test-anywhere:
 	$(PYTHON) tools/anywhere.py $(RUNS)
+
+# The site of the documents: build/site/html. LINKS=--links asks the servers that they link to.
+docs: $(VENV)/.docs
+	$(BIN)/python tools/site/build.py $(LINKS)
 
 # Which lines and branches the tests run; with TIER=--all, those of both tiers.
 coverage: $(VENV)/.worth
@@ -135,7 +139,11 @@ $(VENV)/.installed: $(VENV)/.run
 	$(NEEDS) test | $(PIP) -r /dev/stdin
 	touch $@
 
-$(VENV)/.frameworks: $(VENV)/.installed
+$(VENV)/.docs: $(VENV)/.installed
+	$(NEEDS) docs | $(PIP) -r /dev/stdin
+	touch $@
+
+$(VENV)/.frameworks: $(VENV)/.docs
 	for library in $(FRAMEWORKS); do \
 	    $(PIP) $$library 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) $$library \
 	        || echo "*** $$library cannot be had: its tests will be SKIPPED" >&2; \

@@ -32,7 +32,7 @@ _SAMPLES = 16
 # What says nothing of the numbers that a model computes.
 _UNRELATED = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}
 
-Ids: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[int] | None
+Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | None"
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -1,0 +1,92 @@
+"""Makes the site: the documents, every public name, the headers, and the help: `make docs`.
+
+Documents are read in the repository, too. So their links lead from file to file there, and are led
+to the pages of the site here. A link that leads nowhere, as any warning, ends the build.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OWN = Path(__file__).parent
+FOLDER = ROOT / "build" / "site"
+SOURCE, HTML = FOLDER / "source", FOLDER / "html"
+# Documents, by the page of the site that shows them. Those of docs/ keep their names.
+PAGES = {
+    ROOT / "README.md": "index.md",
+    ROOT / "bench" / "README.md": "harness.md",
+    ROOT / "CHANGELOG.md": "changes.md",
+    ROOT / "CONTRIBUTING.md": "contributing.md",
+    **{path: path.name for path in sorted((ROOT / "docs").glob("*.md"))},
+}
+# What documents link to, and a page shows in its own way.
+INSTEAD = {ROOT / "native" / "include": "reference/c.md"}
+LINK = re.compile(r"\]\(<?(?!https?:|mailto:|#)([^<>)\s#]+)>?")
+
+
+def with_links(document: Path) -> str:
+    """Return the text of a document with the links that it has on the site.
+
+    Files that are no pages are copied beside these.
+    """
+
+    def lead(match: re.Match[str]) -> str:
+        target = Path(os.path.normpath(document.parent / match[1]))
+        page = PAGES.get(target) or INSTEAD.get(target)
+        if page is None:
+            if not target.is_file():
+                raise SystemExit(f"{document.relative_to(ROOT)}: {match[1]} is no file")
+            page = f"files/{target.relative_to(ROOT)}"
+            (SOURCE / page).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(target, SOURCE / page)
+        return f"]({page}"
+
+    return LINK.sub(lead, document.read_text())
+
+
+def put_together() -> None:
+    """Write the sources of all pages."""
+    shutil.rmtree(SOURCE, ignore_errors=True)
+    shutil.copytree(OWN / "pages", SOURCE)
+    contents = SOURCE / "contents.md"
+    for document, page in PAGES.items():
+        text = with_links(document)
+        if page == "index.md":
+            text += f"\n{contents.read_text()}"
+        (SOURCE / page).write_text(text)
+    contents.unlink()
+
+
+def sphinx(builder: str, out: Path) -> int:
+    """Run Sphinx; return its exit status."""
+    options = ["--fail-on-warning", "--keep-going", "-q", "-b", builder, "-c", str(OWN)]
+    command = [sys.executable, "-m", "sphinx", *options, str(SOURCE), str(out)]
+    return subprocess.run(command, check=False).returncode
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Make the site.")
+    parser.add_argument("--links", action="store_true", help="ask every server that is linked to")
+    arguments = parser.parse_args()
+    put_together()
+    shutil.rmtree(HTML, ignore_errors=True)
+    status = sphinx("html", HTML)
+    if status == 0 and arguments.links:
+        status = sphinx("linkcheck", FOLDER / "links")
+    if status == 0:
+        n_pages = len(list(HTML.rglob("*.html")))
+        n_links = sum(len(LINK.findall(path.read_text())) for path in PAGES)
+        print(f"{n_pages} pages, {n_links} links between documents: {HTML / 'index.html'}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""How Sphinx makes the site of the pages that build.py puts together."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import unimem
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+project = "unimem"
+author = copyright = "The unimem authors"
+version = release = unimem.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "numpydoc",
+    *("stub_signatures", "c_headers", "command_help"),
+]
+html_theme = "furo"
+html_title = f"unimem {release}"
+html_copy_source = False
+
+# Headings are targets of links, as they are where the documents are read in a repository.
+myst_heading_anchors = 4
+
+# Docstrings write code in single backticks.
+default_role = "code"
+autodoc_default_options = {"members": True, "inherited-members": True, "member-order": "bysource"}
+autodoc_typehints = "none"  # the sections of the docstrings say them
+# The hook for signatures works with these only.
+autodoc_use_legacy_class_based = True
+# What is large, or needs a device.
+autodoc_mock_imports = ["cupy", "ray", "torch", "transformers", "vllm"]
+numpydoc_show_class_members = False
