@@ -91,6 +91,9 @@ extern "C" {
 #define UM_VERSION_MAJOR 0
 #define UM_VERSION_MINOR 1
 #define UM_VERSION_PATCH 0
+/* The number of the binary interface, as in libunimem.so.0: programs that were built with another
+ * one have to be built again. */
+#define UM_SOVERSION 0
 
 /* Returns the version of the library, such as "0.1.0". The macros are those of this header. */
 UM_API const char *um_version(void);

@@ -1,4 +1,4 @@
-/* The version: the library's, which is the project's, is the one of the header. */
+/* The version: the text is that of the numbers. */
 #include "test.h"
 
 TEST(version) {

@@ -12,6 +12,7 @@ if sys.platform != "linux":
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
 from unimem._core.library import get_include, get_library
+from unimem._core.status import VERSION
 from unimem._core.tape import Tape
 from unimem.accounting.measure import Measured, measure
 from unimem.accounting.report import Report, report
@@ -102,4 +103,4 @@ __all__ = [
     "stage",
 ]
 
-__version__ = "0.1.0"
+__version__ = VERSION

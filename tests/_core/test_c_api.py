@@ -4,7 +4,10 @@ package brings."""
 from __future__ import annotations
 
 import ctypes
-import re
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,7 +98,7 @@ mapped 0
 CMAKE = """\
 cmake_minimum_required(VERSION 3.24)
 project(user LANGUAGES C)
-find_package(unimem CONFIG REQUIRED)
+find_package(unimem 0.1 REQUIRED)
 add_executable(user user.c)
 target_link_libraries(user PRIVATE unimem::unimem)
 """
@@ -118,19 +121,56 @@ def test_a_cmake_project_finds_the_package(tmp_path: Path) -> None:
     cmake = tool("cmake")
     (tmp_path / "user.c").write_text(PROGRAM)
     (tmp_path / "CMakeLists.txt").write_text(CMAKE)
-    config = Path(um.get_library()).parent / "cmake" / "unimem"
     build = tmp_path / "build"
-    run(cmake, "-S", tmp_path, "-B", build, f"-Dunimem_DIR={config}")
+    run(cmake, "-S", tmp_path, "-B", build, f"-Dunimem_DIR={flags('cmake-dir')}")
     run(cmake, "--build", build)
     assert run(build / "user") == OUTPUT
 
 
-def test_the_library_exports_its_own_names_only() -> None:
-    listed = run(tool("nm"), "-D", "--defined-only", um.get_library()).splitlines()
-    exported = [line.split()[-1] for line in listed]
-    assert "um_tape_take" in exported
-    headers = "".join(path.read_text() for path in Path(um.get_include()).glob("*.h"))
-    assert set(exported) == set(re.findall(r"^UM_API [^(]*?(um_\w+)\(", headers, re.M))
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        ("0.2 REQUIRED", "compatible with requested version"),
+        ("0.1 REQUIRED COMPONENTS fortran", "no component fortran here: expected one of shared"),
+    ],
+)
+def test_cmake_says_what_it_does_not_find(tmp_path: Path, wanted: str, reason: str) -> None:
+    (tmp_path / "CMakeLists.txt").write_text(CMAKE.replace("0.1 REQUIRED", wanted))
+    command = [tool("cmake"), "-S", tmp_path, "-B", tmp_path, f"-Dunimem_DIR={flags('cmake-dir')}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert reason in " ".join(done.stderr.split())
+
+
+def flags(*names: str) -> str:
+    """What the package says of itself."""
+    return run(sys.executable, "-m", "unimem", *(f"--{name}" for name in names)).strip()
+
+
+def test_flags_are_all_that_a_compiler_needs(tmp_path: Path) -> None:
+    (tmp_path / "user.c").write_text(PROGRAM)
+    program = tmp_path / "user"
+    run(tool("cc"), tmp_path / "user.c", "-o", program, *shlex.split(flags("cflags", "libs")))
+    assert run(program) == OUTPUT
+    assert flags("prefix") == str(Path(um.get_include()).parent)
+
+
+def test_flags_are_asked_for() -> None:
+    command = [sys.executable, "-m", "unimem"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "expected at least one of --prefix, --cflags, --libs, --cmake-dir" in done.stderr
+
+
+def test_pkg_config_finds_the_package(tmp_path: Path) -> None:
+    (tmp_path / "user.c").write_text(PROGRAM)
+    folder = Path(um.get_library()).parent
+    where = {**os.environ, "PKG_CONFIG_PATH": str(folder / "pkgconfig")}
+    asked = [tool("pkg-config"), "--cflags", "--libs", "unimem >= 0.1"]
+    found = subprocess.run(asked, env=where, capture_output=True, text=True, check=True).stdout
+    program = tmp_path / "user"
+    run(tool("cc"), tmp_path / "user.c", "-o", program, *found.split(), f"-Wl,-rpath,{folder}")
+    assert run(program) == OUTPUT
 
 
 def test_the_library_loads_without_python() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import itertools
+import re
 import sys
 import sysconfig
 from pathlib import Path
@@ -18,7 +19,9 @@ import proc_maps
 import unimem as um
 from building import run, tool
 from os_faults import os_faults
+from project import ROOT
 
+PAGE = ROOT / "docs" / "native.md"
 SOURCE = Path(__file__).parent / "cython_user" / "user.pyx"
 
 
@@ -138,3 +141,128 @@ def test_a_cache_is_filled_without_python(user: ModuleType) -> None:
         assert user.append_token(kv, k, k) == ("UM_E_FULL", 2)
         assert kv.seq_len == 2
         del part
+
+
+# ---- what docs/native.md promises ----
+
+
+def test_the_methods_stay_as_they_are() -> None:
+    """The declarations of the page are those of the .pxd files, and all are of public classes."""
+    (text,) = [x for x in re.findall(r"```cython\n(.*?)```", PAGE.read_text(), re.S) if "# of" in x]
+    folder = ROOT / "src" / "unimem"
+    face = (folder / "__init__.pxd").read_text()
+    promised = 0
+    for part in re.split(r"^# of ", text, flags=re.M)[1:]:
+        name, *methods = part.strip().splitlines()
+        (module,) = re.findall(rf"^from unimem\.([\w.]+) cimport {name}$", face, re.M)
+        declared = (folder / f"{module.replace('.', '/')}.pxd").read_text()
+        declared = re.sub(r"\s+", " ", declared)
+        assert [each for each in methods if f" {each} " not in f"{declared} "] == []
+        promised += len(methods)
+    assert promised == 8
+
+
+def test_taking_without_the_lock(user: ModuleType) -> None:
+    with um.Tape(4096) as tape:
+        assert user.take_unlocked(tape, 4096) == tape.block.address
+        with pytest.raises(um.TapeFull):
+            user.take_unlocked(tape, 1)
+    with pytest.raises(um.ClosedError):
+        user.take_unlocked(tape, 1)
+
+
+def test_cells_without_the_lock(user: ModuleType) -> None:
+    with um.Grid(100, 3) as grid:
+        found = user.fill_cells(grid, 3, [])
+        assert len({address for _, address in found}) == 3
+        assert all(grid.tape.block.address <= address for _, address in found)
+        with pytest.raises(um.GridFull):
+            user.fill_cells(grid, 1, [])
+        user.fill_cells(grid, 0, [number for number, _ in found])
+        assert grid.n_available == 3
+        for number in (0, 3):
+            with pytest.raises(ValueError, match="cell_id"):
+                user.fill_cells(grid, 0, [number])
+    with pytest.raises(um.ClosedError):
+        user.fill_cells(grid, 1, [])
+
+
+def tokens(n: int) -> tuple[np.ndarray, np.ndarray]:
+    k = np.arange(n * 8, dtype="float32").reshape(n, 2, 4) % 1024
+    return k, -k
+
+
+def agrees(kv: um.KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> None:
+    for found, given in zip(kv.layer(layer), (k, v), strict=True):
+        np.testing.assert_array_equal(found[0].astype("float32"), given.transpose(1, 0, 2))
+
+
+def test_a_cache_grows_without_the_lock(user: ModuleType) -> None:
+    k, v = tokens(3000)
+    with um.KVCache(2, 2, 4, 3000, grow=True) as kv:
+        user.append_unlocked(kv, 0, k, v)
+        assert kv.n_growths > 1
+        user.append_together(kv, 1, k, v)
+        for layer in range(2):
+            agrees(kv, layer, k, v)
+        with pytest.raises(um.CacheFull):
+            user.append_unlocked(kv, 0, k[:1], v[:1])
+        with pytest.raises(ValueError, match="layer"):
+            user.append_unlocked(kv, 2, k[:1], v[:1])
+        with pytest.raises(ValueError, match="layer"):
+            user.append_unlocked(kv, 2**32 - 1, k[:1], v[:1])
+        assert kv.seq_len == 3000
+        kv.trim_to(10)
+        lane, rows, n = user.where(kv, 0, True)
+        assert (lane, n) == (kv.address(0, "v"), 10)
+        assert rows == lane + kv.v_row_bytes * kv.row_of(2990)
+        assert user.where(kv, 5, False)[:2] == (0, 0)
+    with pytest.raises(um.ClosedError):
+        user.append_unlocked(kv, 0, k[:1], v[:1])
+
+
+def test_rows_that_are_reserved_are_not_appended_to(user: ModuleType) -> None:
+    k, v = tokens(1)
+    with um.KVCache(1, 2, 4, 8) as kv:
+        kv.reserve(1)
+        with pytest.raises(RuntimeError):
+            user.append_unlocked(kv, 0, k, v)
+        kv.rollback()
+        user.append_unlocked(kv, 0, k, v)
+        agrees(kv, 0, k, v)
+
+
+def test_layers_that_differ_take_rows(user: ModuleType) -> None:
+    k, v = tokens(20)
+    layers = [um.LayerKV(2, 4), um.LayerKV(2, 4, window=5), um.LayerKV(2, 4, share_of=0)]
+    with um.KVCache(layers=layers, max_seq_len=32) as kv:
+        for layer in range(2):
+            user.append_unlocked(kv, layer, k, v)
+        agrees(kv, 0, k, v)
+        agrees(kv, 1, k[-5:], v[-5:])
+        assert user.where(kv, 2, False) == user.where(kv, 0, False)
+        assert user.where(kv, 1, False)[2] == 5
+        assert user.where(kv, 3, False) == (0, 0, 0)
+        for layer, reason in ((2, "append to that one"), (3, "layer")):
+            with pytest.raises(ValueError, match=reason):
+                user.append_unlocked(kv, layer, k[:1], v[:1])
+
+
+@pytest.mark.parametrize("options", [{"window": 16}, {"order": "head"}, {"dtype": "f32"}])
+def test_every_kind_of_cache_takes_rows(user: ModuleType, options: dict[str, object]) -> None:
+    k, v = tokens(40)
+    with um.KVCache(1, 2, 4, 64, **options) as kv:
+        user.append_unlocked(kv, 0, k, v)
+        n = kv.seq_len
+        agrees(kv, 0, k[-n:], v[-n:])
+        assert user.where(kv, 0, True)[2] == n
+
+
+def test_a_restored_cache_takes_rows(user: ModuleType, tmp_path: Path) -> None:
+    k, v = tokens(40)
+    with um.KVCache(1, 2, 4, 64) as kv:
+        user.append_unlocked(kv, 0, k[:20], v[:20])
+        kv.save(tmp_path / "kv")
+    with um.KVCache.restore(tmp_path / "kv") as restored:
+        user.append_unlocked(restored, 0, k[20:], v[20:])
+        agrees(restored, 0, k, v)

@@ -50,6 +50,8 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     # An object beside the best client, and a prompt whose first tokens are on the server.
     (21, "remote"): {"speed": [0.8, 3]},
     # Quantizing and reading back, of each type of blocks, beside ggml; layers that differ.
+    # Weights of two types, beside the same loops on memory of malloc.
+    (23, "runtime"): {"cost": [1.1, 1.1]},
     (22, "kv"): {"speed": [0.9] * 6 + [1] * 6, "cost": [1.1]},
 }
 

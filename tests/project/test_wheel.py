@@ -21,8 +21,9 @@ NEEDED = {
     *(f"{package}/py.typed" for package in ("pytest_unimem", "unimem", "unimem_command")),
     *("pytest_unimem/__init__.py", "unimem_command/__init__.py", "unimem/cuda/rows.cu"),
     *(f"unimem/include/unimem{part}.h" for part in ("", "_formats", "_kv")),
-    *(f"unimem/lib/libunimem{part}.so" for part in ("", "-bench", "-exec")),
-    *("unimem/lib/cmake/unimem/unimem-config.cmake", "unimem/engine/models/tiny.gguf"),
+    *(f"unimem/lib/libunimem{part}" for part in (".so.0", "-bench.so", "-exec.so")),
+    *(f"unimem/lib/cmake/unimem/unimem-config{part}.cmake" for part in ("", "-version")),
+    *("unimem/lib/pkgconfig/unimem.pc", "unimem/engine/models/tiny.gguf"),
     *("unimem/__init__.pxd", "unimem/_core/tape.pxd", "unimem/_core/tape.pyi"),
 }
 
@@ -31,6 +32,8 @@ PROGRAM = """
 import sys
 sys.path[:0] = [{target!r}, {site!r}]
 import os
+from importlib.metadata import entry_points
+from importlib.resources import files
 import numpy as np
 import unimem as um
 from unimem.engine import Decoder, embedded_model
@@ -38,6 +41,11 @@ from unimem.engine import Decoder, embedded_model
 assert um.__file__.startswith({target!r}), um.__file__
 assert os.path.exists(os.path.join(um.get_include(), "unimem.h"))
 assert os.path.exists(um.get_library())
+# As scikit-build-core and pkgconf look for them.
+(prefix,) = entry_points(group="cmake.prefix", name="unimem")
+assert (files(prefix.load()) / "lib/cmake/unimem/unimem-config.cmake").is_file()
+(folder,) = entry_points(group="pkg_config", name="unimem")
+assert (files(folder.value) / "unimem.pc").is_file()
 maps = open("/proc/self/maps").read()
 assert um.get_library() in maps, "the modules use another libunimem"
 with Decoder(embedded_model()) as decoder:

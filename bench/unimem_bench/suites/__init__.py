@@ -11,7 +11,7 @@ __all__ = ["NAMES", "load_suite"]
 # In the order in which they run.
 NAMES = (
     *("calls", "accounting", "gguf", "buffers", "scaling", "verify", "first-touch", "kv"),
-    *("snapshot", "load", "decode", "pages", "repack", "exec", "pressure"),
+    *("snapshot", "load", "decode", "runtime", "pages", "repack", "exec", "pressure"),
     *("store", "remote", "transformers", "numa", "gpu"),
 )
 

@@ -1,4 +1,4 @@
-# Blocks for Cython callers: `cimport unimem._core.block`.
+# Blocks for Cython callers: `from unimem cimport Block`.
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
 
@@ -17,6 +17,8 @@ cdef class Block:
     cdef object _remove_name
     cdef object __weakref__
     cdef Region region(self)
+    # The first byte, which never moves; raises ClosedError.
+    cdef void *base(self) except NULL
     cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,
                    name, category, int fd, fill) except -1
     # Makes ranges usable of which nothing is, (offset, nbytes) in whole steps: all, or none.

@@ -37,9 +37,8 @@ cdef dict _ADVICES = {
     "willneed": um.UM_ADVICE_WILLNEED, "sequential": um.UM_ADVICE_SEQUENTIAL,
     "random": um.UM_ADVICE_RANDOM, "dontneed": um.UM_ADVICE_DONTNEED,
     "hugepage": um.UM_ADVICE_HUGEPAGE, "nohugepage": um.UM_ADVICE_NOHUGEPAGE}
-cdef dict _CATEGORIES = {
-    row_name((<bytes>um.um_category_name(<um.um_category>i)).decode()): i
-    for i in range(um.UM_CAT_COUNT)}
+cdef dict _CATEGORIES = {row_name((<bytes>um.um_category_name(<um.um_category>i)).decode()): i
+                         for i in range(um.UM_CAT_COUNT)}
 
 
 cdef um.um_category _category_of(object category) except *:
@@ -369,16 +368,18 @@ cdef class Block:
         return block
 
     cdef Region region(self):
-        if self._region is None:
-            raise ClosedError(f"Block '{self.name}' is closed")
-        if self._region.block.base == NULL:
-            raise ClosedError(f"Block '{self.name}' {policy.LEFT_OUT}")
+        if self._region is None or self._region.block.base == NULL:
+            why = "is closed" if self._region is None else policy.LEFT_OUT
+            raise ClosedError(f"Block '{self.name}' {why}")
         return self._region
+
+    cdef void *base(self) except NULL:
+        return self.region().block.base
 
     @property
     def address(self):
         """Address of the first byte; it never changes."""
-        return <uintptr_t>self.region().block.base
+        return <uintptr_t>self.base()
 
     @property
     def nbytes(self):
@@ -743,9 +744,8 @@ cdef class Block:
 
     def _check_idle(self):
         # Every user of the memory holds the region.
-        cdef Py_ssize_t n_users = 0
-        if self._region is not None:
-            n_users = Py_REFCNT(<PyObject *>self._region) - 1
+        cdef Py_ssize_t n_users = (0 if self._region is None
+                                   else Py_REFCNT(<PyObject *>self._region) - 1)
         if n_users > 0:
             raise BufferError(
                 f"Block '{self.name}' has {n_users} live users (arrays, buffers, tapes): "

@@ -1,4 +1,4 @@
-# Grids for Cython callers: `from unimem._core.grid cimport Grid`.
+# Grids for Cython callers: `from unimem cimport Grid`.
 from libc.stdint cimport uint32_t
 
 from unimem._core cimport native as um
@@ -14,6 +14,11 @@ cdef class Cells:
     cdef object begin(self)
     cdef object check_open(self)
     cdef object fail(self, um.um_error *err)
+    # A cell's address, and its number in *out_id; it is not initialised. Raises GridFull or
+    # ClosedError. Any number of threads may take and give at once, without the lock.
+    cdef void *take_cell(self, uint32_t *out_id) except NULL nogil
+    # Gives it back; raises ValueError where there is no such cell or it is free.
+    cdef int give_cell(self, uint32_t cell_id) except -1 nogil
 
 cdef class Grid(Cells):
     pass

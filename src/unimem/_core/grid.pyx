@@ -108,6 +108,27 @@ cdef class Cells:
     cdef object fail(self, um.um_error *err):
         raise_status(err.status, err, f"Grid '{self.tape.name}'", GridFull, "cells")
 
+    cdef void *take_cell(self, uint32_t *out_id) except NULL nogil:
+        cdef um.um_error err
+        if self.tape is None or not self.tape._open:
+            with gil:
+                self.check_open()
+        if um.um_grid_take(&self.grid, out_id, &err) != um.UM_OK:
+            with gil:
+                self.fail(&err)
+        return um.um_grid_cell(&self.grid, out_id[0])
+
+    cdef int give_cell(self, uint32_t cell_id) except -1 nogil:
+        cdef um.um_error err
+        if self.tape is None or not self.tape._open:
+            with gil:
+                self.check_open()
+        if um.um_grid_give(&self.grid, cell_id, &err) != um.UM_OK:
+            with gil:
+                raise ValueError(f"cell_id: expected one that is taken, of {self.grid.n_cells}, "
+                                 f"got {cell_id}")
+        return 0
+
     def take(self):
         """Take a cell; it is not initialised.
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from unimem._core import block
+from unimem._core.status import SOVERSION
 
 __all__ = ["get_include", "get_library"]
 
@@ -12,7 +13,7 @@ _INSTALLED = Path(block.__file__).parent.parent
 
 
 def get_include() -> str:
-    """Return the folder of ``unimem.h`` and ``unimem_formats.h``, for C and Cython callers.
+    """Return the folder of ``unimem.h`` and what it belongs with, for C and Cython callers.
 
     Returns
     -------
@@ -22,10 +23,10 @@ def get_include() -> str:
 
 
 def get_library() -> str:
-    """Return the path of ``libunimem.so``, to link with or to load.
+    """Return the path of the C library, such as ``libunimem.so.0``, to link with or to load.
 
     Returns
     -------
     str
     """
-    return str(_INSTALLED / "lib" / "libunimem.so")
+    return str(_INSTALLED / "lib" / f"libunimem.so.{SOVERSION}")

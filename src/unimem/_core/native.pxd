@@ -7,6 +7,7 @@ cdef extern from "unimem.h" nogil:
         UM_VERSION_MAJOR
         UM_VERSION_MINOR
         UM_VERSION_PATCH
+        UM_SOVERSION
 
     const char *um_version()
 

@@ -1,5 +1,8 @@
 from typing import TypedDict
 
+VERSION: str
+SOVERSION: int
+
 class CallCounters(TypedDict):
     os_calls: int
     allocations: int

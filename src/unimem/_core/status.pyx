@@ -50,6 +50,11 @@ cdef object raise_file_status(um.um_status status, const um.um_error *err, str s
     raise OSError(err.os_errno or errno.EIO, f"{subject}: {err.what.decode()}: {why}", path)
 
 
+# Those of the library and of its binary interface.
+VERSION = um.um_version().decode()
+SOVERSION = um.UM_SOVERSION
+
+
 def counters():
     """What the native library has cost this process since it was loaded.
 

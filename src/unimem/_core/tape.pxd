@@ -1,4 +1,4 @@
-# Tapes for Cython callers: `from unimem._core.tape cimport Tape`.
+# Tapes for Cython callers: `from unimem cimport Tape`.
 from libc.stdint cimport uintptr_t
 
 from unimem._core cimport native as um
@@ -20,8 +20,8 @@ cdef class Bump:
     cdef object _tenants
 
     # Uninitialised memory, valid until clear or rewind; never NULL: raises TapeFull, FrozenError,
-    # ClosedError or ValueError.
-    cdef void *take_raw(self, size_t nbytes, size_t align=*) except NULL
+    # ClosedError or ValueError. Any number of threads may call it at once, without the lock.
+    cdef void *take_raw(self, size_t nbytes, size_t align=*) except NULL nogil
     # Of any number of bytes, whether an empty tape had room for it; raises TapeFull.
     cdef size_t check_fits(self, object nbytes) except? 0
     # Whether these bytes are taken from it.

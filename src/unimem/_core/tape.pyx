@@ -145,13 +145,15 @@ cdef class Bump:
     cdef object let_go(self):
         self._open = False
 
-    cdef void *take_raw(self, size_t nbytes, size_t align=64) except NULL:
+    cdef void *take_raw(self, size_t nbytes, size_t align=64) except NULL nogil:
         cdef um.um_error err
         cdef void *address
         if not self._open:
-            self.check_open()
+            with gil:
+                self.check_open()
         if um.um_tape_take(&self.tape, nbytes, align, &address, &err) != um.UM_OK:
-            self.fail(&err)
+            with gil:
+                self.fail(&err)
         return address
 
     cdef size_t check_fits(self, object nbytes) except? 0:

@@ -25,20 +25,22 @@ cnp.import_array()
 # Giving the interpreter's lock up and taking it again costs more than copying a few rows.
 cdef uint64_t MANY_ROWS = 64
 
-
 cdef tuple _PLACEMENT = tuple(PlacementOptions.__annotations__)
 
 
-cdef inline int _begin_append(KVMemory kv) except -1:
-    """`begin_change`, as fast as it goes."""
-    if (kv._closed or kv._writing or (kv._region is None and kv.tape._region is None)
-            or (kv._region is not None and kv._region.block.base == NULL)):
-        kv.begin_change()
-    return 0
+@cython.nonecheck(False)
+cdef inline bint _is_ready(KVMemory kv) noexcept nogil:
+    """Whether `begin_change` would pass, without the lock."""
+    if kv._closed or kv._writing:
+        return False
+    return kv.tape._region is not None if kv._region is None else kv._region.block.base != NULL
 
 
 # Calls that touch rows: with `mapped`, which is a block that has pages of a file here, under the
 # guard, since these may be lost; NULL: all pages are the cache's own.
+
+cdef enum:
+    ALL_LAYERS = 0xffffffff
 
 cdef struct Append:
     um.um_kv *kv
@@ -52,34 +54,22 @@ cdef struct Append:
 
 cdef void _run_append(void *context) noexcept nogil:
     cdef Append *a = <Append *>context
-    a.status = um.um_kv_append(a.kv, a.layer, a.k, a.v, a.given.type, a.given.order, a.given.n,
-                               a.err)
-
-
-cdef void _run_append_all(void *context) noexcept nogil:
-    cdef Append *a = <Append *>context
-    a.status = um.um_kv_append_all(a.kv, a.k, a.v, a.given.type, a.err)
+    if a.layer == ALL_LAYERS:
+        a.status = um.um_kv_append_all(a.kv, a.k, a.v, a.given.type, a.err)
+    else:
+        a.status = um.um_kv_append(a.kv, a.layer, a.k, a.v, a.given.type, a.given.order, a.given.n,
+                                   a.err)
 
 
 cdef um.um_status _append(um.um_kv *kv, const um.um_block *mapped, uint32_t layer, const void *k,
                           const void *v, const Given *given, um.um_error *err) noexcept nogil:
     cdef Append job
-    cdef um.um_status status
-    if mapped == NULL:
-        return um.um_kv_append(kv, layer, k, v, given.type, given.order, given.n, err)
+    cdef um.um_status status = um.UM_OK
     job.kv, job.layer, job.k, job.v, job.given, job.err = kv, layer, k, v, given, err
-    status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_append, &job, err)
-    return status if status != um.UM_OK else job.status
-
-
-cdef um.um_status _append_all(um.um_kv *kv, const um.um_block *mapped, const void *k,
-                              const void *v, const Given *given, um.um_error *err) noexcept nogil:
-    cdef Append job
-    cdef um.um_status status
     if mapped == NULL:
-        return um.um_kv_append_all(kv, k, v, given.type, err)
-    job.kv, job.k, job.v, job.given, job.err = kv, k, v, given, err
-    status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_append_all, &job, err)
+        _run_append(&job)
+    else:
+        status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_append, &job, err)
     return status if status != um.UM_OK else job.status
 
 
@@ -326,7 +316,8 @@ cdef class KVCache(KVMemory):
         check_tokens(&given, ka, va, self.given_blocks(), self._batch, self._heads, s.head_dim,
                      "KVCache.append")
         # From here on nothing of Python's runs, and so nobody else.
-        _begin_append(self)
+        if not _is_ready(self):
+            self.begin_change()
         while True:
             mapped = NULL
             if self._file is not None:
@@ -371,13 +362,14 @@ cdef class KVCache(KVMemory):
                     "KVCache.append_all")
         if self._batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
-        _begin_append(self)
+        if not _is_ready(self):
+            self.begin_change()
         while True:
             mapped = NULL
             if self._file is not None:
                 mapped = self.mapped(self.next_row(0), 1)
-            if _append_all(&self.kv, mapped, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va), &given,
-                           &err) == um.UM_OK:
+            if _append(&self.kv, mapped, ALL_LAYERS, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
+                       &given, &err) == um.UM_OK:
                 return
             if not self.find_rows(&err, 1):
                 self.fail(&err, "append_all")
@@ -386,6 +378,44 @@ cdef class KVCache(KVMemory):
         """The type whose blocks K and V may be; where they have two, that of floats."""
         cdef um.um_kv_spec *s = &self.kv.spec
         return s.type if s.type == s.v_type else um.UM_F32
+
+    # ---- for runtimes in Cython ----
+
+    cdef int append_rows(self, uint32_t layer, const void *k, const void *v, um.um_dtype type,
+                         uint64_t n) except -1 nogil:
+        cdef um.um_error err
+        cdef um.um_status status
+        cdef um.um_block *mapped = NULL
+        cdef Given given
+        given.type, given.order, given.n = type, um.UM_KV_TOKEN_MAJOR, n
+        if not _is_ready(self):
+            with gil:
+                self.begin_change()
+        while True:
+            if self._file is not None:
+                with gil:
+                    mapped = self.mapped(self.next_row(layer), n)
+            self._writing = True
+            # No layer has the number that stands for all of them.
+            status = _append(&self.kv, mapped, min(layer, <uint32_t>ALL_LAYERS - 1), k, v, &given,
+                             &err)
+            self._writing = False
+            if status == um.UM_OK:
+                return 0
+            with gil:
+                if not self.find_rows(&err, n):
+                    self.fail(&err, "append_rows")
+
+    cdef void *lane(self, uint32_t layer, bint v, uint32_t stream=0) noexcept nogil:
+        return um.um_kv_lane(&self.kv, layer, v, stream)
+
+    cdef void *rows(self, uint32_t layer, bint v, uint64_t *out_n,
+                    uint32_t stream=0) noexcept nogil:
+        cdef size_t row = self.kv.v_row_bytes if v else self.kv.row_bytes
+        cdef char *lane = <char *>um.um_kv_lane(&self.kv, layer, v, stream)
+        cdef uint64_t first = 0
+        out_n[0] = um.um_kv_layer_len(&self.kv, layer, &first)
+        return NULL if lane == NULL else lane + um.um_kv_row(&self.kv, first) * row
 
     # ---- for unimem.transformers: a token, or rows that the caller writes, of one layer ----
 
@@ -399,22 +429,9 @@ cdef class KVCache(KVMemory):
         CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError, OSError
             As `append`.
         """
-        cdef um.um_error err
-        cdef um.um_block *mapped
-        cdef Given given
         cdef uint64_t first = 0, n
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
-        given.type, given.order, given.n = self.kv.spec.type, um.UM_KV_HEAD_MAJOR, 1
-        _begin_append(self)
-        while True:
-            mapped = NULL
-            if self._file is not None:
-                mapped = self.mapped(self.next_row(index), 1)
-            if _append(&self.kv, mapped, index, <const void *>k, <const void *>v, &given,
-                       &err) == um.UM_OK:
-                break
-            if not self.find_rows(&err, 1):
-                self.fail(&err, "append")
+        self.append_rows(index, <const void *>k, <const void *>v, self.kv.spec.type, 1)
         n = um.um_kv_layer_len(&self.kv, index, &first)
         return um.um_kv_row(&self.kv, first + n - 1)
 
@@ -429,7 +446,8 @@ cdef class KVCache(KVMemory):
         cdef um.um_error err
         cdef uint64_t row = 0, count = size_of(n, "n")
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
-        _begin_append(self)
+        if not _is_ready(self):
+            self.begin_change()
         while um.um_kv_append_begin(&self.kv, index, count, &row, &err) != um.UM_OK:
             if not self.find_rows(&err, count):
                 self.fail(&err, "append")

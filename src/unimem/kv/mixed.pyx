@@ -300,10 +300,33 @@ cdef class MixedKVCache(KVCache):
     def append(self, layer, k, v):
         """Append tokens to one layer: see `KVCache.append`."""
         cdef uint32_t index = layer_number(layer, self._n_layers, "layer")
-        cdef KVCache part = <KVCache>PyTuple_GET_ITEM(self._part_of, index)
-        if not PyBytes_AS_STRING(self._owns)[index]:
-            self.refuse_append(index)
+        cdef KVCache part = self.part_to_append(index)
         part.append_tokens(<object>PyTuple_GET_ITEM(self._index_of, index), k, v)
+
+    cdef KVCache part_to_append(self, uint32_t layer):
+        layer_number(layer, self._n_layers, "layer")
+        if not PyBytes_AS_STRING(self._owns)[layer]:
+            self.refuse_append(layer)
+        return <KVCache>PyTuple_GET_ITEM(self._part_of, layer)
+
+    cdef int append_rows(self, uint32_t layer, const void *k, const void *v, um.um_dtype type,
+                         uint64_t n) except -1 nogil:
+        with gil:
+            self.part_to_append(layer).append_rows(self._index_of[layer], k, v, type, n)
+        return 0
+
+    cdef void *lane(self, uint32_t layer, bint v, uint32_t stream=0) noexcept nogil:
+        with gil:
+            return (NULL if layer >= self._n_layers
+                    else (<KVCache>self._part_of[layer]).lane(self._index_of[layer], v, stream))
+
+    cdef void *rows(self, uint32_t layer, bint v, uint64_t *out_n,
+                    uint32_t stream=0) noexcept nogil:
+        out_n[0] = 0
+        with gil:
+            return (NULL if layer >= self._n_layers
+                    else (<KVCache>self._part_of[layer]).rows(self._index_of[layer], v, out_n,
+                                                              stream))
 
     def append_all(self, k, v):
         """Append one token to all layers (batch 1): to those that have rows of their own.

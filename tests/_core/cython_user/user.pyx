@@ -1,12 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
 """A runtime of somebody else's, on unimem's memory: compiled against the installed package."""
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
-from unimem._core cimport native as um
-from unimem._core.block cimport Block
-from unimem._core.grid cimport Cell, Grid
-from unimem.kv.cache cimport KVCache
-from unimem._core.tape cimport Tape
+from unimem cimport Block, Grid, KVCache, Tape
+from unimem cimport native as um
+from unimem._core.grid cimport Cell
 
 
 def sum_of_squares(Tape tape, size_t n):
@@ -33,8 +31,8 @@ def raw(Tape tape, size_t nbytes, size_t align):
 
 
 def base_of(Block block):
-    """The block's address, read from the native struct."""
-    return <uintptr_t>block.region().block.base
+    """The block's address."""
+    return <uintptr_t>block.base()
 
 
 def commit(Block block, list ranges):
@@ -66,3 +64,52 @@ def append_token(KVCache cache, const float[:, ::1] k, const float[:, ::1] v):
         if status == um.UM_OK:
             status = um.um_kv_commit(kv, 1, &err)
     return um.um_status_name(status).decode(), um.um_kv_seq_len(kv)
+
+
+def fill_cells(Grid grid, n, give):
+    """Take n cells without the lock, and give back the cells of some numbers."""
+    cdef list found = []
+    cdef uint32_t cell_id
+    cdef void *address
+    for _ in range(n):
+        with nogil:
+            address = grid.take_cell(&cell_id)
+        found.append((cell_id, <uintptr_t>address))
+    for cell_id in give:
+        with nogil:
+            grid.give_cell(cell_id)
+    return found
+
+
+def take_unlocked(Tape tape, size_t nbytes):
+    """An address, taken without the lock."""
+    cdef void *address
+    with nogil:
+        address = tape.take_raw(nbytes)
+    return <uintptr_t>address
+
+
+def append_unlocked(KVCache cache, uint32_t layer, const float[:, :, ::1] k,
+                    const float[:, :, ::1] v):
+    """Tokens [n, heads, head_dim] for one layer, one after the other."""
+    cdef Py_ssize_t i
+    with nogil:
+        for i in range(k.shape[0]):
+            cache.append_rows(layer, &k[i, 0, 0], &v[i, 0, 0], um.UM_F32, 1)
+
+
+def append_together(KVCache cache, uint32_t layer, const float[:, :, ::1] k,
+                    const float[:, :, ::1] v):
+    """The same tokens in one call, with the lock."""
+    cache.append_rows(layer, &k[0, 0, 0], &v[0, 0, 0], um.UM_F32, k.shape[0])
+
+
+def where(KVCache cache, uint32_t layer, bint v, uint32_t stream=0):
+    """Row 0 of a layer, its first token's row, and how many tokens it shows."""
+    cdef uint64_t n = 0
+    cdef void *lane
+    cdef void *rows
+    with nogil:
+        lane = cache.lane(layer, v, stream)
+        rows = cache.rows(layer, v, &n, stream)
+    return <uintptr_t>lane, <uintptr_t>rows, n
