@@ -194,6 +194,7 @@ def device(request: pytest.FixtureRequest) -> Any:
     """Main memory, then a GPU's: tests/support/devices.py."""
     import devices
 
+    gc.collect()  # memory that earlier tests have left
     if request.param == "host":
         return devices.Host()
     return devices.Gpu(request.getfixturevalue("host_gpu"))

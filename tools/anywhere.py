@@ -2,7 +2,7 @@
 
 The states are put together into as few runs as can have them at once. Each run is of a fresh clone
 of what is committed, with an environment of its own; it takes as long as ``make install`` and
-``make test`` do. The table goes to docs/testing.md.
+``make test`` do. Its row goes into the table of docs/testing.md, in the place of the last one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- made by make test-anywhere -->", "<!-- end -->"
+HEAD, RULE = "| states of one run | tests | commit | |", "|---|---|---|---|"
 NOBODY = 65534
 
 
@@ -173,17 +174,28 @@ def swap(megabytes: int, folder: Path) -> Iterator[None]:
         subprocess.run(["swapoff", path], check=True)
 
 
-def table_of(rows: list[tuple[str, str, str]]) -> str:
-    """Return the rows as a table in Markdown."""
-    lines = ["| states of one run | tests | |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+def recorded() -> dict[str, str]:
+    """Return the rows of the page by the states of their run."""
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines[1:]}
 
 
-def write_page(table: str) -> None:
-    """Put the table into docs/testing.md."""
+def write_page(rows: dict[str, str]) -> None:
+    """Put rows in the place of those of the same states, in the order of the runs."""
     head, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, tail = rest.partition(END)
+    found = recorded() | rows
+    ordered = [found[states] for run in RUNS if (states := ", ".join(run.states)) in found]
+    table = "\n".join([HEAD, RULE, *ordered])
     PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
+
+
+def commit() -> str:
+    """Return the commit that is tested, with its day."""
+    command = ["git", "log", "-1", "--format=%h of %cs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def main() -> int:
@@ -193,26 +205,27 @@ def main() -> int:
     names = parser.parse_args().runs or [run.name for run in RUNS]
     if unknown := set(names) - {run.name for run in RUNS}:
         parser.error(f"no run {', '.join(unknown)}: there are {', '.join(r.name for r in RUNS)}")
-    rows, green = [], True
+    rows, green = {}, True
     for run in RUNS:
         if run.name not in names:
             continue
-        print(f"{run.name}: {', '.join(run.states)}", flush=True)
+        states = ", ".join(run.states)
+        print(f"{run.name}: {states}", flush=True)
+        if missing := what_is_missing(run):
+            print(f"  not run: {missing}", flush=True)
+            continue
         folder = Path(tempfile.mkdtemp(prefix=f"unimem-{run.name}-", dir="/var/tmp"))
         folder.chmod(0o755)
-        if missing := what_is_missing(run):
-            passed, text = True, f"not run: {missing}"
-        else:
-            passed, text = try_run(run, folder)
-            green = green and passed
-        rows.append((", ".join(run.states), text, "green" if passed else f"red: {folder / 'log'}"))
-        print(f"  {text}{'' if passed else ': red'}", flush=True)
+        tested = commit()
+        passed, text = try_run(run, folder)
+        color = "green" if passed else "red"
+        print(f"  {text}: {color}{'' if passed else f', see {folder}/log'}", flush=True)
+        rows[states] = f"| {states} | {text} | {tested} | {color} |"
+        green = green and passed
         if passed:
             shutil.rmtree(folder)
-    table = table_of(rows)
-    print(table)
-    if green and len(rows) == len(RUNS):
-        write_page(table)
+    write_page(rows)
+    print(*rows.values(), sep="\n")
     return 0 if green else 1
 
 

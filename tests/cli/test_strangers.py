@@ -202,6 +202,7 @@ def run(*arguments: Any, shell: str = 'exec "$@"', **options: Any) -> Screen:
     """Run the command in a process, as a shell starts it."""
     words = [
         sys.executable,
+        "-P",  # as its script starts: what lies in the current folder is not imported
         "-c",
         MAIN,
         *(w if isinstance(w, bytes) else str(w) for w in arguments),

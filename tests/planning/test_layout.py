@@ -534,7 +534,6 @@ def test_a_closed_layout_closes_its_caches(host_layout: um.Layout) -> None:
 
 
 def test_a_layout_that_is_dropped_open_warns_and_gives_the_memory_back(device: Device) -> None:
-    gc.collect()  # what earlier tests have left
     before = device.held()
     layout = device.package.Layout(4096, 4096, 4096)
     with pytest.warns(ResourceWarning, match="unclosed") as caught:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import threading
@@ -50,6 +51,7 @@ MIB = 1 << 20
 @pytest.fixture
 def leaves_no_thread() -> Iterator[None]:
     """No descriptor and no thread is left, whatever is raised."""
+    gc.collect()  # descriptors that earlier tests have left
     before = os.listdir("/proc/self/fd"), len(os.listdir("/proc/self/task"))
     yield
     assert os.listdir("/proc/self/fd") == before[0]
