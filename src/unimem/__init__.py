@@ -12,7 +12,7 @@ if sys.platform != "linux":
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
 from unimem._core.library import get_include, get_library
-from unimem._core.status import VERSION
+from unimem._core.status import VERSION as __version__
 from unimem._core.tape import Tape
 from unimem.accounting.measure import Measured, measure
 from unimem.accounting.report import Report, report
@@ -102,5 +102,3 @@ __all__ = [
     "report",
     "stage",
 ]
-
-__version__ = VERSION
