@@ -1,7 +1,7 @@
 # What is installed for C: the library, its headers, a CMake package and a pkg-config file.
 #
-# A wheel has no links, and is no prefix of its own: all of it lies in the folder of the package, and
-# the library under its soname only, which is what a program that is linked to it will look for.
+# A wheel has no links, and is no prefix of its own: all of it lies in the folder of the package,
+# and the library under its soname only, which is what a program that is linked to it looks for.
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
@@ -22,7 +22,7 @@ endif()
 set(UNIMEM_CMAKEDIR ${UNIMEM_LIBDIR}/cmake/unimem)
 set(UNIMEM_PKGCONFIGDIR ${UNIMEM_LIBDIR}/pkgconfig)
 
-# Nothing but the public functions is exported, and a program notes which interface it was built for.
+# Nothing but public functions is exported, and a program notes which interface it was built for.
 configure_file(cmake/unimem.map.in unimem.map @ONLY)
 target_link_options(unimem PRIVATE -Wl,--version-script=${CMAKE_CURRENT_BINARY_DIR}/unimem.map)
 set_property(TARGET unimem APPEND PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_BINARY_DIR}/unimem.map)

@@ -18,7 +18,7 @@ static double seconds_of(clockid_t clock) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static double cpu_now(void) {
+double bench_cpu_now(void) {
     return seconds_of(CLOCK_THREAD_CPUTIME_ID);
 }
 
@@ -88,39 +88,39 @@ static void is_used(const void *at) {
 /* ---- in CPU time ---- */
 
 double bench_copy(const bench_piece *pieces, size_t n) {
-    double start = cpu_now();
+    double start = bench_cpu_now();
     for (size_t i = 0; i < n; i++) {
         memcpy(pieces[i].to, pieces[i].from, pieces[i].nbytes);
         is_used(pieces[i].to);
     }
-    return cpu_now() - start;
+    return bench_cpu_now() - start;
 }
 
 double bench_read(const unsigned char *at, size_t nbytes) {
-    double start = cpu_now();
+    double start = bench_cpu_now();
     uint64_t total = bench_sum_words(at, nbytes);
     is_used(&total);
-    return cpu_now() - start;
+    return bench_cpu_now() - start;
 }
 
 double bench_fill(unsigned char *at, size_t nbytes, int value) {
-    double start = cpu_now();
+    double start = bench_cpu_now();
     memset(at, value, nbytes);
     is_used(at);
-    return cpu_now() - start;
+    return bench_cpu_now() - start;
 }
 
 double bench_churn(size_t n) {
     enum { HELD = 64 };
     void *held[HELD] = {0};
-    double start = cpu_now();
+    double start = bench_cpu_now();
     for (size_t i = 0; i < n; i++) {
         void **at = &held[i % HELD];
         free(*at);
         *at = malloc(16 + i % 1000);
         is_used(*at);
     }
-    double seconds = cpu_now() - start;
+    double seconds = bench_cpu_now() - start;
     for (size_t i = 0; i < HELD; i++) {
         free(held[i]);
     }

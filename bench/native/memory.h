@@ -30,8 +30,9 @@ typedef struct bench_mapping {
 int bench_map(bench_mapping *out, size_t nbytes, size_t align, enum bench_pages pages);
 void bench_unmap(bench_mapping *mapping);
 
-/* Seconds on the wall. */
+/* Seconds on the wall; and of this thread on a CPU. */
 double bench_now(void);
+double bench_cpu_now(void);
 
 /* The sum of the words of 8 bytes; up to 7 bytes at the end are left. */
 uint64_t bench_sum_words(const unsigned char *at, size_t nbytes);

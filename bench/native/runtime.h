@@ -10,8 +10,8 @@ typedef struct bench_runtime bench_runtime;
  * errno set: it cannot be had; EINVAL: it is no model that the example computes. */
 BENCH_EXPORT bench_runtime *bench_runtime_open(const char *path, int on_heap);
 BENCH_EXPORT void bench_runtime_close(bench_runtime *runtime);
-/* Begins a new conversation with a token, and computes the n likeliest that follow. Returns seconds
- * on the wall for these, or -1 with errno set. */
+/* Begins a new conversation with a token, and computes the n likeliest that follow. Returns CPU
+ * seconds of this thread for these, or -1 with errno set. */
 BENCH_EXPORT double bench_runtime_talk(bench_runtime *runtime, uint32_t first, size_t n,
                                        uint32_t *out);
 

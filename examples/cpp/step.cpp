@@ -1,4 +1,4 @@
-// Steps of an engine in C++: what a step makes lies on a tape, in containers of the standard library.
+// Steps of an engine in C++: what a step makes lies on a tape, in containers of the library.
 #include <cstdio>
 #include <memory_resource>
 #include <string>

@@ -9,10 +9,10 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"unimem runs on Linux only, and this is {sys.platform}")
 
+from unimem._core import status as _status
 from unimem._core.block import Block
 from unimem._core.grid import Cell, Grid
 from unimem._core.library import get_include, get_library
-from unimem._core.status import VERSION
 from unimem._core.tape import Tape
 from unimem.accounting.measure import Measured, measure
 from unimem.accounting.report import Report, report
@@ -103,4 +103,4 @@ __all__ = [
     "stage",
 ]
 
-__version__ = VERSION
+__version__ = _status.VERSION

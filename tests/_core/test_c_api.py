@@ -136,7 +136,8 @@ def test_a_cmake_project_finds_the_package(tmp_path: Path) -> None:
 )
 def test_cmake_says_what_it_does_not_find(tmp_path: Path, wanted: str, reason: str) -> None:
     (tmp_path / "CMakeLists.txt").write_text(CMAKE.replace("0.1 REQUIRED", wanted))
-    command = [tool("cmake"), "-S", tmp_path, "-B", tmp_path, f"-Dunimem_DIR={flags('cmake-dir')}"]
+    folder = str(tmp_path)
+    command = [tool("cmake"), "-S", folder, "-B", folder, f"-Dunimem_DIR={flags('cmake-dir')}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert reason in " ".join(done.stderr.split())

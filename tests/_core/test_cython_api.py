@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,7 +250,7 @@ def test_layers_that_differ_take_rows(user: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("options", [{"window": 16}, {"order": "head"}, {"dtype": "f32"}])
-def test_every_kind_of_cache_takes_rows(user: ModuleType, options: dict[str, object]) -> None:
+def test_every_kind_of_cache_takes_rows(user: ModuleType, options: dict[str, Any]) -> None:
     k, v = tokens(40)
     with um.KVCache(1, 2, 4, 64, **options) as kv:
         user.append_unlocked(kv, 0, k, v)

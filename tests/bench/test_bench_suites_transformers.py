@@ -13,7 +13,7 @@ from unimem_bench.suites import transformers as suite
 
 def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uninstall(monkeypatch, "transformers", "torch")
-    with pytest.raises(NotMeasured, match="pip install 'unimem-llm"):
+    with pytest.raises(NotMeasured, match="install unimem-llm with the extra"):
         run_case(case_of("transformers/resume"), tmp_path, monkeypatch)
 
 

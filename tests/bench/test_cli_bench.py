@@ -309,12 +309,12 @@ def test_missing_packages_are_named(measured: Measured, tmp_path: Path, monkeypa
     asked = measured(SAMPLE)
     absent = {"matplotlib", "gguf"}
     monkeypatch.setattr(command, "find_spec", lambda name: None if name in absent else object())
-    needs = "unimem: plots need matplotlib, which comes with: pip install 'unimem-llm[bench]'\n"
+    needs = "unimem: plots need matplotlib: install unimem-llm with the extra 'bench'\n"
     for option in ("--plots", "--page"):
         assert show("bench", "calls", option, tmp_path / "x") == (1, "", needs)
     assert asked == {}
     screen = show("bench", "calls")
-    assert "gguf: not installed, but would come with pip install 'unimem-llm[bench]'" in screen.err
+    assert "gguf: not installed; the extra 'bench' of unimem-llm has it" in screen.err
     assert asked
 
 

@@ -116,6 +116,6 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "find_spec", find_spec)
     assert show("metrics") == (
-        1, "", "unimem: metrics need prometheus_client, which comes with: "
-        "pip install 'unimem-llm[metrics]'\n",
+        1, "", "unimem: metrics need prometheus_client: install unimem-llm with the extra "
+        "'metrics'\n",
     )  # fmt: skip

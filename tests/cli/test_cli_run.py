@@ -553,7 +553,7 @@ def test_a_failure_in_the_middle_keeps_the_text_and_says_why(tmp_path: Path) -> 
 
 
 def remedy(name: str) -> str:
-    return rf"unimem: .*{name}.*pip install 'unimem-llm\[run\]'"
+    return rf"unimem: .*{name}.*install unimem-llm with the extra 'run'"
 
 
 @pytest.mark.parametrize("name", ["typer", "rich"])

@@ -215,5 +215,5 @@ def test_file_without_template_is_named(spm: Vocab, template: Any, has: str) -> 
 
 def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"needs jinja2.*pip install 'unimem-llm\[run\]'"):
+    with pytest.raises(ImportError, match=r"needs jinja2.*install unimem-llm with the extra 'run'"):
         runpy.run_path(str(chat_module.__file__))

@@ -60,7 +60,7 @@ def prompt_and_tokens(model: Path) -> tuple[list[int], list[int]]:
 def talk(
     llama: Path, model: Path, n: int, prompt: list[int], **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [llama, model, str(n), *map(str, prompt)]
+    command = [str(llama), str(model), str(n), *map(str, prompt)]
     return subprocess.run(
         command,
         env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=600,
@@ -173,7 +173,7 @@ def test_cython_is_built_by(tmp_path: Path, name: str, backend: str) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     prompt, tokens = prompt_and_tokens(embedded_model())
     environment["PYTHONPATH"] = f"{target}{os.pathsep}{environment['PYTHONPATH']}"
-    command = [sys.executable, "-c", TALK, embedded_model(), str(N), *map(str, prompt)]
+    command = [sys.executable, "-c", TALK, str(embedded_model()), str(N), *map(str, prompt)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert [int(token) for token in done.stdout.split()] == tokens

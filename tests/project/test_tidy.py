@@ -249,8 +249,10 @@ def module_name(path: Path) -> str:
 
 # What is for transformers needs it to be imported, and takes seconds.
 ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers"}
-# These two are programs, and nothing imports them.
-PROGRAMS = {"unimem.weights.staging.holder", "unimem.weights.staging.mount"}
+# These are programs, and nothing imports them.
+PROGRAMS = {
+    *("unimem.__main__", "unimem.weights.staging.holder", "unimem.weights.staging.mount"),
+}
 BINDINGS = {"unimem.system.ggml"}  # names of ggml, taken over as they are
 WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/vllm
 MODULES = sorted(

@@ -166,7 +166,7 @@ class Answers:
 def ask_llama_cpp(model: Path, texts: list[str]) -> Answers:
     """Ask llama.cpp, in a process of its own, since it loads another ggml."""
     if importlib.util.find_spec("cyllama") is None:
-        pytest.skip("no llama.cpp to compare with: pip install 'unimem-llm[test]'")
+        pytest.skip("no llama.cpp to compare with: pip install '.[test]'")
     result = subprocess.run(
         [sys.executable, __file__, str(model)],
         input=json.dumps(texts),

@@ -31,8 +31,6 @@ __all__ = [
     "check_files", "draw", "measure", "show", "show_cases", "show_differences", "write_record",
 ]  # fmt: skip
 
-_INSTALL = "pip install 'unimem-llm[bench]'"
-
 # What a run does without, as it does without any peer.
 _USEFUL = ("gguf", "pyperf", "safetensors")
 
@@ -47,7 +45,7 @@ def _schedule(names: Sequence[str], *, quick: bool, case: str) -> list[Pass]:
 def check_files(output: Path | None, plots: Path | None, page_file: Path | None) -> None:
     """Refuse what cannot be written now, and not after everything was measured."""
     if (plots or page_file) and find_spec("matplotlib") is None:
-        raise ImportError(f"plots need matplotlib, which comes with: {_INSTALL}")
+        raise ImportError("plots need matplotlib: install unimem-llm with the extra 'bench'")
     for path in filter(None, (output, page_file)):
         NewFile(os.fspath(path)).close()
     if plots is not None:
@@ -97,7 +95,9 @@ def measure(
     passes = _schedule(names, quick=quick, case=case)
     absent = [name for name in _USEFUL if find_spec(name) is None]
     if absent:
-        _tell(f"unimem: {', '.join(absent)}: not installed, but would come with {_INSTALL}\n")
+        _tell(
+            f"unimem: {', '.join(absent)}: not installed; the extra 'bench' of unimem-llm has it\n"
+        )
     progress = _Progress(passes)
     try:
         with _folder(folder) as files:

@@ -44,7 +44,9 @@ def require_clients() -> None:
     """Raise `NotMeasured` where the server, or a client, is not installed."""
     for module in ("moto", "flask", "flask_cors", "s3fs", "obstore"):
         if importlib.util.find_spec(module) is None:
-            raise NotMeasured(f"wants {module}: pip install 'unimem-llm[remote,servers]'")
+            raise NotMeasured(
+                f"wants {module}: install unimem-llm with the extras 'remote' and 'servers'"
+            )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What a token of a runtime in C costs on memory of unimem, beside the same loops on malloc's.
 
 The runtime is that of examples/c: a llama in plain C, whose products are written as plainly as they
-can be. One thread, pinned, on the wall.
+can be. One thread, pinned, in CPU time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Runtime:
         self._opened = ctypes.c_void_p(opened)
 
     def talk(self, n: int, first: int = FIRST) -> tuple[float, list[int]]:
-        """Begin anew with a token; return seconds on the wall for n that follow, and which."""
+        """Begin anew with a token; return CPU seconds for n that follow, and which."""
         tokens = (ctypes.c_uint32 * n)()
         begin = ctypes.c_uint32(first), ctypes.c_size_t(n)
         seconds = float(_library().bench_runtime_talk(self._opened, *begin, tokens))

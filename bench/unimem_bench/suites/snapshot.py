@@ -319,7 +319,8 @@ def require_engine() -> None:
     """Raise `NotMeasured` where the decoder's engine is not installed."""
     if importlib.util.find_spec("ggml") is None:
         raise NotMeasured(
-            "wants the decoder, whose ggml-python is not installed: pip install 'unimem-llm[run]'"
+            "wants the decoder, whose ggml-python is not installed: install unimem-llm with the "
+            "extra 'run'"
         )
 
 

@@ -32,7 +32,7 @@ def packages(measure: Measure) -> tuple[Any, Any]:
     """
     for name in ("torch", "transformers"):
         if not measure.installed(name, DYNAMIC, STATIC):
-            raise NotMeasured(f"wants {name}: pip install 'unimem-llm[transformers]'")
+            raise NotMeasured(f"wants {name}: install unimem-llm with the extra 'transformers'")
     import torch
     import transformers
 

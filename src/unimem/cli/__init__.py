@@ -48,8 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if arguments is None else arguments
         extra = words[0] if words and words[0] in _EXTRAS else "cli"
         return _fail(
-            f"the command line needs {error.name}, which comes with: "
-            f"pip install 'unimem-llm[{extra}]'",
+            f"the command line needs {error.name}: install unimem-llm with the extra '{extra}'",
             FAILED,
         )
     if sys.stdout is None:

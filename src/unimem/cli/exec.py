@@ -97,7 +97,7 @@ def exec_(
     library = find_library()
     if library is None or any(letter in library for letter in " :"):
         raise RuntimeError(
-            "libunimem-exec.so is not installed: pip install unimem-llm"
+            "libunimem-exec.so is not installed: install unimem-llm anew"
             if library is None
             else f"{library}: the loader takes no path with a blank or a colon: install elsewhere"
         )

@@ -74,7 +74,7 @@ def metrics(
     numbers = [process_number(pid) for pid in pids or ()]
     if find_spec("prometheus_client") is None:
         raise ImportError(
-            "metrics need prometheus_client, which comes with: pip install 'unimem-llm[metrics]'"
+            "metrics need prometheus_client: install unimem-llm with the extra 'metrics'"
         )
     for number in numbers:
         report(number)  # one that is not there, or not ours to look at, is said at once

@@ -27,7 +27,7 @@ try:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 except ImportError as error:
     raise ImportError(
-        f"unimem.engine needs {error.name}, which comes with: pip install 'unimem-llm[run]'"
+        f"unimem.engine needs {error.name}: install unimem-llm with the extra 'run'"
     ) from error
 
 from unimem.engine.tokenizer import Tokenizer

@@ -25,7 +25,7 @@ try:
     import tokenizers
 except ImportError as error:
     raise ImportError(
-        f"unimem.engine needs {error.name}, which comes with: pip install 'unimem-llm[run]'"
+        f"unimem.engine needs {error.name}: install unimem-llm with the extra 'run'"
     ) from error
 
 __all__ = ["TokenStream", "Tokenizer", "UnsupportedTokenizer"]

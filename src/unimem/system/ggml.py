@@ -34,7 +34,7 @@ from unimem.errors import ClosedError
 from unimem.system import limits
 
 PACKAGE_VERSION = "0.0.45"
-INSTALL = "pip install 'unimem-llm[run]'"
+INSTALL = "install unimem-llm with the extra 'run'"
 REBUILD = (
     "CMAKE_ARGS=-DGGML_LLAMAFILE=ON pip install --no-cache-dir --force-reinstall --no-deps "
     f"ggml-python=={PACKAGE_VERSION}"

@@ -529,7 +529,6 @@ def _needs_extra() -> Iterator[None]:
         yield
     except ImportError as error:
         raise ImportError(
-            f"a file on a server needs {error.name}, which comes with: "
-            "pip install 'unimem-llm[remote]'",
+            f"a file on a server needs {error.name}: install unimem-llm with the extra 'remote'",
             name=error.name,
         ) from None

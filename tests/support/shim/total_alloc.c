@@ -1,4 +1,4 @@
-/* Counts all allocations of a process, and prints their number at its end. Loaded with LD_PRELOAD. */
+/* Counts all allocations of a process, and prints their number at its end: for LD_PRELOAD. */
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdio.h>
