@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from unimem.engine.accounting import list_parts, make_report
 from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
+from unimem.engine.history import History
 from unimem.engine.model_memory import ModelMemory
 from unimem.engine.prefixes import Prefixes
 from unimem.engine.sampling import Sampling
@@ -27,7 +27,6 @@ from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.kv.store import KVStore
 from unimem.layout import Layout
@@ -39,7 +38,7 @@ from unimem.weights.opened import Weights
 
 if TYPE_CHECKING:
     from unimem.engine.tokenizer import Tokenizer
-    from unimem.kv.snapshot import Snapshot
+    from unimem.kv.snapshot import LayersSnapshot, Snapshot
 
 __all__ = ["Decoder"]
 
@@ -139,6 +138,7 @@ class Decoder:
         self._closed = True
         self._turn = Turn()
         self._owns_layout = layout is None
+        self.window = window
         cache: dict[str, Any] = {"kv_dtype": kv_dtype, "window": window}
         asked = cache | {"layout": layout, "ctx": ctx, "threads": threads}
         self._memory = ModelMemory(path_or_weights, load, progress, **asked)
@@ -146,6 +146,8 @@ class Decoder:
         own_layout = None
         try:
             self._prefixes = None if store is None else Prefixes(store, self.weights)
+            if store is not None:
+                self._memory.model.check_store()
             assert needed.ctx is not None  # of a model that the engine runs
             if layout is None:
                 layout = own_layout = Layout.for_model(
@@ -185,7 +187,10 @@ class Decoder:
         self._threadpool = 0
         self._made: list[Headers | Graph] = []
         self._batch = min(PREFILL_BATCH, self.ctx)
-        self.kv = self._new_cache(kv_dtype, window)
+        self._history = History(
+            self._model, kv_dtype, self.ctx, window, self._batch, self.layout.history
+        )
+        self.kv: KVCache = self._history.kv
         try:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
@@ -201,64 +206,43 @@ class Decoder:
         self.layout.attach(self.kv)
         self._hold_blocks()
 
-    def _new_cache(self, kv_dtype: str, window: int | None) -> KVCache:
-        history, (k_dtype, v_dtype) = self.layout.history, kv_pair(kv_dtype)
-        types = {"dtype": k_dtype, "v_dtype": v_dtype}
-        if window is None:
-            return KVCache.for_dims(self.dims, max_seq_len=self.ctx, tape=history, **types)
-        asked = history.block.requested
-        return KVCache.for_dims(
-            self.dims,
-            max_seq_len=self.ctx,
-            **types,
-            window=window,
-            spare_rows=self._batch,
-            pages=asked["pages"],
-            numa=asked["numa"],
-            lock=asked["lock"],
-        )
-
     def _build(self) -> None:
         take, dims, model = self.layout.scratch.take_address, self.dims, self._model
-        batch, n_rows = self._batch, self.kv.n_rows
-        parts = [
-            (self.kv.address(layer, "k"), self.kv.address(layer, "v"))
-            for layer in range(dims.num_layers)
-        ]
-        for k, v in parts:
-            # Attention multiplies masked rows by zero, and NaN times zero is NaN.
-            ctypes.memset(k, 0, self.kv.row_bytes * n_rows)
-            ctypes.memset(v, 0, self.kv.v_row_bytes * n_rows)
+        batch, history = self._batch, self._history
+        history.fill_with_zeros()
         tensors = {
             name: (tensor.ggml_type, tensor.ne, tensor.address)
             for name, tensor in self.weights.tensors.items()
             if tensor.ggml_type is not None  # as those of a checked model are not
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
-        kinds = ggml.KV_KINDS[self.kv.dtype], ggml.KV_KINDS[self.kv.v_dtype]
-        headers = Headers(model, tensors, parts, n_rows, kinds, take(nbytes), nbytes)
+        part = history.parts[0]  # they have one type
+        kinds = ggml.KV_KINDS[part.dtype], ggml.KV_KINDS[part.v_dtype]
+        lanes, n_rows = history.lanes(), history.n_rows
+        headers = Headers(model, tensors, lanes, n_rows, kinds, take(nbytes), nbytes)
         self._made.append(headers)
         self._memory.adopt(headers)
         arrays = Arrays(
             tokens=take(4 * batch),
             positions=take(4 * batch),
-            rows=take(8 * batch),
+            rows=tuple(take(8 * batch) for _ in n_rows),
             last=take(4),
             logits=take(4 * dims.vocab_size),
         )
         self._tokens = view(arrays.tokens, batch, "int32")
         self._positions = view(arrays.positions, batch, "int32")
-        self._rows = view(arrays.rows, batch, "int64")
+        self._rows = [view(rows, batch, "int64") for rows in arrays.rows]
         self._logits_address = arrays.logits
         self._logits = view(arrays.logits, dims.vocab_size, "float32")
         self._logits[:] = 0
         ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
-        vectors = [self._tokens, self._positions, self._rows, view(arrays.last, 1, "int32"), ids]
+        vectors = [self._tokens, self._positions, *self._rows, view(arrays.last, 1, "int32"), ids]
         self._parts = list_parts(vectors, self._logits)
-        nbytes = Graph.bytes_needed(dims.num_layers)
+        nbytes = Graph.bytes_needed(model)
         graphs = []
         for n in (1, batch):
-            graph = Graph(model, headers, arrays, n, take(2 * n * n_rows), take(nbytes), nbytes)
+            masks = [take(2 * n * rows) for rows in n_rows]
+            graph = Graph(model, headers, arrays, n, masks, take(nbytes), nbytes)
             graphs.append(graph)
             self._made.append(graph)
         self._decode, self._prefill = graphs
@@ -267,10 +251,9 @@ class Decoder:
         work = take(max(graph.work_bytes(self.threads, self._threadpool) for graph in graphs))
         for graph in graphs:
             graph.set_memory(arena, work, self.threads, self._threadpool)
-        window = self.kv.window or self.ctx
         self._forward = ForwardPass(
-            self._decode, self._prefill, self.kv, arrays, self._logits, ids,
-            window=window, threads=self._count, turn=self._turn,
+            self._decode, self._prefill, self.kv, history.parts, arrays, self._logits, ids,
+            windows=history.windows, threads=self._count, turn=self._turn,
         )  # fmt: skip
 
     # ---- memory -------------------------------------------------------------------------------
@@ -319,9 +302,9 @@ class Decoder:
             "logits": self._logits.ctypes.data,
             "tokens": self._tokens.ctypes.data,
             "positions": self._positions.ctypes.data,
-            "rows": self._rows.ctypes.data,
-            "mask": self._decode.mask.ctypes.data,
         }
+        for i, (rows, mask) in enumerate(zip(self._rows, self._decode.masks, strict=True)):
+            named |= {f"rows.{i}": rows.ctypes.data, f"mask.{i}": mask.address}
         for layer in range(self.dims.num_layers):
             for part in ("k", "v"):
                 named[f"{part}.{layer}"] = self.kv.address(layer, part)
@@ -494,7 +477,7 @@ class Decoder:
         n = self.kv.next_position
         if self.kv.is_empty:
             raise RuntimeError("there is nothing to save: prefill tokens first")
-        known = min(self._forward.n_ids, self.kv._lowest_end)
+        known = self._forward.n_known
         if n > known:
             raise RuntimeError(
                 f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
@@ -545,26 +528,20 @@ class Decoder:
         try:
             snapshot.read_into(self.kv, path, tokens=ids, model=saved.model)
             self._forward.note_ids(0, ids)
-            last = [row.copy() for row in self._last_rows(saved)]
-            self.kv.crop(saved.seq_len - 1)
-            self._forward.step(int(ids[-1]))
+            last = [row.copy() for row in self._history.last_rows()]
+            self._forward.step_again(int(ids[-1]))
             # Computed from the tokens that are left, they differ where some had been trimmed.
-            for row, was in zip(self._last_rows(saved), last, strict=True):
+            for row, was in zip(self._history.last_rows(), last, strict=True):
                 row[:] = was
         except BaseException:
             self.reset()
             raise
         return self.logits
 
-    def _resumable(self, path: str | os.PathLike[str]) -> Snapshot:
+    def _resumable(self, path: str | os.PathLike[str]) -> Snapshot | LayersSnapshot:
         """Read the description of a saved session, and refuse one that does not fit here."""
         fingerprint, vocab_size = self.weights.fingerprint, self.dims.vocab_size
-        return check_session(path, self.kv, fingerprint, vocab_size, self.ctx)
-
-    def _last_rows(self, saved: Snapshot) -> Iterator[NDArray[np.uint8]]:
-        """View the last token's bytes in each lane."""
-        sizes = {"k": self.kv.row_bytes, "v": self.kv.v_row_bytes}
-        return (self.kv._rows(*lane)[-sizes[lane.part] :] for lane in saved.lanes)
+        return check_session(path, self.kv, fingerprint, vocab_size, self.ctx, self.window)
 
     # ---- computing ----------------------------------------------------------------------------
 
@@ -743,7 +720,7 @@ class Decoder:
                 self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
         except BaseException:
             # What a ring has computed stays, as without a store.
-            if not self._closed and not self.kv.window and self.kv.seq_len > begin:
+            if not self._closed and not self._history.is_cut and self.kv.seq_len > begin:
                 self.kv.crop(begin)
             raise
         self._tally.count(len(tokens) - n, 0)
@@ -755,7 +732,7 @@ class Decoder:
             self._forward.step(int(tokens[0]))
             return
         # A ring has rows for one batch beside its window.
-        most = self._batch if self.kv.window else len(tokens)
+        most = self._batch if self._history.is_cut else len(tokens)
         for start in range(0, len(tokens), most):
             self._forward.prefill(tokens[start : start + most])
             self._tally.hold(self.kv.memory_usage_bytes, self.kv.seq_len)
