@@ -50,9 +50,11 @@ class Decoder:
 
     All memory is taken at the start: weights are mapped, or lie in memory of their own; the KV
     cache lies on the layout's history tape, or with a window in a ring of its own, placed like that
-    tape; graphs, values, inputs and logits lie on the scratch tape, kept. A step afterwards takes
-    nothing. ggml computes with threads of its own; a decoder itself is for one thread at a time,
-    and not for use after a fork. What ends it waits for the token that another thread computes.
+    tape; graphs, values, inputs and logits lie on the scratch tape, kept. Where attention of some
+    layers slides, as in gemma3, the cache is a ``KVCache(layers=...)``: rings for these, and rows
+    of all tokens for the others, all placed like that tape. A step afterwards takes nothing. ggml
+    computes with threads of its own; a decoder itself is for one thread at a time, and not for use
+    after a fork. What ends it waits for the token that another thread computes.
 
     Parameters
     ----------
@@ -66,7 +68,8 @@ class Decoder:
         Type of the KV cache, as for `plan`.
     window : int, optional
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
-        then, and as long as this, not as `ctx`. By default attention sees all.
+        then, and as long as this, not as `ctx`. By default attention sees all that the model's
+        layers see.
     threads : int, optional
         Threads that compute. By default at most as many as `plan` says, so that a small model has
         one; fewer make tokens while other work keeps them waiting, which changes the last bits of
@@ -80,7 +83,8 @@ class Decoder:
         the layout's history. ``"auto"`` does so with a file that gains by it, where all fits.
     store : KVStore, optional
         Where the first tokens of a prompt are looked for, in whole chunks, before they are
-        computed, and where prompts are put. It is borrowed, not closed. What goes wrong with it is
+        computed, and where prompts are put; not for a model some of whose layers slide. It is
+        borrowed, not closed. What goes wrong with it is
         a `PlacementWarning`, and the tokens are computed.
     progress : callable, optional
         Called while a file is read, with the bytes that were read and all bytes, as by
@@ -112,6 +116,8 @@ class Decoder:
         sees the tokens that it holds, each at its own position.
     ctx, threads : int
         Tokens that fit in the cache, with a window the most positions; the most threads.
+    window : int or None
+        As given.
 
     Examples
     --------
@@ -304,7 +310,8 @@ class Decoder:
             "positions": self._positions.ctypes.data,
         }
         for i, (rows, mask) in enumerate(zip(self._rows, self._decode.masks, strict=True)):
-            named |= {f"rows.{i}": rows.ctypes.data, f"mask.{i}": mask.address}
+            of_part = f".part{i}" if i else ""
+            named |= {f"rows{of_part}": rows.ctypes.data, f"mask{of_part}": mask.address}
         for layer in range(self.dims.num_layers):
             for part in ("k", "v"):
                 named[f"{part}.{layer}"] = self.kv.address(layer, part)
@@ -576,9 +583,9 @@ class Decoder:
 
         Notes
         -----
-        When it is interrupted, none of the tokens counts; but with a window whole batches of
-        `PREFILL_BATCH` tokens do, since a ring cannot go back: ``kv.next_position`` says how far it
-        came.
+        When it is interrupted, none of the tokens counts; but with a window, or where layers slide,
+        whole batches of `PREFILL_BATCH` tokens do, since a ring cannot go back:
+        ``kv.next_position`` says how far it came.
         """
         self._check_open()
         checked = check_tokens(tokens, self.dims.vocab_size)
