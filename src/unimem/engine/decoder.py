@@ -151,9 +151,9 @@ class Decoder:
         self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
         try:
-            self._prefixes = None if store is None else Prefixes(store, self.weights)
             if store is not None:
                 self._memory.model.check_store()
+            self._prefixes = None if store is None else Prefixes(store, self.weights)
             assert needed.ctx is not None  # of a model that the engine runs
             if layout is None:
                 layout = own_layout = Layout.for_model(

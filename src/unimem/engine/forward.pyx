@@ -450,6 +450,7 @@ cdef class ForwardPass:
             self.logits_end = 0
             self._compute_token(token, end - 1)
             self.logits_end = end
+            self._tell(0)
         finally:
             self._turn.leave()
 
