@@ -242,13 +242,13 @@ def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferU
     at = array.ctypes.data
     tensors = {name: (ggml.F32, shape, at) for name, shape in shapes.items()}
     head_bytes = Headers.bytes_needed(len(tensors), dims.num_layers)
-    node_bytes = Graph.bytes_needed(dims.num_layers)
+    node_bytes = Graph.bytes_needed(model)
     memory = np.zeros(head_bytes + node_bytes, np.uint8)
     address = memory.ctypes.data
-    parts = [(at, at)] * dims.num_layers
-    headers = Headers(model, tensors, parts, CTX, (ggml.F16, ggml.F16), address, head_bytes)
-    arrays = Arrays(at, at, at, at, at)
-    graph = Graph(model, headers, arrays, n_tokens, at, address + head_bytes, node_bytes)
+    lanes = [(0, at, at)] * dims.num_layers
+    headers = Headers(model, tensors, lanes, (CTX,), (ggml.F16, ggml.F16), address, head_bytes)
+    arrays = Arrays(at, at, (at,), at, at)
+    graph = Graph(model, headers, arrays, n_tokens, [at], address + head_bytes, node_bytes)
     uses = graph.values.uses
     graph.free()
     headers.free()

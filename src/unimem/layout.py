@@ -411,8 +411,9 @@ class Layout(Lifetimes[Tape]):
         ctx : int, optional
             Tokens of context; by default the smallest of the model's, 4096 and what fits.
         batch, kv_dtype, window, threads, load
-            As for `plan`. With a window the KV cache will not lie on `history`. Where `plan`
-            repacks, the layout maps the file, and a `Decoder` with it repacks.
+            As for `plan`. With a window, or where some layers slide, as in gemma3, the KV cache
+            will not lie on `history`. Where `plan` repacks, the layout maps the file, and a
+            `Decoder` with it repacks.
         progress : callable, optional
             As for `open_weights`, of a file.
         **placement

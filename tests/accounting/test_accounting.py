@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 # With the heads that blocks of 32 values fit into.
 WIDE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=2000, head_dim=64)
-SHAPES = {"tiny": TINY, "small": SMALL, "wide": WIDE}
+SHAPES = {"tiny": TINY, "small": SMALL, "wide": WIDE, "deep": replace(WIDE, hidden=256, layers=7)}
 
 # Architecture, type and shape of the model, and options of the decoder.
 # Fast are those that have each architecture, type, shape, size and option once.
 DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "bf16", "tiny", {"ctx": 1}),
+    ("gemma3", "q8_0", "deep", {"ctx": 500, "kv_dtype": "q8_0"}),
     ("llama", "q4_0", "tiny", {"ctx": 127, "kv_dtype": "f32"}),
     ("llama", "f16", "wide", {"ctx": 2000}),
     ("qwen2", "q8_0", "wide", {"ctx": 333, "kv_dtype": "bf16"}),
@@ -44,6 +46,7 @@ DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen3", "f16", "small", {"ctx": 900, "threads": 7}),
     ("llama", "q4_0", "small", {"ctx": 700, "load": "repack"}),
     ("qwen2", "q4_0", "small", {"ctx": 300, "load": "repack", "window": 20}),
+    ("qwen3moe", "q4_0", "small", {"ctx": 300, "load": "repack"}),
     *(("llama", kind, "tiny", {"ctx": 64}) for kind in ("f16", "bf16", "q8_0", "q4_0")),
     ("qwen2", "q8_0", "wide", {"ctx": 100}),
     ("qwen3", "q8_0", "wide", {"ctx": 100}),
@@ -56,6 +59,13 @@ DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen2", "q8_0", "wide", {"ctx": 500, "window": 200, "kv_dtype": "f32"}),
     *(("llama", "q8_0", "small", {"ctx": 700, "load": load}) for load in ("map", "copy", "direct")),
     *(("qwen3", "f16", "small", {"ctx": 900, "threads": n}) for n in (1, 2)),
+    # Layers that slide over more tokens than there are, over as many, and over one less.
+    *(("gemma3", "f16", "deep", {"ctx": ctx}) for ctx in (1, 47, 48, 49, 2000)),
+    ("gemma3", "f16", "deep", {"ctx": 400, "window": 48}),
+    ("gemma3", "q4_0", "deep", {"ctx": 300, "load": "repack", "window": 60}),
+    ("gemma3", "f16", "deep", {"ctx": 400, "window": 400}),
+    ("gemma3", "f16", "wide", {"ctx": 400}),  # no layer keeps all tokens
+    *(("qwen3moe", "f16", "wide", {"ctx": ctx, "window": ctx}) for ctx in (1, 600)),
 ]
 
 
@@ -101,7 +111,7 @@ def in_smaps(blocks: list[um.Block]) -> int:
 def blocks_of(decoder: Decoder) -> list[um.Block]:
     layout = decoder.layout
     blocks = [*decoder._memory.blocks, layout.scratch.block, layout.history.block]
-    return blocks if decoder.kv.block is None else [*blocks, decoder.kv.block]
+    return blocks + decoder._history.blocks
 
 
 def weights_of(layout: um.Layout) -> um.Weights:
@@ -119,7 +129,7 @@ def assert_is_planned(plan: um.Plan, decoder: Decoder) -> None:
     assert sum(row.resident_bytes or 0 for row in rows) == in_smaps(blocks_of(decoder))
 
 
-@pytest.mark.parametrize(("arch", "kind", "shape", "options"), slow_after(5, DECODERS), ids=str)
+@pytest.mark.parametrize(("arch", "kind", "shape", "options"), slow_after(6, DECODERS), ids=str)
 def test_planned_is_reported_is_mapped(
     make_model: Any, arch: str, kind: str, shape: str, options: dict[str, Any]
 ) -> None:

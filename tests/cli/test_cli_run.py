@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from contextlib import chdir
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -279,6 +280,24 @@ def assert_fails(folder: Path, code: int, said: str, *arguments: object) -> None
     assert (screen.code, screen.out) == (code, "")
     assert said in " ".join(screen.err.split())
     assert len(screen.err.splitlines()) <= (4 if code == 2 else 1)
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "qwen3moe"])
+def test_models_whose_layers_differ_or_have_experts(arch: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", arch, replace(TINY, layers=7), "f32")
+    saved, options = tmp_path / "a.session", ("-n", "100", "--ctx", "300")
+    document = run_json(path, "-p", "Hello", *options, "--save-session", saved)
+    assert document["model"]["architecture"] == arch
+    assert document["options"]["window"] is None
+    planned, reported = (
+        {row["category"]: row["nbytes"] for row in document[of]["rows"]}
+        for of in ("plan", "report")
+    )
+    assert planned == reported
+    n_saved = document["session"]["saved_tokens"]
+    assert n_saved == len(document["prompt"]["tokens"]) + len(document["output"]["tokens"])
+    document = run_json(path, "-p", "", "--resume", saved, *options)
+    assert document["session"]["restored_tokens"] == n_saved
 
 
 def test_a_window(model: Path) -> None:

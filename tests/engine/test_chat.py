@@ -68,6 +68,32 @@ MISTRAL = """\
 {%- endfor %}
 """
 
+# As Gemma's: a system message is put before the user's first, and the assistant is the model.
+GEMMA = """\
+{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- set prefix = messages[0]['content'] + '\\n\\n' -%}
+    {%- set talk = messages[1:] -%}
+{%- else -%}
+    {%- set prefix = "" -%}
+    {%- set talk = messages -%}
+{%- endif -%}
+{%- for message in talk -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("roles must alternate") }}
+    {%- endif -%}
+    {%- set role = "model" if message['role'] == 'assistant' else message['role'] -%}
+    {{ '<start_of_turn>' + role + '\\n' + (prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- endif -%}
+    {{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{ '<start_of_turn>model\\n' }}
+{%- endif -%}
+"""
+
 
 def render(template: str, messages: list[dict[str, str]] = TALK, **options: Any) -> str:
     return render_chat(template, messages, bos_token="<s>", eos_token="</s>", **options)
@@ -92,6 +118,14 @@ def test_mistral() -> None:
     assert render(MISTRAL) == "<s>[INST] Be brief.\n\nHi! [/INST] Hello.</s>[INST] 1+1?[/INST]"
     with pytest.raises(ChatTemplateError, match=r"line 10: roles must alternate user/assistant"):
         render(MISTRAL, TALK[2:])
+
+
+def test_gemma() -> None:
+    turns = [("user", "Be brief.\n\nHi!"), ("model", "Hello."), ("user", "1+1?")]
+    talk = "".join(f"<start_of_turn>{role}\n{said}<end_of_turn>\n" for role, said in turns)
+    assert render(GEMMA) == f"<s>{talk}<start_of_turn>model\n"
+    with pytest.raises(ChatTemplateError, match=r"line 11: roles must alternate"):
+        render(GEMMA, TALK[2:])
 
 
 @pytest.mark.parametrize(

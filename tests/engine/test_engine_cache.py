@@ -57,8 +57,13 @@ def ring(model: Path) -> Iterator[Decoder]:
 def full_cache(model: Path, window: int = WINDOW, **options: Any) -> Decoder:
     """A decoder that keeps all tokens, with the mask of a window."""
     decoder = Decoder(model, ctx=CTX, threads=1, **options)
-    decoder._forward.window = window
+    decoder._forward.windows = (window,)
     return decoder
+
+
+def n_kv_of(decoder: Decoder) -> int:
+    """The rows that attention of one token reads."""
+    return decoder._decode.masks[0].n_kv
 
 
 def assert_close(a: NDArray[Any], b: NDArray[Any], order: float = ORDER) -> None:
@@ -123,7 +128,7 @@ def test_a_ring_is_a_full_cache_with_the_same_mask(model: Path, window: int, kv_
             a, b = ring.prefill(part), full.prefill(part)
             assert ring.kv.next_position == full.kv.next_position
             assert ring.kv.seq_len == min(window, full.kv.seq_len)
-            if ring._decode.n_kv == full._decode.n_kv and ring.kv.next_position <= ring.kv.n_rows:
+            if n_kv_of(ring) == n_kv_of(full) and ring.kv.next_position <= ring.kv.n_rows:
                 np.testing.assert_array_equal(a, b)
             assert_close(a, b)
         for _ in range(100):
@@ -137,7 +142,7 @@ def test_where_the_graphs_are_of_one_size_the_logits_are_the_same_bits(model: Pa
         assert ring.kv.n_rows > 256
         for part in (tokens(50), tokens(100), [1], [2], tokens(80), *([i] for i in range(20))):
             prefill_both(ring, full, part, check=np.testing.assert_array_equal)
-            assert ring._decode.n_kv == full._decode.n_kv or len(part) > 1
+            assert n_kv_of(ring) == n_kv_of(full) or len(part) > 1
         assert 200 < ring.kv.next_position <= 256
 
 
@@ -326,7 +331,7 @@ def hidden(decoder: Decoder, begin: int, end: Callable[[], int]) -> Iterator[Non
 
     def compute(call: Callable[[], int], _graph: int) -> int:
         for graph in (decoder._decode, decoder._prefill):
-            graph.mask[:, begin : end()] = -np.inf
+            graph.masks[0].values[:, begin : end()] = -np.inf
         return call()
 
     with computing_by(decoder, compute):

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,13 +56,25 @@ def calls_of(function: Callable[[], object]) -> list[str]:
 
 
 def test_a_token_runs_no_python(decoder: Decoder) -> None:
+    check_no_python(decoder)
+
+
+def test_a_token_of_layers_that_differ_runs_no_python(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "gemma3", replace(TINY, layers=7), "f32")
+    with Decoder(path, ctx=300, threads=1) as decoder:
+        assert len(decoder._history.parts) == 2
+        decoder.prefill(tokens(5))
+        check_no_python(decoder)
+
+
+def check_no_python(decoder: Decoder) -> None:
     # Where attention's length changes as well, at 256 rows.
     decoder.prefill(tokens(248))
     step, prompt = decoder._forward.step, np.array(tokens(9))
     for _ in range(4):
         assert calls_of(lambda: step(3)) == ["<lambda>"]
         assert calls_of(decoder.generate_next_token) == ["generate_next_token"]
-    assert decoder._decode.n_kv > 256
+    assert decoder._decode.masks[0].n_kv > 256
     decoder.reset()
     decoder._forward.prefill(prompt)  # the graph is made for so many tokens
     again = calls_of(lambda: decoder._forward.prefill(prompt))
@@ -73,23 +86,21 @@ def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
     libc = ctypes.CDLL(None)
     semaphore = (ctypes.c_char * 64)()
     assert libc.sem_init(semaphore, 0, 0) == 0
-    names = (
-        "plan_address", "mask_address", "mask_strides_address", "kv_lengths", "n_tokens", "n_kv",
-        "batch",
-    )  # fmt: skip
+    names = ("plan_address", "masks", "n_tokens", "batch")
     ours = {name: getattr(decoder._decode, name) for name in names}
     graph = SimpleNamespace(address=ctypes.addressof(semaphore), **ours)
     last = np.zeros(1, np.int32)
     inputs = SimpleNamespace(
         tokens=decoder._tokens.ctypes.data,
         positions=decoder._positions.ctypes.data,
-        rows=decoder._rows.ctypes.data,
+        rows=[decoder._rows[0].ctypes.data],
         last=last.ctypes.data,
     )
-    made_of: Any = (graph, graph, decoder.kv, inputs, decoder.logits, np.zeros(300, np.int32))
+    ids = np.zeros(300, np.int32)
+    made_of: Any = (graph, graph, decoder.kv, [decoder.kv], inputs, decoder.logits, ids)
     forward = ForwardPass(
         *made_of,
-        window=300,
+        windows=[300],
         threads=ThreadCount(1, adapts=False),
         turn=decoder._turn,
     )

@@ -19,7 +19,7 @@ from unimem.engine.graph import Graph, Headers
 from unimem.planning.needs import PREFILL_BATCH, scratch_parts
 from unimem.system import ggml
 
-ARCHS = ("llama", "qwen2", "qwen3")
+ARCHS = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
 
 
 def check_lifetimes(graph: Graph) -> None:
@@ -33,7 +33,7 @@ def check_lifetimes(graph: Graph) -> None:
         )
         for (offset, nbytes), (after, _) in pairwise([*together, (values.total_bytes, 0)]):
             assert offset + nbytes <= after
-    assert values.total_bytes < sum(use.nbytes for use in values.uses) / 3
+    assert values.total_bytes < sum(use.nbytes for use in values.uses) / 2
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -87,7 +87,8 @@ SHAPES = {
 def check_scratch(decoder: Decoder) -> dict[str, int]:
     """The plan's parts are no less than what is taken, and not much more: of small models, most is
     headers."""
-    parts = scratch_parts(decoder.dims, decoder.ctx, decoder.threads, decoder.kv.n_rows)
+    n_rows, experts = decoder._history.n_rows, decoder._model.experts
+    parts = scratch_parts(decoder.dims, decoder.ctx, decoder.threads, n_rows, experts)
     taken, planned = decoder.layout.scratch.used_bytes, sum(parts.values())
     assert taken <= planned <= decoder.layout.scratch.total_bytes
     assert planned <= 1.6 * taken + 64 * 1024
@@ -101,13 +102,18 @@ def check_scratch(decoder: Decoder) -> dict[str, int]:
         ("tiny", "llama"),
         ("tiny", "qwen3"),
         ("deep", "qwen3"),
+        ("tiny", "gemma3"),
+        ("tiny", "qwen3moe"),
+        *(pytest.param(name, "gemma3", marks=pytest.mark.slow) for name in SHAPES),
+        *(pytest.param(name, "qwen3moe", marks=pytest.mark.slow) for name in SHAPES),
     ],
 )
 def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> None:
     kind = "f16" if name in ("many heads", "ordinary") else "f32"
     rope_factors = arch == "llama"
     path = tmp_path / "m.gguf"
-    write_model(path, arch, SHAPES[name], kind, bias=True, rope_factors=rope_factors)
+    biased = arch not in ("gemma3", "qwen3moe")
+    write_model(path, arch, SHAPES[name], kind, bias=biased, rope_factors=rope_factors)
     for ctx, threads in ((1, 1), (2, 3), (77, 1), (PREFILL_BATCH, 3), (600, 1), (600, 3)):
         with Decoder(path, ctx=ctx, threads=threads) as decoder:
             parts = check_scratch(decoder)
@@ -116,8 +122,9 @@ def test_the_plan_bounds_what_is_taken(name: str, arch: str, tmp_path: Path) -> 
             assert all(each.total_bytes <= 1.02 * each.lower_bound_bytes for each in values)
             n_layers = decoder.dims.num_layers
             headers = Headers.bytes_needed(len(decoder.weights.tensors), n_layers)
-            assert headers + 2 * Graph.bytes_needed(n_layers) <= parts["headers"]
-            assert decoder.layout.history.used_bytes == um.plan(path, ctx=ctx).history_bytes
+            assert headers + 2 * Graph.bytes_needed(decoder._model) <= parts["headers"]
+            on_tape = um.plan(path, ctx=ctx).history_bytes if decoder.kv.tape else 0
+            assert decoder.layout.history.used_bytes == on_tape
             if ctx == 600 and name in ("tiny", "ordinary"):
                 assert sum(parts.values()) <= 1.25 * decoder.layout.scratch.used_bytes
 
@@ -156,10 +163,10 @@ def test_what_is_refused_names_what_is_supported(tmp_path: Path) -> None:
         with pytest.raises(UnsupportedModel, match=reason):
             Decoder(path, ctx=8, threads=1)
 
-    refuse("llama, qwen2, qwen3", arch="gpt2")
+    refuse("llama, qwen2, qwen3, gemma3, qwen3moe", arch="gpt2")
     refuse("1 tensor that the engine does not know", arch="qwen3", rope_factors=True)
     for key, value, reason in (
-        ("expert_count", 8, "experts"),
+        ("expert_count", 8, "mixtures of experts are not supported for llama: those of qwen3moe"),
         ("attention.causal", False, "causal"),
         ("rope.scaling.type", "longrope", "longrope.*none, linear and yarn"),
         ("attention.layer_norm_rms_epsilon", 0.0, "epsilon"),

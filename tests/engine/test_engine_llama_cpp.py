@@ -32,6 +32,7 @@ def scaling(kind: str, **more: float) -> dict[str, Any]:
 
 # Other ones of the fast tier have the same architecture, type or scaling, and something beside.
 FAST = {"qwen2 q8_0 bias tied", "qwen3 f16 wide heads", "llama bf16", "rope factors", "rope yarn"}
+FAST |= {"qwen3moe f16"}
 
 OTHER_KV = ("f32", "bf16", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "q8_0,q4_0")
 
@@ -50,6 +51,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "rope factors": {"rope_factors": True, "seed": 5},
     "rope linear": {"seed": 4, "metadata": scaling("linear")},
     "rope none": {"metadata": scaling("none")},
+    # Of four layers, none keeps all.
+    "gemma3 q8_0": {"arch": "gemma3", "kind": "q8_0", "gain": QUANTIZED},
+    "qwen3moe f16": {"arch": "qwen3moe", "shape": small(inner=128)},
+    "qwen3moe q8_0": {"arch": "qwen3moe", "kind": "q8_0", "gain": QUANTIZED},
     "rope yarn": {
         "arch": "qwen2",
         "seed": 4,
@@ -62,13 +67,22 @@ MODELS: dict[str, dict[str, Any]] = {
 KINDS = [
     name for kind, name in ggml.MATMUL_TYPES.items() if ggml_repack.find_order(kind, (256, 64))
 ]
+OTHER_SEED = ("q4_K", "mxfp4")  # where the likeliest experts, or tokens, are in doubt
 REPACKED: dict[str, dict[str, Any]] = {
     **{f"llama {kind}": {"kind": kind, "seed": 5 * (kind == "q2_K")} for kind in KINDS},
     "qwen2 q4_0 bias tied": {"arch": "qwen2", "tied": True},
     "qwen3 q4_0 wide heads": {"arch": "qwen3", "shape": small(head_dim=64)},
     "mistral q4_0": {"shape": small(head_dim=40)},
     "yarn q4_0": MODELS["rope yarn"] | {"seed": 7},
+    "gemma3 q4_0": {"arch": "gemma3", "shape": small(layers=7)},
+    **{
+        f"qwen3moe {kind}": {"arch": "qwen3moe", "kind": kind, "seed": int(kind in OTHER_SEED)}
+        for kind in KINDS
+    },
 }
+
+
+REPACKED_FAST = {"qwen2 q4_0 bias tied", "qwen3moe q4_0"}
 
 
 def prompt_of(n: int) -> list[int]:
@@ -108,7 +122,7 @@ def test_tokens_and_logits(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name == "qwen2 q4_0 bias tied" else [pytest.mark.slow])
+        pytest.param(name, marks=[] if name in REPACKED_FAST else [pytest.mark.slow])
         for name in REPACKED
     ],
 )

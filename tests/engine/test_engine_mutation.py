@@ -23,6 +23,8 @@ from unimem.system import ggml
 
 gguf = pytest.importorskip("gguf")
 
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
+SLOW = ("qwen2", "qwen3")  # others of the fast tier have what they have
 SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=96, vocab=300, ctx=64)
 N_RANDOM = 160
 STEP = 1 if tiers.everything else 5  # of the mutants of an architecture
@@ -123,7 +125,10 @@ def every_tensor_with_another_shape_type_or_place(model: Path) -> list[Mutant]:
     return mutants
 
 
-@pytest.mark.parametrize("arch", tiers.slow_after(1, ["llama", "qwen2", "qwen3"]))
+@pytest.mark.parametrize(
+    "arch",
+    [pytest.param(arch, marks=[pytest.mark.slow] * (arch in SLOW)) for arch in ARCHITECTURES],
+)
 def test_damaged_headers(arch: str, tmp_path: Path, run_python: Run) -> None:
     model = write_model(tmp_path / "model.gguf", arch, SHAPE, "q8_0", tied=True)
     mutants = [
@@ -132,7 +137,7 @@ def test_damaged_headers(arch: str, tmp_path: Path, run_python: Run) -> None:
         *every_tensor_with_another_shape_type_or_place(model),
     ]
     # The fast tier tries other ones with each architecture.
-    first = ["llama", "qwen2", "qwen3"].index(arch)
+    first = ARCHITECTURES.index(arch)
     chosen = [(model, mutant) for mutant in mutants[first % STEP :: STEP]]
     outcomes = run_all(tmp_path, chosen, run_python)
     assert len(outcomes) > 2  # some were refused by the reader, some by the engine, some computed
@@ -145,4 +150,10 @@ def test_random_weights_of_every_type(tmp_path: Path, run_python: Run) -> None:
     for kind in sorted(ggml.MATMUL_TYPES.values()):
         path = tmp_path / f"{kind}.gguf"
         mutants += [(write_model(path, shape=shape, kind=kind, random_bits=True), [])] * 2
+        if kind not in ("f16", "q8_0", "q4_K") and not tiers.everything:
+            continue
+        # Experts are sorted by scores that are not numbers.
+        path = tmp_path / f"{kind}-experts.gguf"
+        write_model(path, "qwen3moe", shape, kind, random_bits=True, experts=(40, 3))
+        mutants.append((path, []))
     assert set(run_all(tmp_path, mutants, run_python)) <= {"computed", "ArithmeticError"}

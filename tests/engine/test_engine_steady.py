@@ -13,7 +13,7 @@ import pytest
 import decoders  # noqa: F401 - skips where something is missing
 import unimem as um
 from conftest import Run
-from models.make import write_model
+from models.make import SMALL, small, write_model
 from project import ROOT
 from unimem.system import ggml_repack
 
@@ -89,8 +89,12 @@ SCRIPT = """
         pytest.param({"threads": 1, "window": 40, "kv_dtype": "bf16"}, {}, marks=pytest.mark.slow),
         ({"threads": 2, "load": "repack"}, {}),
         pytest.param({"threads": 1, "load": "repack"}, {}, marks=pytest.mark.slow),
+        *(pytest.param({"threads": 1}, {}, marks=pytest.mark.slow) for _ in range(2)),
     ],
-    ids=["greedy, two threads", "chance q8_0", "window bf16", "repacked", "repacked, staged"],
+    ids=[
+        *("greedy, two threads", "chance q8_0", "window bf16", "repacked", "repacked, staged"),
+        *("gemma3", "qwen3moe"),
+    ],
 )
 def test_steady_state(
     tmp_path: Path,
@@ -106,7 +110,10 @@ def test_steady_state(
     subprocess.run(
         [str(COMPILER), "-std=c17", "-O2", "-shared", "-fPIC", "-o", shim, SHIM, "-ldl"], check=True
     )
-    model = write_model(tmp_path / "model.gguf", kind="q4_0" if is_repacked else "q8_0")
+    case = request.node.callspec.id
+    arch, shape = (case, small(layers=7)) if case in ("gemma3", "qwen3moe") else ("llama", SMALL)
+    kind = "q4_0" if is_repacked else "q8_0"
+    model = write_model(tmp_path / "model.gguf", arch, shape, kind)
     if "staged" in request.node.name:
         try:
             staged = um.stage(model, repack=True)
@@ -124,7 +131,7 @@ def test_steady_state(
         if counted["faults"] == 0:
             break
     assert all(counted["seen"])
-    assert counted["wrapped"] is ("window" in how)
+    assert counted["wrapped"] is ("window" in how or arch == "gemma3")
     assert counted["load"] == how.get("load", "map")
     assert counted["is_mapped"] is ("staged" in request.node.name)
     assert (counted["faults"], counted["moved"]) == (0, 0)

@@ -147,6 +147,26 @@ def test_flags_of_the_file(spm: Vocab, flags: dict[str, bool], tmp_path: Path) -
     ]
 
 
+@pytest.mark.slow
+def test_a_vocabulary_as_gemma_has_it(tmp_path: Path) -> None:
+    """Begin and end are other ids, no space is put in front, and runs of spaces are tokens."""
+    turns, runs = ["<start_of_turn>", "<end_of_turn>"], ["\n\n", "\n\n\n", "  ", "   "]
+    whole = spm_vocab()
+    vocab = Vocab(whole.tokens + turns + runs, whole.types + [3] * 2 + [4] * 4, whole.metadata)
+    scores = np.concatenate([whole.metadata["tokenizer.ggml.scores"], np.zeros(6, np.float32)])
+    flags = {"bos_token_id": 2, "eos_token_id": 1, "scores": scores}
+    flags |= {"add_space_prefix": False, "add_eos_token": False}
+    metadata = vocab.metadata | {f"tokenizer.ggml.{name}": on for name, on in flags.items()}
+    tokenizer = Tokenizer.from_metadata(metadata)
+    talk = "<start_of_turn>user\nWrite  a\n\nhaiku   .<end_of_turn>\n<start_of_turn>model\n"
+    texts = [*TEXTS, talk, "\n" * 5, " " * 7]
+    answers = ask_llama_cpp(write_model(tmp_path / "gemma.gguf", metadata), texts)
+    assert [tokenizer.encode(text) for text in texts] == answers.plain
+    assert [tokenizer.encode(text, special=True) for text in texts] == answers.special
+    assert sorted(tokenizer.eog_ids) == answers.eog
+    assert vocab.tokens.index("<end_of_turn>") in tokenizer.eog_ids
+
+
 def test_real_vocabulary(tmp_path: Path) -> None:
     if not STORIES.exists():
         pytest.skip(f"the model {STORIES.name} is not beside the project")

@@ -1,7 +1,7 @@
 """llama.cpp as the peer, through the cyllama wheel, in a process of its own.
 
 Both libraries bring a ggml whose symbols must not meet, so tests start this file:
-``python tests/support/llama_cpp.py greedy|quantize|hold|repack JSON``.
+``python tests/support/llama_cpp.py greedy|follow|quantize|hold|repack JSON``.
 """
 
 from __future__ import annotations
@@ -54,6 +54,21 @@ def greedy(
             return [int(token) for token in data["tokens"]], data["logits"]
 
 
+def follow(model: Path, steps: list[list[Any]], *, ctx: int, kv_dtype: str = "f16") -> NDArray[Any]:
+    """Compute what the steps say; returns the logits [n, vocab] behind each token or batch.
+
+    Steps are ``["batch", tokens]``, ``["each", tokens]`` one by one, and ``["remove", first, end]``
+    for tokens at these positions, behind which the others keep theirs. Nothing is overwritten that
+    a layer that slides could show again.
+    """
+    import numpy as np
+
+    options = {"model": str(model), "steps": steps, "ctx": ctx, "kv": kv_dtype}
+    with tempfile.TemporaryDirectory() as folder:
+        _run("follow", options | {"out": f"{folder}/out.npy"})
+        return np.asarray(np.load(f"{folder}/out.npy"))
+
+
 def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
     """Quantize a model with llama.cpp's own quantizer."""
     _run("quantize", {"source": str(source), "target": str(target), "ftype": ftype})
@@ -101,9 +116,18 @@ def _run(command: str, options: dict[str, Any]) -> str:
 
 
 def open_model(
-    model: str, ctx: int, kv_dtype: str, *, repack: bool = False, threads: int = 1
+    model: str,
+    ctx: int,
+    kv_dtype: str,
+    *,
+    repack: bool = False,
+    threads: int = 1,
+    keeps_all: bool = False,
 ) -> tuple[Any, Any]:
-    """A model, as it lies in its file or repacked, and a context of it."""
+    """A model, as it lies in its file or repacked, and a context of it.
+
+    With `keeps_all` layers that slide keep what they do not see any more.
+    """
     from cyllama.llama import llama_cpp
 
     class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
@@ -119,6 +143,7 @@ def open_model(
     params.n_ctx = params.n_batch = ctx
     params.n_threads = params.n_threads_batch = threads
     params.flash_attn_type = 1
+    params.swa_full = keeps_all
     k, _, v = kv_dtype.partition(",")
     params.type_k, params.type_v = KV_KINDS[k], KV_KINDS[v or k]
     return opened, llama_cpp.LlamaContext(opened, params)
@@ -141,6 +166,29 @@ def _greedy(options: dict[str, Any]) -> None:
         tokens.append(int(rows[-1].argmax()))
         batch = [tokens[-1]]
     np.savez(options["out"], tokens=tokens, logits=rows)
+
+
+def _follow(options: dict[str, Any]) -> None:
+    import numpy as np
+    from cyllama.llama import llama_cpp
+
+    model, ctx, kv = options["model"], options["ctx"], options["kv"]
+    _model, context = open_model(model, ctx, kv, keeps_all=True)
+    position, rows = 0, []
+    for kind, *given in options["steps"]:
+        if kind == "remove":
+            if not context.memory_seq_rm(0, *given):
+                raise RuntimeError(f"llama.cpp does not remove {given}")
+            if given[1] == position:
+                position = given[0]
+            continue
+        (tokens,) = given
+        for batch in [tokens] if kind == "batch" else ([token] for token in tokens):
+            if context.decode(llama_cpp.llama_batch_get_one(batch, position)):
+                raise RuntimeError("decode failed")
+            position += len(batch)
+            rows.append(np.array(context.get_logits_ith(-1), np.float32))
+    np.save(options["out"], np.array(rows))
 
 
 def _quantize(options: dict[str, Any]) -> None:
@@ -173,5 +221,6 @@ def _hold(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    commands = {"greedy": _greedy, "quantize": _quantize, "hold": _hold, "repack": _repack}
+    commands = {"greedy": _greedy, "follow": _follow, "quantize": _quantize, "hold": _hold}
+    commands["repack"] = _repack
     commands[sys.argv[1]](json.loads(sys.argv[2]))

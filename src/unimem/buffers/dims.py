@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unimem.system.arguments import integer
 
@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelDims"]
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
+"""What the engine runs."""
 MIXTURES = ("qwen2moe", "qwen3moe")  # beside Mixtral, which is a llama with experts
+KNOWN = tuple(dict.fromkeys(ARCHITECTURES + MIXTURES))
+"""What the dimensions are known of."""
 # Types that are not quantized: floats and integers, by ggml's names.
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"})
 MAX_SPLITS = 32
@@ -143,8 +146,8 @@ class ModelDims:
         Parameters
         ----------
         weights : Weights
-            A model of architecture llama (Mixtral and Mistral are such), qwen2, qwen3, qwen2moe or
-            qwen3moe.
+            A model of architecture llama (Mixtral and Mistral are such), qwen2, qwen3, gemma3,
+            qwen2moe or qwen3moe.
 
         Returns
         -------
@@ -179,10 +182,10 @@ class ModelDims:
                 "the model does not say its architecture, as no safetensors file does: its "
                 "dimensions are not known, and ModelDims(...) takes them"
             )
-        if not isinstance(arch, str) or arch not in ARCHITECTURES + MIXTURES:
+        if not isinstance(arch, str) or arch not in KNOWN:
             raise ValueError(
                 f"the dimensions of architecture {arch!r} are not known; known are "
-                f"{', '.join(ARCHITECTURES + MIXTURES)}"
+                f"{', '.join(KNOWN)}"
             )
         meta = ArchMetadata(weights.metadata, arch)
         layers = meta.count("block_count")
@@ -230,6 +233,67 @@ def _intermediate_size(weights: Contents, meta: ArchMetadata, arch: str, layers:
     if any(name.endswith(".ffn_up.weight") for name in weights.tensors):
         widths.append(meta.per_layer("feed_forward_length", layers))
     return max(widths)
+
+
+class Experts(NamedTuple):
+    """The experts of every layer of a mixture.
+
+    Attributes
+    ----------
+    n : int
+        How many there are.
+    n_used : int
+        How many of them a token uses.
+    size : int
+        Values inside of one.
+    """
+
+    n: int
+    n_used: int
+    size: int
+
+
+class Sliding(NamedTuple):
+    """The layers of a model whose attention slides.
+
+    Attributes
+    ----------
+    window : int
+        Tokens that it sees there: each one itself and those before it.
+    layers : tuple of bool
+        Of each layer, whether it slides.
+    """
+
+    window: int
+    layers: tuple[bool, ...]
+
+
+def read_experts(meta: ArchMetadata, n_layers: int) -> Experts:
+    """Read what experts a mixture has; `ModelDims.from_weights` has checked them."""
+    n_used = meta.count("expert_used_count")
+    if meta.is_written("expert_feed_forward_length"):
+        size = meta.count("expert_feed_forward_length")
+    else:
+        size = meta.per_layer("feed_forward_length", n_layers) // n_used
+    return Experts(meta.count("expert_count"), n_used, size)
+
+
+def read_sliding(meta: ArchMetadata, arch: str, n_layers: int) -> Sliding | None:
+    """Read which layers slide, of an architecture some of whose layers do.
+
+    Of gemma3 that are all but each sixth, or another period that the file names
+    (``set_swa_pattern`` in ``src/llama-hparams.cpp`` of llama.cpp).
+
+    Raises
+    ------
+    ValueError
+        The file does not say over how many tokens, or has no integer above 0 there.
+    """
+    if arch != "gemma3":
+        return None
+    period = meta.count("attention.sliding_window_pattern", 6)
+    window = meta.count("attention.sliding_window")
+    return Sliding(window, tuple(i % period < period - 1 for i in range(n_layers)))
 
 
 class ArchMetadata:

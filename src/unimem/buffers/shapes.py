@@ -14,7 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unimem.buffers.dims import ARCHITECTURES, MIXTURES, ArchMetadata, ModelDims
+from unimem.buffers.dims import (
+    ARCHITECTURES,
+    KNOWN,
+    MIXTURES,
+    ArchMetadata,
+    Experts,
+    ModelDims,
+    read_experts,
+    read_sliding,
+)
 from unimem.system.text import format_count
 
 if TYPE_CHECKING:
@@ -93,12 +102,15 @@ class Layers(NamedTuple):
         Heads of keys and values.
     k_size, v_size : int
         Values of one head's key, and of its value.
+    window : int or None
+        Tokens that attention slides over there, where the engine keeps no more than these.
     """
 
     n_layers: int
     n_heads: int
     k_size: int
     v_size: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +132,8 @@ class Shape:
     slides : int or None
         Tokens that attention of all layers slides over, where it does: the engine shows attention
         all of a context, or a window, and no more than these.
+    experts : Experts or None
+        Those of a mixture that the engine runs.
     unknown : tuple of str
         What is not known, each with the reason.
     """
@@ -131,6 +145,7 @@ class Shape:
     max_ctx: int | None
     unknown: tuple[str, ...] = ()
     slides: int | None = None
+    experts: Experts | None = None
 
     def longest_ctx(self, window: int | None) -> int:
         """Return the longest context that may be asked for, with or without a window."""
@@ -174,7 +189,22 @@ def from_weights(weights: Contents) -> Shape:
             weights, meta, arch, _too_many_layers(dims.num_layers, len(weights.tensors))
         )
     experts = arch in MIXTURES or bool(meta.get("expert_count"))
-    shape = from_dims(dims, arch, (_EXPERTS,) if experts else ())
+    is_run = arch in ARCHITECTURES and arch in MIXTURES
+    shape = from_dims(dims, arch, (_EXPERTS,) if experts and not is_run else ())
+    try:
+        if is_run:
+            shape = replace(shape, experts=read_experts(meta, dims.num_layers))
+        sliding = read_sliding(meta, arch, dims.num_layers)
+    except ValueError as error:
+        return _from_metadata(weights, meta, arch, error)
+    if sliding is not None:
+        assert shape.cache is not None  # of known dimensions
+        n, (layers,) = sum(sliding.layers), shape.cache
+        parts = (
+            layers._replace(n_layers=len(sliding.layers) - n),
+            layers._replace(n_layers=n, window=sliding.window),
+        )
+        return replace(shape, cache=tuple(part for part in parts if part.n_layers))
     slides = meta.get("attention.sliding_window")
     if isinstance(slides, int) and not isinstance(slides, bool) and slides > 0:
         shape = replace(shape, slides=slides)
@@ -191,7 +221,7 @@ def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueE
         unknown.append(f"the KV cache: {error}")
     unknown.append(
         f"the scratch: {why}"
-        if arch in ARCHITECTURES + MIXTURES
+        if arch in KNOWN
         else f"the scratch: what computing {arch!r:.40} takes is the runtime's to say"
     )
     longest = vocab = None

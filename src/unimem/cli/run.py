@@ -403,7 +403,7 @@ def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Tal
     if options.resume is not None:
         saved = decoder._resumable(options.resume)
         n_restored = saved.seq_len
-        used = saved.next_position if decoder.kv.window else n_restored
+        used = saved.next_position if decoder.window else n_restored
     if options.chat:
         from unimem.engine.chat import chat_prompt
 
@@ -527,7 +527,7 @@ def _show(decoder: Decoder, talk: Talk, options: Options, governor: Governor | N
 
 def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> dict[str, str]:
     n_prompt, longest, kv = len(talk.prompt_tokens), decoder.dims.max_seq_len, decoder.kv
-    used = kv.next_position if kv.window else kv.seq_len
+    used = kv.next_position if decoder.window else kv.seq_len
     if options.ctx is not None:
         is_beyond = decoder.ctx > longest
         why = f"as asked for{', beyond what it was made for' * is_beyond}; the model's is {longest}"
@@ -565,12 +565,12 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         f"decode {_speed(talk.n_made, talk.decode_seconds)}",
         "context": f"{format_count(decoder.ctx, 'token')} ({why}), {used} used, "
         f"{n_prompt} of them the prompt"
-        + (f"; attention sees the last {kv.window}" if kv.window else ""),
+        + (f"; attention sees the last {decoder.window}" if decoder.window else ""),
         "session": ", ".join(session),
         "store": store,
         "load": f"{known['load']}: {known['load_reason']}",
         "model": f"{name}: {known['architecture']}, "
-        f"{format_count(decoder.dims.num_layers, 'layer')}, KV {decoder.kv.dtype}, "
+        f"{format_count(decoder.dims.num_layers, 'layer')}, KV {known['kv_dtype']}, "
         f"{format_count(decoder.threads, 'thread')}",
     }
     return {name: fact for name, fact in facts.items() if fact}
@@ -618,7 +618,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
             "ctx": decoder.ctx,
             "threads": decoder.threads,
             "kv_dtype": report.facts["kv_dtype"],
-            "window": decoder.kv.window,
+            "window": decoder.window,
             "load": options.load,
             "pages": options.pages,
             "numa": options.numa,

@@ -1,4 +1,4 @@
-"""A decoder for llama-family models: ggml computes, on memory that unimem placed."""
+"""A decoder for language models: ggml computes, on memory that unimem placed."""
 
 from pathlib import Path
 

@@ -13,9 +13,9 @@ from unimem.accounting.attribution import attribute
 from unimem.accounting.published import NAME
 from unimem.accounting.report import Report
 from unimem.engine.arch import Model
+from unimem.engine.history import History
 from unimem.engine.model_memory import ModelMemory
 from unimem.kv.arrays import kv_name
-from unimem.kv.cache import KVCache
 from unimem.layout import Layout
 from unimem.system import ggml
 from unimem.system.process import read_process
@@ -32,9 +32,10 @@ class DecoderMemory(Protocol):
 
     weights: Weights
     layout: Layout
-    kv: KVCache
     ctx: int
+    window: int | None
     threads: int
+    _history: History
     _model: Model
     _memory: ModelMemory
 
@@ -58,10 +59,10 @@ def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Par
 
 def make_report(decoder: DecoderMemory) -> Report:
     """Report on an open decoder: see `Decoder.report`."""
-    weights, kv, layout = decoder.weights, decoder.kv, decoder.layout
+    weights, layout = decoder.weights, decoder.layout
+    cache = decoder._history.parts[0]  # all have one type
     blocks = [*decoder._memory.blocks, layout.scratch.block, layout.history.block]
-    if kv.block is not None:
-        blocks.append(kv.block)
+    blocks += decoder._history.blocks
     addresses = {block.address for block in blocks}
     addresses |= {part.file.header.address for part in weights._parts}
     own = [
@@ -87,8 +88,8 @@ def make_report(decoder: DecoderMemory) -> Report:
         "load_reason": decoder._memory.load_reason,
         "architecture": decoder._model.arch,
         "ctx": decoder.ctx,
-        "kv_dtype": kv_name(kv.dtype, kv.v_dtype),
-        "window": kv.window,
+        "kv_dtype": kv_name(cache.dtype, cache.v_dtype),
+        "window": decoder.window,
         "threads": decoder.threads,
         "ggml_own": (
             f"at most {format_bytes(ggml.own_bytes(decoder.threads))} from malloc, for contexts "

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from unimem.buffers.dims import ARCHITECTURES, ArchMetadata, ModelDims
+import numpy as np
+
+from unimem.buffers.dims import (
+    ARCHITECTURES,
+    ArchMetadata,
+    Experts,
+    ModelDims,
+    Sliding,
+    read_experts,
+    read_sliding,
+)
 from unimem.kv.arrays import block_values
+from unimem.planning.needs import least_window
 from unimem.system import ggml
 from unimem.system.text import format_count
 
@@ -20,6 +31,56 @@ __all__ = ["Model", "UnsupportedModel"]
 
 class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
     """The engine does not run this model; the message says what it supports."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells the graph of an architecture from that of others.
+
+    The source is llama.cpp, build b9190: ``src/models/`` has a file for each.
+
+    Attributes
+    ----------
+    rope_mode : int
+        Which values of a head are turned together.
+    has_biases : bool or None
+        Whether queries, keys and values have biases; None where some files have them.
+    has_rope_factors : bool
+        Whether a file may have a factor for each angle.
+    norms_heads : bool
+        Whether the heads of queries and keys are normed.
+    norms_outputs : bool
+        Whether the outputs of attention and of the feed-forward network are normed.
+    scales_embedding : bool
+        Whether embeddings are multiplied by the root of their size.
+    is_gelu : bool
+        Whether the feed-forward network is gated by GELU, in its form with tanh, not by SiLU.
+    is_mixture : bool
+        Whether it has experts.
+    """
+
+    rope_mode: int
+    has_biases: bool | None = False
+    has_rope_factors: bool = False
+    norms_heads: bool = False
+    norms_outputs: bool = False
+    scales_embedding: bool = False
+    is_gelu: bool = False
+    is_mixture: bool = False
+
+
+FAMILIES = {
+    "llama": Family(ggml.ROPE_NORMAL, has_biases=None, has_rope_factors=True),
+    "qwen2": Family(ggml.ROPE_NEOX, has_biases=True),
+    "qwen3": Family(ggml.ROPE_NEOX, has_biases=None, norms_heads=True),
+    "gemma3": Family(
+        ggml.ROPE_NEOX, norms_heads=True, norms_outputs=True, scales_embedding=True, is_gelu=True
+    ),
+    "qwen3moe": Family(ggml.ROPE_NEOX, norms_heads=True, is_mixture=True),
+}
+
+# The layers of Gemma 3 27B, by which llama.cpp knows it: its heads are scaled otherwise.
+_LAYERS_OF_27B = 62
 
 
 @dataclass(frozen=True)
@@ -43,8 +104,49 @@ class Model:
     arch: str
     dims: ModelDims
     eps: float
-    rope: Rope
-    window: int | None  # tokens that attention sees, where the file limits them
+    rope: Rope  # of layers that see all tokens
+    window: int | None  # tokens that attention of all layers sees, where the file limits them
+    sliding: Sliding | None = None
+    sliding_rope: Rope | None = None
+    experts: Experts | None = None
+
+    @property
+    def family(self) -> Family:
+        """What tells its graph from that of other architectures."""
+        return FAMILIES[self.arch]
+
+    @property
+    def attention_scale(self) -> float:
+        """What products of queries and keys are multiplied by."""
+        size = self.dims.head_dim
+        if self.arch == "gemma3" and self.dims.num_layers == _LAYERS_OF_27B:
+            size = self.dims.hidden_size // self.dims.num_attention_heads
+        return float(np.float32(1) / np.sqrt(np.float32(size)))
+
+    def rope_of(self, layer: int) -> Rope:
+        """Return the rotary embedding of one layer."""
+        if self.sliding is None or not self.sliding.layers[layer]:
+            return self.rope
+        assert self.sliding_rope is not None  # of a model whose layers slide
+        return self.sliding_rope
+
+    def windows(self, ctx: int, window: int | None) -> tuple[int | None, ...]:
+        """Return how many tokens each layer keeps; None where it keeps all.
+
+        Parameters
+        ----------
+        ctx : int
+            Tokens of context.
+        window : int or None
+            What attention of all layers is to see at most.
+        """
+        if self.sliding is None:
+            return (window,) * self.dims.num_layers
+        found = (
+            least_window(window, self.sliding.window if slides else None)
+            for slides in self.sliding.layers
+        )
+        return tuple(None if each is None or each >= ctx else each for each in found)
 
     @classmethod
     def from_weights(cls, weights: Contents) -> Model:
@@ -76,9 +178,12 @@ class Model:
 
     @classmethod
     def _checked(cls, weights: Contents, arch: str) -> Model:
-        meta = ArchMetadata(weights.metadata, arch)
-        if meta.get("expert_count"):
-            raise UnsupportedModel("mixtures of experts are not supported")
+        meta, family = ArchMetadata(weights.metadata, arch), FAMILIES[arch]
+        if meta.get("expert_count") and not family.is_mixture:
+            raise UnsupportedModel(
+                f"mixtures of experts are not supported for {arch}: those of "
+                f"{', '.join(name for name, one in FAMILIES.items() if one.is_mixture)} are"
+            )
         dims = ModelDims.from_weights(weights)
         if meta.get("attention.causal") is False:
             raise UnsupportedModel("models without causal attention are not supported")
@@ -89,31 +194,54 @@ class Model:
                     f"'{arch}.{name}' is {value}, but only the head's size, {dims.head_dim}, "
                     "is supported"
                 )
+        if meta.get("final_logit_softcapping") or meta.get("attn_logit_softcapping"):
+            raise UnsupportedModel(f"{arch} with softcapping of logits is not supported")
         eps = meta.number("attention.layer_norm_rms_epsilon")
         if not 0 < eps < 1:
             raise UnsupportedModel(f"'{arch}.attention.layer_norm_rms_epsilon' is {eps}")
-        window = meta.get("attention.sliding_window")
-        _check_tensors(weights, arch, dims)
-        return cls(
-            arch=arch,
-            dims=dims,
-            eps=eps,
-            rope=_rope(meta, arch, dims),
-            window=meta.count("attention.sliding_window") if window else None,
-        )
+        experts = read_experts(meta, dims.num_layers) if family.is_mixture else None
+        _check_tensors(weights, arch, dims, experts)
+        rope = _rope(meta, arch, dims)
+        sliding = read_sliding(meta, arch, dims.num_layers)
+        sliding_rope = window = None
+        if sliding is not None:
+            base = _checked_base(meta, arch, "rope.freq_base_swa")
+            sliding_rope = replace(rope, freq_base=base, freq_scale=1.0)
+        elif meta.get("attention.sliding_window"):
+            window = meta.count("attention.sliding_window")
+        return cls(arch, dims, eps, rope, window, sliding, sliding_rope, experts)
 
-    def check_head(self, kv_dtype: str) -> None:
-        """Refuse a type of cache that this model's heads do not fit into.
+    def check_types(self, k_dtype: str, v_dtype: str) -> None:
+        """Refuse types of a cache that this model's heads do not fit into, or its layers.
 
         Raises
         ------
         UnsupportedModel
         """
-        n = block_values(kv_dtype)
-        if self.dims.head_dim % n:
+        for dtype in (k_dtype, v_dtype):
+            n = block_values(dtype)
+            if self.dims.head_dim % n:
+                raise UnsupportedModel(
+                    f"a {dtype} cache holds blocks of {n} values, and the model's heads have "
+                    f"{self.dims.head_dim}; f16, bf16 and f32 work"
+                )
+        if self.sliding is not None and k_dtype != v_dtype:
             raise UnsupportedModel(
-                f"a {kv_dtype} cache holds blocks of {n} values, and the model's heads have "
-                f"{self.dims.head_dim}; f16, bf16 and f32 work"
+                f"attention of some layers of {self.arch} slides, and rings have one type: "
+                f"expected the same of K and of V, got {k_dtype} and {v_dtype}"
+            )
+
+    def check_store(self) -> None:
+        """Refuse a store of prefixes, which takes caches whose layers are alike.
+
+        Raises
+        ------
+        UnsupportedModel
+        """
+        if self.sliding is not None:
+            raise UnsupportedModel(
+                f"store: attention of some layers of {self.arch} slides, and a store keeps caches "
+                "whose layers are alike: leave it out; save_session keeps this model's"
             )
 
     def check_window(self, n: int) -> None:
@@ -138,12 +266,11 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
         raise UnsupportedModel(
             f"rope scaling {kind!r:.60} is not supported; supported are none, linear and yarn"
         )
-    base = meta.number("rope.freq_base", 10000.0)
+    base = _checked_base(meta, arch, "rope.freq_base")
     factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 0.0))
     attn_factor = meta.number("rope.scaling.attn_factor", 1.0)
     # The limits keep every power and logarithm below in the range of a float.
     for name, value, low, high in (
-        ("rope.freq_base", base, 1.0, 1e30),
         ("rope.scaling.factor", factor or 1.0, 1e-6, 1e6),
         ("rope.scaling.attn_factor", attn_factor, 1e-6, 1e6),
     ):
@@ -158,13 +285,21 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
         # 1 for a factor above 1.
         attn_factor *= max(1.0, 1.0 + 0.1 * math.log(factor)) / (1.0 + 0.1 * math.log(factor))
     return Rope(
-        mode=ggml.ROPE_NORMAL if arch == "llama" else ggml.ROPE_NEOX,
+        mode=FAMILIES[arch].rope_mode,
         freq_base=base,
         freq_scale=1.0 / factor,
         ext_factor=ext_factor,
         attn_factor=attn_factor,
         original_ctx=meta.count("rope.scaling.original_context_length", dims.max_seq_len),
     )
+
+
+def _checked_base(meta: ArchMetadata, arch: str, name: str) -> float:
+    """Read the base of the angles, which is such that its powers are in the range of a float."""
+    base = meta.number(name, 10000.0)
+    if not 1.0 < base < 1e30:
+        raise UnsupportedModel(f"'{arch}.{name}' is {base}, not between 1 and 1e+30")
+    return base
 
 
 @dataclass(frozen=True)
@@ -174,43 +309,59 @@ class _Expected:
     required: bool = True
 
 
-def _list_expected(arch: str, dims: ModelDims) -> Iterator[_Expected]:
+def _list_expected(arch: str, dims: ModelDims, experts: Experts | None) -> Iterator[_Expected]:
+    family = FAMILIES[arch]
     hidden, inner = dims.hidden_size, dims.intermediate_size
     q, kv = dims.q_size, dims.kv_size
     yield _Expected("token_embd.weight", (hidden, dims.vocab_size))
     yield _Expected("output.weight", (hidden, dims.vocab_size), required=False)
     yield _Expected("output_norm.weight", (hidden,))
-    if arch == "llama":
+    if family.has_rope_factors:
         yield _Expected("rope_freqs.weight", (dims.head_dim // 2,), required=False)
+    vectors = {"attn_norm": hidden, "ffn_norm": hidden}
+    if family.norms_heads:
+        vectors |= {"attn_q_norm": dims.head_dim, "attn_k_norm": dims.head_dim}
+    if family.norms_outputs:
+        vectors |= {"post_attention_norm": hidden, "post_ffw_norm": hidden}
+    matrices: dict[str, tuple[int, ...]] = {
+        "attn_q": (hidden, q),
+        "attn_k": (hidden, kv),
+        "attn_v": (hidden, kv),
+        "attn_output": (q, hidden),
+    }
+    if experts is None:
+        matrices |= {
+            "ffn_gate": (hidden, inner),
+            "ffn_up": (hidden, inner),
+            "ffn_down": (inner, hidden),
+        }
+    else:
+        n, size = experts.n, experts.size
+        matrices |= {
+            "ffn_gate_inp": (hidden, n),
+            "ffn_gate_exps": (hidden, size, n),
+            "ffn_up_exps": (hidden, size, n),
+            "ffn_down_exps": (size, hidden, n),
+        }
     for layer in range(dims.num_layers):
         blk = f"blk.{layer}"
-        yield _Expected(f"{blk}.attn_norm.weight", (hidden,))
-        yield _Expected(f"{blk}.ffn_norm.weight", (hidden,))
-        for name, n_in, n_out in (
-            ("attn_q", hidden, q),
-            ("attn_k", hidden, kv),
-            ("attn_v", hidden, kv),
-            ("attn_output", q, hidden),
-            ("ffn_gate", hidden, inner),
-            ("ffn_up", hidden, inner),
-            ("ffn_down", inner, hidden),
-        ):
-            yield _Expected(f"{blk}.{name}.weight", (n_in, n_out))
-            if name in ("attn_q", "attn_k", "attn_v"):
-                yield _Expected(f"{blk}.{name}.bias", (n_out,), required=arch == "qwen2")
-        if arch == "qwen3":
-            yield _Expected(f"{blk}.attn_q_norm.weight", (dims.head_dim,))
-            yield _Expected(f"{blk}.attn_k_norm.weight", (dims.head_dim,))
+        for name, size in vectors.items():
+            yield _Expected(f"{blk}.{name}.weight", (size,))
+        for name, ne in matrices.items():
+            yield _Expected(f"{blk}.{name}.weight", ne)
+            if name in ("attn_q", "attn_k", "attn_v") and family.has_biases is not False:
+                is_there = family.has_biases is True
+                yield _Expected(f"{blk}.{name}.bias", ne[1:], required=is_there)
 
 
-def _check_tensors(weights: Contents, arch: str, dims: ModelDims) -> None:
+def _check_tensors(weights: Contents, arch: str, dims: ModelDims, experts: Experts | None) -> None:
     if dims.num_layers > len(weights.tensors):
         raise UnsupportedModel(
             f"the metadata speaks of {format_count(dims.num_layers, 'layer')}, but the file has "
             f"only {format_count(len(weights.tensors), 'tensor')}"
         )
     known = set()
-    for expected in _list_expected(arch, dims):
+    for expected in _list_expected(arch, dims, experts):
         known.add(expected.name)
         tensor = weights.tensors.get(expected.name)
         if tensor is None:

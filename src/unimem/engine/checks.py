@@ -14,6 +14,7 @@ from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot
 from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
+from unimem.kv.mixed import MixedKVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
 from unimem.planning.plan import plan
@@ -43,8 +44,7 @@ def check_model(
     if layout is not None and not isinstance(layout, Layout):
         raise TypeError(f"layout: expected a unimem.Layout, got {layout!r:.60}")
     model = Model.from_weights(weights)
-    for dtype in kv_pair(kv_dtype):
-        model.check_head(dtype)
+    model.check_types(*kv_pair(kv_dtype))
     placement: dict[str, Any] = {}
     if layout is not None:
         asked = layout.history.block.requested
@@ -71,8 +71,13 @@ def check_model(
 
 
 def check_session(
-    path: str | os.PathLike[str], kv: KVCache, model: str, vocab_size: int, ctx: int
-) -> Snapshot:
+    path: str | os.PathLike[str],
+    kv: KVCache,
+    model: str,
+    vocab_size: int,
+    ctx: int,
+    window: int | None,
+) -> Snapshot | snapshot.LayersSnapshot:
     """Read the description of a saved session, and refuse one that does not fit or belong here.
 
     Parameters
@@ -85,6 +90,8 @@ def check_session(
         The fingerprint of the weights that it would be used with.
     vocab_size, ctx : int
         Tokens that the model has, and that fit in the context.
+    window : int or None
+        Tokens that attention of all layers sees: the context ends by positions then.
     """
     saved = snapshot.describe(path)
     name = saved.path
@@ -92,12 +99,18 @@ def check_session(
         raise SnapshotError(
             f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
         )
-    if isinstance(saved, snapshot.LayersSnapshot):
+    keys: tuple[str, ...] = ("n_layers", "n_kv_heads", "head_dim", "batch")
+    keys += ("dtype", "v_dtype", "window", "order")
+    if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv, MixedKVCache):
+        there, ours = "differ", "do not"
+        if isinstance(kv, MixedKVCache):
+            there, ours = "are alike", "differ"
         raise SnapshotError(
-            "it is of a cache whose layers differ, and this one's do not", path=name
+            f"it is of a cache whose layers {there}, and this one's {ours}", path=name
         )
-    dims = ("n_layers", "n_kv_heads", "head_dim", "batch")
-    for key in (*dims, "dtype", "v_dtype", "window", "order"):
+    if isinstance(saved, snapshot.LayersSnapshot):
+        keys = ("layers", "batch", "order")
+    for key in keys:
         there, ours = getattr(saved, key), getattr(kv, key)
         if there != ours:
             raise SnapshotError(
@@ -110,7 +123,7 @@ def check_session(
         raise SnapshotError(
             f"token {saved.tokens.max()} is not among the model's {vocab_size}", path=name
         )
-    n = saved.next_position if kv.window else saved.seq_len
+    n = saved.next_position if window else saved.seq_len
     if n > ctx or saved.next_position > MOST_POSITIONS:
         raise CacheFull(
             f"{name}: a session of {n} token{'s' * (n > 1)} does not fit in the context of {ctx}: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from unimem.engine.accounting import list_parts, make_report
 from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
+from unimem.engine.history import History
 from unimem.engine.model_memory import ModelMemory
 from unimem.engine.prefixes import Prefixes
 from unimem.engine.sampling import Sampling
@@ -27,7 +27,6 @@ from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.kv.store import KVStore
 from unimem.layout import Layout
@@ -39,7 +38,7 @@ from unimem.weights.opened import Weights
 
 if TYPE_CHECKING:
     from unimem.engine.tokenizer import Tokenizer
-    from unimem.kv.snapshot import Snapshot
+    from unimem.kv.snapshot import LayersSnapshot, Snapshot
 
 __all__ = ["Decoder"]
 
@@ -51,9 +50,11 @@ class Decoder:
 
     All memory is taken at the start: weights are mapped, or lie in memory of their own; the KV
     cache lies on the layout's history tape, or with a window in a ring of its own, placed like that
-    tape; graphs, values, inputs and logits lie on the scratch tape, kept. A step afterwards takes
-    nothing. ggml computes with threads of its own; a decoder itself is for one thread at a time,
-    and not for use after a fork. What ends it waits for the token that another thread computes.
+    tape; graphs, values, inputs and logits lie on the scratch tape, kept. Where attention of some
+    layers slides, as in gemma3, the cache is a ``KVCache(layers=...)``: rings for these, and rows
+    of all tokens for the others, all placed like that tape. A step afterwards takes nothing. ggml
+    computes with threads of its own; a decoder itself is for one thread at a time, and not for use
+    after a fork. What ends it waits for the token that another thread computes.
 
     Parameters
     ----------
@@ -67,7 +68,8 @@ class Decoder:
         Type of the KV cache, as for `plan`.
     window : int, optional
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
-        then, and as long as this, not as `ctx`. By default attention sees all.
+        then, and as long as this, not as `ctx`. By default attention sees all that the model's
+        layers see.
     threads : int, optional
         Threads that compute. By default at most as many as `plan` says, so that a small model has
         one; fewer make tokens while other work keeps them waiting, which changes the last bits of
@@ -81,7 +83,8 @@ class Decoder:
         the layout's history. ``"auto"`` does so with a file that gains by it, where all fits.
     store : KVStore, optional
         Where the first tokens of a prompt are looked for, in whole chunks, before they are
-        computed, and where prompts are put. It is borrowed, not closed. What goes wrong with it is
+        computed, and where prompts are put; not for a model some of whose layers slide. It is
+        borrowed, not closed. What goes wrong with it is
         a `PlacementWarning`, and the tokens are computed.
     progress : callable, optional
         Called while a file is read, with the bytes that were read and all bytes, as by
@@ -113,6 +116,8 @@ class Decoder:
         sees the tokens that it holds, each at its own position.
     ctx, threads : int
         Tokens that fit in the cache, with a window the most positions; the most threads.
+    window : int or None
+        As given.
 
     Examples
     --------
@@ -139,12 +144,15 @@ class Decoder:
         self._closed = True
         self._turn = Turn()
         self._owns_layout = layout is None
+        self.window = window
         cache: dict[str, Any] = {"kv_dtype": kv_dtype, "window": window}
         asked = cache | {"layout": layout, "ctx": ctx, "threads": threads}
         self._memory = ModelMemory(path_or_weights, load, progress, **asked)
         self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
         try:
+            if store is not None:
+                self._memory.model.check_store()
             self._prefixes = None if store is None else Prefixes(store, self.weights)
             assert needed.ctx is not None  # of a model that the engine runs
             if layout is None:
@@ -185,7 +193,10 @@ class Decoder:
         self._threadpool = 0
         self._made: list[Headers | Graph] = []
         self._batch = min(PREFILL_BATCH, self.ctx)
-        self.kv = self._new_cache(kv_dtype, window)
+        self._history = History(
+            self._model, kv_dtype, self.ctx, window, self._batch, self.layout.history
+        )
+        self.kv: KVCache = self._history.kv
         try:
             self.kv.warm(self.threads)
             scratch.warm(self.threads)
@@ -201,64 +212,43 @@ class Decoder:
         self.layout.attach(self.kv)
         self._hold_blocks()
 
-    def _new_cache(self, kv_dtype: str, window: int | None) -> KVCache:
-        history, (k_dtype, v_dtype) = self.layout.history, kv_pair(kv_dtype)
-        types = {"dtype": k_dtype, "v_dtype": v_dtype}
-        if window is None:
-            return KVCache.for_dims(self.dims, max_seq_len=self.ctx, tape=history, **types)
-        asked = history.block.requested
-        return KVCache.for_dims(
-            self.dims,
-            max_seq_len=self.ctx,
-            **types,
-            window=window,
-            spare_rows=self._batch,
-            pages=asked["pages"],
-            numa=asked["numa"],
-            lock=asked["lock"],
-        )
-
     def _build(self) -> None:
         take, dims, model = self.layout.scratch.take_address, self.dims, self._model
-        batch, n_rows = self._batch, self.kv.n_rows
-        parts = [
-            (self.kv.address(layer, "k"), self.kv.address(layer, "v"))
-            for layer in range(dims.num_layers)
-        ]
-        for k, v in parts:
-            # Attention multiplies masked rows by zero, and NaN times zero is NaN.
-            ctypes.memset(k, 0, self.kv.row_bytes * n_rows)
-            ctypes.memset(v, 0, self.kv.v_row_bytes * n_rows)
+        batch, history = self._batch, self._history
+        history.fill_with_zeros()
         tensors = {
             name: (tensor.ggml_type, tensor.ne, tensor.address)
             for name, tensor in self.weights.tensors.items()
             if tensor.ggml_type is not None  # as those of a checked model are not
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
-        kinds = ggml.KV_KINDS[self.kv.dtype], ggml.KV_KINDS[self.kv.v_dtype]
-        headers = Headers(model, tensors, parts, n_rows, kinds, take(nbytes), nbytes)
+        part = history.parts[0]  # they have one type
+        kinds = ggml.KV_KINDS[part.dtype], ggml.KV_KINDS[part.v_dtype]
+        lanes, n_rows = history.lanes(), history.n_rows
+        headers = Headers(model, tensors, lanes, n_rows, kinds, take(nbytes), nbytes)
         self._made.append(headers)
         self._memory.adopt(headers)
         arrays = Arrays(
             tokens=take(4 * batch),
             positions=take(4 * batch),
-            rows=take(8 * batch),
+            rows=tuple(take(8 * batch) for _ in n_rows),
             last=take(4),
             logits=take(4 * dims.vocab_size),
         )
         self._tokens = view(arrays.tokens, batch, "int32")
         self._positions = view(arrays.positions, batch, "int32")
-        self._rows = view(arrays.rows, batch, "int64")
+        self._rows = [view(rows, batch, "int64") for rows in arrays.rows]
         self._logits_address = arrays.logits
         self._logits = view(arrays.logits, dims.vocab_size, "float32")
         self._logits[:] = 0
         ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
-        vectors = [self._tokens, self._positions, self._rows, view(arrays.last, 1, "int32"), ids]
+        vectors = [self._tokens, self._positions, *self._rows, view(arrays.last, 1, "int32"), ids]
         self._parts = list_parts(vectors, self._logits)
-        nbytes = Graph.bytes_needed(dims.num_layers)
+        nbytes = Graph.bytes_needed(model)
         graphs = []
         for n in (1, batch):
-            graph = Graph(model, headers, arrays, n, take(2 * n * n_rows), take(nbytes), nbytes)
+            masks = [take(2 * n * rows) for rows in n_rows]
+            graph = Graph(model, headers, arrays, n, masks, take(nbytes), nbytes)
             graphs.append(graph)
             self._made.append(graph)
         self._decode, self._prefill = graphs
@@ -267,10 +257,9 @@ class Decoder:
         work = take(max(graph.work_bytes(self.threads, self._threadpool) for graph in graphs))
         for graph in graphs:
             graph.set_memory(arena, work, self.threads, self._threadpool)
-        window = self.kv.window or self.ctx
         self._forward = ForwardPass(
-            self._decode, self._prefill, self.kv, arrays, self._logits, ids,
-            window=window, threads=self._count, turn=self._turn,
+            self._decode, self._prefill, self.kv, history.parts, arrays, self._logits, ids,
+            windows=history.windows, threads=self._count, turn=self._turn,
         )  # fmt: skip
 
     # ---- memory -------------------------------------------------------------------------------
@@ -319,9 +308,10 @@ class Decoder:
             "logits": self._logits.ctypes.data,
             "tokens": self._tokens.ctypes.data,
             "positions": self._positions.ctypes.data,
-            "rows": self._rows.ctypes.data,
-            "mask": self._decode.mask.ctypes.data,
         }
+        for i, (rows, mask) in enumerate(zip(self._rows, self._decode.masks, strict=True)):
+            of_part = f".part{i}" if i else ""
+            named |= {f"rows{of_part}": rows.ctypes.data, f"mask{of_part}": mask.address}
         for layer in range(self.dims.num_layers):
             for part in ("k", "v"):
                 named[f"{part}.{layer}"] = self.kv.address(layer, part)
@@ -494,7 +484,7 @@ class Decoder:
         n = self.kv.next_position
         if self.kv.is_empty:
             raise RuntimeError("there is nothing to save: prefill tokens first")
-        known = min(self._forward.n_ids, self.kv._lowest_end)
+        known = self._forward.n_known
         if n > known:
             raise RuntimeError(
                 f"the ids of the tokens at positions {known} to {n - 1} are not known, since "
@@ -545,26 +535,20 @@ class Decoder:
         try:
             snapshot.read_into(self.kv, path, tokens=ids, model=saved.model)
             self._forward.note_ids(0, ids)
-            last = [row.copy() for row in self._last_rows(saved)]
-            self.kv.crop(saved.seq_len - 1)
-            self._forward.step(int(ids[-1]))
+            last = [row.copy() for row in self._history.last_rows()]
+            self._forward.step_again(int(ids[-1]))
             # Computed from the tokens that are left, they differ where some had been trimmed.
-            for row, was in zip(self._last_rows(saved), last, strict=True):
+            for row, was in zip(self._history.last_rows(), last, strict=True):
                 row[:] = was
         except BaseException:
             self.reset()
             raise
         return self.logits
 
-    def _resumable(self, path: str | os.PathLike[str]) -> Snapshot:
+    def _resumable(self, path: str | os.PathLike[str]) -> Snapshot | LayersSnapshot:
         """Read the description of a saved session, and refuse one that does not fit here."""
         fingerprint, vocab_size = self.weights.fingerprint, self.dims.vocab_size
-        return check_session(path, self.kv, fingerprint, vocab_size, self.ctx)
-
-    def _last_rows(self, saved: Snapshot) -> Iterator[NDArray[np.uint8]]:
-        """View the last token's bytes in each lane."""
-        sizes = {"k": self.kv.row_bytes, "v": self.kv.v_row_bytes}
-        return (self.kv._rows(*lane)[-sizes[lane.part] :] for lane in saved.lanes)
+        return check_session(path, self.kv, fingerprint, vocab_size, self.ctx, self.window)
 
     # ---- computing ----------------------------------------------------------------------------
 
@@ -599,9 +583,9 @@ class Decoder:
 
         Notes
         -----
-        When it is interrupted, none of the tokens counts; but with a window whole batches of
-        `PREFILL_BATCH` tokens do, since a ring cannot go back: ``kv.next_position`` says how far it
-        came.
+        When it is interrupted, none of the tokens counts; but with a window, or where layers slide,
+        whole batches of `PREFILL_BATCH` tokens do, since a ring cannot go back:
+        ``kv.next_position`` says how far it came.
         """
         self._check_open()
         checked = check_tokens(tokens, self.dims.vocab_size)
@@ -743,7 +727,7 @@ class Decoder:
                 self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
         except BaseException:
             # What a ring has computed stays, as without a store.
-            if not self._closed and not self.kv.window and self.kv.seq_len > begin:
+            if not self._closed and not self._history.is_cut and self.kv.seq_len > begin:
                 self.kv.crop(begin)
             raise
         self._tally.count(len(tokens) - n, 0)
@@ -755,7 +739,7 @@ class Decoder:
             self._forward.step(int(tokens[0]))
             return
         # A ring has rows for one batch beside its window.
-        most = self._batch if self.kv.window else len(tokens)
+        most = self._batch if self._history.is_cut else len(tokens)
         for start in range(0, len(tokens), most):
             self._forward.prefill(tokens[start : start + most])
             self._tally.hold(self.kv.memory_usage_bytes, self.kv.seq_len)

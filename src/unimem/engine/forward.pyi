@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -15,21 +16,24 @@ class ForwardPass:
         decode: Graph,
         prefill: Graph,
         kv: KVCache,
+        parts: Sequence[KVCache],
         inputs: Arrays,
         logits: NDArray[Any],
         ids: NDArray[Any],
         *,
-        window: int,
+        windows: Sequence[int],
         threads: ThreadCount,
         turn: Ownership,
     ) -> None: ...
-    window: int
     tally: Tally
+    windows: Sequence[int]
     graph_compute_address: int
     @property
     def threads(self) -> ThreadCount: ...
     @property
     def n_ids(self) -> int: ...
+    @property
+    def n_known(self) -> int: ...
     @property
     def logits_end(self) -> int: ...
     @property
@@ -40,6 +44,7 @@ class ForwardPass:
     def next_token(self, temperature: float, top_k: int, top_p: float, seed: int | None) -> int: ...
     def choose(self, options: Sampling) -> int: ...
     def step(self, token: int) -> None: ...
+    def step_again(self, token: int) -> None: ...
     def prefill(self, tokens: NDArray[Any]) -> None: ...
     def note_ids(self, position: int, tokens: NDArray[Any]) -> None: ...
     def forget(self) -> None: ...

@@ -38,6 +38,7 @@ cnp.import_array()
 
 cdef enum:
     KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
+    MOST_PARTS = 2  # of a cache: layers that keep all tokens, and layers that keep a window
     NO_ROW = -2  # no row comes next after this one
     SUCCESS = 0  # of ggml_status
     ABORTED = 1
@@ -65,14 +66,27 @@ cdef struct Team:  # system/ggml.py
 ctypedef int (*Compute)(void *graph, ComputePlan *plan) noexcept nogil
 
 
+cdef struct Mask:  # unimem.engine.graph.Mask
+    uint16_t *values  # [n_tokens, n_kv]
+    size_t *strides  # nb[1] to nb[3] of its header
+    uintptr_t *lengths  # addresses of the int64 that are the number of rows that attention reads
+    Py_ssize_t n_lengths
+    int64_t n_kv
+
+
 cdef struct Graph:
     void *graph
     ComputePlan *plan
-    uint16_t *mask  # [n_tokens, n_kv]
-    size_t *mask_strides  # nb[1] to nb[3] of its header
-    uintptr_t *lengths  # addresses of the int64 that are the number of rows that attention reads
-    Py_ssize_t n_lengths
-    int64_t n_tokens, n_kv
+    int64_t n_tokens
+    Mask masks[MOST_PARTS]
+
+
+cdef struct Part:  # layers of the cache that are kept together
+    um.um_kv *kv
+    int64_t window  # tokens that each one sees
+    int64_t *rows  # what both graphs read
+    uint64_t row, held  # where the next token goes, and the tokens before it
+    int64_t shown_first, shown_last  # rows that the mask of the decode graph shows
 
 
 cdef int64_t now_ns() noexcept nogil:
@@ -85,16 +99,16 @@ cdef c_bool is_over(void *deadline_ns) noexcept nogil:
     return now_ns() > (<int64_t *>deadline_ns)[0]
 
 
-cdef void attend(Graph *g, int64_t n_kv) noexcept nogil:
-    """Make attention read the first n_kv rows of the cache."""
+cdef void attend(Mask *mask, int64_t n_tokens, int64_t n_kv) noexcept nogil:
+    """Make attention read the first n_kv rows of a part."""
     cdef Py_ssize_t i
-    if n_kv == g.n_kv:
+    if n_kv == mask.n_kv:
         return
-    for i in range(g.n_lengths):
-        (<int64_t *>g.lengths[i])[0] = n_kv
-    g.mask_strides[0] = 2 * n_kv
-    g.mask_strides[1] = g.mask_strides[2] = 2 * n_kv * g.n_tokens
-    g.n_kv = n_kv
+    for i in range(mask.n_lengths):
+        (<int64_t *>mask.lengths[i])[0] = n_kv
+    mask.strides[0] = 2 * n_kv
+    mask.strides[1] = mask.strides[2] = 2 * n_kv * n_tokens
+    mask.n_kv = n_kv
 
 
 cdef void fill(uint16_t *mask, int64_t begin, int64_t end, uint16_t value) noexcept nogil:
@@ -109,6 +123,19 @@ cdef void show(uint16_t *mask, int64_t n_kv, int64_t first, int64_t last) noexce
     if first < 0:
         fill(mask, n_kv + first, n_kv, SHOWN)
     fill(mask, max(first, 0), last + 1, SHOWN)
+
+
+cdef int64_t first_row(const Part *part, int64_t held, int64_t row) noexcept nogil:
+    """The first row that the token in `row` sees; below 0, counted round the ring."""
+    return row - min(held, part.window - 1)
+
+
+cdef int64_t n_kv_of(const Part *part, int64_t first, int64_t end) noexcept nogil:
+    """How many rows attention reads, so that [first, end) are among them."""
+    cdef int64_t n_rows = part.kv.n_rows
+    if first < 0:
+        return n_rows
+    return min(n_rows, (end + KV_BUCKET - 1) // KV_BUCKET * KV_BUCKET)
 
 
 cdef bint is_greedy(temperature, top_k, top_p, seed) except -1:
@@ -131,13 +158,16 @@ cdef class ForwardPass:
     decode, prefill : unimem.engine.graph.Graph
         The graph of one token, and that of a batch, with their memory.
     kv : KVCache
-        With a row for each token of `window` and of a batch.
+        With a row for each token that is seen, and of a batch.
+    parts : sequence of KVCache
+        The caches that it is of: itself, or one for each kind of layers, those that keep all
+        tokens first.
     inputs : unimem.engine.graph.Arrays
         Where the graphs read and write.
     logits, ids : numpy.ndarray
         float32 [vocab], what the graphs write; int32 [ctx], where ids are noted, by position.
-    window : int
-        Tokens that each one sees: itself and those before it.
+    windows : sequence of int
+        Of each part, the tokens that each one sees: itself and those before it.
     threads : ThreadCount
         How many threads compute.
     turn : Ownership
@@ -145,7 +175,7 @@ cdef class ForwardPass:
 
     Attributes
     ----------
-    window, threads
+    threads
         As given.
     tally : unimem.accounting.published.Tally
         Where tokens are counted.
@@ -158,56 +188,69 @@ cdef class ForwardPass:
     graph_compute_address : int
         ggml's function.
     """
-    cdef public int64_t window
     cdef public uintptr_t graph_compute_address
     cdef public object tally
     cdef readonly ThreadCount threads
     cdef readonly uint64_t n_ids, logits_end
     cdef readonly int64_t compute_ns
     cdef KVCache _kv
+    cdef tuple _caches
+    cdef int _n_parts
+    cdef Part _parts[MOST_PARTS]
     cdef Ownership _turn
     cdef object _prefill_graph, _rng, _seed
     cdef cnp.ndarray _logits, _ids
     cdef Graph _decode, _prefill
     cdef int64_t _batch, _ctx
-    cdef int64_t _shown_first, _shown_last  # rows that the mask of `_decode` shows
     # The inputs of both graphs.
     cdef int32_t *_tokens
     cdef int32_t *_positions
-    cdef int64_t *_rows
     cdef int32_t *_last
     cdef Team *_team
     cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
     cdef bint _is_closed
 
-    def __init__(self, decode, prefill, KVCache kv not None, inputs, cnp.ndarray logits not None,
-                 cnp.ndarray ids not None, *, window, ThreadCount threads not None,
-                 Ownership turn not None):
+    def __init__(self, decode, prefill, KVCache kv not None, parts, inputs,
+                 cnp.ndarray logits not None, cnp.ndarray ids not None, *, windows,
+                 ThreadCount threads not None, Ownership turn not None):
+        cdef KVCache cache
+        cdef int i
         self._prefill_graph = prefill
-        self._kv = kv
+        self._kv, self._caches, self._n_parts = kv, tuple(parts), len(parts)
+        assert self._n_parts <= MOST_PARTS
+        self.windows = windows
+        for i in range(self._n_parts):
+            cache = self._caches[i]
+            self._parts[i].kv = &cache.kv
+            self._parts[i].rows = <int64_t *><uintptr_t>inputs.rows[i]
+            self._parts[i].shown_last = NO_ROW
         self._logits, self._ids = logits, ids
         self._ctx, self._batch = ids.shape[0], prefill.batch
-        self.window, self.threads, self._turn = window, threads, turn
+        self.threads, self._turn = threads, turn
         self._tokens = <int32_t *><uintptr_t>inputs.tokens
         self._positions = <int32_t *><uintptr_t>inputs.positions
-        self._rows = <int64_t *><uintptr_t>inputs.rows
         self._last = <int32_t *><uintptr_t>inputs.last
         self._team = <Team *><uintptr_t>ggml.team_address
         self.graph_compute_address = ggml.graph_compute_address
-        self._shown_last = NO_ROW
         self._argmax = PyDataType_GetArrFuncs(logits.dtype).argmax
         self._load(&self._decode, decode)
         self._load(&self._prefill, prefill)
 
     cdef int _load(self, Graph *g, graph) except -1:
-        cdef cnp.ndarray lengths = graph.kv_lengths  # which the graph keeps
+        cdef cnp.ndarray lengths
+        cdef Mask *mask
+        cdef int i
         g.graph = <void *><uintptr_t>graph.address
         g.plan = <ComputePlan *><uintptr_t>graph.plan_address
-        g.mask = <uint16_t *><uintptr_t>graph.mask_address
-        g.mask_strides = <size_t *><uintptr_t>graph.mask_strides_address
-        g.lengths = <uintptr_t *>cnp.PyArray_DATA(lengths)
-        g.n_lengths = lengths.shape[0]
-        g.n_tokens, g.n_kv = graph.n_tokens, graph.n_kv
+        g.n_tokens = graph.n_tokens
+        for i in range(self._n_parts):
+            of_part, mask = graph.masks[i], &g.masks[i]
+            lengths = of_part.lengths  # which the graph keeps
+            mask.values = <uint16_t *><uintptr_t>of_part.address
+            mask.strides = <size_t *><uintptr_t>of_part.strides_address
+            mask.lengths = <uintptr_t *>cnp.PyArray_DATA(lengths)
+            mask.n_lengths = lengths.shape[0]
+            mask.n_kv = of_part.n_kv
         return 0
 
     def close(self):
@@ -219,6 +262,69 @@ cdef class ForwardPass:
         """int32 [n_ids]: the ids of the tokens that were computed, by position."""
         return self._ids[:self.n_ids]
 
+    # ---- the parts of the cache ----
+
+    @property
+    def windows(self):
+        """Of each part, the tokens that each token sees: itself and those before it."""
+        return tuple([self._parts[i].window for i in range(self._n_parts)])
+
+    @windows.setter
+    def windows(self, windows):
+        for i, window in zip(range(self._n_parts), windows, strict=True):
+            self._parts[i].window = window
+
+    cdef int _begin_change(self) except -1:
+        for cache in self._caches:
+            (<KVCache>cache).begin_change()
+        return 0
+
+    cdef uint64_t _position(self) noexcept:
+        """The position of the next token."""
+        return um.um_kv_next_position(self._parts[0].kv)
+
+    cdef uint64_t _lowest_end(self) noexcept:
+        """Where the tokens end that this has computed, at most."""
+        cdef uint64_t end = <uint64_t>-1
+        for cache in self._caches:
+            end = min(end, (<KVCache>cache)._lowest_end)
+        return end
+
+    cdef int _reserve(self, uint64_t n) except -1:
+        """Reserve rows in every part, and note where they are, and how many tokens precede."""
+        cdef uint64_t end = self._position()
+        cdef um.um_error err
+        cdef Part *part
+        cdef int i, done = 0
+        for i in range(self._n_parts):
+            part = &self._parts[i]
+            part.held = um.um_kv_seq_len(part.kv)
+            if (um.um_kv_next_position(part.kv) != end
+                    or um.um_kv_reserve(part.kv, n, &part.row, &err) != um.UM_OK):
+                break
+            done += 1
+        if done == self._n_parts:
+            for cache in self._caches:
+                (<KVCache>cache)._reserved = n
+            return 0
+        for i in range(done):
+            um.um_kv_rollback(self._parts[i].kv)
+        self._kv.reserve(n)  # makes room, or says why there is none
+        for i in range(self._n_parts):
+            part = &self._parts[i]
+            part.held, part.row = um.um_kv_seq_len(part.kv), um.um_kv_row(part.kv, end)
+        return 0
+
+    cdef int _commit(self, uint64_t n) except -1:
+        cdef um.um_error err
+        cdef int i
+        for i in range(self._n_parts):
+            if um.um_kv_commit(self._parts[i].kv, n, &err) == um.UM_OK:
+                (<KVCache>self._caches[i])._reserved = 0
+            else:
+                self._caches[i].commit(n)  # says why
+        return 0
+
     # ---- computing ----
 
     def require_room(self, int64_t n):
@@ -226,9 +332,9 @@ cdef class ForwardPass:
         self._require_room(n)
 
     cdef int _require_room(self, int64_t n) except -1:
-        # A ring always has room: the context is what ends.
-        cdef um.um_kv *kv = &self._kv.kv
-        cdef int64_t position = um.um_kv_next_position(kv)
+        # Rings always have room: the context is what ends.
+        cdef um.um_kv *kv = self._parts[0].kv
+        cdef int64_t position = self._position()
         cdef int64_t used = position if kv.spec.window else um.um_kv_seq_len(kv)
         if n > self._ctx - used or n > MOST_POSITIONS - position:
             raise CacheFull(
@@ -303,13 +409,12 @@ cdef class ForwardPass:
             self._turn.leave()
 
     cdef int64_t _choose(self, options) except -1:
-        cdef um.um_kv *kv = &self._kv.kv
-        cdef uint64_t end = um.um_kv_next_position(kv)
+        cdef uint64_t end = self._position()
         cdef cnp.npy_intp best
         cdef float *logits
         self._check()
-        if (self.logits_end != end or self._kv._lowest_end != end
-                or um.um_kv_seq_len(kv) == 0):
+        if (self.logits_end != end or self._lowest_end() != end
+                or um.um_kv_seq_len(self._parts[0].kv) == 0):
             raise RuntimeError("there are no logits to choose by: prefill tokens first")
         if options is None:
             logits = <float *>cnp.PyArray_DATA(self._logits)
@@ -322,47 +427,75 @@ cdef class ForwardPass:
             self._rng, self._seed = np.random.default_rng(options.seed), options.seed
         return sample(self._logits, options, self._rng)
 
+    def step_again(self, int32_t token):
+        """Compute the last token of the cache once more, whose rows are written anew.
+
+        Raises
+        ------
+        ClosedError, RuntimeError
+            As `step`.
+        """
+        cdef uint64_t end
+        cdef Part *part
+        cdef int i
+        self._turn.enter()
+        try:
+            self._check()
+            self._begin_change()
+            end = self._position()
+            for i in range(self._n_parts):
+                part = &self._parts[i]
+                part.held = um.um_kv_seq_len(part.kv) - 1
+                part.row = um.um_kv_row(part.kv, end - 1)
+            self.logits_end = 0
+            self._compute_token(token, end - 1)
+            self.logits_end = end
+            self._tell(0)
+        finally:
+            self._turn.leave()
+
     cdef int _step(self, int32_t token) except -1:
-        cdef KVCache kv = self._kv
-        cdef uint64_t position, held, row
-        cdef um.um_error err
-        cdef int status
+        cdef uint64_t position
         self._check()
-        kv.begin_change()
-        position = um.um_kv_next_position(&kv.kv)
-        held = um.um_kv_seq_len(&kv.kv)
-        if um.um_kv_reserve(&kv.kv, 1, &row, &err) == um.UM_OK:
-            kv._reserved = 1
-        else:
-            row = kv.reserve(1)
+        self._begin_change()
+        position = self._position()
+        self._reserve(1)
         self.logits_end = 0
         try:
-            with nogil:
-                self._show_token(held, row)
-                self._tokens[0] = token
-                self._positions[0] = position
-                self._rows[0] = row
-                self._last[0] = 0
-                status = self._compute_token()
-            self._end(status)
+            self._compute_token(token, position)
             self.note_tokens(position, &token, 1)
             self.logits_end = position + 1
-            if um.um_kv_commit(&kv.kv, 1, &err) == um.UM_OK:
-                kv._reserved = 0
-            else:
-                kv.commit(1)
+            self._commit(1)
         except BaseException:
-            kv.rollback()
+            self._kv.rollback()
             raise
         return 0
+
+    cdef int _compute_token(self, int32_t token, int64_t position) except -1:
+        """Compute the token of a position in the rows that are noted."""
+        cdef int i, status
+        with nogil:
+            for i in range(self._n_parts):
+                self._show_token(&self._parts[i], &self._decode.masks[i])
+                self._parts[i].rows[0] = self._parts[i].row
+            self._tokens[0] = token
+            self._positions[0] = position
+            self._last[0] = 0
+            status = self._run_token()
+        return self._end(status)
 
     cdef int _tell(self, uint64_t n_generated) except -1:
         """Count as `Tally.count` and `Tally.hold`."""
         cells = self.tally._cells  # an end or a fork changes which they are
         cdef uint64_t *cell = <uint64_t *>PyMemoryView_GET_BUFFER(cells).buf
+        cdef KVCache kv
+        cdef int i
         cell[1] += n_generated
-        cell[2] = self._kv.used_bytes()
-        cell[3] = um.um_kv_seq_len(&self._kv.kv)
+        cell[2] = cell[3] = 0
+        for i in range(self._n_parts):
+            kv = <KVCache>self._caches[i]
+            cell[2] += kv.used_bytes()
+            cell[3] = max(cell[3], um.um_kv_seq_len(&kv.kv))
         return 0
 
     def prefill(self, tokens):
@@ -384,13 +517,11 @@ cdef class ForwardPass:
         """
         cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
         cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(ids)
-        cdef KVCache kv = self._kv
-        cdef int64_t position, held, row, i, batch, n = ids.shape[0]
-        cdef int status
+        cdef int64_t position, i, batch, n = ids.shape[0]
+        cdef int part, status
         self._check()
-        position = um.um_kv_next_position(&kv.kv)
-        held = um.um_kv_seq_len(&kv.kv)
-        row = kv.reserve(n)
+        position = self._position()
+        self._reserve(n)
         self.logits_end = 0
         try:
             for i in range(0, n, self._batch):
@@ -400,15 +531,16 @@ cdef class ForwardPass:
                     self._prefill_graph.resize(batch)
                     self._load(&self._prefill, self._prefill_graph)
                 with nogil:
-                    self._show_batch(batch, held + i, row + i)
-                    self._write_batch(given + i, batch, position + i, row + i)
+                    for part in range(self._n_parts):
+                        self._show_batch(part, i, batch)
+                    self._write_batch(given + i, batch, position + i)
                     status = self._run(&self._prefill, self.threads.most, 0)
                 self._end(status)
             self.note_tokens(position, given, n)
             self.logits_end = position + n
-            kv.commit(n)
+            self._commit(n)
         except BaseException:
-            kv.rollback()
+            self._kv.rollback()
             raise
 
     cdef int _check(self) except -1:
@@ -422,12 +554,12 @@ cdef class ForwardPass:
         # As the interpreter would, which has not run meanwhile. A handler may close the decoder.
         PyErr_CheckSignals()
         self._check()
-        self._kv.begin_change()
+        self._begin_change()
         if status != SUCCESS:
             raise RuntimeError(f"ggml could not compute the graph (status {status})")
         return 0
 
-    cdef int _compute_token(self) noexcept nogil:
+    cdef int _run_token(self) noexcept nogil:
         cdef int64_t limit = self.threads.limit(), before = self.compute_ns
         cdef int status = self._run(&self._decode, self.threads.next_count(), limit)
         if status == ABORTED and limit:
@@ -453,48 +585,40 @@ cdef class ForwardPass:
 
     # ---- what is computed ----
 
-    cdef void _write_batch(self, const int32_t *tokens, int64_t n, int64_t position,
-                           int64_t row) noexcept nogil:
-        cdef int64_t i, n_rows = self._kv.kv.n_rows
+    cdef void _write_batch(self, const int32_t *tokens, int64_t n, int64_t position) noexcept nogil:
+        cdef int64_t i
         memcpy(self._tokens, tokens, 4 * n)
         for i in range(n):
             self._positions[i] = position + i
-            self._rows[i] = (row + i) % n_rows
         self._last[0] = n - 1
 
-    cdef int64_t _first_row(self, int64_t held, int64_t row) noexcept nogil:
-        """The first row that the token in `row` sees; below 0, counted round the ring."""
-        return row - min(held, self.window - 1)
+    cdef void _show_batch(self, int i, int64_t done, int64_t n) noexcept nogil:
+        """Show each of the next n tokens of a part those before it, and where its row is.
 
-    cdef int64_t _n_kv(self, int64_t first, int64_t end) noexcept nogil:
-        """How many rows attention reads, so that [first, end) are among them."""
-        cdef int64_t n_rows = self._kv.kv.n_rows
-        if first < 0:
-            return n_rows
-        return min(n_rows, (end + KV_BUCKET - 1) // KV_BUCKET * KV_BUCKET)
-
-    cdef void _show_batch(self, int64_t n, int64_t held, int64_t row) noexcept nogil:
-        """Show each of n tokens from `row` on those before it; `held` precede the first."""
-        cdef Graph *g = &self._prefill
-        cdef int64_t i, at
-        attend(g, self._n_kv(self._first_row(held, row), row + n))
+        So many of those that were reserved are `done`.
+        """
+        cdef Part *part = &self._parts[i]
+        cdef Mask *mask = &self._prefill.masks[i]
+        cdef int64_t row = part.row + done, held = part.held + done, at
+        attend(mask, self._prefill.n_tokens, n_kv_of(part, first_row(part, held, row), row + n))
         for i in range(n):
-            at = (row + i) % <int64_t>self._kv.kv.n_rows
-            show(g.mask + i * g.n_kv, g.n_kv, self._first_row(held + i, at), at)
+            at = (row + i) % <int64_t>part.kv.n_rows
+            part.rows[i] = at
+            show(mask.values + i * mask.n_kv, mask.n_kv, first_row(part, held + i, at), at)
 
-    cdef void _show_token(self, int64_t held, int64_t row) noexcept nogil:
-        """Show the token in `row` the `held` tokens before it, as far as the window goes."""
-        cdef Graph *g = &self._decode
-        cdef int64_t first = self._first_row(held, row), before = self._shown_first
-        cdef int64_t n_kv = self._n_kv(first, row + 1)
-        if n_kv != g.n_kv or row != self._shown_last + 1 or not before <= first <= before + 1:
-            attend(g, n_kv)
-            show(g.mask, n_kv, first, row)
+    cdef void _show_token(self, Part *part, Mask *mask) noexcept nogil:
+        """Show the token in its row those before it, as far as the window goes."""
+        cdef int64_t row = part.row
+        cdef int64_t first = first_row(part, part.held, row), before = part.shown_first
+        cdef int64_t n_kv = n_kv_of(part, first, row + 1)
+        if n_kv != mask.n_kv or row != part.shown_last + 1 or not before <= first <= before + 1:
+            attend(mask, 1, n_kv)
+            show(mask.values, n_kv, first, row)
         else:
             if first != before:
-                g.mask[before if before >= 0 else n_kv + before] = HIDDEN
-            g.mask[row] = SHOWN
-        self._shown_first, self._shown_last = first, row
+                mask.values[before if before >= 0 else n_kv + before] = HIDDEN
+            mask.values[row] = SHOWN
+        part.shown_first, part.shown_last = first, row
 
     # ---- ids ----
 
@@ -504,6 +628,11 @@ cdef class ForwardPass:
         self.logits_end = 0
         self._rng = None
 
+    @property
+    def n_known(self):
+        """Positions from the first on whose tokens were computed here, and ids noted."""
+        return min(self.n_ids, self._lowest_end())
+
     def note_ids(self, int64_t position, tokens):
         """Note the ids of tokens from `position` on, unless some before them are not known."""
         cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
@@ -512,12 +641,13 @@ cdef class ForwardPass:
     cdef int note_tokens(self, int64_t position, const int32_t *tokens, int64_t n) except -1:
         cdef int64_t end = position + n
         # Other writers of the cache write behind its end.
-        self.n_ids = min(self.n_ids, self._kv._lowest_end)
+        self.n_ids = min(self.n_ids, self._lowest_end())
         if position <= self.n_ids:
             if end > self._ids.shape[0]:
                 # Positions go beyond the context only after the cache was trimmed.
                 self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
             memcpy(<int32_t *>cnp.PyArray_DATA(self._ids) + position, tokens, 4 * n)
             self.n_ids = end
-        self._kv._lowest_end = end  # before they are committed; a rollback lowers it again
+        for cache in self._caches:
+            (<KVCache>cache)._lowest_end = end  # before they are committed; a rollback lowers it
         return 0

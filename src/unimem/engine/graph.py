@@ -7,6 +7,8 @@ owns memory: this module writes every tensor's address. Values whose lives do no
 from __future__ import annotations
 
 import ctypes
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +20,11 @@ from unimem.engine.arch import Model
 from unimem.planning.needs import nodes_bound
 from unimem.system import ggml
 
-__all__ = ["Arrays", "Graph", "Headers", "view"]
+__all__ = ["Arrays", "Graph", "Headers", "Mask", "view"]
 
 _WORD = 8
+# The least that weights of a token's experts are divided by: float16's smallest normal number.
+_LEAST_SUM = 2.0**-14
 
 
 def view(address: int, shape: int | tuple[int, ...], dtype: str) -> NDArray[Any]:
@@ -37,7 +41,7 @@ class Arrays:
 
     tokens: int  # int32 [batch]
     positions: int  # int32 [batch]
-    rows: int  # int64 [batch]
+    rows: tuple[int, ...]  # of each part of the cache, int64 [batch]
     last: int  # int32 [1]: the token of the batch whose logits are wanted
     logits: int  # float32 [vocab]
 
@@ -51,10 +55,10 @@ class Headers:
         What was checked.
     tensors : dict
         From name to (type number, shape in ggml's order, address).
-    parts : list of (k, v)
-        Addresses of each layer's keys and values.
-    n_rows : int
-        Rows of each part.
+    layers : list of (part, k, v)
+        Of each layer, its part of the cache, and the addresses of its keys and values.
+    n_rows : sequence of int
+        Of each part, the rows of a lane.
     kv_kinds : tuple of int
         ggml's types of K and of V in the cache.
     address, nbytes : int
@@ -65,8 +69,8 @@ class Headers:
         self,
         model: Model,
         tensors: dict[str, tuple[int, tuple[int, ...], int]],
-        parts: list[tuple[int, int]],
-        n_rows: int,
+        layers: list[tuple[int, int, int]],
+        n_rows: Sequence[int],
         kv_kinds: tuple[int, int],
         address: int,
         nbytes: int,
@@ -76,11 +80,11 @@ class Headers:
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
-        row = (model.dims.kv_size, n_rows)
         k_kind, v_kind = kv_kinds
-        self.cache = [
-            (self._header(k_kind, row, k), self._header(v_kind, row, v)) for k, v in parts
-        ]
+        self.cache = []
+        for part, k, v in layers:
+            row = (model.dims.kv_size, n_rows[part])
+            self.cache.append((part, self._header(k_kind, row, k), self._header(v_kind, row, v)))
 
     def _header(self, kind: int, ne: tuple[int, ...], data: int) -> int:
         address = ggml.new_tensor(self.context, kind, *ne)
@@ -95,6 +99,37 @@ class Headers:
     def free(self) -> None:
         """Free what ggml holds beside the given memory."""
         ggml.free(self.context)
+
+
+class Mask:
+    """What a graph adds to attention's scores over one part of the cache.
+
+    Attributes
+    ----------
+    address : int
+        Of its values.
+    strides_address : int
+        Of the strides in its header that depend on `n_kv`.
+    lengths : ndarray
+        uint64: the addresses of each length in a header that is `n_kv`.
+    """
+
+    def __init__(self, address: int, header: int, lengths: list[int]) -> None:
+        self.address = address
+        self._header = header
+        self.strides_address = header + ggml.TensorHeader.nb.offset + _WORD
+        self.lengths = np.array(lengths, np.uint64)
+
+    @property
+    def n_kv(self) -> int:
+        """The rows of the cache that attention reads."""
+        return int(ggml.TensorHeader.from_address(self._header).ne[0])
+
+    @property
+    def values(self) -> NDArray[Any]:
+        """float16 [n_tokens, n_kv]: 0, or minus infinity for what a token does not see."""
+        shape = int(ggml.TensorHeader.from_address(self._header).ne[1]), self.n_kv
+        return view(self.address, shape, "float16")
 
 
 class Graph:
@@ -113,21 +148,19 @@ class Graph:
         Inputs and logits.
     batch : int
         The most tokens.
-    mask : int
-        Address of float16 [batch, n_rows].
+    masks : sequence of int
+        Of each part of the cache, the address of float16 [batch, n_rows].
     address, nbytes : int
         Memory for headers of nodes, of `bytes_needed`.
 
     Attributes
     ----------
-    n_tokens, n_kv : int
-        Of the graph as it is now, and the rows of the cache that attention reads.
+    n_tokens : int
+        Of the graph as it is now.
     address, plan_address : int
         Of ggml's graph and of the plan of its computation.
-    mask_address, mask_strides_address : int
-        Of the mask, and of the strides in its header that depend on `n_kv`.
-    kv_lengths : ndarray
-        uint64: the addresses of each length in a header that is `n_kv`.
+    masks : list of Mask
+        Of each part of the cache.
     values : BufferPlan
         Where each value lies in the arena; a value is called by the number of the node that makes
         it, and a step is the computation of one node.
@@ -139,7 +172,7 @@ class Graph:
         headers: Headers,
         arrays: Arrays,
         batch: int,
-        mask: int,
+        masks: Sequence[int],
         address: int,
         nbytes: int,
     ) -> None:
@@ -155,7 +188,7 @@ class Graph:
         self._work = 0
         self._plan = ggml.ComputePlan()
         self.plan_address = ctypes.addressof(self._plan)
-        self.mask_address = mask
+        self._mask_addresses = tuple(masks)
         self.batch = batch
         self.n_tokens = batch
         self._build(batch)
@@ -166,9 +199,9 @@ class Graph:
             self._offsets[int(name)] = offset
 
     @staticmethod
-    def bytes_needed(n_layers: int) -> int:
+    def bytes_needed(model: Model) -> int:
         """Bytes of memory that the headers of nodes and the graph take."""
-        n = nodes_bound(n_layers)
+        n = _nodes_of(model)
         return int(n * ggml.tensor_overhead() + ggml.graph_overhead_custom(n, False))
 
     def set_memory(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
@@ -189,16 +222,6 @@ class Graph:
             self._bind()
             self.n_tokens = n_tokens
 
-    @property
-    def n_kv(self) -> int:
-        """The rows of the cache that attention reads."""
-        return int(ggml.TensorHeader.from_address(self._mask).ne[0])
-
-    @property
-    def mask(self) -> NDArray[Any]:
-        """float16 [n_tokens, n_kv]: what is added to a token's scores, 0 or minus infinity."""
-        return view(self.mask_address, (self.n_tokens, self.n_kv), "float16")
-
     def free(self) -> None:
         """Free what ggml holds beside the given memory."""
         ggml.free(self._context)
@@ -211,15 +234,18 @@ class Graph:
     def _build(self, n: int) -> None:
         ggml.reset(self._context)
         builder = _Builder(self._model, self._headers, self._arrays, self._context, n)
-        builder.build(self.mask_address)
-        self._output, self._mask = builder.output, builder.mask
-        self.mask_strides_address = self._mask + ggml.TensorHeader.nb.offset + _WORD
+        builder.build(self._mask_addresses)
+        self._output = builder.output
         self.address = builder.graph
         n_nodes = ggml.graph_n_nodes(builder.graph)
         self._nodes = np.array(view(ggml.graph_nodes(builder.graph), n_nodes, "int64"))
         ne = ggml.TensorHeader.ne.offset
-        lengths = [address + ne + _WORD * dim for address, dim in builder.kv_dims]
-        self.kv_lengths = np.array(lengths, np.uint64)
+        self.masks = [
+            Mask(address, header, [tensor + ne + _WORD * dim for tensor, dim in kv_dims])
+            for address, header, kv_dims in zip(
+                self._mask_addresses, builder.masks, builder.kv_dims, strict=True
+            )
+        ]
 
     def _uses(self) -> list[BufferUse]:
         """Size, first and last use of each value that needs memory."""
@@ -257,41 +283,55 @@ class Graph:
         self._plan.work_data = self._work
 
 
+def _nodes_of(model: Model) -> int:
+    return nodes_bound(model.dims.num_layers, model.experts.n_used if model.experts else 0)
+
+
 class _Builder:
     """Makes the nodes of one graph."""
 
     def __init__(
         self, model: Model, headers: Headers, arrays: Arrays, context: int, n_tokens: int
     ) -> None:
-        self._model = model
+        self._model, self._family = model, model.family
         self._weights = headers.weights
         self._headers = headers
         self._arrays = arrays
         self._context = context
         self._n = n_tokens
-        self.kv_dims: list[tuple[int, int]] = []  # (tensor, dimension) that are the KV length
-        self.mask = self.output = 0
-        n_nodes = nodes_bound(model.dims.num_layers)
-        self.graph = int(ggml.new_graph_custom(context, n_nodes, False))
+        # Of each part of the cache, (tensor, dimension) that are the KV length.
+        self.kv_dims: list[list[tuple[int, int]]] = []
+        self.masks: list[int] = []
+        self.output = 0
+        self.graph = int(ggml.new_graph_custom(context, _nodes_of(model), False))
 
-    def build(self, mask: int) -> None:
+    def build(self, masks: Sequence[int]) -> None:
         n, arrays, context = self._n, self._arrays, self._context
         tokens = self._input(ggml.I32, arrays.tokens, n)
         self._positions = self._input(ggml.I32, arrays.positions, n)
-        self._rows = self._input(ggml.I64, arrays.rows, n)
+        self._rows = [self._input(ggml.I64, rows, n) for rows in arrays.rows]
         last = self._input(ggml.I32, arrays.last, 1)
-        self.mask = self._input(ggml.F16, mask, self._headers.n_rows, n)
-        self.kv_dims.append((self.mask, 0))
+        for mask, n_rows in zip(masks, self._headers.n_rows, strict=True):
+            self.masks.append(self._input(ggml.F16, mask, n_rows, n))
+            self.kv_dims.append([(self.masks[-1], 0)])
         x = ggml.get_rows(context, self._weights["token_embd.weight"], tokens)
+        if self._family.scales_embedding:
+            x = ggml.scale(context, x, math.sqrt(self._model.dims.hidden_size))
         n_layers = self._model.dims.num_layers
         for layer in range(n_layers):
-            attended = self._attention(layer, self._norm(x, f"blk.{layer}.attn_norm"))
+            blk = f"blk.{layer}"
+            attended = self._attention(layer, self._norm(x, f"{blk}.attn_norm"))
             if layer == n_layers - 1:
                 # Only one token's logits are wanted: the rest of the last layer is for it alone.
                 attended = ggml.get_rows(context, attended, last)
                 x = ggml.get_rows(context, x, last)
-            x = ggml.add(context, attended, x)
-            x = ggml.add(context, self._feed_forward(layer, x), x)
+            x = self._add_output(x, attended, f"{blk}.post_attention_norm")
+            normed = self._norm(x, f"{blk}.ffn_norm")
+            if self._family.is_mixture:
+                fed = self._mixture(blk, normed, 1 if layer == n_layers - 1 else n)
+            else:
+                fed = self._feed_forward(blk, normed)
+            x = self._add_output(x, fed, f"{blk}.post_ffw_norm")
         x = self._norm(x, "output_norm")
         head = "output" if "output.weight" in self._weights else "token_embd"
         self.output = int(ggml.mul_mat(context, self._weights[f"{head}.weight"], x))
@@ -308,18 +348,24 @@ class _Builder:
         normed = ggml.rms_norm(self._context, x, self._model.eps)
         return int(ggml.mul(self._context, normed, self._weights[f"{name}.weight"]))
 
+    def _add_output(self, x: int, output: int, norm: str) -> int:
+        """Add what a block makes, normed where the model does, to what it was made of."""
+        if self._family.norms_outputs:
+            output = self._norm(output, norm)
+        return int(ggml.add(self._context, output, x))
+
     def _linear(self, x: int, name: str) -> int:
         product = ggml.mul_mat(self._context, self._weights[f"{name}.weight"], x)
         bias = self._weights.get(f"{name}.bias")
         return int(ggml.add(self._context, product, bias) if bias else product)
 
-    def _heads(self, x: int, name: str, n_heads: int, norm: str) -> int:
+    def _heads(self, layer: int, x: int, name: str, n_heads: int) -> int:
         """Project to heads, norm them where the model does, and turn them by position."""
-        dims, rope = self._model.dims, self._model.rope
-        heads = self._linear(x, name)
+        dims, rope = self._model.dims, self._model.rope_of(layer)
+        heads = self._linear(x, f"blk.{layer}.{name}")
         heads = ggml.reshape_3d(self._context, heads, dims.head_dim, n_heads, self._n)
-        if f"{norm}.weight" in self._weights:
-            heads = self._norm(heads, norm)
+        if self._family.norms_heads:
+            heads = self._norm(heads, f"blk.{layer}.{name}_norm")
         return int(
             ggml.rope_ext(
                 self._context, heads, self._positions, self._weights.get("rope_freqs.weight"),
@@ -330,39 +376,71 @@ class _Builder:
 
     def _attention(self, layer: int, x: int) -> int:
         context, dims, n = self._context, self._model.dims, self._n
-        blk = f"blk.{layer}"
-        k_cache, v_cache = self._headers.cache[layer]
-        q = self._heads(x, f"{blk}.attn_q", dims.num_attention_heads, f"{blk}.attn_q_norm")
-        k = self._heads(x, f"{blk}.attn_k", dims.num_kv_heads, f"{blk}.attn_k_norm")
-        v = self._linear(x, f"{blk}.attn_v")
+        part, k_cache, v_cache = self._headers.cache[layer]
+        q = self._heads(layer, x, "attn_q", dims.num_attention_heads)
+        k = self._heads(layer, x, "attn_k", dims.num_kv_heads)
+        v = self._linear(x, f"blk.{layer}.attn_v")
         # The rows are written before attention reads the cache: nothing else tells ggml so.
         k = ggml.reshape_2d(context, k, dims.kv_size, n)
         for cache, rows in ((k_cache, k), (v_cache, v)):
-            ggml.build_forward_expand(self.graph, ggml.set_rows(context, cache, rows, self._rows))
+            written = ggml.set_rows(context, cache, rows, self._rows[part])
+            ggml.build_forward_expand(self.graph, written)
         attended = ggml.flash_attn_ext(
-            context, ggml.permute(context, q, 0, 2, 1, 3), self._view_cache(k_cache),
-            self._view_cache(v_cache), self.mask,
-            float(np.float32(1) / np.sqrt(np.float32(dims.head_dim))), 0.0, 0.0,
+            context, ggml.permute(context, q, 0, 2, 1, 3), self._view_cache(part, k_cache),
+            self._view_cache(part, v_cache), self.masks[part], self._model.attention_scale,
+            0.0, 0.0,
         )  # fmt: skip
         ggml.flash_attn_ext_set_prec(attended, ggml.PREC_F32)
         attended = ggml.reshape_2d(context, attended, dims.q_size, n)
-        return self._linear(attended, f"{blk}.attn_output")
+        return self._linear(attended, f"blk.{layer}.attn_output")
 
-    def _view_cache(self, cache: int) -> int:
+    def _view_cache(self, part: int, cache: int) -> int:
         """View the cache as [head_dim, n_kv, heads]."""
         dims, kind = self._model.dims, ggml.TensorHeader.from_address(cache).type
         rows = ggml.view_3d(
-            self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.n_rows,
+            self._context, cache, dims.head_dim, dims.num_kv_heads, self._headers.n_rows[part],
             ggml.row_size(kind, dims.head_dim), ggml.row_size(kind, dims.kv_size), 0,
         )  # fmt: skip
         heads = ggml.permute(self._context, rows, 0, 2, 1, 3)
-        self.kv_dims += [(rows, 2), (heads, 1)]
+        self.kv_dims[part] += [(rows, 2), (heads, 1)]
         return int(heads)
 
-    def _feed_forward(self, layer: int, x: int) -> int:
-        blk = f"blk.{layer}"
-        x = self._norm(x, f"{blk}.ffn_norm")
+    def _feed_forward(self, blk: str, x: int) -> int:
         up = self._linear(x, f"{blk}.ffn_up")
         gate = self._linear(x, f"{blk}.ffn_gate")
-        gated = ggml.swiglu_split(self._context, gate, up)
-        return self._linear(gated, f"{blk}.ffn_down")
+        act = ggml.geglu_split if self._family.is_gelu else ggml.swiglu_split
+        return self._linear(act(self._context, gate, up), f"{blk}.ffn_down")
+
+    def _mixture(self, blk: str, x: int, n: int) -> int:
+        """Send each of n tokens through its likeliest experts, and add up what these make of it.
+
+        The weights of a token's experts are their probabilities, divided by the sum of these.
+        Experts are added in the order of their probabilities, as llama.cpp does it
+        (`build_moe_ffn` in ``src/llama-graph.cpp``).
+        """
+        context, experts = self._context, self._model.experts
+        assert experts is not None  # of a mixture
+        hidden, n_used = self._model.dims.hidden_size, experts.n_used
+        probabilities = ggml.soft_max(context, self._linear(x, f"{blk}.ffn_gate_inp"))
+        chosen = ggml.argsort_top_k(context, probabilities, n_used)
+        probabilities = ggml.reshape_3d(context, probabilities, 1, experts.n, n)
+        shares = ggml.get_rows(context, probabilities, chosen)
+        shares = ggml.reshape_2d(context, shares, n_used, n)
+        total = ggml.clamp(context, ggml.sum_rows(context, shares), _LEAST_SUM, math.inf)
+        shares = ggml.reshape_3d(context, ggml.div(context, shares, total), 1, n_used, n)
+        x = ggml.reshape_3d(context, x, hidden, 1, n)
+        up, gate = (
+            ggml.mul_mat_id(context, self._weights[f"{blk}.ffn_{name}_exps.weight"], x, chosen)
+            for name in ("up", "gate")
+        )
+        gated = ggml.swiglu_split(context, gate, up)
+        down = self._weights[f"{blk}.ffn_down_exps.weight"]
+        outputs = ggml.mul(context, ggml.mul_mat_id(context, down, gated, chosen), shares)
+        strides = ggml.TensorHeader.from_address(outputs).nb
+        one, *others = (
+            ggml.view_2d(context, outputs, hidden, n, strides[2], i * strides[1])
+            for i in range(n_used)
+        )
+        for other in others:
+            one = ggml.add(context, one, other)
+        return int(one if others else ggml.cont(context, one))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,8 +17,8 @@ from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages
 
 if TYPE_CHECKING:
-    from unimem.buffers.dims import ModelDims
-    from unimem.buffers.shapes import Shape
+    from unimem.buffers.dims import Experts, ModelDims
+    from unimem.buffers.shapes import Layers, Shape
     from unimem.system.hosts import Host
     from unimem.system.policy import Extent, NumaPolicy, Request
     from unimem.system.pressure import Pressure
@@ -32,6 +32,7 @@ __all__ = [
     "Storage",
     "default_threads",
     "diagnostics_need",
+    "least_window",
     "nodes_bound",
     "scratch_parts",
     "token_bytes",
@@ -367,19 +368,20 @@ class Session:
 
     def history_bytes(self, ctx: int) -> int:
         """Return the size of the history tape in bytes."""
-        if self.window is not None:
+        if any(layers.window for layers in self._parts(ctx)):
             return _LEAST_BYTES
-        return self._cache_bytes(lambda _: ctx)
+        return self.whole_bytes(ctx)
+
+    def whole_bytes(self, ctx: int) -> int:
+        """Return the bytes of a cache that keeps every token in every layer."""
+        return sum(self._part_bytes(layers, ctx) for layers in self.shape.cache or ())
 
     def scratch_bytes(self, ctx: int) -> int:
         """Return the size of the scratch tape in bytes; 0 where it is not known."""
-        dims = self.shape.dims
-        if dims is None:
+        if self.shape.dims is None:
             return 0
-        n_rows = ctx
-        if self.window is not None:
-            n_rows = self._ring_rows(ctx)(self._row_bytes(dims.num_kv_heads, dims.head_dim, "k"))
-        parts = scratch_parts(dims, ctx, self.threads, n_rows)
+        n_rows = [self._n_rows(layers, ctx) for layers in self._parts(ctx)]
+        parts = scratch_parts(self.shape.dims, ctx, self.threads, n_rows, self.shape.experts)
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
     def needs(self, ctx: int, budget: Budget) -> list[Need]:
@@ -388,24 +390,48 @@ class Session:
         vocab, batch = self.shape.vocab_size, min(PREFILL_BATCH, ctx)
         outputs = {} if vocab is None else {"logits": 4 * vocab}
         scratch = self.scratch_bytes(ctx)
+        kinds = self._parts(ctx)
         if scratch:
-            parts = outputs | {"tokens": token_bytes(ctx, batch)}
+            parts = outputs | {"tokens": token_bytes(ctx, batch, len(kinds))}
             found.append(self.storage.block(scratch, "scratch", budget, parts))
         elif outputs:
             found.append(Need(outputs, ram_bytes=sum(outputs.values())))
-        history = self.history_bytes(ctx) if self.shape.cache else 0
+        history = self.history_bytes(ctx) if kinds else 0
         if history:
             found.append(self.storage.block(history, "kv", budget))
-        if self.window is not None and self.shape.cache:
-            ring = self._cache_bytes(self._ring_rows(ctx))
+        rings = [layers for layers in kinds if layers.window is not None]
+        for layers in rings:
+            ring = self._part_bytes(layers, self._n_rows(layers, ctx))
             found.append(self.storage.block(ring, "kv", budget, mirror=ring))
+        for layers in kinds if rings else ():
+            if layers.window is None:
+                nbytes = self._part_bytes(layers, ctx)
+                found.append(self.storage.block(nbytes, "kv", budget))
         return found
 
-    def _ring_rows(self, ctx: int) -> Callable[[int], int]:
-        """Return the rows of a ring by the bytes of one: it holds the window and a batch."""
-        assert self.window is not None
-        least, pages = self.window + min(PREFILL_BATCH, ctx), self.storage.pages
-        return lambda row_bytes: KVCache._ring_rows(row_bytes, least, pages)
+    def _parts(self, ctx: int) -> list[Layers]:
+        """List the layers by what they keep: all tokens, or a window of them, in a ring.
+
+        As `Model.windows` of the engine says it.
+        """
+        cache = self.shape.cache or ()
+        slides = any(layers.window is not None for layers in cache)
+        found: dict[Layers, int] = {}
+        for layers in cache:
+            window = least_window(layers.window, self.window)
+            if slides and window is not None and window >= ctx:
+                window = None
+            kind = layers._replace(n_layers=0, window=window)
+            found[kind] = found.get(kind, 0) + layers.n_layers
+        return [kind._replace(n_layers=n) for kind, n in found.items()]
+
+    def _n_rows(self, layers: Layers, ctx: int) -> int:
+        """Return the rows of a lane: a ring holds its window and a batch, in whole pages."""
+        if layers.window is None:
+            return ctx
+        row_bytes = self._row_bytes(layers.n_heads, layers.k_size, "k")
+        least = layers.window + min(PREFILL_BATCH, ctx)
+        return int(KVCache._ring_rows(row_bytes, least, self.storage.pages))
 
     def _row_bytes(self, n_heads: int, size: int, part: str) -> int:
         dtype = kv_pair(self.kv_dtype)["kv".index(part)]
@@ -413,13 +439,17 @@ class Session:
         nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=dtype)
         return int(nbytes) // (2 * _ALIGN)
 
-    def _cache_bytes(self, n_rows: Callable[[int], int]) -> int:
+    def _part_bytes(self, layers: Layers, n_rows: int) -> int:
         total = 0
-        for n_layers, n_heads, *sizes in self.shape.cache or ():
-            for size, part in zip(sizes, "kv", strict=True):
-                row = self._row_bytes(n_heads, size, part)
-                total += self.batch * n_layers * (-(-n_rows(row) * row // _ALIGN) * _ALIGN)
+        for size, part in ((layers.k_size, "k"), (layers.v_size, "v")):
+            row = self._row_bytes(layers.n_heads, size, part)
+            total += self.batch * layers.n_layers * (-(-n_rows * row // _ALIGN) * _ALIGN)
         return total
+
+
+def least_window(*windows: int | None) -> int | None:
+    """Return the least of these that is one; None where none is."""
+    return min((window for window in windows if window is not None), default=None)
 
 
 def diagnostics_need() -> Need:
@@ -427,7 +457,7 @@ def diagnostics_need() -> Need:
     return Need({"diagnostics": PUBLISHED_BYTES}, ram_bytes=PUBLISHED_BYTES)
 
 
-def token_bytes(ctx: int, batch: int | None = None) -> int:
+def token_bytes(ctx: int, batch: int | None = None, n_parts: int = 1) -> int:
     """Return the bytes of the engine's input vectors.
 
     Parameters
@@ -436,6 +466,8 @@ def token_bytes(ctx: int, batch: int | None = None) -> int:
         Tokens of context, of each of which the id is kept.
     batch : int, optional
         Tokens that are computed at once; by default those of a prompt.
+    n_parts : int, default 1
+        Parts of the KV cache, each with rows of its own.
 
     Returns
     -------
@@ -444,15 +476,17 @@ def token_bytes(ctx: int, batch: int | None = None) -> int:
         of (4 bytes), and the ids of the conversation.
     """
     n = min(PREFILL_BATCH, ctx) if batch is None else batch
-    return n * (4 + 4 + 8) + 4 + 4 * ctx
+    return n * (4 + 4 + 8 * n_parts) + 4 + 4 * ctx
 
 
-def nodes_bound(n_layers: int) -> int:
+def nodes_bound(n_layers: int, n_used: int = 0) -> int:
     """Bound the headers of tensors that the engine makes for a graph: inputs, nodes and views.
 
-    A layer has 28, and up to three more for biases and four for norms of queries and keys.
+    A layer has 28, and up to three more for biases, and four each for norms of queries and keys,
+    and behind attention and the network. The network of a mixture, of which a token uses `n_used`
+    experts, has two for each of these and 15 more.
     """
-    return 36 * n_layers + 16
+    return (36 + (15 + 2 * n_used if n_used else 0)) * n_layers + 16
 
 
 def default_threads(weight_bytes: int, most: int) -> int:
@@ -478,7 +512,13 @@ def default_threads(weight_bytes: int, most: int) -> int:
     return max(1, min(most, weight_bytes // BYTES_A_THREAD))
 
 
-def scratch_parts(dims: ModelDims, ctx: int, threads: int, n_rows: int) -> dict[str, int]:
+def scratch_parts(
+    dims: ModelDims,
+    ctx: int,
+    threads: int,
+    n_rows: Sequence[int],
+    experts: Experts | None = None,
+) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 
     Parameters
@@ -489,8 +529,10 @@ def scratch_parts(dims: ModelDims, ctx: int, threads: int, n_rows: int) -> dict[
         Tokens of context.
     threads : int
         Threads that compute.
-    n_rows : int
-        Rows of a lane of the KV cache.
+    n_rows : sequence of int
+        Of each part of the KV cache, the rows of a lane.
+    experts : Experts, optional
+        Of a mixture.
 
     Returns
     -------
@@ -502,20 +544,30 @@ def scratch_parts(dims: ModelDims, ctx: int, threads: int, n_rows: int) -> dict[
     """
     n = min(PREFILL_BATCH, ctx)
     hidden, q, inner = dims.hidden_size, dims.q_size, dims.intermediate_size
-    nodes = nodes_bound(dims.num_layers)
+    n_experts, n_used = (experts.n, experts.n_used) if experts else (0, 0)
+    nodes = nodes_bound(dims.num_layers, n_used)
     headers = _HEADER_BYTES * (18 * dims.num_layers + 8)  # weights, and both parts of the cache
     graph = nodes * (_HEADER_BYTES + _NODE_BYTES) + 4096
     # The residual, the normed input, three wide values at once, and a gap that is too narrow.
-    values = 4 * n * (3 * hidden + 3 * max(inner, q)) + 64 * _ALIGN
+    wide = 3 * max(inner, q)
+    if experts is not None:
+        # The outputs of all experts of a token, twice; what they read; and the router's scores.
+        outputs = n_used * hidden
+        wide = max(3 * q, 3 * inner + outputs, inner + 2 * outputs) + 3 * n_experts + 2 * n_used
+    values = 4 * n * (3 * hidden + wide) + 64 * _ALIGN
     # A batch of inputs in 16 bits; or, for each thread, four tiles of 64 rows of heads, or partial
     # results of attention over all heads.
     heads, size = dims.num_attention_heads, dims.head_dim
     batch_work = 2 * n * max(hidden, q, inner)
+    if experts is not None:
+        # Which rows each expert gets, and a line of the CPU's caches for each.
+        batch_work += 8 * (n_experts * (n * n_used + 1) + 4) + _ALIGN * (n_experts + 1)
     tiles = 4 * threads * (256 * size + 2 * 64 * 64)
     partials = 4 * threads * (heads * (2 + size) + 3 * size)
+    token_inputs = sum(8 * n + 2 * (n + 1) * rows + 3 * _ALIGN for rows in n_rows)
     return {
         "headers": headers + 2 * graph,
-        "inputs": n * (4 + 4 + 8 + 2 * n_rows) + 2 * n_rows + 4 * ctx + 9 * _ALIGN,
+        "inputs": n * (4 + 4) + token_inputs + 4 * ctx + 6 * _ALIGN,
         "values": values,
         "work": max(batch_work, tiles, partials) + _ALIGN * (threads + 1),
         "logits": 4 * dims.vocab_size,

@@ -544,7 +544,7 @@ class _Planner:
         fixed = weights + n * round_to_pages(scratch)
 
         def history(ctx: int) -> int:
-            return session.history_bytes(ctx) if shape.cache else 0
+            return session.whole_bytes(ctx)
 
         def needed(ctx: int) -> int:
             return fixed + n * round_to_pages(history(ctx))

@@ -155,8 +155,8 @@ class Plan:
         Main memory that this process may take now, including what of the weights it has taken
         already: the least of the checks.
     scratch_bytes, history_bytes : int
-        Sizes of the two tapes of one session. With a window the KV cache lies in memory of its own,
-        and the history tape is one page.
+        Sizes of the two tapes of one session. With a window, or where some layers slide, the KV
+        cache lies in memory of its own, and the history tape is one page.
     model_ctx : int or None
         The context that the model was made for, as its header says; None where it does not.
     """

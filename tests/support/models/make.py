@@ -1,6 +1,6 @@
 """Writes GGUF models of random weights that unimem and llama.cpp both load.
 
-python tests/support/models/make.py OUT.gguf [llama|qwen2|qwen3] [small|1.1b] [TYPE]
+python tests/support/models/make.py OUT.gguf [llama|qwen2|qwen3|gemma3|qwen3moe] [small|1.1b] [TYPE]
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def write_model(
     bias: bool = False,
     rope_factors: bool = False,
     gain: float = 0.3,
+    experts: tuple[int, int] = (8, 3),
     metadata: dict[str, Any] | None = None,
     eos: int = 2,
     random_bits: bool = False,
@@ -47,6 +48,9 @@ def write_model(
     seed: int = 0,
 ) -> Path:
     """Write a model.
+
+    A gemma3 slides over 48 tokens where `metadata` says nothing else. Of a qwen3moe, `experts` says
+    how many there are, and how many a token uses; `inner` of the shape is inside of one.
 
     `metadata` adds keys (without the architecture's prefix) or replaces them. `gain` is what a
     block adds, beside what it adds it to. Quantizing activations turns a difference of one bit
@@ -56,32 +60,45 @@ def write_model(
     """
     rng = np.random.default_rng(seed)
     w = gguf.GGUFWriter(path, arch)
-    head = {"attention.key_length": shape.head, "attention.value_length": shape.head}
-    bench.add_metadata(w, shape, (head if arch == "qwen3" else {}) | (metadata or {}))
+    own: dict[str, Any] = {}
+    if arch in ("qwen3", "gemma3", "qwen3moe"):
+        own = {"attention.key_length": shape.head, "attention.value_length": shape.head}
+    if arch == "gemma3":
+        own |= {"attention.sliding_window": 48, "rope.freq_base": 1e6}
+    if arch == "qwen3moe":
+        own |= {"expert_count": experts[0], "expert_used_count": experts[1]}
+        own |= {"expert_feed_forward_length": shape.inner}
+    bench.add_metadata(w, shape, own | (metadata or {}))
     w.add_file_type(FILE_TYPES.get(kind, 0))
     bench.add_tokenizer(w, shape.vocab, eos)
 
-    def matrix(name: str, n_out: int, n_in: int, std: float) -> NDArray[Any] | None:
+    def matrix(
+        name: str, n_out: int, n_in: int, std: float, *, n: int | None = None
+    ) -> NDArray[Any] | None:
+        """Add a matrix, or a stack of n."""
+        dims = (n_out,) if n is None else (n, n_out)
+        n_out *= n or 1
         if random_bits:
             number = GGMLQuantizationType[kind.upper()]
             block_values, block_bytes = gguf.GGML_QUANT_SIZES[number]
             row_bytes = n_in // block_values * block_bytes
             bits = rng.integers(0, 256, (n_out, row_bytes), np.uint8)
-            w.add_tensor(name, bits, raw_dtype=number)
+            w.add_tensor(name, bits.reshape(*dims, -1), raw_dtype=number)
             return None
         if kind == "q8_0" and n_out * n_in > 1 << 22:
             # Random blocks directly: quantizing a billion values takes minutes.
             blocks = rng.integers(0, 256, (n_out, n_in // 32, 34), np.uint8)
             blocks[..., :2] = np.frombuffer(np.float16(std / 73.9).tobytes(), np.uint8)
-            w.add_tensor(name, blocks.reshape(n_out, -1), raw_dtype=GGMLQuantizationType.Q8_0)
+            w.add_tensor(name, blocks.reshape(*dims, -1), raw_dtype=GGMLQuantizationType.Q8_0)
             return None
         values = rng.standard_normal((n_out, n_in), dtype=np.float32) * np.float32(std)
         if name == "output.weight" and embedding is not None:
             # Each token has one that likely follows it, so that the likeliest token is seldom in
             # doubt by less than what rounding makes.
-            values += np.roll(embedding, 1, axis=0) * np.float32(std / 3)
+            values += np.roll(embedding, 1, axis=0) * np.float32(std / 3 / embedding_std)
         if kind in ("f32", "f16"):
-            w.add_tensor(name, values.astype({"f32": np.float32, "f16": np.float16}[kind]))
+            plain = values.astype({"f32": np.float32, "f16": np.float16}[kind])
+            w.add_tensor(name, plain.reshape(*dims, n_in))
         else:
             number = GGMLQuantizationType[kind.upper()]
             try:
@@ -91,9 +108,9 @@ def write_model(
 
                 data = quantize(values, number)
             if dequantized:
-                w.add_tensor(name, gguf.quants.dequantize(data, number))
+                w.add_tensor(name, gguf.quants.dequantize(data, number).reshape(*dims, n_in))
             else:
-                w.add_tensor(name, data, raw_dtype=number)
+                w.add_tensor(name, data.reshape(*dims, -1), raw_dtype=number)
         return values
 
     def vector(name: str, n: int, mean: float, std: float) -> None:
@@ -101,8 +118,10 @@ def write_model(
 
     hidden, std = shape.hidden, shape.hidden**-0.5
     q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
+    # Where it is multiplied by the root of its size.
+    embedding_std = std if arch == "gemma3" else 1.0
     embedding = None
-    embedding = matrix("token_embd.weight", shape.vocab, hidden, 1.0)
+    embedding = matrix("token_embd.weight", shape.vocab, hidden, embedding_std)
     if rope_factors:
         factors = np.linspace(1, 8, shape.head // 2, dtype=np.float32)
         w.add_tensor("rope_freqs.weight", factors)
@@ -113,14 +132,23 @@ def write_model(
             matrix(f"{blk}.{name}.weight", n_out, hidden, std * scale)
             if bias or arch == "qwen2":
                 vector(f"{blk}.{name}.bias", n_out, 0, 0.2)
-        if arch == "qwen3":
+        if arch in ("qwen3", "gemma3", "qwen3moe"):
             vector(f"{blk}.attn_q_norm.weight", shape.head, 1, 0.1)
             vector(f"{blk}.attn_k_norm.weight", shape.head, 1, 0.1)
         matrix(f"{blk}.attn_output.weight", hidden, q, q**-0.5 * gain)
         vector(f"{blk}.ffn_norm.weight", hidden, 1, 0.1)
-        matrix(f"{blk}.ffn_gate.weight", shape.inner, hidden, std)
-        matrix(f"{blk}.ffn_up.weight", shape.inner, hidden, std)
-        matrix(f"{blk}.ffn_down.weight", hidden, shape.inner, shape.inner**-0.5 * gain)
+        # Which experts are chosen shall not be in doubt by rounding.
+        n, exps = (experts[0], "_exps") if arch == "qwen3moe" else (None, "")
+        if n is not None:
+            router = 4 * std * rng.standard_normal((n, hidden), dtype=np.float32)
+            w.add_tensor(f"{blk}.ffn_gate_inp.weight", router)
+        down_std = shape.inner**-0.5 * gain
+        matrix(f"{blk}.ffn_gate{exps}.weight", shape.inner, hidden, std, n=n)
+        matrix(f"{blk}.ffn_up{exps}.weight", shape.inner, hidden, std, n=n)
+        matrix(f"{blk}.ffn_down{exps}.weight", hidden, shape.inner, down_std, n=n)
+        if arch == "gemma3":
+            for name in ("post_attention_norm", "post_ffw_norm"):
+                vector(f"{blk}.{name}.weight", hidden, gain, gain / 10)
     vector("output_norm.weight", hidden, 1, 0.1)
     if not tied:
         matrix("output.weight", shape.vocab, hidden, std * 3)
