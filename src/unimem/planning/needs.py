@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
+from unimem.buffers.families import KeptState
 from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.system import policy
@@ -18,7 +19,7 @@ from unimem.system.placement import Lock, Pages
 
 if TYPE_CHECKING:
     from unimem.buffers.dims import ModelDims
-    from unimem.buffers.shapes import Shape
+    from unimem.buffers.shapes import Layers, Shape
     from unimem.system.hosts import Host
     from unimem.system.policy import Extent, NumaPolicy, Request
     from unimem.system.pressure import Pressure
@@ -367,18 +368,22 @@ class Session:
 
     def history_bytes(self, ctx: int) -> int:
         """Return the size of the history tape in bytes."""
-        if self.window is not None:
-            return _LEAST_BYTES
-        return self._cache_bytes(lambda _: ctx)
+        if any(layers.window for layers in self._parts(ctx)):
+            # Only the engine has one beside its rings.
+            return 0 if self.shape.dims is None else _LEAST_BYTES
+        return self.whole_bytes(ctx)
+
+    def whole_bytes(self, ctx: int) -> int:
+        """Return the bytes of a cache that keeps every token in every layer, states included."""
+        rows = sum(self._part_bytes(layers, ctx) for layers in self.shape.cache or ())
+        return rows + self._state_bytes()
 
     def scratch_bytes(self, ctx: int) -> int:
         """Return the size of the scratch tape in bytes; 0 where it is not known."""
         dims = self.shape.dims
         if dims is None:
             return 0
-        n_rows = ctx
-        if self.window is not None:
-            n_rows = self._ring_rows(ctx)(self._row_bytes(dims.num_kv_heads, dims.head_dim, "k"))
+        n_rows = max((self._n_rows(layers, ctx) for layers in self._parts(ctx)), default=ctx)
         parts = scratch_parts(dims, ctx, self.threads, n_rows)
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
@@ -393,19 +398,43 @@ class Session:
             found.append(self.storage.block(scratch, "scratch", budget, parts))
         elif outputs:
             found.append(Need(outputs, ram_bytes=sum(outputs.values())))
-        history = self.history_bytes(ctx) if self.shape.cache else 0
-        if history:
-            found.append(self.storage.block(history, "kv", budget))
-        if self.window is not None and self.shape.cache:
-            ring = self._cache_bytes(self._ring_rows(ctx))
-            found.append(self.storage.block(ring, "kv", budget, mirror=ring))
+        return found + self._cache_needs(ctx, budget)
+
+    def _cache_needs(self, ctx: int, budget: Budget) -> list[Need]:
+        """List the blocks of the cache: the tape, or rings and what is beside them."""
+        kinds = self._parts(ctx)
+        rings = [layers for layers in kinds if layers.window is not None]
+        beside = [layers for layers in kinds if layers.window is None] if rings else []
+        history = self.history_bytes(ctx)
+        found = [self.storage.block(history, "kv", budget)] if history else []
+        for layers in rings + beside:
+            nbytes = self._part_bytes(layers, self._n_rows(layers, ctx))
+            mirror = 0 if layers.window is None else nbytes
+            found.append(self.storage.block(nbytes, "kv", budget, mirror=mirror))
+        if rings and self._state_bytes():
+            found.append(self.storage.block(self._state_bytes(), "kv", budget))
         return found
 
-    def _ring_rows(self, ctx: int) -> Callable[[int], int]:
-        """Return the rows of a ring by the bytes of one: it holds the window and a batch."""
-        assert self.window is not None
-        least, pages = self.window + min(PREFILL_BATCH, ctx), self.storage.pages
-        return lambda row_bytes: KVCache._ring_rows(row_bytes, least, pages)
+    def _parts(self, ctx: int) -> list[Layers]:
+        """List the layers by what they keep: all tokens, or a window of them, in a ring."""
+        cache = self.shape.cache or ()
+        slides = any(layers.window is not None for layers in cache)
+        found: dict[Layers, int] = {}
+        for layers in cache:
+            window = _least(layers.window, self.window)
+            if slides and window is not None and window >= ctx:
+                window = None
+            kind = layers._replace(n_layers=0, window=window)
+            found[kind] = found.get(kind, 0) + layers.n_layers
+        return [kind._replace(n_layers=n) for kind, n in found.items()]
+
+    def _n_rows(self, layers: Layers, ctx: int) -> int:
+        """Return the rows of a lane: a ring holds its window and a batch, in whole pages."""
+        if layers.window is None:
+            return ctx
+        row_bytes = self._row_bytes(layers.n_heads, layers.k_size, "k")
+        least = layers.window + min(PREFILL_BATCH, ctx)
+        return int(KVCache._ring_rows(row_bytes, least, self.storage.pages))
 
     def _row_bytes(self, n_heads: int, size: int, part: str) -> int:
         dtype = kv_pair(self.kv_dtype)["kv".index(part)]
@@ -413,13 +442,22 @@ class Session:
         nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=dtype)
         return int(nbytes) // (2 * _ALIGN)
 
-    def _cache_bytes(self, n_rows: Callable[[int], int]) -> int:
+    def _part_bytes(self, layers: Layers, n_rows: int) -> int:
         total = 0
-        for n_layers, n_heads, *sizes in self.shape.cache or ():
-            for size, part in zip(sizes, "kv", strict=True):
-                row = self._row_bytes(n_heads, size, part)
-                total += self.batch * n_layers * (-(-n_rows(row) * row // _ALIGN) * _ALIGN)
+        for size, part in ((layers.k_size, "k"), (layers.v_size, "v")):
+            row = self._row_bytes(layers.n_heads, size, part) if size else 0
+            total += self.batch * layers.n_layers * (-(-n_rows * row // _ALIGN) * _ALIGN)
         return total
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of the states of all streams, each in whole lanes."""
+        states = (one for one in self.shape.layers if isinstance(one, KeptState))
+        return self.batch * sum(-(-one.nbytes // _ALIGN) * _ALIGN for one in states)
+
+
+def _least(*windows: int | None) -> int | None:
+    """Return the least of these that is one; None where none is."""
+    return min((window for window in windows if window is not None), default=None)
 
 
 def diagnostics_need() -> Need:
