@@ -143,7 +143,14 @@ def test_the_cache_of_an_architecture_that_the_engine_does_not_run(
 NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("mamba", {"block_count": 4, "ssm.state_size": 16, "attention.head_count": 0}),
     ("rwkv7", {"block_count": 4, "wkv.head_size": 64}),
-    ("deepseek2", BASE | {"attention.kv_lora_rank": 512}),
+    ("gemma9", BASE | {"attention.kv_lora_rank": 512}),
+    ("deepseek2", BASE | {"attention.kv_lora_rank": 512, "attention.key_length_mla": 192}),
+    ("gemma3n", BASE | {"attention.shared_kv_layers": 4}),
+    *(
+        ("gemma4", BASE | {"attention.sliding_window_pattern": pattern})
+        for pattern in ([1, 0], ["1", "0", "1", "0"], "1")
+    ),
+    ("falcon-h1", BASE | {"ssm.state_size": 16, "ssm.conv_kernel": 4, "ssm.inner_size": -64}),
     ("t5", BASE),
     ("clip", {"has_vision_encoder": True}),
     ("qwen3next", BASE | {"ssm.state_size": 16}),
@@ -242,7 +249,10 @@ UNKNOWN_CONFIGS: list[dict[str, Any]] = [
     {"model_type": "falcon", "multi_query": True},
     {"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}},
     {"model_type": "qwen3_next", "full_attention_interval": 4},
-    *({"model_type": name} for name in ("bert", None, "gemma3_text")),
+    *({"model_type": name} for name in ("bert", None, "gemma")),
+    *({"layer_types": types} for types in (["full_attention"], 3 * ["moe"], [{}, [], 1])),
+    *({"sliding_window": window, "model_type": "mistral"} for window in (-1, "4096", 2**40)),
+    {"model_type": "mamba", "state_size": 16, "expand": 2**31 - 1},
     {"model_type": "llava", "text_config": WITHOUT_KV_HEADS},
 ]
 
@@ -250,9 +260,9 @@ UNKNOWN_CONFIGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("config", "cache"),
     [
-        ({"model_type": "gemma3_text", "head_dim": 32}, (3, 2, 32, 32)),
-        ({"text_config": CONFIG, "model_type": "llava"}, (3, 2, 16, 16)),
-        ({"num_local_experts": 8, "model_type": "mixtral"}, (3, 2, 16, 16)),
+        ({"model_type": "glm4", "head_dim": 32}, (3, 2, 32, 32, None)),
+        ({"text_config": CONFIG, "model_type": "llava"}, (3, 2, 16, 16, None)),
+        ({"num_local_experts": 8, "model_type": "mixtral"}, (3, 2, 16, 16, None)),
         *((config, None) for config in UNKNOWN_CONFIGS),
     ],
 )

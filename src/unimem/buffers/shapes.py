@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from unimem.buffers import families
 from unimem.buffers.dims import (
     ARCHITECTURES,
     KNOWN,
@@ -22,8 +23,9 @@ from unimem.buffers.dims import (
     Experts,
     ModelDims,
     read_experts,
-    read_sliding,
 )
+from unimem.buffers.families import KeptLayer, KeptRows, KeptState
+from unimem.buffers.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 from unimem.system.text import format_count
 
 if TYPE_CHECKING:
@@ -31,9 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
 
-_CONFIG = "config.json"
 _CONFIG_BYTES_MAX = 4 << 20  # of known models the longest has 50 kB
-_MOST = 2**31 - 1  # engines count layers, heads and tokens in 32 bits
 _EXPERTS = (
     "the scratch memory of a mixture of experts: the row is that of a dense model, without the "
     "outputs of the experts and of the router"
@@ -48,46 +48,6 @@ _FEWER = {
 }
 # Model types of a config.json that are computed as the engine computes them.
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Model types whose layers all keep keys and values of each token, with heads and sizes as the usual
-# fields say. Others have fields of their own, or keep something else.
-_PLAIN_CACHES = frozenset(
-    {
-        *(
-            "llama",
-            "mistral",
-            "mixtral",
-            "qwen2",
-            "qwen2_moe",
-            "qwen3",
-            "qwen3_moe",
-            "gemma",
-            "gemma2",
-            "gemma3_text",
-            "phi",
-            "phi3",
-            "phimoe",
-            "gpt2",
-            "gpt_neox",
-            "gptj",
-            "gpt_oss",
-            "olmo",
-            "olmo2",
-            "olmoe",
-            "starcoder2",
-            "stablelm",
-            "cohere",
-            "cohere2",
-            "granite",
-            "granitemoe",
-            "glm",
-            "glm4",
-            "smollm3",
-            "internlm2",
-            "opt",
-            "bloom",
-        ),
-    }
-)
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -101,9 +61,9 @@ class Layers(NamedTuple):
     n_heads : int
         Heads of keys and values.
     k_size, v_size : int
-        Values of one head's key, and of its value.
+        Values of one head's key, and of its value; 0 where the value is a part of the key.
     window : int or None
-        Tokens that attention slides over there, where the engine keeps no more than these.
+        Only of the last so many tokens.
     """
 
     n_layers: int
@@ -123,6 +83,9 @@ class Shape:
         Its architecture.
     cache : tuple of Layers, or None
         The layers of its KV cache; empty for a model without one, None where it is not known.
+    layers : tuple of KeptRows or KeptState
+        The same one by one, with those that have no rows of their own, and states; empty where the
+        cache is not known, and of more layers than a model may have.
     dims : ModelDims or None
         Its dimensions, of a model that is computed as the engine computes one.
     vocab_size : int or None
@@ -146,21 +109,25 @@ class Shape:
     unknown: tuple[str, ...] = ()
     slides: int | None = None
     experts: Experts | None = None
+    layers: tuple[KeptLayer, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one stream."""
+        return sum(layer.nbytes for layer in self.layers if isinstance(layer, KeptState))
 
     def longest_ctx(self, window: int | None) -> int:
         """Return the longest context that may be asked for, with or without a window."""
-        most = self.max_ctx or _MOST
+        most = self.max_ctx or MOST
         return self.slides if self.slides and self.slides < (window or most) else most
-
-
-class _UnknownError(ValueError):
-    """Says why a figure is not known."""
 
 
 def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...] = ()) -> Shape:
     """Return the shape of a model with known dimensions."""
-    layers = Layers(dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.head_dim)
-    return Shape(arch, (layers,), dims, dims.vocab_size, dims.max_seq_len, unknown)
+    n, heads, size = dims.num_layers, dims.num_kv_heads, dims.head_dim
+    layers = families.equal_layers(n, heads, size)
+    cache = (Layers(n, heads, size, size),)
+    return Shape(arch, cache, dims, dims.vocab_size, dims.max_seq_len, unknown, layers=layers)
 
 
 def from_weights(weights: Contents) -> Shape:
@@ -180,42 +147,41 @@ def from_weights(weights: Contents) -> Shape:
         why = "the file does not say its architecture"
         return Shape(None, None, None, None, None, (f"the KV cache: {why}", f"the scratch: {why}"))
     meta = ArchMetadata(weights.metadata, arch)
+    family = families.of_architecture(arch) or families.Family()
     try:
         dims = ModelDims.from_weights(weights)
+        if dims.num_layers > len(weights.tensors):
+            raise _too_many_layers(dims.num_layers, len(weights.tensors))
+        layers = families.layers_of(family, MetadataFields(meta, arch))
     except ValueError as error:
         return _from_metadata(weights, meta, arch, error)
-    if dims.num_layers > len(weights.tensors):
-        return _from_metadata(
-            weights, meta, arch, _too_many_layers(dims.num_layers, len(weights.tensors))
-        )
     experts = arch in MIXTURES or bool(meta.get("expert_count"))
     is_run = arch in ARCHITECTURES and arch in MIXTURES
-    shape = from_dims(dims, arch, (_EXPERTS,) if experts and not is_run else ())
-    try:
-        if is_run:
+    shape = replace(
+        from_dims(dims, arch, (_EXPERTS,) if experts and not is_run else ()),
+        cache=_grouped(layers),
+        layers=layers,
+    )
+    if is_run:
+        try:
             shape = replace(shape, experts=read_experts(meta, dims.num_layers))
-        sliding = read_sliding(meta, arch, dims.num_layers)
-    except ValueError as error:
-        return _from_metadata(weights, meta, arch, error)
-    if sliding is not None:
-        assert shape.cache is not None  # of known dimensions
-        n, (layers,) = sum(sliding.layers), shape.cache
-        parts = (
-            layers._replace(n_layers=len(sliding.layers) - n),
-            layers._replace(n_layers=n, window=sliding.window),
-        )
-        return replace(shape, cache=tuple(part for part in parts if part.n_layers))
+        except ValueError as error:
+            return _from_metadata(weights, meta, arch, error)
     slides = meta.get("attention.sliding_window")
-    if isinstance(slides, int) and not isinstance(slides, bool) and slides > 0:
+    if (
+        type(slides) is int
+        and slides > 0
+        and all(kind.window is None for kind in shape.cache or ())
+    ):
         shape = replace(shape, slides=slides)
     return shape
 
 
 def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
     unknown = []
-    cache = None
+    layers: tuple[KeptLayer, ...] | None = None
     try:
-        cache, fewer = _cache(meta, arch, len(weights.tensors))
+        layers, fewer = _layers(meta, arch, len(weights.tensors))
         unknown += fewer
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
@@ -228,86 +194,87 @@ def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueE
     with suppress(ValueError):
         longest = meta.count("context_length")
     embedding = weights.tensors.get("token_embd.weight")
-    if embedding is not None and len(embedding.ne) == 2 and 0 < embedding.ne[1] <= _MOST:
+    if embedding is not None and len(embedding.ne) == 2 and 0 < embedding.ne[1] <= MOST:
         vocab = embedding.ne[1]
-    return Shape(arch, cache, None, vocab, longest, tuple(unknown))
+    return Shape(arch, _grouped(layers), None, vocab, longest, tuple(unknown), layers=layers or ())
 
 
-def _too_many_layers(n_layers: int, n_tensors: int) -> _UnknownError:
-    return _UnknownError(
+def _too_many_layers(n_layers: int, n_tensors: int) -> UnknownError:
+    return UnknownError(
         f"the metadata speaks of {format_count(n_layers, 'layer')}, but the file has only "
         f"{format_count(n_tensors, 'tensor')}"
     )
 
 
-def _cache(meta: ArchMetadata, arch: str, n_tensors: int) -> tuple[tuple[Layers, ...], list[str]]:
-    """Read the layers of the KV cache, and sentences where they are only an upper bound."""
+def _grouped(layers: Iterable[KeptLayer] | None) -> tuple[Layers, ...] | None:
+    """Count the layers that have rows by what they keep."""
+    if layers is None:
+        return None
+    own = (one for one in layers if isinstance(one, KeptRows) and one.share_of is None)
+    found = Counter((one.n_kv_heads, one.k_size, one.v_size, one.window) for one in own)
+    return tuple(Layers(n, *kind) for kind, n in found.items())
+
+
+def _layers(
+    meta: ArchMetadata, arch: str, n_tensors: int
+) -> tuple[tuple[KeptLayer, ...], list[str]]:
+    """Read what the layers keep, and sentences on what a runtime may keep otherwise."""
     if meta.get("attention.causal") is False:
         return (), []  # a text is read as a whole, and nothing is kept
-    if meta.get("attention.kv_lora_rank") is not None:
-        raise _UnknownError(
+    fields = MetadataFields(meta, arch)
+    family = families.of_architecture(arch)
+    if family is None and meta.get("attention.kv_lora_rank") is not None:
+        raise UnknownError(
             f"{arch!r:.40} compresses keys and values (multi-head latent attention), and what a "
             "runtime keeps of them is its choice"
         )
     if arch.startswith("t5"):
-        raise _UnknownError(f"{arch!r:.40} has an encoder, whose output is kept, too")
-    count = meta.count("block_count")
+        raise UnknownError(f"{arch!r:.40} has an encoder, whose output is kept, too")
+    count = families.count_layers(fields)
     if count > n_tensors:
         raise _too_many_layers(count, n_tensors)
+    if family is not None:
+        layers = families.layers_of(family, fields)
+        return layers, _choices(meta, layers)
     state = next((key for key in _STATES if meta.get(key) is not None), None)
-    heads = _per_layer(meta, "attention.head_count_kv", count)
-    if state is not None and not isinstance(heads, list):
-        raise _UnknownError(
+    heads = meta.get("attention.head_count_kv")
+    if state is not None and (heads is None or isinstance(heads, (int, float, str))):
+        raise UnknownError(
             f"{arch!r:.40} keeps a state of its own ('{arch:.40}.{state}'), and the file does not "
             "say which layers have keys and values"
         )
-    if heads is None:
-        heads = _per_layer(meta, "attention.head_count", count)
-    if heads is None:
-        raise _UnknownError(f"the metadata of {arch!r:.40} has no 'attention.head_count_kv'")
-    k_size = _head_size(meta, "attention.key_length")
-    v_size = _head_size(meta, "attention.value_length", k_size)
-    found = Counter(heads) if isinstance(heads, list) else {heads: count}
-    layers = tuple(Layers(n, heads, k_size, v_size) for heads, n in found.items() if heads)
-    fewer = []
-    for key, text in _FEWER.items():
-        value = meta.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            fewer.append(
-                "the KV cache of a runtime that keeps less: the row is of every token in every "
-                f"layer, and {text.format(value)}"
-            )
+    layers = families.layers_of(families.Family(), fields)
+    fewer = _choices(meta, layers)
     if state is not None:
         fewer.append(f"the state of {arch!r:.40} ('{arch:.40}.{state}') beside its KV cache")
     return layers, fewer
 
 
-def _per_layer(meta: ArchMetadata, name: str, count: int) -> int | list[int] | None:
-    """Read a number of heads, or one for each layer; 0 is none."""
-    value = meta.get(name)
-    if value is None:
-        return None
-    if isinstance(value, (int, float, str)):
-        return meta.count(name) if value else 0
-    if len(value) != count:
-        raise _UnknownError(
-            f"'{name}' has {format_count(len(value), 'value')} for {format_count(count, 'layer')}"
-        )
-    values = value if isinstance(value, list) else value.tolist()
-    if not all(type(item) is int and 0 <= item <= _MOST for item in values):
-        raise _UnknownError(f"'{name}' has values that are no numbers of heads")
-    return values
+def _choices(meta: ArchMetadata, layers: tuple[KeptLayer, ...]) -> list[str]:
+    """Say what a runtime may keep otherwise."""
+    rows = [layer for layer in layers if isinstance(layer, KeptRows)]
+    known = {
+        "attention.sliding_window": any(layer.window for layer in rows),
+        "attention.shared_kv_layers": any(layer.share_of is not None for layer in rows),
+    }
+    found = []
+    for key, text in _FEWER.items():
+        value = meta.get(key)
+        if type(value) is int and value > 0 and not known.get(key) and rows:
+            found.append(
+                "the KV cache of a runtime that keeps less: the row is of every token in every "
+                f"layer, and {text.format(value)}"
+            )
+    return found + _decompressed(layers)
 
 
-def _head_size(meta: ArchMetadata, name: str, default: int | None = None) -> int:
-    if meta.get(name) is not None or default is not None:
-        return meta.count(name, default)
-    hidden, heads = meta.count("embedding_length"), meta.count("attention.head_count")
-    if hidden < heads:
-        raise _UnknownError(
-            f"the metadata has more heads, {heads}, than the {hidden} of their values"
-        )
-    return hidden // heads
+def _decompressed(layers: tuple[KeptLayer, ...]) -> list[str]:
+    if any(isinstance(layer, KeptRows) and not layer.v_size for layer in layers):
+        return [
+            "the KV cache of a runtime that keeps more: the row is of compressed keys, of which "
+            "the values are a part"
+        ]
+    return []
 
 
 # ---- safetensors --------------------------------------------------------------------------------
@@ -330,17 +297,17 @@ def read_config(path: str, read: Callable[[str, int], bytes]) -> tuple[dict[str,
     why : str
         Why not.
     """
-    where = os.path.join(os.path.dirname(path), _CONFIG)
+    where = os.path.join(os.path.dirname(path), CONFIG)
     try:
         text = read(where, _CONFIG_BYTES_MAX + 1)
     except OSError as error:
         return None, f"no file of it says its dimensions ({where}: {error.strerror})"
     try:
         if len(text) > _CONFIG_BYTES_MAX:
-            raise _UnknownError("it is longer than 4 MiB")
+            raise UnknownError("it is longer than 4 MiB")
         config = json.loads(text)
         if not isinstance(config, dict):
-            raise _UnknownError("it is no object")
+            raise UnknownError("it is no object")
     except (ValueError, RecursionError) as error:
         return None, f"{where} cannot be used: {error!s:.100}"
     return config, ""
@@ -365,131 +332,75 @@ def from_config(config: dict[str, Any] | None, why: str) -> Shape:
     kind = config.get("model_type")
     arch = kind if isinstance(kind, str) else None
     inner = config.get("text_config")
-    values = _Config(inner, nested=True) if isinstance(inner, dict) else _Config(config)
-    vocab, longest = values.number("vocab_size"), values.number(*_LONGEST)
+    is_nested = isinstance(inner, dict)
+    values: Mapping[str, Any] = inner if isinstance(inner, dict) else config
+    fields = _config_fields(values, nested=is_nested)
+    vocab, longest = _known(fields, "vocab_size"), _known(fields, "context_length")
     unknown: list[str] = []
     dims = None
     try:
-        if isinstance(inner, dict):
-            raise _UnknownError(f"what computing {arch!r:.40} takes is the runtime's to say")
-        dims = values.dims(vocab, longest)
+        if is_nested:
+            raise UnknownError(f"what computing {arch!r:.40} takes is the runtime's to say")
+        dims = _config_dims(values, fields, vocab, longest)
     except ValueError as error:
         unknown.append(f"the scratch: {error}")
-    cache = None
+    layers: tuple[KeptLayer, ...] | None = None
     try:
-        cache, fewer = values.cache()
-        unknown += fewer
+        layers = _config_layers(values, fields)
+        unknown += _decompressed(layers)
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
-    if cache is None:
         dims = None  # then the work memory of attention is not known either
-    slides = None if dims is None else values.window()
-    return Shape(arch, cache, dims, vocab, longest, tuple(unknown), slides)
+    return Shape(arch, _grouped(layers), dims, vocab, longest, tuple(unknown), layers=layers or ())
 
 
-_MOST_TYPES = 100_000
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+def _config_fields(values: Mapping[str, Any], *, nested: bool) -> ConfigFields:
+    family = families.of_model_type(values.get("model_type")) or families.Family()
+    return ConfigFields(values, nested=nested, names=family.config, defaults=family.defaults)
+
+
+def _known(fields: ConfigFields, name: str) -> int | None:
+    try:
+        return fields.number(name) or None
+    except UnknownError:
+        return None
 
 
 def _named(kind: object) -> str:
-    return (
-        f"{kind!r:.40}" if isinstance(kind, str) else f"a model without 'model_type' in {_CONFIG}"
-    )
+    return f"{kind!r:.40}" if isinstance(kind, str) else f"a model without 'model_type' in {CONFIG}"
 
 
-class _Config:
-    """Checked access to a ``config.json``."""
-
-    def __init__(self, values: Mapping[str, Any], *, nested: bool = False) -> None:
-        self._values = values
-        self._nested = nested
-
-    def number(self, *names: str) -> int | None:
-        """Return the first of these that is an integer above 0."""
-        for name in names:
-            value = self._values.get(name)
-            if type(value) is int and 0 < value <= _MOST:
-                return value
-        return None
-
-    def required(self, names: Sequence[str]) -> int:
-        """Return it, or say that it is missing."""
-        value = self.number(*names)
-        if value is None:
-            raise _UnknownError(f"{_CONFIG} has no {names[0]!r}, or none that is a number")
-        return value
-
-    def window(self) -> int | None:
-        """Return how many tokens attention slides over, in any layer."""
-        if self._values.get("use_sliding_window") is False:
-            return None
-        return self.number("sliding_window")
-
-    def heads(self) -> tuple[int, int, int]:
-        """Return the heads, those of keys and values, and the values of one."""
-        heads = self.required(_HEADS)
-        size = self.number("head_dim")
-        # What has its default is left out of an inner config, and so may be what is not the rule.
-        own_size = size is None and str(self._values.get("model_type")).startswith("gemma")
-        for name, missing in (
-            ("num_key_value_heads", self._nested and "num_key_value_heads" not in self._values),
-            ("head_dim", own_size),
-        ):
-            if missing:
-                raise _UnknownError(f"{_CONFIG} has no {name!r}, which need not follow from others")
-        if size is None:
-            size = self.required(_HIDDEN) // heads
-        if size == 0:
-            raise _UnknownError(f"{_CONFIG} has more heads than values for them")
-        return heads, self.number("num_key_value_heads") or heads, size
-
-    def cache(self) -> tuple[tuple[Layers, ...], list[str]]:
-        """Return the layers of the KV cache, and sentences where they are only an upper bound."""
-        kind = self._values.get("model_type")
-        if self.number("kv_lora_rank"):
-            raise _UnknownError(
-                "keys and values are compressed (multi-head latent attention), and what a runtime "
-                "keeps of them is its choice"
-            )
-        if self._values.get("is_encoder_decoder") is True:
-            raise _UnknownError("the model has an encoder, whose output is kept, too")
-        types = self._values.get("layer_types")
-        named = set(map(str, types[:_MOST_TYPES])) if isinstance(types, list) else set()
-        if self.number("state_size", "ssm_state_size", "mamba_d_state") or any(
-            "attention" not in name or "linear" in name for name in named
-        ):
-            raise _UnknownError(f"{kind!r:.40} keeps a state of its own, in some layers or in all")
-        if kind not in _PLAIN_CACHES:
-            raise _UnknownError(f"what {_named(kind)} keeps of a token is not known to unimem")
-        _, heads, size = self.heads()
-        slides = self.window()
-        fewer = []
-        if slides:
-            fewer.append(
-                "the KV cache of a runtime that keeps less: the row is of every token in every "
-                f"layer, and attention of some layers slides over {slides} tokens"
-            )
-        return (Layers(self.required(_LAYERS), heads, size, size),), fewer
-
-    def dims(self, vocab: int | None, longest: int | None) -> ModelDims:
-        """Return the dimensions, of a model that is computed as the engine computes one."""
-        kind = self._values.get("model_type")
-        if kind not in _DENSE_TYPES or self.number(*_EXPERT_COUNTS):
-            raise _UnknownError(f"what computing {_named(kind)} takes is the runtime's to say")
-        if vocab is None or longest is None:
-            missing = "vocab_size" if vocab is None else _LONGEST[0]
-            raise _UnknownError(f"{_CONFIG} has no {missing!r}, or none that is a number")
-        heads, kv_heads, size = self.heads()
-        return ModelDims(
-            hidden_size=self.required(_HIDDEN),
-            intermediate_size=self.required(("intermediate_size",)),
-            num_attention_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=size,
-            vocab_size=vocab,
-            num_layers=self.required(_LAYERS),
-            max_seq_len=longest,
+def _config_layers(values: Mapping[str, Any], fields: ConfigFields) -> tuple[KeptLayer, ...]:
+    """Read what the layers keep."""
+    kind = values.get("model_type")
+    family = families.of_model_type(kind)
+    if values.get("is_encoder_decoder") is True:
+        raise UnknownError("the model has an encoder, whose output is kept, too")
+    if family is None:
+        raise UnknownError(f"what {_named(kind)} keeps of a token is not known to unimem")
+    if not family.compresses and fields.number("attention.kv_lora_rank"):
+        raise UnknownError(
+            "keys and values are compressed (multi-head latent attention), and what a runtime "
+            "keeps of them is its choice"
         )
+    return families.layers_of(family, fields)
+
+
+def _config_dims(
+    values: Mapping[str, Any], fields: ConfigFields, vocab: int | None, longest: int | None
+) -> ModelDims:
+    """Return the dimensions, of a model that is computed as the engine computes one."""
+    kind = values.get("model_type")
+    if kind not in _DENSE_TYPES or any(values.get(name) for name in _EXPERT_COUNTS):
+        raise UnknownError(f"what computing {_named(kind)} takes is the runtime's to say")
+    heads = fields.required("attention.head_count")
+    return ModelDims(
+        hidden_size=fields.required("embedding_length"),
+        intermediate_size=fields.required("feed_forward_length"),
+        num_attention_heads=heads,
+        num_kv_heads=fields.number("attention.head_count_kv") or heads,
+        head_dim=fields.head_size(),
+        vocab_size=vocab or fields.required("vocab_size"),
+        num_layers=fields.required("block_count"),
+        max_seq_len=longest or fields.required("context_length"),
+    )

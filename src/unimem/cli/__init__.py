@@ -110,7 +110,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except MemoryError as error:
         return _fail(_sentence(error) or "there is not enough memory", DOES_NOT_FIT)
     except (OSError, ValueError, RuntimeError, ArithmeticError, BufferError, ImportError) as error:
-        return _fail(_sentence(error), FAILED)
+        return _fail(_sentence(error), FAILED, getattr(error, "__notes__", ()))
     return OK
 
 
@@ -164,10 +164,11 @@ def _sentence(error: BaseException) -> str:
     return str(error)
 
 
-def _fail(sentence: str, code: int) -> int:
+def _fail(sentence: str, code: int, notes: Sequence[str] = ()) -> int:
     if sys.stderr is not None:
         with suppress(OSError):  # as of a terminal that was closed
-            print(f"unimem: {escape(sentence)}", file=sys.stderr)
+            for line in (f"unimem: {sentence}", *notes):
+                print(escape(line), file=sys.stderr)
     return code
 
 

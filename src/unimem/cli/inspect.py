@@ -14,9 +14,11 @@ import numpy as np
 import typer
 
 from unimem._core.gguf import GGUFHeader
+from unimem.buffers.families import KeptLayer, in_words
 from unimem.cli import terminal
 from unimem.cli.documents import document_head
 from unimem.cli.options import AsJson, path_or_url
+from unimem.planning.sources import shape_of
 from unimem.system.text import (
     Bar,
     escape,
@@ -25,7 +27,7 @@ from unimem.system.text import (
     table_lines,
     wrap,
 )
-from unimem.weights.files import Value
+from unimem.weights.files import ModelFiles, Value
 from unimem.weights.loading import unloaded_memory
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.remote import open_remote
@@ -78,17 +80,20 @@ def inspect(
             )
         with open_remote(path) as remote:
             contents = Contents(tuple(map(ModelPart, remote.files, unloaded_memory(remote))))
-            _show(contents, metadata, None, None, tensors=tensors, as_json=as_json)
+            layers = shape_of(contents, remote, remote.index).layers
+            _show(contents, layers, metadata, None, None, tensors=tensors, as_json=as_json)
         return
     with open_weights(path, load="map") as weights:
         chooses = metadata is not None and not as_json
         look = _look(weights) if residency and not chooses else None
         digest = _hash(weights) if content_hash and not chooses else None
-        _show(weights, metadata, look, digest, tensors=tensors, as_json=as_json)
+        layers = shape_of(weights, ModelFiles(), None).layers
+        _show(weights, layers, metadata, look, digest, tensors=tensors, as_json=as_json)
 
 
 def _show(
     weights: Contents,
+    layers: Sequence[KeptLayer],
     keys: list[str] | None,
     look: Residency | None,
     digest: str | None,
@@ -98,14 +103,14 @@ def _show(
 ) -> None:
     """Write the document, the values of these keys, or the page."""
     if as_json:
-        document = _document(weights, keys, look, digest)
+        document = _document(weights, layers, keys, look, digest)
         terminal.show(json.dumps(document, allow_nan=False) + "\n")
         return
     if keys is not None:
         for key, value in _chosen(weights, keys).items():
             terminal.show(f"{terminal.surface().heading(escape(key))}\n{_whole(value)}\n")
         return
-    _show_facts(weights, digest)
+    _show_facts(weights, layers, digest)
     _show_types(weights)
     _show_metadata(weights)
     if tensors:
@@ -178,7 +183,7 @@ def _counts(weights: Contents) -> dict[str, tuple[int, int]]:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def _show_facts(weights: Contents, digest: str | None) -> None:
+def _show_facts(weights: Contents, layers: Sequence[KeptLayer], digest: str | None) -> None:
     facts = _Facts.of(weights)
     sizes = [(part.file.path, format_bytes(part.file.nbytes)) for part in weights._parts]
     rows = {
@@ -186,6 +191,7 @@ def _show_facts(weights: Contents, digest: str | None) -> None:
         "architecture": facts.architecture or "unknown",
         "parameters": f"{facts.n_parameters:,} in {format_count(facts.n_tensors, 'tensor')}",
         "context": "unknown" if facts.context is None else f"{facts.context:,} tokens",
+        "layers": in_words(layers, briefly=False) or "unknown",
         "format": facts.format,
         "files": "\n".join(f"{escape(path)} ({size})" for path, size in sizes),
         "fingerprint": weights.fingerprint,
@@ -368,7 +374,11 @@ def _percent(part: Residency) -> str:
 
 
 def _document(
-    weights: Contents, keys: Sequence[str] | None, look: Residency | None, digest: str | None
+    weights: Contents,
+    layers: Sequence[KeptLayer],
+    keys: Sequence[str] | None,
+    look: Residency | None,
+    digest: str | None,
 ) -> dict[str, Any]:
     facts = _Facts.of(weights)
     values = weights.metadata if keys is None else _chosen(weights, keys)
@@ -378,6 +388,7 @@ def _document(
         "name": facts.name,
         "architecture": facts.architecture,
         "context": facts.context,
+        "layers": [layer.to_dict() for layer in layers] or None,
         "parameters": facts.n_parameters,
         "nbytes": weights.nbytes,
         "types": [

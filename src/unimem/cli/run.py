@@ -36,6 +36,7 @@ from unimem.cli.options import (
     model_path,
     parse_tokens,
 )
+from unimem.cli.unsupported import other_ways
 from unimem.errors import CacheFull
 from unimem.kv.store import KVStore
 from unimem.layout import Layout
@@ -333,10 +334,15 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
 
 def _load(path: Path, options: Options, **cache: Any) -> Layout:
     """Make the layout, and read the model into memory of its own, or map it."""
-    from unimem.engine.arch import Model
+    from unimem.engine.arch import Model, UnsupportedModel
 
-    with open_weights(path, load="map") as weights:
-        Model.from_weights(weights)  # what cannot run is not read
+    try:
+        with open_weights(path, load="map") as weights:
+            Model.from_weights(weights)  # what cannot run is not read
+    except UnsupportedModel as error:
+        for line in other_ways(path, options.ctx, cache["kv_dtype"]):
+            error.add_note(line)
+        raise
     with terminal.updates("loading") as progress, check_window():
         return Layout.for_model(
             path,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
+from unimem.buffers.families import KeptState
 from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.system import policy
@@ -369,12 +370,14 @@ class Session:
     def history_bytes(self, ctx: int) -> int:
         """Return the size of the history tape in bytes."""
         if any(layers.window for layers in self._parts(ctx)):
-            return _LEAST_BYTES
+            # Only the engine has one beside its rings.
+            return 0 if self.shape.dims is None else _LEAST_BYTES
         return self.whole_bytes(ctx)
 
     def whole_bytes(self, ctx: int) -> int:
-        """Return the bytes of a cache that keeps every token in every layer."""
-        return sum(self._part_bytes(layers, ctx) for layers in self.shape.cache or ())
+        """Return the bytes of a cache that keeps every token in every layer, states included."""
+        rows = sum(self._part_bytes(layers, ctx) for layers in self.shape.cache or ())
+        return rows + self._state_bytes()
 
     def scratch_bytes(self, ctx: int) -> int:
         """Return the size of the scratch tape in bytes; 0 where it is not known."""
@@ -396,17 +399,21 @@ class Session:
             found.append(self.storage.block(scratch, "scratch", budget, parts))
         elif outputs:
             found.append(Need(outputs, ram_bytes=sum(outputs.values())))
-        history = self.history_bytes(ctx) if kinds else 0
-        if history:
-            found.append(self.storage.block(history, "kv", budget))
+        return found + self._cache_needs(ctx, budget)
+
+    def _cache_needs(self, ctx: int, budget: Budget) -> list[Need]:
+        """List the blocks of the cache: the tape, or rings and what is beside them."""
+        kinds = self._parts(ctx)
         rings = [layers for layers in kinds if layers.window is not None]
-        for layers in rings:
-            ring = self._part_bytes(layers, self._n_rows(layers, ctx))
-            found.append(self.storage.block(ring, "kv", budget, mirror=ring))
-        for layers in kinds if rings else ():
-            if layers.window is None:
-                nbytes = self._part_bytes(layers, ctx)
-                found.append(self.storage.block(nbytes, "kv", budget))
+        beside = [layers for layers in kinds if layers.window is None] if rings else []
+        history = self.history_bytes(ctx)
+        found = [self.storage.block(history, "kv", budget)] if history else []
+        for layers in rings + beside:
+            nbytes = self._part_bytes(layers, self._n_rows(layers, ctx))
+            mirror = 0 if layers.window is None else nbytes
+            found.append(self.storage.block(nbytes, "kv", budget, mirror=mirror))
+        if rings and self._state_bytes():
+            found.append(self.storage.block(self._state_bytes(), "kv", budget))
         return found
 
     def _parts(self, ctx: int) -> list[Layers]:
@@ -442,9 +449,14 @@ class Session:
     def _part_bytes(self, layers: Layers, n_rows: int) -> int:
         total = 0
         for size, part in ((layers.k_size, "k"), (layers.v_size, "v")):
-            row = self._row_bytes(layers.n_heads, size, part)
+            row = self._row_bytes(layers.n_heads, size, part) if size else 0
             total += self.batch * layers.n_layers * (-(-n_rows * row // _ALIGN) * _ALIGN)
         return total
+
+    def _state_bytes(self) -> int:
+        """Return the bytes of the states of all streams, each in whole lanes."""
+        states = (one for one in self.shape.layers if isinstance(one, KeptState))
+        return self.batch * sum(-(-one.nbytes // _ALIGN) * _ALIGN for one in states)
 
 
 def least_window(*windows: int | None) -> int | None:

@@ -345,7 +345,6 @@ class _Planner:
             raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
         found = needs(ctx or 1)
         checks = self._checks(found, storage)
-        has_cache = bool(session.shape.cache)
         return self._new_plan(
             options,
             facts={
@@ -363,7 +362,7 @@ class _Planner:
             spilled_bytes=self._spilled(found),
             unread_bytes=sum(need.unread_bytes for need in found),
             scratch_bytes=session.scratch_bytes(ctx or 1),
-            history_bytes=session.history_bytes(ctx) if has_cache and ctx is not None else 0,
+            history_bytes=session.history_bytes(ctx) if ctx is not None else 0,
         )
 
     def _session(self, options: PlanOptions, storage: Storage) -> Session:
@@ -393,6 +392,7 @@ class _Planner:
             numa=numa,
             available_bytes=min(one.available_bytes for one in checks if one.is_hard),
             model_ctx=self._source.shape.max_ctx,
+            layers=self._source.shape.layers,
             **figures,
         )
 

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from unimem.accounting.report_html import colors_of
 from unimem.accounting.rows import Row, find_row
+from unimem.buffers.families import KeptLayer, cache_layers, in_words
 from unimem.errors import CapacityError
+from unimem.kv.layers import LayerKV
 from unimem.planning.needs import Mode
 from unimem.system.html import Html, bar, facts, fragment, heading, join, size, stack, table
 from unimem.system.placement import Pages
@@ -159,6 +161,9 @@ class Plan:
         cache lies in memory of its own, and the history tape is one page.
     model_ctx : int or None
         The context that the model was made for, as its header says; None where it does not.
+    layers : tuple of KeptRows or KeptState
+        What each layer of the model keeps, in the order of its blocks; empty where that is not
+        known. See `cache_layers`.
     """
 
     rows: tuple[Row, ...]
@@ -184,6 +189,7 @@ class Plan:
     history_bytes: int
     model_ctx: int | None = None
     unread_bytes: int = 0
+    layers: tuple[KeptLayer, ...] = ()
 
     def __getitem__(self, category: str) -> Row:
         """Return the row of a category: of main memory, else of the first device that has one.
@@ -251,6 +257,28 @@ class Plan:
             worst.needed_bytes,
         )
 
+    def cache_layers(self) -> list[LayerKV]:
+        """Return the layers that a KV cache of the model is made of.
+
+        Returns
+        -------
+        list of LayerKV
+            For ``KVCache(layers=..., max_seq_len=...)``, one for each of `layers`, in that order.
+
+        Raises
+        ------
+        ValueError
+            What the layers keep is not known, or some keep what no `LayerKV` holds.
+
+        Examples
+        --------
+        >>> import unimem as um
+        >>> plan = um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512))
+        >>> plan.cache_layers()[0]
+        LayerKV(n_kv_heads=4, head_dim=8, window=None, dtype=None, share_of=None)
+        """
+        return cache_layers(self.layers)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and texts, as docs/schemas/plan-1.json has them."""
         return {
@@ -261,7 +289,7 @@ class Plan:
             **{
                 item.name: getattr(self, item.name)
                 for item in fields(self)
-                if item.name not in ("rows", "checks", "advice")
+                if item.name not in ("rows", "checks", "advice", "layers")
             },
             "unknown": list(self.unknown),
             "rows": [
@@ -270,6 +298,7 @@ class Plan:
             ],
             "checks": [asdict(check) | {"fits": check.fits} for check in self.checks],
             "advice": [asdict(item) for item in self.advice],
+            "layers": [layer.to_dict() for layer in self.layers],
         }
 
     def to_json(self) -> str:
@@ -373,6 +402,7 @@ def _facts(plan: Plan, path: str) -> dict[str, str]:
         "file": path,
         "read": _fetched(known),
         "context": ", ".join([*cache, format_count(plan.threads, "thread")]),
+        "layers": in_words(plan.layers),
         "load": f"{plan.load}: {plan.load_reason}",
         "machine": known.get("machine") or "",
         "image": known.get("image") or "",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from unimem.weights.opened import Weights
     from unimem.weights.repacked import Arrangement
 
-__all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource"]
+__all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource", "shape_of"]
 
 _PADDING = "weights:padding"
 _ASKED = "it was asked for"
@@ -338,18 +338,34 @@ class WeightsSource:
         return bytes_needed(self._weights)
 
 
+def shape_of(weights: Contents, files: ModelFiles, index: str | None) -> Shape:
+    """Return a model's shape.
+
+    Parameters
+    ----------
+    weights : Contents
+        Its header.
+    files : ModelFiles
+        Reads what lies beside it.
+    index : str or None
+        The path of the index of several safetensors files.
+    """
+    first = weights._parts[0].file
+    if isinstance(first.header, SafetensorsHeader):
+        return shapes.from_config(*shapes.read_config(index or first.path, files.read_start))
+    return shapes.from_weights(weights)
+
+
 def _describe(
     weights: Contents, files: ModelFiles, index: str | None
 ) -> tuple[Shape, dict[str, Any]]:
     """Return a model's shape, and facts about it; `files` reads what lies beside it."""
     first = weights._parts[0].file
-    path = index or first.path
-    facts: dict[str, Any] = {"model": path}
+    facts: dict[str, Any] = {"model": index or first.path}
+    shape = shape_of(weights, files, index)
     if isinstance(first.header, SafetensorsHeader):
-        shape = shapes.from_config(*shapes.read_config(path, files.read_start))
         facts["format"] = "safetensors"
     else:
-        shape = shapes.from_weights(weights)
         facts["format"] = "GGUF"
         name = weights.metadata.get("general.name")
         if isinstance(name, str):

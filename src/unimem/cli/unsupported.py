@@ -1,0 +1,66 @@
+"""What `unimem run` says of a model that the engine does not run: what else there is for it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
+from unimem.system.text import format_bytes, format_count
+
+__all__ = ["other_ways"]
+
+_PAST = "the KV cache: "
+
+
+def other_ways(path: Path, ctx: int | None, kv_dtype: str) -> list[str]:
+    """Say what unimem does for a model of any architecture, each with its command.
+
+    Parameters
+    ----------
+    path : Path
+        The model.
+    ctx, kv_dtype
+        What was asked of the run.
+
+    Returns
+    -------
+    list of str
+        Lines; the commands are whole ones, to be copied.
+    """
+    options = ([] if ctx is None else ["--ctx", str(ctx)]) + (
+        [] if kv_dtype == "f16" else ["--kv-dtype", kv_dtype]
+    )
+    file = shlex.quote(os.fspath(path))
+    staged, run = f"unimem stage {file}", "unimem exec -- COMMAND"
+    if path.suffix == ".gguf":
+        staged = f'llama-server -m "$({staged})"'
+        run = f"unimem exec -- llama-server -m {file}"
+    lines = ["what unimem does for this file, which another runtime computes:"]
+    for what, command in (
+        (_planned(path, ctx, kv_dtype), shlex.join(["unimem", "plan", str(path), *options])),
+        ("stage it once in shared memory, for all processes that open its path", staged),
+        ("run that runtime with its large allocations in huge pages", run),
+    ):
+        lines += [f"- {what}:", f"    {command}"]
+    return lines
+
+
+def _planned(path: Path, ctx: int | None, kv_dtype: str) -> str:
+    """Say what its plan comes to."""
+    try:
+        made = plan(path, ctx=ctx, kv_dtype=kv_dtype)
+    except (ValueError, OSError) as error:
+        return f"plan it, which says: {error!s:.200}"
+    found = f"plan it: {format_bytes(made.total_bytes)}"
+    unknown = next((text for text in made.unknown if text.startswith(_PAST)), None)
+    if unknown is not None:
+        return f"{found} without its KV cache, since {unknown.removeprefix(_PAST)}"
+    tokens = format_count(made.ctx or 0, "token")
+    return f"{found}, of which the KV cache of {tokens} has {format_bytes(_kv_bytes(made))}"
+
+
+def _kv_bytes(made: Plan) -> int:
+    return sum(row.nbytes for row in made.rows if row.category == "kv")
