@@ -26,11 +26,10 @@ from unimem.system.text import (
     wrap,
 )
 from unimem.weights.files import Value
-from unimem.weights.loading import unloaded_memory
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.remote import open_remote
 from unimem.weights.residency import Residency, map_resident
-from unimem.weights.tensors import Contents, ModelPart
+from unimem.weights.tensors import Contents, headers_of
 
 __all__ = ["SCHEMA", "inspect"]
 
@@ -77,8 +76,7 @@ def inspect(
                 "--residency and --content-hash need the data, and of a URL only headers are read"
             )
         with open_remote(path) as remote:
-            contents = Contents(tuple(map(ModelPart, remote.files, unloaded_memory(remote))))
-            _show(contents, metadata, None, None, tensors=tensors, as_json=as_json)
+            _show(headers_of(remote), metadata, None, None, tensors=tensors, as_json=as_json)
         return
     with open_weights(path, load="map") as weights:
         chooses = metadata is not None and not as_json

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeGuard
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from unimem.errors import ClosedError
 from unimem.system.url_errors import in_own_words
@@ -65,7 +65,8 @@ class Answer(ABC):
     nbytes : int
         Size of the whole file.
     tag : str
-        The ETag of the file, which changes when it does; "" where the server has none.
+        The ETag of the file, or else the time of its last change: what changes when it does; ""
+        where the server has neither.
     digest : str
         A hash of the whole file that the server tells: see `find_hashes`; "" without one.
     end : int
@@ -138,6 +139,10 @@ class Server(ABC):
 
     def escape(self, name: str) -> str:
         """Return a file's name as a URL has it."""
+        return name
+
+    def unescape(self, name: str) -> str:
+        """Return the name of a file, of what stands last in its URL."""
         return name
 
     def close(self) -> None:  # noqa: B027 - those of stores end with their objects
@@ -360,7 +365,8 @@ class _FsspecServer(Server):
 
 class _HttpAnswer(Answer):
     def __init__(self, body: Any, nbytes: int, end: int, close: Callable[[], object]) -> None:
-        super().__init__(nbytes, body.r.headers.get("ETag", ""), end)
+        headers = body.r.headers
+        super().__init__(nbytes, headers.get("ETag") or headers.get("Last-Modified", ""), end)
         self._body, self._end = body, close
 
     def read(self, n: int) -> bytes:
@@ -424,6 +430,9 @@ class _HttpServer(Server):
     def escape(self, name: str) -> str:
         return quote(name)
 
+    def unescape(self, name: str) -> str:
+        return unquote(name)
+
     def close(self) -> None:
         self._fs.close_session(self._fs.loop, self._sync(self._fs.loop, self._fs.set_session))
 
@@ -475,6 +484,9 @@ class _HfServer(_HttpServer):
         return next((tag for tag in tags if _SHA256.fullmatch(tag)), "")
 
     def escape(self, name: str) -> str:
+        return name
+
+    def unescape(self, name: str) -> str:
         return name
 
 
