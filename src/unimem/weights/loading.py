@@ -295,6 +295,7 @@ def way_of(path: object, load: EngineLoad) -> EngineLoad:
 
     A plan of a URL is that of its file. What is loaded from a server is read, and not mapped.
     """
+    check_load(load, for_engine=True)
     return "direct" if load == "auto" and is_url(path) else load
 
 

@@ -190,14 +190,15 @@ class RemoteFiles(ModelFiles):
         sources, starts = [], []
         for file, (first, out) in zip(self.files, ranges, strict=True):
             started = self._started[file.path]
+            digest = self._digest(file.path) if verify else ""
             end = first + out.nbytes
             given = [(first, out)]
-            if verify and started.digest:  # of the whole file
+            if digest:  # of the whole file
                 given.insert(0, (0, np.empty(first, np.uint8)))
                 given.append((end, np.empty(file.nbytes - end, np.uint8)))
                 starts.append((file, given[0][1], out))
             sources += [
-                RemoteBytes(file.path, started.version, started.digest if verify else "", at, rows)
+                RemoteBytes(file.path, started.version, digest, at, rows)
                 for at, rows in given
                 if rows.nbytes
             ]
@@ -231,10 +232,18 @@ class RemoteFiles(ModelFiles):
             As `read_wanted`.
         """
         started = self._started[file.path]
-        digest = started.digest if verify else ""
+        digest = self._digest(file.path) if verify else ""
         source = RemoteBytes(file.path, started.version, digest, 0, out)
         self._read_all([source], None, progress, arrivals)
         self._check_start(file, out[:0], out)
+
+    def _digest(self, path: str) -> str:
+        """Return the hash that the server tells of a file, and ask once where it has told none."""
+        started = self._started[path]
+        if not started.digest:
+            digest = self._server.ask_digest(path, started.version.tag)
+            started = self._started[path] = started._replace(digest=digest)
+        return started.digest
 
     def _read_all(
         self,
