@@ -26,6 +26,7 @@ from unimem import ray as ur
 from unimem.errors import CapacityError, ClosedError, GGUFError
 from unimem.system import transfers
 from unimem.system.limits import Limit
+from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.unfinished import find_unfinished
 
 CTX = 64
@@ -175,6 +176,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(transfers, "MOST_WAIT_S", 0.001)
+    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
     with serving_objects(monkeypatch) as server:
         server.add("/bucket/tiny.gguf", TINY.read_bytes())
         yield server

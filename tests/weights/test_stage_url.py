@@ -25,6 +25,7 @@ from staging import (
     split,  # noqa: F401
 )
 from unimem.system import transfers
+from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.held import Held, drop, holders
 from unimem.weights.staging.unfinished import find_unfinished
 
@@ -63,6 +64,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(transfers, "MOST_WAIT_S", 0.002)
     monkeypatch.setattr(transfers, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
     with serving_objects(monkeypatch) as state:
         state.add(PATH, TINY.read_bytes())
         yield state
@@ -156,8 +158,8 @@ def test_without_resume_nothing_is_left(store: ObjectServer, backing: Any) -> No
 def test_the_next_call_asks_for_the_rest(store: ObjectServer, backing: Any) -> None:
     held = broken_off(store, backing=backing, resume=True)
     assert held is not None
-    assert 1 <= len(held.arrived) <= 4
-    assert held.nbytes == sum(nbytes for _, _, nbytes, _ in held.arrived)
+    assert [row[:3] for row in held.arrived] == [(0, i * PIECE, PIECE) for i in range(4)]
+    assert held.nbytes == 4 * PIECE
     assert held.staleness() == "only a part of it has come"
     there = {first for _, first, _, _ in held.arrived}
     begins(store)
@@ -167,23 +169,20 @@ def test_the_next_call_asks_for_the_rest(store: ObjectServer, backing: Any) -> N
         assert find_unfinished(URL) == []
 
 
+@pytest.mark.slow
 def test_it_may_be_broken_off_again_and_again(store: ObjectServer) -> None:
-    asked = 0
-    for n in range(1, 20):
-        if broken_off(store, resume=True) is None:
-            break
-        assert len(find_unfinished(URL)) == 1, "what was taken over is not kept twice"
-        asked = n
-        (held,) = find_unfinished(URL)
-        if len(held.arrived) == N_PIECES - 1:
-            break
-        if N_PIECES - len(held.arrived) <= 4:
-            break
-    assert asked >= 2
+    n_there = 0
+    while N_PIECES - n_there > 4:  # as many as come before the server fails
+        held = broken_off(store, resume=True)
+        assert held is not None
+        assert find_unfinished(URL) == [held], "what was taken over is not kept twice"
+        assert len(held.arrived) > n_there
+        n_there = len(held.arrived)
     with um.stage(URL, resume=True) as staged:
         assert read_elsewhere(staged.path) == TINY.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_file_behind_the_one_that_was_broken_off(
     store: ObjectServer, split: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,7 +286,7 @@ def test_a_server_that_tells_no_version_leaves_nothing(monkeypatch: pytest.Monke
             server.statuses["/tiny.gguf"] = 503
 
         monkeypatch.setattr(transfers, "PIECE_BYTES", PIECE)
-        monkeypatch.setattr("unimem.weights.remote.RemoteFiles.data_threads", 1)
+        monkeypatch.setattr(RemoteFiles, "data_threads", 1)
         original = transfers.read_range
 
         def slowly(*given: Any) -> None:
