@@ -18,8 +18,9 @@ from unimem.system import limits, policy
 from unimem.system.arguments import flag
 from unimem.system.html import bar, fragment, heading, markup, size, table
 from unimem.system.python_heap import warm_python_heap
-from unimem.weights.loading import EngineLoad, Progress
+from unimem.weights.loading import EngineLoad, Progress, way_of
 from unimem.weights.opened import Weights, open_planned
+from unimem.weights.remote import is_url
 
 if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions
@@ -407,13 +408,14 @@ class Layout(Lifetimes[Tape]):
         Parameters
         ----------
         path_or_weights : path-like or Weights
-            A model file, which is opened and closed with the layout, or an opened one.
+            A model file or its URL, which is opened and closed with the layout, or an opened one.
         ctx : int, optional
             Tokens of context; by default the smallest of the model's, 4096 and what fits.
         batch, kv_dtype, window, threads, load
             As for `plan`. With a window, or where some layers slide, as in gemma3, the KV cache
             will not lie on `history`. Where `plan` repacks, the layout maps the file, and a
-            `Decoder` with it repacks.
+            `Decoder` with it repacks. From a URL all is read first, and what is repacked lies
+            beside it.
         progress : callable, optional
             As for `open_weights`, of a file.
         **placement
@@ -446,19 +448,21 @@ class Layout(Lifetimes[Tape]):
             weights = path_or_weights
             needed = plan(weights, load=load, **options)
         else:
+            remote = is_url(path_or_weights)
+            load = way_of(path_or_weights, load)
             before = plan(path_or_weights, load=load, **options)
             before.require_fits(strict=strict)
             repacks, mapped = before.load == "repack", placement.copy()
-            if repacks:  # pages and nodes are those of what is repacked
+            if repacks and not remote:  # pages and nodes are those of what is repacked
                 mapped.pop("pages", None)
                 mapped.pop("numa", None)
                 mapped.pop("warm", None)  # and so is what is read, but for the rest
                 if placement.get("lock"):
                     mapped["lock"] = "onfault"
             if load == "repack":
-                load = "map"
+                load = "direct" if remote else "map"
                 if not repacks:
-                    policy.warn(f"{path_or_weights} is not repacked: {before.load_reason}")
+                    policy.warn(f"{before.facts['model']} is not repacked: {before.load_reason}")
             why_mapped = before.load_reason if before.load in ("map", "repack") else ""
             weights = open_planned(
                 path_or_weights, why_mapped, load=load, progress=progress, placement=mapped

@@ -9,35 +9,31 @@ from __future__ import annotations
 import errno
 import heapq
 import os
-import posixpath
-import shutil
-import tempfile
 import threading
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
-from urllib.parse import urlsplit
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from unimem.errors import CapacityError, ClosedError
+from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.planning.plan import plans_of
 from unimem.planning.result import Plan
 from unimem.planning.search import find_largest
 from unimem.system import policy
-from unimem.system.arguments import file_path, integer, string
+from unimem.system.arguments import file_path, flag, integer, string
 from unimem.system.doctor import doctor
 from unimem.system.machine import MachineFacts
+from unimem.system.objects import Answer, Data, Server
 from unimem.system.placement import PlacementOptions
 from unimem.system.text import format_bytes
-from unimem.weights.remote import is_url
-from unimem.weights.staging.stage import Stage, stage
+from unimem.weights.remote import is_url, open_remote
+from unimem.weights.staging.stage import Stage, stage, stage_files
 
 __all__ = ["NodePlan", "Stager"]
 
@@ -45,8 +41,8 @@ _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
 _MOST_ENGINES = 1 << 20
 _MOST_ON_A_NODE = 4096  # sessions that a plan has at most
 _ROOMY = {"memory": 1 << 50}  # a machine on which no context is cut short
-_PIECE_BYTES = 8 << 20  # of a file, from a neighbour
-_PIECES_AHEAD = 4
+_PIECES_AT_ONCE = 4  # of a file, from a neighbour
+_TRIES = 2  # of each: another neighbour, or the store, has it as well
 _NEIGHBOURS = 4  # that are asked: a list of all would be passed to all
 _PIECE_S = 60.0  # for one of these
 _ANSWER_S = 2.0  # for a neighbour to say whether it has the model
@@ -100,8 +96,8 @@ class Stager:
     model : path-like
         The model's path on the nodes, on those that have it. Or a URL, which is `store` then.
     store : path-like, optional
-        Where the model is for nodes that lack it: a path that they can read, or the URL of a model
-        in one file, for fsspec (extra ``remote``).
+        Where the model is for nodes that lack it: a path that they can read, or a URL (extra
+        ``remote``, docs/remote.md).
     labels : mapping of str to str, optional
         Labels that a node must have to be used.
     n_engines : int, default 1
@@ -110,9 +106,9 @@ class Stager:
         Tokens of context of an engine; by default the smaller of the model's and 4096.
     kv_dtype : str, default "f16"
         Type of an engine's KV cache, as for `plan`.
-    folder : path-like, optional
-        Where a node keeps a file that it receives until it is staged; by default that for temporary
-        files.
+    resume : bool
+        As for `stage`, of a URL: a node that it broke off on keeps what has come for the next
+        `Stager`. Otherwise nothing is left.
     **placement
         Of the copies, as for `stage`.
 
@@ -146,13 +142,13 @@ class Stager:
         n_engines: int = 1,
         ctx: int | None = None,
         kv_dtype: str = "f16",
-        folder: str | os.PathLike[str] | None = None,
+        resume: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> None:
         self._copies: dict[str, Any] = {}
         self._is_owner = True
         self.nodes: tuple[NodePlan, ...] = ()
-        source = _Source.from_arguments(model, store, folder)
+        source = _Source.from_arguments(model, store, flag(resume, "resume"))
         wanted = _labels(labels)
         integer(n_engines, "n_engines", 1, _MOST_ENGINES)
         policy.check_options(placement)
@@ -202,7 +198,7 @@ class Stager:
                 memory=model_bytes,
                 max_restarts=-1,
                 max_task_retries=-1,
-                max_concurrency=2 * _PIECES_AHEAD,
+                max_concurrency=2 * _PIECES_AT_ONCE,
                 label_selector={_NODE_ID: node.node_id},
             ).remote(source, placement)
         origins: dict[str, str] = {}
@@ -331,14 +327,14 @@ class Stager:
 
 
 class _Source(NamedTuple):
-    """Where the model is: its path on nodes, its path or URL for others, and their folder."""
+    """Where the model is: its path on nodes, and its path or URL for others."""
 
     path: str
     store: str | None
-    folder: str | None
+    resume: bool = False
 
     @classmethod
-    def from_arguments(cls, model: Any, store: Any, folder: Any) -> _Source:
+    def from_arguments(cls, model: Any, store: Any, resume: bool) -> _Source:
         """Check arguments. Processes of nodes have folders of their own, so paths are absolute."""
         path = file_path(model, "model")
         other = None if store is None else file_path(store, "store")
@@ -351,7 +347,7 @@ class _Source(NamedTuple):
         return cls(
             path and os.path.abspath(path),
             other if other is None or is_url(other) else os.path.abspath(other),
-            None if folder is None else os.path.abspath(file_path(folder, "folder")),
+            resume,
         )
 
     @property
@@ -425,26 +421,24 @@ class _Copy:
         """Stage the model unless it is, and say what it was read from."""
         with self._lock:
             if self._stage is None:
-                with ExitStack() as undo:
-                    path, origin = self._find(neighbours, undo)
-                    made = stage(path, **self._placement)
+                made, origin = self._make(neighbours)
                 paths = zip(made._names, made.paths, strict=True)
                 self._fds = {name: os.open(at, os.O_RDONLY | os.O_CLOEXEC) for name, at in paths}
                 self._stage, self._origin = made, origin
         return self._origin
 
-    def _find(self, neighbours: list[Any], undo: ExitStack) -> tuple[str, str]:
-        """Return a path that the model can be read from, and what that is."""
+    def _make(self, neighbours: list[Any]) -> tuple[Stage, str]:
+        """Stage the model, and say what it was read from."""
         source = self._source
         if source.path and os.path.exists(source.path):
-            return source.path, "file"
-        folder = tempfile.mkdtemp(prefix="unimem-ray-", dir=source.folder)
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            return stage(source.path, **self._placement), "file"
         failed = []
         for neighbour in _having(neighbours):
             try:
-                return _receive(neighbour, tempfile.mkdtemp(dir=folder)), "neighbour"
+                return _stage_from(neighbour, self._placement), "neighbour"
             except (OSError, _ray().exceptions.RayError) as error:
+                if isinstance(error, PlacementError):
+                    raise
                 failed.append(f"a neighbour: {error}")
         if source.store is None:
             raise FileNotFoundError(
@@ -452,7 +446,7 @@ class _Copy:
                 "; ".join(("the model is not on this node, and no store was given", *failed)),
                 source.path,
             )
-        return _fetch(source.store, folder), "store"
+        return stage(source.store, resume=source.resume, **self._placement), "store"
 
     def path(self, neighbours: list[Any]) -> str:
         """Return the path of the copy, which is staged again where this process was restarted."""
@@ -460,11 +454,13 @@ class _Copy:
         assert self._stage is not None
         return self._stage.path
 
-    def files(self) -> tuple[list[tuple[str, int]], str] | None:
-        """Return the names and sizes of the files, and the name to open; None where it has none."""
+    def files(self) -> tuple[list[tuple[str, int]], str, str] | None:
+        """Return names and sizes of the files, the name to open and the node; None without any."""
         if self._stage is None:
             return None
-        return [(name, os.fstat(fd).st_size) for name, fd in self._fds.items()], self._stage._first
+        rows = zip(self._stage._names, self._stage._versions, strict=True)
+        sizes = [(name, version[2]) for name, (_, version) in rows]
+        return sizes, self._stage._first, _ray().get_runtime_context().get_node_id()
 
     def read(self, name: str, offset: int, nbytes: int) -> tuple[NDArray[np.uint8], bytes]:
         """Read a piece of a file, and its hash: TCP notices few errors."""
@@ -488,45 +484,6 @@ class _Copy:
                 made.close()
 
 
-def _fetch(source: str, folder: str) -> str:
-    """Bring a model to this machine, if it is not here; return its path.
-
-    Parameters
-    ----------
-    source : str
-        A path, which stays where it is; or a URL that fsspec knows, of a model in one file.
-    folder : str
-        Where to put it.
-
-    Raises
-    ------
-    ImportError
-        There is no fsspec, or not what it needs for this URL.
-    OSError
-        It cannot be read, or not written.
-    """
-    if not is_url(source):
-        return source
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise ImportError(
-            f"store: a URL needs fsspec: install unimem-llm with the extra 'remote'; importing it "
-            f"said: {error}"
-        ) from error
-    at = urlsplit(source)
-    local = os.path.join(folder, posixpath.basename(at.path))
-    try:
-        system, path = url_to_fs(source)
-        system.get_file(path, local)
-    except Exception as error:  # whose text may have what is secret in the URL
-        shown = f"{at.scheme}://{at.netloc.rpartition('@')[2]}{at.path}"
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-        number = getattr(error, "errno", None) or errno.EIO
-        raise kind(number, f"it cannot be fetched: {type(error).__name__}", shown) from None
-    return local
-
-
 def _having(neighbours: list[Any]) -> Iterator[Any]:
     """Give the neighbours that have the model now, in their order."""
     if not neighbours:
@@ -544,39 +501,50 @@ def _having(neighbours: list[Any]) -> Iterator[Any]:
                 yield neighbour
 
 
-def _receive(neighbour: Any, folder: str) -> str:
-    """Copy a neighbour's files to a folder, and return the path to open."""
-    ray = _ray()
-    files, first = ray.get(neighbour.files.remote(), timeout=_PIECE_S)
-    needed, free = sum(nbytes for _, nbytes in files), shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"the model takes {format_bytes(needed)} until it is staged, and there are "
-            f"{format_bytes(free)}: folder= names another place",
-            folder,
+class _Bytes(Answer):
+    """Of a range that a neighbour has sent."""
+
+    def __init__(self, nbytes: int, tag: str, first: int, data: NDArray[np.uint8]) -> None:
+        super().__init__(nbytes, tag, first + data.nbytes)
+        self._data = data.data
+
+    def read(self, n: int) -> Data:
+        found, self._data = self._data[:n], self._data[n:]
+        return found
+
+    def close(self) -> None:
+        self._data = self._data[:0]
+
+
+class _Neighbour(Server):
+    """The copy of a neighbour, as the files of a server are."""
+
+    def __init__(self, neighbour: Any, files: list[tuple[str, int]], tag: str) -> None:
+        super().__init__(_PIECE_S)
+        self._neighbour, self._sizes, self._tag = neighbour, dict(files), tag
+
+    def _get(self, path: str, first: int, end: int) -> Answer:
+        name = path.rpartition("/")[2]
+        if name not in self._sizes:
+            raise FileNotFoundError(errno.ENOENT, "the neighbour has no such file", path)
+        nbytes = self._sizes[name]
+        wanted = min(end, nbytes) - first
+        piece, digest = _ray().get(
+            self._neighbour.read.remote(name, first, wanted), timeout=_PIECE_S
         )
-    for name, nbytes in files:
-        with open(os.path.join(folder, name), "xb") as file:
-            for piece, digest in _pieces(ray, neighbour, name, nbytes):
-                if xxhash.xxh3_128_digest(piece.data) != digest:
-                    raise OSError(errno.EIO, "bytes were changed on their way", name)
-                file.write(piece.data)
-    return os.path.join(folder, first)
+        if xxhash.xxh3_128_digest(piece.data) != digest:
+            raise OSError(errno.EIO, "Bytes were changed on their way", path)
+        return _Bytes(nbytes, self._tag, first, piece)
 
 
-def _pieces(
-    ray: Any, neighbour: Any, name: str, nbytes: int
-) -> Iterator[tuple[NDArray[np.uint8], bytes]]:
-    """Give the pieces of a file in their order, some of them asked for beforehand."""
-    pending: deque[Any] = deque()
-    for offset in range(0, nbytes, _PIECE_BYTES):
-        size = min(_PIECE_BYTES, nbytes - offset)
-        pending.append(neighbour.read.remote(name, offset, size))
-        if len(pending) == _PIECES_AHEAD:
-            yield ray.get(pending.popleft(), timeout=_PIECE_S)
-    while pending:
-        yield ray.get(pending.popleft(), timeout=_PIECE_S)
+def _stage_from(neighbour: Any, placement: PlacementOptions) -> Stage:
+    """Stage the copy of a neighbour; its bytes go through Ray to where they stay."""
+    files, first, node_id = _ray().get(neighbour.files.remote(), timeout=_PIECE_S)
+    url = f"ray://{node_id}/{first}"
+    server = _Neighbour(neighbour, files, node_id)
+    with open_remote(url, _TRIES, server) as model:
+        model.data_tries, model.data_threads = _TRIES, _PIECES_AT_ONCE
+        return stage_files(model, url, **placement)
 
 
 # ---- nodes, and what fits there ----

@@ -13,8 +13,11 @@ import pytest
 
 import unimem as um
 from unimem.engine import embedded_model
+from unimem.system import objects, transfers
 from unimem.system.objects import Server, open_server
 from unimem.system.transfers import Version, read_range
+from unimem.weights.remote import RemoteFiles
+from unimem.weights.staging.unfinished import find_unfinished
 from unimem_bench.suites.remote import BUCKET, moto
 
 pytestmark = pytest.mark.slow
@@ -72,6 +75,36 @@ def test_weights_are_compared_with_the_etag(server: Server, in_parts: bool) -> N
         assert weights.content_hash() == file.content_hash()
     answer = server.get(url, 0, 1)
     assert answer.digest.strip('"').endswith("-1") == in_parts
+
+
+def test_a_model_is_staged_and_an_interrupted_stage_goes_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
+    data, url = Path(embedded_model()).read_bytes(), ROOT + "/staged.gguf"
+    server.put(url, data)
+    asked: list[tuple[int, int]] = []
+    get = objects._StoreServer._get
+
+    def noted(self: Any, path: str, first: int, end: int) -> Any:
+        asked.append((first, end))
+        if len(asked) == 6:
+            raise KeyboardInterrupt
+        return get(self, path, first, end)
+
+    monkeypatch.setattr(objects._StoreServer, "_get", noted)
+    with pytest.raises(KeyboardInterrupt):
+        um.stage(url, resume=True)
+    (held,) = find_unfinished(url)
+    there = {first for _, first, _, _ in held.arrived}
+    del asked[:]
+    asked += [(-1, -1)] * 6
+    with um.stage(url, resume=True) as staged:
+        assert Path(staged.path).read_bytes() == data
+        assert find_unfinished(url) == []
+    ranges = {first for first, end in asked[6:] if end - first <= 100_000}
+    assert ranges == set(range(0, len(data), 100_000)) - there
 
 
 def test_a_snapshot_and_chunks(s3: str, tmp_path: Path) -> None:

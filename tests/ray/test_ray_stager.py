@@ -1,12 +1,14 @@
 """Staging on the nodes of a cluster: what is planned, where copies come from, what goes wrong."""
 
+# ruff: noqa: F811 - fixtures that are imported, and asked for by their names
+
 from __future__ import annotations
 
 import errno
 import os
 import pickle
-import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,12 +19,15 @@ import numpy as np
 import pytest
 
 import unimem as um
+from object_server import ObjectServer, serving_objects
 from one_process_ray import NODE_ID, OneProcessRay
-from staging import TINY
+from staging import TINY, split  # noqa: F401 - a fixture
 from unimem import ray as ur
 from unimem.errors import CapacityError, ClosedError, GGUFError
-from unimem.planning.plan import plans_of
+from unimem.system import transfers
 from unimem.system.limits import Limit
+from unimem.weights.remote import RemoteFiles
+from unimem.weights.staging.unfinished import find_unfinished
 
 CTX = 64
 LABELS = {"a": {"zone": "x"}, "b": {"zone": "x"}, "c": {"zone": "y"}}
@@ -165,29 +170,64 @@ def test_it_is_closed_by_the_program_that_made_it_alone(cluster: Cluster) -> Non
         assert repr(made).startswith("Stager(3 nodes, 1 engines of ")
 
 
-def test_a_model_is_fetched_once_and_goes_on_from_neighbours(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(transfers, "MOST_WAIT_S", 0.001)
+    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
+    with serving_objects(monkeypatch) as server:
+        server.add("/bucket/tiny.gguf", TINY.read_bytes())
+        yield server
+
+
+def test_a_model_is_read_once_and_goes_on_from_neighbours(
+    cluster: Cluster, s3: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("fsspec", reason="fsspec is not installed")
-    fetched: list[str] = []
-    fetch = ur._fetch
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for arguments in ((MISSING, "s3://bucket/tiny.gguf"), ("s3://bucket/tiny.gguf",)):
+        s3.asked.clear()
+        with stager(*arguments) as made:
+            assert origins(made) == ["store", "neighbour", "neighbour"]
+            for node in LABELS:
+                assert Path(path_on(cluster, made, node)).read_bytes() == TINY.read_bytes()
+        data = [int(wanted.split("-")[0]) for _, _, wanted in s3.asked if wanted != "0-262143"]
+        assert sorted(data) == list(range(0, TINY.stat().st_size, 100_000))
+    assert list(tmp_path.iterdir()) == [], "nothing lies on a disk"
 
-    def counted(source: str, folder: str) -> str:
-        fetched.append(source)
-        return fetch(source, folder)
 
-    monkeypatch.setattr(ur, "_fetch", counted)
-    monkeypatch.setattr(ur, "_PIECE_BYTES", 100_000)
-    url = TINY.as_uri()
-    monkeypatch.setattr(ur, "plans_of", lambda _: plans_of(str(TINY)))  # a plan takes no file://
-    with stager(MISSING, url, folder=tmp_path) as made:
+def test_a_model_of_several_files_on_a_server(
+    cluster: Cluster, s3: ObjectServer, split: list[Path]
+) -> None:
+    for part in split:
+        s3.add(f"/bucket/{part.name}", part.read_bytes())
+    with stager(f"s3://bucket/{split[0].name}") as made:
         assert origins(made) == ["store", "neighbour", "neighbour"]
-        assert fetched == [url]
-        for node in LABELS:
-            assert Path(path_on(cluster, made, node)).read_bytes() == TINY.read_bytes()
-    assert list(tmp_path.iterdir()) == []
-    with stager(url) as made:
-        assert origins(made) == ["store", "neighbour", "neighbour"]
+        path = Path(path_on(cluster, made, "c"))
+        assert [path.with_name(part.name).read_bytes() for part in split] == [
+            part.read_bytes() for part in split
+        ]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_node_goes_on_where_an_earlier_stager_ended(
+    cluster: Cluster, s3: ObjectServer, resume: bool
+) -> None:
+    good = iter(range(6))
+    s3.choose_fault = lambda *_: "" if next(good, None) is not None else "503"
+    url = "s3://bucket/tiny.gguf"
+    with pytest.raises(OSError, match="503"):
+        ur.Stager(url, ctx=CTX, resume=resume)
+    left = find_unfinished(url)
+    assert len(left) == resume
+    s3.choose_fault = lambda *_: ""
+    s3.asked.clear()
+    with stager(url, resume=resume):
+        data = [wanted for _, _, wanted in s3.asked if wanted != "0-262143"]
+        assert len(data) == 11 - sum(len(held.arrived) for held in left)
+    assert find_unfinished(url) == []
 
 
 def broken(change: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -217,15 +257,6 @@ def test_a_neighbour_that_fails_is_passed_over(
     with stager(MISSING, TINY) as made:
         assert origins(made) == ["store"] * 3
         assert Path(path_on(cluster, made, "c")).read_bytes() == TINY.read_bytes()
-
-
-def test_a_neighbour_without_room_for_the_file_takes_the_store(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usage = shutil.disk_usage("/")._replace(free=1000)
-    monkeypatch.setattr("unimem.ray.shutil.disk_usage", lambda _: usage)
-    with stager(MISSING, TINY) as made:
-        assert origins(made) == ["store"] * 3
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -357,21 +388,16 @@ def test_paths_mean_the_same_in_processes_of_other_folders(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(TINY.parent)
-    with stager("no.gguf", TINY.name, folder=".") as made:
+    with stager("no.gguf", TINY.name) as made:
         monkeypatch.chdir(tmp_path)
         for actor in cluster.actors:
-            assert actor.thing._source == (
-                str(TINY.parent / "no.gguf"),
-                str(TINY),
-                str(TINY.parent),
-            )
+            assert actor.thing._source == (str(TINY.parent / "no.gguf"), str(TINY), False)
         assert origins(made) == ["store", "neighbour", "neighbour"]
 
 
-def test_no_store_and_no_neighbour_names_both(tmp_path: Path) -> None:
+def test_no_store_and_no_neighbour_names_both() -> None:
     with pytest.raises(FileNotFoundError, match="not on this node, and no store"):
-        ur._Copy(ur._Source(MISSING, None, str(tmp_path)), {}).bring_in([])
-    assert list(tmp_path.iterdir()) == []
+        ur._Copy(ur._Source(MISSING, None), {}).bring_in([])
 
 
 @pytest.mark.parametrize(
@@ -381,7 +407,7 @@ def test_no_store_and_no_neighbour_names_both(tmp_path: Path) -> None:
         ({"labels": {"zone": 1}}, TypeError, "labels: expected a string"),
         ({"store": 3}, TypeError, "store: expected the path"),
         ({"n_engines": 0}, ValueError, "n_engines"),
-        ({"folder": 1.5}, TypeError, "folder: expected the path"),
+        ({"resume": "no"}, ValueError, "resume: expected False or True"),
         ({"ctx": -1}, ValueError, "ctx"),
         ({"kv_dtype": "int3"}, ValueError, "kv_dtype"),
         ({"pages": "3k"}, ValueError, "pages"),
@@ -406,29 +432,15 @@ def test_it_needs_ray_and_a_cluster(cluster: Cluster, monkeypatch: pytest.Monkey
         ur.Stager(TINY)
 
 
-def test_a_url_needs_fsspec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert ur._fetch(str(TINY), str(tmp_path)) == str(TINY)
-    monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ImportError, match="extra 'remote'"):
-        ur._fetch("s3://bucket/model.gguf", str(tmp_path))
-
-
 def test_what_is_secret_in_a_url_is_in_no_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core = pytest.importorskip("fsspec.core", reason="fsspec is not installed")
-
-    def refuse(url: str) -> Any:
-        raise PermissionError(f"403 of {url}")
-
-    monkeypatch.setattr(core, "url_to_fs", refuse)
-    with pytest.raises(OSError, match="PermissionError") as e:
-        ur._fetch("https://me:word@host/m.gguf?key=word", str(tmp_path))
-    assert e.value.filename == "https://host/m.gguf"
-    assert e.value.__suppress_context__, "what fsspec said"
-    monkeypatch.undo()
-    with pytest.raises(FileNotFoundError):
-        ur._fetch((tmp_path / "m.gguf").as_uri(), str(tmp_path))
+    pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with pytest.raises(OSError, match="cannot be reached") as e:
+        ur.Stager("http://me:word@127.0.0.1:1/m.gguf?key=word", ctx=CTX)
+    assert e.value.filename == "http://127.0.0.1:1/m.gguf"
+    assert "word" not in str(e.value)
 
 
 def test_one_that_is_not_closed_is_told(cluster: Cluster) -> None:

@@ -27,6 +27,8 @@ class ObjectServer:
     ----------
     objects, tags : dict
         Bytes and ETag of each path.
+    headers : dict
+        Further headers of the answers to HEAD of each path.
     choose_fault : callable
         Given method and path, one of `FAULTS`, or "".
     slow_s : float
@@ -39,6 +41,7 @@ class ObjectServer:
 
     objects: dict[str, bytes] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    headers: dict[str, dict[str, str]] = field(default_factory=dict)
     choose_fault: Callable[[str, str], str] = lambda method, path: ""
     slow_s: float = 1.0
     asked: list[tuple[str, str, str]] = field(default_factory=list)
@@ -134,6 +137,16 @@ class Handler(BaseHTTPRequestHandler):
         with suppress(ConnectionError):
             self.answer(status, body, **headers)
         return None
+
+    def do_HEAD(self) -> None:
+        path, _, fault = self.begin()
+        if fault and self.fail(fault):
+            return
+        body = self.state.objects.get(path)
+        if body is None:
+            return self.answer(404)
+        told = {"ETag": f'"{self.state.tags[path]}"', **self.state.headers.get(path, {})}
+        return self.answer(200, body, **told)
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -6,6 +6,7 @@ What Ray itself does, tests/ray/test_ray_cluster.py sees with the real one.
 from __future__ import annotations
 
 import copy
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ class Ref:
 
 
 class OneProcessRay(types.ModuleType):
-    """A cluster; `here` is the node that code runs on."""
+    """A cluster; `here` is the node that code of this thread runs on."""
 
     exceptions = types.SimpleNamespace(
         RayError=RayError, RayActorError=RayActorError, RayTaskError=RayTaskError
@@ -49,12 +50,21 @@ class OneProcessRay(types.ModuleType):
 
     def __init__(self, nodes: dict[str, dict[str, str]]) -> None:
         super().__init__("ray")
-        self.labels, self.here, self.connected = nodes, next(iter(nodes)), True
+        self._thread = threading.local()
+        self.labels, self.connected = nodes, True
         self.dead: set[str] = set()
         self.actors: list[Actor] = []
         self.before: Callable[[str, str], None] = lambda _node, _method: None
         self.hanging: set[tuple[str, str]] = set()  # nodes, and what they never answer
         self.memory = dict.fromkeys(nodes, 1 << 40)
+
+    @property
+    def here(self) -> str:
+        return getattr(self._thread, "here", next(iter(self.labels)))
+
+    @here.setter
+    def here(self, node: str) -> None:
+        self._thread.here = node
 
     def is_initialized(self) -> bool:
         return self.connected

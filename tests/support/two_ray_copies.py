@@ -13,7 +13,7 @@ import time
 import ray
 from ray.cluster_utils import Cluster
 
-from unimem.ray import _Copy, _receive, _Source
+from unimem.ray import _Copy, _Source, _stage_from
 
 
 def main(model: str, folder: str) -> None:
@@ -23,23 +23,18 @@ def main(model: str, folder: str) -> None:
         other = cluster.add_node(**node).node_id
         ray.init(address=cluster.address, log_to_driver=False)
         there = {"label_selector": {"ray.io/node-id": other}, "num_cpus": 0, "max_concurrency": 8}
-        copy = ray.remote(_Copy).options(**there).remote(_Source(model, None, None), {})
+        copy = ray.remote(_Copy).options(**there).remote(_Source(model, None), {})
         ray.get(copy.bring_in.remote([]))
         found = []
         for _ in range(3):
             begin = time.perf_counter()
-            receive(copy)
+            made = _stage_from(copy, {})
             found.append(time.perf_counter() - begin)
+            made.close()
         print(min(found))
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def receive(copy: object) -> None:
-    """As a node does, before it stages what it has received."""
-    with tempfile.TemporaryDirectory() as folder:
-        _receive(copy, folder)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import safetensors_files as st
@@ -15,7 +16,7 @@ import unimem as um
 from model_server import serving
 from object_server import ObjectServer, serving_objects
 from unimem.engine import embedded_model
-from unimem.system import transfers
+from unimem.system import limits, transfers
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
@@ -162,10 +163,120 @@ def test_an_engine_of_a_url(store: ObjectServer) -> None:
     assert found[0] == found[1]
     with engine.Decoder(URL, ctx=32, threads=1) as dec:
         assert "".join(dec.generate("Once upon", 8)) == found[0][0]
-    with pytest.raises(ValueError, match=r"load='repack' of 's3://.*give its weights"):
-        engine.Decoder(URL, ctx=32, load="repack")
     with um.Layout.for_model(URL, ctx=32) as layout:
         assert isinstance(layout.weights, um.Weights)
+        assert layout.plan is not None
+        assert (layout.plan.load, layout.weights.load) == ("direct", "direct")
+
+
+@pytest.mark.parametrize("by_layout", [False, True])
+def test_an_engine_repacks_what_came_from_a_url(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_layout: bool
+) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    from models.make import write_model
+
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path))
+    model = write_model(tmp_path / "q4.gguf", kind="q4_0")
+    store.add(PATH, model.read_bytes())
+    with engine.Decoder(model, ctx=32, threads=1, load="repack") as dec:
+        if dec._memory.load != "repack":
+            pytest.skip("this CPU repacks nothing")
+        logits = dec.prefill([1, 2, 3]).copy()
+    kept = sorted(tmp_path.rglob("*"))
+    planned = um.plan(URL, ctx=32, threads=1, load="repack")
+    if by_layout:
+        with (
+            um.Layout.for_model(URL, ctx=32, threads=1, load="repack") as layout,
+            engine.Decoder(layout.weights, ctx=32, threads=1, layout=layout) as dec,
+        ):
+            assert layout.plan is not None
+            assert (dec._memory.load, layout.plan.load) == ("repack", "repack")
+            assert np.array_equal(dec.prefill([1, 2, 3]), logits)
+    else:
+        with engine.Decoder(URL, ctx=32, threads=1, load="repack") as dec:
+            assert dec._memory.load == "repack"
+            assert np.array_equal(dec.prefill([1, 2, 3]), logits)
+            assert rows_of(planned) == rows_of(dec.report()), "planned as it is taken"
+    assert sorted(tmp_path.rglob("*")) == kept, "nothing lies on a disk"
+
+
+def rows_of(report: Any) -> dict[str, int]:
+    return {row.category: row.nbytes for row in report.rows if row.category.startswith("weights")}
+
+
+@pytest.mark.parametrize("load", ["auto", "repack"])
+def test_an_engine_of_a_url_that_does_not_fit_reads_no_data(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, load: Any
+) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    limit = limits.Limit("memory of the machine", 1 << 20, 0, "a larger one")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    monkeypatch.setattr(limits, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(um.CapacityError):
+        engine.Decoder(URL, ctx=32, load=load)
+    assert {asked for _, _, asked in store.asked} == {"0-262143"}
+
+
+# ---- a load that was broken off ----
+
+
+def begins(store: ObjectServer) -> list[int]:
+    """Which ranges of data were asked for, by their first bytes, since the last time."""
+    asked = [int(wanted.split("-")[0]) for _, _, wanted in store.asked]
+    store.asked.clear()
+    return sorted(asked)
+
+
+def break_off(store: ObjectServer, after: int) -> None:
+    answered = iter(range(10**6))
+    store.choose_fault = lambda *_: "503" if next(answered) >= after else ""
+
+
+def test_a_load_onto_a_tape_goes_on(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
+        break_off(store, 7)  # the header, then six ranges
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape, threads=1, verify=False)
+        assert tape.used_bytes == 0, "nothing stays taken"
+        had = sorted(set(begins(store)))
+        store.choose_fault = lambda *_: ""
+        with um.open_weights(URL, tape=tape, threads=1, verify=False) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+            rest = begins(store)
+            assert rest[0] == 0, "the header"
+            assert set(rest[1:]).isdisjoint(had[1:-1]), "what was there was not read again"
+            assert len(rest) + len(had) - 2 == 12, "and nothing else was left out"
+
+
+def test_what_was_written_over_meanwhile_is_read_again(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
+        break_off(store, 7)
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape, threads=1)
+        had = begins(store)
+        tape.take(250_000, "uint8")[:] = 1
+        tape.clear()
+        store.choose_fault = lambda *_: ""
+        with um.open_weights(URL, tape=tape, threads=1) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+        assert len(begins(store)) > 12 - len(set(had)), "some of it came twice"
+        tape.clear()
+        break_off(store, 7)
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape, threads=1)
+        changed = bytearray(TINY.read_bytes())
+        changed[-1] ^= 1
+        store.add(PATH, bytes(changed))
+        store.choose_fault = lambda *_: ""
+        store.asked.clear()
+        with um.open_weights(URL, tape=tape, threads=1) as weights:
+            assert bytes_of(weights) != bytes_of(file), "another version is another file"
+        assert len(begins(store)) == 13
 
 
 def test_an_engine_refuses_before_it_reads(store: ObjectServer) -> None:

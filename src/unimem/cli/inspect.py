@@ -28,11 +28,10 @@ from unimem.system.text import (
     wrap,
 )
 from unimem.weights.files import ModelFiles, Value
-from unimem.weights.loading import unloaded_memory
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.remote import open_remote
 from unimem.weights.residency import Residency, map_resident
-from unimem.weights.tensors import Contents, ModelPart
+from unimem.weights.tensors import Contents, headers_of
 
 __all__ = ["SCHEMA", "inspect"]
 
@@ -79,7 +78,7 @@ def inspect(
                 "--residency and --content-hash need the data, and of a URL only headers are read"
             )
         with open_remote(path) as remote:
-            contents = Contents(tuple(map(ModelPart, remote.files, unloaded_memory(remote))))
+            contents = headers_of(remote)
             layers = shape_of(contents, remote, remote.index).layers
             _show(contents, layers, metadata, None, None, tensors=tensors, as_json=as_json)
         return

@@ -33,8 +33,8 @@ from unimem.cli.options import (
     Window,
     check_numa,
     check_window,
-    model_path,
     parse_tokens,
+    path_or_url,
 )
 from unimem.cli.unsupported import other_ways
 from unimem.errors import CacheFull
@@ -49,7 +49,9 @@ from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
 from unimem.system.text import escape, fact_lines, format_count, table_lines
 from unimem.weights.loading import EngineLoad
-from unimem.weights.opened import Weights, open_weights, warm_where_it_fits
+from unimem.weights.opened import Weights, warm_where_it_fits
+from unimem.weights.remote import open_files
+from unimem.weights.tensors import headers_of
 
 if TYPE_CHECKING:
     from unimem.engine import Decoder
@@ -152,8 +154,8 @@ def run(
         str | None,
         typer.Argument(
             metavar="MODEL.gguf",
-            help="A GGUF file, or a part of a split one; without one, the small model that is in "
-            "the package.",
+            help="A GGUF file, or a part of a split one, or its URL; without one, the small model "
+            "that is in the package.",
             show_default=False,
         ),
     ] = None,
@@ -264,7 +266,7 @@ def run(
         NewFile(save_session).close()
     from unimem.engine import embedded_model
 
-    path = embedded_model() if model is None else model_path(model)
+    path = embedded_model() if model is None else path_or_url(model)
     started = time.perf_counter()
     not_saved: BaseException | None = None
     with (
@@ -332,13 +334,13 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
     talk.n_saved = decoder.kv.seq_len
 
 
-def _load(path: Path, options: Options, **cache: Any) -> Layout:
+def _load(path: Path | str, options: Options, **cache: Any) -> Layout:
     """Make the layout, and read the model into memory of its own, or map it."""
     from unimem.engine.arch import Model, UnsupportedModel
 
     try:
-        with open_weights(path, load="map") as weights:
-            Model.from_weights(weights)  # what cannot run is not read
+        with open_files(path) as files:
+            Model.from_weights(headers_of(files))  # what cannot run is not read
     except UnsupportedModel as error:
         for line in other_ways(path, options.ctx, cache["kv_dtype"]):
             error.add_note(line)

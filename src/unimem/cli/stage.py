@@ -13,14 +13,17 @@ import typer
 
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
+from unimem.system.objects import is_url, shown
 from unimem.system.placement import Pages, sum_placements
 from unimem.system.text import escape, format_bytes
-from unimem.weights.files import open_model
+from unimem.weights.files import ModelFiles, Version
 from unimem.weights.opened import open_weights
+from unimem.weights.remote import open_files
 from unimem.weights.staging.held import Held, drop, exclude_others, hold, hold_files, holders
 from unimem.weights.staging.places import sweep
 from unimem.weights.staging.repacked import cpu_features, find_repacked
 from unimem.weights.staging.stage import stage as make_stage
+from unimem.weights.staging.unfinished import find_unfinished
 
 __all__ = ["stage", "stage_for"]
 
@@ -30,7 +33,8 @@ def stage(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="A GGUF or safetensors file, a part of a split one, or an index of several.",
+            help="A GGUF or safetensors file, a part of a split one, or an index of several; or "
+            "its URL.",
             show_default=False,
         ),
     ] = None,
@@ -55,6 +59,12 @@ def stage(
             "--page-cache", help="Read the file itself into the page cache; with --lock, keep it."
         ),
     ] = False,
+    no_verify: Annotated[
+        bool,
+        typer.Option(
+            "--no-verify", help="Of a URL: do not compare with the hash that its server tells."
+        ),
+    ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show what is staged.")] = False,
     drop_what: Annotated[
         str | None,
@@ -74,11 +84,14 @@ def stage(
 ) -> None:
     """Put a model into shared memory, and print the path to open.
 
-    It is read once; llama.cpp and other programs open the path in place of the model's.
+    It is read once; llama.cpp and other programs open the path in place of the model's. What comes
+    from a server and is broken off goes on with the next call.
     """
     asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}
     if repack:
         asked["repack"] = True
+    if no_verify and not is_url(model):
+        raise typer.BadParameter("--no-verify is for the URL of a model")
     _check_usage(model, asked, show=show, drop_what=drop_what, page_cache=page_cache)
     for option, value in (("--dry-run", dry_run), ("--yes", yes)):
         if value and drop_what is None:
@@ -93,7 +106,7 @@ def stage(
         assert model is not None
         if page_cache:
             asked["backing"] = "page-cache"
-        _stage(model, asked, as_json=as_json)
+        _stage(model, asked, as_json=as_json, verify=not no_verify)
 
 
 def _check_usage(
@@ -115,6 +128,11 @@ def _check_usage(
         )
     if page_cache and asked.get("repack"):
         raise typer.BadParameter("--repack puts another order into memory, which no file has")
+    if is_url(model) and (page_cache or asked.get("repack")):
+        raise typer.BadParameter(
+            "--page-cache and --repack need the files of a model: stage the URL first, and give "
+            "the path that this prints"
+        )
     check_numa(asked["numa"])
 
 
@@ -140,25 +158,26 @@ def stage_for(model: str) -> str:
     with ExitStack() as stack:
         waits = f"{source}: waiting for a process that stages it, "
         stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
-        held = _reuse(source, asked) or stack.enter_context(_read_in(source, asked))
+        held = _reuse(source, asked) or stack.enter_context(_read_in(model, asked))
         _tell(f"{source} is staged as {held.path}, until: unimem stage --drop {held.path}")
     return held.path
 
 
-def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
-    source = os.path.abspath(model)
-    with open_model(source) as opened:
+def _stage(model: str, asked: dict[str, Any], *, as_json: bool, verify: bool) -> None:
+    source = _source(model)
+    with open_files(model) as opened:
         repacked = find_repacked(opened, cpu_features())
+        versions = _versions(opened)
     with ExitStack() as stack:
         waits = f"{source}: waiting for a process that stages it, "
         stack.enter_context(exclude_others(source, lambda pid: _tell(f"{waits}{pid}")))
-        found = _reuse(source, asked)
+        found = _reuse(source, asked, versions if is_url(model) else None)
         if found is not None:
             held = found
         elif asked["backing"] == "page-cache":
             held = stack.enter_context(_warm(source, asked))
         else:
-            held = stack.enter_context(_read_in(source, asked))
+            held = stack.enter_context(_read_in(model, asked, verify=verify))
         # What cannot be told is not kept: nobody would know of it.
         if as_json:
             terminal.show(json.dumps(_document(held) | {"reused": found is not None}) + "\n")
@@ -179,13 +198,35 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool) -> None:
             _tell(f"warning: {warning}")
 
 
-def _reuse(source: str, asked: dict[str, Any]) -> Held | None:
-    """Find the same model, staged in the same way; what no longer stands for it is dropped."""
-    ours = [held for held in holders() if held.source == source and held.kept_by == "command"]
-    of_model = [(held, held.staleness()) for held in ours]
-    if any(why is not None for _, why in of_model):
+def _source(model: str) -> str:
+    """Return what a model is known by: an absolute path, or a URL without what may be secret."""
+    return shown(model) if is_url(model) else os.path.abspath(model)
+
+
+def _versions(opened: ModelFiles) -> tuple[tuple[str, Version], ...]:
+    found = [(file.path, file.version) for file in opened.files]
+    if opened.index is not None:
+        found.append((opened.index, opened.version_of(opened.index)))
+    return tuple(found)
+
+
+def _reuse(
+    source: str, asked: dict[str, Any], versions: tuple[tuple[str, Version], ...] | None = None
+) -> Held | None:
+    """Find the same model, staged in the same way; what no longer stands for it is dropped.
+
+    `versions` are what its server says now of a model on a server. Nothing is known of one that
+    tells no ETag.
+    """
+    ours = [
+        held
+        for held in holders()
+        if held.source == source and held.kept_by == "command" and not held.is_unfinished
+    ]
+    of_model = [(held, held.staleness() or _change(held, versions)) for held in ours]
+    if any(why is not None for _, why in of_model) and versions is None:
         # It may be the only copy: it stays where there is nothing to take its place.
-        open_model(source).close()
+        open_files(source).close()
     for held, why in of_model:
         if why is not None:
             _tell(f"{why}: what was staged of it is dropped")
@@ -193,9 +234,34 @@ def _reuse(source: str, asked: dict[str, Any]) -> Held | None:
     return next((held for held, why in of_model if why is None and held.asked == asked), None)
 
 
-def _read_in(source: str, asked: dict[str, Any]) -> AbstractContextManager[Held]:
+def _change(held: Held, versions: tuple[tuple[str, Version], ...] | None) -> str | None:
+    if versions is None:
+        return None
+    if held.versions != versions:
+        return f"{held.source} was replaced on its server"
+    if not all(version[-1] for _, version in versions):
+        return f"the server does not tell whether {held.source} was replaced"
+    return None
+
+
+def _read_in(
+    model: str, asked: dict[str, Any], *, verify: bool = True
+) -> AbstractContextManager[Held]:
+    source = _source(model)
     with terminal.updates("staging") as progress, warnings.catch_warnings(record=True) as told:
-        made = make_stage(source, progress=progress, **asked)
+        try:
+            made = make_stage(
+                model if is_url(model) else source,
+                progress=progress, verify=verify, resume=is_url(model), **asked,
+            )  # fmt: skip
+        except BaseException:
+            for held in find_unfinished(source) if is_url(model) else ():
+                _tell(
+                    f"what has come of {source} stays in memory ({format_bytes(held.nbytes)}, kept "
+                    f"by process {held.pid}): the same command goes on with it, and 'unimem stage "
+                    f"--drop {source}' gives it up"
+                )
+            raise
     return hold(made, source, asked, [str(each.message) for each in told])
 
 
@@ -235,7 +301,7 @@ def _list(found: list[Held], *, as_json: bool) -> None:
 
 
 def _drop(what: str, *, dry_run: bool, ask: bool, as_json: bool) -> None:
-    source = os.path.abspath(what)
+    source = _source(what)
     found = [
         held
         for held in holders()
@@ -281,7 +347,7 @@ def _document(held: Held) -> dict[str, Any]:
 
 
 def _describe(held: Held) -> str:
-    what = " repacked" if held.is_repacked else ""
+    what = " repacked" if held.is_repacked else " of it" if held.is_unfinished else ""
     return f"{format_bytes(held.nbytes)}{what}, {held.backing}, {held.granted}"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
+from unimem.system.objects import is_url, shown
 from unimem.system.text import format_bytes, format_count
 
 __all__ = ["other_ways"]
@@ -15,13 +16,13 @@ __all__ = ["other_ways"]
 _PAST = "the KV cache: "
 
 
-def other_ways(path: Path, ctx: int | None, kv_dtype: str) -> list[str]:
+def other_ways(path: Path | str, ctx: int | None, kv_dtype: str) -> list[str]:
     """Say what unimem does for a model of any architecture, each with its command.
 
     Parameters
     ----------
-    path : Path
-        The model.
+    path : Path or str
+        The model, or its URL.
     ctx, kv_dtype
         What was asked of the run.
 
@@ -33,22 +34,25 @@ def other_ways(path: Path, ctx: int | None, kv_dtype: str) -> list[str]:
     options = ([] if ctx is None else ["--ctx", str(ctx)]) + (
         [] if kv_dtype == "f16" else ["--kv-dtype", kv_dtype]
     )
-    file = shlex.quote(os.fspath(path))
+    name = shown(path) if isinstance(path, str) and is_url(path) else os.fspath(path)
+    file = shlex.quote(name)
     staged, run = f"unimem stage {file}", "unimem exec -- COMMAND"
-    if path.suffix == ".gguf":
+    if name.endswith(".gguf"):
         staged = f'llama-server -m "$({staged})"'
         run = f"unimem exec -- llama-server -m {file}"
-    lines = ["what unimem does for this file, which another runtime computes:"]
-    for what, command in (
-        (_planned(path, ctx, kv_dtype), shlex.join(["unimem", "plan", str(path), *options])),
+    ways = [
+        (_planned(path, ctx, kv_dtype), shlex.join(["unimem", "plan", name, *options])),
         ("stage it once in shared memory, for all processes that open its path", staged),
-        ("run that runtime with its large allocations in huge pages", run),
-    ):
+    ]
+    if not is_url(name):  # which other runtimes do not read
+        ways.append(("run that runtime with its large allocations in huge pages", run))
+    lines = ["what unimem does for this file, which another runtime computes:"]
+    for what, command in ways:
         lines += [f"- {what}:", f"    {command}"]
     return lines
 
 
-def _planned(path: Path, ctx: int | None, kv_dtype: str) -> str:
+def _planned(path: Path | str, ctx: int | None, kv_dtype: str) -> str:
     """Say what its plan comes to."""
     try:
         made = plan(path, ctx=ctx, kv_dtype=kv_dtype)

@@ -59,9 +59,9 @@ class Decoder:
     Parameters
     ----------
     path_or_weights : path-like or Weights
-        A GGUF file (of a split model, any of its files), which is opened, read into memory and
-        closed with the decoder; or an opened one, in memory as it is: of a mapping, pages that the
-        caller does not warm are read by the first tokens.
+        A GGUF file (of a split model, any of its files) or its URL, which is opened, read into
+        memory and closed with the decoder; or an opened one, in memory as it is: of a mapping,
+        pages that the caller does not warm are read by the first tokens.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     kv_dtype : str

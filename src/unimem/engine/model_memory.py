@@ -11,7 +11,7 @@ from unimem.engine.graph import Headers
 from unimem.layout import Layout
 from unimem.system import policy
 from unimem.system.transfers import TRIES
-from unimem.weights.loading import EngineLoad, Progress, check_load, unloaded_memory
+from unimem.weights.loading import EngineLoad, Progress, check_load, way_of
 from unimem.weights.opened import (
     Weights,
     lock_what_is_mapped,
@@ -22,7 +22,7 @@ from unimem.weights.opened import (
 from unimem.weights.remote import is_url, open_remote
 from unimem.weights.repack import repack_and_warm
 from unimem.weights.repacked import Repacked
-from unimem.weights.tensors import Contents, ModelPart
+from unimem.weights.tensors import headers_of
 
 __all__ = ["ModelMemory"]
 
@@ -68,16 +68,14 @@ class ModelMemory:
             if load == "auto" and made_for is not None and made_for.load == "repack":
                 opened, reason = "repack", made_for.load_reason
         elif is_url(path_or_weights):
-            if load == "repack":
-                raise ValueError(
-                    f"load='repack' of {path_or_weights.partition('?')[0]!r}: open_weights reads a "
-                    "file on a server: give its weights with load='repack'"
-                )
+            # What it is repacked from stays in memory: there is no file that it could come from.
+            way = way_of(path_or_weights, load)
             with open_remote(path_or_weights, TRIES) as remote:
-                parts = map(ModelPart, remote.files, unloaded_memory(remote))
-                check_model(Contents(tuple(parts)), path_or_weights, load=load, **asked)
-            opened = "auto"
-            self.weights = open_weights(path_or_weights, load=load, progress=progress)
+                check_model(headers_of(remote), path_or_weights, load=way, **asked)
+            opened = "repack" if load == "repack" else "auto"
+            self.weights = open_weights(
+                path_or_weights, load="direct" if way == "repack" else way, progress=progress
+            )
         else:
             # A model that is refused is refused before its data are read.
             with open_weights(path_or_weights, load="map") as weights:

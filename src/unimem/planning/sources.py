@@ -21,7 +21,7 @@ from unimem.weights.image_use import look
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.repack import why_nothing
 from unimem.weights.repacked import arrange
-from unimem.weights.tensors import Contents, ModelPart
+from unimem.weights.tensors import Contents, headers_of
 
 if TYPE_CHECKING:
     from unimem.buffers.dims import ModelDims
@@ -166,9 +166,8 @@ class FileSource:
     def __init__(self, model: ModelFiles, *, is_here: bool = True) -> None:
         self._model = model
         self._is_here = is_here and not isinstance(model, RemoteFiles)
-        self._contents = Contents(
-            tuple(map(ModelPart, model.files, loading.unloaded_memory(model)))
-        )
+        self._contents = headers_of(model)
+        self._is_fetched = False  # whether what is repacked has to come from a server first
         self._held: _Unevictable | None = None
         self._repacked: RepackedPart | None = None
         self.shape, self.facts = _describe(self._contents, model, model.index)
@@ -186,10 +185,11 @@ class FileSource:
         """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
         contents = self._contents
         known = None if self._repacked is None else self._repacked.found
+        self._is_fetched = load == "repack" and isinstance(self._model, RemoteFiles)
         if load == "repack":
             found = known or arrange(contents)
             if not found.slots:
-                return ModeChoice("map", why_nothing(contents))
+                return ModeChoice("direct" if self._is_fetched else "map", why_nothing(contents))
             return ModeChoice("repack", self._repack(found).reason(_ASKED))
         pressures = budget.memory_pressure()
         choice = loading.choose(self._model, load, None, placement, budget, pressures)
@@ -216,18 +216,19 @@ class FileSource:
     def _repack(self, found: Arrangement) -> RepackedPart:
         if self._repacked is None:
             image = look(self._contents, found) if self._is_here else None
-            self._repacked = RepackedPart(found, image, is_read=True)
+            self._repacked = RepackedPart(found, image, is_read=not self._is_fetched)
         return self._repacked
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
         """List what the weights of so many decoders take."""
         headers = _headers_need(self._model.files)
-        if mode in ("copy", "direct"):
+        repacked = self._repacked if mode == "repack" else None
+        if mode in ("copy", "direct") or self._is_fetched:
             nbytes = loading.copy_bytes(self._model)
             types = _weight_rows(self.by_type())
-            return [storage.block(nbytes, _PADDING, budget, types), headers]
+            copy = storage.block(nbytes, _PADDING, budget, types)
+            return [copy, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
         self._held = self._held or self._measure_held()
-        repacked = self._repacked if mode == "repack" else None
         found = _mapping_need(self._contents, self._held, storage, budget, repacked)
         return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
 

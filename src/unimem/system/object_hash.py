@@ -3,7 +3,7 @@
 S3's ETag of an object that was written at once is its MD5; of one that was written in parts, the
 MD5 of the parts' MD5s, ``-`` and their number (Amazon S3 API Reference, "Object"). Objects that AWS
 encrypts by KMS, or by a key of the user, have other ETags. Hugging Face tells the SHA-256 of a file
-of its LFS (header ``X-Linked-ETag``).
+of its LFS (header ``X-Linked-ETag``). Others tell hashes as `digest_headers` finds them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 __all__ = ["ObjectHash", "find_hashes"]
 
 _MIB = 1 << 20
+_CRC32C = "crc32c="
 # In which parts tools write: boto3, the AWS command line, obstore, s3fs and rclone among them.
 _PART_BYTES = (
     *(n * _MIB for n in (5, 6, 7, 8, 10, 15, 16, 20, 25, 32, 50, 64, 100, 128, 256, 512, 1024)),
@@ -23,7 +24,7 @@ _PART_BYTES = (
 )
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _MD5_OF_PARTS = re.compile(r"[0-9a-f]{32}-([1-9]\d{0,4})")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_OF_WHOLE = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}|crc32c=[0-9a-f]{8}")
 
 
 class ObjectHash:
@@ -50,14 +51,19 @@ class ObjectHash:
 
     def new(self) -> Any:
         """Begin the hash of a part."""
-        if _SHA256.fullmatch(self.digest):
-            return hashlib.sha256()
+        if self.digest.startswith(_CRC32C):
+            from crc32c import CRC32CHash
+
+            return CRC32CHash()
+        for new in (hashlib.sha256, hashlib.sha512):
+            if len(self.digest) == 2 * new().digest_size:
+                return new()
         return hashlib.md5(usedforsecurity=False)
 
     def matches(self, hashes: Sequence[Any]) -> bool:
         """Whether these hashes of all parts are those of the object."""
         if "-" not in self.digest:
-            return bool(hashes[0].hexdigest() == self.digest)
+            return bool(hashes[0].digest().hex() == self.digest.removeprefix(_CRC32C))
         whole = hashlib.md5(b"".join(each.digest() for each in hashes), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(hashes)}" == self.digest
 
@@ -68,7 +74,8 @@ def find_hashes(digest: str, nbytes: int) -> list[ObjectHash]:
     Parameters
     ----------
     digest : str
-        The ETag of S3, or a SHA-256.
+        The ETag of S3; or the MD5, SHA-256 or SHA-512 of the whole, or ``crc32c=`` and its CRC-32C
+        (RFC 3720), in hexadecimal.
     nbytes : int
         Of the object.
 
@@ -78,7 +85,7 @@ def find_hashes(digest: str, nbytes: int) -> list[ObjectHash]:
         More than one where its parts may be of several sizes.
     """
     digest = digest.strip('"').lower()
-    if _MD5.fullmatch(digest) or _SHA256.fullmatch(digest):
+    if _MD5.fullmatch(digest) or _OF_WHOLE.fullmatch(digest):
         return [ObjectHash(digest, nbytes, nbytes)]
     found = _MD5_OF_PARTS.fullmatch(digest)
     if found is None:

@@ -11,13 +11,15 @@ import errno
 import os
 import re
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeGuard
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from unimem.errors import ClosedError
+from unimem.system.digest_headers import find_digest, request_digest
 from unimem.system.url_errors import in_own_words
 
 __all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]
@@ -65,7 +67,8 @@ class Answer(ABC):
     nbytes : int
         Size of the whole file.
     tag : str
-        The ETag of the file, which changes when it does; "" where the server has none.
+        The ETag of the file, or else the time of its last change: what changes when it does; ""
+        where the server has neither.
     digest : str
         A hash of the whole file that the server tells: see `find_hashes`; "" without one.
     end : int
@@ -130,6 +133,24 @@ class Server(ABC):
         with in_own_words(path, self.wait_s):
             self._put_parts(path, parts, nbytes)
 
+    def ask_digest(self, path: str, tag: str) -> str:
+        """Ask for a hash of a file, where answers to `get` tell none.
+
+        Parameters
+        ----------
+        path : str
+            The file.
+        tag : str
+            Its ETag, as `Answer.tag`: another file's hash is none.
+
+        Returns
+        -------
+        str
+            As `Answer.digest`; "" where the server tells none, whatever the reason.
+        """
+        self._check()
+        return ""
+
     def remove(self, path: str) -> None:
         """Remove an object."""
         self._check_writable(path)
@@ -138,6 +159,10 @@ class Server(ABC):
 
     def escape(self, name: str) -> str:
         """Return a file's name as a URL has it."""
+        return name
+
+    def unescape(self, name: str) -> str:
+        """Return the name of a file, of what stands last in its URL."""
         return name
 
     def close(self) -> None:  # noqa: B027 - those of stores end with their objects
@@ -252,6 +277,40 @@ class _StoreServer(Server):
         with suppress(FileNotFoundError):
             self._obstore.delete(self._store, self._key(path))
 
+    def ask_digest(self, path: str, tag: str) -> str:
+        self._check()
+        if self._has_md5:  # which every answer has told
+            return ""
+        try:
+            address = self._address(self._key(path))
+        except self._errors.BaseError:  # these credentials cannot sign
+            return ""
+        return request_digest(address, tag, self.wait_s)
+
+    def _address(self, key: str) -> str:
+        """Return the address of an object, with a signature where one is needed."""
+        scheme, _, rest = self._prefix.partition("://")
+        public = _public_address(scheme, rest + quote(key))
+        if public:
+            return public
+        # The right to read is that to ask for the headers, which Azure has no other for.
+        method = "GET" if scheme == "az" else "HEAD"
+        signed: str = self._obstore.sign(self._store, method, key, timedelta(minutes=5))
+        return signed
+
+
+def _public_address(scheme: str, name: str) -> str:
+    """Return the address of an object that is asked for without a signature; "" for others."""
+    maker = "AZURE" if scheme == "az" else "GOOGLE"
+    if os.environ.get(f"{maker}_SKIP_SIGNATURE", "").lower() not in ("true", "1", "yes", "on"):
+        return ""
+    if scheme == "az":
+        account = os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
+        base = os.environ.get("AZURE_ENDPOINT") or f"https://{account}.blob.core.windows.net"
+    else:
+        base = os.environ.get("GOOGLE_BASE_URL") or "https://storage.googleapis.com"
+    return f"{base}/{name}"
+
 
 def _store_options(obstore: Any, scheme: str, bucket: str) -> tuple[Any, dict[str, Any]]:
     if scheme == "s3":
@@ -360,7 +419,8 @@ class _FsspecServer(Server):
 
 class _HttpAnswer(Answer):
     def __init__(self, body: Any, nbytes: int, end: int, close: Callable[[], object]) -> None:
-        super().__init__(nbytes, body.r.headers.get("ETag", ""), end)
+        headers = body.r.headers
+        super().__init__(nbytes, headers.get("ETag") or headers.get("Last-Modified", ""), end)
         self._body, self._end = body, close
 
     def read(self, n: int) -> bytes:
@@ -418,11 +478,26 @@ class _HttpServer(Server):
         return {}
 
     def _digest(self, body: Any) -> str:
-        """Return the hash of the file that an answer tells."""
-        return ""  # an ETag of the web is none
+        """Return the hash of the file that an answer tells; an ETag of the web is none."""
+        return find_digest(body.r.headers.items(), is_whole=body.r.status == 200)
+
+    def ask_digest(self, path: str, tag: str) -> str:
+        self._check()
+        if not tag:
+            return ""
+        address, headers = self._address(path), self._headers()
+        scheme, host, *rest = urlsplit(address)
+        user, _, bare = host.rpartition("@")
+        if user:
+            text = b64encode(unquote(user).encode()).decode()
+            headers = headers | {"Authorization": f"Basic {text}"}
+        return request_digest(urlunsplit((scheme, bare, *rest)), tag, self.wait_s, headers)
 
     def escape(self, name: str) -> str:
         return quote(name)
+
+    def unescape(self, name: str) -> str:
+        return unquote(name)
 
     def close(self) -> None:
         self._fs.close_session(self._fs.loop, self._sync(self._fs.loop, self._fs.set_session))
@@ -472,9 +547,15 @@ class _HfServer(_HttpServer):
     def _digest(self, body: Any) -> str:
         answers = (*body.r.history, body.r)  # the hub's own, which leads elsewhere, is the first
         tags = (each.headers.get("X-Linked-ETag", "").strip('"') for each in answers)
-        return next((tag for tag in tags if _SHA256.fullmatch(tag)), "")
+        return next((tag for tag in tags if _SHA256.fullmatch(tag)), super()._digest(body))
+
+    def ask_digest(self, path: str, tag: str) -> str:
+        return ""  # the hub has told it, or has none
 
     def escape(self, name: str) -> str:
+        return name
+
+    def unescape(self, name: str) -> str:
         return name
 
 

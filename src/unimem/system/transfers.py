@@ -1,6 +1,7 @@
 """Bytes of files on servers, brought into memory that is there: in parallel, tried again, checked.
 
-What has come stays: a range whose answer is cut off, or takes too long, goes on where it stopped.
+What has come stays: a range whose answer is cut off, or takes too long, goes on where it stopped;
+and a transfer that is given `Arrivals` goes on where an earlier one of the same files has ended.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.system.arrivals import Arrivals, Piece
 from unimem.system.object_hash import ObjectHash, find_hashes
 from unimem.system.objects import Answer, Server
 from unimem.system.threads import run_in_threads
@@ -224,17 +226,28 @@ class _RangeRequest:
         self.source, self.part, self.is_there = source, part, False
         part.pieces.append(self)
 
+    @property
+    def piece(self) -> Piece:
+        """What it is, in `Arrivals`."""
+        path, version, _, first, out = self.source
+        return Piece(path, version.nbytes, version.tag, first, out.nbytes)
+
 
 class _Transfer:
     """Sources that are being read. Its threads share it; `run` is for one."""
 
-    def __init__(self, server: Server, sources: Sequence[RemoteBytes], tries: int) -> None:
-        self._server, self._tries = server, tries
+    def __init__(
+        self,
+        server: Server,
+        sources: Sequence[RemoteBytes],
+        tries: int,
+        arrivals: Arrivals | None,
+    ) -> None:
+        self._server, self._tries, self._arrivals = server, tries, arrivals
         self._files = [_FileTransfer(sources) for sources in _by_file(sources)]
         self.nbytes = sum(source.out.nbytes for source in sources)
         self._stop = threading.Event()
         self._done: deque[int] = deque()
-        self._next = iter([piece for file in self._files for piece in file.pieces])
 
     def run(self, threads: int, progress: Progress | None) -> None:
         done = 0
@@ -246,8 +259,26 @@ class _Transfer:
             if progress is not None and done < self.nbytes:
                 progress(done, self.nbytes)
 
-        n = min(threads, max(1, sum(len(file.pieces) for file in self._files)))
-        run_in_threads(n, self._work, stop=self._stop.set, tick=tick)
+        def each(pieces: Iterable[_RangeRequest], work: Callable[[_RangeRequest], None]) -> None:
+            rest = list(pieces)
+            following = iter(rest)
+
+            def run() -> None:
+                while not self._stop.is_set() and (piece := next(following, None)) is not None:
+                    work(piece)
+
+            self._stop.clear()  # which the end of other threads has set
+            n = max(1, min(threads, len(rest)))
+            try:
+                run_in_threads(n, run, stop=self._stop.set, tick=tick)
+            finally:
+                rest.clear()
+
+        pieces = [piece for file in self._files for piece in file.pieces]
+        if self._arrivals:
+            # All of it first: nothing of it is lost then, whatever becomes of the rest.
+            each(pieces, self._recall)
+        each((piece for piece in pieces if not piece.is_there), self._fetch)
         for file in self._files:
             if not file.matches():
                 self._stop.clear()
@@ -255,15 +286,32 @@ class _Transfer:
         if progress is not None:
             progress(self.nbytes, self.nbytes)
 
-    def _work(self) -> None:
-        while not self._stop.is_set() and (piece := next(self._next, None)) is not None:
-            path, version, _, first, out = piece.source
-            read_range(self._server, path, first, out, version, self._stop, self._tries)
-            if self._stop.is_set():
-                return
-            piece.is_there = True
-            self._done.append(out.nbytes)
-            piece.part.advance(self._stop)
+    def let_go(self) -> None:
+        """Let go of the memory that was read into, at once.
+
+        A thread that has done its work may still be about to end, and has all of this.
+        """
+        for file in self._files:
+            file.let_go()
+
+    def _recall(self, piece: _RangeRequest) -> None:
+        assert self._arrivals is not None
+        if self._arrivals.recall(piece.piece, piece.source.out):
+            self._have(piece)
+
+    def _fetch(self, piece: _RangeRequest) -> None:
+        path, version, _, first, out = piece.source
+        read_range(self._server, path, first, out, version, self._stop, self._tries)
+        if self._stop.is_set():
+            return
+        if self._arrivals is not None:
+            self._arrivals.note(piece.piece, out)
+        self._have(piece)
+
+    def _have(self, piece: _RangeRequest) -> None:
+        piece.is_there = True
+        self._done.append(piece.source.out.nbytes)
+        piece.part.advance(self._stop)
 
     def _repair(self, file: _FileTransfer, threads: int, progress: Progress | None) -> None:
         """Read a file again whose hash does not match, piece by piece until two reads agree."""
@@ -320,7 +368,8 @@ class _FileTransfer:
         self.path, self.digest = sources[0].path, sources[0].digest
         is_whole = sum(source.out.nbytes for source in sources) == sources[0].version.nbytes
         hashes = find_hashes(self.digest, sources[0].version.nbytes) if is_whole else []
-        self._sources, self._hashes = sources, hashes
+        self._sources: Sequence[RemoteBytes] = sources
+        self._hashes = hashes
         chosen = hashes[0] if hashes else None
         borders = [end for _, end in chosen.parts] if chosen else []
         self.parts = [_HashedPart(chosen) for _ in borders] or [_HashedPart(None)]
@@ -337,6 +386,13 @@ class _FileTransfer:
                 out = source.out[at - source.first : stop - source.first]
                 yield _RangeRequest(source._replace(first=at, out=out), self.parts[number])
                 at = stop
+
+    def let_go(self) -> None:
+        """Let go of the memory."""
+        for part in self.parts:
+            part.pieces.clear()
+        self.pieces.clear()
+        self._sources = ()
 
     def matches(self) -> bool:
         """Whether what was hashed is what the server tells; True without a hash."""
@@ -377,6 +433,7 @@ def read_wanted(
     threads: int | None = None,
     progress: Progress | None = None,
     tries: int = 0,
+    arrivals: Arrivals | None = None,
 ) -> None:
     """Read ranges of files into memory, several at a time.
 
@@ -396,10 +453,16 @@ def read_wanted(
         and at the end with both the same. What it raises ends the reading, as Ctrl-C does.
     tries : int
         As for `read_range`.
+    arrivals : Arrivals, optional
+        What has come before, which is not asked for, and where it is noted what comes.
 
     Raises
     ------
     OSError
         As `read_range`; or the bytes are not those of the hash.
     """
-    _Transfer(server, sources, tries).run(threads or THREADS, progress)
+    transfer = _Transfer(server, sources, tries, arrivals)
+    try:
+        transfer.run(threads or THREADS, progress)
+    finally:
+        transfer.let_go()

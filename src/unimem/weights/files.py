@@ -30,6 +30,7 @@ __all__ = [
     "add_files",
     "check_version",
     "identity_of",
+    "is_name",
     "open_model",
     "read_header",
     "reopen",
@@ -108,7 +109,8 @@ class ModelFile:
     absolute_path : str
         The same, wherever this process goes: what is opened and looked at later.
     version : tuple of int
-        See `version_of`.
+        See `version_of`. Of a file on a server 0, 0, its size, and a hash of its ETag, which is 0
+        where the server tells none.
     nbytes : int
         Size of the file.
     header : Header
@@ -173,12 +175,15 @@ class ModelFiles:
         Their descriptors, open for reading; none of files on a server.
     index : str or None
         The path of the index that names the files, of safetensors.
+    index_text : bytes
+        What is in it.
     """
 
     def __init__(self) -> None:
         self.files: list[ModelFile] = []
         self.fds = _Descriptors()
         self.index: str | None = None
+        self.index_text = b""
 
     def add(self, path: str) -> ModelFile:
         """Open a file, and read and check its header."""
@@ -209,6 +214,14 @@ class ModelFiles:
                 return file.read(nbytes)
         finally:
             fds.close()
+
+    def name_of(self, path: str) -> str:
+        """Return the name of a file, which no other file of the model has."""
+        return os.path.basename(path)
+
+    def version_of(self, path: str) -> Version:
+        """Return the version that a file has now: see `version_of`."""
+        return version_of(os.stat(path))
 
     def clear(self) -> None:
         """Forget the files, to begin anew."""
@@ -430,7 +443,8 @@ def _refuse_part(part: ModelFile, why: str) -> NoReturn:
 
 def _add_indexed(model: ModelFiles, path: str) -> None:
     model.index = path
-    where = _read_index(path, model.read_start(path, _INDEX_BYTES_MAX + 1))
+    model.index_text = model.read_start(path, _INDEX_BYTES_MAX + 1)
+    where = _read_index(path, model.index_text)
     for name in sorted(set(where.values())):
         beside = model.beside(path, name)
         try:
@@ -469,14 +483,15 @@ def _read_index(path: str, text: bytes) -> dict[str, str]:
         raise SafetensorsError("the index has no weight_map from tensors to files", path=path)
     for name in where.values():
         # A name from the internet must not lead elsewhere.
-        if not isinstance(name, str) or not _is_name(name):
+        if not isinstance(name, str) or not is_name(name):
             raise SafetensorsError(
                 f"{name!r} is not the name of a file beside the index", path=path
             )
     return where
 
 
-def _is_name(name: str) -> bool:
+def is_name(name: str) -> bool:
+    """Whether it is the name of a file, and leads nowhere else."""
     # JSON can have lone halves of characters, and no file has them.
     is_text = not any("\ud800" <= char <= "\udfff" for char in name)
     return is_text and name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -19,6 +19,7 @@ from unimem.errors import FormatError
 from unimem.system import policy
 from unimem.system.arguments import file_path
 from unimem.system.atomic_file import NewFile
+from unimem.system.objects import is_url
 from unimem.system.text import format_bytes
 from unimem.system.user_cache import OTHERS_WRITE, cache_folder, check_own_folder, default_bytes
 from unimem.weights.files import identity_of
@@ -83,6 +84,9 @@ def choose_cache(
     """
     if cache is False:
         return None
+    if cache is not None and (untold := _file_without_version(contents)):
+        policy.warn(f"{untold}: the server tells no version of it, so no image of it is kept")
+        return None
     if cache is None or cache is True:
         folder = cache_folder()
         if folder is None or (cache is None and not _is_own_model(contents)):
@@ -100,8 +104,16 @@ def choose_cache(
     return found
 
 
+def _file_without_version(contents: Contents) -> str:
+    """Return a file on a server that may be another one the next time; "" for none."""
+    files = (part.file for part in contents._parts)
+    return next((one.path for one in files if is_url(one.path) and not one.version[3]), "")
+
+
 def _is_own_model(contents: Contents) -> bool:
     for part in contents._parts:
+        if is_url(part.file.path):
+            return False
         path = os.path.realpath(part.file.absolute_path)
         try:
             found = os.stat(path), os.stat(os.path.dirname(path))

@@ -11,6 +11,7 @@ from typing import Any
 from unimem._core.block import Block
 from unimem.errors import FormatError, PlacementError
 from unimem.system import policy
+from unimem.system.objects import is_url
 from unimem.system.placement import Pages
 from unimem.weights.image import IMAGE_NAME, Image, is_for, write_image
 from unimem.weights.image_cache import CacheChoice, choose_cache
@@ -90,6 +91,8 @@ class Images:
         That is by a process that a command has left, or by any that called `stage`.
         """
         parts = self._contents._parts
+        if is_url(parts[0].file.path):
+            return
         yield os.path.join(os.path.dirname(parts[0].file.absolute_path), IMAGE_NAME)
         files = [part.file.identity for part in parts]
         with suppress(PlacementError):  # no holder can be seen here
@@ -114,7 +117,8 @@ class Images:
         if self._cache is None:
             return None
         found, identity = self._found, self.identity
-        model = os.path.realpath(self._contents._parts[0].file.absolute_path)
+        path = self._contents._parts[0].file.absolute_path
+        model = path if is_url(path) else os.path.realpath(path)
 
         def write(check: Callable[[], None]) -> None:
             write_image(new, found, identity, model, block, base, check)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
+from weakref import WeakKeyDictionary
 
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
@@ -17,13 +18,14 @@ from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.arguments import check_callable, integer, one_of
+from unimem.system.arrivals import Arrivals
 from unimem.system.exposure import why_exposed
 from unimem.system.kernel_files import read_text
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure
 from unimem.system.text import format_bytes
 from unimem.weights.files import ModelFile, ModelFiles
-from unimem.weights.remote import RemoteFiles
+from unimem.weights.remote import RemoteFiles, is_url
 
 __all__ = [
     "EngineLoad",
@@ -45,6 +47,7 @@ __all__ = [
     "read_direct",
     "take_room",
     "unloaded_memory",
+    "way_of",
     "why_model_exposed",
 ]
 
@@ -66,6 +69,8 @@ _NETWORK = re.compile(
 _ALIGN = 4096  # of files and memory, for reads past the page cache
 WHY_MAPPED = "a mapping shares the page cache, and reads nothing twice"
 MOSTLY = 0.5  # of a file in the page cache: then it is read through it
+# What loads from servers have left on tapes: their memory stays where it is when a load fails.
+_ARRIVED: WeakKeyDictionary[Tape, Arrivals] = WeakKeyDictionary()
 
 
 class Lifetime:
@@ -283,6 +288,15 @@ def load_model(
         undo.close()
     choice = _choose_buffered(model, choice, load, placement)
     return _read(model, choice, undo, tape, threads, progress, placement)
+
+
+def way_of(path: object, load: EngineLoad) -> EngineLoad:
+    """Return how a model comes into memory of which a plan is to be made, before it is loaded.
+
+    A plan of a URL is that of its file. What is loaded from a server is read, and not mapped.
+    """
+    check_load(load, for_engine=True)
+    return "direct" if load == "auto" and is_url(path) else load
 
 
 # ---- the choice -------------------------------------------------------------------------------
@@ -513,13 +527,18 @@ def _read(
                 (slot.file_offset, block.as_array("uint8", slot.nbytes, base + slot.at))
                 for slot in slots
             ]
+            arrivals = None if tape is None else _ARRIVED.setdefault(tape, Arrivals())
             try:
-                model.read_data(rows, verify=verify, threads=threads, progress=progress)
+                model.read_data(
+                    rows, verify=verify, threads=threads, progress=progress, arrivals=arrivals
+                )
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
                 raise
             finally:
                 rows.clear()
+            if tape is not None:
+                _ARRIVED.pop(tape, None)
         else:
             parts = [
                 (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)

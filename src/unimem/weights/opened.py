@@ -16,8 +16,7 @@ from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import policy
 from unimem.system.arguments import flag
 from unimem.system.placement import Lock, PlacementOptions
-from unimem.system.transfers import TRIES
-from unimem.weights.files import ModelFile, open_model
+from unimem.weights.files import ModelFile
 from unimem.weights.loading import (
     AccessPattern,
     Load,
@@ -27,7 +26,7 @@ from unimem.weights.loading import (
     load_model,
     why_model_exposed,
 )
-from unimem.weights.remote import is_url, open_remote
+from unimem.weights.remote import open_files
 from unimem.weights.tensors import Contents, ModelPart
 
 if TYPE_CHECKING:
@@ -530,7 +529,7 @@ def open_planned(
     )
     flag(verify, "verify")
     with ExitStack() as undo:
-        with open_remote(path, TRIES) if is_url(path) else open_model(path) as model:
+        with open_files(path) as model:
             loaded = load_model(
                 model,
                 load,

@@ -15,6 +15,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import FormatError
+from unimem.system import transfers
+from unimem.system.arrivals import Arrivals
 from unimem.system.objects import TOTAL_S, Answer, Server, is_url, open_server
 from unimem.system.text import format_bytes
 from unimem.system.transfers import (
@@ -26,9 +28,18 @@ from unimem.system.transfers import (
     retried,
 )
 from unimem.system.url_errors import in_own_words
-from unimem.weights.files import Header, ModelFile, ModelFiles, add_files, read_header
+from unimem.weights import files as model_files
+from unimem.weights.files import (
+    Header,
+    ModelFile,
+    ModelFiles,
+    add_files,
+    is_name,
+    open_model,
+    read_header,
+)
 
-__all__ = ["RemoteFiles", "is_url", "open_remote"]
+__all__ = ["RemoteFiles", "is_url", "open_files", "open_remote"]
 
 _HTML = re.compile(rb"\s*<(?:!doctype|html|\?xml)", re.IGNORECASE)
 _INSTEAD = "download the file, and give its path"
@@ -43,7 +54,14 @@ _PARSED_BYTES = 256 << 20
 _MAGIC_BYTES = 8
 
 
-def open_remote(url: str, tries: int = 1) -> RemoteFiles:
+def open_files(path: str | os.PathLike[str]) -> ModelFiles:
+    """Open all files of a model, here or on a server: see `open_model` and `open_remote`."""
+    if is_url(path):
+        return open_remote(path, transfers.TRIES)
+    return open_model(path)
+
+
+def open_remote(url: str, tries: int = 1, server: Server | None = None) -> RemoteFiles:
     """Read and check the headers of all files of a model on a server.
 
     Parameters
@@ -54,6 +72,8 @@ def open_remote(url: str, tries: int = 1) -> RemoteFiles:
         which may be secret.
     tries : int
         How often a header is asked for.
+    server : Server, optional
+        What has the files, by `url` as it is shown; by default the URL says.
 
     Returns
     -------
@@ -74,7 +94,7 @@ def open_remote(url: str, tries: int = 1) -> RemoteFiles:
     ImportError
         The extra ``remote`` is not installed, or what the URL needs beside it.
     """
-    model = RemoteFiles(url, tries)
+    model = RemoteFiles(url, tries, server)
     add_files(model, model.path)
     return model
 
@@ -96,6 +116,8 @@ class RemoteFiles(ModelFiles):
         Of one of its files, or of its index.
     tries : int
         How often a header is asked for.
+    server : Server, optional
+        As for `open_remote`.
 
     Attributes
     ----------
@@ -103,11 +125,15 @@ class RemoteFiles(ModelFiles):
         The same, as it is shown.
     read_bytes : int
         What was read of the files, and of what lies beside them.
+    data_tries, data_threads : int
+        How often a range of the data is asked for, and how many ranges at once.
     """
 
-    def __init__(self, url: str, tries: int = 1) -> None:
+    data_tries, data_threads = PATIENT_TRIES, transfers.THREADS
+
+    def __init__(self, url: str, tries: int = 1, server: Server | None = None) -> None:
         super().__init__()
-        self._server, self.path = open_server(url)
+        self._server, self.path = open_server(url) if server is None else (server, url)
         self._tries = tries
         self._known: dict[str, ModelFile] = {}
         self._started: dict[str, _Started] = {}
@@ -131,9 +157,9 @@ class RemoteFiles(ModelFiles):
         with self._open(path) as file:
             header = _read_header(file)
         start = xxhash.xxh3_128_digest(bytes(file.start[: header.nbytes]))
-        self._started[path] = _Started(Version(file.nbytes, file.tag), file.digest, start)
-        version = (0, 0, file.nbytes, 0)  # of no device
-        return ModelFile(path, path, version, file.nbytes, header, False)
+        version = Version(file.nbytes, file.tag)
+        self._started[path] = _Started(version, file.digest, start)
+        return ModelFile(path, path, _file_version(version), file.nbytes, header, False)
 
     def read_data(
         self,
@@ -142,6 +168,7 @@ class RemoteFiles(ModelFiles):
         verify: bool,
         threads: int | None = None,
         progress: Progress | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         """Read bytes of each file into memory, and compare them with what the server tells of it.
 
@@ -152,7 +179,7 @@ class RemoteFiles(ModelFiles):
         verify : bool
             Whether a hash that the server tells of a file is compared, which reads its header
             again, too.
-        threads, progress
+        threads, progress, arrivals
             As `read_wanted`.
 
         Raises
@@ -163,20 +190,76 @@ class RemoteFiles(ModelFiles):
         sources, starts = [], []
         for file, (first, out) in zip(self.files, ranges, strict=True):
             started = self._started[file.path]
+            digest = self._digest(file.path) if verify else ""
             end = first + out.nbytes
             given = [(first, out)]
-            if verify and started.digest:  # of the whole file
+            if digest:  # of the whole file
                 given.insert(0, (0, np.empty(first, np.uint8)))
                 given.append((end, np.empty(file.nbytes - end, np.uint8)))
                 starts.append((file, given[0][1], out))
             sources += [
-                RemoteBytes(file.path, started.version, started.digest if verify else "", at, rows)
+                RemoteBytes(file.path, started.version, digest, at, rows)
                 for at, rows in given
                 if rows.nbytes
             ]
-        read_wanted(self._server, sources, threads=threads, progress=progress, tries=PATIENT_TRIES)
+        self._read_all(sources, threads, progress, arrivals)
         for file, head, out in starts:
             self._check_start(file, head, out)
+
+    def read_file(
+        self,
+        file: ModelFile,
+        out: NDArray[np.uint8],
+        *,
+        verify: bool,
+        progress: Progress | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        """Read a whole file into memory, and compare it with what is known of it.
+
+        Parameters
+        ----------
+        file : ModelFile
+            One of `files`.
+        out : numpy.ndarray
+            ``uint8``: as many as it has.
+        verify, progress, arrivals
+            As for `read_data`; the header that was parsed is compared in any case.
+
+        Raises
+        ------
+        OSError
+            As `read_wanted`.
+        """
+        started = self._started[file.path]
+        digest = self._digest(file.path) if verify else ""
+        source = RemoteBytes(file.path, started.version, digest, 0, out)
+        self._read_all([source], None, progress, arrivals)
+        self._check_start(file, out[:0], out)
+
+    def _digest(self, path: str) -> str:
+        """Return the hash that the server tells of a file, and ask once where it has told none."""
+        started = self._started[path]
+        if not started.digest:
+            digest = self._server.ask_digest(path, started.version.tag)
+            started = self._started[path] = started._replace(digest=digest)
+        return started.digest
+
+    def _read_all(
+        self,
+        sources: Sequence[RemoteBytes],
+        threads: int | None,
+        progress: Progress | None,
+        arrivals: Arrivals | None,
+    ) -> None:
+        read_wanted(
+            self._server,
+            sources,
+            threads=threads or self.data_threads,
+            progress=progress,
+            tries=self.data_tries,
+            arrivals=arrivals,
+        )
 
     def _check_start(
         self, file: ModelFile, head: NDArray[np.uint8], out: NDArray[np.uint8]
@@ -215,7 +298,23 @@ class RemoteFiles(ModelFiles):
         with self._open(path) as file:
             while len(file.start) < min(nbytes, file.nbytes):
                 file.read_to(min(nbytes, max(FIRST_BYTES, 2 * len(file.start))))
+            version = Version(file.nbytes, file.tag)
+            self._started.setdefault(path, _Started(version, file.digest, b""))
             return bytes(file.start)
+
+    def name_of(self, path: str) -> str:
+        """Return the name of a file, which no other file of the model has."""
+        escaped = path.rpartition("/")[2]
+        names = (self._server.unescape(escaped), escaped)
+        return next(filter(is_name, names), "model")
+
+    def version_of(self, path: str) -> model_files.Version:
+        """Return what is known of the version of a file that was read, an index among them."""
+        return _file_version(self._started[path].version)
+
+    def known_version(self, path: str) -> Version:
+        """Return size and ETag of a file that was read."""
+        return self._started[path].version
 
     def check_versions(self) -> None:
         """Do nothing: each answer of a server has said of which version of a file it is."""
@@ -231,6 +330,12 @@ class RemoteFiles(ModelFiles):
                 yield file
             finally:
                 self.read_bytes += len(file.start)
+
+
+def _file_version(version: Version) -> model_files.Version:
+    """Return a version as files here have one: of no device, and a hash of the ETag as its time."""
+    tag = xxhash.xxh3_64_intdigest(version.tag.encode()) if version.tag else 0
+    return (0, 0, version.nbytes, tag)
 
 
 def _read_header(file: _FileStart) -> Header:

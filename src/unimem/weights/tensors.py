@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from unimem._core.arrays import as_dtype
 from unimem._core.dlpack import exported
 from unimem._core.gguf import tensor_type
-from unimem.weights.files import Header, ModelFile, Value
-from unimem.weights.loading import LoadMemory
+from unimem.weights.files import Header, ModelFile, ModelFiles, Value
+from unimem.weights.loading import LoadMemory, unloaded_memory
 
-__all__ = ["Contents", "ModelPart", "Tensor"]
+__all__ = ["Contents", "ModelPart", "Tensor", "headers_of"]
 
 # What ml_dtypes or NumPy can read, by the type's name; all others are blocks of bytes.
 _DTYPES = {
@@ -314,3 +314,8 @@ class Contents:
         """Bytes of all tensors of a type, by the type's name."""
         self._check_open()
         return dict(self._types)
+
+
+def headers_of(model: ModelFiles) -> Contents:
+    """Return what the headers of opened files say; of the data nothing is in memory."""
+    return Contents(tuple(map(ModelPart, model.files, unloaded_memory(model))))

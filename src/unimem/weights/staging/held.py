@@ -23,12 +23,23 @@ from typing import Any, Literal, Protocol
 from unimem.errors import PlacementError
 from unimem.system import kernel_files
 from unimem.system.memfds import find_memfds
+from unimem.system.objects import is_url
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
 from unimem.weights.files import Version, identity_of
 from unimem.weights.staging.places import Folder, Memfd, Place, proc_folder, sweep
 
-__all__ = ["Held", "drop", "exclude_others", "hold", "hold_files", "holders", "holders_of", "show"]
+__all__ = [
+    "Held",
+    "drop",
+    "exclude_others",
+    "hold",
+    "hold_files",
+    "hold_unfinished",
+    "holders",
+    "holders_of",
+    "show",
+]
 
 SCHEMA = "unimem.stage/1"
 
@@ -68,6 +79,9 @@ class Held:
         What was said of it then: what it was not given.
     kept_by : {"command", "program"}
         Whether `unimem stage` has started the process for this, or the process called `um.stage`.
+    arrived : tuple of (int, int, int, str)
+        Of a model on a server of which only a part has come: the file, the first byte, bytes and
+        hash of each piece. `nbytes` are theirs, and `paths` do not all exist.
     """
 
     pid: int
@@ -81,11 +95,19 @@ class Held:
     granted: Placement
     warnings: tuple[str, ...]
     kept_by: Literal["command", "program"] = "command"
+    arrived: tuple[tuple[int, int, int, str], ...] = ()
 
     def staleness(self) -> str | None:
-        """Say why it can no longer stand for the model; None while it can."""
+        """Say why it can no longer stand for the model; None while it can.
+
+        Of a model on a server, nobody asks the server: who stages it again does.
+        """
+        if self.is_unfinished:
+            return "only a part of it has come"
         try:
             for original, version in self.versions:
+                if is_url(original):
+                    continue
                 if identity_of(os.stat(original))[: len(version)] != version:
                     return f"{original} was written to or replaced"
             for path, nbytes in self._sizes():
@@ -109,10 +131,15 @@ class Held:
         """Whether it is a repacked image of the model, beside links to the model's files."""
         return bool(self.asked.get("repack"))
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it is what has come of a model on a server when its load was broken off."""
+        return bool(self.arrived)
+
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON document shows of it."""
         shown = asdict(self)
-        del shown["versions"]
+        del shown["versions"], shown["arrived"]
         return {"schema": SCHEMA, **shown}
 
 
@@ -242,7 +269,10 @@ def _note_of(
         "path": place.path(stage._first),
         "paths": [place.path(name) for name in stage._names],
         "source": source,
-        "versions": [(os.path.abspath(path), version) for path, version in stage._versions],
+        "versions": [
+            (path if is_url(path) else os.path.abspath(path), version)
+            for path, version in stage._versions
+        ],
         "asked": asked,
         "backing": stage.backing,
         "nbytes": stage.nbytes,
@@ -279,6 +309,49 @@ def hold_files(
         _close(fds)
         raise
     with _started(note, fds, asked["lock"]) as held:
+        yield held
+
+
+@contextmanager
+def hold_unfinished(
+    place: Place,
+    backing: str,
+    names: Sequence[str],
+    source: str,
+    versions: Sequence[tuple[str, Version]],
+    asked: dict[str, Any],
+    arrived: Sequence[tuple[int, int, int, str]],
+) -> Iterator[Held]:
+    """Give what has come of a model on a server to a process of its own, as `hold`.
+
+    Parameters
+    ----------
+    place : Place
+        Where it lies. It is not sealed: who goes on takes the pieces out of it.
+    backing, names, source, versions, asked, arrived
+        As of `Held`; the names are of its files in the place.
+
+    Raises
+    ------
+    PlacementError, OSError
+        The process could not be started.
+    """
+    nbytes = sum(n for _, _, n, _ in arrived)
+    note = {
+        "schema": SCHEMA,
+        "path": place.path(names[0]),
+        "paths": [place.path(name) for name in names],
+        "source": source,
+        "versions": list(versions),
+        "asked": asked,
+        "backing": backing,
+        "nbytes": nbytes,
+        "granted": asdict(Placement("4k", 0, nbytes, 0, 0, 0, nbytes)),
+        "warnings": [],
+        "arrived": list(arrived),
+    }
+    with _started(note, [], False, place.fd, is_folder=isinstance(place, Folder)) as held:
+        place.leave()
         yield held
 
 
@@ -455,6 +528,7 @@ def _held(pid: int, found: dict[str, Any]) -> Held:
         versions=tuple((path, tuple(version)) for path, version in found.pop("versions")),
         granted=Placement(nodes=nodes, **granted),
         warnings=tuple(found.pop("warnings")),
+        arrived=tuple(map(tuple, found.pop("arrived", ()))),
         kept_by="program" if is_program else "command",
         **found,
     )

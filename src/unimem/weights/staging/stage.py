@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import traceback
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -22,18 +23,20 @@ from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.arguments import check_callable, file_path, one_of
+from unimem.system.arguments import check_callable, file_path, flag, one_of
+from unimem.system.objects import is_url, shown
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights import loading
-from unimem.weights.files import ModelFile, ModelFiles, Version, open_model, version_of
+from unimem.weights.files import ModelFile, ModelFiles, Version
 from unimem.weights.image import IMAGE_NAME, pack_image
 from unimem.weights.image_cache import choose_cache
 from unimem.weights.image_format import image_bytes
 from unimem.weights.image_identity import identify
 from unimem.weights.loading import Progress
 from unimem.weights.opened import Weights, open_weights
+from unimem.weights.remote import RemoteFiles, open_files
 from unimem.weights.repack import repack_into, why_nothing
 from unimem.weights.repacked import arrange
 from unimem.weights.staging.held import show
@@ -48,8 +51,9 @@ from unimem.weights.staging.places import (
     proc_folder,
     sweep,
 )
+from unimem.weights.staging.unfinished import Unfinished
 
-__all__ = ["Stage", "stage"]
+__all__ = ["Stage", "stage", "stage_files"]
 
 # What lets programs have huge pages that map a file wherever the kernel says.
 _ALLOW: dict[Backing, str] = {
@@ -180,6 +184,8 @@ def stage(
     *,
     backing: Backing | Literal["auto"] = "auto",
     repack: bool = False,
+    verify: bool = True,
+    resume: bool = False,
     progress: Progress | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Stage:
@@ -191,7 +197,8 @@ def stage(
     Parameters
     ----------
     path : path-like
-        A GGUF or safetensors file, a part of a split model, or the index of several files.
+        A GGUF or safetensors file, a part of a split model, or the index of several files. Or the
+        URL of one (see docs/remote.md), whose bytes go from the server to the shared memory.
     backing : {"auto", "tmpfs", "hugetlb", "memfd", "shm"}
         The kind of shared memory. ``"tmpfs"``: a file system of its own that is mounted nowhere,
         with huge pages. ``"hugetlb"``: pages from a pool, for one GGUF file. ``"memfd"``: for one
@@ -200,7 +207,13 @@ def stage(
         Whether to stage, instead of the model, its weights in the order that ggml multiplies
         fastest on this CPU (docs/images.md): decoders map these and are ready. `Stage.path` then
         is a link to the model, beside them, and the rest of the model stays in the page cache. It
-        takes names, so ``"tmpfs"`` or ``"shm"``.
+        takes names, so ``"tmpfs"`` or ``"shm"``. Of a URL: stage it first, and give its path.
+    verify : bool
+        Of a URL: compare each file with the hash that the server tells of it, if it does.
+    resume : bool
+        Of a URL: where this is broken off, a small process keeps what has come, as that of
+        ``unimem stage`` would, and the next call with `resume` takes it and asks the server for
+        the rest only. Otherwise nothing is left.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)`` in this thread. What it raises ends the
         staging, and nothing is left.
@@ -224,10 +237,10 @@ def stage(
         The backing that was asked for cannot be had; with `strict`, when not all of the placement
         was granted. Without, one `PlacementWarning`.
     ValueError
-        An unknown option, a backing that cannot hold this model, or a model of which this CPU
-        repacks nothing.
+        An unknown option, a backing that cannot hold this model, a model of which this CPU
+        repacks nothing, or `repack` of a URL.
     ImportError
-        With `repack`, ggml-python is not installed.
+        With `repack`, ggml-python is not installed; of a URL, what reads it.
 
     Examples
     --------
@@ -241,15 +254,43 @@ def stage(
     check_callable(progress)
     if not isinstance(repack, bool):
         raise TypeError(f"repack: expected True or False, got {repack!r:.60}")
+    flag(verify, "verify")
+    flag(resume, "resume")
     policy.check_options(placement)
     options = _StageOptions(**placement)
     proc_folder()  # without it, nobody could open what would be read in
     sweep()
+    source = shown(file_path(path))
     if repack:
+        if is_url(path):
+            raise ValueError(
+                f"repack=True: {source}: a model on a server has no file here that its other "
+                "tensors could be read from: stage it first, and give the path of that"
+            )
         with open_weights(path, load="map") as weights:
-            return _RepackedStaging(weights, file_path(path), backing, options, progress).run()
-    with open_model(path) as model:
-        return _ModelStaging(model, file_path(path), backing, options, progress).run()
+            return _RepackedStaging(weights, source, backing, options, progress).run()
+    with open_files(path) as model:
+        return _ModelStaging(
+            model, source, backing, options, progress, verify=verify, resume=resume
+        ).run()
+
+
+def stage_files(model: ModelFiles, source: str, **placement: Unpack[PlacementOptions]) -> Stage:
+    """Stage a model whose files are opened, here or on a server, as `stage` does.
+
+    Parameters
+    ----------
+    model : ModelFiles
+        It stays open.
+    source : str
+        What it is called.
+    **placement
+        As for `stage`.
+    """
+    policy.check_options(placement)
+    proc_folder()
+    sweep()
+    return _ModelStaging(model, source, "auto", _StageOptions(**placement), None).run()
 
 
 @dataclass(frozen=True)
@@ -307,7 +348,17 @@ class _Staging(ABC):
     def _name_refusal(self, backing: Backing) -> str | None:
         """Say why these files cannot lie in a place that gives no names; None where they can."""
 
+    def _has_broken_off(  # noqa: B027 - of files there is nothing to save
+        self, place: Place, backing: Backing, error: BaseException
+    ) -> None:
+        """Save what is in a place that was not filled; it goes if nobody takes it."""
+
+    def _room_bytes(self) -> int:
+        """Return what of the room that there is not yet comes back as files are filled."""
+        return 0
+
     def run(self) -> Stage:
+        """Choose a place, and fill it."""
         refusals: list[str] = []
         no_room: CapacityError | None = None
         for backing in self._candidates():
@@ -379,14 +430,14 @@ class _Staging(ABC):
                 self.pages = self.options.pages
                 raise PlacementError(shortfall)
             return Memfd(self.pages)
-        what = f"staging {self.source}"
-        limits.require(self.nbytes, what)
+        what, needed = f"staging {self.source}", self.nbytes - self._room_bytes()
+        limits.require(needed, what)
         if backing == "memfd":
             return Memfd()
         if backing == "shm":
             if not os.path.isdir(limits.SHM):
                 raise PlacementError(errno.ENOENT, f"there is no {limits.SHM}")
-            limits.require_shm(self.nbytes, what)
+            limits.require_shm(needed, what)
             return Folder()
         # While a file is read in, it ends with a whole huge page.
         page = max(tmpfs.huge_page_bytes(), 1 << 16)
@@ -397,7 +448,11 @@ class _Staging(ABC):
     def _fill(self, place: Place, backing: Backing, reason: str) -> Stage:
         with ExitStack() as undo:
             undo.callback(place.close)
-            self._fill_files(place, backing)
+            try:
+                self._fill_files(place, backing)
+            except BaseException as error:
+                self._has_broken_off(place, backing, error)
+                raise
             place.seal()
             granted, blocks = self._look(place, backing, undo)
             stage = Stage(
@@ -413,7 +468,8 @@ class _Staging(ABC):
                 blocks,
             )
             undo.callback(stage.close)
-            show(stage, os.path.abspath(self.source), self._asked())
+            path = self.source if is_url(self.source) else os.path.abspath(self.source)
+            show(stage, path, self._asked())
             undo.pop_all()
         return stage
 
@@ -510,21 +566,41 @@ class _ModelStaging(_Staging):
         backing: Backing | Literal["auto"],
         options: _StageOptions,
         progress: Progress | None,
+        *,
+        verify: bool = True,
+        resume: bool = False,
     ) -> None:
         super().__init__(source, backing, options, progress)
-        self.model = model
+        self.model, self.verify = model, verify
         self.nbytes = sum(file.nbytes for file in model.files)
         # What is not in the page cache need not come there on its way.
         self.direct = loading.cached_bytes(model) < loading.MOSTLY * self.nbytes
-        self.names = [os.path.basename(file.path) for file in model.files]
+        self.names = [model.name_of(file.path) for file in model.files]
         sizes = [file.nbytes for file in model.files]
         self.mapped = list(zip(self.names, sizes, strict=True))
         self.versions = [(file.path, file.version) for file in model.files]
         self.first = self.names[0]
         if model.index is not None:
-            self.names.append(os.path.basename(model.index))
-            self.versions.append((model.index, version_of(os.stat(model.index))))
+            self.names.append(model.name_of(model.index))
+            self.versions.append((model.index, model.version_of(model.index)))
             self.first = self.names[-1]
+        self.unfinished: Unfinished | None = None
+        if resume and isinstance(model, RemoteFiles):
+            self.unfinished = Unfinished(model, source, self.versions)
+
+    def run(self) -> Stage:
+        """Stage the model, and go on with what was left of it."""
+        if self.unfinished is None:
+            return super().run()
+        with self.unfinished:
+            return super().run()
+
+    def _room_bytes(self) -> int:
+        return 0 if self.unfinished is None else self.unfinished.room_bytes
+
+    def _has_broken_off(self, place: Place, backing: Backing, error: BaseException) -> None:
+        if self.unfinished is not None:
+            self.unfinished.keep(place, backing, self.names, self._asked(), error)
 
     def _name_refusal(self, backing: Backing) -> str | None:
         if len(self.names) > 1:
@@ -535,33 +611,32 @@ class _ModelStaging(_Staging):
 
     def _fill_files(self, place: Place, backing: Backing) -> None:
         done = 0
-        for name, file, fd in zip(self.names, self.model.files, self.model.fds, strict=False):
-            self._copy(place, backing, name, file, fd, done)
+        for i, (name, file) in enumerate(zip(self.names, self.model.files, strict=False)):
+            read = self._fetching if isinstance(self.model, RemoteFiles) else self._reading
+            self._put(place, backing, name, file.nbytes, file.path, read(i, done))
             done += file.nbytes
         if self.model.index is not None:
-            _copy_index(place, self.names[-1], self.model.index)
+            _write(place, self.names[-1], self.model.index_text)
         self._check_versions()
 
     def _check_versions(self) -> None:
         self.model.check_versions()
-        if self.model.index is not None and self.versions[-1][1] != version_of(
-            os.stat(self.model.index)
-        ):
-            raise OSError(
-                errno.ESTALE, "The index was replaced or written to meanwhile", self.model.index
-            )
+        index = self.model.index
+        if index is not None and self.versions[-1][1] != self.model.version_of(index):
+            raise OSError(errno.ESTALE, "The index was replaced or written to meanwhile", index)
 
-    def _copy(
-        self, place: Place, backing: Backing, name: str, file: ModelFile, source: int, done: int
-    ) -> None:
-        """Read one file into the place."""
-        self._put(place, backing, name, file.nbytes, file.path, self._reading(file, source, done))
-
-    def _reading(self, file: ModelFile, source: int, done: int) -> Callable[[Block], None]:
+    def _progress_of(self, file: ModelFile, done: int) -> Progress:
         def progress(n: int, _: int) -> None:
             # The end of a file is not the end of all.
             if self.progress is not None and (n < file.nbytes or done + n == self.nbytes):
                 self.progress(done + n, self.nbytes)
+
+        return progress
+
+    def _reading(self, number: int, done: int) -> Callable[[Block], None]:
+        """Return what reads a file, when so many bytes of those before it are there."""
+        file, source = self.model.files[number], self.model.fds[number]
+        progress = self._progress_of(file, done)
 
         def fill(block: Block) -> None:
             _warm_end(block, file.nbytes)
@@ -572,6 +647,28 @@ class _ModelStaging(_Staging):
                 except loading.NoDirectReadsError:
                     self.direct = False
             read_parts(parts, progress=progress)
+
+        return fill
+
+    def _fetching(self, number: int, done: int) -> Callable[[Block], None]:
+        """Return what reads a file on a server."""
+        model, file = self.model, self.model.files[number]
+        assert isinstance(model, RemoteFiles)
+        progress = self._progress_of(file, done)
+        arrivals = None if self.unfinished is None else self.unfinished.arrivals
+
+        def fill(block: Block) -> None:
+            _warm_end(block, file.nbytes)
+            rows = [block.as_array("uint8", file.nbytes)]
+            try:
+                model.read_file(
+                    file, rows[0], verify=self.verify, progress=progress, arrivals=arrivals
+                )
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+                raise
+            finally:
+                rows.clear()
 
         return fill
 
@@ -667,7 +764,7 @@ def _huge_bytes(fd: int, nbytes: int) -> int:
         return sum(area.huge_bytes for area in read_process().areas if area.start == start)
 
 
-def _copy_index(place: Place, name: str, path: str) -> None:
-    with open(path, "rb") as source, open(place.create(name), "wb") as target:
-        os.fchmod(target.fileno(), ACCESS_MODE)
-        target.write(source.read())
+def _write(place: Place, name: str, data: bytes) -> None:
+    with open(place.create(name), "wb") as file:
+        os.fchmod(file.fileno(), ACCESS_MODE)
+        file.write(data)

@@ -1,0 +1,164 @@
+"""What loads from a server have left in shared memory that were broken off: a new one goes on.
+
+A small process keeps it, as it does a staged model, with a note of the pieces that have come and of
+their hashes. Who goes on makes a place of its own, moves the pieces there, and asks the server for
+the rest only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Any, Self
+
+from unimem.system.arrivals import Arrivals, Piece, give_back
+from unimem.system.kernel_files import read_text
+from unimem.weights.files import Version
+from unimem.weights.remote import RemoteFiles
+from unimem.weights.staging.held import Held, drop, hold_unfinished, holders
+from unimem.weights.staging.places import Place
+
+__all__ = ["Unfinished", "find_unfinished"]
+
+# After these, what has come is of no use: the file is gone, or another one.
+_USELESS = (errno.ESTALE, errno.ENOENT)
+
+
+def find_unfinished(source: str) -> list[Held]:
+    """Find what processes of this user keep of a model of which only a part has come.
+
+    Parameters
+    ----------
+    source : str
+        Its URL as it is shown.
+    """
+    return [held for held in holders() if held.is_unfinished and held.source == source]
+
+
+class Unfinished:
+    """What loads of one model have left, and this one leaves. For one thread.
+
+    Parameters
+    ----------
+    model : RemoteFiles
+        The model; it stays open.
+    source : str
+        Its URL as it is shown.
+    versions : sequence of (str, Version)
+        Its files, and what they are.
+
+    Attributes
+    ----------
+    arrivals : Arrivals
+        What has come of it.
+    """
+
+    def __init__(
+        self, model: RemoteFiles, source: str, versions: Sequence[tuple[str, Version]]
+    ) -> None:
+        self.arrivals = Arrivals()
+        self._model, self._source, self._versions = model, source, tuple(versions)
+        self._opened = ExitStack()
+        self._left: list[tuple[Held, set[Piece]]] = []
+
+    def __enter__(self) -> Self:
+        """Open what was left; what was left of another version of the model goes."""
+        for held in find_unfinished(self._source):
+            if held.versions == self._versions:
+                self._left.append((held, self._open(held)))
+            else:
+                drop(held)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Let go what nothing more is to be taken of: all of it, where the model is staged."""
+        self._opened.close()
+        there = {piece for piece, _ in self.arrivals}
+        for held, pieces in self._left:
+            if kind is None or pieces <= there:
+                drop(held)
+
+    def _open(self, held: Held) -> set[Piece]:
+        fds: dict[int, int] = {}
+        for number in {number for number, _, _, _ in held.arrived}:
+            with suppress(OSError):  # its process has ended just now
+                path = held.paths[number]
+                os.chmod(path, 0o600)
+                fds[number] = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                self._opened.callback(os.close, fds[number])
+        pieces = set()
+        for number, first, nbytes, digest in held.arrived:
+            piece = self._piece(number, first, nbytes)
+            pieces.add(piece)
+            if number in fds:
+                self.arrivals.add_left(piece, bytes.fromhex(digest), fds[number])
+        return pieces
+
+    def _piece(self, number: int, first: int, nbytes: int) -> Piece:
+        path = self._versions[number][0]
+        return Piece(path, *self._model.known_version(path), first, nbytes)
+
+    @property
+    def room_bytes(self) -> int:
+        """Bytes that become free as they are moved: those that the same cgroup has paid for."""
+        ours = read_text("/proc/self/cgroup")
+        return sum(
+            held.nbytes
+            for held, _ in self._left
+            if ours is not None and read_text(f"/proc/{held.pid}/cgroup") == ours
+        )
+
+    def keep(
+        self, place: Place, backing: str, names: Sequence[str], asked: dict[str, Any], error: object
+    ) -> None:
+        """Have a process keep what has come to a place, unless that is of no use.
+
+        Parameters
+        ----------
+        place, backing, names, asked
+            As for `hold_unfinished`.
+        error : object
+            What has broken it off.
+        """
+        # Pages of a pool would be missing there; and no version, no knowing what goes on.
+        useless = isinstance(error, MemoryError) or getattr(error, "errno", None) in _USELESS
+        known = all(version[-1] for _, version in self._versions)
+        if useless or not known or backing == "hugetlb" or not self.arrivals:
+            return
+        numbers = {path: i for i, (path, _) in enumerate(self._versions)}
+        arrived = [
+            (numbers[piece.path], piece.first, piece.nbytes, digest.hex())
+            for piece, digest in self.arrivals
+        ]
+        if not arrived:
+            return
+        with suppress(OSError):  # then nothing is left
+            for number, name in enumerate(names):
+                self._give_back_gaps(place, name, [row[1:3] for row in arrived if row[0] == number])
+            with hold_unfinished(
+                *(place, backing, names, self._source, self._versions, asked, arrived)
+            ):
+                pass
+
+    def _give_back_gaps(self, place: Place, name: str, ranges: list[tuple[int, int]]) -> None:
+        """Give back the memory of what has come by halves."""
+        try:
+            fd = os.open(os.path.join("/proc/self", place.path(name)), os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # it is not there yet, or whole
+            return
+        try:
+            at = 0
+            for first, nbytes in [*sorted(ranges), (os.fstat(fd).st_size, 0)]:
+                if at < first:
+                    give_back(fd, at, first - at)
+                at = first + nbytes
+        finally:
+            os.close(fd)
