@@ -47,5 +47,5 @@ endfunction()
 
 unimem_add_bindings(_core status dlpack arrays foreign region mapping growth block tape grid
   header_bytes gguf safetensors load guard tmpfs empty_call)
-unimem_add_bindings(kv arrays rows memory cache mixed device paged scratchpad)
+unimem_add_bindings(kv arrays rows memory cache states parts mixed device paged scratchpad rotation)
 unimem_add_bindings(engine thread_count turn forward)

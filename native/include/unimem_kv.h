@@ -11,6 +11,25 @@
 extern "C" {
 #endif
 
+/* ---- rotation ---- */
+
+enum { UM_ROTATION_LEAST = 64, UM_ROTATION_MOST = 4096 };
+
+/* Rotates each `block` of n values, in place, by the Hadamard matrix of Sylvester's construction,
+ * divided by the square root of its size: symmetric, and its own inverse.
+ *
+ * Keys that are stored rotated are multiplied with rotated queries; what attention makes of rotated
+ * values is rotated back. Outliers are spread over a head then, which costs quantized types less
+ * (ggml-org/llama.cpp#21038, whose matrix this is).
+ *
+ * - UM_E_INVALID: block is no power of two from UM_ROTATION_LEAST to UM_ROTATION_MOST, or n is not
+ *   whole blocks. */
+UM_API UM_CHECKED um_status um_rotate(float *values, size_t n, size_t block, um_error *err);
+/* Returns the values that heads of K (v = 0) or V (v = 1) are rotated in at once: of V
+ * UM_ROTATION_LEAST, of K the largest power of two up to UM_ROTATION_MOST that divides head_dim; 0:
+ * head_dim is no multiple of UM_ROTATION_LEAST. */
+UM_API size_t um_rotation_block(uint32_t head_dim, int v);
+
 /* ---- kv ---- */
 
 /* K and V of all layers of one stream (optionally of a batch), in storage of the caller's.
@@ -37,7 +56,13 @@ typedef struct um_kv_spec {
     uint64_t window;      /* 0, or a ring of the last so many tokens */
     um_dtype type;        /* of K; of blocks: head_dim is a multiple of 32 */
     um_dtype v_type;      /* of V */
+    uint32_t v_head_dim;  /* of V; 0: as head_dim; UM_KV_NO_V: rows of V have no values */
+    int rotate;           /* whether appends rotate heads: see um_rotate. Rows and blocks that are
+                             given as they are stored have been rotated by who gives them */
 } um_kv_spec;
+
+/* Of um_kv_spec.v_head_dim: a layer that keeps keys alone, of which values are a part. */
+#define UM_KV_NO_V UINT32_MAX
 
 /* The place of the lanes. */
 typedef struct um_kv_storage {
@@ -74,7 +99,7 @@ typedef struct um_kv {
 /* Computes the bytes of one row of K (v = 0) or V (v = 1).
  *
  * - UM_E_INVALID: a dimension is 0, a product overflows, the type is unknown, head_dim is not whole
- *   blocks of the type, or window is above max_seq_len. */
+ *   blocks of the type, or of a rotation; or window is above max_seq_len. */
 UM_API UM_CHECKED um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out,
                                             um_error *err);
 /* Computes the bytes of fixed storage: lanes of max_seq_len rows, rounded up to 64 bytes.

@@ -1,6 +1,7 @@
 /* The contiguous KV cache: tokens are appended as rows, in storage of the caller's. A token counts
  * once every layer holds it. */
 #include "convert.h"
+#include "rotate.h"
 #include "sizes.h"
 #include "stats.h"
 #include "status.h"
@@ -21,8 +22,16 @@ static um_dtype type_of(const um_kv_spec *spec, int v) {
     return v != 0 ? spec->v_type : spec->type;
 }
 
+static uint32_t head_dim_of(const um_kv_spec *spec, int v) {
+    if (v == 0 || spec->v_head_dim == 0) {
+        return spec->head_dim;
+    }
+    return spec->v_head_dim == UM_KV_NO_V ? 0 : spec->v_head_dim;
+}
+
 um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out, um_error *err) {
     um_dtype type = type_of(spec, v);
+    uint32_t head_dim = head_dim_of(spec, v);
     size_t values = um_dtype_block_values(type), row;
     if (values == 0) {
         return um_fail(err, UM_E_INVALID, "type");
@@ -34,10 +43,13 @@ um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out, um_error *
     if (spec->window > spec->max_seq_len) {
         return um_fail(err, UM_E_INVALID, "window is above max_seq_len");
     }
-    if (spec->head_dim % values != 0) {
+    if (head_dim % values != 0) {
         return um_fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
     }
-    if (!um_mul(spec->n_kv_heads, spec->head_dim / values, &row) ||
+    if (spec->rotate != 0 && um_rotation_block(head_dim, v) == 0) {
+        return um_fail(err, UM_E_INVALID, "rotate: head_dim is not a multiple of 64");
+    }
+    if (!um_mul(spec->n_kv_heads, head_dim / values, &row) ||
         !um_mul(row, um_dtype_block_bytes(type), &row)) {
         return um_fail(err, UM_E_INVALID, DIMS);
     }
@@ -298,10 +310,24 @@ typedef struct source {
     uint64_t n, skip, row;
 } source;
 
+/* Converts n values, which are whole heads, and rotates them on the way. */
+static void write_rotated(unsigned char *out, um_dtype type, const unsigned char *in,
+                          um_dtype in_type, size_t n, size_t block) {
+    float piece[UM_ROTATION_MOST];
+    for (size_t done = 0; done < n; done += UM_ROTATION_MOST) {
+        size_t part = n - done < UM_ROTATION_MOST ? n - done : UM_ROTATION_MOST;
+        um_convert_values(piece, UM_F32, in + nbytes_of(in_type, done), in_type, part);
+        um_rotate_values(piece, part, block);
+        um_convert_values(out + nbytes_of(type, done), type, piece, UM_F32, part);
+    }
+}
+
 /* Writes K or V of a layer. pre: the types were checked. */
 static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     const um_kv_spec *s = &kv->spec;
-    size_t heads = s->n_kv_heads, dim = s->head_dim, n = (size_t)in.n, skip = (size_t)in.skip;
+    size_t heads = s->n_kv_heads, dim = head_dim_of(s, v), n = (size_t)in.n, skip = (size_t)in.skip;
+    bool rotates = s->rotate != 0 && um_dtype_block_values(in.type) == 1;
+    size_t block = rotates ? um_rotation_block((uint32_t)dim, v) : 0;
     size_t row = row_bytes_of(kv, v), in_head = nbytes_of(in.type, dim), out_head = row / heads;
     um_dtype type = type_of(s, v);
     /* How far streams, tokens and heads are apart in what is given, in heads. */
@@ -319,7 +345,12 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
         for (size_t t = skip; t < n; t += n_tokens) {
             for (size_t h = 0; h < heads; h += n_heads, out += n_tokens * n_heads * out_head) {
                 const unsigned char *from = in.rows + (b * stream + t * token + h * head) * in_head;
-                um_convert_values(out, type, from, in.type, n_tokens * n_heads * dim);
+                size_t n_values = n_tokens * n_heads * dim;
+                if (rotates) {
+                    write_rotated(out, type, from, in.type, n_values, block);
+                } else {
+                    um_convert_values(out, type, from, in.type, n_values);
+                }
             }
         }
     }
@@ -370,12 +401,14 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
     UM_TRY(check_whole(kv, err));
     UM_TRY(check_room(kv, end, 1, err));
     const um_kv_spec *s = &kv->spec;
-    size_t in_row = nbytes_of(type, (size_t)s->batch * s->n_kv_heads * s->head_dim);
+    size_t heads = (size_t)s->batch * s->n_kv_heads;
+    size_t k_row = nbytes_of(type, heads * head_dim_of(s, 0));
+    size_t v_row = nbytes_of(type, heads * head_dim_of(s, 1));
     source in = {.type = type, .n = 1, .row = um_kv_row(kv, end)};
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-        in.rows = (const unsigned char *)k + layer * in_row;
+        in.rows = (const unsigned char *)k + layer * k_row;
         write_rows(kv, layer, 0, in);
-        in.rows = (const unsigned char *)v + layer * in_row;
+        in.rows = (const unsigned char *)v + layer * v_row;
         write_rows(kv, layer, 1, in);
     }
     set_all_ends(kv, end + 1);
@@ -454,7 +487,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     if (position < first || position - first > len || n > len - (position - first)) {
         return um_fail(err, UM_E_INVALID, "the layer does not hold these tokens");
     }
-    size_t heads = s->n_kv_heads, dim = s->head_dim;
+    size_t heads = s->n_kv_heads, dim = head_dim_of(s, v);
     size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = nbytes_of(type, dim);
     size_t run = heads == 1 ? (size_t)n : 1; /* tokens that lie one after the other */
     unsigned char *to = out;

@@ -98,14 +98,13 @@ TEST(sizes_that_overflow) {
                  {m, m, m, 1},
                  {1, 5, 1, space / 20}};
     for (size_t i = 0; i < COUNT(cases); i++) {
-        um_kv_spec spec = {cases[i].n_layers,
-                           2,
-                           cases[i].head_dim,
-                           cases[i].batch,
-                           cases[i].max_seq_len,
-                           0,
-                           UM_F16,
-                           UM_F16};
+        um_kv_spec spec = {.n_layers = cases[i].n_layers,
+                           .n_kv_heads = 2,
+                           .head_dim = cases[i].head_dim,
+                           .batch = cases[i].batch,
+                           .max_seq_len = cases[i].max_seq_len,
+                           .type = UM_F16,
+                           .v_type = UM_F16};
         size_t nbytes = 12345;
         CHECK_INVALID(um_kv_storage_bytes(&spec, &nbytes, &test_err));
         CHECK_EQ(nbytes, 12345);
@@ -317,6 +316,92 @@ TEST(types_apart) {
     CHECK_INVALID(um_kv_append(&kv, 0, k, v, UM_Q8_0, UM_KV_TOKEN_MAJOR, 1, &test_err));
     CHECK_INVALID(um_kv_append_all(&kv, k, v, UM_Q4_0, &test_err));
     um_kv_free(&kv);
+}
+
+/* Rows of V with fewer values than those of K, or with none, in lanes of their own size. */
+TEST(heads_of_v_of_another_size) {
+    enum { ROWS = 4, HEADS = 2, K_DIM = 32 };
+    static const uint32_t given[] = {8, UM_KV_NO_V, 0};
+    static const size_t dims[] = {8, 0, K_DIM};
+    static float k[3 * HEADS * K_DIM], v[3 * HEADS * K_DIM], out[3 * HEADS * K_DIM];
+    for (size_t i = 0; i < COUNT(k); i++) {
+        k[i] = (float)i;
+        v[i] = -(float)i;
+    }
+    for (size_t i = 0; i < COUNT(given); i++) {
+        um_kv_spec spec = {2,
+                           HEADS,
+                           K_DIM,
+                           1,
+                           .max_seq_len = ROWS,
+                           .type = UM_F32,
+                           .v_type = UM_F32,
+                           .v_head_dim = given[i]};
+        size_t k_row = HEADS * K_DIM * sizeof(float), v_row = HEADS * dims[i] * sizeof(float);
+        static _Alignas(64) unsigned char memory[2 * 2 * ROWS * HEADS * K_DIM * sizeof(float)];
+        um_kv_storage storage = {memory, ROWS * k_row, ROWS * v_row, ROWS, ROWS};
+        size_t nbytes = 0;
+        um_kv kv;
+        CHECK_OK(um_kv_storage_bytes(&spec, &nbytes, &test_err));
+        CHECK_EQ(nbytes, 2 * ROWS * (k_row + v_row));
+        CHECK_OK(um_kv_init(&kv, &spec, &storage, &test_err));
+        CHECK_EQ(kv.v_row_bytes, v_row);
+        CHECK_OK(um_kv_append_all(&kv, k, v, UM_F32, &test_err)); /* of two layers */
+        CHECK_OK(um_kv_append(&kv, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 3, &test_err));
+        CHECK(memcmp(um_kv_lane(&kv, 1, 0, 0), k + HEADS * K_DIM, k_row) == 0);
+        CHECK(memcmp(um_kv_lane(&kv, 1, 1, 0), v + HEADS * dims[i], v_row) == 0);
+        CHECK(memcmp((char *)um_kv_lane(&kv, 0, 1, 0) + v_row, v, 3 * v_row) == 0);
+        CHECK_OK(um_kv_read(&kv, 0, 1, 1, 1, out, UM_F32, &test_err));
+        CHECK(memcmp(out, v, v_row) == 0);
+        um_kv_rollback(&kv);
+        CHECK_OK(um_kv_move(&kv, 2, &test_err));
+        CHECK(memcmp((char *)um_kv_lane(&kv, 1, 0, 0) + 2 * k_row, k + HEADS * K_DIM, k_row) == 0);
+        um_kv_free(&kv);
+    }
+    um_kv_spec spec = {1, 1, 32, 1, .max_seq_len = 1, .type = UM_Q8_0, .v_type = UM_Q8_0};
+    size_t row = 0;
+    spec.v_head_dim = 40;
+    CHECK_OK(um_kv_row_bytes(&spec, 0, &row, &test_err));
+    CHECK_INVALID(um_kv_row_bytes(&spec, 1, &row, &test_err));
+}
+
+/* Floats are rotated on the way in; blocks, and what is read, are as they are stored. */
+TEST(rotated_heads) {
+    enum { ROWS = 40, HEADS = 3, DIM = 128, ROW = HEADS * DIM };
+    um_kv_spec spec = {
+        1, HEADS, DIM, 1, .max_seq_len = ROWS, .type = UM_Q8_0, .v_type = UM_Q8_0, .rotate = 1};
+    static _Alignas(64) unsigned char memory[2 * ROWS * ROW / 32 * 34];
+    enum { LANE = ROWS * ROW / 32 * 34 };
+    static float tokens[ROWS * ROW], rotated[ROWS * ROW];
+    static unsigned char want[2][LANE];
+    uint64_t seed = 5;
+    um_kv_storage storage = {memory, LANE, LANE, ROWS, ROWS};
+    um_kv kv;
+    for (size_t i = 0; i < COUNT(tokens); i++) {
+        tokens[i] = (float)(int32_t)test_random(&seed) * 0x1p-28f;
+    }
+    for (int v = 0; v < 2; v++) {
+        memcpy(rotated, tokens, sizeof tokens);
+        CHECK_OK(um_rotate(rotated, COUNT(rotated), v == 0 ? 128 : 64, &test_err));
+        CHECK_OK(um_convert(want[v], UM_Q8_0, rotated, UM_F32, COUNT(rotated), &test_err));
+    }
+    CHECK_OK(um_kv_init(&kv, &spec, &storage, &test_err));
+    /* More than one piece at once, then a token, then blocks. */
+    CHECK_OK(um_kv_append(&kv, 0, tokens, tokens, UM_F32, UM_KV_TOKEN_MAJOR, 38, &test_err));
+    CHECK_OK(um_kv_append_all(&kv, tokens + 38 * ROW, tokens + 38 * ROW, UM_F32, &test_err));
+    CHECK_OK(um_kv_append(&kv, 0, want[0] + LANE / ROWS * 39, want[1] + LANE / ROWS * 39, UM_Q8_0,
+                          UM_KV_TOKEN_MAJOR, 1, &test_err));
+    for (int v = 0; v < 2; v++) {
+        CHECK(memcmp(um_kv_lane(&kv, 0, v, 0), want[v], LANE) == 0);
+    }
+    um_kv_free(&kv);
+    size_t row = 0;
+    spec.head_dim = 96;
+    CHECK_INVALID(um_kv_row_bytes(&spec, 0, &row, &test_err));
+    spec.head_dim = 128;
+    spec.v_head_dim = UM_KV_NO_V;
+    CHECK_OK(um_kv_row_bytes(&spec, 1, &row, &test_err));
+    CHECK_EQ(row, 0);
 }
 
 /* Blocks of another type are no blocks of the cache, however large they are. */

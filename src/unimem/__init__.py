@@ -34,8 +34,9 @@ from unimem.errors import (
     TapeFull,
 )
 from unimem.kv.cache import KVCache
-from unimem.kv.layers import LayerKV
+from unimem.kv.layers import LayerKV, LayerState
 from unimem.kv.paged import PagedKVCache, Sequence
+from unimem.kv.rotation import rotate_heads
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.kv.store import KVStore
 from unimem.layout import Layout, Stat
@@ -69,6 +70,7 @@ __all__ = [
     "KVCache",
     "KVStore",
     "LayerKV",
+    "LayerState",
     "Layout",
     "Machine",
     "Measured",
@@ -100,6 +102,7 @@ __all__ = [
     "plan",
     "repack",
     "report",
+    "rotate_heads",
     "stage",
 ]
 

@@ -353,12 +353,12 @@ class Layout(Lifetimes[Tape]):
         if isinstance(self.weights, Tape):
             used.append(self.weights)
         tapes |= {tape: tape.used_bytes for tape in used}
-        # A cache of layers that differ has parts.
+        # A cache of layers that differ has several.
         alone: list[Any] = [
             part
             for cache in caches
             if cache.tape is None
-            for part in getattr(cache, "_parts", (cache,))
+            for part in getattr(cache, "_pieces", (cache,))
         ]
         cold_bytes = sum(
             _cold_bytes(

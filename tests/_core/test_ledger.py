@@ -121,6 +121,9 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "layout": lambda: um.Layout(MIB, MIB, MIB),
     "kv": lambda: um.KVCache(2, 4, 8, 100),
     "ring": lambda: um.KVCache(2, 4, 8, 1000, window=100),
+    "states": lambda: um.KVCache(
+        layers=[um.LayerState((40, 30)), um.LayerKV(4, 8)], max_seq_len=100, checkpoints=2
+    ),
     "growing": growing,
     "paged": paged,
     "scratchpad": lambda: um.Scratchpad(64, 8),

@@ -333,7 +333,9 @@ def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
             "ring": lambda: cuda.KVCache(1, 1, 8, 8, window=4),
             "rows by head": lambda: cuda.KVCache(1, 1, 8, 8, order="head"),
             "fewer bits": lambda: cuda.KVCache(1, 1, 32, 8, dtype="q4_0"),
+            "rotation": lambda: cuda.KVCache(1, 1, 64, 8, rotate=True),
             "sealed_copy": block.sealed_copy,
+            "states": lambda: cuda.KVCache(layers=[um.LayerState((8,))], max_seq_len=8),
         }
         assert sorted(calls) == [name for name, can in cuda.CAPABILITIES.items() if not can]
         for call in calls.values():

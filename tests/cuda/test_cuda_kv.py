@@ -543,12 +543,18 @@ def test_what_cannot_be_restored(cuda: Any, host_gpu: HostDriver, tmp_path: Path
     layered, damaged = tmp_path / "layered", tmp_path / "damaged"
     with um.KVCache(layers=[um.LayerKV(HEADS, DIM)], max_seq_len=ROWS) as kv:
         kv.save(layered)
+    narrow, rotated = tmp_path / "narrow", tmp_path / "rotated"
+    for where, options in ((narrow, {"v_head_dim": 0}), (rotated, {"rotate": True})):
+        with um.KVCache(1, HEADS, 64, ROWS, **options) as kv:
+            kv.save(where)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
     refused: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
         (ring, {}, NotImplementedError, "restore of a ring is not supported on a GPU"),
         (layered, {}, NotImplementedError, "layers that differ is not supported on a GPU"),
+        (narrow, {}, NotImplementedError, "heads of 64 and 0 is not supported on a GPU"),
+        (rotated, {}, NotImplementedError, "rotated heads is not supported on a GPU"),
         (path, {"mode": "map"}, NotImplementedError, "use|mode='copy'"),
         (path, {"mode": "read"}, ValueError, "expected 'copy', got 'read'"),
         (path, {"tokens": [1, 2]}, um.SnapshotError, "no prefix"),

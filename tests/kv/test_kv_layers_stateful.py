@@ -1,5 +1,5 @@
-"""Caches of random layers against the NumPy model: random calls, views that are held meanwhile, and
-system calls that fail. A call that fails leaves all as it was.
+"""Caches of random layers, states among them, against the NumPy model: random calls, views that are
+held meanwhile, and system calls that fail. A call that fails leaves all as it was.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ LAYERS = st.builds(
     window=st.sampled_from([None, None, 3, 9]),
     dtype=st.sampled_from(["f32", "f16", "bf16", "q8_0"]),
 )
+# Fixed storage has heads of V of another size, too.
+NARROW = st.builds(um.LayerKV, st.just(4), st.just(256), st.sampled_from([0, 64]))
+STATES = st.builds(
+    um.LayerState, st.sampled_from([(3,), (2, 40), (5, 30, 7)]), st.sampled_from(["f32", "bf16"])
+)
 FAULTS = st.one_of(
     st.none(), st.none(), st.tuples(st.integers(1, 6), st.sampled_from([errno.ENOMEM]))
 )
@@ -45,14 +50,19 @@ Refusals = type[Exception] | tuple[type[Exception], ...]
 
 
 @st.composite
-def layers_of(draw: st.DrawFn) -> list[um.LayerKV]:
-    kinds = draw(st.lists(LAYERS, min_size=1, max_size=3))
-    layers = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
+def layers_of(draw: st.DrawFn) -> list[um.LayerKV | um.LayerState]:
+    kinds = draw(st.lists(st.one_of(LAYERS, LAYERS, NARROW), min_size=1, max_size=3))
+    layers: list[Any] = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
     if draw(st.booleans()):
         of = draw(st.integers(0, len(layers) - 1))
         one = layers[of]
-        shared = um.LayerKV(one.n_kv_heads, one.head_dim, window=one.window, share_of=of)
-        layers.append(shared)
+        dims = one.n_kv_heads, one.head_dim, one.v_head_dim
+        layers.append(um.LayerKV(*dims, window=one.window, share_of=of))
+    states = draw(st.sampled_from([0, 0, 1, 2]))
+    # Behind the others, so that the numbers of layers that are shared stay.
+    layers += [draw(STATES) for _ in range(states)]
+    if states and draw(st.sampled_from([False, False, False, True])):
+        layers = layers[-states:]
     return layers
 
 
@@ -72,17 +82,32 @@ class Mixed(RuleBasedStateMachine):
         order=st.sampled_from(["token", "head"]),
         grow=st.booleans(),
         spare=st.sampled_from([0, 0, 5]),
+        checkpoints=st.sampled_from([1, 3]),
+        every=st.sampled_from([None, 4]),
     )
     def make(
-        self, layers: list[um.LayerKV], batch: int, order: str, grow: bool, spare: int
+        self,
+        layers: list[Any],
+        batch: int,
+        order: str,
+        grow: bool,
+        spare: int,
+        checkpoints: int,
+        every: int | None,
     ) -> None:
         self.batch = batch
-        any_window = any(layer.window for layer in layers)
+        rows = [layer for layer in layers if isinstance(layer, um.LayerKV)]
+        grow = grow and all(layer.head_dim == layer.v_head_dim for layer in rows)
         options: dict[str, Any] = {"batch": batch, "order": order, "grow": grow, "pages": "4k"}
-        options["spare_rows"] = spare if any_window else 0
+        options["spare_rows"] = spare if any(layer.window for layer in rows) else 0
+        self.every = None
+        if len(rows) < len(layers):
+            options |= {"checkpoints": checkpoints, "checkpoint_every": every}
+            self.every = every
         made: Any = um.KVCache(layers=layers, max_seq_len=MOST, **options)
         self.kv = made
-        self.model = LayersModel(self.kv.layers, self.kv.n_rows, batch, MOST)
+        room = checkpoints if len(rows) < len(layers) else 0
+        self.model = LayersModel(self.kv.layers, self.kv.n_rows, batch, MOST, room)
         own = {i: self.kv.layers[i] for i in self.model.own}
         self.kinds = [[i for i in own if own[i] == kind] for kind in dict.fromkeys(own.values())]
 
@@ -117,8 +142,19 @@ class Mixed(RuleBasedStateMachine):
 
     def tokens(self, layer: int, n: int) -> tuple[Array, Array]:
         spec = self.kv.layers[layer]
-        shape = (self.batch, spec.n_kv_heads, n, spec.head_dim)
-        return given(self.rng, shape, "float32"), given(self.rng, shape, "float32")
+        shape = (self.batch, spec.n_kv_heads, n)
+        k, v = ((*shape, dim) for dim in (spec.head_dim, spec.v_head_dim))
+        return given(self.rng, k, "float32"), given(self.rng, v, "float32")
+
+    def go_on(self) -> None:
+        """What a pass makes of the states, of both."""
+        for i, state in self.model.states.items():
+            state[...] = given(self.rng, state.shape, "float32")
+            self.kv.state(i)[...] = state
+
+    def note_checkpoint(self, before: int) -> None:
+        if self.every and self.model.next_position // self.every > before // self.every:
+            self.model.checkpoint()
 
     def note(self, layer: int, k: Array, v: Array) -> None:
         dtype = self.kv.layers[layer].dtype
@@ -136,6 +172,12 @@ class Mixed(RuleBasedStateMachine):
     def make_whole(self, wanted: bool) -> None:
         if wanted and not self.model.is_whole:
             self.rollback()
+        if wanted and not self.model.is_whole:  # states have no way back to the end
+            ways = self.model.ways_back()
+            if ways:
+                self.crop_to(ways[-1] - self.model.first_position)
+            else:
+                self.clear()
 
     def part(self, percent: int) -> int:
         seq_len = self.model.seq_len
@@ -144,6 +186,7 @@ class Mixed(RuleBasedStateMachine):
     # ---- the calls ----
 
     @rule(pick=st.integers(0, 9), n=COUNTS, fault=FAULTS)
+    @precondition(lambda self: self.model.own)
     def append(self, pick: int, n: int, fault: Any) -> None:
         layer = self.model.own[pick % len(self.model.own)]
         k, v = self.tokens(layer, n)
@@ -154,13 +197,15 @@ class Mixed(RuleBasedStateMachine):
     @rule(n=COUNTS, fault=FAULTS, whole=WHOLE)
     def append_to_each(self, n: int, fault: Any, whole: bool) -> None:
         self.make_whole(whole)
+        self.go_on()
         for layer in range(len(self.model.own)):
             self.append(layer, n, fault)
 
     @rule(fault=FAULTS, whole=WHOLE)
-    @precondition(lambda self: self.batch == 1)
+    @precondition(lambda self: self.batch == 1 and self.model.own)
     def append_all(self, fault: Any, whole: bool) -> None:
         self.make_whole(whole)
+        before = self.model.next_position
         tokens = {i: self.tokens(i, 1) for i in self.model.own}
         k, v = ([token[part][0, :, 0] for token in tokens.values()] for part in range(2))
         must, may = self.room(self.model.own[0], 1)
@@ -169,12 +214,13 @@ class Mixed(RuleBasedStateMachine):
         if self.attempt(lambda: self.kv.append_all(k, v), must=must, may=may, fault=fault):
             for layer, token in tokens.items():
                 self.note(layer, *token)
+            self.note_checkpoint(before)
 
     @rule(n=st.integers(0, 20), keep=st.integers(0, 22), fault=FAULTS, whole=WHOLE)
     def reserve_and_commit(self, n: int, keep: int, fault: Any, whole: bool) -> None:
         self.make_whole(whole)
         model = self.model
-        must, may = self.room(model.own[0], n)
+        must, may = self.room(model.own[0], n) if model.own else ((), ())
         if not model.is_whole:
             must = RuntimeError
         elif n == 0:
@@ -189,35 +235,64 @@ class Mixed(RuleBasedStateMachine):
         tokens = {i: self.tokens(i, n) for i in model.own}
         for layer, token in tokens.items():
             self.write(layer, got[0][layer], token)
-        if keep > n:
-            with pytest.raises(ValueError, match=f"at most {n}"):
+        self.go_on()
+        if keep > n or (model.states and keep != n):
+            with pytest.raises(ValueError, match=f"n of (at most )?{n}"):
                 self.kv.commit(keep)
-            self.rollback()
-            return
+            if not model.states:
+                self.rollback()
+                return
+            keep = n
+        before = model.next_position
         self.kv.commit(keep)
         model.reserved = 0
+        model.end_of_states = before + keep
         for layer, (k, v) in tokens.items():
             self.note(layer, k[:, :, :keep], v[:, :, :keep])
+        self.note_checkpoint(before)
+
+    @rule(whole=WHOLE)
+    @precondition(lambda self: self.model.states)
+    def checkpoint(self, whole: bool) -> None:
+        self.make_whole(whole)
+        must: Refusals = () if self.model.is_whole else RuntimeError
+        if got := self.attempt(self.kv.checkpoint, must=must):
+            assert got[0] == self.model.next_position
+            self.model.checkpoint()
+
+    @rule(pick=st.integers(0, 9))
+    @precondition(lambda self: self.model.ways_back())
+    def go_back(self, pick: int) -> None:
+        """Also from the middle of a pass."""
+        ways = self.model.ways_back()
+        self.go_on()
+        self.crop_to(ways[pick % len(ways)] - self.model.first_position)
 
     def write(self, layer: int, row: int, token: tuple[Array, Array]) -> None:
         """Write rows as an engine does, from row on: a ring's go on in its mirror."""
         kv, spec = self.kv, self.kv.layers[layer]
         by_head = kv.order == "head"
         heads = spec.n_kv_heads
-        row_bytes = kv.row_bytes[layer] // (heads if by_head else 1)
-        k_at, v_at = kv.address(layer, "k"), kv.address(layer, "v")
+        sizes = (kv.row_bytes[layer], kv.v_row_bytes[layer])
         n_lanes = self.batch * (heads if by_head else 1)
-        for at, part in zip((k_at, v_at), token, strict=True):
+        k_lane = (kv.address(layer, "v") - kv.address(layer, "k")) // n_lanes
+        # Lanes of fixed storage are whole 64 bytes; of others those of V are as those of K.
+        apart = sizes[0] != sizes[1]
+        v_lane = -(-kv.n_rows[layer] * sizes[1] * self.batch // n_lanes // 64) * 64
+        lane_bytes = k_lane, v_lane if apart else k_lane
+        for part, size, stride, name in zip(token, sizes, lane_bytes, "kv", strict=True):
+            at, row_bytes = kv.address(layer, name), size // (heads if by_head else 1)
             rows = stored(part, spec.dtype)
             lanes = rows.swapaxes(1, 2)
             if by_head:
-                lanes = rows.reshape(-1, rows.shape[2], rows.shape[3])
+                lanes = rows.reshape(n_lanes, rows.shape[2], rows.shape[3])
             for lane, values in enumerate(lanes):
-                begin = at + lane * ((v_at - k_at) // n_lanes) + row * row_bytes
+                begin = at + lane * stride + row * row_bytes
                 data = np.frombuffer(values.tobytes(), np.uint8)
                 memory(begin, max(len(data), 1))[: len(data)] = data
 
     @rule(n=COUNTS, n_layers=st.integers(1, 4))
+    @precondition(lambda self: self.model.own)
     def interrupt(self, n: int, n_layers: int) -> None:
         """A forward pass ends in the middle: some layers have its tokens."""
         self.make_whole(True)
@@ -228,8 +303,12 @@ class Mixed(RuleBasedStateMachine):
 
     @rule()
     def rollback(self) -> None:
-        self.kv.rollback()
-        self.model.rollback(self.kinds)
+        model, end = self.model, self.model.next_position
+        if not model.states or model.is_whole:
+            self.kv.rollback()
+            model.rollback(self.kinds)
+        elif self.attempt(self.kv.rollback, must=() if end in model.ways_back() else RuntimeError):
+            model.go_back(end, self.kinds)
 
     @rule(percent=PERCENT, whole=WHOLE)
     def crop(self, percent: int, whole: bool) -> None:
@@ -243,12 +322,19 @@ class Mixed(RuleBasedStateMachine):
 
     def crop_to(self, n: int) -> None:
         must: Refusals = ()
-        if not self.model.is_whole:
+        model, position = self.model, self.model.first_position + n
+        if model.states and n <= model.seq_len and position in model.ways_back():
+            assert self.attempt(lambda: self.kv.crop(n))
+            model.go_back(position, self.kinds)
+            return
+        if n > model.seq_len and (model.is_whole or model.states):
+            must = ValueError
+        elif not model.is_whole:
             must = RuntimeError
-        elif n > self.model.seq_len or n < self.model.least_crop():
+        elif n < model.least_crop() or (model.states and n < model.seq_len):
             must = ValueError
         if self.attempt(lambda: self.kv.crop(n), must=must):
-            self.model.crop(n)
+            model.crop(n)
 
     @rule(percent=PERCENT, keep_first=st.sampled_from([0, 0, 1, 3, 12]), whole=WHOLE)
     def trim_to(self, percent: int, keep_first: int, whole: bool) -> None:
@@ -258,8 +344,10 @@ class Mixed(RuleBasedStateMachine):
         windows = [model.layers[i].window or 0 for i in model.rings]
         if not model.is_whole:
             must = RuntimeError
+        elif keep_first and n + keep_first < model.seq_len and not model.plain:
+            must = ValueError
         elif keep_first and n + keep_first < model.seq_len and model.rings:
-            must = ValueError if not model.plain or n < max(windows) else ()
+            must = ValueError if n < max(windows) else ()
         may = BufferError if self.views else ()
         if got := self.attempt(
             lambda: self.kv.trim_to(n, keep_first=keep_first), must=must, may=may
@@ -277,7 +365,8 @@ class Mixed(RuleBasedStateMachine):
         if got := self.attempt(lambda: self.kv.enforce_memory_limit(most), must=must, may=may):
             assert got[0] is drops
             if drops:
-                model.trim_to(next(n for n in range(MOST * 9, -1, -1) if model.usage_of(n) <= most))
+                fits = (n for n in range(MOST * 9, -1, -1) if model.usage_of(n) <= most)
+                model.trim_to(next(fits))
             assert self.kv.memory_usage_bytes <= most
 
     @rule()
@@ -312,7 +401,11 @@ class Mixed(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9))
     @precondition(lambda self: len(self.views) < 3)
     def hold(self, pick: int) -> None:
-        self.views.append(self.kv.layer(pick % self.kv.n_layers)[pick % 2])
+        layer = pick % self.kv.n_layers
+        if layer in self.model.states:
+            self.views.append(self.kv.state(layer))
+        else:
+            self.views.append(self.kv.layer(layer)[pick % 2])
 
     @rule()
     @precondition(lambda self: self.views)
@@ -330,11 +423,15 @@ class Mixed(RuleBasedStateMachine):
         assert kv.seq_len == len(kv) == model.seq_len
         assert kv.is_empty is (model.seq_len == 0)
         assert kv.memory_usage_bytes == model.memory_usage_bytes <= kv.capacity_bytes
-        for i in range(kv.n_layers):
+        for i in model.layers:
             for ours, expected in zip(kv.layer(i), model.layer(i), strict=True):
                 assert same_bits(ours, expected)
+        assert kv.checkpoints == tuple(model.ways_back())
+        for i, state in model.states.items():
+            assert same_bits(kv.state(i), state)
         for view in self.views:
-            assert math.isfinite(float(as_float32(view[:1, :1, :1]).sum()) if view.size else 0)
+            first = as_float32(view)[:1].ravel()[:1]
+            assert math.isfinite(float(first.sum()))
 
 
 Mixed.TestCase.settings = settings(

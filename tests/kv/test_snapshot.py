@@ -426,7 +426,7 @@ def test_the_error_says_all_and_pickles(file: Path) -> None:
 def test_a_newer_version_is_refused_whatever_follows(file: Path) -> None:
     raw = file.read_bytes()
     for version, rule in (
-        (3, "version 3 is newer than this unimem, which reads versions 1 and 2: update"),
+        (4, "version 4 is newer than this unimem, which reads versions 1 to 3: update"),
         (0, "expected version 1, got 0"),
     ):
         file.write_bytes(raw[:8] + struct.pack("<I", version) + raw[12:])
@@ -462,12 +462,16 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
     "n_layers": [{"n_layers": 0}, {"n_layers": MOST}, {"batch": MOST, "n_layers": MOST}],
     "batch": [{"batch": 0}],
     "n_kv_heads": [{"n_kv_heads": 0}],
-    "head_dim": [{"head_dim": 0}, {"head_dim": 33, "dtype": 3}],
+    "head_dim": [
+        *({"head_dim": 0}, {"head_dim": 33, "dtype": 3}, {"flags": 38}),
+        *({"head_dim": dim, "flags": 22} for dim in (32 | 32 << 16, 16 << 16)),
+        {"head_dim": 32 | 16 << 16, "flags": 22, "window": 40},
+    ],
     "dtype": [
         *({"dtype": 9}, {"dtype": 3 | 4 << 16}, {"dtype": 1 | 10 << 16}, {"dtype": 9 | 2 << 16}),
         *({"dtype": 3 | 2 << 16, "window": 5}, {"dtype": 3 | 2 << 16, "flags": 1}),
     ],
-    "flags": [{"flags": 16}],
+    "flags": [{"flags": 64}],
     "model_bytes": [{"flags": 4}, {"model_bytes": 65536}],
     "alignment": [{"alignment": 2048}, {"alignment": 12288}, {"alignment": 2 << 20}],
 }

@@ -17,7 +17,7 @@ import pytest
 import interrupts
 import unimem as um
 from snapshot_files import append, cache, rows, small_chunks
-from unimem.kv import snapshot
+from unimem.kv import snapshot, snapshot_chunks
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -154,7 +154,7 @@ def test_interrupted_at_each_line_no_work_is_late(
 
     def each_chunk() -> None:
         with suppress(ValueError):
-            snapshot._for_each_chunk(saved, work)
+            snapshot_chunks.for_each_chunk(saved, work)
 
     for _ in interrupts.at_each_line(each_chunk, "kv/snapshot.py", "system/threads.py"):
         assert len(begun) == len(done)

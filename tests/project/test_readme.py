@@ -24,7 +24,7 @@ from warm_python import run_script
 # How many Python examples each has.
 N_EXAMPLES = {
     **{"README.md": 1, "docs/accounting.md": 5, "docs/buffers.md": 3, "docs/for-authors.md": 5},
-    **{"docs/for-benchmarkers.md": 0, "docs/for-operators.md": 0, "docs/kv.md": 1},
+    **{"docs/for-benchmarkers.md": 0, "docs/for-operators.md": 0, "docs/kv.md": 3},
     **{"docs/measure.md": 1, "docs/paged.md": 1, "docs/placement.md": 3, "docs/snapshots.md": 1},
     **{"docs/torch.md": 3},
 }

@@ -75,7 +75,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         um.KVCache,
         KV
         | {"batch": 1, "dtype": "f16", "window": None, "spare_rows": 0, "budget_bytes": None}
-        | {"grow": False, "tape": None, "name": "kv"}
+        | {"grow": False, "rotate": False, "v_head_dim": 8, "tape": None, "name": "kv"}
         | PLACEMENT,
     ),
     "KVCache of layers": lambda t: (
@@ -83,6 +83,11 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         {"layers": [um.LayerKV(2, 8)], "max_seq_len": 16, "batch": 1, "dtype": "f16"}
         | {"order": "token", "spare_rows": 0, "budget_bytes": None, "grow": False, "name": "kv"}
         | PLACEMENT,
+    ),
+    "KVCache of states": lambda t: (
+        um.KVCache,
+        {"layers": [um.LayerState((2,))], "max_seq_len": 16, "batch": 1, "order": "token"}
+        | {"checkpoints": 1, "checkpoint_every": 2, "rotate": False, "name": "kv"},
     ),
     "KVCache.address": lambda t: (t.kv().address, {"layer": 0, "part": "k"}),
     "KVCache.append": lambda t: (t.kv().append, {"layer": 0, "k": ROWS, "v": ROWS}),
@@ -107,12 +112,15 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         um.KVCache.storage_bytes,
         KV | {"batch": 1, "dtype": "f16"},
     ),
+    "KVCache.state": lambda t: (t.states().state, {"layer": 0}),
     "KVCache.trim_to": lambda t: (t.kv().trim_to, {"n": 1, "keep_first": 0}),
     "KVCache.warm": lambda t: (t.kv().warm, {"threads": 1}),
     "LayerKV": lambda t: (
         um.LayerKV,
-        {"n_kv_heads": 2, "head_dim": 8, "window": 4, "dtype": "f16", "share_of": None},
+        {"n_kv_heads": 2, "head_dim": 8, "v_head_dim": 4, "window": 4, "dtype": "f16"}
+        | {"share_of": None},
     ),
+    "LayerState": lambda t: (um.LayerState, {"shape": (2, 3), "dtype": "f32"}),
     "KVStore": lambda t: (
         um.KVStore,
         {"where": t.folder / "store", "ram_bytes": 0, "disk_bytes": 1 << 20, "chunk_tokens": 2},
@@ -220,6 +228,10 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     "report": lambda t: (um.report, {"pid": os.getpid()}),
     "snapshot.check": lambda t: (snapshot.check, {"path": t.saved()}),
     "snapshot.describe": lambda t: (snapshot.describe, {"path": t.saved()}),
+    "rotate_heads": lambda t: (
+        um.rotate_heads,
+        {"x": np.zeros((2, 64), np.float32), "part": "k", "out": None},
+    ),
     "stage": lambda t: (
         um.stage,
         {"path": MODEL, "backing": "memfd", "repack": False, "progress": None} | PLACEMENT,

@@ -19,20 +19,34 @@ class LayersModel:
     """The tokens of each layer by position. Its methods are called for what the cache accepts.
 
     Layers of a window have `n_rows` rows, a multiple of whole pages: what these no longer hold is
-    lost, and so is what was not saved, or lies before first tokens that were kept.
+    lost, and so is what was not saved, or lies before first tokens that were kept. States are
+    arrays by layer, and checkpoints copies of all of them by position.
     """
 
     def __init__(
-        self, layers: Sequence[um.LayerKV], n_rows: Sequence[int], batch: int, most: int
+        self,
+        layers: Sequence[um.LayerKV | um.LayerState],
+        n_rows: Sequence[int],
+        batch: int,
+        most: int,
+        n_checkpoints: int = 0,
     ) -> None:
-        self.layers, self.n_rows, self.batch, self.most = layers, n_rows, batch, most
-        self.own = [i for i, layer in enumerate(layers) if layer.share_of is None]
-        self.rings = [i for i in self.own if layers[i].window]
-        self.plain = [i for i in self.own if not layers[i].window]
+        self.n_rows, self.batch, self.most = n_rows, batch, most
+        self.n_checkpoints = n_checkpoints
+        self.layers = {i: x for i, x in enumerate(layers) if isinstance(x, um.LayerKV)}
+        self.state_layers = {i: x for i, x in enumerate(layers) if isinstance(x, um.LayerState)}
+        self.own = [i for i, layer in self.layers.items() if layer.share_of is None]
+        self.rings = [i for i in self.own if self.layers[i].window]
+        self.plain = [i for i in self.own if not self.layers[i].window]
         self.clear()
 
     def clear(self) -> None:
-        self.first = self.reserved = 0
+        self.first = self.reserved = self.end_of_states = 0
+        self.states = {
+            i: np.zeros((self.batch, *layer.shape), NUMPY_DTYPES[layer.dtype])
+            for i, layer in self.state_layers.items()
+        }
+        self.checkpoints: dict[int, dict[int, Array]] = {}
         self.end = dict.fromkeys(self.own, 0)
         self.top = dict.fromkeys(self.own, 0)  # rows below were written, or may be
         self.lost = dict.fromkeys(self.own, 0)  # tokens below are not held, for other reasons
@@ -47,11 +61,11 @@ class LayersModel:
 
     @property
     def next_position(self) -> int:
-        return min(self.end.values())
+        return min(self.end.values(), default=self.end_of_states)
 
     @property
     def is_whole(self) -> bool:
-        return len(set(self.end.values())) == 1 and not self.reserved
+        return len(set(self.end.values())) <= 1 and not self.reserved
 
     def oldest(self, layer: int) -> int:
         """The first position that a layer has."""
@@ -80,7 +94,8 @@ class LayersModel:
     def first_position(self) -> int:
         end = self.next_position
         longest = self.plain or self.rings
-        return max(min(self.wanted(i, end) for i in longest), self.missing(end))
+        wanted = min((self.wanted(i, end) for i in longest), default=self.first)
+        return max(wanted, self.missing(end))
 
     @property
     def seq_len(self) -> int:
@@ -89,10 +104,12 @@ class LayersModel:
     def layer(self, layer: int) -> tuple[Array, Array]:
         """K and V that a layer shows, ``[batch, heads, n, dim]`` as stored."""
         shown, spec = self.shown(layer), self.layers[layer]
-        dim = spec.head_dim // block_values(spec.dtype)
         out = [
-            np.empty((self.batch, spec.n_kv_heads, len(shown), dim), NUMPY_DTYPES[spec.dtype])
-            for _ in "kv"
+            np.empty(
+                (self.batch, spec.n_kv_heads, len(shown), dim // block_values(spec.dtype)),
+                NUMPY_DTYPES[spec.dtype],
+            )
+            for dim in (spec.head_dim, spec.v_head_dim)
         ]
         for i, position in enumerate(shown):
             for part, array in enumerate(out):
@@ -101,17 +118,23 @@ class LayersModel:
 
     def token_bytes(self, layer: int) -> int:
         spec = self.layers[layer]
-        values = spec.n_kv_heads * spec.head_dim
+        values: int = spec.n_kv_heads * (spec.head_dim + spec.v_head_dim)
         item = NUMPY_DTYPES[spec.dtype].itemsize
-        return 2 * self.batch * values * item // block_values(spec.dtype)
+        return self.batch * values * item // block_values(spec.dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states, each rounded up to 64."""
+        return sum(-(-state.nbytes // 64) * 64 for state in self.states.values())
 
     @property
     def memory_usage_bytes(self) -> int:
-        return sum(len(self.shown(i)) * self.token_bytes(i) for i in self.own)
+        return self.state_bytes + sum(len(self.shown(i)) * self.token_bytes(i) for i in self.own)
 
     def usage_of(self, n: int) -> int:
-        """Bytes of the last n tokens."""
-        return sum(min(n, self.layers[i].window or n) * self.token_bytes(i) for i in self.own)
+        """Bytes of the last n tokens, and the states."""
+        rows = (min(n, self.layers[i].window or n) * self.token_bytes(i) for i in self.own)
+        return self.state_bytes + sum(rows)
 
     def least_crop(self) -> int:
         """The smallest n that crop takes."""
@@ -120,7 +143,28 @@ class LayersModel:
                 return n
         return self.seq_len
 
+    def ways_back(self) -> list[int]:
+        """Positions of checkpoints that all layers can go back to."""
+        return [
+            position
+            for position in sorted(self.checkpoints)
+            if self.first_position <= position <= self.next_position and not self.lacking(position)
+        ]
+
     # ---- what changes it ----
+
+    def checkpoint(self) -> None:
+        end = self.next_position
+        self.checkpoints[end] = {i: state.copy() for i, state in self.states.items()}
+        if len(self.checkpoints) > self.n_checkpoints:
+            del self.checkpoints[min(self.checkpoints)]
+
+    def go_back(self, position: int, kinds: Sequence[Sequence[int]]) -> None:
+        """To a checkpoint: what was reserved, and what some layers lack, goes, too."""
+        self.rollback(kinds, position)
+        for i, state in self.checkpoints[position].items():
+            self.states[i] = state.copy()
+        self.checkpoints = {p: kept for p, kept in self.checkpoints.items() if p <= position}
 
     def append(self, layer: int, k: Array, v: Array) -> None:
         for i in range(k.shape[2]):
@@ -133,9 +177,10 @@ class LayersModel:
         for i in self.own:
             self.top[i] = max(self.top[i], self.end[i] + n)
 
-    def rollback(self, kinds: Sequence[Sequence[int]]) -> None:
+    def rollback(self, kinds: Sequence[Sequence[int]], to: int | None = None) -> None:
         """kinds: the layers that are kept together, of which one forgets what another does."""
-        end = self.next_position
+        end = self.next_position if to is None else to
+        self.end_of_states = end
         for alike in kinds:
             top = max(self.top[i] for i in alike)
             for i in alike:

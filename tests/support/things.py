@@ -35,6 +35,15 @@ class Things:
             cache.append(layer, rows, rows)
         return cache
 
+    def states(self) -> um.KVCache:
+        made: um.KVCache = um.KVCache(
+            layers=[um.LayerState((2, 3)), um.LayerKV(2, 8)],
+            max_seq_len=16,
+            checkpoints=1,
+            pages="4k",
+        )
+        return self.undo.enter_context(made)
+
     def empty_kv(self) -> um.KVCache:
         return self.undo.enter_context(um.KVCache(2, 2, 8, 16, pages="4k"))
 

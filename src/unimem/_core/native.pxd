@@ -282,6 +282,14 @@ cdef extern from "unimem.h":
     ctypedef um_status um_kv_mover(void *context, void *to, const void *from_, size_t nbytes)
 
 cdef extern from "unimem.h" nogil:
+    um_status um_rotate(float *values, size_t n, size_t block, um_error *err)
+    size_t um_rotation_block(uint32_t head_dim, int v)
+
+    enum:
+        UM_ROTATION_LEAST
+        UM_ROTATION_MOST
+    const uint32_t UM_KV_NO_V
+
     ctypedef struct um_kv_spec:
         uint32_t n_layers
         uint32_t n_kv_heads
@@ -291,6 +299,8 @@ cdef extern from "unimem.h" nogil:
         uint64_t window
         um_dtype type
         um_dtype v_type
+        uint32_t v_head_dim
+        int rotate
 
     ctypedef struct um_kv_storage:
         void *base

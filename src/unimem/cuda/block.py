@@ -40,8 +40,10 @@ CAPABILITIES: dict[str, bool] = {
     "repair": False,
     "restore by mapping": False,
     "ring": False,
+    "rotation": False,
     "rows by head": False,
     "sealed_copy": False,
+    "states": False,
 }
 """What the twin can do and the CPU side cannot, or the other way round. What is False here raises
 NotImplementedError, and nothing else does. Memory that is pinned can be placed; a cache's

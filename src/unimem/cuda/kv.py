@@ -17,8 +17,9 @@ from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
 from unimem.kv.arrays import block_values, kv_type
 from unimem.kv.device import KVDevice
+from unimem.kv.layers import LayerState
 from unimem.system import gpu
-from unimem.system.arguments import integer, one_of
+from unimem.system.arguments import flag, integer, one_of
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]
@@ -52,8 +53,9 @@ class KVCache(KVDevice):
     ----------
     n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes
         As for `unimem.KVCache`.
-    window, spare_rows, grow, layers
-        Of rings, growing caches and caches whose layers differ, which a device does not have.
+    window, spare_rows, grow, rotate, layers
+        Of rings, growing caches, rotated heads and caches whose layers differ, or keep a state,
+        which a device does not have.
     order : {"token"}
         The other order is not there on a device.
     tape : cuda.Tape, optional
@@ -65,15 +67,16 @@ class KVCache(KVDevice):
     ----------
     dtype, v_dtype, name, budget_bytes : str, str, str, int or None
         As for `unimem.KVCache`.
-    window, grow, n_growths : None, bool, int
-        Always None, False and 0.
+    window, grow, rotate, n_growths : None, bool, bool, int
+        Always None, False, False and 0.
 
     Raises
     ------
     ValueError, TapeFull, CacheFull
         As `unimem.KVCache`.
     NotImplementedError
-        `window`, `spare_rows`, `grow` or `layers`; ``order="head"``; placement of device memory.
+        `window`, `spare_rows`, `grow`, `rotate` or `layers`; ``order="head"``; placement of device
+        memory.
     CapacityError, TypeError, MemoryError, PlacementError
         As `cuda.Block`.
 
@@ -94,6 +97,9 @@ class KVCache(KVDevice):
 
     def __new__(cls, *_: Any, layers: object = None, **__: Any) -> Self:
         """Refuse layers that differ, before the dimensions are missed."""
+        if isinstance(layers, Sequence) and any(isinstance(layer, LayerState) for layer in layers):
+            what = "KVCache: layers that keep a state (layers=)"
+            unsupported("states", what, "an array of CuPy for each of these layers")
         if layers is not None:
             what = "KVCache: layers that differ (layers=)"
             unsupported("layers that differ", what, "a fixed cache for each kind of layers")
@@ -113,6 +119,7 @@ class KVCache(KVDevice):
         spare_rows: int = 0,
         budget_bytes: int | None = None,
         grow: bool = False,
+        rotate: bool = False,
         tape: Tape | None = None,
         device: int = 0,
         pinned: bool = False,
@@ -127,6 +134,9 @@ class KVCache(KVDevice):
             unsupported(
                 "grow", "KVCache: growing (grow=True)", "a fixed cache of max_seq_len tokens"
             )
+        if flag(rotate, "rotate"):
+            what = "KVCache: rotated heads (rotate=True)"
+            unsupported("rotation", what, "tokens that are rotated already")
         if one_of(order, "order", ("token", "head")) == "head":
             unsupported("rows by head", "KVCache: rows by head (order='head')", "order='token'")
         if block_values(kind := kv_type(dtype)) > 1 and kind != "q8_0":
@@ -500,6 +510,12 @@ class KVCache(KVDevice):
             unsupported("layers that differ", what, "restore it with unimem.KVCache")
         if there.window:
             unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
+        if there.rotate:
+            what = "KVCache.restore of rotated heads"
+            unsupported("rotation", what, "restore it with unimem.KVCache")
+        if there.v_head_dim != there.head_dim:
+            what = f"KVCache.restore of heads of {there.head_dim} and {there.v_head_dim}"
+            unsupported("layers that differ", what, "restore it with unimem.KVCache")
         if there.v_dtype != there.dtype:
             what = f"KVCache.restore of {there.dtype} and {there.v_dtype}"
             unsupported("fewer bits", what, "restore it with unimem.KVCache")

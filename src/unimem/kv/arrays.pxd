@@ -38,9 +38,11 @@ cdef cnp.ndarray contiguous(object a, str what)
 # Checks K and V of an append to one layer, [n, heads, head_dim] for one stream or
 # [batch, heads, n, head_dim]; and of one token of all layers, [n_layers, heads, head_dim].
 cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
-                      uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1
+                      uint32_t batch, uint32_t heads, uint32_t head_dim, uint32_t v_head_dim,
+                      str doing) except -1
 cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
-                     uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1
+                     uint32_t n_layers, uint32_t heads, uint32_t head_dim, uint32_t v_head_dim,
+                     str doing) except -1
 # The steps of these for arrays of other libraries: types; whether a shape is that of tokens of one
 # layer, and which order and number it says (types come first); and what is raised where k's is
 # not, or v's differs.
@@ -49,9 +51,9 @@ cdef int check_types(Given *out, cnp.dtype k, cnp.dtype v, um.um_dtype stored,
 cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_t batch,
                       uint32_t heads, uint32_t head_dim)
 cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t head_dim, str doing,
-                          k_shape, v_shape)
+                          k_shape, v_shape, object v_head_dim=*)
 cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uint32_t heads,
-                            uint32_t head_dim, str doing) except -1
+                            uint32_t head_dim, uint32_t v_head_dim, str doing) except -1
 # What a head of a type has so many of: elements, or blocks.
 cdef uint32_t units(um.um_dtype type, uint32_t head_dim)
 # An array's real shape, whatever a subclass says.

@@ -168,36 +168,49 @@ cdef bint fits_tokens(Given *out, int n_dims, const cnp.npy_intp *sizes, uint32_
 
 
 cdef object refuse_tokens(Given *out, uint32_t batch, uint32_t heads, uint32_t head_dim, str doing,
-                          k_shape, v_shape):
+                          k_shape, v_shape, object v_head_dim=None):
     dim = units(out.type, head_dim)
+    v_dim = dim if v_head_dim is None else units(out.type, v_head_dim)
     short = f"[n, {heads}, {dim}] or " if batch == 1 else ""
-    raise ValueError(f"{doing}: expected k and v of one shape, {short}"
-                     f"[{batch}, {heads}, n, {dim}], got {k_shape} and {v_shape}")
+    shape = f"{short}[{batch}, {heads}, n, {dim}]"
+    if v_dim == dim:
+        raise ValueError(f"{doing}: expected k and v of one shape, {shape}, got {k_shape} and "
+                         f"{v_shape}")
+    raise ValueError(f"{doing}: expected k of shape {shape}, and v of the same with {v_dim} for "
+                     f"{dim}, got {k_shape} and {v_shape}")
 
 
 cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
-                      uint32_t batch, uint32_t heads, uint32_t head_dim, str doing) except -1:
+                      uint32_t batch, uint32_t heads, uint32_t head_dim, uint32_t v_head_dim,
+                      str doing) except -1:
     cdef int n_dims = cnp.PyArray_NDIM(k)
+    # All dimensions of both are compared, but for the last where V has heads of another size.
+    cdef int n_alike = n_dims if v_head_dim == head_dim else n_dims - 1
     check_types(out, k.descr, v.descr, stored, doing)
     if not (fits_tokens(out, n_dims, cnp.PyArray_DIMS(k), batch, heads, head_dim)
             and cnp.PyArray_NDIM(v) == n_dims
-            and cnp.PyArray_CompareLists(cnp.PyArray_DIMS(k), cnp.PyArray_DIMS(v), n_dims)):
-        refuse_tokens(out, batch, heads, head_dim, doing, shape_of(k), shape_of(v))
+            and cnp.PyArray_CompareLists(cnp.PyArray_DIMS(k), cnp.PyArray_DIMS(v), n_alike)
+            and (n_alike == n_dims or v.shape[n_alike] == units(out.type, v_head_dim))):
+        refuse_tokens(out, batch, heads, head_dim, doing, shape_of(k), shape_of(v), v_head_dim)
     return 0
 
 
 cdef int check_token_shapes(Given *out, tuple k, tuple v, uint32_t n_layers, uint32_t heads,
-                            uint32_t head_dim, str doing) except -1:
+                            uint32_t head_dim, uint32_t v_head_dim, str doing) except -1:
     expected = (n_layers, heads, units(out.type, head_dim))
-    if k != expected or v != expected:
-        raise ValueError(f"{doing}: expected k and v of shape {expected}, got {k} and {v}")
+    of_v = (n_layers, heads, units(out.type, v_head_dim))
+    if k != expected or v != of_v:
+        apart = "" if of_v == expected else f", and v of {of_v}"
+        raise ValueError(f"{doing}: expected k and v of shape {expected}{apart}, got {k} and {v}")
     return 0
 
 
 cdef int check_token(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stored,
-                     uint32_t n_layers, uint32_t heads, uint32_t head_dim, str doing) except -1:
+                     uint32_t n_layers, uint32_t heads, uint32_t head_dim, uint32_t v_head_dim,
+                     str doing) except -1:
     check_types(out, k.descr, v.descr, stored, doing)
-    return check_token_shapes(out, shape_of(k), shape_of(v), n_layers, heads, head_dim, doing)
+    return check_token_shapes(out, shape_of(k), shape_of(v), n_layers, heads, head_dim, v_head_dim,
+                              doing)
 
 
 cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1:

@@ -6,8 +6,9 @@ import numpy.typing as npt
 
 from unimem._core.foreign import AnyArray
 from unimem._core.tape import Tape
-from unimem.kv.layers import LayerKV
+from unimem.kv.layers import Layer
 from unimem.kv.memory import KVMemory
+from unimem.kv.states import LayerStates
 from unimem.system.placement import Pages, PlacementOptions
 
 _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
@@ -19,7 +20,7 @@ class KVCache(KVMemory):
     def __new__(
         cls,
         *,
-        layers: Sequence[LayerKV],
+        layers: Sequence[Layer],
         max_seq_len: int,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
@@ -27,6 +28,9 @@ class KVCache(KVMemory):
         spare_rows: int = 0,
         budget_bytes: int | None = None,
         grow: bool = False,
+        rotate: bool = False,
+        checkpoints: int = 0,
+        checkpoint_every: int | None = None,
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Self: ...
@@ -42,11 +46,13 @@ class KVCache(KVMemory):
         dtype: npt.DTypeLike = "f16",
         k_dtype: npt.DTypeLike | None = None,
         v_dtype: npt.DTypeLike | None = None,
+        v_head_dim: int | None = None,
         order: Literal["token", "head"] = "token",
         window: int | None = None,
         spare_rows: int = 0,
         budget_bytes: int | None = None,
         grow: bool = False,
+        rotate: bool = False,
         tape: Tape | None = None,
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
@@ -64,17 +70,19 @@ class KVCache(KVMemory):
         order: Literal["token", "head"] = "token",
         k_dtype: npt.DTypeLike | None = None,
         v_dtype: npt.DTypeLike | None = None,
+        v_head_dim: int | None = None,
     ) -> int: ...
     @overload
     @staticmethod
     def storage_bytes(
         *,
-        layers: Sequence[LayerKV],
+        layers: Sequence[Layer],
         max_seq_len: int,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
         order: Literal["token", "head"] = "token",
         spare_rows: int = 0,
+        checkpoints: int = 0,
         pages: Pages = "auto",
     ) -> int: ...
     def append(self, layer: int, k: AnyArray, v: AnyArray) -> None: ...
@@ -117,7 +125,12 @@ class KVCache(KVMemory):
     # For unimem.kv.snapshot.
     _snapshot: Any
     @staticmethod
-    def _of_layers(layers: tuple[LayerKV, ...], parts: list[Any], max_seq_len: int) -> KVCache: ...
+    def _of_layers(
+        layers: tuple[Layer, ...],
+        parts: list[Any],
+        max_seq_len: int,
+        states: LayerStates | None = None,
+    ) -> KVCache: ...
     @classmethod
     def _mapped(
         cls,

@@ -127,7 +127,7 @@ cdef class KVCache(KVMemory):
     ----------
     n_layers, n_kv_heads, head_dim : int
         The model's dimensions, where all layers are alike.
-    layers : sequence of LayerKV, optional
+    layers : sequence of LayerKV and LayerState, optional
         Instead of these: what each layer keeps. Then `max_seq_len` is named, too, and `window` and
         `tape` are not accepted. See docs/kv.md.
     max_seq_len : int
@@ -140,6 +140,8 @@ cdef class KVCache(KVMemory):
         eight, five or four bits a value. They are quantized as ggml's reference does it.
     k_dtype, v_dtype : str, optional
         What is stored of K, and of V, where that is not `dtype`; only of fixed storage.
+    v_head_dim : int, optional
+        Elements of a head of V, where that is not `head_dim`; 0: no V. Only of fixed storage.
     order : {"token", "head"}
         What lies side by side: the heads of a token, as matrix products write them and ggml reads
         them; or the tokens of a head, as attention over a whole conversation reads them. All that
@@ -155,6 +157,12 @@ cdef class KVCache(KVMemory):
         the rows.
     grow : bool, default False
         Makes a growing cache.
+    rotate : bool, default False
+        Whether appends rotate the heads of floats (`rotate_heads`), whose outliers cost quantized
+        types less then. Whoever reads rotates queries, and rotates back what is made of V.
+    checkpoints, checkpoint_every : int, optional
+        With `layers` that keep a state: copies of all states that are kept at most (`checkpoint`),
+        and after how many tokens `commit` and `append_all` take one.
     tape : Tape, optional
         Where the storage of a fixed cache is taken, such as ``layout.history``; otherwise it has a
         block of its own.
@@ -173,8 +181,8 @@ cdef class KVCache(KVMemory):
         ``"token"`` or ``"head"``.
     window, budget_bytes : int or None
         As given.
-    grow : bool
-        Whether memory is committed as tokens come.
+    grow, rotate : bool
+        Whether memory is committed as tokens come, and whether appends rotate heads.
     n_growths : int
         How often that was.
 
@@ -203,15 +211,17 @@ cdef class KVCache(KVMemory):
     """
 
     def __init__(self, n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                 k_dtype=None, v_dtype=None, order="token", window=None, spare_rows=0,
-                 budget_bytes=None, grow=False, tape=None, name=None, **placement):
+                 k_dtype=None, v_dtype=None, v_head_dim=None, order="token", window=None,
+                 spare_rows=0, budget_bytes=None, grow=False, rotate=False, tape=None, name=None,
+                 **placement):
         cdef um.um_kv_spec spec
         for option in placement:
             if option not in _PLACEMENT:
                 raise TypeError(f"KVCache: unexpected option {option!r}; placement is "
                                 f"{', '.join(_PLACEMENT)}")
         self.describe(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window,
-                      budget_bytes, name, order, k_dtype, v_dtype)
+                      budget_bytes, name, order, k_dtype, v_dtype, v_head_dim,
+                      flag(rotate, "rotate"))
         self._placement = placement
         if size_of(spare_rows, "spare_rows") and window is None:
             raise ValueError("spare_rows: expected together with window")
@@ -230,6 +240,9 @@ cdef class KVCache(KVMemory):
         if spec.type != spec.v_type and (window is not None or is_growing):
             raise ValueError(f"k_dtype and v_dtype: expected one type with window or grow, got "
                              f"{self.dtype} and {self.v_dtype}: fixed storage takes two")
+        if spec.v_head_dim and (window is not None or is_growing):
+            raise ValueError(f"v_head_dim: expected that of K, {head_dim}, with window or grow, "
+                             f"got {v_head_dim}: fixed storage takes another")
         if window is not None:
             self.place_ring(&spec, spare_rows, placement)
         elif is_growing:
@@ -248,7 +261,7 @@ cdef class KVCache(KVMemory):
         layers : sequence of LayerKV, optional
             Instead of the first three: then rings are counted as well.
         **options
-            `batch`, `dtype` and `order`; with `layers` also `spare_rows` and `pages`.
+            `batch`, `dtype` and `order`; with `layers` also `spare_rows`, `checkpoints`, `pages`.
 
         Returns
         -------
@@ -314,7 +327,7 @@ cdef class KVCache(KVMemory):
         cdef Given given
         index = layer_number(layer, s.n_layers, "layer")
         check_tokens(&given, ka, va, self.given_blocks(), self._batch, self._heads, s.head_dim,
-                     "KVCache.append")
+                     self._v_head_dim, "KVCache.append")
         # From here on nothing of Python's runs, and so nobody else.
         if not _is_ready(self):
             self.begin_change()
@@ -359,7 +372,7 @@ cdef class KVCache(KVMemory):
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Given given
         check_token(&given, ka, va, self.given_blocks(), s.n_layers, self._heads, s.head_dim,
-                    "KVCache.append_all")
+                    self._v_head_dim, "KVCache.append_all")
         if self._batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
         if not _is_ready(self):
@@ -543,15 +556,15 @@ cdef class KVCache(KVMemory):
         wanted = dtype_of(dtype)
         if wanted.kind != "f" and wanted.name != "bfloat16":
             raise ValueError(f"dtype: expected a floating-point type, got {wanted}")
-        shape = (self._batch, self._heads, n, self.kv.spec.head_dim)
+        shapes = [(self._batch, self._heads, n, dim) for dim in (self.head_dim, self._v_head_dim)]
         if out is None:
-            out = np.empty(shape, wanted), np.empty(shape, wanted)
+            out = tuple([np.empty(shape, wanted) for shape in shapes])
         out, targets = pair_of(out)
-        for target in targets:
+        for shape, target in zip(shapes, targets, strict=True):
             if (shape_of(target) != shape or target.dtype != wanted
                     or not target.flags.writeable):
-                raise ValueError(f"out: expected two writable arrays of shape {shape} and dtype "
-                                 f"{wanted}, got {shape_of(target)} and {target.dtype}")
+                raise ValueError(f"out: expected two writable arrays of shapes {shapes} and "
+                                 f"dtype {wanted}, got {shape_of(target)} and {target.dtype}")
         for v, target in enumerate(targets):
             self._read(layer, v, first, n, target)
         return out
@@ -645,8 +658,9 @@ cdef class KVCache(KVMemory):
         self.check_whole("copy")
         spare = self.kv.n_rows - s.window if self.window is not None else 0
         other = KVCache(s.n_layers, self._heads, s.head_dim, s.max_seq_len, batch=self._batch,
-                        dtype=self.dtype, v_dtype=self.v_dtype, order=self.order,
-                        window=self.window, spare_rows=spare, grow=self.grow,
+                        dtype=self.dtype, v_dtype=self.v_dtype, v_head_dim=self._v_head_dim,
+                        rotate=self.rotate, order=self.order, window=self.window,
+                        spare_rows=spare, grow=self.grow,
                         budget_bytes=self.budget_bytes, name=self.name, **self._placement)
         n, position = self.seq_len, self.next_position
         try:
@@ -685,9 +699,9 @@ cdef class KVCache(KVMemory):
         return cache
 
     @staticmethod
-    def _of_layers(layers, parts, max_seq_len):
-        """A cache of layers that differ, of its parts."""
-        return _mixed._of_layers(layers, parts, max_seq_len)
+    def _of_layers(layers, parts, max_seq_len, states=None):
+        """A cache of layers that differ, of its parts and states."""
+        return _mixed._of_layers(layers, parts, max_seq_len, states)
 
     def save(self, path, *, tokens=None, model=None):
         """Write the tokens to a file, for `restore`.

@@ -34,12 +34,15 @@ class Kind(NamedTuple):
         Dimensions of the cache.
     dtype : str
         What is stored, as `KVCache.dtype`.
+    rotation : str
+        What was done to heads before they were stored: "none", or "hadamard" (`KVCache.rotate`).
     """
 
     n_layers: int
     n_kv_heads: int
     head_dim: int
     dtype: str
+    rotation: str = "none"
 
     @property
     def n_lanes(self) -> int:
@@ -56,7 +59,7 @@ class Kind(NamedTuple):
         """What is hashed of it. Tokens begin at position 0, with K as the model has rotated it."""
         return (
             f"layers={self.n_layers} heads={self.n_kv_heads} dim={self.head_dim} "
-            f"k={self.dtype} v={self.dtype} position=0 rotation=none"
+            f"k={self.dtype} v={self.dtype} position=0 rotation={self.rotation}"
         )
 
 

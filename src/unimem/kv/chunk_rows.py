@@ -65,7 +65,7 @@ def rows_of(kv: Holder) -> Rows:
     TypeError
         It is neither a `KVCache` nor a `Sequence`.
     ValueError
-        It has several streams or layers that differ, or K and V are of different types.
+        It has several streams or layers that differ, or K and V are of different types or sizes.
     """
     if isinstance(kv, MixedKVCache):
         raise ValueError("kv: expected a cache whose layers are alike, got layers that differ")
@@ -87,9 +87,15 @@ class _CacheRows:
                 f"kv: expected K and V of one type, got {kv.dtype} and {kv.v_dtype}: a store has "
                 "chunks of one type; save() keeps a snapshot of both"
             )
+        if kv.v_head_dim != kv.head_dim:
+            raise ValueError(
+                f"kv: expected heads of one size of K and V, got {kv.head_dim} and "
+                f"{kv.v_head_dim}: save() keeps a snapshot of both"
+            )
         self._kv = kv
         self._into: list[NDArray[np.uint8]] = []
-        self.kind = Kind(kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.dtype)
+        rotation = "hadamard" if kv.rotate else "none"
+        self.kind = Kind(kv.n_layers, kv.n_kv_heads, kv.head_dim, kv.dtype, rotation)
         self._lane_heads = 1 if kv.order == "head" else kv.n_kv_heads
         self._row_bytes = kv.row_bytes // kv.n_kv_heads * self._lane_heads
 

@@ -256,7 +256,8 @@ cdef class KVDevice(KVRows):
         k, v = self.as_array(k, "k"), self.as_array(v, "v")
         stream = self.number_of_stream(stream)
         check_types(&given, k.dtype, v.dtype, s.type, doing)
-        check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim, doing)
+        check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim,
+                           s.head_dim, doing)
         if s.batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
         self.begin_change()

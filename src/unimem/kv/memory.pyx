@@ -409,6 +409,8 @@ cdef class KVMemory(KVRows):
         cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, v, stream)
         if v:
             first, end = self.in_v(first), self.in_v(end)
+        if first == end:
+            return um.UM_OK
         return um.um_block_discard(&region.block, rows - <char *>region.block.base + first,
                                    end - first, NULL, NULL)
 

@@ -5,18 +5,17 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import numpy.typing as npt
 
 from unimem._core.foreign import AnyArray
-from unimem.kv.cache import KVCache
-from unimem.kv.layers import LayerKV
-from unimem.system.placement import Placement, PlacementOptions
+from unimem.kv.layers import Layer
+from unimem.kv.parts import KVParts
+from unimem.system.placement import PlacementOptions
 
 _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
 
-# The members that differ in kind from those of KVCache have one value for each layer.
-class MixedKVCache(KVCache):
+class MixedKVCache(KVParts):
     def __init__(
         self,
         *,
-        layers: Sequence[LayerKV],
+        layers: Sequence[Layer],
         max_seq_len: int,
         batch: int = 1,
         dtype: npt.DTypeLike = "f16",
@@ -24,6 +23,9 @@ class MixedKVCache(KVCache):
         spare_rows: int = 0,
         budget_bytes: int | None = None,
         grow: bool = False,
+        rotate: bool = False,
+        checkpoints: int = 0,
+        checkpoint_every: int | None = None,
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> None: ...
@@ -31,7 +33,7 @@ class MixedKVCache(KVCache):
     def append_all(
         self, k: AnyArray | Sequence[AnyArray], v: AnyArray | Sequence[AnyArray]
     ) -> None: ...
-    def reserve(self, n: int) -> tuple[int, ...]: ...  # type: ignore[override]
+    def reserve(self, n: int) -> tuple[int | None, ...]: ...  # type: ignore[override]
     def commit(self, n: int) -> None: ...
     def rollback(self) -> None: ...
     def crop(self, n: int) -> None: ...
@@ -58,39 +60,3 @@ class MixedKVCache(KVCache):
         model: str | None = None,
     ) -> None: ...
     def verify(self) -> None: ...
-    def warm(self, threads: int | None = None) -> None: ...
-    @property
-    def seq_len(self) -> int: ...
-    @property
-    def next_position(self) -> int: ...
-    @property
-    def memory_usage_bytes(self) -> int: ...
-    @property
-    def capacity_bytes(self) -> int: ...
-    @property
-    def resident_bytes(self) -> int: ...
-    @property
-    def granted(self) -> Placement: ...
-    @property
-    def layers(self) -> tuple[LayerKV, ...]: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> tuple[int, ...]: ...  # type: ignore[override]
-    @property
-    def head_dim(self) -> tuple[int, ...]: ...  # type: ignore[override]
-    @property
-    def max_seq_len(self) -> int: ...
-    @property
-    def n_rows(self) -> tuple[int, ...]: ...  # type: ignore[override]
-    @property
-    def row_bytes(self) -> tuple[int, ...]: ...  # type: ignore[override]
-    @property
-    def v_row_bytes(self) -> tuple[int, ...]: ...  # type: ignore[override]
-    @property
-    def n_growths(self) -> int: ...
-    @property
-    def closed(self) -> bool: ...
-    # For unimem.kv.snapshot and unimem.layout.
-    @property
-    def _parts(self) -> tuple[KVCache, ...]: ...

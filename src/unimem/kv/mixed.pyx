@@ -1,16 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""KV caches whose layers differ: a cache for each kind of layers, and one position for all."""
+"""KV caches whose layers differ."""
 import bisect
-import warnings
 
 import numpy as np
 
 from unimem.errors import CacheFull
 from unimem.kv.cache import set_mixed
-from unimem.kv.layers import check_layers, kinds_of, places_of
-from unimem.system.arguments import flag
-from unimem.system.placement import PlacementOptions, sum_placements
-from unimem.system.text import format_bytes
+from unimem.kv.layers import check_layers, kinds_of, states_of
+from unimem.system.arguments import flag, one_of, string
+from unimem.system.placement import PlacementOptions
 
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING
@@ -22,6 +20,8 @@ from unimem._core.arrays cimport size_of
 from unimem._core.status cimport full_text
 from unimem.kv.arrays cimport Given, check_token, contiguous, layer_number
 from unimem.kv.cache cimport KVCache
+from unimem.kv.parts cimport KVParts
+from unimem.kv.states cimport LayerStates
 
 cnp.import_array()
 
@@ -36,7 +36,7 @@ cdef size_t ROUND_ROWS = 64
 def _plain_bytes(kind, n_layers, n_rows, batch, order):
     """What a fixed cache of layers that keep all tokens takes."""
     return KVCache.storage_bytes(n_layers, kind.n_kv_heads, kind.head_dim, n_rows, batch=batch,
-                                 dtype=kind.dtype, order=order)
+                                 dtype=kind.dtype, order=order, v_head_dim=kind.v_head_dim)
 
 
 def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
@@ -63,9 +63,18 @@ def _budgets(kinds, max_seq_len, batch, order, grow, budget_bytes, left):
     if n_rows == 0 and kinds:
         least = needed(1)
         raise CacheFull(f"KVCache: budget_bytes={budget_bytes}, of which {budget_bytes - left} are "
-                        f"for windows, is less than a token of the other layers needs, {least} "
-                        "bytes", budget_bytes, budget_bytes - left, least)
+                        "for windows and states, is less than a token of the other layers needs, "
+                        f"{least} bytes", budget_bytes, budget_bytes - left, least)
     return {kind: _plain_bytes(kind, n, n_rows, batch, order) for kind, n in kinds.items()}
+
+
+def _left_of(left, states, batch, checkpoints):
+    """What of a budget is left behind states and their checkpoints."""
+    needed = LayerStates.storage_bytes(states, size_of(batch, "batch", 1), checkpoints)
+    if needed > left:
+        raise CacheFull(f"KVCache: budget_bytes={left}, and {len(states)} states with "
+                        f"checkpoints={checkpoints} need {needed} bytes", left, 0, needed)
+    return max(left - needed, 1)
 
 
 cdef tuple _tokens_of(object given, str what, Py_ssize_t n):
@@ -82,34 +91,19 @@ cdef tuple _tokens_of(object given, str what, Py_ssize_t n):
     return found
 
 
-cdef class MixedKVCache(KVCache):
+cdef class MixedKVCache(KVParts):
     """What ``KVCache(layers=[...])`` is.
 
     Layers of one kind (`unimem.kv.layers.RowsKind`) are a cache, a part of this one: those that
     keep all tokens a fixed or growing one, and those of a window a ring. All parts end at one
     position, and hold tokens from one position on, but that rings hold no more than their rows.
+    Layers that keep a state have no part: their states are those of that position.
     """
 
-    # The parts, those that keep all tokens first; and how many these are.
-    cdef readonly tuple _parts
-    cdef Py_ssize_t _n_plain
-    cdef tuple _layers
-    # Of each layer, its part, its number there, and whether it has rows of its own.
-    cdef tuple _part_of, _index_of
-    cdef bytes _owns
-    # The layers that have rows, in the order in which `append_all` writes them.
-    cdef list _written
-    cdef uint32_t _n_layers
-    cdef uint64_t _max_seq_len
-    # Where the tokens begin; and the largest window, or 0.
-    cdef uint64_t _first, _widest
-
-    def __cinit__(self):
-        self._parts = self._layers = self._part_of = ()
-
     def __init__(self, *dims, layers, max_seq_len, batch=1, dtype="f16", order="token",
-                 spare_rows=0, budget_bytes=None, grow=False, name=None, **placement):
-        if self._parts:
+                 spare_rows=0, budget_bytes=None, grow=False, rotate=False, checkpoints=0,
+                 checkpoint_every=None, name=None, **placement):
+        if self._layers:
             raise RuntimeError("the KVCache is made already")
         if dims:
             raise TypeError("KVCache: expected n_layers, n_kv_heads, head_dim and max_seq_len, or "
@@ -121,22 +115,36 @@ cdef class MixedKVCache(KVCache):
         cdef size_t most = size_of(max_seq_len, "max_seq_len", 1)
         cdef size_t spare = size_of(spare_rows, "spare_rows")
         cdef bint is_growing = flag(grow, "grow")
+        cdef size_t n_checkpoints = size_of(checkpoints, "checkpoints")
         layers = check_layers(layers, most, dtype)
-        kinds = kinds_of(layers)
+        one_of(order, "order", ("token", "head"))
+        kinds, states = kinds_of(layers), states_of(layers)
         rings = {kind: n for kind, n in kinds.items() if kind.window is not None}
         plain = {kind: n for kind, n in kinds.items() if kind.window is None}
         if spare and not rings:
             raise ValueError("spare_rows: expected together with a window")
+        if checkpoint_every is not None and not n_checkpoints:
+            raise ValueError("checkpoint_every: expected together with checkpoints")
+        if n_checkpoints and not states:
+            raise ValueError("checkpoints: expected together with a LayerState: layers that keep "
+                             "tokens go back without them")
         left = None if budget_bytes is None else size_of(budget_bytes, "budget_bytes", 1)
-        common = {"batch": batch, "order": order, "name": name, **placement}
+        common = {"batch": batch, "order": order, "rotate": flag(rotate, "rotate"), "name": name,
+                  **placement}
         made = {}
+        cdef LayerStates kept = None
 
         def make(kind, **options):
             made[kind] = KVCache(kinds[kind], kind.n_kv_heads, kind.head_dim, most,
-                                 dtype=kind.dtype, **options, **common)
+                                 v_head_dim=kind.v_head_dim, dtype=kind.dtype, **options, **common)
 
         try:
-            # Rings take all of their memory at once, and the rest is for the others.
+            # States and rings take all of their memory at once, and the rest is for the others.
+            if states:
+                if left is not None:
+                    left = _left_of(left, states, batch, n_checkpoints)
+                kept = LayerStates(states, batch, n_checkpoints, checkpoint_every,
+                                   string(name, "name", "kv"), placement)
             for kind in rings:
                 make(kind, window=kind.window, spare_rows=spare, budget_bytes=left)
                 if left is not None:
@@ -144,156 +152,39 @@ cdef class MixedKVCache(KVCache):
             budgets = _budgets(plain, most, batch, order, is_growing, budget_bytes, left)
             for kind in plain:
                 make(kind, grow=is_growing, budget_bytes=budgets[kind])
-            self.assemble(layers, [made[kind] for kind in kinds], most, budget_bytes)
+            self.assemble(layers, [made[kind] for kind in kinds], most, budget_bytes, kept)
         except BaseException:
             for part in made.values():
                 part.__exit__()
+            if kept is not None:
+                kept.end()
             raise
 
     @staticmethod
-    def _of_layers(layers, list parts, max_seq_len):
-        """A cache of the layers of a snapshot, of its parts."""
+    def _of_layers(layers, list parts, max_seq_len, LayerStates states=None):
+        """A cache of the layers of a snapshot, of its parts and states."""
         cdef MixedKVCache cache = MixedKVCache.__new__(MixedKVCache)
-        cache.assemble(layers, parts, max_seq_len, None)
+        cache.assemble(layers, parts, max_seq_len, None, states)
         return cache
 
     @staticmethod
     def _storage_bytes(layers, max_seq_len, *, batch=1, dtype="f16", order="token", spare_rows=0,
-                       pages="auto"):
-        kinds = kinds_of(check_layers(layers, max_seq_len, dtype))
-        return sum([_plain_bytes(kind, n, max_seq_len, batch, order) if kind.window is None else
-                    _ring_bytes(kind, n, spare_rows, batch, order, pages)
-                    for kind, n in kinds.items()])
-
-    cdef int assemble(self, layers, list parts, max_seq_len, budget_bytes) except -1:
-        """Make it of parts, in the order of their kinds, that end at one position."""
-        cdef KVCache part = parts[0]
-        places = places_of(layers)
-        of_kind = dict(zip(kinds_of(layers), parts, strict=True))
-        self._layers = layers
-        self._n_layers = len(layers)
-        self._max_seq_len = max_seq_len
-        self._part_of = tuple([of_kind[place.kind] for place in places])
-        self._index_of = tuple([place.number for place in places])
-        self._owns = bytes([place.is_own for place in places])
-        # What may fail comes first: rings forget what they overwrite.
-        written = [i for i in range(self._n_layers) if self._owns[i]]
-        self._written = sorted(written, key=lambda i: layers[i].window is not None)
-        self._n_plain = sum([part.window is None for part in parts])
-        self.dtype = self.v_dtype = tuple([layer.dtype for layer in layers])
-        self.window = tuple([layer.window for layer in layers])
-        self._widest = max([layer.window or 0 for layer in layers])
-        self.order, self.name, self._batch = part.order, part.name, part._batch
-        self.budget_bytes = budget_bytes
-        self.grow = part.grow
-        self._parts = tuple(parts)
-        for part in parts[self._n_plain:]:
-            part._beside = self._parts[:self._n_plain]
-        # What rings have behind that, they lack.
-        first = min([(<KVCache>part)._oldest_position() for part in parts])
-        self.set_first(first, 0)
-        return 0
-
-    # ---- the parts ----
-
-    cdef int begin(self) except -1:
-        """`begin_change` of all of them."""
-        cdef KVCache part
-        if not self._parts:
-            self.open_region()  # says that it is closed
-        for part in self._parts:
-            part.begin_change()
-        return 0
-
-    cdef int check_open(self) except -1:
-        cdef KVCache part
-        if not self._parts:
-            self.open_region()  # says that it is closed
-        for part in self._parts:
-            part.open_region()
-        return 0
-
-    cdef int check_all_whole(self, str doing) except -1:
-        cdef KVCache part
-        cdef uint64_t end = self.end_of_all()
-        for part in self._parts:
-            part.check_whole(doing)
-            if um.um_kv_next_position(&part.kv) != end:
-                raise RuntimeError(f"KVCache.{doing}: layers differ in length: roll back first")
-        return 0
-
-    cdef uint64_t end_of_all(self) noexcept:
-        """The position behind the last token that all layers hold."""
-        cdef KVCache part
-        cdef uint64_t end = <uint64_t>-1
-        for part in self._parts:
-            end = min(end, um.um_kv_next_position(&part.kv))
-        return end
-
-    cdef uint64_t first_of_all(self) noexcept:
-        """The position of the first token that counts."""
-        cdef KVCache part
-        cdef uint64_t end = self.end_of_all(), first = self._first
-        if self._n_plain == 0 and end > self._widest:
-            first = max(first, end - self._widest)
-        for part in self._parts[self._n_plain:]:
-            first = max(first, um.um_kv_lost_before(&part.kv, end))
-        return min(first, end)
-
-    cdef int set_first(self, uint64_t first, uint64_t held) except -1:
-        """Note where the tokens begin, of which rings lack those before `held`."""
-        cdef KVCache part
-        self._first = first
-        for part in self._parts[self._n_plain:]:
-            um.um_kv_set_first(&part.kv, first, max(held, um.um_kv_oldest_position(&part.kv)))
-        return self.limit_ends()
-
-    cdef int limit_ends(self) except -1:
-        """Where the others have no room, a ring would forget for nothing."""
-        cdef KVCache part
-        for part in self._parts[self._n_plain:]:
-            part.limit_end()
-        return 0
-
-    cdef int keep(self, uint64_t n, uint64_t keep_first) except -1:
-        """Keep the last n tokens, and the first of the parts that have them. All was checked."""
-        cdef KVCache part
-        cdef uint64_t end = self.end_of_all()
-        cdef list rings = [(part, part.seq_len) for part in self._parts[self._n_plain:]]
-        for part in self._parts[:self._n_plain]:
-            part.trim_to(n, keep_first=keep_first)
-        for part, _ in rings:
-            part._most_bytes = part.most_bytes()
-        self.set_first(end - n - keep_first, end - n if keep_first else 0)
-        for part, held in rings:
-            part._dropped += (held - part.seq_len) * part.kv.row_bytes
-            part.settle()
-        return 0
-
-    cdef int roll_back_to(self, uint64_t end) except -1:
-        cdef KVCache part
-        cdef um.um_error err
-        cdef uint64_t first = self._first, lost = 0
-        for part in self._parts[self._n_plain:]:
-            lost = max(lost, um.um_kv_lost_before(&part.kv, end))
-        for part in self._parts:
-            part._most_bytes = part.most_bytes()
-            um.um_kv_rollback_to(&part.kv, end)
-            part._reserved = 0
-        if lost > first:
-            # What a ring lacks inside of its window counts no more in any layer.
-            first = lost
-            for part in self._parts[:self._n_plain]:
-                if um.um_kv_trim(&part.kv, end - lost, 0, &err) != um.UM_OK:
-                    part.fail(&err, "rollback")
-        for part in self._parts:
-            part.note_end()
-            part.settle()
-        return self.set_first(first, 0)
+                       checkpoints=0, pages="auto"):
+        layers = check_layers(layers, max_seq_len, dtype)
+        kinds = kinds_of(layers)
+        states = LayerStates.storage_bytes(states_of(layers), size_of(batch, "batch", 1),
+                                           size_of(checkpoints, "checkpoints"))
+        rows = [_plain_bytes(kind, n, max_seq_len, batch, order) if kind.window is None else
+                _ring_bytes(kind, n, spare_rows, batch, order, pages)
+                for kind, n in kinds.items()]
+        return states + sum(rows)
 
     # ---- appending ----
 
     cdef object refuse_append(self, uint32_t index):
+        if self._part_of[index] is None:
+            raise ValueError(f"KVCache.append: layer {index} keeps a state and no tokens: write "
+                             f"into state({index})")
         raise ValueError(f"KVCache.append: layer {index} shows the rows of layer "
                          f"{self._layers[index].share_of}: append to that one")
 
@@ -317,14 +208,14 @@ cdef class MixedKVCache(KVCache):
 
     cdef void *lane(self, uint32_t layer, bint v, uint32_t stream=0) noexcept nogil:
         with gil:
-            return (NULL if layer >= self._n_layers
+            return (NULL if layer >= self._n_layers or self._part_of[layer] is None  # a state
                     else (<KVCache>self._part_of[layer]).lane(self._index_of[layer], v, stream))
 
     cdef void *rows(self, uint32_t layer, bint v, uint64_t *out_n,
                     uint32_t stream=0) noexcept nogil:
         out_n[0] = 0
         with gil:
-            return (NULL if layer >= self._n_layers
+            return (NULL if layer >= self._n_layers or self._part_of[layer] is None  # a state
                     else (<KVCache>self._part_of[layer]).rows(self._index_of[layer], v, out_n,
                                                               stream))
 
@@ -352,10 +243,13 @@ cdef class MixedKVCache(KVCache):
             ka, va = contiguous(a, "k")[None], contiguous(b, "v")[None]
             part = self._part_of[i]
             check_token(&given, ka, va, part.given_blocks(), 1, part._heads, part.kv.spec.head_dim,
-                        f"KVCache.append_all: layer {i}")
+                        part._v_head_dim, f"KVCache.append_all: layer {i}")
             tokens[i] = ka, va
         if self._batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
+        if not self._parts:
+            raise ValueError("KVCache.append_all: no layer keeps tokens: reserve and commit say "
+                             "that states have gone on")
         self.begin()
         self.check_all_whole("append_all")
         for part in self._parts:
@@ -372,6 +266,7 @@ cdef class MixedKVCache(KVCache):
         except BaseException:
             self.roll_back_to(end)
             raise
+        self.checkpoint_if_due(end)
 
     def reserve(self, n):
         """Reserve n rows in every layer: see `KVCache.reserve`.
@@ -379,7 +274,7 @@ cdef class MixedKVCache(KVCache):
         Returns
         -------
         tuple of int
-            Of each layer the first row.
+            Of each layer the first row; None of a layer that keeps a state.
         """
         cdef KVCache part
         cdef uint64_t count = size_of(n, "n")
@@ -390,6 +285,8 @@ cdef class MixedKVCache(KVCache):
             if count > part.kv.n_rows:
                 raise CacheFull(full_text("KVCache.reserve", n, "tokens", part.kv.n_rows, 0),
                                 part.kv.n_rows, 0, n)
+        if count == 0 and not self._parts:
+            raise ValueError("KVCache.reserve: expected n of at least 1, got 0")
         try:
             for part in self._parts:
                 if len(rows) == self._n_plain:
@@ -399,39 +296,78 @@ cdef class MixedKVCache(KVCache):
             for part in self._parts[:len(rows)]:
                 part.rollback()
             raise
+        if self._states is not None:
+            self._reserved = count
         of_part = dict(zip(self._parts, rows, strict=True))
-        return tuple([of_part[part] for part in self._part_of])
+        return tuple([of_part.get(part) for part in self._part_of])
 
     def commit(self, n):
-        """Make the first n reserved rows tokens of all layers: see `KVCache.commit`."""
+        """Make the first n reserved rows tokens of all layers: see `KVCache.commit`.
+
+        States are those behind all that was reserved: with states, n is all of it.
+        """
         cdef KVCache part
+        cdef uint64_t count = size_of(n, "n"), end = self.end_of_all()
         self.begin()
+        if self._states is not None and count != self._reserved:
+            if not self._reserved:
+                raise RuntimeError("KVCache.commit: nothing is reserved")
+            raise ValueError(f"KVCache.commit: expected n of {self._reserved}, all that is "
+                             f"reserved, since states have gone on as far, got {n}: rollback goes "
+                             "back to a checkpoint")
         for part in self._parts:
             part.commit(n)
+        if self._states is not None:
+            self._end, self._reserved = end + count, 0
+            self.checkpoint_if_due(end)
 
     def rollback(self):
         """Drop what is reserved, and tokens that not all layers hold.
 
         Where a window has overwritten tokens that it would have to show then, all layers drop the
-        tokens before these; `spare_rows` keeps as many of them.
+        tokens before these; `spare_rows` keeps as many of them. With states there has to be a
+        checkpoint of the position where the tokens end then.
         """
+        cdef uint64_t end = self.end_of_all()
         self.begin()
-        self.roll_back_to(self.end_of_all())
+        if self._states is None or not self.is_torn():
+            self.roll_back_to(end)
+            return
+        if end not in self.ways_back():
+            self.refuse_to_go_back("rollback", RuntimeError)
+        self.go_back(end)
+
+    cdef int go_back(self, uint64_t end) except -1:
+        """Roll back to a checkpoint that there is a way to."""
+        self.roll_back_to(end)
+        self._states.go_back(end)
+        self._end, self._reserved = end, 0
+        return 0
 
     # ---- forgetting ----
 
     def crop(self, n):
-        """Keep the first n tokens: see `KVCache.crop`."""
+        """Keep the first n tokens: see `KVCache.crop`.
+
+        With states, these go back to the checkpoint of that position, which there has to be. Then
+        what is reserved, and tokens that not all layers hold, are dropped, too.
+        """
         cdef KVCache part
         cdef um.um_error err
         cdef uint64_t count = size_of(n, "n"), held, target, least
         self.begin()
-        self.check_all_whole("crop")
+        if self._states is None:
+            self.check_all_whole("crop")
         held = self.seq_len
         if count > held:
             raise ValueError(f"KVCache.crop: expected n of at most {held}, the tokens that are "
                              f"there, got {n}")
         target = self.end_of_all() - (held - count)
+        if self._states is not None and target in self.ways_back():
+            self.go_back(target)
+            return
+        if self._states is not None and self.is_torn():
+            self.refuse_to_go_back("crop", RuntimeError)
         least = target
         for part in self._parts[self._n_plain:]:
             least = max(least, um.um_kv_lowest_crop(&part.kv))
@@ -440,6 +376,8 @@ cdef class MixedKVCache(KVCache):
                 f"KVCache.crop: the last {held - count} of {held} tokens cannot be dropped, since "
                 "those that the windows would show then were overwritten: expected n of at least "
                 f"{count + least - target}, got {n}; spare_rows= keeps more of them")
+        if self._states is not None and count < held:
+            self.refuse_to_go_back("crop", ValueError)
         for part in self._parts:
             part._most_bytes = part.most_bytes()
             if um.um_kv_crop_to(&part.kv, target, &err) != um.UM_OK:
@@ -479,21 +417,30 @@ cdef class MixedKVCache(KVCache):
         self.begin()
         for part in self._parts:
             part.clear()
+        if self._states is not None:
+            self._states.clear()
+        self._end = self._reserved = 0
         self.set_first(0, 0)
 
     def enforce_memory_limit(self, max_bytes):
         """Keep as many of the last tokens as fit: see `KVCache.enforce_memory_limit`."""
         cdef KVCache part
         cdef size_t most = size_of(max_bytes, "max_bytes")
+        cdef size_t fixed = 0 if self._states is None else self._states.state_bytes
         cdef uint64_t held, n
         self.begin()
         self.check_all_whole("enforce_memory_limit")
         held = self.seq_len
+        if fixed > most:
+            raise CacheFull(f"KVCache.enforce_memory_limit: the states alone are {fixed} bytes, "
+                            f"and stay whatever tokens go: expected max_bytes of at least that, "
+                            f"got {max_bytes}", most, 0, fixed)
 
         def needed(n):
-            return sum([min(n, window) * nbytes for window, nbytes in sizes])
+            return fixed + sum([min(n, window) * nbytes for window, nbytes in sizes])
 
-        sizes = [(part.kv.spec.window or held, part._n_lanes * part.kv.row_bytes)
+        sizes = [(part.kv.spec.window or held,
+                  part._n_lanes // 2 * (part.kv.row_bytes + part.kv.v_row_bytes))
                  for part in self._parts]
         n = bisect.bisect_right(range(1, held + 1), most, key=needed)
         if self.memory_usage_bytes <= most:
@@ -520,16 +467,16 @@ cdef class MixedKVCache(KVCache):
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds: see `KVCache.layer`."""
         cdef uint32_t index = layer_number(i, self._n_layers, "i")
-        return self._part_of[index].layer(self._index_of[index], dtype, out)
+        return self.part_of(index).layer(self._index_of[index], dtype, out)
 
     def address(self, layer, part):
         """Return where a layer's K or V begins: see `KVCache.address`."""
         cdef uint32_t index = layer_number(layer, self._n_layers, "layer")
-        return self._part_of[index].address(self._index_of[index], part)
+        return self.part_of(index).address(self._index_of[index], part)
 
     def row_of(self, position, layer=0):
         """Return the row of the token of a position in a layer: see `KVCache.row_of`."""
-        return self._part_of[layer_number(layer, self._n_layers, "layer")].row_of(position)
+        return self.part_of(layer_number(layer, self._n_layers, "layer")).row_of(position)
 
     # ---- copies and snapshots ----
 
@@ -537,15 +484,22 @@ cdef class MixedKVCache(KVCache):
         """Return a cache of the same layers with the same tokens: see `KVCache.copy`."""
         cdef MixedKVCache other = MixedKVCache.__new__(MixedKVCache)
         cdef list parts = []
+        cdef LayerStates states = None
         self.check_open()
         self.check_all_whole("copy")
         try:
             for part in self._parts:
                 parts.append(part.copy())
-            other.assemble(self._layers, parts, self._max_seq_len, self.budget_bytes)
+            if self._states is not None:
+                states = self._states.copy()
+            other.assemble(self._layers, parts, self._max_seq_len, self.budget_bytes, states)
+            other._end = self._end
+            other._first = max(other._first, self._first)
         except BaseException:
             for part in parts:
                 part.__exit__()
+            if states is not None:
+                states.end()
             raise
         return other
 
@@ -559,6 +513,7 @@ cdef class MixedKVCache(KVCache):
 
     def _finish_restore(self, next_position, n):
         """The tokens are in the parts."""
+        self._end = next_position
         self.set_first(next_position - n, 0)
 
     def verify(self):
@@ -567,143 +522,6 @@ cdef class MixedKVCache(KVCache):
 
         self.check_open()
         snapshot.verify(self)
-
-    # ---- figures ----
-
-    @property
-    def seq_len(self):
-        """Tokens that all layers hold, or need not hold any more: windows slide."""
-        self.check_open()
-        return self.end_of_all() - self.first_of_all()
-
-    @property
-    def next_position(self):
-        """The position of the next token, which trimming does not change."""
-        self.check_open()
-        return self.end_of_all()
-
-    @property
-    def memory_usage_bytes(self):
-        """Bytes of the tokens that are there, over all layers, K and V."""
-        return sum([part.memory_usage_bytes for part in self._parts])
-
-    @property
-    def capacity_bytes(self):
-        """Bytes of memory that back the cache."""
-        return sum([part.capacity_bytes for part in self._parts])
-
-    @property
-    def resident_bytes(self):
-        """Bytes of the storage that are in RAM, in whole pages, once each (Pss)."""
-        return sum([part.resident_bytes for part in self._parts])
-
-    @property
-    def granted(self):
-        """How the memory under the cache is placed, as the kernel says: all blocks together."""
-        self.check_open()
-        return sum_placements([part.granted for part in self._parts])
-
-    @property
-    def layers(self):
-        """What each layer keeps: a tuple of `LayerKV`."""
-        return self._layers
-
-    @property
-    def n_layers(self):
-        """Layers."""
-        return self._n_layers
-
-    @property
-    def n_kv_heads(self):
-        """Of each layer, its KV heads."""
-        return tuple([layer.n_kv_heads for layer in self._layers])
-
-    @property
-    def head_dim(self):
-        """Of each layer, the elements of a head."""
-        return tuple([layer.head_dim for layer in self._layers])
-
-    @property
-    def max_seq_len(self):
-        """Tokens that fit."""
-        return self._max_seq_len
-
-    @property
-    def n_rows(self):
-        """Of each layer, the rows of a lane."""
-        return tuple([part.n_rows for part in self._part_of])
-
-    @property
-    def row_bytes(self):
-        """Of each layer, the bytes of one token's K of one stream, all heads."""
-        return tuple([part.row_bytes for part in self._part_of])
-
-    @property
-    def v_row_bytes(self):
-        """The same of V: each layer stores both in one type."""
-        return self.row_bytes
-
-    @property
-    def n_growths(self):
-        """How often memory was committed."""
-        return sum([part.n_growths for part in self._parts])
-
-    # ---- the end ----
-
-    @property
-    def closed(self):
-        """Whether the cache was closed (or never made), or has rings and is in a forked child."""
-        return not self._parts or any([part.closed for part in self._parts])
-
-    def warm(self, threads=None):
-        """Bring the storage into RAM: see `KVCache.warm`."""
-        self.check_open()
-        for part in self._parts:
-            part.warm(threads)
-
-    def _freeze(self, bint frozen):
-        """Refuse, or allow again, to commit memory and to give it back unasked."""
-        for part in self._parts:
-            part._freeze(frozen)
-
-    cdef Py_ssize_t n_users(self):
-        cdef KVCache part
-        cdef Py_ssize_t n = 0
-        for part in self._parts:
-            n += part.n_users()
-        return n
-
-    cdef object end(self):
-        cdef KVCache part
-        self._closed = True
-        for part in self._parts:
-            part.end()
-
-    def __enter__(self):
-        self.check_open()
-        return self
-
-    def __repr__(self):
-        if self.closed:
-            return "KVCache(closed)"
-        own = [layer for layer in self._layers if layer.share_of is None]
-        kinds = [f"{n} of {kind.n_kv_heads} heads of {kind.head_dim} {kind.dtype}"
-                 + (f" with a window of {kind.window}" if kind.window else "")
-                 for kind, n in kinds_of(own).items()]
-        if len(own) < self._n_layers:
-            kinds.append(f"{self._n_layers - len(own)} that share rows")
-        batch = f", batch {self._batch}" if self._batch > 1 else ""
-        batch += ", rows by head" if self.order == "head" else ""
-        batch += ", growing" if self.grow else ""
-        return (f"KVCache({self.seq_len} of {self._max_seq_len} tokens, {self._n_layers} layers: "
-                f"{', '.join(kinds)}{batch}, {format_bytes(self.capacity_bytes)})")
-
-    def __del__(self):
-        if self._parts and not self._closed:
-            said = f"unclosed '{self.name}': {self!r}"
-            self.end()  # first: the parts say nothing of their own
-            warnings.warn(said, ResourceWarning, stacklevel=1, source=self)
-
 
 cdef int _check_readable(KVCache part, uint64_t last, uint64_t first) except -1:
     """Touch the rows that a trim copies, and those that it copies them to, where these are a

@@ -506,7 +506,8 @@ cdef class Sequence:
         cdef uint32_t index = layer_number(layer, s.n_layers, "layer")
         cdef Given given
         cdef bint releases
-        check_tokens(&given, ka, va, s.type, 1, s.n_kv_heads, s.head_dim, "Sequence.append")
+        check_tokens(&given, ka, va, s.type, 1, s.n_kv_heads, s.head_dim, s.head_dim,
+                     "Sequence.append")
         # From here on no other thread runs until blocks were taken. Held, so that nobody closes the
         # cache while the lock is released.
         _held = self.open_region()
@@ -542,7 +543,7 @@ cdef class Sequence:
         cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef Given given
-        check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim,
+        check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim, s.head_dim,
                     "Sequence.append_all")
         _held = self.open_region()
         self.check_idle()

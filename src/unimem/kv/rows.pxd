@@ -9,7 +9,9 @@ cdef class KVRows(Watcher):
     # Its streams and heads are not the cache's where the rows of a head lie side by side: there it
     # has a stream of one head for each head of each stream.
     cdef um.um_kv kv
-    cdef uint32_t _batch, _heads
+    cdef uint32_t _batch, _heads, _v_head_dim
+    # Whether appends rotate heads.
+    cdef readonly bint rotate
     cdef readonly str name
     # Of K, and of V; of a cache of layers, tuples: of each layer.
     cdef readonly object dtype, v_dtype
@@ -42,7 +44,7 @@ cdef class KVRows(Watcher):
     # Notes what the cache is to be, checked.
     cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
                       dtype, window, budget_bytes, name, order=*, k_dtype=*,
-                      v_dtype=*) except -1
+                      v_dtype=*, v_head_dim=*, bint rotate=*) except -1
     cdef size_t check_row(self, um.um_kv_spec *spec) except 0
     # The bytes of fixed storage, and all of it but where it is.
     cdef size_t plan_fixed(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except 0

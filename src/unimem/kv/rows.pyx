@@ -27,7 +27,7 @@ cdef enum:
 
 cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
                     object max_seq_len, object batch, tuple dtypes, object window,
-                    object order) except -1:
+                    object order, object v_head_dim=None, bint rotate=False) except -1:
     one_of(order, "order", ("token", "head"))
     for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                     ("max_seq_len", max_seq_len), ("batch", batch)):
@@ -35,8 +35,17 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
             raise ValueError(f"{what}: expected at most 2**32 - 1, got {n}")
     if window is not None and size_of(window, "window", 1) > max_seq_len:
         raise ValueError(f"window: expected at most max_seq_len, {max_seq_len}, got {window}")
-    for named in dtypes:
-        check_head_dim(named, head_dim)
+    v_dim = head_dim if v_head_dim is None else v_head_dim
+    if size_of(v_dim, "v_head_dim") >= 2**32 - 1 and v_dim != head_dim:
+        raise ValueError(f"v_head_dim: expected at most 2**32 - 2, got {v_head_dim}")
+    for v, named in enumerate(dtypes):
+        check_head_dim(named, v_dim if v else head_dim)
+        if rotate and (v_dim if v else head_dim) % um.UM_ROTATION_LEAST:
+            raise ValueError(f"rotate: expected heads of a multiple of {um.UM_ROTATION_LEAST} "
+                             f"values, which are rotated at once, got {'v_' * v}head_dim="
+                             f"{v_dim if v else head_dim}")
+    spec.v_head_dim = 0 if v_dim == head_dim else v_dim or um.UM_KV_NO_V
+    spec.rotate = rotate
     spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
     spec.max_seq_len, spec.batch = max_seq_len, batch
     if order == "head":
@@ -88,13 +97,16 @@ cdef class KVRows(Watcher):
 
     cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
                       dtype, window, budget_bytes, name, order="token", k_dtype=None,
-                      v_dtype=None) except -1:
+                      v_dtype=None, v_head_dim=None, bint rotate=False) except -1:
         if self.kv.base != NULL:
             raise RuntimeError("the KVCache is made already")
         self._closed = True
         dtypes = kv_types(dtype, k_dtype, v_dtype)
-        _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtypes, window, order)
+        _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtypes, window, order,
+                   v_head_dim, rotate)
         self._batch, self._heads = batch, n_kv_heads
+        self._v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.rotate = rotate
         self.order = "head" if order == "head" else "token"
         self.dtype, self.v_dtype = dtypes
         self._dtype, self._v_dtype = numpy_type(spec.type), numpy_type(spec.v_type)
@@ -180,7 +192,7 @@ cdef class KVRows(Watcher):
 
     @staticmethod
     def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                      order="token", k_dtype=None, v_dtype=None):
+                      order="token", k_dtype=None, v_dtype=None, v_head_dim=None):
         """Return the bytes that a fixed cache of these dimensions takes.
 
         Returns
@@ -198,7 +210,7 @@ cdef class KVRows(Watcher):
         cdef um.um_error err
         cdef size_t nbytes
         _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                   kv_types(dtype, k_dtype, v_dtype), None, order)
+                   kv_types(dtype, k_dtype, v_dtype), None, order, v_head_dim)
         if um.um_kv_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             raise_status(err.status, &err, "KVCache")
         return nbytes
@@ -335,8 +347,9 @@ cdef class KVRows(Watcher):
         v_first, v_end = self.in_v(first), self.in_v(end)
         for stream in range(batch):
             n += region.n_windows_in_lanes(begin + stream * of_k, layer, n_layers, first, end)
-            n += region.n_windows_in_lanes(begin + batch * of_k + stream * of_v, layer, n_layers,
-                                           v_first, v_end)
+            if v_first < v_end:
+                n += region.n_windows_in_lanes(begin + batch * of_k + stream * of_v, layer,
+                                               n_layers, v_first, v_end)
         return n
 
     @cython.final
@@ -560,6 +573,53 @@ cdef class KVRows(Watcher):
         self._dropped = 0
         self.settle()
 
+    # ---- states, of layers that keep no tokens ----
+
+    def state(self, layer):
+        """View the state that a layer keeps, of a cache made of layers.
+
+        Parameters
+        ----------
+        layer : int
+            One that is a `LayerState`.
+
+        Returns
+        -------
+        numpy.ndarray
+            ``[batch, *shape]``, at an address that never changes; zeros at first, and after
+            `clear`. Its writer changes it in place, and it is that behind the last token.
+
+        Raises
+        ------
+        ValueError
+            The layer keeps tokens and no state.
+        """
+        raise ValueError(f"KVCache.state: layer {layer} keeps tokens and no state: layers=[...] "
+                         "with a LayerState has states")
+
+    def checkpoint(self):
+        """Keep a copy of all states, which `crop` can go back to; the oldest one makes room.
+
+        Returns
+        -------
+        int
+            Its position: `next_position`. One that was there of that position is replaced.
+
+        Raises
+        ------
+        ValueError
+            No layer keeps a state, or the cache was made with no room for checkpoints.
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+        """
+        raise ValueError("KVCache.checkpoint: no layer keeps a state: crop goes back without "
+                         "checkpoints")
+
+    @property
+    def checkpoints(self):
+        """Positions that states can go back to: a tuple of int."""
+        return ()
+
     # ---- restoring ----
 
     def _lanes(self):
@@ -632,7 +692,8 @@ cdef class KVRows(Watcher):
     @property
     def layers(self):
         """What each layer keeps: a tuple of `LayerKV`."""
-        layer = LayerKV(self._heads, self.kv.spec.head_dim, window=self.window, dtype=self.dtype)
+        layer = LayerKV(self._heads, self.kv.spec.head_dim, self._v_head_dim, window=self.window,
+                        dtype=self.dtype)
         return (layer,) * self.kv.spec.n_layers
 
     @property
@@ -644,6 +705,11 @@ cdef class KVRows(Watcher):
     def head_dim(self):
         """Elements of a head."""
         return self.kv.spec.head_dim
+
+    @property
+    def v_head_dim(self):
+        """Elements of a head of V; 0: there is no V."""
+        return self._v_head_dim
 
     @property
     def batch(self):

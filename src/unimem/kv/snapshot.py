@@ -9,9 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -19,20 +17,29 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem._core import guard
-from unimem._core.block import Block
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot_format as fmt
 from unimem.kv import snapshot_layers as many
+from unimem.kv import snapshot_states as st
 from unimem.kv.snapshot_caches import Cache, CacheOfLayers, HostCache
+from unimem.kv.snapshot_chunks import (
+    Section,
+    again,
+    check_data,
+    for_each_chunk,
+    read_rows,
+    staging,
+)
 from unimem.kv.snapshot_format import Chunk, Snapshot
 from unimem.kv.snapshot_layers import LayersSnapshot
 from unimem.kv.snapshot_source import LocalSnapshot, RemoteSnapshot, SnapshotBytes, open_source
+from unimem.kv.snapshot_states import StatesSnapshot
+from unimem.kv.states import LayerStates
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system.arguments import file_path, flag, one_of
 from unimem.system.atomic_file import NewFile
 from unimem.system.objects import is_url, open_server
 from unimem.system.placement import PlacementOptions
-from unimem.system.threads import wait_until
 
 __all__ = [
     "LayersSnapshot",
@@ -48,9 +55,6 @@ __all__ = [
 
 # What is written at once: more makes no disk faster.
 _CHUNK_BYTES = 8 << 20
-# One thread hashes while others write; more keep no disk busier.
-_THREADS = 4
-
 
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
 _T = TypeVar("_T")
@@ -103,11 +107,15 @@ def save_layers(
         As `save`.
     """
     name, ids = file_path(path), _checked_ids(kv, tokens)
-    begin = base = many.first_offset(len(kv.layers), len(kv._parts), mmap.PAGESIZE)
+    pieces = kv._parts if kv._states is None else (kv._states, *kv._parts)
+    begin = base = many.first_offset(len(kv.layers), len(pieces), mmap.PAGESIZE)
     sections: list[_Section] = []
-    for part in kv._parts:
+    for piece in pieces:
         own = (None, None) if sections else (_model_name(model), ids)
-        sections.append(_section(part, *own, name, base))
+        if isinstance(piece, LayerStates):
+            sections.append(_states_section(kv, piece, *own, name, base))
+        else:
+            sections.append(_section(piece, *own, name, base))
         base += sections[-1].snapshot.file_bytes
     head = np.zeros(begin, np.uint8)
     many.encode(kv.layers, [section.snapshot for section in sections], head)
@@ -131,7 +139,7 @@ _DataOf: TypeAlias = Callable[[Chunk, NDArray[np.uint8]], NDArray[np.uint8]]
 class _Section(NamedTuple):
     """What a cache is in a file, and what gives the bytes of a chunk, and notes their checksum."""
 
-    snapshot: Snapshot
+    snapshot: Section
     data_of: _DataOf
 
 
@@ -156,16 +164,40 @@ def _section(
         base,
     )
     rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
+    return _section_of(snapshot, rows, kv._file)
 
-    def data_of(chunk: Chunk, staging: NDArray[np.uint8]) -> NDArray[np.uint8]:
+
+def _states_section(
+    kv: CacheOfLayers,
+    states: LayerStates,
+    model: str | None,
+    ids: NDArray[np.int32] | None,
+    path: str,
+    base: int,
+) -> _Section:
+    """Lay out what of a file is a cache's states, from a byte on."""
+    facts = {
+        **{"states": states.states, "batch": states.batch, "every": states.every or None},
+        **{"max_checkpoints": states.n_checkpoints, "positions": tuple(states.positions)},
+        **{key: getattr(kv, key) for key in ("seq_len", "next_position", "max_seq_len")},
+        **{"alignment": mmap.PAGESIZE, "chunk_bytes": _CHUNK_BYTES},
+    }
+    snapshot = st.new(facts, model, ids, path, base)
+    return _section_of(snapshot, [states._slot(slot) for slot in states._slots()], None)
+
+
+def _section_of(snapshot: Section, rows: list[NDArray[np.uint8]], file: str | None) -> _Section:
+    """Make a section of the bytes of its lanes, which may be mapped from a file."""
+
+    def data_of(chunk: Chunk, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
         data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
         # Pages of a file that may be lost are copied first: neither hashed nor written from.
-        if chunk.padding or data.ctypes.data % mmap.PAGESIZE or kv._file is not None:
-            piece = staging[: chunk.nbytes + chunk.padding]
-            if kv._file is None:
+        if chunk.padding or data.ctypes.data % mmap.PAGESIZE or file is not None:
+            piece = buffer[: chunk.nbytes + chunk.padding]
+            if file is None:
                 piece[: chunk.nbytes] = data
             else:
-                guard.copy(piece, data.ctypes.data, chunk.nbytes, kv._file)
+                guard.copy(piece, data.ctypes.data, chunk.nbytes, file)
             piece[chunk.nbytes :] = 0
             data = piece
         snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
@@ -197,23 +229,24 @@ def _save_file(sections: list[_Section], name: str, front: NDArray[np.uint8]) ->
         file.publish()
 
 
-def _save_section(file: NewFile, snapshot: Snapshot, data_of: _DataOf) -> None:
-    _for_each_chunk(
-        snapshot, lambda chunk, staging: file.write(data_of(chunk, staging), chunk.offset)
-    )
+def _save_section(file: NewFile, snapshot: Section, data_of: _DataOf) -> None:
+    for_each_chunk(snapshot, lambda chunk, buffer: file.write(data_of(chunk, buffer), chunk.offset))
     # Last, since it has the checksums.
     _write_head(file, _head(snapshot), snapshot.base)
 
 
-def _head(snapshot: Snapshot) -> NDArray[np.uint8]:
+def _head(snapshot: Section) -> NDArray[np.uint8]:
     head = np.zeros(snapshot.data_offset, np.uint8)
-    fmt.encode(snapshot, head)
+    if isinstance(snapshot, StatesSnapshot):
+        st.encode(snapshot, head)
+    else:
+        fmt.encode(snapshot, head)
     return head
 
 
 def _write_head(file: NewFile, head: NDArray[np.uint8], offset: int) -> None:
     """Write by way of memory that is aligned to pages."""
-    with _staging(len(head)) as block:
+    with staging(len(head)) as block:
         aligned = block.as_array("uint8", len(head))
         aligned[:] = head
         file.write(aligned, offset)
@@ -228,7 +261,7 @@ def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8]) -
     server, shown = open_server(url)
     try:
         for snapshot, data_of in sections:
-            _for_each_chunk(snapshot, data_of)
+            for_each_chunk(snapshot, data_of)
 
         def parts() -> Iterator[memoryview]:
             if front.size:
@@ -247,12 +280,15 @@ def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8]) -
 # The constructor's arguments, which a snapshot has as fields of these names.
 _DIMS = (
     *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "window"),
-    *("spare_rows", "grow", "order", "v_dtype"),
+    *("spare_rows", "grow", "order", "v_dtype", "v_head_dim", "rotate"),
 )
 
 
 # What a cache that a snapshot is read into has in common with it.
-_SAME = ("n_layers", "n_kv_heads", "head_dim", "batch", "dtype", "v_dtype", "window", "order")
+_SAME = (
+    *("n_layers", "n_kv_heads", "head_dim", "v_head_dim", "batch", "dtype", "v_dtype", "window"),
+    *("order", "rotate"),
+)
 
 
 def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
@@ -303,7 +339,7 @@ def check(path: str | os.PathLike[str]) -> Snapshot | Any:
     """
     with _opened(file_path(path)) as (source, snapshot):
         for part in _parts_of(snapshot):
-            _check_data(part, source)
+            check_data(part, source)
         return snapshot
 
 
@@ -391,10 +427,11 @@ def _restored(
     """Make a cache whose layers are alike."""
     fields = {key: getattr(snapshot, key) for key in _DIMS}
     in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
-    can_grow = not snapshot.window and snapshot.dtype == snapshot.v_dtype
+    is_apart = (snapshot.dtype, snapshot.head_dim) != (snapshot.v_dtype, snapshot.v_head_dim)
+    can_grow = not snapshot.window and not is_apart
     if file and snapshot.seq_len and can_grow and in_pages:
         if verify:
-            _check_data(snapshot, source)
+            check_data(snapshot, source)
         offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
         return cls._mapped(
             *(fields, file.fd, snapshot.path, offsets),
@@ -410,16 +447,32 @@ def _restored(
     return kv
 
 
-def _restored_layers(cls: type[_HostCacheT], snapshot: LayersSnapshot, *given: Any) -> _HostCacheT:
+def _restored_layers(
+    cls: type[_HostCacheT],
+    snapshot: LayersSnapshot,
+    source: SnapshotBytes,
+    file: _SnapshotFile | None,
+    verify: bool | None,
+    placement: PlacementOptions,
+) -> _HostCacheT:
     """Make a cache whose layers differ."""
     parts: list[_HostCacheT] = []
+    states = None
     try:
+        if (of := snapshot.states) is not None:
+            room = of.max_checkpoints, of.every
+            states = LayerStates(of.states, of.batch, *room, "kv", dict(placement))
+            _read_states(states, of, source, verify=verify is not False)
         for part in snapshot.parts:
-            parts.append(_restored(cls, part, *given))
-        made: _HostCacheT = cls._of_layers(snapshot.layers, parts, snapshot.max_seq_len)
+            parts.append(_restored(cls, part, source, file, verify, placement))
+        made: _HostCacheT = cls._of_layers(snapshot.layers, parts, snapshot.max_seq_len, states)
+        if states is not None:
+            made._finish_restore(snapshot.next_position, snapshot.seq_len)
     except BaseException:
         for one in parts:
             one.__exit__()
+        if states is not None:
+            states.__exit__()
         raise
     return made
 
@@ -487,6 +540,9 @@ def read_into(
             for one, part in pairs:
                 _read(one, part, source, verify=True)
             if isinstance(kv, CacheOfLayers):
+                states = snapshot.states if isinstance(snapshot, LayersSnapshot) else None
+                if kv._states is not None and states is not None:
+                    _read_states(kv._states, states, source, verify=True)
                 kv._finish_restore(snapshot.next_position, snapshot.seq_len)
         except BaseException:
             kv.clear()
@@ -499,7 +555,7 @@ def _check_like(
 ) -> list[tuple[Cache, Snapshot]]:
     """Refuse the snapshot of another kind of cache; return the caches that its parts belong in."""
     if isinstance(kv, CacheOfLayers) and isinstance(snapshot, LayersSnapshot):
-        keys: tuple[str, ...] = ("layers", "batch", "order")
+        keys: tuple[str, ...] = ("layers", "batch", "order", "rotate")
         pairs: list[tuple[Cache, Snapshot]] = list(zip(kv._parts, snapshot.parts, strict=False))
     elif isinstance(kv, CacheOfLayers) or isinstance(snapshot, LayersSnapshot):
         kinds = "layers that differ", "layers that are alike"
@@ -513,7 +569,8 @@ def _check_like(
         there, here = getattr(snapshot, key), getattr(kv, key)
         if there != here:
             rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
-            field = {"order": "flags", "v_dtype": "dtype"}.get(key, key)
+            fields = {"order": "flags", "rotate": "flags", "v_dtype": "dtype"}
+            field = (fields | {"v_head_dim": "head_dim"}).get(key, key)
             at = fmt.OFFSETS.get(field, many.HEADER_BYTES)
             raise SnapshotError(f"{rule}: make the cache with the same", at, snapshot.path)
     return pairs
@@ -564,7 +621,7 @@ class _SnapshotFile:
             )
         source = LocalSnapshot(self.fd, self._snapshot.path, there)
         for part in _parts_of(self._snapshot):
-            _check_data(part, source)
+            check_data(part, source)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -581,7 +638,7 @@ def _model_name(model: str | None) -> str | None:
     return model
 
 
-def _check_wanted(snapshot: Snapshot, tokens: NDArray[np.int32] | None, model: str | None) -> None:
+def _check_wanted(snapshot: Section, tokens: NDArray[np.int32] | None, model: str | None) -> None:
     """Refuse the snapshot of another model or conversation."""
     path = snapshot.path
     if _model_name(model) is not None and model != snapshot.model:
@@ -614,24 +671,25 @@ def _opened(
 ) -> Iterator[tuple[LocalSnapshot | RemoteSnapshot, Snapshot | LayersSnapshot]]:
     """Give the open file and what its header says, all of which is checked."""
     with open_source(path) as source:
-        yield source, _again(source, lambda: _read_header(source))
+        yield source, again(source, lambda: _read_header(source))
 
 
 def _read_header(source: SnapshotBytes) -> Snapshot | LayersSnapshot:
     begin = _read_bytes(source, 0, min(many.HEADER_BYTES, source.nbytes)).tobytes()
     if many.is_head(begin):
         return _read_layers(source, begin)
-    return _read_part(source, 0, source.nbytes)
+    snapshot: Snapshot = _read_part(source, 0, source.nbytes)
+    return snapshot
 
 
-def _read_part(source: SnapshotBytes, base: int, nbytes: int) -> Snapshot:
+def _read_part(source: SnapshotBytes, base: int, nbytes: int, form: Any = fmt) -> Any:
     """Read the header and the tables of a snapshot, which has these bytes of the file."""
-    head = _read_bytes(source, base, min(fmt.HEADER_BYTES, nbytes))
+    head = _read_bytes(source, base, min(form.HEADER_BYTES, nbytes))
     try:
-        values = fmt.checked_header(head.tobytes(), nbytes, source.path)
-        size = values["data_offset"] - fmt.HEADER_BYTES
-        tables = _read_bytes(source, base + fmt.HEADER_BYTES, size)
-        return fmt.checked_tables(values, tables, source.path, base)
+        values = form.checked_header(head.tobytes(), nbytes, source.path)
+        size = values["data_offset"] - form.HEADER_BYTES
+        tables = _read_bytes(source, base + form.HEADER_BYTES, size)
+        return form.checked_tables(values, tables, source.path, base)
     except SnapshotError as error:
         if not base:
             raise
@@ -643,12 +701,15 @@ def _read_layers(source: SnapshotBytes, head: bytes) -> LayersSnapshot:
     values = many.checked_header(head, source.nbytes, source.path)
     size = values["data_offset"] - many.HEADER_BYTES
     found = many.checked_head(values, _read_bytes(source, many.HEADER_BYTES, size), source.path)
-    parts = [_read_part(source, at, nbytes) for at, nbytes in found.parts]
-    return many.checked_layers(found, parts, source.path)
+    sections: list[Section] = []
+    for i, (at, nbytes) in enumerate(found.parts):
+        of_states = found.has_states and i == 0
+        sections.append(_read_part(source, at, nbytes, st if of_states else fmt))
+    return many.checked_layers(found, sections, source.path)
 
 
-def _parts_of(snapshot: Snapshot | LayersSnapshot) -> tuple[Snapshot, ...]:
-    return snapshot.parts if isinstance(snapshot, LayersSnapshot) else (snapshot,)
+def _parts_of(snapshot: Snapshot | LayersSnapshot) -> tuple[Section, ...]:
+    return snapshot.sections if isinstance(snapshot, LayersSnapshot) else (snapshot,)
 
 
 def _read_bytes(source: SnapshotBytes, offset: int, nbytes: int) -> NDArray[np.uint8]:
@@ -657,104 +718,22 @@ def _read_bytes(source: SnapshotBytes, offset: int, nbytes: int) -> NDArray[np.u
     return out
 
 
-def _again(source: SnapshotBytes, work: Callable[[], _T]) -> _T:
-    """Do what reads and checks; where a server's bytes are damaged, once more."""
-    try:
-        return work()
-    except SnapshotError:
-        if not isinstance(source, RemoteSnapshot):
-            raise
-    return work()
-
-
 def _read(kv: Cache, snapshot: Snapshot, source: SnapshotBytes, *, verify: bool) -> None:
     """Read the rows into an empty cache."""
     n, position = snapshot.seq_len, snapshot.next_position
     kv._begin_restore(position, n)
     rows = [kv._restore_rows(*lane, n, position) for lane in snapshot.lanes] if n else []
-
-    def read(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
-        data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
-        source.read(data, chunk.offset)
-        if verify:
-            padding = staging[: chunk.padding]
-            source.read(padding, chunk.offset + chunk.nbytes)
-            _check_chunk(snapshot, chunk, data, padding)
-
-    _for_each_chunk(snapshot, lambda *given: _again(source, lambda: read(*given)))
+    read_rows(rows, snapshot, source, verify=verify)
     kv._finish_restore(position, n)
 
 
-def _check_data(snapshot: Snapshot, source: SnapshotBytes) -> None:
-    def check(chunk: Chunk, staging: NDArray[np.uint8]) -> None:
-        data = staging[: chunk.nbytes + chunk.padding]
-        source.read(data, chunk.offset)
-        _check_chunk(snapshot, chunk, data)
-
-    _for_each_chunk(snapshot, lambda *given: _again(source, lambda: check(*given)))
-
-
-def _check_chunk(snapshot: Snapshot, chunk: Chunk, *pieces: NDArray[np.uint8]) -> None:
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        digest.update(piece.data)
-    if digest.intdigest() != snapshot.checksums[chunk.number]:
-        layer, part, lane = snapshot.lanes[chunk.lane]
-        stream, head = divmod(lane, snapshot.lanes_per_stream)
-        of_head = f" of head {head}" if snapshot.order == "head" else ""
-        of_stream = f" of stream {stream}" if snapshot.batch > 1 else ""
-        raise SnapshotError(
-            f"the data's checksum does not match in {part} of layer {layer}{of_head}{of_stream}; "
-            f"{fmt.DAMAGED}",
-            chunk.offset,
-            snapshot.path,
-        )
-
-
-# ---- both ----
-
-
-def _staging(nbytes: int) -> Block:
-    return Block(nbytes, pages="4k", name="snapshot", category="staging")
-
-
-def _for_each_chunk(snapshot: Snapshot, work: Callable[[Chunk, NDArray[np.uint8]], object]) -> None:
-    """Do the work for every chunk, in threads, each with page-aligned memory for a chunk.
-
-    The error of the first chunk that has one is raised, and what has not begun then is left. No
-    work is under way any more when this returns or raises, however often it is interrupted: the
-    caller closes the file, and gives the memory to others.
-    """
-    n_threads = min(_THREADS, len(snapshot.checksums))
-    if n_threads == 0:
-        return
-    longest = max(snapshot.lane_stride, snapshot.v_lane_stride)
-    nbytes = min(snapshot.chunk_bytes, longest)
-    buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
-
-    stopped = False
-
-    def one(chunk: Chunk) -> None:
-        buffer = buffers.get()
-        try:
-            # Read while the buffer is held: a thread without one begins no work after the stop.
-            if not stopped:
-                work(chunk, buffer)
-        finally:
-            buffers.put(buffer)
-
-    def is_idle() -> bool:
-        return buffers.qsize() == n_threads
-
-    with _staging(n_threads * nbytes) as block, ThreadPoolExecutor(n_threads) as pool:
-        for i in range(n_threads):
-            buffers.put(block.as_array("uint8", nbytes, i * nbytes))
-        try:
-            for _ in pool.map(one, snapshot.chunks()):
-                pass
-        finally:
-            stopped = True
-            try:
-                wait_until(is_idle)
-            finally:
-                wait_until(is_idle)  # an interrupt may have come before its first line
+def _read_states(
+    states: LayerStates, snapshot: StatesSnapshot, source: SnapshotBytes, *, verify: bool
+) -> None:
+    """Read states, and the newest of their checkpoints for which there is room."""
+    n_left = max(0, len(snapshot.positions) - states.n_checkpoints)
+    positions = snapshot.positions[n_left:]
+    rows: list[NDArray[np.uint8] | None] = [states._slot(0), *([None] * n_left)]
+    rows += [states._slot(1 + i) for i in range(len(positions))]
+    read_rows(rows, snapshot, source, verify=verify)
+    states._adopt(positions)

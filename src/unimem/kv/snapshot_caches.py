@@ -9,7 +9,8 @@ from typing import Any, Literal, Protocol, Self, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.kv.layers import LayerKV
+from unimem.kv.layers import Layer
+from unimem.kv.states import LayerStates
 
 __all__ = ["Cache", "CacheOfLayers", "HostCache"]
 
@@ -75,12 +76,20 @@ class CacheOfLayers(Protocol):
     _snapshot: Any
 
     @property
-    def layers(self) -> tuple[LayerKV, ...]:
+    def layers(self) -> tuple[Layer, ...]:
         """What each layer keeps."""
 
     @property
     def _parts(self) -> Sequence[Any]:
         """The caches."""
+
+    @property
+    def _states(self) -> LayerStates | None:
+        """The states of layers that keep no tokens."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that all layers hold."""
 
     @property
     def max_seq_len(self) -> int:
@@ -119,8 +128,13 @@ class HostCache(Cache, Protocol):
         """Make one whose rows are mapped from a file."""
 
     @staticmethod
-    def _of_layers(layers: tuple[LayerKV, ...], parts: list[Any], max_seq_len: int) -> Any:
-        """Make one of layers that differ, of its parts."""
+    def _of_layers(
+        layers: tuple[Layer, ...],
+        parts: list[Any],
+        max_seq_len: int,
+        states: LayerStates | None = None,
+    ) -> Any:
+        """Make one of layers that differ, of its parts and states."""
 
     def __exit__(
         self,

@@ -21,13 +21,16 @@ __all__ = [
     "Chunk",
     "Lane",
     "Snapshot",
+    "check_model",
     "checked_header",
     "checked_tables",
     "encode",
+    "model_of",
     "new",
     "round_up",
     "row_bytes_of",
     "seal_header",
+    "tokens_of",
 ]
 
 DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
@@ -41,9 +44,12 @@ _BLOCKS = {
     **{"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)},
     **{"q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "iq4_nl": (32, 18)},
 }
-_GROW, _HAS_MODEL, _HAS_TOKENS, _BY_HEAD = 1, 2, 4, 8
+_GROW, _HAS_MODEL, _HAS_TOKENS, _BY_HEAD, _V_DIM, _ROTATED = 1, 2, 4, 8, 16, 32
+# Of heads, where those of V have another size; there the upper half of a field is V's.
+_MOST_HALF = 0xFFFF
 
 MIN_ALIGNMENT, MAX_ALIGNMENT = 4096, 1 << 20
+_ROTATION = 64  # rotated heads are multiples of it
 MAX_CHUNK_BYTES = 64 << 20
 MAX_LANES = 1 << 20
 MAX_SEQ_LEN = (1 << 32) - 1  # as KVCache
@@ -131,8 +137,12 @@ class Snapshot:
     n_layers, n_kv_heads, head_dim, max_seq_len, batch : int
         The cache's dimensions; of a fixed cache whose rows `budget_bytes` has cut, `max_seq_len`
         is these rows.
+    v_head_dim : int
+        Elements of a head of V.
     dtype, v_dtype : str
         What is stored of K, and of V, as for `KVCache`.
+    rotate : bool
+        Whether heads are stored rotated.
     window : int or None
         Of a ring, the tokens that it shows.
     spare_rows : int
@@ -164,10 +174,12 @@ class Snapshot:
     n_layers: int
     n_kv_heads: int
     head_dim: int
+    v_head_dim: int
     max_seq_len: int
     batch: int
     dtype: DType
     v_dtype: DType
+    rotate: bool
     window: int | None
     spare_rows: int
     grow: bool
@@ -231,11 +243,23 @@ class Snapshot:
                 yield Chunk(number, lane, begin, nbytes, end - begin - nbytes, offset)
                 number += 1
 
+    def name_of(self, lane: int) -> str:
+        """Say which lane that is."""
+        layer, part, number = self.lanes[lane]
+        stream, head = divmod(number, self.lanes_per_stream)
+        of_head = f" of head {head}" if self.order == "head" else ""
+        of_stream = f" of stream {stream}" if self.batch > 1 else ""
+        return f"{part} of layer {layer}{of_head}{of_stream}"
+
     def __str__(self) -> str:
         layers, heads = format_count(self.n_layers, "layer"), format_count(self.n_kv_heads, "head")
         by_head = ", rows by head" if self.order == "head" else ""
         types = self.dtype if self.dtype == self.v_dtype else f"{self.dtype} and {self.v_dtype}"
-        shape = f"{layers} of {heads} of {self.head_dim} {types}{by_head}"
+        dims = f"{self.head_dim}"
+        if self.v_head_dim != self.head_dim:
+            dims += f" and {self.v_head_dim}"
+        rotated = ", rotated" if self.rotate else ""
+        shape = f"{layers} of {heads} of {dims} {types}{by_head}{rotated}"
         tokens = format_count(self.seq_len, "token")
         streams = f", {self.batch} streams" if self.batch > 1 else ""
         where = f" up to position {self.next_position - 1}" if self.seq_len else ""
@@ -272,7 +296,8 @@ def _n_lanes(facts: dict[str, Any]) -> int:
 
 def _row_bytes(facts: dict[str, Any], key: Literal["dtype", "v_dtype"]) -> int:
     n_heads = facts["n_kv_heads"] // _lanes_of_stream(facts["order"], facts["n_kv_heads"])
-    return row_bytes_of(n_heads, facts["head_dim"], facts[key])
+    dim = facts["head_dim" if key == "dtype" else "v_head_dim"]
+    return row_bytes_of(n_heads, dim, facts[key])
 
 
 def _sizes(facts: dict[str, Any], n_tokens: int) -> _Sizes:
@@ -318,11 +343,13 @@ def new(
         raise ValueError(
             f"a snapshot has at most {MAX_LANES} lanes ({_LANES}), and this cache {n_lanes}"
         )
-    model_bytes = len(model.encode()) if model is not None else 0
-    if model_bytes > MAX_MODEL_BYTES:
+    dims = facts["head_dim"], facts["v_head_dim"]
+    if dims[0] != dims[1] and max(dims) > _MOST_HALF:
         raise ValueError(
-            f"model: expected at most {MAX_MODEL_BYTES} bytes of UTF-8, got {model_bytes}"
+            f"a snapshot is of heads of at most {_MOST_HALF} values where those of V have another "
+            f"size, and this cache's have {dims[0]} and {dims[1]}"
         )
+    model_bytes = check_model(model)
     n_tokens = 0 if tokens is None else len(tokens)
     sizes = _sizes(facts | {"model_bytes": model_bytes}, n_tokens)
     window = facts["window"]
@@ -349,6 +376,16 @@ def new(
     )
 
 
+def check_model(model: str | None) -> int:
+    """Return the bytes of a model's name; ValueError where these are too many."""
+    model_bytes = len(model.encode()) if model is not None else 0
+    if model_bytes > MAX_MODEL_BYTES:
+        raise ValueError(
+            f"model: expected at most {MAX_MODEL_BYTES} bytes of UTF-8, got {model_bytes}"
+        )
+    return model_bytes
+
+
 def encode(snapshot: Snapshot, out: NDArray[np.uint8]) -> None:
     """Write the header and the tables.
 
@@ -367,11 +404,17 @@ def encode(snapshot: Snapshot, out: NDArray[np.uint8]) -> None:
     flags |= _HAS_MODEL * (snapshot.model is not None)
     flags |= _HAS_TOKENS * (snapshot.tokens is not None)
     flags |= _BY_HEAD * (snapshot.order == "head")
+    flags |= _ROTATED * snapshot.rotate
+    head_dim = snapshot.head_dim
+    if head_dim != snapshot.v_head_dim:
+        flags |= _V_DIM
+        head_dim |= snapshot.v_head_dim << 16
     special = {
         "magic": MAGIC,
         "version": VERSION,
         "header_bytes": HEADER_BYTES,
         "window": snapshot.window or 0,
+        "head_dim": head_dim,
         "dtype": _dtype_number(snapshot),
         "flags": flags,
         "model_bytes": len(model),
@@ -428,10 +471,10 @@ def checked_header(head: bytes, file_bytes: int, path: str) -> dict[str, Any]:
         raise SnapshotError(f"{rule}; {DAMAGED}", len(head), path)
     values = dict(zip((name for name, _ in _FIELDS), _HEADER.unpack(head), strict=True))
     version = values["version"]
-    # Before the checksum, since a newer version may have a longer header. Version 2 is read by
-    # snapshot_layers, and is no part of another file.
+    # Before the checksum, since a newer version may have a longer header. Versions 2 and 3 are read
+    # by snapshot_layers, and are no part of another file.
     if version > VERSION:
-        rule = f"version {version} is newer than this unimem, which reads versions 1 and 2"
+        rule = f"version {version} is newer than this unimem, which reads versions 1 to 3"
         _refuse("version", f"{rule}: update unimem-llm, or save anew", path)
     if version != VERSION:
         _refuse("version", f"expected version {VERSION}, got {version}; {DAMAGED}", path)
@@ -449,9 +492,14 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
         if not holds:
             _refuse(name, f"{name}: expected {expected}, got {values[name]}", path)
 
+    check(values["flags"] < 2 * _ROTATED, "flags", "no bit but 1, 2, 4, 8, 16 and 32")
+    values["v_head_dim"] = values["head_dim"]
+    if values["flags"] & _V_DIM:
+        values["v_head_dim"], values["head_dim"] = divmod(values["head_dim"], _MOST_HALF + 1)
+        check(values["v_head_dim"] != values["head_dim"], "head_dim", "another size of V's heads")
+    values["rotate"] = bool(values["flags"] & _ROTATED)
     for name in ("n_layers", "n_kv_heads", "head_dim", "batch", "max_seq_len"):
         check(values[name] >= 1, name, "at least 1")
-    check(values["flags"] < 2 * _BY_HEAD, "flags", "no bit but 1, 2, 4 and 8")
     values["order"] = "head" if values["flags"] & _BY_HEAD else "token"
     n_lanes = _n_lanes(values)
     check(n_lanes <= MAX_LANES, "n_layers", f"at most {MAX_LANES} lanes ({_LANES})")
@@ -462,10 +510,14 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     apart = values["dtype"] != values["v_dtype"]
     takes_two = not values["window"] and not values["flags"] & _GROW
     check(takes_two or not apart, "dtype", "one type in a ring, or a cache that grows")
-    for name in (values["dtype"], values["v_dtype"]):
+    alike = values["head_dim"] == values["v_head_dim"]
+    check(takes_two or alike, "head_dim", "heads of one size in a ring, or a cache that grows")
+    for name, dim in ((values["dtype"], "head_dim"), (values["v_dtype"], "v_head_dim")):
         block_values, _ = _BLOCKS[name]
-        whole = values["head_dim"] % block_values == 0
+        whole = values[dim] % block_values == 0
         check(whole, "head_dim", f"a multiple of {block_values} for {name}")
+        whole = not values["rotate"] or values[dim] % _ROTATION == 0
+        check(whole, "head_dim", f"a multiple of {_ROTATION} where heads are rotated")
     alignment = values["alignment"]
     check(
         MIN_ALIGNMENT <= alignment <= MAX_ALIGNMENT and alignment & (alignment - 1) == 0,
@@ -518,6 +570,30 @@ def _check_layout(values: dict[str, Any], file_bytes: int, path: str) -> None:
         raise SnapshotError(f"{rule}; {DAMAGED}", sizes.file_bytes, path)
 
 
+def tokens_of(
+    tables: NDArray[np.uint8], begin: int, n: int, header_bytes: int, path: str
+) -> NDArray[np.int32]:
+    """Read the ids of n tokens at a byte of the tables; SnapshotError for what is none."""
+    tokens = tables[begin : begin + 4 * n].view("<i4").astype(np.int32)
+    tokens.flags.writeable = False
+    if n and tokens.min() < 0:
+        at = header_bytes + begin + 4 * int(np.argmax(tokens < 0))
+        raise SnapshotError("the id of a token is negative", at, path)
+    return tokens
+
+
+def model_of(
+    tables: NDArray[np.uint8], begin: int, nbytes: int, header_bytes: int, path: str
+) -> str:
+    """Read a model's name at a byte of the tables; SnapshotError for what is none."""
+    name = tables[begin : begin + nbytes].tobytes()
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        at = header_bytes + begin + error.start
+        raise SnapshotError("the model's name is not valid UTF-8", at, path) from None
+
+
 def checked_tables(
     values: dict[str, Any], tables: NDArray[np.uint8], path: str, base: int = 0
 ) -> Snapshot:
@@ -550,20 +626,12 @@ def checked_tables(
     n_tokens = values["next_position"] if flags & _HAS_TOKENS else 0
     sizes = _sizes(values, n_tokens)
     n_chunks = sizes.n_chunks
-    tokens = tables[8 * n_chunks : 8 * n_chunks + 4 * n_tokens].view("<i4").astype(np.int32)
-    tokens.flags.writeable = False
-    if n_tokens and tokens.min() < 0:
-        at = HEADER_BYTES + 8 * n_chunks + 4 * int(np.argmax(tokens < 0))
-        raise SnapshotError("the id of a token is negative", at, path)
-    model_begin = 8 * n_chunks + 4 * n_tokens
-    name = tables[model_begin : model_begin + values["model_bytes"]].tobytes()
-    try:
-        model = name.decode()
-    except UnicodeDecodeError as error:
-        at = HEADER_BYTES + model_begin + error.start
-        raise SnapshotError("the model's name is not valid UTF-8", at, path) from None
+    begin = 8 * n_chunks
+    tokens = tokens_of(tables, begin, n_tokens, HEADER_BYTES, path)
+    model = model_of(tables, begin + 4 * n_tokens, values["model_bytes"], HEADER_BYTES, path)
     same = (
         *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "v_dtype"),
+        *("v_head_dim", "rotate"),
         *(
             "spare_rows",
             "seq_len",

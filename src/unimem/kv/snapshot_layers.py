@@ -8,15 +8,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
-from unimem.kv.layers import LayerKV, kinds_of, places_of
+from unimem.kv.layers import Layer, LayerKV, kinds_of, places_of
 from unimem.kv.snapshot_format import DAMAGED, MAGIC, Order, Snapshot, round_up
+from unimem.kv.snapshot_states import StatesSnapshot
 from unimem.system.text import format_bytes, format_count
 
 __all__ = [
@@ -30,8 +31,9 @@ __all__ = [
     "is_head",
 ]
 
-#: Of the files of this module; those of `snapshot_format` are version 1.
-VERSION = 2
+#: Of the files of this module, without states and with them; those of `snapshot_format` are
+#: version 1.
+VERSION, VERSION_OF_STATES = 2, 3
 # Layers, and so parts, that a file may have.
 MAX_LAYERS = 1 << 16
 _NOBODY = 0xFFFFFFFF
@@ -57,6 +59,8 @@ class Head(NamedTuple):
     ----------
     file_bytes, data_offset : int
         Bytes of the file, and where its first part begins.
+    has_states : bool
+        Whether the first part is of the states.
     parts : list of tuple of int
         Where each begins, and its bytes.
     layers : list of tuple
@@ -65,6 +69,7 @@ class Head(NamedTuple):
 
     file_bytes: int
     data_offset: int
+    has_states: bool
     parts: list[tuple[int, int]]
     layers: list[tuple[int, int | None]]
 
@@ -77,8 +82,10 @@ class LayersSnapshot:
     ----------
     path : str
         The file.
-    layers : tuple of LayerKV
+    layers : tuple of LayerKV and LayerState
         What each layer keeps.
+    states : StatesSnapshot or None
+        The states of layers that keep one.
     parts : tuple of Snapshot
         Of the layers that are alike, those that keep all tokens first: with `layers`, the order in
         which they have rows is theirs.
@@ -87,9 +94,15 @@ class LayersSnapshot:
     """
 
     path: str
-    layers: tuple[LayerKV, ...]
+    layers: tuple[Layer, ...]
+    states: StatesSnapshot | None
     parts: tuple[Snapshot, ...]
     file_bytes: int
+
+    @property
+    def sections(self) -> tuple[Snapshot | StatesSnapshot, ...]:
+        """All that has data, in the order of the file: the states, then the parts."""
+        return self.parts if self.states is None else (self.states, *self.parts)
 
     @property
     def n_layers(self) -> int:
@@ -99,49 +112,55 @@ class LayersSnapshot:
     @property
     def seq_len(self) -> int:
         """Tokens that the layers hold that hold most."""
-        return max(part.seq_len for part in self.parts)
+        return max(section.seq_len for section in self.sections)
 
     @property
     def next_position(self) -> int:
         """The position behind the last of them."""
-        return self.parts[0].next_position
+        return self.sections[0].next_position
 
     @property
     def max_seq_len(self) -> int:
         """Tokens that the cache had room for."""
-        return min(part.max_seq_len for part in self.parts)
+        return min(section.max_seq_len for section in self.sections)
 
     @property
     def batch(self) -> int:
         """Streams."""
-        return self.parts[0].batch
+        return self.sections[0].batch
 
     @property
     def order(self) -> Order:
         """Whether a row of a lane has all heads of a token, or each head a lane."""
-        return self.parts[0].order
+        return self.parts[0].order if self.parts else "token"
+
+    @property
+    def rotate(self) -> bool:
+        """Whether heads are stored rotated."""
+        return any(part.rotate for part in self.parts)
 
     @property
     def model(self) -> str | None:
         """The fingerprint of the model that it was saved with."""
-        return self.parts[0].model
+        return self.sections[0].model
 
     @property
     def tokens(self) -> NDArray[np.int32] | None:
         """``int32 [next_position]``: the ids of all tokens of the conversation."""
-        return self.parts[0].tokens
+        return self.sections[0].tokens
 
     def __str__(self) -> str:
         layers = format_count(self.n_layers, "layer")
         tokens = format_count(self.seq_len, "token")
-        parts = "; ".join(str(part) for part in self.parts)
+        parts = "; ".join(str(section) for section in self.sections)
         return f"{layers}, {tokens}, {format_bytes(self.file_bytes)}: {parts}"
 
 
 def is_head(head: bytes) -> bool:
     """Whether a file that begins so is one of this format."""
     at = OFFSETS["version"]
-    return head.startswith(MAGIC) and head[at : at + 4] == struct.pack("<I", VERSION)
+    versions = struct.pack("<I", VERSION), struct.pack("<I", VERSION_OF_STATES)
+    return head.startswith(MAGIC) and head[at : at + 4] in versions
 
 
 def first_offset(n_layers: int, n_parts: int, alignment: int) -> int:
@@ -153,31 +172,41 @@ def _tables_end(n_layers: int, n_parts: int) -> int:
     return HEADER_BYTES + n_parts * _PART.itemsize + 2 * n_layers * _LAYER.itemsize
 
 
-def encode(layers: Sequence[LayerKV], parts: Sequence[Snapshot], out: NDArray[np.uint8]) -> None:
+def encode(
+    layers: Sequence[Layer], parts: Sequence[Snapshot | StatesSnapshot], out: NDArray[np.uint8]
+) -> None:
     """Write the header and the tables.
 
     Parameters
     ----------
-    layers : sequence of LayerKV
+    layers : sequence of LayerKV and LayerState
         Of the cache.
-    parts : sequence of Snapshot
-        Of its parts, in their order.
+    parts : sequence of Snapshot and StatesSnapshot
+        Of its states, if it has any, and of its parts, in their order.
     out : numpy.ndarray
         ``uint8``, all zeros: the beginning of the file, up to the first part.
     """
-    numbers = {kind: i for i, kind in enumerate(kinds_of(layers))}
+    has_states = isinstance(parts[0], StatesSnapshot)
+    numbers: dict[Any, int] = {None: 0}
+    numbers |= {kind: has_states + i for i, kind in enumerate(kinds_of(layers))}
+    version = VERSION_OF_STATES if has_states else VERSION
     table = np.array([(part.base, part.file_bytes) for part in parts], _PART)
     rows = [
-        (numbers[place.kind], _NOBODY if layer.share_of is None else layer.share_of)
+        (numbers[place.kind], _shared(layer))
         for layer, place in zip(layers, places_of(layers), strict=True)
     ]
     tables = table.tobytes() + np.array(rows, _LAYER).tobytes()
     out[HEADER_BYTES : HEADER_BYTES + len(tables)] = np.frombuffer(tables, np.uint8)
     header = _HEADER.pack(
-        *(MAGIC, VERSION, HEADER_BYTES, parts[-1].base + parts[-1].file_bytes, len(out)),
+        *(MAGIC, version, HEADER_BYTES, parts[-1].base + parts[-1].file_bytes, len(out)),
         *(len(layers), len(parts), xxhash.xxh3_64_intdigest(out[HEADER_BYTES:].data), 0),
     )
     out[:HEADER_BYTES] = np.frombuffer(seal_header(header), np.uint8)
+
+
+def _shared(layer: Layer) -> int:
+    of = layer.share_of if isinstance(layer, LayerKV) else None
+    return _NOBODY if of is None else of
 
 
 def seal_header(header: bytes) -> bytes:
@@ -191,7 +220,7 @@ def _refuse(name: str, rule: str, path: str) -> NoReturn:
 
 
 def checked_header(head: bytes, file_bytes: int, path: str) -> dict[str, int]:
-    """Read the header of a file of version 2, and check every field.
+    """Read the header of a file of version 2 or 3, and check every field.
 
     Parameters
     ----------
@@ -271,18 +300,21 @@ def checked_head(values: dict[str, int], tables: NDArray[np.uint8], path: str) -
     for i, (part, of) in enumerate(layers):
         if part >= n_parts or (of is not None and (of >= n_layers or layers[of] != (part, None))):
             _refuse("n_layers", f"layer {i}: there is no such part, or layer to share", path)
-    return Head(values["file_bytes"], values["data_offset"], parts, layers)
+    has_states = values["version"] == VERSION_OF_STATES
+    return Head(values["file_bytes"], values["data_offset"], has_states, parts, layers)
 
 
-def checked_layers(head: Head, parts: Sequence[Snapshot], path: str) -> LayersSnapshot:
+def checked_layers(
+    head: Head, sections: Sequence[Snapshot | StatesSnapshot], path: str
+) -> LayersSnapshot:
     """Put the parts together, which have to be of one cache.
 
     Parameters
     ----------
     head : Head
         From `checked_head`.
-    parts : sequence of Snapshot
-        As they say of themselves.
+    sections : sequence of Snapshot and StatesSnapshot
+        The parts as they say of themselves, with states first.
     path : str
         The file.
 
@@ -291,36 +323,56 @@ def checked_layers(head: Head, parts: Sequence[Snapshot], path: str) -> LayersSn
     SnapshotError
         They are not.
     """
-    first, n_tokens = parts[0], max(part.seq_len for part in parts)
-    layers = tuple(
-        LayerKV(
-            parts[part].n_kv_heads,
-            parts[part].head_dim,
-            window=parts[part].window,
-            dtype=parts[part].dtype,
-            share_of=of,
-        )
-        for part, of in head.layers
-    )
-    counts = [head.layers.count((i, None)) for i in range(len(parts))]
-    kinds = [(p.n_kv_heads, p.head_dim, p.window, p.dtype) for p in parts if p.dtype == p.v_dtype]
-    alike = ("batch", "order", "next_position", "alignment")
+    first, n_tokens = sections[0], max(section.seq_len for section in sections)
+    states = first if isinstance(first, StatesSnapshot) else None
+    parts = [part for part in sections if isinstance(part, Snapshot)]
+    layers = _layers_of(head, sections, path)
+    counts = [head.layers.count((i, None)) for i in range(len(sections))]
+    kinds = [
+        (p.n_kv_heads, p.head_dim, p.v_head_dim, p.window, p.dtype)
+        for p in parts
+        if p.dtype == p.v_dtype
+    ]
     rules = {
-        "the layers are not those of the parts": counts == [part.n_layers for part in parts]
+        "the layers are not those of the parts": counts
+        == [len(p.states) if isinstance(p, StatesSnapshot) else p.n_layers for p in sections]
         and kinds == list(kinds_of(layers)),
         "the parts do not end alike": all(
-            getattr(part, name) == getattr(first, name) for part in parts for name in alike
-        ),
+            getattr(section, name) == getattr(first, name)
+            for section in sections
+            for name in ("batch", "next_position", "alignment")
+        )
+        and len({(part.order, part.rotate) for part in parts}) <= 1,
         "the parts hold other tokens than they should": all(
             part.seq_len == min(n_tokens, part.window or n_tokens) for part in parts
         ),
         "the first part is not where it should be": head.data_offset
-        == first_offset(len(layers), len(parts), first.alignment),
+        == first_offset(len(layers), len(sections), first.alignment),
         "a part but the first has tokens or a model": all(
-            part.tokens is None and part.model is None for part in parts[1:]
+            section.tokens is None and section.model is None for section in sections[1:]
         ),
     }
     for rule, holds in rules.items():
         if not holds:
             raise SnapshotError(f"{rule}; {DAMAGED}", HEADER_BYTES, path)
-    return LayersSnapshot(path, layers, tuple(parts), head.file_bytes)
+    return LayersSnapshot(path, layers, states, tuple(parts), head.file_bytes)
+
+
+def _layers_of(
+    head: Head, sections: Sequence[Snapshot | StatesSnapshot], path: str
+) -> tuple[Layer, ...]:
+    """Return what each layer keeps, as the parts say it."""
+    layers: list[Layer] = []
+    n_states = 0
+    for number, of in head.layers:
+        part = sections[number]
+        if isinstance(part, Snapshot):
+            dims = part.n_kv_heads, part.head_dim, part.v_head_dim
+            kept = LayerKV(*dims, window=part.window, dtype=part.dtype, share_of=of)
+            layers.append(kept)
+            continue
+        if of is not None or n_states == len(part.states):
+            raise SnapshotError(f"there is no such state; {DAMAGED}", HEADER_BYTES, path)
+        layers.append(part.states[n_states])
+        n_states += 1
+    return tuple(layers)

@@ -1,0 +1,258 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
+"""States: what layers keep that keep no tokens, and checkpoints of it."""
+import math
+import os
+import weakref
+
+import numpy as np
+
+from unimem.errors import ClosedError
+
+cimport numpy as cnp
+from cpython.ref cimport PyObject
+from libc.stdint cimport uint64_t, uintptr_t
+from libc.string cimport memcpy, memset
+
+from unimem._core.arrays cimport dtype_of, new_array, size_of, vector_over
+from unimem._core.block cimport Block
+from unimem._core.region cimport Region, enter_holder, new_window
+from unimem.kv.arrays cimport number_of_type, numpy_type
+from unimem.kv.rows cimport round_up
+
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(PyObject *o) nogil
+
+cnp.import_array()
+
+cdef enum:
+    ALIGN = 64
+# No process has so much address space.
+cdef object MOST_BYTES = 1 << 47
+cdef object MOST_CHECKPOINTS = 2**31
+
+# A fork may come while another thread copies, which never ends in the child.
+cdef object _made = weakref.WeakSet()
+
+
+def _enter_child():
+    cdef LayerStates states
+    for states in list(_made):
+        states._busy = False
+
+
+os.register_at_fork(after_in_child=_enter_child)
+
+
+cdef class LayerStates:
+    """The states of all layers that keep one, in one block, and room for copies of all of them.
+
+    Parameters
+    ----------
+    states : tuple of LayerState
+        What each of these layers keeps, for each stream.
+    batch : int
+        Streams.
+    checkpoints : int
+        Copies of all states that are kept at most.
+    every : int or None
+        After how many tokens one is to be taken.
+    name : str
+        Of the cache.
+    placement : dict
+        As for `Block`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A number that cannot be.
+    MemoryError, PlacementError
+        As `Block`.
+    """
+
+    def __init__(self, tuple states, batch, checkpoints, every, str name, dict placement):
+        cdef size_t begin = 0
+        if size_of(batch, "batch", 1) >= 2**32:
+            raise ValueError(f"batch: expected at most 2**32 - 1, got {batch}")
+        if size_of(checkpoints, "checkpoints") >= MOST_CHECKPOINTS:
+            raise ValueError(f"checkpoints: expected less than 2**31, got {checkpoints}")
+        total = self.storage_bytes(states, batch, checkpoints)
+        self.states, self.batch, self.name = states, batch, name
+        self.n_checkpoints = checkpoints
+        self.every = 0 if every is None else size_of(every, "checkpoint_every", 1)
+        self._placement = placement
+        self._dtypes = tuple([numpy_type(number_of_type(state.dtype)) for state in states])
+        self._dims = tuple([(batch, *state.shape) for state in states])
+        begins = []
+        for dims, dtype in zip(self._dims, self._dtypes, strict=True):
+            begins.append(begin)
+            begin += round_up(math.prod(dims) * dtype.itemsize, ALIGN)
+        self._begins, self.state_bytes = tuple(begins), begin
+        self._held, self._free = [], list(range(self.n_checkpoints, 0, -1))
+        self.block = Block(total, name=name, category="kv", **placement)
+        self.block._is_part = True
+        self._region = self.block.region()
+        _made.add(self)
+        enter_holder(self)
+
+    @staticmethod
+    def storage_bytes(states, batch, checkpoints):
+        """The bytes of the states of so many streams, each rounded up to 64, and of the copies."""
+        item = {state.dtype: numpy_type(number_of_type(state.dtype)).itemsize for state in states}
+        nbytes = [math.prod(state.shape) * batch * item[state.dtype] for state in states]
+        total = sum([-(-n // ALIGN) * ALIGN for n in nbytes]) * (1 + checkpoints)
+        if total >= MOST_BYTES:
+            raise ValueError(f"KVCache: states of {sum(nbytes)} bytes and {checkpoints} "
+                             "checkpoints of them are more than there can be: fewer of them")
+        return total
+
+    # ---- the memory ----
+
+    cdef Region open_region(self):
+        if self._region is None:
+            raise ClosedError(f"KVCache '{self.name}' is closed")
+        return self._region
+
+    cdef Region begin_change(self):
+        cdef Region region = self.open_region()
+        if self._busy:
+            raise RuntimeError(f"KVCache '{self.name}': another thread copies its states: one "
+                               "writes at a time")
+        return region
+
+    def _ledger_parts(self):
+        cdef Region region = self._region
+        if region is None:
+            return ()
+        return (("kv", <uintptr_t>region.block.base, region.memory_bytes(), self.state_bytes,
+                 self.state_bytes),)
+
+    cdef object view(self, Py_ssize_t number):
+        cdef Region region = self.open_region()
+        cdef tuple dims = self._dims[number]
+        cdef size_t begin = self._begins[number]
+        cdef object dtype = self._dtypes[number]
+        cdef cnp.npy_intp[32] sizes
+        cdef int axis
+        for axis in range(len(dims)):
+            sizes[axis] = dims[axis]
+        window = new_window(region, begin, math.prod(dims) * dtype.itemsize)
+        return new_array(<char *>region.block.base + begin, len(dims), sizes, NULL, dtype, window,
+                         True)
+
+    def _slot(self, Py_ssize_t slot):
+        """The bytes of all states (slot 0), or of a checkpoint."""
+        cdef Region region = self.open_region()
+        cdef size_t begin = slot * self.state_bytes
+        return vector_over(<char *>region.block.base + begin, self.state_bytes, dtype_of("uint8"),
+                           new_window(region, begin, self.state_bytes), True)
+
+    cdef int fill(self, Py_ssize_t to, Py_ssize_t source) except -1:
+        # Held, so that nobody closes the cache meanwhile.
+        cdef Region held = self.begin_change()
+        cdef char *base = <char *>held.block.base
+        cdef size_t nbytes = self.state_bytes
+        self._busy = True
+        with nogil:
+            if source < 0:
+                memset(base + to * nbytes, 0, nbytes)
+            else:
+                memcpy(base + to * nbytes, base + source * nbytes, nbytes)
+        self._busy = False
+        return 0
+
+    # ---- checkpoints ----
+
+    @property
+    def positions(self):
+        """Those of the checkpoints, the oldest first."""
+        return [position for position, _ in self._held]
+
+    def _slots(self):
+        """The slots that have something: that of the states, and those of the checkpoints."""
+        return [0] + [slot for _, slot in self._held]
+
+    cdef int take(self, uint64_t position) except -1:
+        cdef Py_ssize_t there = self.find(position), slot
+        self.begin_change()
+        if there >= 0:
+            slot = self._held.pop(there)[1]
+        elif self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._held.pop(0)[1]
+        self.fill(slot, 0)
+        self._held.append((position, slot))
+        return 0
+
+    cdef Py_ssize_t find(self, uint64_t position) noexcept:
+        cdef Py_ssize_t i
+        for i in range(len(self._held)):
+            if self._held[i][0] == position:
+                return i
+        return -1
+
+    cdef int go_back(self, uint64_t position) except -1:
+        cdef Py_ssize_t there = self.find(position)
+        self.fill(0, self._held[there][1])
+        while len(self._held) > there + 1:
+            self._free.append(self._held.pop()[1])
+        return 0
+
+    cdef int clear(self) except -1:
+        self.fill(0, -1)
+        while self._held:
+            self._free.append(self._held.pop()[1])
+        return 0
+
+    def _adopt(self, positions):
+        """Declare that slots 1 and on have the checkpoints of these positions, in their order."""
+        n = len(positions)
+        self._held = list(zip(positions, range(1, n + 1), strict=True))
+        self._free = list(range(self.n_checkpoints, n, -1))
+
+    cdef LayerStates copy(self):
+        cdef LayerStates other = LayerStates(self.states, self.batch, self.n_checkpoints,
+                                             self.every or None, self.name, self._placement)
+        try:
+            for to, slot in enumerate(self._slots()):
+                np.copyto(other._slot(to), self._slot(slot))
+            other._adopt(self.positions)
+        except BaseException:
+            other.end()
+            raise
+        return other
+
+    # ---- figures and the end ----
+
+    @property
+    def capacity_bytes(self):
+        """Bytes of memory that back the states and the checkpoints."""
+        return self.state_bytes * (1 + self.n_checkpoints)
+
+    @property
+    def resident_bytes(self):
+        """Those that are in RAM, in whole pages, once each (Pss)."""
+        self.open_region()
+        return self.block.verify().pss_bytes
+
+    @property
+    def closed(self):
+        """Whether it was closed, or never made."""
+        return self._region is None
+
+    def warm(self, threads=None):
+        """Bring all of it into RAM, as `Block.warm`."""
+        self.open_region()
+        self.block.warm(threads)
+
+    cdef Py_ssize_t n_users(self):
+        # The block and this hold the region; everybody else is a view.
+        return 0 if self._region is None else Py_REFCNT(<PyObject *>self._region) - 2
+
+    def __exit__(self, *exc_info):
+        self.end()
+
+    cdef object end(self):
+        self._region = None
+        if self.block is not None:
+            self.block.__exit__()
