@@ -44,7 +44,7 @@ def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
     heads = 1 if order == "head" else kind.n_kv_heads  # in a row of a lane
     row = KVCache.storage_bytes(1, heads, kind.head_dim, ROUND_ROWS, dtype=kind.dtype)
     row //= 2 * ROUND_ROWS
-    n_rows = KVCache._ring_rows(row, kind.window + spare_rows, pages)
+    n_rows = KVCache._ring_rows(row, row, kind.window + spare_rows, pages)
     return 2 * n_layers * batch * (kind.n_kv_heads // heads) * n_rows * row
 
 
@@ -102,7 +102,8 @@ cdef class MixedKVCache(KVCache):
     cdef uint32_t _n_layers
     cdef uint64_t _max_seq_len
     # Where the tokens begin; and the largest window, or 0.
-    cdef uint64_t _first, _widest
+    cdef readonly uint64_t _first
+    cdef uint64_t _widest
 
     def __cinit__(self):
         self._parts = self._layers = self._part_of = ()

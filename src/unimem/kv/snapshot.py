@@ -391,8 +391,7 @@ def _restored(
     """Make a cache whose layers are alike."""
     fields = {key: getattr(snapshot, key) for key in _DIMS}
     in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
-    can_grow = not snapshot.window and snapshot.dtype == snapshot.v_dtype
-    if file and snapshot.seq_len and can_grow and in_pages:
+    if file and snapshot.seq_len and not snapshot.window and in_pages:
         if verify:
             _check_data(snapshot, source)
         offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]

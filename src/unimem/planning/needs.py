@@ -292,7 +292,7 @@ class Storage:
         category: str,
         budget: Budget,
         parts: Mapping[str, int] | None = None,
-        mirror: int = 0,
+        mirrored: bool = False,
     ) -> Need:
         """Plan a block of `nbytes`.
 
@@ -306,8 +306,8 @@ class Storage:
             What is left; the block takes its share.
         parts : mapping of str to int, optional
             Bytes in it of other categories.
-        mirror : int, default 0
-            Size of pieces that are mapped twice.
+        mirrored : bool, default False
+            Whether it is mapped twice.
 
         Returns
         -------
@@ -319,8 +319,8 @@ class Storage:
             pages=self.pages,
             numa=self.numa,
             lock=self.lock,
-            shared=mirror > 0,
-            mirror=mirror,
+            shared=mirrored,
+            mirror=(nbytes, 0, 1) if mirrored else (),
             page_bytes=mmap.PAGESIZE,
             thp_bytes=huge_page_bytes(),
         )
@@ -369,7 +369,7 @@ class Session:
         """Return the size of the history tape in bytes."""
         if self.window is not None:
             return _LEAST_BYTES
-        return self._cache_bytes(lambda _: ctx)
+        return self._cache_bytes(lambda *_: ctx)
 
     def scratch_bytes(self, ctx: int) -> int:
         """Return the size of the scratch tape in bytes; 0 where it is not known."""
@@ -378,7 +378,7 @@ class Session:
             return 0
         n_rows = ctx
         if self.window is not None:
-            n_rows = self._ring_rows(ctx)(self._row_bytes(dims.num_kv_heads, dims.head_dim, "k"))
+            n_rows = self._ring_rows(ctx)(*self._row_bytes(dims.num_kv_heads, dims.head_dim))
         parts = scratch_parts(dims, ctx, self.threads, n_rows)
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
@@ -398,27 +398,31 @@ class Session:
             found.append(self.storage.block(history, "kv", budget))
         if self.window is not None and self.shape.cache:
             ring = self._cache_bytes(self._ring_rows(ctx))
-            found.append(self.storage.block(ring, "kv", budget, mirror=ring))
+            found.append(self.storage.block(ring, "kv", budget, mirrored=True))
         return found
 
-    def _ring_rows(self, ctx: int) -> Callable[[int], int]:
-        """Return the rows of a ring by the bytes of one: it holds the window and a batch."""
+    def _ring_rows(self, ctx: int) -> Callable[[int, int], int]:
+        """Return the rows of a ring by the bytes of K's and V's: the window and a batch."""
         assert self.window is not None
         least, pages = self.window + min(PREFILL_BATCH, ctx), self.storage.pages
-        return lambda row_bytes: KVCache._ring_rows(row_bytes, least, pages)
+        return lambda row, v_row: KVCache._ring_rows(row, v_row, least, pages)
 
-    def _row_bytes(self, n_heads: int, size: int, part: str) -> int:
-        dtype = kv_pair(self.kv_dtype)["kv".index(part)]
+    def _row_bytes(self, n_heads: int, size: int, v_size: int | None = None) -> tuple[int, int]:
+        """Return the bytes of a row of K, and of V."""
+        sizes = size, size if v_size is None else v_size
         # A lane of so many rows needs no padding.
-        nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=dtype)
-        return int(nbytes) // (2 * _ALIGN)
+        k, v = (
+            int(KVCache.storage_bytes(1, n_heads, n, _ALIGN, dtype=dtype)) // (2 * _ALIGN)
+            for n, dtype in zip(sizes, kv_pair(self.kv_dtype), strict=True)
+        )
+        return k, v
 
-    def _cache_bytes(self, n_rows: Callable[[int], int]) -> int:
+    def _cache_bytes(self, n_rows: Callable[[int, int], int]) -> int:
         total = 0
         for n_layers, n_heads, *sizes in self.shape.cache or ():
-            for size, part in zip(sizes, "kv", strict=True):
-                row = self._row_bytes(n_heads, size, part)
-                total += self.batch * n_layers * (-(-n_rows(row) * row // _ALIGN) * _ALIGN)
+            rows = self._row_bytes(n_heads, *sizes)
+            lanes = (-(-n_rows(*rows) * row // _ALIGN) * _ALIGN for row in rows)
+            total += self.batch * n_layers * sum(lanes)
         return total
 
 
