@@ -13,6 +13,7 @@ _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
 
 # The members that differ in kind from those of KVCache have one value for each layer.
 class MixedKVCache(KVCache):
+    _first: int
     def __init__(
         self,
         *,
