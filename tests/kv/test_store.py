@@ -290,7 +290,7 @@ def test_several_streams_are_refused(tmp_path: Path) -> None:
         ({"ram_bytes": 0, "disk_bytes": 0}, "not 0"),
         ({"ram_bytes": -1}, "ram_bytes"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
-        ({"pages": "2m"}, "pages: expected one of 4k, thp, got '2m'"),
+        ({"pages": "1g"}, "pages: expected one of 4k, thp, 2m, got '1g'"),
         ({"numa": "node 1"}, "numa"),
     ],
 )

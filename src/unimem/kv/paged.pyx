@@ -9,7 +9,6 @@ from unimem.system.arguments import flag, string
 from unimem.system.text import format_bytes
 from unimem.kv.cache_html import paged_html
 from unimem.kv.prefix import PrefixIndex
-from unimem.kv.token_ids import token_ids
 
 cimport cython
 cimport numpy as cnp
@@ -35,6 +34,20 @@ cnp.import_array()
 # Giving the interpreter's lock up and taking it again costs more than copying a few rows.
 cdef uint64_t MANY_ROWS = 64
 cdef size_t ID_BYTES = sizeof(int32_t)
+
+
+cdef bytes _ids_of(object tokens, str what):
+    """The bytes of token ids as int32."""
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"{what}: expected a sequence of integers, got {ids.ndim} dimensions of "
+                        f"{ids.dtype}")
+    if ids.min() < 0 or ids.max() >= 2**31:
+        raise ValueError(f"{what}: expected ids from 0 to 2**31 - 1, got {ids.min()} to "
+                         f"{ids.max()}")
+    return ids.astype(np.int32).tobytes()
 
 
 cdef class PagedKVCache:
@@ -181,7 +194,7 @@ cdef class PagedKVCache:
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
         cdef cnp.ndarray blocks
-        cdef bytes ids = token_ids(tokens).tobytes()
+        cdef bytes ids = _ids_of(tokens, "tokens")
         self.open_region()
         cdef list found = []
         size = self.paged.spec.block_tokens * ID_BYTES
@@ -581,7 +594,7 @@ cdef class Sequence:
             What is no token id.
         ClosedError
         """
-        cdef bytes told = token_ids(ids, "ids").tobytes()
+        cdef bytes told = _ids_of(ids, "ids")
         self.open_region()
         self._ids += told
         self.index_blocks()

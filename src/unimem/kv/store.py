@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.block import Block
-from unimem.errors import ClosedError
+from unimem.errors import ClosedError, PlacementError
 from unimem.kv.chunk_format import ChunkShape, DataShape, Kind, chunk_keys, find_fault, seal
 from unimem.kv.chunk_rows import Holder, Rows, rows_of
+from unimem.kv.huge_tier import HugeTier
 from unimem.kv.remote_tier import RemoteTier
 from unimem.kv.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
 from unimem.kv.token_ids import Tokens, token_ids
@@ -181,10 +182,12 @@ class KVStore:
         Where processes give different figures, each keeps to its own when it writes.
     chunk_tokens : int, default 256
         Tokens of a chunk. Stores that shall find each other's chunks have the same.
-    pages : {"4k", "thp"}
+    pages : {"4k", "thp", "2m"}
         Of the chunks that this object puts into RAM. Of ``"thp"``, a chunk of 2 MiB or more lies in
         huge pages as far as it has whole ones; where the kernel has none, a `PlacementWarning` says
-        so.
+        so. ``"2m"`` are pages of the hugetlb pool, on a hugetlbfs: processes that ask for them
+        share a RAM tier of their own. Where they cannot be had, chunks are ``"thp"``, and a
+        `PlacementWarning` says why.
     numa : str, optional
         The nodes of these chunks, as for `PlacementOptions`.
 
@@ -261,7 +264,7 @@ class KVStore:
             if self.folder:
                 check_own_folder(self.folder, create=True, instead="another folder")
             if ram:
-                tiers.append(RamTier(self.folder, ram, pages=pages, numa=numa))
+                tiers.append(_ram_tier(self.folder, ram, pages, numa))
                 undo.callback(tiers[-1].close)
             if self.folder and disk != 0:
                 most = default_bytes(self.folder) if disk is None else disk
@@ -603,6 +606,17 @@ class KVStore:
     def __repr__(self) -> str:
         state = ", closed" if self.closed else ""
         return f"KVStore({self.url or self.folder!r}, chunk_tokens={self.chunk_tokens}{state})"
+
+
+def _ram_tier(folder: str, ram_bytes: int, pages: RamPages, numa: str | None) -> RamTier:
+    """Open the tier in RAM, in the pages that were asked for or the next best."""
+    if pages == "2m":
+        try:
+            return HugeTier(folder, ram_bytes, numa=numa)
+        except PlacementError as error:
+            policy.warn(f"chunks of {folder} in RAM: {error}; they get pages='thp'")
+            pages = "thp"
+    return RamTier(folder, ram_bytes, pages=pages, numa=numa)
 
 
 def _close_all(tiers: Sequence[Tier]) -> None:
