@@ -28,7 +28,7 @@ import numpy as np
 import unimem as um
 from unimem import ray as ur
 from unimem.engine import embedded_model
-from unimem.kv.chunk_format import ChunkShape, Kind, find_fault, seal
+from unimem.kv.chunk_format import ChunkShape, EqualLayers, find_fault, seal
 from unimem.kv.tiers import DiskTier
 from unimem.system.atomic_file import write_text
 from unimem_bench.weight_files import weight_file
@@ -37,7 +37,8 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "scale.md"
 BEGIN, END = "<!-- made by make scale -->", "<!-- end -->"
 N_NODES, WEIGHT_BYTES, N_CHUNKS = 1000, 600e9, 1e9
-CHUNK = ChunkShape(Kind(61, 8, 128, "f16"), 256)  # of a model of that size, grouped attention
+# Of a model of that size, grouped attention.
+CHUNK = ChunkShape(EqualLayers(61, 8, 128, "f16", "f16").groups[0], 256)
 PROMPT_TOKENS = 131072
 # Of the network and the store, which no machine here has: bytes a second, and seconds.
 ASSUMED = {

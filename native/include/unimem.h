@@ -251,11 +251,14 @@ typedef struct um_block_options {
     um_category category;
     um_numa numa;
     um_sharing sharing;
-    int fd;                /* of UM_SHARING_FD; the caller may close it after the call */
-    size_t reserve_nbytes; /* address space to keep for um_block_commit; 0: nbytes */
-    size_t mirror_nbytes;  /* of a memfd: the size of the pieces that are mapped twice, back to
+    int fd;                     /* of UM_SHARING_FD; the caller may close it after the call */
+    size_t reserve_nbytes;      /* address space to keep for um_block_commit; 0: nbytes */
+    size_t mirror_nbytes;       /* of a memfd: the size of the pieces that are mapped twice, back to
                               back, so that what wraps around the end is contiguous; 0: no mirror */
-    const char *name;      /* of the memfd, as /proc/PID/maps shows it; NULL: "unimem" */
+    size_t mirror_other_nbytes; /* where pieces have two sizes, the other one; 0: all are alike */
+    size_t mirror_run;          /* then so many pieces of one size and as many of the other follow
+                                   each other in turn */
+    const char *name;           /* of the memfd, as /proc/PID/maps shows it; NULL: "unimem" */
 } um_block_options;
 
 typedef struct um_block {
@@ -269,7 +272,10 @@ typedef struct um_block {
     um_lock lock;
     um_sharing sharing;
     um_access access;
-    size_t mirror_nbytes;   /* read. The size of mirrored pieces, or 0: see um_block_map */
+    size_t mirror_nbytes;       /* read. The size of mirrored pieces, or 0: see um_block_map */
+    size_t mirror_other_nbytes; /* read. Of every other run of pieces; where all are alike, the
+                                   same */
+    size_t mirror_run;          /* read. Pieces of a run */
     size_t step_nbytes;     /* read. Commit and release work in whole steps: pages, huge or not */
     size_t reserved_nbytes; /* read. Address space from the base on, whole steps */
     size_t committed_nbytes;
@@ -293,9 +299,13 @@ typedef struct um_block {
  *
  * - nbytes is a multiple of m. Piece i lies at base + 2 * i * m, and again m bytes behind that. In
  *   the file the last piece comes first.
+ * - With mirror_other_nbytes, runs of mirror_run pieces of m bytes and of as many of the other size
+ *   take turns, and nbytes is whole pairs of runs. Each piece lies behind both images of the one
+ *   before it, and again behind itself.
  * - nbytes, reserved_nbytes, committed_nbytes and all offsets of the block are of address space.
  *   The ledger and um_placement count the memory once.
- * - Huge pages are used only if they are asked for by name and m is a multiple of their size.
+ * - Huge pages are used only if they are asked for by name and all pieces are multiples of their
+ *   size.
  * - The block does not grow, and is not released: see um_block_discard.
  *
  * Errors:

@@ -273,7 +273,7 @@ UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint6
  * block_tokens, head_dim], K before V, at base + id * block_bytes. So copy-on-write is one memcpy.
  * The tokens of a head are contiguous: gathering and attention read runs of block_tokens rows. With
  * strides this is [n_blocks, block_tokens, n_kv_heads, head_dim] for each layer, as kernels with
- * block tables take it.
+ * block tables take it. K and V may have types, and so sizes, of their own.
  *
  * A sequence is a table of block ids. Nobody writes to a block that sequences share: the sequence
  * that appends to it gets a copy first. A block that no sequence holds any more is free or, if it
@@ -288,7 +288,8 @@ UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint6
 typedef struct um_paged_spec {
     uint32_t n_layers, n_kv_heads, head_dim;
     uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */
-    um_dtype type;                   /* of blocks: head_dim is a multiple of 32 */
+    um_dtype type;                   /* of K; of blocks: head_dim is a multiple of 32 */
+    um_dtype v_type;                 /* of V */
 } um_paged_spec;
 
 typedef struct um_paged_block um_paged_block; /* the state of a block */
@@ -296,8 +297,10 @@ typedef struct um_paged_block um_paged_block; /* the state of a block */
 typedef struct um_paged {
     um_paged_spec spec;   /* read */
     unsigned char *base;  /* read */
-    size_t head_bytes;    /* read: K (or V) of one head of one token */
-    size_t lane_bytes;    /* read: K (or V) of one layer in a block */
+    size_t head_bytes;    /* read: K of one head of one token */
+    size_t v_head_bytes;  /* read: the same of V */
+    size_t lane_bytes;    /* read: K of one layer in a block */
+    size_t v_lane_bytes;  /* read: the same of V */
     size_t block_bytes;   /* read: a multiple of 64 */
     uint32_t n_free;      /* read: blocks that hold nothing */
     uint32_t n_evictable; /* read: blocks that are cached, and that no sequence holds */
@@ -390,7 +393,7 @@ UM_API UM_CHECKED um_status um_paged_append_all(um_paged_seq *seq, const void *k
 typedef struct um_paged_pending {
     um_paged_seq *seq;
     const void *rows[2]; /* K and V */
-    um_dtype type;
+    um_dtype types[2];
     um_kv_order order;
     uint32_t layer, n_layers;
     uint64_t at, n;
@@ -414,6 +417,13 @@ UM_API UM_CHECKED um_status um_paged_append_begin(um_paged_pending *out, um_page
                                                   uint32_t layer, const void *k, const void *v,
                                                   um_dtype type, um_kv_order order, uint64_t n,
                                                   um_error *err);
+/* Begins the same with rows as they are stored: K of the pool's type, and V of its own.
+ *
+ * - UM_E_INVALID, UM_E_FULL: as um_paged_append. */
+UM_API UM_CHECKED um_status um_paged_append_stored_begin(um_paged_pending *out, um_paged_seq *seq,
+                                                         uint32_t layer, const void *k,
+                                                         const void *v, um_kv_order order,
+                                                         uint64_t n, um_error *err);
 /* Begins um_paged_append_all in three steps.
  *
  * - UM_E_INVALID, UM_E_FULL, UM_E_STATE: as um_paged_append_all. */
@@ -434,8 +444,8 @@ UM_API UM_CHECKED um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_erro
 /* Copies the first n tokens of K or V of a layer to out [heads, n, head_dim].
  *
  * Heads are head_stride bytes apart. The tokens are converted to `type`: float32, float16, bfloat16
- * or the cache's. The call may run beside the writer, unless the writer crops, clears or frees this
- * very sequence.
+ * or that of K, or V. The call may run beside the writer, unless the writer crops, clears or frees
+ * this very sequence.
  *
  * - UM_E_INVALID: there is no such layer or type, the layer does not hold the tokens, or
  *   head_stride is below what n tokens need. */

@@ -65,8 +65,9 @@ static size_t page_of_mirror(const um_block_options *options) {
         return page;
     }
     size_t huge_page = page_asked_for(options->pages, 0);
-    bool fits = um_hugetlb_shift(options->pages) != 0 || options->mirror_nbytes % huge_page == 0;
-    return fits ? huge_page : page;
+    bool fits =
+        options->mirror_nbytes % huge_page == 0 && options->mirror_other_nbytes % huge_page == 0;
+    return fits || um_hugetlb_shift(options->pages) != 0 ? huge_page : page;
 }
 
 /* errors: UM_E_INVALID. */
@@ -75,10 +76,15 @@ static um_status check_mirror(const um_block_options *options, size_t nbytes, si
     if (options->sharing != UM_SHARING_MEMFD) {
         return um_fail(err, UM_E_INVALID, "mirror_nbytes: only a memfd can be mirrored");
     }
-    if (options->mirror_nbytes % step != 0) {
+    size_t other = options->mirror_other_nbytes, whole = options->mirror_nbytes;
+    if (options->mirror_nbytes % step != 0 || other % step != 0) {
         return um_fail(err, UM_E_INVALID, "mirror_nbytes is not a multiple of the page size");
     }
-    if (nbytes % options->mirror_nbytes != 0) {
+    if (other != 0 && (options->mirror_run == 0 || !um_add(whole, other, &whole) ||
+                       !um_mul(whole, options->mirror_run, &whole))) {
+        return um_fail(err, UM_E_INVALID, "mirror_run");
+    }
+    if (nbytes % whole != 0) {
         return um_fail(err, UM_E_INVALID, "nbytes is not a multiple of mirror_nbytes");
     }
     if (options->reserve_nbytes != 0 && options->reserve_nbytes != nbytes) {
@@ -130,6 +136,7 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
     UM_TRY(measure(options, nbytes, reserve, &e, err));
     UM_TRY(um_space_reserve(&space, e.reserved_nbytes, e.align, 0, reserve, err));
     bool shared = options->sharing != UM_SHARING_NONE;
+    bool apart = options->mirror_other_nbytes != 0;
     um_block block = {.base = space.data,
                       .nbytes = e.data_nbytes,
                       .requested_nbytes = nbytes,
@@ -140,6 +147,9 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
                       .sharing = options->sharing,
                       .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE,
                       .mirror_nbytes = options->mirror_nbytes,
+                      .mirror_other_nbytes =
+                          apart ? options->mirror_other_nbytes : options->mirror_nbytes,
+                      .mirror_run = apart ? options->mirror_run : 1,
                       .step_nbytes = e.step,
                       .reserved_nbytes = e.reserved_nbytes,
                       .committed_nbytes = e.data_nbytes,

@@ -82,13 +82,14 @@ static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) 
 
 /* Collapses the images whose addresses agree with their places in the file. */
 static um_status collapse_images(um_block *block, size_t huge_page, um_error *err) {
-    size_t m = block->mirror_nbytes;
-    for (size_t i = 0; i < um_mirror_n_images(block); i++) {
-        uintptr_t first = (uintptr_t)block->base + i * m;
-        if ((first - um_block_file_offset(block, i * m)) % huge_page == 0) {
-            UM_TRY(collapse_range(first, first + m, huge_page,
-                                  i % 2 == 0 ? (ptrdiff_t)m : -(ptrdiff_t)m, err));
+    for (size_t at = 0; at < block->reserved_nbytes;) {
+        um_piece piece = um_mirror_piece(block, at);
+        uintptr_t first = (uintptr_t)block->base + at;
+        ptrdiff_t other = at == piece.start ? (ptrdiff_t)piece.nbytes : -(ptrdiff_t)piece.nbytes;
+        if ((first - piece.file) % huge_page == 0) {
+            UM_TRY(collapse_range(first, first + piece.nbytes, huge_page, other, err));
         }
+        at += piece.nbytes;
     }
     return UM_OK;
 }

@@ -6,16 +6,14 @@
 
 #include <stdint.h>
 
-static char *image(const um_block *block, size_t i) {
-    return (char *)block->base + i * block->mirror_nbytes;
-}
-
 int um_mirror_map(const um_block *block) {
-    size_t m = block->mirror_nbytes;
     int os_errno = 0;
-    for (size_t i = 0; os_errno == 0 && i < um_mirror_n_images(block); i++) {
-        os_errno = um_os_map_file_at(image(block, i), block->fd, um_block_file_offset(block, i * m),
-                                     m, block->access);
+    for (size_t at = 0; os_errno == 0 && at < block->reserved_nbytes;) {
+        um_piece piece = um_mirror_piece(block, at);
+        for (char *image = (char *)block->base + at; os_errno == 0 && at < um_mirror_next(&piece);
+             at += piece.nbytes, image += piece.nbytes) {
+            os_errno = um_os_map_file_at(image, block->fd, piece.file, piece.nbytes, block->access);
+        }
     }
     return os_errno;
 }
@@ -45,16 +43,18 @@ static int extend(const um_block *block, hole *pending, size_t first, size_t end
 }
 
 int um_mirror_discard(const um_block *block, um_run range, size_t *out_nbytes) {
-    size_t m = block->mirror_nbytes, from = range.first * block->step_nbytes;
+    size_t from = range.first * block->step_nbytes;
     size_t to = range.end * block->step_nbytes, covered = 0;
     hole pending = {SIZE_MAX, SIZE_MAX};
     int os_errno = 0;
-    for (size_t start = from / m / 2 * 2 * m; os_errno == 0 && start < to; start += 2 * m) {
+    for (size_t at = from; os_errno == 0 && at < to;) {
+        um_piece piece = um_mirror_piece(block, at);
+        size_t start = piece.start, m = piece.nbytes, file = piece.file;
         /* Offsets inside the piece and its mirror: the range may begin before them or end behind
          * them. */
         size_t first = from > start ? from - start : 0,
                end = to - start < 2 * m ? to - start : 2 * m;
-        size_t file = um_block_file_offset(block, start);
+        at = um_mirror_next(&piece);
         if (end <= m || first >= m) { /* one image */
             size_t behind = first >= m ? m : 0;
             covered += end - first;
@@ -105,24 +105,28 @@ static int populate_as(char *to, char *from, size_t nbytes, const char **out_cal
 
 int um_mirror_fold(const um_block *block, const char **out_call) {
     int os_errno = 0;
-    size_t n = block->lock == UM_LOCK_NONE ? um_mirror_n_images(block) : 0;
-    for (size_t i = 0; os_errno == 0 && i + 1 < n; i += 2) {
-        os_errno =
-            populate_as(image(block, i), image(block, i + 1), block->mirror_nbytes, out_call);
+    size_t end = block->lock == UM_LOCK_NONE ? block->reserved_nbytes : 0;
+    for (size_t at = 0; os_errno == 0 && at < end;) {
+        um_piece piece = um_mirror_piece(block, at);
+        char *first = (char *)block->base + at, *second = first + piece.nbytes;
+        os_errno = populate_as(first, second, piece.nbytes, out_call);
         if (os_errno == 0) {
             *out_call = "madvise"; /* shared memory loses nothing by it */
-            os_errno = um_os_advise(image(block, i + 1), block->mirror_nbytes, UM_OS_DONTNEED);
+            os_errno = um_os_advise(second, piece.nbytes, UM_OS_DONTNEED);
         }
+        at = um_mirror_next(&piece);
     }
     return os_errno;
 }
 
 int um_mirror_unfold(const um_block *block, const char **out_call) {
     int os_errno = 0;
-    size_t n = block->lock == UM_LOCK_NONE ? um_mirror_n_images(block) : 0;
-    for (size_t i = 0; os_errno == 0 && i + 1 < n; i += 2) {
-        os_errno =
-            populate_as(image(block, i + 1), image(block, i), block->mirror_nbytes, out_call);
+    size_t end = block->lock == UM_LOCK_NONE ? block->reserved_nbytes : 0;
+    for (size_t at = 0; os_errno == 0 && at < end;) {
+        um_piece piece = um_mirror_piece(block, at);
+        char *first = (char *)block->base + at;
+        os_errno = populate_as(first + piece.nbytes, first, piece.nbytes, out_call);
+        at = um_mirror_next(&piece);
     }
     return os_errno;
 }

@@ -11,8 +11,26 @@
 #include "steps.h"
 #include "unimem.h"
 
-static inline size_t um_mirror_n_images(const um_block *block) {
-    return block->mirror_nbytes == 0 ? 1 : block->reserved_nbytes / block->mirror_nbytes;
+/* A piece of mirrored memory. */
+typedef struct um_piece {
+    size_t start;  /* of its first image in the block; the second begins nbytes behind it */
+    size_t nbytes; /* of an image */
+    size_t file;   /* its place in the file */
+} um_piece;
+
+/* Returns the piece that an offset lies in. pre: the block is mirrored, and has the offset. */
+static inline um_piece um_mirror_piece(const um_block *block, size_t offset) {
+    size_t run = 2 * block->mirror_run * block->mirror_nbytes; /* address space */
+    size_t both = run + 2 * block->mirror_run * block->mirror_other_nbytes;
+    size_t at = offset % both, first = at < run ? 0 : run;
+    size_t nbytes = at < run ? block->mirror_nbytes : block->mirror_other_nbytes;
+    size_t start = offset - at + first + (at - first) / (2 * nbytes) * (2 * nbytes);
+    return (um_piece){start, nbytes, block->reserved_nbytes / 2 - start / 2 - nbytes};
+}
+
+/* Returns where the next piece begins. */
+static inline size_t um_mirror_next(const um_piece *piece) {
+    return piece->start + 2 * piece->nbytes;
 }
 
 /* Returns the place in the block's file of an offset of the block. */
@@ -20,8 +38,8 @@ static inline size_t um_block_file_offset(const um_block *block, size_t offset) 
     if (block->mirror_nbytes == 0) {
         return offset;
     }
-    size_t m = block->mirror_nbytes, n_pieces = um_mirror_n_images(block) / 2;
-    return (n_pieces - 1 - offset / m / 2) * m + offset % m;
+    um_piece piece = um_mirror_piece(block, offset);
+    return piece.file + (offset - piece.start) % piece.nbytes;
 }
 
 /* Returns the bytes of memory of a block. committed_nbytes counts its address space. */

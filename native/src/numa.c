@@ -79,9 +79,12 @@ static bool next_batch(repair *r) {
     r->n = 0;
     while (r->n < BATCH && r->at < block->reserved_nbytes) {
         /* Of mirrored memory, only the first image of each piece counts. */
-        if (block->mirror_nbytes != 0 && r->at / block->mirror_nbytes % 2 != 0) {
-            r->at += block->mirror_nbytes;
-            continue;
+        if (block->mirror_nbytes != 0) {
+            um_piece piece = um_mirror_piece(block, r->at);
+            if (r->at >= piece.start + piece.nbytes) {
+                r->at = um_mirror_next(&piece);
+                continue;
+            }
         }
         if (r->at % block->step_nbytes == 0 &&
             !um_block_is_committed(block, r->at, block->step_nbytes)) {

@@ -97,28 +97,54 @@ static size_t bytes_of(um_dtype type, size_t n) {
     return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
 }
 
-static um_status sizes_of(const um_paged_spec *spec, um_paged *out, size_t *out_total,
-                          um_error *err) {
-    static const char *const dims = "a dimension is 0, or their product does not fit";
-    size_t values = um_dtype_block_values(spec->type), lane, block, total;
+static um_dtype type_of(const um_paged_spec *spec, int v) {
+    return v != 0 ? spec->v_type : spec->type;
+}
+
+static size_t head_bytes_of(const um_paged *p, int v) {
+    return v != 0 ? p->v_head_bytes : p->head_bytes;
+}
+
+static const char *const DIMS = "a dimension is 0, or their product does not fit";
+
+/* Computes the bytes of K or V of a head of a token, and of a layer in a block. */
+static um_status lane_sizes_of(const um_paged_spec *spec, int v, size_t *out_head, size_t *out_lane,
+                               um_error *err) {
+    um_dtype type = type_of(spec, v);
+    size_t values = um_dtype_block_values(type);
     if (values == 0) {
         return um_fail(err, UM_E_INVALID, "type");
     }
     if (spec->head_dim % values != 0) {
         return um_fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
     }
+    size_t head = bytes_of(type, spec->head_dim), lane;
+    if (head == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
+        !um_mul(head, spec->block_tokens, &lane) || !um_mul(lane, spec->n_kv_heads, &lane)) {
+        return um_fail(err, UM_E_INVALID, DIMS);
+    }
+    *out_head = head;
+    *out_lane = lane;
+    return UM_OK;
+}
+
+static um_status sizes_of(const um_paged_spec *spec, um_paged *out, size_t *out_total,
+                          um_error *err) {
+    um_paged made = {.spec = *spec};
+    size_t block, total;
+    UM_TRY(lane_sizes_of(spec, 0, &made.head_bytes, &made.lane_bytes, err));
+    UM_TRY(lane_sizes_of(spec, 1, &made.v_head_bytes, &made.v_lane_bytes, err));
     if (spec->n_blocks >= INT32_MAX) {
         return um_fail(err, UM_E_INVALID, "n_blocks is not below 2^31 - 1");
     }
-    size_t head = bytes_of(spec->type, spec->head_dim);
-    if (head == 0 || spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
-        spec->n_blocks == 0 || !um_mul(head, spec->block_tokens, &lane) ||
-        !um_mul(lane, spec->n_kv_heads, &lane) || !um_mul(lane, 2, &block) ||
+    if (spec->n_layers == 0 || spec->n_blocks == 0 ||
+        !um_add(made.lane_bytes, made.v_lane_bytes, &block) ||
         !um_mul(block, spec->n_layers, &block) || !um_round_up(block, BLOCK_ALIGN, &block) ||
         !um_mul(block, spec->n_blocks, &total) || total > PTRDIFF_MAX) {
-        return um_fail(err, UM_E_INVALID, dims);
+        return um_fail(err, UM_E_INVALID, DIMS);
     }
-    *out = (um_paged){.spec = *spec, .head_bytes = head, .lane_bytes = lane, .block_bytes = block};
+    made.block_bytes = block;
+    *out = made;
     *out_total = total;
     return UM_OK;
 }
@@ -157,7 +183,8 @@ void um_paged_free(um_paged *paged) {
 }
 
 static unsigned char *lane_of(const um_paged *p, uint32_t block, uint32_t layer, int v) {
-    return p->base + block * p->block_bytes + ((size_t)layer * 2 + (v != 0)) * p->lane_bytes;
+    size_t in_block = layer * (p->lane_bytes + p->v_lane_bytes) + (v != 0 ? p->lane_bytes : 0);
+    return p->base + block * p->block_bytes + in_block;
 }
 
 void *um_paged_lane(const um_paged *paged, uint32_t block, uint32_t layer, int v) {
@@ -372,16 +399,17 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
     return UM_OK;
 }
 
-static um_status check_type(const um_paged *p, um_dtype type, um_error *err) {
+static um_status check_type(const um_paged *p, int v, um_dtype type, um_error *err) {
     size_t values = um_dtype_block_values(type);
-    return values == 1 || (values != 0 && type == p->spec.type)
+    return values == 1 || (values != 0 && type == type_of(&p->spec, v))
                ? UM_OK
                : um_fail(err, UM_E_INVALID, "type");
 }
 
-um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
-                                const void *k, const void *v, um_dtype type, um_kv_order order,
-                                uint64_t n, um_error *err) {
+/* Takes blocks for n tokens of a layer. pre: the types were checked. */
+static um_status begin_append(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
+                              const void *k, const void *v, um_dtype k_type, um_dtype v_type,
+                              um_kv_order order, uint64_t n, um_error *err) {
     if (layer >= seq->paged->spec.n_layers) {
         return um_fail(err, UM_E_INVALID, "layer");
     }
@@ -390,18 +418,32 @@ um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32
     }
     um_paged_pending made = {.seq = seq,
                              .rows = {k, v},
-                             .type = type,
+                             .types = {k_type, v_type},
                              .order = order,
                              .layer = layer,
                              .n_layers = 1,
                              .at = um_paged_layer_len(seq, layer),
                              .n = n};
-    UM_TRY(check_type(seq->paged, type, err));
     if (n != 0) {
         UM_TRY(make_room(seq, made.at, n, &made.first_block, err));
     }
     *out = made;
     return UM_OK;
+}
+
+um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
+                                const void *k, const void *v, um_dtype type, um_kv_order order,
+                                uint64_t n, um_error *err) {
+    UM_TRY(check_type(seq->paged, 0, type, err));
+    UM_TRY(check_type(seq->paged, 1, type, err));
+    return begin_append(out, seq, layer, k, v, type, type, order, n, err);
+}
+
+um_status um_paged_append_stored_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
+                                       const void *k, const void *v, um_kv_order order, uint64_t n,
+                                       um_error *err) {
+    const um_paged_spec *s = &seq->paged->spec;
+    return begin_append(out, seq, layer, k, v, s->type, s->v_type, order, n, err);
 }
 
 um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
@@ -417,9 +459,10 @@ um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, co
 /* Writes the tokens' K or V of one layer. pre: the types were checked. */
 static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
     const um_paged *p = t->seq->paged;
-    um_dtype type = t->type;
+    um_dtype type = t->types[v], to = type_of(&p->spec, v);
     size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, in_head = bytes_of(type, dim);
-    size_t per_block = p->spec.block_tokens, out_head = per_block * p->head_bytes, run;
+    size_t of_head = head_bytes_of(p, v); /* one token's */
+    size_t per_block = p->spec.block_tokens, out_head = per_block * of_head, run;
     uint64_t n = t->n, first = t->at / per_block;
     const unsigned char *in = t->rows[v];
     in += (layer - t->layer) * (size_t)n * heads * in_head;
@@ -428,14 +471,14 @@ static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
         size_t row = (size_t)((t->at + done) % per_block);
         run = n - done < per_block - row ? (size_t)n - done : per_block - row;
         uint32_t block = i == first ? t->first_block : block_at(t->seq, i);
-        unsigned char *out = lane_of(p, block, layer, v) + row * p->head_bytes;
+        unsigned char *out = lane_of(p, block, layer, v) + row * of_head;
         for (size_t h = 0; t->order == UM_KV_HEAD_MAJOR && h < heads; h++) {
-            um_convert_values(out + h * out_head, p->spec.type,
-                              in + (h * (size_t)n + done) * in_head, type, run * dim);
+            um_convert_values(out + h * out_head, to, in + (h * (size_t)n + done) * in_head, type,
+                              run * dim);
         }
         for (size_t i_run = 0; t->order == UM_KV_TOKEN_MAJOR && i_run < run; i_run++) {
             for (size_t h = 0; h < heads; h++) {
-                um_convert_values(out + h * out_head + i_run * p->head_bytes, p->spec.type,
+                um_convert_values(out + h * out_head + i_run * of_head, to,
                                   in + ((done + i_run) * heads + h) * in_head, type, dim);
             }
         }
@@ -545,16 +588,16 @@ static void end_streamed(void) {}
 typedef struct gather_job {
     const um_paged *paged;
     unsigned char *out;
-    size_t head_stride, run;
-    um_dtype type;
+    size_t head_stride, run, head_bytes; /* the last of a token in the blocks */
+    um_dtype type, stored;
     bool streams;
 } gather_job;
 
 static void gather_lane(const gather_job *job, const unsigned char *lane,
                         const unsigned char *next_lane) {
     const um_paged *p = job->paged;
-    size_t heads = p->spec.n_kv_heads, in_stride = p->spec.block_tokens * p->head_bytes;
-    size_t nbytes = job->run * p->head_bytes;
+    size_t heads = p->spec.n_kv_heads, in_stride = p->spec.block_tokens * job->head_bytes;
+    size_t nbytes = job->run * job->head_bytes;
     for (size_t h = 0; h < heads; h++) {
         const unsigned char *in = lane + h * in_stride;
         const unsigned char *next = h + 1 < heads ? in + in_stride : next_lane;
@@ -566,7 +609,7 @@ static void gather_lane(const gather_job *job, const unsigned char *lane,
         for (size_t at = 0; at < fetched_ahead(nbytes); at += LINE) {
             __builtin_prefetch(next + at);
         }
-        um_convert_values(out, job->type, in, p->spec.type, job->run * p->spec.head_dim);
+        um_convert_values(out, job->type, in, job->stored, job->run * p->spec.head_dim);
     }
 }
 
@@ -580,13 +623,18 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
     if (n > um_paged_layer_len(seq, layer)) {
         return um_fail(err, UM_E_INVALID, "n is above what the layer holds");
     }
-    UM_TRY(check_type(p, type, err));
+    UM_TRY(check_type(p, v, type, err));
     size_t out_head = bytes_of(type, p->spec.head_dim);
     if (heads > 1 && head_stride / out_head < n) {
         return um_fail(err, UM_E_INVALID, "head_stride");
     }
-    gather_job job = {.paged = p, .out = out, .head_stride = head_stride, .type = type};
-    job.streams = type == p->spec.type && heads * n * p->head_bytes >= STREAM_FROM_BYTES;
+    gather_job job = {.paged = p,
+                      .out = out,
+                      .head_stride = head_stride,
+                      .head_bytes = head_bytes_of(p, v),
+                      .type = type,
+                      .stored = type_of(&p->spec, v)};
+    job.streams = type == job.stored && heads * n * job.head_bytes >= STREAM_FROM_BYTES;
     for (size_t done = 0; done < n; done += job.run, job.out += job.run * out_head) {
         uint64_t i = done / per_block;
         job.run = n - done < per_block ? (size_t)n - done : per_block;

@@ -1,4 +1,5 @@
 /* Placement: what the kernel says of a block. */
+#include "mirror.h"
 #include "os.h"
 #include "proc_file.h"
 #include "sizes.h"
@@ -62,11 +63,15 @@ static void add_images(const smaps_sums *images, smaps_sums *out) {
     out->may_be_huge = out->may_be_huge || a->may_be_huge || b->may_be_huge;
 }
 
-/* Returns the number of the image that an address lies in; 0 for memory without a mirror. */
+/* Returns a number of the image that an address lies in: an even one of the first image of a piece,
+ * and the next one of the second; 0 for memory without a mirror. */
 static size_t image_of(const um_block *block, uintptr_t address) {
     uintptr_t base = (uintptr_t)block->base;
-    return block->mirror_nbytes == 0 || address < base ? 0
-                                                       : (address - base) / block->mirror_nbytes;
+    if (block->mirror_nbytes == 0 || address < base) {
+        return 0;
+    }
+    um_piece piece = um_mirror_piece(block, address - base);
+    return piece.start + (address - base - piece.start) / piece.nbytes;
 }
 
 /* What the lines of one entry say. */

@@ -14,7 +14,7 @@ typedef struct pool {
 } pool;
 
 static inline um_paged_spec spec_of(um_dtype type, uint32_t n_blocks) {
-    return (um_paged_spec){2, 3, type == UM_Q8_0 ? 32 : 4, n_blocks, 5, type};
+    return (um_paged_spec){2, 3, type == UM_Q8_0 ? 32 : 4, n_blocks, 5, type, type};
 }
 
 static inline pool make_pool(um_paged_spec spec) {
@@ -109,12 +109,13 @@ static inline void check_tokens(const um_paged_seq *seq, uint32_t layer, const u
     const um_paged_spec *s = &seq->paged->spec;
     CHECK_EQ(um_paged_layer_len(seq, layer), n);
     for (int v = 0; v < 2; v++) {
-        size_t nbytes = bytes_of(s->type, n * s->n_kv_heads * s->head_dim);
+        um_dtype type = v != 0 ? s->v_type : s->type;
+        size_t nbytes = bytes_of(type, n * s->n_kv_heads * s->head_dim);
         AUTO_FREE unsigned char *out = malloc(nbytes + (nbytes == 0));
         REQUIRE(out != NULL);
-        AUTO_FREE void *expected = make_rows(s, layer, v, tokens, n, s->type, UM_KV_HEAD_MAJOR);
-        size_t stride = bytes_of(s->type, n * s->head_dim);
-        CHECK_OK(um_paged_gather(seq, layer, v, n, out, stride, s->type, &test_err));
+        AUTO_FREE void *expected = make_rows(s, layer, v, tokens, n, type, UM_KV_HEAD_MAJOR);
+        size_t stride = bytes_of(type, n * s->head_dim);
+        CHECK_OK(um_paged_gather(seq, layer, v, n, out, stride, type, &test_err));
         CHECK(memcmp(out, expected, nbytes) == 0);
     }
 }

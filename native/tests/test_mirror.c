@@ -34,6 +34,64 @@ TEST(images) {
     CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, 0);
 }
 
+/* Runs of pieces of two sizes, as a ring has them whose K and V differ. */
+TEST(two_sizes) {
+    enum { RUN = 3, N_PIECES = 4 * RUN };
+    size_t sizes[] = {3 * page, page}, starts[N_PIECES], at = 0, total = RUN * 8 * page;
+    um_block_options options = mirror_of(sizes[0], UM_PAGES_4K);
+    options.mirror_other_nbytes = sizes[1];
+    options.mirror_run = RUN;
+    AUTO_BLOCK block = make_block(total, &options);
+    CHECK_EQ(block.nbytes, 2 * total);
+    CHECK_EQ(ledger_row(UM_CAT_HISTORY).mapped_bytes, total);
+    unsigned char *base = block.base;
+    for (size_t i = 0; i < N_PIECES; i++) {
+        size_t m = sizes[i / RUN % 2];
+        starts[i] = at;
+        memset(base + at, (int)(i + 1), m);
+        base[at + m - 1] = 99; /* past its end the piece goes on at its beginning */
+        CHECK_EQ(base[at + m], i + 1);
+        CHECK_EQ(base[at + 2 * m - 1], 99);
+        CHECK_EQ(smaps_bytes(base + at, "Size"), m);
+        at += 2 * m;
+    }
+    CHECK_EQ(at, block.nbytes);
+    for (size_t i = 0; i < N_PIECES; i++) { /* none is part of another */
+        size_t m = sizes[i / RUN % 2];
+        CHECK(is_filled(base + starts[i], m - 1, (unsigned char)(i + 1)));
+        CHECK(is_filled(base + starts[i] + m, m - 1, (unsigned char)(i + 1)));
+    }
+    check_placed(&block, UM_PAGES_4K, page, total, 0, 0);
+    /* Through any image, and across pieces. */
+    size_t out;
+    for (size_t i = 0; i < N_PIECES; i++) {
+        size_t m = sizes[i / RUN % 2];
+        CHECK_OK(um_block_discard(&block, starts[i] + m, page, &out, &test_err));
+        CHECK_EQ(out, page);
+        CHECK_EQ(file_bytes(&block), total - (i + 1) * page);
+    }
+    CHECK_OK(um_block_discard(&block, starts[2] + page, starts[4] - starts[2], &out, &test_err));
+    CHECK_EQ(out, 5 * page);
+    CHECK(is_filled(base + starts[2], 6 * page, 0));
+    CHECK(base[starts[5]] == 0);
+    CHECK(base[starts[6] + page] == 7);
+    struct {
+        size_t nbytes, first, other, run;
+    } bad[] = {{total, 3 * page, page + 1, RUN},
+               {total, 3 * page, page, 0},
+               {total + page, 3 * page, page, RUN},
+               {total, 3 * page, page, SIZE_MAX / page}};
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        um_block refused;
+        SPOIL(refused);
+        options.mirror_nbytes = bad[i].first;
+        options.mirror_other_nbytes = bad[i].other;
+        options.mirror_run = bad[i].run;
+        CHECK_INVALID(um_block_map(&refused, bad[i].nbytes, &options, &test_err));
+        CHECK_SPOILT(refused);
+    }
+}
+
 TEST(refused) {
     AUTO_BLOCK block;
     SPOIL(block);

@@ -18,21 +18,23 @@ static void check_bad_spec(um_paged_spec spec) {
 TEST(bad_specs) {
     uint32_t most = UINT32_MAX, blocks = INT32_MAX - 1;
     um_paged_spec bad[] = {/* layers, heads, values, blocks, tokens */
-                           {0, 3, 4, 4, 5, UM_F16},
-                           {2, 0, 4, 4, 5, UM_F16},
-                           {2, 3, 0, 4, 5, UM_F16},
-                           {2, 3, 4, 0, 5, UM_F16},
-                           {2, 3, 4, 4, 0, UM_F16},
-                           {2, 3, 4, INT32_MAX, 5, UM_F16},
-                           {2, 3, 4, 4, 5, (um_dtype)9},
-                           {2, 3, 33, 4, 5, UM_Q8_0},
-                           {2, 3, 16, 4, 5, UM_IQ4_NL},
+                           {0, 3, 4, 4, 5, UM_F16, UM_F16},
+                           {2, 0, 4, 4, 5, UM_F16, UM_F16},
+                           {2, 3, 0, 4, 5, UM_F16, UM_F16},
+                           {2, 3, 4, 0, 5, UM_F16, UM_F16},
+                           {2, 3, 4, 4, 0, UM_F16, UM_F16},
+                           {2, 3, 4, INT32_MAX, 5, UM_F16, UM_F16},
+                           {2, 3, 4, 4, 5, (um_dtype)9, (um_dtype)9},
+                           {2, 3, 33, 4, 5, UM_Q8_0, UM_Q8_0},
+                           {2, 3, 16, 4, 5, UM_IQ4_NL, UM_IQ4_NL},
+                           {2, 3, 4, 4, 5, UM_F16, (um_dtype)9},
+                           {2, 3, 33, 4, 5, UM_F16, UM_Q8_0},
                            /* Each product of the size overflows in one of these. */
-                           {1, most, most, blocks, most, UM_F32},
-                           {most, most, most, blocks, 1, UM_F32},
-                           {1, 1, most, blocks, 1, UM_F32},
+                           {1, most, most, blocks, most, UM_F32, UM_F32},
+                           {most, most, most, blocks, 1, UM_F32, UM_F32},
+                           {1, 1, most, blocks, 1, UM_F32, UM_F32},
                            /* 2^63 bytes: no valid distance between two addresses. */
-                           {1, 1, (uint32_t)1 << 31, (uint32_t)1 << 29, 1, UM_F32}};
+                           {1, 1, (uint32_t)1 << 31, (uint32_t)1 << 29, 1, UM_F32, UM_F32}};
     for (size_t i = 0; i < COUNT(bad); i++) {
         check_bad_spec(bad[i]);
     }
@@ -72,6 +74,46 @@ TEST(storage) {
     um_paged zeroed = {0};
     um_paged_free(&zeroed);
     AUTO_SEQ no_seq = {0};
+}
+
+/* K and V of two types: lanes of two sizes, converted apart, copied together. */
+TEST(types_apart) {
+    AUTO_POOL p = make_pool((um_paged_spec){2, 3, 32, 4, 5, UM_F16, UM_Q8_0});
+    um_paged *paged = &p.paged;
+    size_t lanes[] = {3 * 5 * 64, 3 * 5 * 34}, layer = lanes[0] + lanes[1];
+    CHECK_EQ(paged->head_bytes, 64);
+    CHECK_EQ(paged->v_head_bytes, 34);
+    CHECK_EQ(paged->lane_bytes, lanes[0]);
+    CHECK_EQ(paged->v_lane_bytes, lanes[1]);
+    CHECK_EQ(paged->block_bytes, (2 * layer + 63) / 64 * 64);
+    CHECK(um_paged_lane(paged, 1, 1, 1) ==
+          (unsigned char *)p.storage + paged->block_bytes + layer + lanes[0]);
+    AUTO_SEQ seq = make_seq(&p);
+    append_tokens(&seq, 0, 8);
+    AUTO_SEQ fork = fork_of(&seq);
+    append_tokens(&fork, 8, 5); /* copies the tail block */
+    check_count_from(&seq, 0, 8);
+    check_count_from(&fork, 0, 13);
+    /* Blocks would be those of both. */
+    uint32_t token = 8;
+    for (int i = 0; i < 2; i++) {
+        um_dtype type = i == 0 ? UM_Q8_0 : UM_Q4_0;
+        CHECK_INVALID(append(&seq, 0, &token, 1, type, UM_KV_HEAD_MAJOR));
+    }
+    um_paged_pending pending;
+    AUTO_FREE void *k = make_rows(&paged->spec, 0, 0, &token, 1, UM_F16, UM_KV_TOKEN_MAJOR);
+    AUTO_FREE void *v = make_rows(&paged->spec, 0, 1, &token, 1, UM_Q8_0, UM_KV_TOKEN_MAJOR);
+    CHECK_OK(
+        um_paged_append_stored_begin(&pending, &seq, 0, k, v, UM_KV_TOKEN_MAJOR, 1, &test_err));
+    um_paged_append_write(&pending);
+    um_paged_append_end(&pending);
+    uint32_t tokens[] = {0, 1, 2, 3, 4, 5, 6, 7, 8};
+    check_tokens(&seq, 0, tokens, 9);
+    CHECK_INVALID(
+        um_paged_append_stored_begin(&pending, &seq, 2, k, v, UM_KV_TOKEN_MAJOR, 1, &test_err));
+    unsigned char out[64];
+    CHECK_INVALID(um_paged_gather(&seq, 0, 0, 0, out, 64, UM_Q8_0, &test_err));
+    CHECK_OK(um_paged_gather(&seq, 0, 1, 0, out, 64, UM_Q8_0, &test_err));
 }
 
 TEST(no_memory) {
@@ -240,7 +282,7 @@ TEST(gather_into_a_part) {
  * and none is written past the end. */
 TEST(large_gather) {
     enum { N = 8200, HEADS = 5, DIM = 64, OFFSETS = 3 };
-    AUTO_POOL p = make_pool((um_paged_spec){1, HEADS, DIM, 600, 16, UM_F16});
+    AUTO_POOL p = make_pool((um_paged_spec){1, HEADS, DIM, 600, 16, UM_F16, UM_F16});
     AUTO_SEQ seq = make_seq(&p);
     size_t n_values = (size_t)N * HEADS * DIM;
     AUTO_FREE uint16_t *in = allocate(n_values * sizeof *in);

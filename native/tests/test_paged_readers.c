@@ -26,7 +26,8 @@ static void *read_all(void *arg) {
 }
 
 TEST(reader_beside_the_writer) {
-    AUTO_POOL p = make_pool((um_paged_spec){1, READ_HEADS, 1, READ_TOKENS / 4 + 2, 4, UM_F32});
+    AUTO_POOL p =
+        make_pool((um_paged_spec){1, READ_HEADS, 1, READ_TOKENS / 4 + 2, 4, UM_F32, UM_F32});
     AUTO_SEQ seq = make_seq(&p), other = {0};
     read_seq = &seq;
     pthread_t reader = start_thread(read_all, NULL);
@@ -70,7 +71,7 @@ static void take_over(int signal) {
 TEST(a_copied_block_is_gathered_whole) {
     static float out[TAIL * TAIL_HEADS * TAIL_DIM];
     size_t stride = sizeof out / TAIL_HEADS;
-    AUTO_POOL p = make_pool((um_paged_spec){1, TAIL_HEADS, TAIL_DIM, 3, TAIL + 1, UM_F32});
+    AUTO_POOL p = make_pool((um_paged_spec){1, TAIL_HEADS, TAIL_DIM, 3, TAIL + 1, UM_F32, UM_F32});
     gathered = make_seq(&p);
     third = make_seq(&p);
     for (size_t i = 0; i < TAIL * TAIL_HEADS * TAIL_DIM; i++) {

@@ -186,18 +186,19 @@ def kept(values: Array, name: str) -> Array:
     return values.astype(FLOATS[name]) if name in FLOATS else blocks_of(values, name)
 
 
+@pytest.mark.parametrize("grow", [False, True])
 @pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize(("k_dtype", "v_dtype"), PAIRS)
-def test_types_apart(tmp_path: Path, k_dtype: str, v_dtype: str, order: str) -> None:
+def test_types_apart(tmp_path: Path, k_dtype: str, v_dtype: str, order: str, grow: bool) -> None:
     """Appends, trims with the first tokens kept, moves, copies and snapshots are of both."""
     k, v = tokens(20)
     want = kept(k, k_dtype), kept(v, v_dtype)
     types: Any = {"k_dtype": k_dtype, "v_dtype": v_dtype, "order": order}
-    with um.KVCache(2, HEADS, DIM, 16, **types) as kv:
+    with um.KVCache(2, HEADS, DIM, 16, grow=grow, **types) as kv:
         assert (kv.dtype, kv.v_dtype) == (k_dtype, v_dtype)
         sizes = [part.nbytes // part.shape[2] for part in want]
         assert [kv.row_bytes, kv.v_row_bytes] == sizes
-        assert um.KVCache.storage_bytes(2, HEADS, DIM, 16, **types) == kv.capacity_bytes
+        assert grow or um.KVCache.storage_bytes(2, HEADS, DIM, 16, **types) == kv.capacity_bytes
 
         def append(first: int, end: int) -> None:
             for layer in range(2):
@@ -217,8 +218,9 @@ def test_types_apart(tmp_path: Path, k_dtype: str, v_dtype: str, order: str) -> 
             assert same_bits(wide, floats_of(want[1][:, :, :11], v_dtype))
         view = kv.layer(1)[1]
         kv.trim_to(4)
-        with pytest.raises(BufferError, match="views"):
-            append(11, 20)  # the tokens would move under a view of V
+        if not grow:  # which has room for so many before they move
+            with pytest.raises(BufferError, match="views"):
+                append(11, 20)  # the tokens would move under a view of V
         del view
         append(11, 20)
         check(kv, *range(7, 20))
@@ -263,10 +265,147 @@ def test_a_budget_is_of_both() -> None:
         um.KVCache(1, HEADS, DIM, 100, v_dtype="q4_0", dtype="q8_0", budget_bytes=row)
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("order", ["token", "head"])
+@pytest.mark.parametrize(("k_dtype", "v_dtype"), PAIRS)
+def test_a_ring_of_two_types(
+    tmp_path: Path, k_dtype: str, v_dtype: str, order: Any, batch: int
+) -> None:
+    """The window of each is one array, wherever it begins; rows are those of both."""
+    window = 48
+    types: Any = {"k_dtype": k_dtype, "v_dtype": v_dtype, "order": order, "batch": batch}
+    with um.KVCache(2, HEADS, DIM, 1 << 20, window=window, pages="4k", **types) as kv:
+        n = 2 * kv.n_rows + 77
+        k, v = (np.repeat(part, batch, axis=0) for part in tokens(n))
+        want = kept(k, k_dtype), kept(v, v_dtype)
+        assert kv.capacity_bytes == 2 * batch * kv.n_rows * (kv.row_bytes + kv.v_row_bytes)
+        assert kv.capacity_bytes % 4096 == 0
+        for first in range(0, n, 100):
+            for layer in range(2):
+                kv.append(layer, k[:, :, first : first + 100], v[:, :, first : first + 100])
+        for layer in range(2):
+            for part, all_of in zip(kv.layer(layer), want, strict=True):
+                assert same_bits(part, all_of[:, :, -window:])
+        assert kv.resident_bytes == kv.capacity_bytes
+        kv.trim_to(window // 2)
+        assert kv.resident_bytes <= kv.capacity_bytes
+        kv.save(tmp_path / "ring")
+        with kv.copy() as copy, um.KVCache.restore(tmp_path / "ring") as again:
+            for other in (copy, again):
+                assert (other.dtype, other.v_dtype, other.window) == (k_dtype, v_dtype, window)
+                for part, all_of in zip(other.layer(1), want, strict=True):
+                    assert same_bits(part, all_of[:, :, -(window // 2) :])
+
+
+@pytest.mark.parametrize("order", ["token", "head"])
+@pytest.mark.parametrize(("k_dtype", "v_dtype"), [("q8_0", "q4_0"), ("q4_0", "f32")])
+def test_both_lanes_grow_and_shrink(k_dtype: str, v_dtype: str, order: Any) -> None:
+    """What is committed is whole pages of each lane, and no more than its tokens need."""
+    n, most = 1 << 11, 1 << 12
+    k, v = tokens(n)
+    want = kept(k, k_dtype), kept(v, v_dtype)
+    lanes = HEADS if order == "head" else 1
+
+    def pages(n_tokens: int) -> int:
+        rows = (kv.row_bytes // lanes, kv.v_row_bytes // lanes)
+        return sum(2 * lanes * -(-n_tokens * row // 4096) * 4096 for row in rows)
+
+    with um.KVCache(
+        *(2, HEADS, DIM, most), grow=True, k_dtype=k_dtype, v_dtype=v_dtype, order=order, pages="4k"
+    ) as kv:
+        for end in (1, 100, n):
+            first = kv.seq_len
+            for layer in range(2):
+                kv.append(layer, k[:, :, first:end], v[:, :, first:end])
+            assert pages(end) <= kv.capacity_bytes <= 1.25 * pages(end) + 8 * lanes * 4096
+        kv.give_back()
+        assert kv.capacity_bytes == pages(n) == kv.resident_bytes
+        view = kv.layer(0)[1][:, :, :64]
+        kv.trim_to(n // 2)
+        assert kv.capacity_bytes == pages(n)  # a view of V keeps the memory of both
+        del view
+        kv.give_back()
+        assert pages(n // 2) <= kv.capacity_bytes <= pages(n // 2) + 4 * lanes * 4096
+        for part, all_of in zip(kv.layer(1), want, strict=True):
+            assert same_bits(part, all_of[:, :, n // 2 :])
+        del part
+        kv.clear()
+        kv.give_back()
+        assert kv.capacity_bytes == 0
+
+
+def test_a_growing_cache_of_two_types_keeps_to_its_budget() -> None:
+    k, v = tokens(4000)
+    types: Any = {"k_dtype": "q8_0", "v_dtype": "q4_0"}
+    with um.KVCache(
+        1, HEADS, DIM, 4000, grow=True, budget_bytes=50 * 4096, pages="4k", **types
+    ) as kv:
+
+        def fill() -> None:
+            for at in range(0, 4000, 10):
+                kv.append(0, k[:, :, at : at + 10], v[:, :, at : at + 10])
+
+        with pytest.raises(um.CacheFull, match="budget_bytes=204800"):
+            fill()
+        assert 48 * 4096 <= kv.capacity_bytes <= 50 * 4096
+        held = kv.seq_len
+        kv.trim_to(held // 2)
+        kv.append(0, k[:, :, held : held + 10], v[:, :, held : held + 10])
+        assert kv.seq_len == held // 2 + 10
+
+
+def test_a_mapped_snapshot_of_two_types(tmp_path: Path) -> None:
+    k, v = tokens(300)
+    want = kept(k, "q8_0"), kept(v, "q4_0")
+    with um.KVCache(1, HEADS, DIM, 512, k_dtype="q8_0", v_dtype="q4_0") as kv:
+        kv.append(0, k[:, :, :200], v[:, :, :200])
+        kv.save(tmp_path / "kv")
+    with um.KVCache.restore(tmp_path / "kv") as kv:
+        assert kv.grow
+        kv.append(0, k[:, :, 200:], v[:, :, 200:])  # beside rows of the file
+        for part, all_of in zip(kv.layer(0), want, strict=True):
+            assert same_bits(part, all_of)
+        del part
+        kv.trim_to(250, keep_first=3)
+        kept_rows = [0, 1, 2, *range(50, 300)]
+        for part, all_of in zip(kv.layer(0), want, strict=True):
+            assert same_bits(part, all_of[:, :, kept_rows])
+        kv.verify()
+
+
+@pytest.mark.parametrize(("k_dtype", "v_dtype"), PAIRS)
+def test_a_pool_of_two_types(k_dtype: str, v_dtype: str) -> None:
+    k, v = (part[0] for part in tokens(50))
+    want = kept(k, k_dtype), kept(v, v_dtype)
+    with um.PagedKVCache(
+        *(2, HEADS, DIM), n_blocks=12, block_tokens=8, k_dtype=k_dtype, v_dtype=v_dtype
+    ) as pg:
+        sizes = [part.nbytes // 50 for part in want]
+        assert pg.block_bytes == -(-2 * 8 * sum(sizes) // 64) * 64
+        assert (pg.dtype, pg.v_dtype) == (k_dtype, v_dtype)
+        assert f"{k_dtype} and {v_dtype}" in repr(pg)
+        with pg.sequence(range(50)) as s:
+            for layer in range(2):
+                s.append(layer, k[None, :, :41], v[None, :, :41])
+            with s.fork() as fork:
+                for i in range(41, 50):
+                    fork.append_all(*(np.repeat(part[None, :, i], 2, axis=0) for part in (k, v)))
+                for part, all_of in zip(fork.gather(1), want, strict=True):
+                    assert same_bits(part, all_of)
+            for part, all_of in zip(s.gather(0), want, strict=True):
+                assert same_bits(part, all_of[:, :41])
+            for part, all_of, dtype in zip(pg.layer(1), want, (k_dtype, v_dtype), strict=True):
+                first = part[s.block_table[0]].transpose(1, 0, 2)
+                assert same_bits(first, all_of[:, :8]), dtype
+            wide = np.empty((2, HEADS, 41, DIM), np.float32)
+            s.gather(0, out=(wide[0], wide[1]))
+            if v_dtype in TYPES:
+                assert same_bits(wide[1], floats_of(want[1][:, :41], v_dtype))
+
+
 def test_what_types_apart_refuse() -> None:
-    for options in ({"window": 4}, {"grow": True}):
-        with pytest.raises(ValueError, match="k_dtype and v_dtype: expected one type with window"):
-            um.KVCache(1, HEADS, DIM, 8, v_dtype="q4_0", **options)
+    with pytest.raises(ValueError, match="expected a multiple of 32 for q4_0"):
+        um.PagedKVCache(1, HEADS, 48, n_blocks=2, v_dtype="q4_0")
     with pytest.raises(ValueError, match="v_dtype: expected one of"):
         um.KVCache(1, HEADS, DIM, 8, v_dtype="q3_K")
     with pytest.raises(ValueError, match="expected a multiple of 32 for q4_0"):

@@ -460,10 +460,3 @@ def test_a_copy_is_of_its_own(saved: Path) -> None:
         fill(other, 1)
         assert positions(kv, 1) == list(range(20))
         assert positions(other, 1) == [0]
-
-
-def test_a_store_takes_layers_that_are_alike(tmp_path: Path) -> None:
-    store = um.KVStore(tmp_path / "store", ram_bytes=1 << 20, disk_bytes=0)
-    said = "expected a cache whose layers are alike"
-    with store, made(FULL) as kv, pytest.raises(ValueError, match=said):
-        store.put(kv, [], model="tiny")

@@ -469,7 +469,6 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
     ],
     "dtype": [
         *({"dtype": 9}, {"dtype": 3 | 4 << 16}, {"dtype": 1 | 10 << 16}, {"dtype": 9 | 2 << 16}),
-        *({"dtype": 3 | 2 << 16, "window": 5}, {"dtype": 3 | 2 << 16, "flags": 1}),
     ],
     "flags": [{"flags": 64}],
     "model_bytes": [{"flags": 4}, {"model_bytes": 65536}],

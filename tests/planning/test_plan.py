@@ -126,8 +126,6 @@ def test_types_of_the_cache() -> None:
     for kv_dtype in ("q8_0,", ",q8_0", "q8_0,q4_0,q4_0", "q8_0 q4_0"):
         with pytest.raises(ValueError, match="kv_dtype: expected one of f32"):
             um.plan(DIMS, kv_dtype=kv_dtype)
-    with pytest.raises(ValueError, match="kv_dtype: expected one type with a window"):
-        um.plan(DIMS, kv_dtype="q8_0,q4_0", window=100)
 
 
 @pytest.mark.usefixtures("available")
@@ -135,14 +133,15 @@ def test_types_of_the_cache() -> None:
     ("kv_dtype", "window", "ctx"),
     [
         *(("f32", 1, 100), ("f16", 77, 100), ("q8_0", 77, 100)),
-        *(("bf16", 1000, 5000), ("q8_0", 1000, 5000)),
+        *(("bf16", 1000, 5000), ("q8_0", 1000, 5000), ("q8_0,q4_0", 1000, 5000)),
     ],
 )
 def test_a_window_is_planned_as_its_ring_will_be(kv_dtype: str, window: int, ctx: int) -> None:
     dims = replace(DIMS, num_layers=2, num_attention_heads=9, num_kv_heads=3)
     plan = um.plan(dims, ctx=ctx, window=window, kv_dtype=kv_dtype, threads=2)
     spare = min(ctx, PREFILL_BATCH)
-    rest: Any = {"window": window, "spare_rows": spare, "dtype": kv_dtype}
+    types = dict(zip(("k_dtype", "v_dtype"), 2 * kv_dtype.split(","), strict=False))
+    rest: Any = {"window": window, "spare_rows": spare, **types}
     with um.KVCache.for_dims(dims, max_seq_len=ctx, **rest) as ring:
         assert rows(plan)["kv"] - 4096 == ring.capacity_bytes  # and the history tape's page
         assert ring.capacity_bytes % mmap.PAGESIZE == 0

@@ -123,7 +123,8 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     "LayerState": lambda t: (um.LayerState, {"shape": (2, 3), "dtype": "f32"}),
     "KVStore": lambda t: (
         um.KVStore,
-        {"where": t.folder / "store", "ram_bytes": 0, "disk_bytes": 1 << 20, "chunk_tokens": 2},
+        {"where": t.folder / "store", "ram_bytes": 0, "disk_bytes": 1 << 20, "chunk_tokens": 2}
+        | {"pages": "4k", "numa": None},
     ),
     "KVStore.longest": lambda t: (
         t.store().longest,
@@ -158,7 +159,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     "PagedKVCache": lambda t: (
         um.PagedKVCache,
         {"n_layers": 1, "n_kv_heads": 2, "head_dim": 8, "n_blocks": 2, "block_tokens": 4}
-        | {"dtype": "f16", "prefix_cache": True, "name": "p"}
+        | {"dtype": "f16", "k_dtype": None, "v_dtype": "bf16", "prefix_cache": True, "name": "p"}
         | PLACEMENT,
     ),
     "PagedKVCache.layer": lambda t: (t.paged().layer, {"i": 0}),

@@ -159,8 +159,8 @@ POOL_OF_NODE_1 = "/sys/devices/system/node/node1/hugepages/hugepages-2048kB/nr_h
 NO_POOL = Machine({}, NODES)
 FULL = {0: node(0), 1: node(1, available=GIB), 2: node(2, available=GIB)}
 FULL_WITH_POOL = Machine({"2m": pool(2 * MIB, 2048, nodes={1: (2048, 2048)})}, FULL)
-LOCKED_TWICE = {"lock": True, "shared": True, "mirror": 4096}
-MIRROR = {"shared": True, "mirror": 2 * MIB}
+LOCKED_TWICE = {"lock": True, "shared": True, "mirror": (4096, 0, 1)}
+MIRROR = {"shared": True, "mirror": (2 * MIB, 0, 1)}
 
 # A machine, how many bytes, what else is asked for; the pages, the policy and the lock of it.
 GRANTED: list[tuple[Machine, int, dict[str, Any], tuple[object, ...]]] = [

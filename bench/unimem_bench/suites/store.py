@@ -182,13 +182,13 @@ def make_chunks(folder: Path, keys: Sequence[bytes], n: int, nbytes: int) -> Non
 )
 def lookup(measure: Measure) -> None:
     """Look for a prompt of which all chunks are there, and for one of which none is."""
-    from unimem.kv.chunk_format import ChunkShape, Kind, chunk_keys
+    from unimem.kv.chunk_format import ChunkShape, EqualLayers, chunk_keys
 
     n = N_CHUNKS_QUICK if measure.quick else N_CHUNKS
     ids, others = prompt_of(2048)[:2048], prompt_of(2049)[:2048]
     # The rows of TinyLlama.
     dims: tuple[int, int, int] = (22, 4, 64)
-    kind = Kind(*dims, "f16")
+    kind = EqualLayers(*dims, "f16", "f16")
     options: dict[str, Any] = {"ram_bytes": MIB, "disk_bytes": 1 << 50}
     with (
         tempfile.TemporaryDirectory(dir=measure.folder) as folder,
@@ -197,7 +197,7 @@ def lookup(measure: Measure) -> None:
     ):
         size = store.chunk_tokens
         keys = list(chunk_keys(kind, "m", ids, size))
-        make_chunks(Path(folder), keys, n, ChunkShape(kind, size).nbytes)
+        make_chunks(Path(folder), keys, n, ChunkShape(kind.groups[0], size).nbytes)
         measure.fact("chunks", n)
         sides = {
             name: looking_up(partial(store.longest, given, model="m", kv=kv), expected)

@@ -19,7 +19,7 @@ cdef class Block:
     cdef Region region(self)
     # The first byte, which never moves; raises ClosedError.
     cdef void *base(self) except NULL
-    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,
+    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, tuple mirror,
                    name, category, int fd, fill) except -1
     # Makes ranges usable of which nothing is, (offset, nbytes) in whole steps: all, or none.
     cdef int commit_ranges(self, list ranges) except -1

@@ -39,6 +39,8 @@ class Block:
         nbytes: int,
         piece_bytes: int,
         *,
+        other_bytes: int = 0,
+        run: int = 1,
         pages: Pages = "auto",
         numa: str | None = None,
         lock: Lock = False,

@@ -102,10 +102,10 @@ cdef class Block:
                  strict=False, reserve=None, name=None, category="other"):
         if self._requested is not None:
             raise RuntimeError("the Block is made already")
-        self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, 0, name, category, -1,
-                   None)
+        self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, (), name, category,
+                   -1, None)
 
-    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, size_t mirror,
+    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, tuple mirror,
                    name, category, int fd, fill) except -1:
         one_of(pages, "pages", PAGES)
         cdef um.um_category entered = _category_of(category)
@@ -136,8 +136,8 @@ cdef class Block:
         return 0
 
     @staticmethod
-    def _mirrored(nbytes, piece_bytes, *, pages="auto", numa=None, lock=False, warm=False,
-                  strict=False, name=None, category="kv"):
+    def _mirrored(nbytes, piece_bytes, *, other_bytes=0, run=1, pages="auto", numa=None,
+                  lock=False, warm=False, strict=False, name=None, category="kv"):
         """Make shared memory of which each piece is mapped twice, back to back.
 
         What `nbytes`, offsets and arrays of the block count is its address space, twice the memory:
@@ -145,22 +145,22 @@ cdef class Block:
 
         Parameters
         ----------
-        nbytes : int
-            Bytes of memory, whole pieces.
-        piece_bytes : int
-            Whole pages of the size asked for; of ``pages="thp"``, base pages do.
+        nbytes, piece_bytes : int
+            Whole pieces; whole pages of the size asked for; of ``pages="thp"``, base pages do.
+        other_bytes, run : int, optional
+            Another size: `run` pieces of `piece_bytes` and as many of this one take turns.
         pages, numa, lock, warm, strict, name, category
             As for the class; ``"auto"`` are base pages.
         """
-        cdef size_t piece = size_of(piece_bytes, "piece_bytes", 1), page = um.um_page_bytes()
-        cdef size_t size = size_of(nbytes, "nbytes", 1)
-        page = {"2m": 2 << 20, "1g": 1 << 30}.get(pages, page)
-        if piece % page or size % piece:
+        cdef size_t piece = size_of(piece_bytes, "piece_bytes", 1), count = size_of(run, "run", 1)
+        cdef size_t size = size_of(nbytes, "nbytes", 1), other = size_of(other_bytes, "other_bytes")
+        cdef size_t page = {"2m": 2 << 20, "1g": 1 << 30}.get(pages, um.um_page_bytes())
+        if piece % page or other % page or size % ((piece + other) * (count if other else 1)):
             raise ValueError(f"expected pieces of whole pages of {page} bytes, and whole pieces, "
-                             f"got piece_bytes={piece} and nbytes={size}")
+                             f"got pieces of {piece} and {other}, runs of {run}, nbytes={size}")
         cdef Block block = Block.__new__(Block)
-        block._make(size, pages, numa, lock, warm, True, strict, None, piece, name, category, -1,
-                    None)
+        block._make(size, pages, numa, lock, warm, True, strict, None, (piece, other, count), name,
+                    category, -1, None)
         return block
 
     @staticmethod
@@ -170,7 +170,7 @@ cdef class Block:
         what is read into memory is the first that touches it. What `fill` raises is raised. `fd`
         is an open, empty, writable file in shared memory that the block is made of."""
         cdef Block block = Block.__new__(Block)
-        block._make(nbytes, pages, numa, lock, False, fd is not None, strict, None, 0, name,
+        block._make(nbytes, pages, numa, lock, False, fd is not None, strict, None, (), name,
                     category, -1 if fd is None else fd, fill)
         return block
 

@@ -49,6 +49,8 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
 cdef int check_unused(Region region, size_t first, size_t size) except -1:
     cdef size_t step = region.block.step_nbytes, reserved = region.block.reserved_nbytes
     cdef size_t begin, end, piece = 2 * region.block.mirror_nbytes
+    if region.block.mirror_other_nbytes != region.block.mirror_nbytes:
+        piece = (piece + 2 * region.block.mirror_other_nbytes) * region.block.mirror_run
     cdef Py_ssize_t n_whole, n_parts
     if first > reserved or size > reserved - first:
         return 0

@@ -55,7 +55,8 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
     options.pages = <um.um_pages><int>PAGES[choice.pages]
     options.category = category
     options.reserve_nbytes = 0 if source is not None else request.reserve
-    options.mirror_nbytes = request.mirror
+    if request.mirror:
+        options.mirror_nbytes, options.mirror_other_nbytes, options.mirror_run = request.mirror
     options.name = label
     options.fd = fd
     if request.shared:

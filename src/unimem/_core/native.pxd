@@ -128,6 +128,8 @@ cdef extern from "unimem.h" nogil:
         int fd
         size_t reserve_nbytes
         size_t mirror_nbytes
+        size_t mirror_other_nbytes
+        size_t mirror_run
         const char *name
 
     ctypedef struct um_block:
@@ -141,6 +143,8 @@ cdef extern from "unimem.h" nogil:
         um_sharing sharing
         um_access access
         size_t mirror_nbytes
+        size_t mirror_other_nbytes
+        size_t mirror_run
         size_t step_nbytes
         size_t reserved_nbytes
         size_t committed_nbytes
@@ -371,6 +375,7 @@ cdef extern from "unimem.h" nogil:
         uint32_t n_blocks
         uint32_t block_tokens
         um_dtype type
+        um_dtype v_type
 
     ctypedef struct um_paged_block:
         pass
@@ -379,7 +384,9 @@ cdef extern from "unimem.h" nogil:
         um_paged_spec spec
         unsigned char *base
         size_t head_bytes
+        size_t v_head_bytes
         size_t lane_bytes
+        size_t v_lane_bytes
         size_t block_bytes
         uint32_t n_free
         uint32_t n_evictable
@@ -393,7 +400,7 @@ cdef extern from "unimem.h" nogil:
     ctypedef struct um_paged_pending:
         um_paged_seq *seq
         const void *rows[2]
-        um_dtype type
+        um_dtype types[2]
         um_kv_order order
         uint32_t layer
         uint32_t n_layers
@@ -426,6 +433,9 @@ cdef extern from "unimem.h" nogil:
     um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
                                     const void *k, const void *v, um_dtype type,
                                     um_kv_order order, uint64_t n, um_error *err)
+    um_status um_paged_append_stored_begin(um_paged_pending *out, um_paged_seq *seq,
+                                           uint32_t layer, const void *k, const void *v,
+                                           um_kv_order order, uint64_t n, um_error *err)
     um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
                                         const void *v, um_dtype type, um_error *err)
     void um_paged_append_write(const um_paged_pending *pending)

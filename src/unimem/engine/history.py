@@ -70,8 +70,8 @@ class History:
             self.kv = KVCache(layers=layers, dtype=k_dtype, **ring)
             assert isinstance(self.kv, MixedKVCache)
             self.parts = self.kv._parts
-            numbers = {kind: i for i, kind in enumerate(kinds_of(self.kv.layers))}
-            self.part_of = tuple(numbers[place.kind] for place in places_of(self.kv.layers))
+            kinds: list[Any] = list(kinds_of(self.kv.layers))
+            self.part_of = tuple(kinds.index(place.kind) for place in places_of(self.kv.layers))
         else:
             if windows[0] is None:
                 self.kv = KVCache.for_dims(dims, tape=tape, **alike, **same)

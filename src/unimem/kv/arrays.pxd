@@ -66,3 +66,7 @@ cdef tuple pair_of(object out)
 cdef object on_device(object driver, object x, str what)
 # A layer's number, of those from 0 on.
 cdef uint32_t layer_number(object layer, uint32_t n_layers, str what) except? 0xffffffff
+# The native type of an array `out` that n tokens' K or V are to be copied to, [heads, n, head_dim],
+# the tokens of a head contiguous; ValueError where it is another.
+cdef um.um_dtype out_type(object out, um.um_dtype stored, uint32_t heads, uint64_t n,
+                          uint32_t head_dim) except *

@@ -255,3 +255,23 @@ cdef uint32_t layer_number(object layer, uint32_t n_layers, str what) except? 0x
     if not 0 <= number < n_layers:
         raise ValueError(f"{what}: expected a layer from 0 to {n_layers - 1}, got {layer}")
     return <uint32_t>number
+
+
+cdef um.um_dtype out_type(object out, um.um_dtype stored, uint32_t heads, uint64_t n,
+                          uint32_t head_dim) except *:
+    cdef cnp.ndarray a = out
+    cdef um.um_dtype number = <um.um_dtype>number_of(a.descr, stored, "out")
+    # Not the attributes of the array, which a subclass may override.
+    cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(a)
+    cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
+    cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a), dim = units(number, head_dim)
+    if (cnp.PyArray_NDIM(a) != 3 or sizes[0] != heads or sizes[1] != <cnp.npy_intp>n
+            or sizes[2] != dim or not cnp.PyArray_ISBEHAVED(a)
+            or (n > 0 and dim > 1 and strides[2] != item)
+            or (n > 1 and strides[1] != dim * item)
+            or (heads > 1 and strides[0] < <cnp.npy_intp>n * dim * item)):
+        raise ValueError(
+            f"out: expected two writable arrays of shape {(heads, n, dim)} in which the tokens of "
+            f"a head are contiguous, got shape {shape_of(a)}"
+            f"{'' if cnp.PyArray_ISWRITEABLE(a) else ', read-only'}")
+    return number

@@ -139,7 +139,7 @@ cdef class KVCache(KVMemory):
         the first three. The others are ggml's: blocks of 32 values of a head with one scale, of
         eight, five or four bits a value. They are quantized as ggml's reference does it.
     k_dtype, v_dtype : str, optional
-        What is stored of K, and of V, where that is not `dtype`; only of fixed storage.
+        What is stored of K, and of V, where that is not `dtype`.
     v_head_dim : int, optional
         Elements of a head of V, where that is not `head_dim`; 0: no V. Only of fixed storage.
     order : {"token", "head"}
@@ -237,9 +237,6 @@ cdef class KVCache(KVMemory):
         if tape is not None and placement:
             raise ValueError("a tape is placed already: "
                              f"{', '.join(placement)} not accepted beside tape=")
-        if spec.type != spec.v_type and (window is not None or is_growing):
-            raise ValueError(f"k_dtype and v_dtype: expected one type with window or grow, got "
-                             f"{self.dtype} and {self.v_dtype}: fixed storage takes two")
         if spec.v_head_dim and (window is not None or is_growing):
             raise ValueError(f"v_head_dim: expected that of K, {head_dim}, with window or grow, "
                              f"got {v_head_dim}: fixed storage takes another")

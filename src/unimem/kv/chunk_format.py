@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,19 @@ from numpy.typing import NDArray
 
 from unimem.kv.snapshot_format import round_up, row_bytes_of
 
-__all__ = ["BytesShape", "ChunkShape", "DataShape", "Kind", "chunk_keys", "find_fault", "seal"]
+__all__ = [
+    "BytesShape",
+    "ChunkShape",
+    "DataShape",
+    "EqualLayers",
+    "Kind",
+    "LaneGroup",
+    "LayerRows",
+    "MixedLayers",
+    "chunk_keys",
+    "find_fault",
+    "seal",
+]
 
 MAGIC = b"UNIMEMCH"
 VERSION = 1
@@ -25,15 +37,93 @@ HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8sIIQQ32s16sIIQ")
 
 
-class Kind(NamedTuple):
-    """What caches have in common that can take each other's rows.
+class LaneGroup(NamedTuple):
+    """Layers whose rows lie in one chunk: all that keep all tokens, or all of one window.
+
+    Attributes
+    ----------
+    window : int or None
+        The last tokens that they keep; None for all.
+    row_bytes : tuple of int
+        Bytes of a token in each lane: K of the first of these layers, V of it, K of the next.
+    """
+
+    window: int | None
+    row_bytes: tuple[int, ...]
+
+    def key(self, key: bytes) -> bytes:
+        """Return the identity of its rows, by that of the tokens."""
+        if self.window is None:
+            return key
+        return hashlib.sha256(f"unimem.kv-window/1\nwindow={self.window}\n".encode() + key).digest()
+
+    def first_needed(self, end: int) -> int:
+        """Return the first position whose rows a cache has to have that ends at `end`."""
+        return 0 if self.window is None else max(0, end - self.window)
+
+
+class Kind(Protocol):
+    """What caches have in common that can take each other's rows."""
+
+    @property
+    def text(self) -> str:
+        """What is hashed of it. Tokens begin at position 0, with K as the model has rotated it."""
+
+    @property
+    def groups(self) -> Sequence[LaneGroup]:
+        """Its layers, by what they keep; those that keep all tokens come first."""
+
+
+class LayerRows(NamedTuple):
+    """What a layer of a cache keeps whose layers differ.
+
+    Attributes
+    ----------
+    n_kv_heads, head_dim : int
+        Dimensions of the layer.
+    dtype, v_dtype : str
+        What is stored of K, and of V.
+    window : int or None
+        The last tokens that it keeps; None for all.
+    share_of : int or None
+        The layer whose rows it shows; None where it has its own.
+    """
+
+    n_kv_heads: int
+    head_dim: int
+    dtype: str
+    v_dtype: str
+    window: int | None = None
+    share_of: int | None = None
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of a token's K, and of its V."""
+        k, v = (row_bytes_of(self.n_kv_heads, self.head_dim, t) for t in (self.dtype, self.v_dtype))
+        return k, v
+
+    @property
+    def text(self) -> str:
+        """What is hashed of it."""
+        if self.share_of is not None:
+            return f"share={self.share_of}"
+        return (
+            f"heads={self.n_kv_heads} dim={self.head_dim} k={self.dtype} v={self.v_dtype} "
+            f"window={self.window or 'none'}"
+        )
+
+
+class EqualLayers(NamedTuple):
+    """The kind of a cache whose layers are alike.
+
+    Its chunks have all tokens, whatever the cache keeps.
 
     Attributes
     ----------
     n_layers, n_kv_heads, head_dim : int
         Dimensions of the cache.
-    dtype : str
-        What is stored, as `KVCache.dtype`.
+    dtype, v_dtype : str
+        What is stored of K, and of V, as `KVCache.dtype`.
     rotation : str
         What was done to heads before they were stored: "none", or "hadamard" (`KVCache.rotate`).
     """
@@ -42,24 +132,53 @@ class Kind(NamedTuple):
     n_kv_heads: int
     head_dim: int
     dtype: str
+    v_dtype: str
     rotation: str = "none"
 
     @property
-    def n_lanes(self) -> int:
-        """K and V of each layer."""
-        return 2 * self.n_layers
+    def text(self) -> str:
+        """What is hashed of it."""
+        return (
+            f"layers={self.n_layers} heads={self.n_kv_heads} dim={self.head_dim} "
+            f"k={self.dtype} v={self.v_dtype} position=0 rotation={self.rotation}"
+        )
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a token in one lane."""
-        return row_bytes_of(self.n_kv_heads, self.head_dim, self.dtype)
+    def groups(self) -> tuple[LaneGroup]:
+        """All layers."""
+        layer = LayerRows(self.n_kv_heads, self.head_dim, self.dtype, self.v_dtype)
+        return (LaneGroup(None, self.n_layers * layer.row_bytes),)
+
+
+class MixedLayers(NamedTuple):
+    """The kind of a cache whose layers differ.
+
+    Attributes
+    ----------
+    layers : tuple of LayerRows
+        What each keeps.
+    rotation : str
+        As of `EqualLayers`.
+    """
+
+    layers: tuple[LayerRows, ...]
+    rotation: str = "none"
 
     @property
     def text(self) -> str:
-        """What is hashed of it. Tokens begin at position 0, with K as the model has rotated it."""
-        return (
-            f"layers={self.n_layers} heads={self.n_kv_heads} dim={self.head_dim} "
-            f"k={self.dtype} v={self.dtype} position=0 rotation={self.rotation}"
+        """What is hashed of it."""
+        head = f"layers={len(self.layers)} position=0 rotation={self.rotation}"
+        return "\n".join([head, *(layer.text for layer in self.layers)])
+
+    @property
+    def groups(self) -> tuple[LaneGroup, ...]:
+        """Those that keep all tokens, and those of each window, the smallest first."""
+        rows: dict[int | None, list[int]] = {}
+        for layer in self.layers:
+            if layer.share_of is None:
+                rows.setdefault(layer.window, []).extend(layer.row_bytes)
+        return tuple(
+            LaneGroup(window, tuple(rows[window])) for window in sorted(rows, key=lambda w: w or 0)
         )
 
 
@@ -157,44 +276,44 @@ class ChunkShape(NamedTuple):
 
     Attributes
     ----------
-    kind : Kind
-        Of the cache.
+    group : LaneGroup
+        Of a cache's layers.
     n_tokens : int
         Tokens in it.
     """
 
-    kind: Kind
+    group: LaneGroup
     n_tokens: int
 
     @property
     def n_lanes(self) -> int:
         """K and V of each layer."""
-        return self.kind.n_lanes
+        return len(self.group.row_bytes)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token in one lane."""
-        return self.kind.row_bytes
-
-    @property
-    def lane_bytes(self) -> int:
-        """Bytes of the rows of one lane."""
-        return self.n_tokens * self.kind.row_bytes
+        """Bytes of a token in one lane; 0 where lanes differ."""
+        first = self.group.row_bytes[0]
+        return first if set(self.group.row_bytes) == {first} else 0
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all lanes."""
-        return self.kind.n_lanes * self.lane_bytes
+        return self.n_tokens * sum(self.group.row_bytes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole chunk: header, data, and zeros up to a multiple of 4096."""
         return HEADER_BYTES + round_up(self.data_bytes, HEADER_BYTES)
 
-    def lanes(self, blob: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """View the data of a chunk's bytes as ``[n_lanes, lane_bytes]``."""
-        data = blob[HEADER_BYTES : HEADER_BYTES + self.data_bytes]
-        return data.reshape(self.kind.n_lanes, self.lane_bytes)
+    def lanes(self, blob: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
+        """View each lane of a chunk's bytes as ``[n_tokens, row bytes]``."""
+        found, begin = [], HEADER_BYTES
+        for row_bytes in self.group.row_bytes:
+            end = begin + self.n_tokens * row_bytes
+            found.append(blob[begin:end].reshape(self.n_tokens, row_bytes))
+            begin = end
+        return found
 
 
 def _header(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:

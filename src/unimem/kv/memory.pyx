@@ -9,6 +9,7 @@ from unimem._core import guard
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
 from unimem.system.text import format_bytes
 
+cimport cython
 cimport numpy as cnp
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
@@ -55,6 +56,10 @@ cdef um.um_status _move_guarded(void *context, void *to, const void *from_,
     return um.um_guard_run(block.base, block.reserved_nbytes, _run_move, &move, NULL)
 
 
+cdef object bytes_in(list ranges):
+    return sum([nbytes for _, nbytes in ranges])
+
+
 cdef class KVMemory(KVRows):
     """What `KVCache` stands on."""
 
@@ -77,31 +82,31 @@ cdef class KVMemory(KVRows):
     cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1:
         cdef um.um_kv_storage storage
         cdef um.um_error err
-        cdef size_t row = self.check_row(spec), step
+        cdef size_t row = self.check_row(spec), v_row = self._v_row, step
         # Twice the tokens, so that trimming and appending in turn seldom moves any.
         cdef uint64_t n_rows = 2 * spec.max_seq_len
-        cdef object lane = <object>n_rows * row
+        cdef object n_pairs = self._n_lanes // 2
         pages = placement.get("pages", "auto")
         huge_bytes = HUGE_BYTES * <object>self._n_lanes
-        if pages == "auto" and (lane < HUGE_BYTES or (
+        if pages == "auto" and (<object>n_rows * min(row, v_row) < HUGE_BYTES or (
                 self.budget_bytes is not None and self.budget_bytes < 4 * huge_bytes)):
             pages = "4k"  # huge pages would be larger than the lanes, or too few for the budget
         unit = {"4k": um.um_page_bytes(), "1g": 1 << 30}.get(
             pages, max(um.um_huge_page_bytes(), HUGE_BYTES))
-        lane = -(-lane // unit) * unit
-        if lane * self._n_lanes >= MOST_BYTES:
-            raise ValueError(f"KVCache: {format_bytes(lane * self._n_lanes)} of address space for "
+        lane, v_lane = [-(-<object>n_rows * size // unit) * unit for size in (row, v_row)]
+        reserve = n_pairs * (lane + v_lane)
+        if reserve >= MOST_BYTES:
+            raise ValueError(f"KVCache: {format_bytes(reserve)} of address space for "
                              f"{spec.max_seq_len} tokens are more than there is: a smaller "
                              "max_seq_len")
         placement = placement | {"pages": pages}
         # The first step comes with the block. It goes back: all lanes grow alike.
-        self.block = Block(1, name=self.name, category="kv", reserve=lane * self._n_lanes,
-                           **placement)
+        self.block = Block(1, name=self.name, category="kv", reserve=reserve, **placement)
         self.block._is_part = True
         self._region = self.block.region()
         step = self._region.block.step_nbytes
         if self.budget_bytes is not None:
-            least = round_up(row, step) * self._n_lanes
+            least = n_pairs * (round_up(row, step) + round_up(v_row, step))
             if least > self.budget_bytes:
                 raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
                                 f"needs on pages of {format_bytes(step)}, {least} bytes",
@@ -110,30 +115,33 @@ cdef class KVMemory(KVRows):
             raise_status(err.status, &err, "KVCache")
         self.grow = True
         storage.base = self._region.block.base
-        storage.lane_stride = storage.v_lane_stride = lane
+        storage.lane_stride, storage.v_lane_stride = lane, v_lane
         storage.n_rows = n_rows
         storage.usable_rows = 0
         return self.start(spec, &storage)
 
     @staticmethod
-    def _ring_rows(size_t row_bytes, uint64_t n, pages):
-        """How many rows a ring has for n: so many that a lane is whole pages."""
+    def _ring_rows(size_t row_bytes, size_t v_row_bytes, uint64_t n, pages):
+        """How many rows a ring has for n: so many that lanes of K and of V are whole pages."""
         cdef size_t page = um.um_page_bytes()
         if pages == "1g":
             page = 1 << 30
-        elif pages == "2m" or (pages == "thp" and n * row_bytes >= HUGE_BYTES):
+        elif pages == "2m" or (pages == "thp" and n * min(row_bytes, v_row_bytes) >= HUGE_BYTES):
             page = max(um.um_huge_page_bytes(), HUGE_BYTES)
-        return round_up(n, page // math.gcd(page, row_bytes))
+        return round_up(n, math.lcm(page // math.gcd(page, row_bytes),
+                                    page // math.gcd(page, v_row_bytes)))
 
     cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1:
         cdef um.um_kv_storage storage
-        cdef size_t row = self.check_row(spec)
+        cdef size_t row = self.check_row(spec), v_row = self._v_row
+        cdef object token = self._n_lanes // 2 * (<object>row + v_row)
         cdef uint64_t n_rows
-        if (<object>spec.window + spare_rows) * row * self._n_lanes >= MOST_BYTES // 2:
+        if (<object>spec.window + spare_rows) * token >= MOST_BYTES // 2:
             raise ValueError(f"KVCache: a ring of {spec.window} rows and {spare_rows} to spare is "
                              "more than there can be: fewer of them")
-        n_rows = self._ring_rows(row, spec.window + spare_rows, placement.get("pages", "auto"))
-        total = <object>n_rows * row * self._n_lanes
+        n_rows = self._ring_rows(row, v_row, spec.window + spare_rows,
+                                 placement.get("pages", "auto"))
+        total = n_rows * token
         if self.budget_bytes is not None and total > self.budget_bytes:
             raise CacheFull(f"KVCache: a ring of {n_rows} rows, in whole pages, needs {total} "
                             f"bytes, and budget_bytes is {self.budget_bytes}", self.budget_bytes,
@@ -141,12 +149,14 @@ cdef class KVMemory(KVRows):
         if placement.get("pages") == "thp":
             # Shared memory gets huge pages by collapsing what is in RAM.
             placement = {"warm": True} | placement
-        self.block = Block._mirrored(total, n_rows * row, name=self.name, **placement)
+        other = 0 if row == v_row else n_rows * v_row
+        self.block = Block._mirrored(total, n_rows * row, other_bytes=other, run=spec.batch,
+                                     name=self.name, **placement)
         self.block._is_part = True
         self._region = self.block.region()
         self._storage_bytes = total
         storage.base = self._region.block.base
-        storage.lane_stride = storage.v_lane_stride = 2 * n_rows * row
+        storage.lane_stride, storage.v_lane_stride = 2 * n_rows * row, 2 * n_rows * v_row
         storage.n_rows = storage.usable_rows = n_rows
         return self.start(spec, &storage)
 
@@ -154,19 +164,35 @@ cdef class KVMemory(KVRows):
         """Begin each lane of a growing cache with rows of a file."""
         cdef um.um_error err
         cdef um.um_block *block = &self.open_region().block
-        cdef size_t nbytes = round_up(n * self.kv.row_bytes, block.step_nbytes), lane
-        if nbytes == 0:
+        cdef size_t lane
+        if n == 0:
             return 0
         self._file = self._region.file = path
         um.um_kv_set_mover(&self.kv, _move_guarded, block)
         for lane in range(self._n_lanes):
-            if um.um_block_overlay(block, lane * self.kv.lane_stride, fd, offsets[lane], nbytes,
+            if um.um_block_overlay(block, self.lane_offset(lane), fd, offsets[lane],
+                                   round_up(n * self.lane_row(lane), block.step_nbytes),
                                    &err) != um.UM_OK:
                 if strcmp(err.what, "the range goes beyond the end of the file") == 0:
                     err.status = um.UM_E_IO  # it was inside when the header was read
                 raise_file_status(err.status, &err, "KVCache.restore", path)
-        self._high = nbytes
+        self._high = self.whole_to(n)
         return self._set_usable()
+
+    # ---- lanes, in the order of the storage ----
+
+    @cython.final
+    cdef size_t lane_offset(self, size_t lane) noexcept:
+        """Where the rows of a lane begin in the block."""
+        cdef size_t batch = self.kv.spec.batch
+        cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, lane // batch % 2,
+                                                lane % batch)
+        return rows - <char *>self._region.block.base
+
+    @cython.final
+    cdef size_t lane_row(self, size_t lane) noexcept:
+        """Bytes of a row of a lane."""
+        return self.kv.row_bytes if lane // self.kv.spec.batch % 2 == 0 else self.kv.v_row_bytes
 
     # ---- what is there ----
 
@@ -200,17 +226,16 @@ cdef class KVMemory(KVRows):
         return region
 
     cdef list images(self, first, end):
-        cdef size_t whole = self.kv.n_rows * self.kv.row_bytes
+        cdef size_t whole = self.kv.n_rows
         return [(max(first + shift, 0), min(end + shift, 2 * whole))
                 for shift in (-2 * <object>whole, -<object>whole, 0, whole)]
 
     cdef list ranges_but(self, uint64_t n):
-        cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
-        cdef uint64_t last = um.um_kv_next_position(&self.kv)
-        cdef size_t first = um.um_kv_row(&self.kv, last - n) * row
+        cdef uint64_t last = um.um_kv_next_position(&self.kv), whole = self.kv.n_rows
+        cdef uint64_t first = um.um_kv_row(&self.kv, last - n)
         if self.kv.spec.window != 0:
-            return self.images(first + n * row, first + whole)
-        return [(0, first), (self.end_row() * row, whole)]
+            return self.images(first + n, first + whole)
+        return [(0, first), (self.end_row(), whole)]
 
     cdef int check_droppable(self, uint64_t n) except -1:
         if self._n_busy or self.has_views(self.ranges_but(n)):
@@ -219,68 +244,108 @@ cdef class KVMemory(KVRows):
         return 0
 
     cdef list dead_ranges(self):
-        cdef size_t row = self.kv.row_bytes, whole = self.kv.n_rows * row
-        cdef size_t first = self.first_row() * row
-        cdef uint64_t oldest, held
+        cdef uint64_t oldest, held, first, whole = self.kv.n_rows
         if self.kv.spec.window == 0:
-            return [(0, first), (self.end_row() * row, whole)]
+            return [(0, self.first_row()), (self.end_row(), whole)]
         # What a crop may bring back into the window is held, too.
         oldest = min(um.um_kv_oldest_position(&self.kv), self.end_position())
         held = min(self.end_position() + self._reserved - oldest, self.kv.n_rows)
-        first = um.um_kv_row(&self.kv, oldest) * row
-        return self.images(first + held * row, first + whole)
+        first = um.um_kv_row(&self.kv, oldest)
+        return self.images(first + held, first + whole)
+
+    # ---- growing: rows from _low to _high are committed, in whole steps of each lane ----
+
+    @cython.final
+    cdef uint64_t whole_from(self, uint64_t row) noexcept:
+        """The first row that lies whole in the steps of rows from `row` on."""
+        cdef size_t step = self._region.block.step_nbytes, k = self.kv.row_bytes
+        cdef size_t v = self.kv.v_row_bytes
+        return max((row * k // step * step + k - 1) // k, (row * v // step * step + v - 1) // v)
+
+    @cython.final
+    cdef uint64_t whole_to(self, uint64_t row) noexcept:
+        """The row behind the last that lies whole in the steps of rows up to `row`."""
+        cdef size_t step = self._region.block.step_nbytes, k = self.kv.row_bytes
+        cdef size_t v = self.kv.v_row_bytes
+        return min(min(round_up(row * k, step) // k, round_up(row * v, step) // v), self.kv.n_rows)
+
+    @cython.final
+    cdef list steps_of(self, uint64_t first, uint64_t end, uint64_t but_first, uint64_t but_end):
+        """The steps of rows in each lane, but for those of other rows, which lie at one end of
+        them: offsets in the block, and bytes."""
+        cdef size_t step = self._region.block.step_nbytes, lane, row, begin, stop
+        cdef list found = []
+        for lane in range(self._n_lanes if first < end else 0):
+            row = self.lane_row(lane)
+            begin, stop = first * row // step * step, round_up(end * row, step)
+            if but_first < but_end and but_first <= first:
+                begin = max(begin, round_up(but_end * row, step))
+            elif but_first < but_end:
+                stop = min(stop, but_first * row // step * step)
+            if begin < stop:
+                found.append((self.lane_offset(lane) + begin, stop - begin))
+        return found
 
     cdef list spare_ranges(self, bint exactly):
-        cdef size_t step = self._region.block.step_nbytes, row = self.kv.row_bytes
-        cdef size_t low = self.first_row() * row // step * step
-        cdef size_t high = round_up(self.end_row() * row, step), spare
-        if self.first_row() == self.end_row():
+        cdef size_t step = self._region.block.step_nbytes
+        cdef size_t row = max(self.kv.row_bytes, self.kv.v_row_bytes)
+        cdef uint64_t first = self.first_row(), end = self.end_row(), high, spare
+        if first == end:
             # Nothing is held. What is at the beginning is kept for what comes next, unless it is a
             # file's.
             exactly = exactly or self.mapped(0, self.kv.n_rows) != NULL
-            high = min(step, self._high) if self._low == 0 and not exactly else self._low
+            spare = max(step // row, <size_t>1)
+            high = min(spare, self._high) if self._low == 0 and not exactly else self._low
             return [(self._low, self._low), (high, self._high)]
-        spare = min((high - low) // 4, <size_t>MOST_SPARE_BYTES) // step * step + step
-        if exactly:
-            spare = 0
+        spare = min((end - first) * row // 4, <size_t>MOST_SPARE_BYTES) // step * step + step
+        spare = 0 if exactly else (spare + row - 1) // row
         # A little more or less does not give back what the next token takes again.
-        high = self._high if self._high <= high + 2 * spare else high + spare
-        return [(self._low, low), (high, self._high)]
-
-    # ---- growing ----
+        high = self._high if self._high <= self.whole_to(end + 2 * spare) else (
+            self.whole_to(end + spare))
+        return [(self._low, self.whole_from(first)), (high, self._high)]
 
     cdef int _grow_to(self, uint64_t rows) except -1:
-        cdef size_t step = self.open_region().block.step_nbytes, row = self.kv.row_bytes
-        cdef size_t needed = round_up(rows * row, step), used = self._high - self._low
-        cdef size_t wanted = needed
+        cdef size_t step = self.open_region().block.step_nbytes
+        cdef size_t row = max(self.kv.row_bytes, self.kv.v_row_bytes)
+        cdef uint64_t needed = self.whole_to(rows), wanted = needed
+        cdef uint64_t used = self._high - self._low, half
         if used > 0:
-            wanted += min(used // 4, <size_t>MOST_SPARE_BYTES) // step * step
-            wanted = min(wanted, round_up(self.kv.n_rows * row, step))
+            wanted += min(used * row // 4, <size_t>MOST_SPARE_BYTES) // step * step // row
+            wanted = self.whole_to(wanted)
         if self.budget_bytes is not None:
-            most = self.budget_bytes // self._n_lanes // step * step + self._low
-            wanted = max(needed, min(wanted, most))
+            rows = wanted
+            wanted = needed
+            while wanted < rows:
+                half = wanted + (rows - wanted + 1) // 2
+                if bytes_in(self.steps_of(self._low, half, 0, 0)) <= self.budget_bytes:
+                    wanted = half
+                else:
+                    rows = half - 1
+            wanted = max(needed, self.whole_to(wanted))
         try:
-            self._commit_lanes(self._high, wanted)
+            self._commit_rows(self._high, wanted)
         except (CapacityError, PlacementError):
             if wanted == needed:
                 raise
             wanted = needed  # nothing in advance
-            self._commit_lanes(self._high, wanted)
+            self._commit_rows(self._high, wanted)
         self._high = wanted
         self._set_usable()
         return 0
 
     cdef int _set_usable(self) except -1:
         cdef um.um_error err
-        if um.um_kv_set_usable(&self.kv, min(self._high // self.kv.row_bytes, self.kv.n_rows),
-                               &err) != um.UM_OK:
+        if um.um_kv_set_usable(&self.kv, self._high, &err) != um.UM_OK:
             raise_status(err.status, &err, f"KVCache '{self.name}'")
         return 0
 
-    cdef int _commit_lanes(self, size_t first, size_t end) except -1:
-        """Commit a range of each lane, and bring it into RAM; all of it, or nothing."""
+    cdef int _commit_rows(self, uint64_t first, uint64_t end) except -1:
+        """Commit rows of each lane, and bring them into RAM; all of them, or nothing."""
         cdef Region region = self.open_region()
-        cdef size_t nbytes = end - first, asked = nbytes * self._n_lanes
+        cdef list lanes = self.steps_of(first, end, self._low, self._high)
+        asked = bytes_in(lanes)
+        if asked == 0:
+            return 0
         if self._frozen:
             raise FrozenError(f"KVCache '{self.name}': {asked} bytes more would have to be "
                               "committed, and the layout is frozen: thaw() it, or let the cache "
@@ -289,13 +354,12 @@ cdef class KVMemory(KVRows):
             raise CacheFull(f"KVCache '{self.name}': budget_bytes={self.budget_bytes}, of which "
                             f"{self.capacity_bytes} are used, and {asked} more are needed",
                             self.budget_bytes, self.capacity_bytes, asked)
-        lanes = [(lane * self.kv.lane_stride + first, nbytes) for lane in range(self._n_lanes)]
         self.block.commit_ranges(lanes)
         try:
             for begin, nbytes in lanes:
                 self.block.populate(region, begin, nbytes, 1, None, 0, nbytes)
         except BaseException:
-            self._release_lanes(first, end)
+            self._release(lanes)
             raise
         self._n_growths += 1
         return 0
@@ -330,22 +394,22 @@ cdef class KVMemory(KVRows):
         return KVRows.take_rows(self, row, n)
 
     cdef int start_over(self, uint64_t rows) except -1:
-        cdef size_t step = self.open_region().block.step_nbytes
-        cdef size_t target = min(round_up(rows * self.kv.row_bytes, step), self._low)
+        cdef uint64_t target
+        self.open_region()
         if not self.grow:
             return KVRows.start_over(self, rows)
+        target = min(self.whole_to(rows), self._low)
         ranges = [(0, target), (self._low, self._high)]
         self.check_movable(ranges)
-        if target:
-            self._commit_lanes(0, target)
+        self._commit_rows(0, target)
         try:
             self.check_movable(ranges)  # others may have run meanwhile
             self.move_to(0)
         except BaseException:
-            self._release_lanes(0, target)
+            self._release(self.steps_of(0, target, self._low, self._high))
             raise
         if target < self._low:
-            self._release_lanes(self._low, self._high)
+            self._release(self.steps_of(self._low, self._high, 0, target))
             self._high = target
         self._low = 0
         self._set_usable()
@@ -353,14 +417,13 @@ cdef class KVMemory(KVRows):
 
     # ---- giving back ----
 
-    cdef void _release_lanes(self, size_t first, size_t end) noexcept:
-        """Give a range of each lane back. What the system refuses stays committed, unused."""
-        cdef size_t lane
-        if first < end:
-            for lane in range(self._n_lanes):
-                if um.um_block_release(&self._region.block, lane * self.kv.lane_stride + first,
-                                       end - first, NULL, NULL) != um.UM_OK:
-                    self._left_behind = True
+    cdef int _release(self, list ranges) except -1:
+        """Give steps back. What the system refuses stays committed, unused."""
+        cdef size_t begin, nbytes
+        for begin, nbytes in ranges:
+            if um.um_block_release(&self._region.block, begin, nbytes, NULL, NULL) != um.UM_OK:
+                self._left_behind = True
+        return 0
 
     cdef int settle(self, bint exactly=False) except -1:
         cdef Region region = self.open_region()
@@ -390,8 +453,7 @@ cdef class KVMemory(KVRows):
             self._shrink(ranges)
         else:
             # Of a ring the first image: the other is the same memory.
-            whole = self.kv.n_rows * self.kv.row_bytes
-            ranges = [(first, min(end, whole)) for first, end in ranges]
+            ranges = [(first, min(end, self.kv.n_rows)) for first, end in ranges]
             for lane in range(self._n_lanes):
                 for first, end in ranges:
                     if first < end:
@@ -401,30 +463,29 @@ cdef class KVMemory(KVRows):
                 self._dropped = 0  # else the next call tries again
         return 0
 
-    cdef um.um_status discard(self, Region region, size_t lane, size_t first,
-                              size_t end) noexcept:
-        """Give back a byte range of K's rows of a lane, or the same rows of V."""
-        cdef size_t batch = self.kv.spec.batch, stream = lane % batch
-        cdef bint v = lane // batch % 2 != 0
-        cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, v, stream)
-        if v:
-            first, end = self.in_v(first), self.in_v(end)
-        if first == end:
+    cdef um.um_status discard(self, Region region, size_t lane, uint64_t first,
+                              uint64_t end) noexcept:
+        """Give back rows of a lane."""
+        cdef size_t batch = self.kv.spec.batch, row = self.lane_row(lane)
+        cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, lane // batch % 2,
+                                                lane % batch)
+        if row == 0 or first == end:  # there may be no V
             return um.UM_OK
-        return um.um_block_discard(&region.block, rows - <char *>region.block.base + first,
-                                   end - first, NULL, NULL)
+        return um.um_block_discard(&region.block,
+                                   rows - <char *>region.block.base + first * row,
+                                   (end - first) * row, NULL, NULL)
 
     cdef int _shrink(self, list ranges) except -1:
         cdef bint empty = self.first_row() == self.end_row()
-        cdef size_t low, high
+        cdef uint64_t low, high
         (first, low), (high, end) = ranges
         if self._left_behind:
-            first, end = 0, self.kv.lane_stride
+            first, end = 0, self.kv.n_rows
             self._left_behind = False
         elif first >= low and high >= end:
             return 0
-        self._release_lanes(first, low)
-        self._release_lanes(high, end)
+        self._release(self.steps_of(first, low, low, high))
+        self._release(self.steps_of(high, end, low, high))
         self._low, self._high = max(self._low, low), min(self._high, high)
         if self._low >= self._high:
             self._low = self._high = 0
@@ -435,10 +496,10 @@ cdef class KVMemory(KVRows):
 
     cdef int _stay_inside(self) except -1:
         """An empty growing cache goes on inside of what is committed."""
-        cdef size_t row = self.kv.row_bytes, first = self.first_row() * row
+        cdef uint64_t first = self.first_row()
         cdef bint inside = self._low <= first <= self._high
-        if self.grow and not inside and self.first_row() == self.end_row():
-            self.move_to((self._low + row - 1) // row)
+        if self.grow and not inside and first == self.end_row():
+            self.move_to(self._low)
         return 0
 
     def give_back(self):
@@ -475,32 +536,40 @@ cdef class KVMemory(KVRows):
     # ---- rows that are a file's ----
 
     cdef um.um_block *mapped(self, uint64_t row, uint64_t n) noexcept:
-        # All lanes are alike.
-        if self._file is None or not um.um_block_is_overlaid(
-                &self._region.block, row * self.kv.row_bytes, n * self.kv.row_bytes):
+        cdef um.um_block *block
+        cdef size_t lane
+        if self._file is None:
             return NULL
-        return &self._region.block
+        block = &self._region.block
+        for lane in (0, self.kv.spec.batch):  # all lanes of K are alike, and all of V
+            if um.um_block_is_overlaid(block, self.lane_offset(lane) + row * self.lane_row(lane),
+                                       n * self.lane_row(lane)):
+                return block
+        return NULL
 
     cdef um.um_status trim(self, uint64_t n, uint64_t keep_first, uint64_t row,
                            um.um_error *err) except *:
         cdef um.um_status status = um.UM_OK
-        cdef size_t nbytes = keep_first * self.kv.row_bytes, lane
-        cdef char *to = <char *>self.kv.base + row * self.kv.row_bytes
+        cdef size_t nbytes = keep_first * max(self.kv.row_bytes, self.kv.v_row_bytes), lane, size
+        cdef char *base = <char *>self.open_region().block.base
         cdef cnp.ndarray kept
         if self.mapped(0, self.kv.n_rows) == NULL or row == 0:
             return um.um_kv_trim(&self.kv, n, keep_first, err)
         # A lane may be lost when others are moved already: their tokens come back.
         kept = np.empty((self._n_lanes, nbytes), np.uint8)
         for lane in range(self._n_lanes):
+            size = self.lane_row(lane)
             status = um.um_guard_copy(cnp.PyArray_BYTES(kept) + lane * nbytes,
-                                      to + lane * self.kv.lane_stride, nbytes, err)
+                                      base + self.lane_offset(lane) + row * size,
+                                      keep_first * size, err)
             if status != um.UM_OK:
                 return status
         status = um.um_kv_trim(&self.kv, n, keep_first, err)
         if status != um.UM_OK:
             for lane in range(self._n_lanes):
-                _move_guarded(&self._region.block, to + lane * self.kv.lane_stride,
-                              cnp.PyArray_BYTES(kept) + lane * nbytes, nbytes)
+                size = self.lane_row(lane)
+                _move_guarded(&self._region.block, base + self.lane_offset(lane) + row * size,
+                              cnp.PyArray_BYTES(kept) + lane * nbytes, keep_first * size)
         return status
 
     # ---- rows as bytes, to be copied, saved and restored ----
@@ -528,6 +597,10 @@ cdef class KVMemory(KVRows):
         cdef uint64_t first = um.um_kv_first_position(&self.kv)
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, first),
                                um.um_kv_seq_len(&self.kv))
+
+    def _rows_at(self, layer, part, stream, position, n):
+        """The bytes of n tokens from a position on, of one lane, which are there or are to come."""
+        return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, position), n)
 
     def _restore_rows(self, layer, part, stream, n, next_position):
         """Where the n tokens up to a position go, of one lane."""
@@ -567,18 +640,15 @@ cdef class KVMemory(KVRows):
     def warm(self, threads=None):
         """Bring the storage into RAM, as `Block.warm`; of a growing cache what is committed."""
         cdef Region region = self.open_region()
-        cdef size_t lane
         if self.tape is not None:
             self.tape.block._warm_range(self._begin, self._storage_bytes, threads)
         elif not self.grow:
             self.block.warm(threads)
         elif self._high > self._low:
             n_threads = self.block.check_threads(threads)
-            size = self._high - self._low
             self._n_busy += 1
             try:
-                for lane in range(self._n_lanes):
-                    begin = lane * self.kv.lane_stride + self._low
+                for begin, size in self.steps_of(self._low, self._high, 0, 0):
                     self.block.populate(region, begin, size, n_threads, None, 0, size)
             finally:
                 self.end_busy()

@@ -44,7 +44,7 @@ def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
     heads = 1 if order == "head" else kind.n_kv_heads  # in a row of a lane
     row = KVCache.storage_bytes(1, heads, kind.head_dim, ROUND_ROWS, dtype=kind.dtype)
     row //= 2 * ROUND_ROWS
-    n_rows = KVCache._ring_rows(row, kind.window + spare_rows, pages)
+    n_rows = KVCache._ring_rows(row, row, kind.window + spare_rows, pages)
     return 2 * n_layers * batch * (kind.n_kv_heads // heads) * n_rows * row
 
 

@@ -12,8 +12,10 @@ cdef class PagedKVCache:
     cdef bint _begun
     cdef readonly Block block
     cdef readonly str name
-    cdef readonly str dtype
-    cdef object _dtype
+    cdef readonly str dtype, v_dtype
+    cdef object _dtype, _v_dtype
+    # The type whose blocks K and V may be given in; where they have two, that of floats.
+    cdef um.um_dtype _given
     cdef object _index
     cdef Region _region
     cdef object __weakref__
@@ -45,4 +47,3 @@ cdef class Sequence:
     cdef void note_use(self) noexcept
     cdef int finish(self, const um.um_paged_pending *pending, bint releases) except -1
     cdef int index_blocks(self) except -1
-    cdef int check_out(self, object out, uint64_t n) except -1

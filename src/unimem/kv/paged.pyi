@@ -17,6 +17,7 @@ class PagedKVCache:
     block: Block | None
     name: str
     dtype: DType
+    v_dtype: DType
     def __init__(
         self,
         n_layers: int,
@@ -26,6 +27,8 @@ class PagedKVCache:
         n_blocks: int,
         block_tokens: int = 16,
         dtype: npt.DTypeLike = "f16",
+        k_dtype: npt.DTypeLike | None = None,
+        v_dtype: npt.DTypeLike | None = None,
         prefix_cache: bool = True,
         name: str | None = None,
         **placement: Unpack[PlacementOptions],
@@ -78,6 +81,9 @@ class Sequence:
     cache: PagedKVCache
     n_cached: int
     def append(self, layer: int, k: AnyArray, v: AnyArray) -> None: ...
+    def _append_stored(
+        self, layer: int, k: npt.NDArray[np.uint8], v: npt.NDArray[np.uint8]
+    ) -> None: ...
     def append_all(self, k: AnyArray, v: AnyArray) -> None: ...
     def extend(self, ids: AnySequence[int] | npt.NDArray[Any]) -> None: ...
     def fork(self) -> Sequence: ...

@@ -13,15 +13,15 @@ from unimem.kv.prefix import PrefixIndex
 cimport cython
 cimport numpy as cnp
 from cpython.ref cimport PyObject
-from libc.stdint cimport int32_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
 from unimem.kv.arrays cimport (
-    Given, check_head_dim, check_token, check_tokens, contiguous, kv_type, layer_number, number_of,
-    number_of_type, numpy_type, pair_of, shape_of, units,
+    Given, check_head_dim, check_token, check_tokens, contiguous, kv_types, layer_number,
+    number_of_type, numpy_type, out_type, pair_of, units,
 )
 from unimem._core.region cimport Region, enter_holder, new_window
 from unimem._core.status cimport raise_status
@@ -74,6 +74,8 @@ cdef class PagedKVCache:
         Tokens of a block.
     dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         What is stored, as for `KVCache`.
+    k_dtype, v_dtype : str, optional
+        What is stored of K, and of V, where that is not `dtype`.
     prefix_cache : bool, default True
         Whether blocks are found by their tokens.
     name : str, optional
@@ -85,8 +87,8 @@ cdef class PagedKVCache:
     ----------
     block : Block or None
         What the pool lies on; None when closed.
-    dtype : str
-        As given, such as ``"f16"``.
+    dtype, v_dtype : str
+        What is stored of K, and of V, such as ``"f16"``.
     name : str
         Stands in messages.
 
@@ -111,7 +113,7 @@ cdef class PagedKVCache:
     """
 
     def __init__(self, n_layers, n_kv_heads, head_dim, *, n_blocks, block_tokens=16, dtype="f16",
-                 prefix_cache=True, name=None, **placement):
+                 k_dtype=None, v_dtype=None, prefix_cache=True, name=None, **placement):
         cdef um.um_error err
         cdef um.um_paged_spec spec
         cdef size_t nbytes
@@ -120,19 +122,21 @@ cdef class PagedKVCache:
             raise RuntimeError("the PagedKVCache is made already")
         self._begun = True
         cdef bint has_index = flag(prefix_cache, "prefix_cache")
-        self.dtype = kv_type(dtype)
+        self.dtype, self.v_dtype = kv_types(dtype, k_dtype, v_dtype)
         for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
                         ("n_blocks", n_blocks), ("block_tokens", block_tokens)):
             if size_of(n, what, 1) >= 2**31 - 1:
                 raise ValueError(f"{what}: expected at most 2**31 - 2, got {n}")
         check_head_dim(self.dtype, head_dim)
+        check_head_dim(self.v_dtype, head_dim)
         spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
         spec.n_blocks, spec.block_tokens = n_blocks, block_tokens
-        spec.type = number_of_type(self.dtype)
+        spec.type, spec.v_type = number_of_type(self.dtype), number_of_type(self.v_dtype)
+        self._given = spec.type if spec.type == spec.v_type else um.UM_F32
         self.name = string(name, "name", "paged")
         if um.um_paged_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             self.fail(&err)
-        self._dtype = numpy_type(spec.type)
+        self._dtype, self._v_dtype = numpy_type(spec.type), numpy_type(spec.v_type)
         cdef Block block = Block(nbytes, name=self.name, category="kv", **placement)
         block._is_part = True
         cdef Region region = block.region()
@@ -230,13 +234,16 @@ cdef class PagedKVCache:
 
     cdef object _view(self, Region region, uint32_t layer, bint v):
         cdef um.um_paged_spec *s = &self.paged.spec
-        cdef size_t head = self.paged.head_bytes, item = self._dtype.itemsize
+        cdef object kind = self._v_dtype if v else self._dtype
+        cdef size_t item = kind.itemsize, head = (
+            self.paged.v_head_bytes if v else self.paged.head_bytes)
         cdef char *data = <char *>um.um_paged_lane(&self.paged, 0, layer, v)
         cdef cnp.npy_intp *sizes = [s.n_blocks, s.block_tokens, s.n_kv_heads, head // item]
         cdef cnp.npy_intp *strides = [self.paged.block_bytes, head, s.block_tokens * head, item]
         window = new_window(region, data - <char *>region.block.base,
-                            (s.n_blocks - 1) * self.paged.block_bytes + self.paged.lane_bytes)
-        return new_array(data, 4, sizes, strides, self._dtype, window, True)
+                            (s.n_blocks - 1) * self.paged.block_bytes
+                            + head * s.block_tokens * s.n_kv_heads)
+        return new_array(data, 4, sizes, strides, kind, window, True)
 
     def layer(self, i):
         """View K and V of a layer in all blocks, as kernels with block tables take them.
@@ -250,7 +257,7 @@ cdef class PagedKVCache:
         -------
         k, v : numpy.ndarray
             ``[n_blocks, block_tokens, n_kv_heads, head_dim]`` without a copy, with strides: in a
-            block, the tokens of one head lie one behind the other. Those of a ``"q8_0"`` cache are
+            block, the tokens of one head lie one behind the other. Those of a quantized type are
             blocks of 32 values, as `KVCache.layer` shows them.
 
         Raises
@@ -413,9 +420,10 @@ cdef class PagedKVCache:
         s = self.paged.spec
         if self._region is None:
             return f"PagedKVCache('{self.name}', closed)"
+        types = self.dtype if self.dtype == self.v_dtype else f"{self.dtype} and {self.v_dtype}"
         return (f"PagedKVCache('{self.name}', {self.n_blocks_in_use} of {s.n_blocks} blocks of "
                 f"{s.block_tokens} tokens, {s.n_layers} layers, {s.n_kv_heads} heads of "
-                f"{s.head_dim} {self.dtype}, {format_bytes(self.capacity_bytes)})")
+                f"{s.head_dim} {types}, {format_bytes(self.capacity_bytes)})")
 
     _repr_html_ = paged_html
 
@@ -506,7 +514,7 @@ cdef class Sequence:
         cdef uint32_t index = layer_number(layer, s.n_layers, "layer")
         cdef Given given
         cdef bint releases
-        check_tokens(&given, ka, va, s.type, 1, s.n_kv_heads, s.head_dim, s.head_dim,
+        check_tokens(&given, ka, va, self.cache._given, 1, s.n_kv_heads, s.head_dim, s.head_dim,
                      "Sequence.append")
         # From here on no other thread runs until blocks were taken. Held, so that nobody closes the
         # cache while the lock is released.
@@ -521,6 +529,25 @@ cdef class Sequence:
         if um.um_paged_layer_len(&self.seq, index) // s.block_tokens > <uint64_t>self._n_indexed:
             self.index_blocks()
 
+    def _append_stored(self, layer, const uint8_t[:, ::1] k, const uint8_t[:, ::1] v):
+        """Append ``[n, row bytes]`` to one layer as they are stored, all heads; for chunk_rows."""
+        cdef um.um_error err
+        cdef um.um_paged_pending pending
+        cdef um.um_paged *p = &self.cache.paged
+        cdef size_t heads = p.spec.n_kv_heads, n = len(k)
+        cdef uint32_t index = layer_number(layer, p.spec.n_layers, "layer")
+        if len(v) != n or k.nbytes != n * heads * p.head_bytes or v.nbytes != (
+                n * heads * p.v_head_bytes):
+            raise ValueError("rows: expected those of as many tokens of K and of V")
+        cdef Region _held = self.open_region()
+        self.check_idle()
+        if um.um_paged_append_stored_begin(&pending, &self.seq, index, &k[0, 0] if n else NULL,
+                                           &v[0, 0] if n else NULL, um.UM_KV_TOKEN_MAJOR, n,
+                                           &err) != um.UM_OK:
+            self.cache.fail(&err)
+        self.finish(&pending, True)
+        self.index_blocks()
+
     def append_all(self, k, v):
         """Append one token to all layers.
 
@@ -532,10 +559,8 @@ cdef class Sequence:
 
         Raises
         ------
-        CacheFull, ValueError, TypeError, ClosedError
-            As `append`.
-        RuntimeError
-            Layers differ in length, or another thread appends to this sequence.
+        CacheFull, ValueError, TypeError, RuntimeError, ClosedError
+            As `append`; RuntimeError also where layers differ in length.
         """
         cdef um.um_error err
         cdef um.um_paged_pending pending
@@ -543,7 +568,8 @@ cdef class Sequence:
         cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef Given given
-        check_token(&given, ka, va, s.type, s.n_layers, s.n_kv_heads, s.head_dim, s.head_dim,
+        check_token(&given, ka, va, self.cache._given, s.n_layers, s.n_kv_heads, s.head_dim,
+                    s.head_dim,
                     "Sequence.append_all")
         _held = self.open_region()
         self.check_idle()
@@ -677,13 +703,13 @@ cdef class Sequence:
         out : tuple of array, optional
             Where K and V go: two arrays, of any library, of the shape below, which may be parts of
             larger ones as long as the tokens of a head are contiguous. Their dtype is float32,
-            float16 or bfloat16, or the cache's; what differs is converted.
+            float16 or bfloat16, or what is stored; what differs is converted.
 
         Returns
         -------
         k, v : numpy.ndarray
             ``[n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now: `out`, or new
-            arrays of the cache's dtype. Of a quantized cache these are
+            arrays of what is stored. Of a quantized type these are
             ``[n_kv_heads, n, head_dim / 32]`` blocks.
 
         Raises
@@ -702,11 +728,11 @@ cdef class Sequence:
         cdef um.um_dtype k_type, v_type
         cdef cnp.ndarray k, v
         if out is None:
-            shape = (s.n_kv_heads, n, units(s.type, s.head_dim))
-            out = np.empty(shape, self.cache._dtype), np.empty(shape, self.cache._dtype)
+            out = (np.empty((s.n_kv_heads, n, units(s.type, s.head_dim)), self.cache._dtype),
+                   np.empty((s.n_kv_heads, n, units(s.v_type, s.head_dim)), self.cache._v_dtype))
         out, (k_out, v_out) = pair_of(out)
-        k_type = <um.um_dtype>self.check_out(k_out, n)
-        v_type = <um.um_dtype>self.check_out(v_out, n)
+        k_type = out_type(k_out, s.type, s.n_kv_heads, n, s.head_dim)
+        v_type = out_type(v_out, s.v_type, s.n_kv_heads, n, s.head_dim)
         k, v = k_out, v_out
         with nogil:
             status = um.um_paged_gather(&self.seq, index, 0, n, cnp.PyArray_DATA(k),
@@ -717,28 +743,6 @@ cdef class Sequence:
         if status != um.UM_OK:
             self.cache.fail(&err)
         return out
-
-    cdef int check_out(self, object out, uint64_t n) except -1:
-        """The native type of an array that n tokens of a layer are to be copied to."""
-        cdef um.um_paged_spec *s = &self.cache.paged.spec
-        cdef cnp.ndarray a = out
-        cdef int number = number_of(a.descr, s.type, "out")
-        # Not the attributes of the array, which a subclass may override.
-        cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(a)
-        cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
-        cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a)
-        cdef cnp.npy_intp dim = units(<um.um_dtype>number, s.head_dim)
-        if (cnp.PyArray_NDIM(a) != 3 or sizes[0] != s.n_kv_heads
-                or sizes[1] != <cnp.npy_intp>n or sizes[2] != dim
-                or not cnp.PyArray_ISBEHAVED(a)
-                or (n > 0 and dim > 1 and strides[2] != item)
-                or (n > 1 and strides[1] != dim * item)
-                or (s.n_kv_heads > 1 and strides[0] < <cnp.npy_intp>n * dim * item)):
-            raise ValueError(
-                f"out: expected two writable arrays of shape {(s.n_kv_heads, n, dim)} in which the "
-                f"tokens of a head are contiguous, got shape {shape_of(a)}"
-                f"{'' if cnp.PyArray_ISWRITEABLE(a) else ', read-only'}")
-        return number
 
     @property
     def block_table(self):

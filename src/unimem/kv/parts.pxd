@@ -22,7 +22,8 @@ cdef class KVParts(KVCache):
     cdef uint32_t _n_layers
     cdef uint64_t _max_seq_len
     # Where the tokens begin; and the largest window, or 0.
-    cdef uint64_t _first, _widest
+    cdef readonly uint64_t _first
+    cdef uint64_t _widest
 
     cdef int assemble(self, layers, list parts, max_seq_len, budget_bytes,
                       LayerStates states) except -1

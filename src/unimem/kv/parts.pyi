@@ -48,7 +48,8 @@ class KVParts(KVCache):
     def warm(self, threads: int | None = None) -> None: ...
     @property
     def closed(self) -> bool: ...
-    # For unimem.kv.snapshot.
+    # For unimem.kv.snapshot and unimem.kv.chunk_rows.
+    _first: int
     @property
     def _parts(self) -> tuple[KVCache, ...]: ...
     @property

@@ -92,12 +92,9 @@ cdef class KVRows(Watcher):
     cdef uint64_t first_row(self)
     # Of a plain cache, the row behind the tokens and what is reserved.
     cdef uint64_t end_row(self)
-    # Whether views lie over these byte ranges of any lane.
+    # Whether views lie over these ranges of rows of any lane.
     cdef bint has_views(self, list ranges) except -1
     cdef Py_ssize_t n_windows(self, Region region, size_t first, size_t end) except -1
-    # Ranges are bytes of K's rows; and of V's, which have another size where K and V are apart.
-    cdef size_t in_v(self, size_t nbytes) noexcept
-    cdef bint is_apart(self) noexcept
     cdef uint32_t heads_apart(self) noexcept
     cdef int check_whole(self, str doing) except -1
     cdef void note_end(self) noexcept

@@ -245,7 +245,7 @@ cdef class KVRows(Watcher):
         return self.start_over(max(self.end_row() - first, held + n))
 
     cdef int start_over(self, uint64_t rows) except -1:
-        self.check_movable([(0, (self.end_row() - self.first_row()) * self.kv.row_bytes)])
+        self.check_movable([(0, self.end_row() - self.first_row())])
         return self.move_to(0)
 
     # ---- making room ----
@@ -337,30 +337,21 @@ cdef class KVRows(Watcher):
         return found
 
     cdef Py_ssize_t n_windows(self, Region region, size_t first, size_t end) except -1:
-        """Windows over a byte range of the lanes of K, and over the same rows of those of V."""
+        """Windows over rows of all lanes."""
         cdef size_t batch = self.kv.spec.batch, n_layers = self.kv.spec.n_layers, stream
         cdef size_t of_k = self.kv.lane_stride, of_v = self.kv.v_lane_stride
-        cdef size_t layer = batch * (of_k + of_v), v_first, v_end, begin = self._begin
+        cdef size_t row = self.kv.row_bytes, v_row = self.kv.v_row_bytes
+        cdef size_t layer = batch * (of_k + of_v), begin = self._begin
         cdef Py_ssize_t n = 0
-        if not self.is_apart():
-            return region.n_windows_in_lanes(begin, of_k, self._n_lanes, first, end)
-        v_first, v_end = self.in_v(first), self.in_v(end)
+        if of_k == of_v and row == v_row:
+            return region.n_windows_in_lanes(begin, of_k, self._n_lanes, first * row, end * row)
         for stream in range(batch):
-            n += region.n_windows_in_lanes(begin + stream * of_k, layer, n_layers, first, end)
-            if v_first < v_end:
+            n += region.n_windows_in_lanes(begin + stream * of_k, layer, n_layers, first * row,
+                                           end * row)
+            if v_row:  # there may be no V
                 n += region.n_windows_in_lanes(begin + batch * of_k + stream * of_v, layer,
-                                               n_layers, v_first, v_end)
+                                               n_layers, first * v_row, end * v_row)
         return n
-
-    @cython.final
-    cdef size_t in_v(self, size_t nbytes) noexcept:
-        """The bytes of V's rows that are so many of K's, which are whole rows where these differ.
-        """
-        return nbytes // self.kv.row_bytes * self.kv.v_row_bytes if self.is_apart() else nbytes
-
-    @cython.final
-    cdef bint is_apart(self) noexcept:
-        return self.kv.row_bytes != self.kv.v_row_bytes
 
     cdef int check_whole(self, str doing) except -1:
         if self._reserved:
@@ -555,7 +546,7 @@ cdef class KVRows(Watcher):
 
     cdef uint64_t check_kept(self, uint64_t last, uint64_t first) except? 0:
         cdef uint64_t row = self.end_row() - last - first
-        if self.has_views([(row * self.kv.row_bytes, (row + first) * self.kv.row_bytes)]):
+        if self.has_views([(row, row + first)]):
             raise BufferError(f"KVCache '{self.name}': views lie over the rows before the last "
                               f"{last}, where the first {first} go: drop them first")
         return row

@@ -427,8 +427,7 @@ def _restored(
     """Make a cache whose layers are alike."""
     fields = {key: getattr(snapshot, key) for key in _DIMS}
     in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
-    is_apart = (snapshot.dtype, snapshot.head_dim) != (snapshot.v_dtype, snapshot.v_head_dim)
-    can_grow = not snapshot.window and not is_apart
+    can_grow = not snapshot.window and snapshot.head_dim == snapshot.v_head_dim
     if file and snapshot.seq_len and can_grow and in_pages:
         if verify:
             check_data(snapshot, source)

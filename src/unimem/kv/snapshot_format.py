@@ -507,11 +507,9 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     known = k < len(DTYPES) and v < len(DTYPES) and k != v
     check(known, "dtype", f"numbers below {len(DTYPES)}, and another one of V than of K")
     values["dtype"], values["v_dtype"] = DTYPES[k], DTYPES[k if v < 0 else v]
-    apart = values["dtype"] != values["v_dtype"]
-    takes_two = not values["window"] and not values["flags"] & _GROW
-    check(takes_two or not apart, "dtype", "one type in a ring, or a cache that grows")
+    can_differ = not values["window"] and not values["flags"] & _GROW
     alike = values["head_dim"] == values["v_head_dim"]
-    check(takes_two or alike, "head_dim", "heads of one size in a ring, or a cache that grows")
+    check(can_differ or alike, "head_dim", "heads of one size in a ring, or a cache that grows")
     for name, dim in ((values["dtype"], "head_dim"), (values["v_dtype"], "v_head_dim")):
         block_values, _ = _BLOCKS[name]
         whole = values[dim] % block_values == 0

@@ -11,19 +11,20 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.block import Block
-from unimem.errors import ClosedError
-from unimem.kv.chunk_format import ChunkShape, DataShape, chunk_keys, find_fault, seal
+from unimem.errors import ClosedError, PlacementError
+from unimem.kv.chunk_format import ChunkShape, DataShape, Kind, chunk_keys, find_fault, seal
 from unimem.kv.chunk_rows import Holder, Rows, rows_of
+from unimem.kv.huge_tier import HugeTier
 from unimem.kv.remote_tier import RemoteTier
 from unimem.kv.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
 from unimem.kv.token_ids import Tokens, token_ids
@@ -66,6 +67,95 @@ class StoreStat:
     damaged_chunks: int
 
 
+class _GroupChunk(NamedTuple):
+    """A chunk of one group of layers.
+
+    Attributes
+    ----------
+    number, first : int
+        Which of the conversation, and the position of its first token.
+    group : int
+        Which group of the cache's layers.
+    key : bytes
+        Its identity.
+    """
+
+    number: int
+    first: int
+    group: int
+    key: bytes
+
+
+class _Chunks:
+    """The chunks of a conversation, of each group of a cache's layers.
+
+    A cache that ends at some token needs all chunks before it of layers that keep all tokens, and
+    of those of a window only the last ones. vLLM and SGLang find prefixes by the same rule.
+    """
+
+    def __init__(self, kind: Kind, model: str, ids: NDArray[np.int32], size: int) -> None:
+        self.keys = list(chunk_keys(kind, model, ids, size))
+        self._size = size
+        self._groups = kind.groups
+        self.windows = [group.window for group in kind.groups]
+        self.shapes = [ChunkShape(group, size) for group in kind.groups]
+
+    def _piece(self, group: int, i: int) -> _GroupChunk:
+        return _GroupChunk(i, i * self._size, group, self._groups[group].key(self.keys[i]))
+
+    def pieces(self) -> Iterator[_GroupChunk]:
+        """Give all, in the order of the tokens."""
+        for i in range(len(self.keys)):
+            for group in range(len(self._groups)):
+                yield self._piece(group, i)
+
+    def first_needed(self, group: int, n: int) -> int:
+        """Return the first position whose rows are needed to end behind n chunks."""
+        return self._groups[group].first_needed(n * self._size)
+
+    def needed(self, first: int, n: int) -> list[_GroupChunk]:
+        """List what is needed to end behind n chunks; of layers that keep all, from `first` on."""
+        return [
+            self._piece(group, i)
+            for group, window in enumerate(self.windows)
+            for i in range(
+                first if window is None else self.first_needed(group, n) // self._size, n
+            )
+        ]
+
+    def longest(
+        self,
+        most: int,
+        has: Callable[[bytes], bool],
+        look_up: Callable[[list[bytes]], None],
+    ) -> int:
+        """Return behind how many chunks, of at most so many, a cache can end.
+
+        Parameters
+        ----------
+        most : int
+            Of the first chunks.
+        has : callable
+            Whether there is a chunk of an identity.
+        look_up : callable
+            Prepares for such questions.
+        """
+        n = most
+        for group, window in enumerate(self.windows):
+            if window is None:
+                keys = [self._piece(group, i).key for i in range(n)]
+                look_up(keys)
+                n = next((i for i, key in enumerate(keys) if not has(key)), n)
+        while n:
+            last = self.needed(n, n)[::-1]  # those of windows
+            look_up([piece.key for piece in last])
+            lacking = next((piece for piece in last if not has(piece.key)), None)
+            if lacking is None:
+                break
+            n = lacking.number
+        return n
+
+
 class KVStore:
     """Chunks of KV caches in RAM, on disk and on a server, found by the tokens they were made of.
 
@@ -92,10 +182,12 @@ class KVStore:
         Where processes give different figures, each keeps to its own when it writes.
     chunk_tokens : int, default 256
         Tokens of a chunk. Stores that shall find each other's chunks have the same.
-    pages : {"4k", "thp"}
+    pages : {"4k", "thp", "2m"}
         Of the chunks that this object puts into RAM. Of ``"thp"``, a chunk of 2 MiB or more lies in
         huge pages as far as it has whole ones; where the kernel has none, a `PlacementWarning` says
-        so.
+        so. ``"2m"`` are pages of the hugetlb pool, on a hugetlbfs: processes that ask for them
+        share a RAM tier of their own. Where they cannot be had, chunks are ``"thp"``, and a
+        `PlacementWarning` says why.
     numa : str, optional
         The nodes of these chunks, as for `PlacementOptions`.
 
@@ -172,7 +264,7 @@ class KVStore:
             if self.folder:
                 check_own_folder(self.folder, create=True, instead="another folder")
             if ram:
-                tiers.append(RamTier(self.folder, ram, pages=pages, numa=numa))
+                tiers.append(_ram_tier(self.folder, ram, pages, numa))
                 undo.callback(tiers[-1].close)
             if self.folder and disk != 0:
                 most = default_bytes(self.folder) if disk is None else disk
@@ -219,15 +311,22 @@ class KVStore:
         """
         self._check_open()
         rows, ids = _given(kv, tokens)
-        ids = ids[: rows.check_source()]
-        chunk = ChunkShape(rows.kind, self.chunk_tokens)
-        keys = list(chunk_keys(rows.kind, _text(model), ids, self.chunk_tokens))
-        now = self._touch(keys)
-        with _blob_of(chunk, len(ids)) as blob:
-            for i, key in enumerate(keys):
-                if not self._put_chunk(chunk, key, rows, i, blob, now - i):
-                    return i * self.chunk_tokens
-        return len(keys) * self.chunk_tokens
+        chunks = _Chunks(rows.kind, _text(model), ids[: rows.check_source()], self.chunk_tokens)
+        firsts = [rows.first_held(group) for group in range(len(chunks.shapes))]
+        # The rest of a window was overwritten.
+        held = [piece for piece in chunks.pieces() if piece.first >= firsts[piece.group]]
+        now = self._touch([piece.key for piece in held])
+        there: set[bytes] = set()
+        n_whole = len(chunks.keys)
+        with _blob_of(chunks) as blob:
+            for i, piece in enumerate(held):
+                if piece.number >= n_whole:
+                    break
+                if self._put_piece(chunks.shapes[piece.group], piece, rows, blob, now - i):
+                    there.add(piece.key)
+                elif chunks.windows[piece.group] is None:
+                    n_whole = piece.number
+        return self._longest(chunks, n_whole, there) * self.chunk_tokens
 
     def longest(self, tokens: Tokens, *, model: str, kv: Holder) -> int:
         """Return how many of the first tokens the store has.
@@ -252,7 +351,8 @@ class KVStore:
             As `put`.
         """
         self._check_open()
-        return len(self._known(rows_of(kv), token_ids(tokens), model)) * self.chunk_tokens
+        chunks = _Chunks(rows_of(kv).kind, _text(model), token_ids(tokens), self.chunk_tokens)
+        return self._longest(chunks, len(chunks.keys)) * self.chunk_tokens
 
     def restore_into(self, kv: Holder, tokens: Tokens, *, model: str) -> int:
         """Read the first tokens of a conversation, as far as the store has them and they fit.
@@ -288,41 +388,71 @@ class KVStore:
         self._check_open()
         rows, ids = _given(kv, tokens)
         held, most = rows.check_target()
-        keys = self._known(rows, ids[: most // self.chunk_tokens * self.chunk_tokens], model)
-        if len(keys) * self.chunk_tokens <= held:
+        ids = ids[: most // self.chunk_tokens * self.chunk_tokens]
+        chunks = _Chunks(rows.kind, _text(model), ids, self.chunk_tokens)
+        n = self._longest(chunks, len(chunks.keys))
+        if n * self.chunk_tokens <= held:
             return held
-        chunk = ChunkShape(rows.kind, self.chunk_tokens)
-        first = held // self.chunk_tokens
-        done = first
-        now = self._touch(keys)
-        with _blob_of(chunk, len(ids)) as blob:
+        with _blob_of(chunks) as blob:
             try:
-                rows.begin(len(keys) * self.chunk_tokens)
-                for i in range(first, len(keys)):
-                    if not self._load(chunk, keys[i], blob, now - i):
-                        break
-                    if not rows.write(i * self.chunk_tokens, self.chunk_tokens, chunk.lanes(blob)):
-                        break
-                    done += 1
-                rows.finish(done * self.chunk_tokens)
+                rows.begin(n * self.chunk_tokens)
+                n = self._fill(rows, chunks, held // self.chunk_tokens, n, blob)
+                rows.finish(n * self.chunk_tokens)
             except BaseException:
                 rows.abandon()
                 raise
-        self._count("restored", done - first)
-        return max(held, done * self.chunk_tokens)
+        return max(held, n * self.chunk_tokens)
 
-    def _known(self, rows: Rows, ids: NDArray[np.int32], model: str) -> list[bytes]:
-        """Return the keys of the first chunks, as far as a tier has them."""
-        found = []
-        keys = list(chunk_keys(rows.kind, _text(model), ids, self.chunk_tokens))
+    def _fill(
+        self, rows: Rows, chunks: _Chunks, first: int, n: int, blob: NDArray[np.uint8]
+    ) -> int:
+        """Read chunks from the first on up to n, or as many as can be had; return how many."""
+        read: set[bytes] = set()
+        lacking: set[bytes] = set()  # what was there when it was looked for
+        done = first
+        while n > first:
+            wanted = chunks.needed(done, n)
+            now = self._touch([piece.key for piece in wanted])
+            for i, piece in enumerate(wanted):
+                shape = chunks.shapes[piece.group]
+                if not self._load(shape, piece.key, blob[: shape.nbytes], now - i):
+                    lacking.add(piece.key)
+                    break
+                start = max(piece.first, chunks.first_needed(piece.group, n))
+                lanes = [lane[start - piece.first :] for lane in shape.lanes(blob)]
+                if not rows.write(piece.group, start, lanes):
+                    return piece.number
+                self._count("restored")
+                if chunks.windows[piece.group] is None:  # others are read anew for another end
+                    read.add(piece.key)
+                    done = piece.number + 1
+            else:
+                return n
+            n = self._longest(chunks, n, read, lacking)
+        return n
+
+    def _has(self, key: bytes) -> bool:
+        return any(tier.has(key) for tier in self._tiers)
+
+    def _longest(
+        self,
+        chunks: _Chunks,
+        most: int,
+        there: Set[bytes] = frozenset(),
+        lacking: Set[bytes] = frozenset(),
+    ) -> int:
+        """Return behind how many of the first chunks a cache can end; of some it is known."""
         *faster, slowest = self._tiers
-        if isinstance(slowest, RemoteTier):  # of which each question takes a while
-            slowest.look_up([key for key in keys if not any(tier.has(key) for tier in faster)])
-        for key in keys:
-            if not any(tier.has(key) for tier in self._tiers):
-                break
-            found.append(key)
-        return found
+
+        def has(key: bytes) -> bool:
+            return key in there or (key not in lacking and self._has(key))
+
+        def look_up(keys: list[bytes]) -> None:
+            if isinstance(slowest, RemoteTier):  # of which each question takes a while
+                unknown = (key for key in keys if key not in there and key not in lacking)
+                slowest.look_up([key for key in unknown if not any(t.has(key) for t in faster)])
+
+        return chunks.longest(most, has, look_up)
 
     def _touch(self, keys: list[bytes]) -> int:
         """Keep what is there of a prefix from making room for the rest; return when it was used.
@@ -334,23 +464,23 @@ class KVStore:
             tier.touch(keys, now)
         return now
 
-    def _put_chunk(
+    def _put_piece(
         self,
-        chunk: ChunkShape,
-        key: bytes,
+        shape: ChunkShape,
+        piece: _GroupChunk,
         rows: Rows,
-        i: int,
         blob: NDArray[np.uint8],
         used_ns: int,
     ) -> bool:
         """Write a chunk to the tiers that do not have it; False where none has it then."""
-        lacking = [tier for tier in self._tiers if not tier.has(key)]
+        lacking = [tier for tier in self._tiers if not tier.has(piece.key)]
         if not lacking:
             self._count("known")
             return True
-        rows.read(i * self.chunk_tokens, self.chunk_tokens, chunk.lanes(blob))
-        seal(chunk, key, blob)
-        written = [tier.write(key, blob, used_ns) for tier in lacking]
+        blob = blob[: shape.nbytes]
+        rows.read(piece.group, piece.first, shape.lanes(blob))
+        seal(shape, piece.key, blob)
+        written = [tier.write(piece.key, blob, used_ns) for tier in lacking]
         if any(written):
             self._count("put")
         elif len(lacking) == len(self._tiers):
@@ -478,6 +608,17 @@ class KVStore:
         return f"KVStore({self.url or self.folder!r}, chunk_tokens={self.chunk_tokens}{state})"
 
 
+def _ram_tier(folder: str, ram_bytes: int, pages: RamPages, numa: str | None) -> RamTier:
+    """Open the tier in RAM, in the pages that were asked for or the next best."""
+    if pages == "2m":
+        try:
+            return HugeTier(folder, ram_bytes, numa=numa)
+        except PlacementError as error:
+            policy.warn(f"chunks of {folder} in RAM: {error}; they get pages='thp'")
+            pages = "thp"
+    return RamTier(folder, ram_bytes, pages=pages, numa=numa)
+
+
 def _close_all(tiers: Sequence[Tier]) -> None:
     for tier in tiers:
         tier.close()
@@ -521,10 +662,11 @@ def _text(model: str) -> str:
 
 
 @contextmanager
-def _blob_of(chunk: ChunkShape, n_tokens: int) -> Iterator[NDArray[np.uint8]]:
-    """Give memory for one chunk, where there are tokens for one."""
-    if n_tokens < chunk.n_tokens:
+def _blob_of(chunks: _Chunks) -> Iterator[NDArray[np.uint8]]:
+    """Give memory for one chunk, where there is one."""
+    if not chunks.keys:
         yield np.empty(0, np.uint8)  # nobody looks at it
         return
-    with Block(chunk.nbytes, pages="4k", name="chunk", category="staging") as block:
-        yield block.as_array("uint8", chunk.nbytes)
+    nbytes = max(shape.nbytes for shape in chunks.shapes)
+    with Block(nbytes, pages="4k", name="chunk", category="staging") as block:
+        yield block.as_array("uint8", nbytes)

@@ -26,13 +26,14 @@ from unimem._core.tmpfs import huge_page_bytes
 from unimem.errors import CapacityError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.kernel_files import read_text
-from unimem.system.placement import Placement, sum_placements
+from unimem.system.placement import Pages, Placement, sum_placements
 from unimem.system.user_cache import check_own_folder
 
 __all__ = ["DiskTier", "FolderTier", "RamPages", "RamTier", "Tier", "TierStat"]
 
-RamPages = Literal["4k", "thp"]
+RamPages = Literal["4k", "thp", "2m"]
 
+_PREFIX = "unimem-kv-"
 _SUFFIX, _TEMPORARY = ".kv", ".unimem-tmp"
 _CHUNK = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
 _LOCK = ".lock"
@@ -126,6 +127,8 @@ class FolderTier:
         Its absolute path. It is there, and of this user alone.
     budget_bytes : int
         The most that it may take.
+    notes : str, optional
+        The folder of the lock and of what it notes, where that is another one.
 
     Raises
     ------
@@ -133,7 +136,9 @@ class FolderTier:
         It cannot be written, or has no locks.
     """
 
-    def __init__(self, name: str, folder: str, budget_bytes: int) -> None:
+    def __init__(
+        self, name: str, folder: str, budget_bytes: int, *, notes: str | None = None
+    ) -> None:
         self.name, self.folder, self.budget_bytes = name, folder, budget_bytes
         self._most = budget_bytes - _FOLDER_BYTES
         boot = read_text("/proc/sys/kernel/random/boot_id")
@@ -146,7 +151,7 @@ class FolderTier:
             # Of shared memory, a page of the kernel.
             self._block_bytes = max(_LEAST_BLOCK_BYTES, os.fstatvfs(self._fd).f_frsize)
             flags = os.O_RDWR | os.O_CREAT | _OPEN
-            self._lock = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
+            self._lock = os.open(os.path.join(notes or folder, _LOCK), flags, 0o600)
             with self._locked():
                 pass
             undo.pop_all()
@@ -169,7 +174,7 @@ class FolderTier:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             n = os.fstat(fd).st_size
-            if n != out.nbytes:
+            if n != self._file_bytes(out.nbytes):
                 return n
             rest, offset = out.data, 0
             while rest:
@@ -177,7 +182,7 @@ class FolderTier:
                 if done == 0:
                     return offset
                 rest, offset = rest[done:], offset + done
-            return n
+            return out.nbytes
         except BlockingIOError:  # it is being removed
             return 0
         finally:
@@ -198,14 +203,10 @@ class FolderTier:
                 undo.callback(os.close, fd)
                 undo.callback(self._forget, temporary, cost)
                 fcntl.flock(fd, fcntl.LOCK_SH)  # an unlocked one is stale
-                if not self._allocate(fd, data.nbytes):
+                if not self._allocate(fd, self._file_bytes(data.nbytes)):
                     self._unlink(temporary, cost)
                     return False
-            rest, offset = data.data, 0
-            while rest:
-                done = os.pwrite(fd, rest, offset)
-                rest, offset = rest[done:], offset + done
-            self._place(fd, data.nbytes)
+            self._fill(fd, data)
             os.utime(fd, ns=(used_ns, used_ns))
             os.fsync(fd)
             with self._locked():
@@ -219,8 +220,16 @@ class FolderTier:
         """Give an empty file its room; False where there is none."""
         return _allocate(fd, nbytes)
 
-    def _place(self, fd: int, nbytes: int) -> None:
-        """Put what was written where it shall be."""
+    def _file_bytes(self, nbytes: int) -> int:
+        """Return the size of the file of a chunk."""
+        return nbytes
+
+    def _fill(self, fd: int, data: NDArray[np.uint8]) -> None:
+        """Write a file that has its room."""
+        rest, offset = data.data, 0
+        while rest:
+            done = os.pwrite(fd, rest, offset)
+            rest, offset = rest[done:], offset + done
 
     def remove(self, key: bytes) -> None:
         """Remove a file, unless somebody reads it."""
@@ -396,16 +405,20 @@ class RamTier(FolderTier):
         There is none, or it cannot be written.
     """
 
+    #: Of the memory that a policy is set for.
+    _block_pages: Pages = "4k"
+
     def __init__(
         self,
         folder: str,
         budget_bytes: int,
         *,
-        pages: RamPages = "4k",
+        pages: Literal["4k", "thp"] = "4k",
         numa: str | None = None,
     ) -> None:
         policy.parse_numa(numa)
-        self._pages, self._numa = pages, numa
+        self._pages: RamPages = pages
+        self._numa = numa
         fs = os.statvfs(limits.SHM)
         room = fs.f_blocks * fs.f_frsize
         if room and room < budget_bytes:  # a size of 0 is no limit
@@ -417,17 +430,23 @@ class RamTier(FolderTier):
                 0,
                 budget_bytes,
             )
-        info = os.stat(folder)
-        prefix = f"unimem-kv-{os.geteuid()}-"
-        _sweep(prefix)
-        path = f"{limits.SHM}/{prefix}{info.st_dev:x}-{info.st_ino:x}"
+        path = f"{limits.SHM}/{self._folder_name(os.stat(folder))}"
+        self._open_for_all([path], budget_bytes)
+
+    def _folder_name(self, store: os.stat_result) -> str:
+        return f"{_PREFIX}{os.geteuid()}-{store.st_dev:x}-{store.st_ino:x}"
+
+    def _open_for_all(self, folders: list[str], budget_bytes: int) -> None:
+        """Open folders that go with the last process that has them: that of the notes first."""
         self._pid = os.getpid()
-        self._kept = _keep(path)
-        try:
-            super().__init__("ram", path, budget_bytes)
-        except BaseException:
-            os.close(self._kept)
-            raise
+        self._kept: list[tuple[str, int]] = []
+        with ExitStack() as undo:
+            undo.callback(self._leave)
+            for folder in folders:
+                _sweep(os.path.dirname(folder))
+                self._kept.append((folder, _keep(folder)))
+            super().__init__("ram", folders[-1], budget_bytes, notes=folders[0])
+            undo.pop_all()
 
     def _allocate(self, fd: int, nbytes: int) -> bool:
         if self._numa is None:
@@ -439,16 +458,18 @@ class RamTier(FolderTier):
             block.warm()
 
         # The policy stays with the file, whoever writes to it, and however.
-        how: dict[str, Any] = {"pages": "4k", "numa": self._numa, "category": "staging"}
+        how: dict[str, Any] = {"pages": self._block_pages, "numa": self._numa}
+        how["category"] = "staging"
         try:
             with Block._filled(nbytes, allocate, fd=fd, name="chunk", **how):
                 return True
         except CapacityError:
             return False
 
-    def _place(self, fd: int, nbytes: int) -> None:
-        if self._pages == "thp" and 0 < huge_page_bytes() <= nbytes:
-            with self._mapped(fd, nbytes, "r+") as block:
+    def _fill(self, fd: int, data: NDArray[np.uint8]) -> None:
+        super()._fill(fd, data)
+        if self._pages == "thp" and 0 < huge_page_bytes() <= data.nbytes:
+            with self._mapped(fd, data.nbytes, "r+") as block:
                 try:
                     block.collapse()
                 except PlacementError as error:
@@ -476,13 +497,15 @@ class RamTier(FolderTier):
     def close(self) -> None:
         """Close the folder, and remove it where no other process has it open."""
         super().close()
-        if self._kept < 0:
-            return
-        # A forked child has the same lock, and leaves all to its parent.
-        if os.getpid() == self._pid:
-            _remove_unkept(self.folder, self._kept)
-        os.close(self._kept)
-        self._kept = -1
+        self._leave()
+
+    def _leave(self) -> None:
+        while self._kept:
+            folder, fd = self._kept.pop()
+            # A forked child has the same lock, and leaves all to its parent.
+            if os.getpid() == self._pid:
+                _remove_unkept(folder, fd)
+            os.close(fd)
 
 
 def _name(key: bytes) -> str:
@@ -526,11 +549,11 @@ def _remove_unkept(path: str, fd: int) -> None:
             shutil.rmtree(path)
 
 
-def _sweep(prefix: str) -> None:
-    """Remove what processes that were killed have left in shared memory."""
-    for name in os.listdir(limits.SHM):
-        if name.startswith(prefix):
-            path = f"{limits.SHM}/{name}"
+def _sweep(root: str) -> None:
+    """Remove what processes of this user that were killed have left in shared memory."""
+    for name in os.listdir(root):
+        if name.startswith(f"{_PREFIX}{os.geteuid()}-"):
+            path = f"{root}/{name}"
             with suppress(OSError):
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:

@@ -294,7 +294,7 @@ class Storage:
         category: str,
         budget: Budget,
         parts: Mapping[str, int] | None = None,
-        mirror: int = 0,
+        mirrored: bool = False,
     ) -> Need:
         """Plan a block of `nbytes`.
 
@@ -308,8 +308,8 @@ class Storage:
             What is left; the block takes its share.
         parts : mapping of str to int, optional
             Bytes in it of other categories.
-        mirror : int, default 0
-            Size of pieces that are mapped twice.
+        mirrored : bool, default False
+            Whether it is mapped twice.
 
         Returns
         -------
@@ -321,8 +321,8 @@ class Storage:
             pages=self.pages,
             numa=self.numa,
             lock=self.lock,
-            shared=mirror > 0,
-            mirror=mirror,
+            shared=mirrored,
+            mirror=(nbytes, 0, 1) if mirrored else (),
             page_bytes=mmap.PAGESIZE,
             thp_bytes=huge_page_bytes(),
         )
@@ -410,8 +410,8 @@ class Session:
         found = [self.storage.block(history, "kv", budget)] if history else []
         for layers in rings + beside:
             nbytes = self._part_bytes(layers, self._n_rows(layers, ctx))
-            mirror = 0 if layers.window is None else nbytes
-            found.append(self.storage.block(nbytes, "kv", budget, mirror=mirror))
+            is_ring = layers.window is not None
+            found.append(self.storage.block(nbytes, "kv", budget, mirrored=is_ring))
         if rings and self._state_bytes():
             found.append(self.storage.block(self._state_bytes(), "kv", budget))
         return found
@@ -436,20 +436,25 @@ class Session:
         """Return the rows of a lane: a ring holds its window and a batch, in whole pages."""
         if layers.window is None:
             return ctx
-        row_bytes = self._row_bytes(layers.n_heads, layers.k_size, "k")
         least = layers.window + min(PREFILL_BATCH, ctx)
-        return int(KVCache._ring_rows(row_bytes, least, self.storage.pages))
+        row, v_row = self._row_bytes(layers)
+        return int(KVCache._ring_rows(row, v_row or row, least, self.storage.pages))
 
-    def _row_bytes(self, n_heads: int, size: int, part: str) -> int:
-        dtype = kv_pair(self.kv_dtype)["kv".index(part)]
+    def _row_bytes(self, layers: Layers) -> tuple[int, int]:
+        """Return the bytes of a row of K, and of V, which may have none."""
+        sizes = zip((layers.k_size, layers.v_size), kv_pair(self.kv_dtype), strict=True)
         # A lane of so many rows needs no padding.
-        nbytes = KVCache.storage_bytes(1, n_heads, size, _ALIGN, dtype=dtype)
-        return int(nbytes) // (2 * _ALIGN)
+        k, v = (
+            int(KVCache.storage_bytes(1, layers.n_heads, size, _ALIGN, dtype=dtype)) // (2 * _ALIGN)
+            if size
+            else 0
+            for size, dtype in sizes
+        )
+        return k, v
 
     def _part_bytes(self, layers: Layers, n_rows: int) -> int:
         total = 0
-        for size, part in ((layers.k_size, "k"), (layers.v_size, "v")):
-            row = self._row_bytes(layers.n_heads, size, part) if size else 0
+        for row in self._row_bytes(layers):
             total += self.batch * layers.n_layers * (-(-n_rows * row // _ALIGN) * _ALIGN)
         return total
 

@@ -242,7 +242,7 @@ class PlanOptions:
         return cls(
             None if ctx is None else _count("ctx", ctx, _MOST),
             _count("batch", given["batch"], 2**20),
-            _kv_dtype(given["kv_dtype"], window),
+            kv_name(*kv_pair(given["kv_dtype"])),
             None if window is None else _count("window", window, _MOST),
             None if threads is None else _count("threads", threads, 512),
             given["load"],
@@ -259,16 +259,6 @@ class PlanOptions:
 
 
 _OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
-
-
-def _kv_dtype(given: object, window: int | None) -> str:
-    k_dtype, v_dtype = kv_pair(given)
-    if k_dtype != v_dtype and window is not None:
-        raise ValueError(
-            f"kv_dtype: expected one type with a window, whose ring has one, got {k_dtype} of K "
-            f"and {v_dtype} of V"
-        )
-    return kv_name(k_dtype, v_dtype)
 
 
 def _count(name: str, value: object, most: int) -> int:

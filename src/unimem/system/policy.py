@@ -101,8 +101,9 @@ class Request:
     """What a block is asked to be, checked.
 
     `reserve` is the size that the block may grow to, and `nbytes` for one that does not grow.
-    `mirror` is the size of the pieces that are mapped twice, 0 for none. `of_file` says that the
-    memory is an existing file's: its file system decides on the pages.
+    `mirror` says how large the pieces are that are mapped twice: two sizes, the second of which is
+    0 where all are alike, and how many of one follow each other; it is empty for none. `of_file`
+    says that the memory is an existing file's: its file system decides on the pages.
     """
 
     nbytes: int
@@ -111,7 +112,7 @@ class Request:
     lock: Lock = False
     shared: bool | str = False
     reserve: int = 0
-    mirror: int = 0
+    mirror: tuple[int, int, int] | tuple[()] = ()
     of_file: bool = False
     page_bytes: int = 4096
     thp_bytes: int = 2 << 20
@@ -565,10 +566,11 @@ def format_misplaced(numa: NumaPolicy, granted: Placement) -> str:
 def _why_not_thp(request: Request, granted: Placement, *, warm: bool) -> str:
     switch = "/sys/kernel/mm/transparent_hugepage/enabled"
     text = "pages='thp': asked for transparent huge pages"
-    if request.mirror and request.thp_bytes and request.mirror % request.thp_bytes:
+    odd = [n for n in request.mirror[:2] if request.thp_bytes and n % request.thp_bytes]
+    if odd:
         return (
             f"{text} of {format_bytes(request.thp_bytes)}, of which pieces of "
-            f"{format_bytes(request.mirror)} that are mapped twice are no multiple"
+            f"{format_bytes(odd[0])} that are mapped twice are no multiple"
         )
     if request.shared:
         switch = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
