@@ -430,7 +430,8 @@ class _Staging(ABC):
                 self.pages = self.options.pages
                 raise PlacementError(shortfall)
             return Memfd(self.pages)
-        what, needed = f"staging {self.source}", self.nbytes - self._room_bytes()
+        what = f"staging {self.source}"
+        needed = max(0, self.nbytes - self._room_bytes())
         limits.require(needed, what)
         if backing == "memfd":
             return Memfd()
