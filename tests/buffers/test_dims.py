@@ -258,7 +258,7 @@ def test_layers_that_differ_are_refused_by_name(name: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("arch", ["qwen2moe", "qwen3moe"])
 def test_a_mixture_is_planned_as_its_file_is(arch: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    path.write_bytes(gguf(arch, *EXPERTS, **keys_of(64, 16), feed_forward_length=64))
+    path.write_bytes(gguf(arch, *EXPERTS, **keys_of(64, 16)))
     plan = um.plan(path, ctx=100)
     rows = {row.category: row.nbytes for row in plan.rows}
     with um.open_weights(path) as weights:

@@ -268,7 +268,7 @@ UNKNOWN_CONFIGS: list[dict[str, Any]] = [
 )
 def test_configs(config: dict[str, Any], cache: Any) -> None:
     shape = shapes.from_config(CONFIG | config, "")
-    assert shape.cache == (None if cache is None else (cache,))
+    assert shape.cache == (None if cache is None else (shapes.Layers(*cache),))
     assert shape.dims is None
     assert shape.unknown
 
