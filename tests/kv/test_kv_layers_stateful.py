@@ -112,10 +112,11 @@ class Mixed(RuleBasedStateMachine):
         self.kinds = [[i for i in own if own[i] == kind] for kind in dict.fromkeys(own.values())]
 
     def teardown(self) -> None:
-        self.views.clear()
-        if hasattr(self, "kv"):
-            self.kv.close()
-        self.stack.close()
+        # Last, whatever close() raises: without it the library goes on with the faults' functions.
+        with self.stack:
+            self.views.clear()
+            if hasattr(self, "kv"):
+                self.kv.close()
 
     def attempt(
         self,

@@ -144,11 +144,12 @@ class LayersModel:
         return self.seq_len
 
     def ways_back(self) -> list[int]:
-        """Positions of checkpoints that all layers can go back to."""
+        """Positions of checkpoints that all layers can go back to; at 0 no window shows a token."""
         return [
             position
             for position in sorted(self.checkpoints)
-            if self.first_position <= position <= self.next_position and not self.lacking(position)
+            if self.first_position <= position <= self.next_position
+            and (position == 0 or not self.lacking(position))
         ]
 
     # ---- what changes it ----
