@@ -26,7 +26,7 @@ N_EXAMPLES = {
     **{"README.md": 1, "docs/accounting.md": 5, "docs/buffers.md": 3, "docs/for-authors.md": 5},
     **{"docs/for-benchmarkers.md": 0, "docs/for-operators.md": 0, "docs/kv.md": 3},
     **{"docs/measure.md": 1, "docs/paged.md": 1, "docs/placement.md": 3, "docs/snapshots.md": 1},
-    **{"docs/torch.md": 3},
+    **{"docs/store.md": 3, "docs/torch.md": 3},
 }
 FIRST = r"weights: 0\.0/16\.0 MB \| scratch: 0\.0/1\.0 MB \| history: 1\.0/8\.0 MB\n"
 # What a plan of this URL reads is served here: the model in the package.

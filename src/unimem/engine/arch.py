@@ -34,7 +34,7 @@ class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
 
 
 @dataclass(frozen=True)
-class Family:
+class GraphKind:
     """What tells the graph of an architecture from that of others.
 
     The source is llama.cpp, build b9190: ``src/models/`` has a file for each.
@@ -70,13 +70,13 @@ class Family:
 
 
 FAMILIES = {
-    "llama": Family(ggml.ROPE_NORMAL, has_biases=None, has_rope_factors=True),
-    "qwen2": Family(ggml.ROPE_NEOX, has_biases=True),
-    "qwen3": Family(ggml.ROPE_NEOX, has_biases=None, norms_heads=True),
-    "gemma3": Family(
+    "llama": GraphKind(ggml.ROPE_NORMAL, has_biases=None, has_rope_factors=True),
+    "qwen2": GraphKind(ggml.ROPE_NEOX, has_biases=True),
+    "qwen3": GraphKind(ggml.ROPE_NEOX, has_biases=None, norms_heads=True),
+    "gemma3": GraphKind(
         ggml.ROPE_NEOX, norms_heads=True, norms_outputs=True, scales_embedding=True, is_gelu=True
     ),
-    "qwen3moe": Family(ggml.ROPE_NEOX, norms_heads=True, is_mixture=True),
+    "qwen3moe": GraphKind(ggml.ROPE_NEOX, norms_heads=True, is_mixture=True),
 }
 
 # The layers of Gemma 3 27B, by which llama.cpp knows it: its heads are scaled otherwise.
@@ -111,7 +111,7 @@ class Model:
     experts: Experts | None = None
 
     @property
-    def family(self) -> Family:
+    def graph(self) -> GraphKind:
         """What tells its graph from that of other architectures."""
         return FAMILIES[self.arch]
 
