@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from unimem.buffers.fields import Fields, Kind, UnknownError
-from unimem.kv.layers import LayerKV
+from unimem.kv.layers import Layer, LayerKV, LayerState
 from unimem.system.text import format_bytes, format_count
 
 __all__ = [
@@ -372,23 +372,21 @@ def _sharing(layers: Sequence[KeptLayer], first: int) -> tuple[KeptLayer, ...]:
     return tuple(found)
 
 
-def cache_layers(layers: Iterable[KeptLayer]) -> list[LayerKV]:
+def cache_layers(layers: Iterable[KeptLayer]) -> list[Layer]:
     """Return the layers that a KV cache is made of: see `Plan.cache_layers`."""
     given = list(layers)
     if not given:
         raise ValueError("what the layers of the model keep is not known")
-    found = []
-    for layer in given:
-        if isinstance(layer, KeptState) or layer.k_size != layer.v_size:
-            what = "a state" if isinstance(layer, KeptState) else "values of another size than keys"
-            raise ValueError(
-                f"block {layer.block} keeps {what}, which no LayerKV holds: expected keys and "
-                "values of one size in every layer"
-            )
-        found.append(
-            LayerKV(layer.n_kv_heads, layer.k_size, window=layer.window, share_of=layer.share_of)
+    return [
+        LayerState(layer.shape)
+        if isinstance(layer, KeptState)
+        else LayerKV(
+            *(layer.n_kv_heads, layer.k_size, layer.v_size),
+            window=layer.window,
+            share_of=layer.share_of,
         )
-    return found
+        for layer in given
+    ]
 
 
 # ---- what people read ---------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class GraphKind:
     is_mixture: bool = False
 
 
-FAMILIES = {
+GRAPH_KINDS = {
     "llama": GraphKind(ggml.ROPE_NORMAL, has_biases=None, has_rope_factors=True),
     "qwen2": GraphKind(ggml.ROPE_NEOX, has_biases=True),
     "qwen3": GraphKind(ggml.ROPE_NEOX, has_biases=None, norms_heads=True),
@@ -111,9 +111,9 @@ class Model:
     experts: Experts | None = None
 
     @property
-    def graph(self) -> GraphKind:
+    def graph_kind(self) -> GraphKind:
         """What tells its graph from that of other architectures."""
-        return FAMILIES[self.arch]
+        return GRAPH_KINDS[self.arch]
 
     @property
     def attention_scale(self) -> float:
@@ -178,11 +178,11 @@ class Model:
 
     @classmethod
     def _checked(cls, weights: Contents, arch: str) -> Model:
-        meta, family = ArchMetadata(weights.metadata, arch), FAMILIES[arch]
+        meta, family = ArchMetadata(weights.metadata, arch), GRAPH_KINDS[arch]
         if meta.get("expert_count") and not family.is_mixture:
             raise UnsupportedModel(
                 f"mixtures of experts are not supported for {arch}: those of "
-                f"{', '.join(name for name, one in FAMILIES.items() if one.is_mixture)} are"
+                f"{', '.join(name for name, one in GRAPH_KINDS.items() if one.is_mixture)} are"
             )
         dims = ModelDims.from_weights(weights)
         if meta.get("attention.causal") is False:
@@ -285,7 +285,7 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
         # 1 for a factor above 1.
         attn_factor *= max(1.0, 1.0 + 0.1 * math.log(factor)) / (1.0 + 0.1 * math.log(factor))
     return Rope(
-        mode=FAMILIES[arch].rope_mode,
+        mode=GRAPH_KINDS[arch].rope_mode,
         freq_base=base,
         freq_scale=1.0 / factor,
         ext_factor=ext_factor,
@@ -310,7 +310,7 @@ class _Expected:
 
 
 def _list_expected(arch: str, dims: ModelDims, experts: Experts | None) -> Iterator[_Expected]:
-    family = FAMILIES[arch]
+    family = GRAPH_KINDS[arch]
     hidden, inner = dims.hidden_size, dims.intermediate_size
     q, kv = dims.q_size, dims.kv_size
     yield _Expected("token_embd.weight", (hidden, dims.vocab_size))

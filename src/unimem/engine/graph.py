@@ -293,7 +293,7 @@ class _Builder:
     def __init__(
         self, model: Model, headers: Headers, arrays: Arrays, context: int, n_tokens: int
     ) -> None:
-        self._model, self._family = model, model.family
+        self._model, self._kind = model, model.graph_kind
         self._weights = headers.weights
         self._headers = headers
         self._arrays = arrays
@@ -315,7 +315,7 @@ class _Builder:
             self.masks.append(self._input(ggml.F16, mask, n_rows, n))
             self.kv_dims.append([(self.masks[-1], 0)])
         x = ggml.get_rows(context, self._weights["token_embd.weight"], tokens)
-        if self._family.scales_embedding:
+        if self._kind.scales_embedding:
             x = ggml.scale(context, x, math.sqrt(self._model.dims.hidden_size))
         n_layers = self._model.dims.num_layers
         for layer in range(n_layers):
@@ -327,7 +327,7 @@ class _Builder:
                 x = ggml.get_rows(context, x, last)
             x = self._add_output(x, attended, f"{blk}.post_attention_norm")
             normed = self._norm(x, f"{blk}.ffn_norm")
-            if self._family.is_mixture:
+            if self._kind.is_mixture:
                 fed = self._mixture(blk, normed, 1 if layer == n_layers - 1 else n)
             else:
                 fed = self._feed_forward(blk, normed)
@@ -350,7 +350,7 @@ class _Builder:
 
     def _add_output(self, x: int, output: int, norm: str) -> int:
         """Add what a block makes, normed where the model does, to what it was made of."""
-        if self._family.norms_outputs:
+        if self._kind.norms_outputs:
             output = self._norm(output, norm)
         return int(ggml.add(self._context, output, x))
 
@@ -364,7 +364,7 @@ class _Builder:
         dims, rope = self._model.dims, self._model.rope_of(layer)
         heads = self._linear(x, f"blk.{layer}.{name}")
         heads = ggml.reshape_3d(self._context, heads, dims.head_dim, n_heads, self._n)
-        if self._family.norms_heads:
+        if self._kind.norms_heads:
             heads = self._norm(heads, f"blk.{layer}.{name}_norm")
         return int(
             ggml.rope_ext(
@@ -408,7 +408,7 @@ class _Builder:
     def _feed_forward(self, blk: str, x: int) -> int:
         up = self._linear(x, f"{blk}.ffn_up")
         gate = self._linear(x, f"{blk}.ffn_gate")
-        act = ggml.geglu_split if self._family.is_gelu else ggml.swiglu_split
+        act = ggml.geglu_split if self._kind.is_gelu else ggml.swiglu_split
         return self._linear(act(self._context, gate, up), f"{blk}.ffn_down")
 
     def _mixture(self, blk: str, x: int, n: int) -> int:

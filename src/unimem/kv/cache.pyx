@@ -445,34 +445,6 @@ cdef class KVCache(KVMemory):
         n = um.um_kv_layer_len(&self.kv, index, &first)
         return um.um_kv_row(&self.kv, first + n - 1)
 
-    def _append_begin(self, layer, n):
-        """Make room for n tokens of a layer, and return the row of the first.
-
-        Raises
-        ------
-        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError
-            As `append`.
-        """
-        cdef um.um_error err
-        cdef uint64_t row = 0, count = size_of(n, "n")
-        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
-        if not _is_ready(self):
-            self.begin_change()
-        while um.um_kv_append_begin(&self.kv, index, count, &row, &err) != um.UM_OK:
-            if not self.find_rows(&err, count):
-                self.fail(&err, "append")
-        return row
-
-    def _append_end(self, layer, n):
-        """Show the n tokens of `_append_begin`, which were written."""
-        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
-        self.begin_change()
-        um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
-
-    def _oldest_position(self):
-        """The first position of which every layer still has a row, whatever a ring shows."""
-        return um.um_kv_oldest_position(&self.kv)
-
     def _all_rows(self, i):
         """Views of all rows of a layer that can be written now; of a ring, of both images.
 

@@ -12,12 +12,13 @@ from unimem.system.text import format_bytes
 cimport cython
 cimport numpy as cnp
 from cpython.ref cimport PyObject
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.string cimport memmove, strcmp
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport dtype_of, new_array
+from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem._core.block cimport Block
+from unimem.kv.arrays cimport layer_number
 from unimem.kv.rows cimport KVRows, is_v, round_up
 from unimem._core.region cimport Region, enter_holder, new_window
 from unimem._core.status cimport raise_file_status, raise_status
@@ -671,3 +672,32 @@ cdef class KVMemory(KVRows):
         if not self._closed and self._region is not None:
             warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1,
                           source=self)
+
+    # ---- for unimem.transformers, which writes rows itself ----
+
+    def _append_begin(self, layer, n):
+        """Make room for n tokens of a layer, and return the row of the first.
+
+        Raises
+        ------
+        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError
+            As `append`.
+        """
+        cdef um.um_error err
+        cdef uint64_t row = 0, count = size_of(n, "n")
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        self.begin_change()
+        while um.um_kv_append_begin(&self.kv, index, count, &row, &err) != um.UM_OK:
+            if not self.find_rows(&err, count):
+                self.fail(&err, "append")
+        return row
+
+    def _append_end(self, layer, n):
+        """Show the n tokens of `_append_begin`, which were written."""
+        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        self.begin_change()
+        um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
+
+    def _oldest_position(self):
+        """The first position of which every layer still has a row, whatever a ring shows."""
+        return um.um_kv_oldest_position(&self.kv)

@@ -12,7 +12,7 @@ from unimem.accounting.report_html import colors_of
 from unimem.accounting.rows import Row, find_row
 from unimem.buffers.families import KeptLayer, cache_layers, in_words
 from unimem.errors import CapacityError
-from unimem.kv.layers import LayerKV
+from unimem.kv.layers import Layer
 from unimem.planning.needs import Mode
 from unimem.system.html import Html, bar, facts, fragment, heading, join, size, stack, table
 from unimem.system.placement import Pages
@@ -257,25 +257,25 @@ class Plan:
             worst.needed_bytes,
         )
 
-    def cache_layers(self) -> list[LayerKV]:
+    def cache_layers(self) -> list[Layer]:
         """Return the layers that a KV cache of the model is made of.
 
         Returns
         -------
-        list of LayerKV
+        list of LayerKV and LayerState
             For ``KVCache(layers=..., max_seq_len=...)``, one for each of `layers`, in that order.
 
         Raises
         ------
         ValueError
-            What the layers keep is not known, or some keep what no `LayerKV` holds.
+            What the layers keep is not known.
 
         Examples
         --------
         >>> import unimem as um
         >>> plan = um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512))
         >>> plan.cache_layers()[0]
-        LayerKV(n_kv_heads=4, head_dim=8, window=None, dtype=None, share_of=None)
+        LayerKV(n_kv_heads=4, head_dim=8, v_head_dim=8, window=None, dtype=None, share_of=None)
         """
         return cache_layers(self.layers)
 
