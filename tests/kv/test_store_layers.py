@@ -204,6 +204,31 @@ def test_what_is_refused(tmp_path: Path) -> None:
         store.put(kv, ids, model=MODEL)
 
 
+@pytest.mark.parametrize(("layers", "said"), [
+    ([FULL, um.LayerState((4, 8))], "got a state in layer 1: save"),
+    ([FULL, um.LayerKV(2, 32, 64)], "heads of one size of K and V, got 32 and 64: save"),
+])  # fmt: skip
+def test_what_has_no_chunks_is_refused(tmp_path: Path, layers: list[Any], said: str) -> None:
+    with opened(tmp_path / "s") as store, made(layers, spare_rows=0) as kv:
+        with pytest.raises(ValueError, match=said):
+            store.put(kv, range(CHUNK), model=MODEL)
+        with pytest.raises(ValueError, match=said):
+            store.restore_into(kv, range(CHUNK), model=MODEL)
+
+
+def test_rotated_heads_have_chunks_of_their_own(tmp_path: Path) -> None:
+    layers, ids = [um.LayerKV(2, 64), um.LayerKV(2, 64, window=20)], list(range(2 * CHUNK))
+    with opened(tmp_path / "s") as store, made(layers) as plain, made(layers, rotate=True) as kv:
+        fill(kv, ids)
+        assert store.put(kv, ids, model=MODEL) == len(ids)
+        assert store.restore_into(plain, ids, model=MODEL) == 0
+        before = [part.copy() for layer in range(2) for part in kv.layer(layer)]
+        kv.clear()
+        assert store.restore_into(kv, ids, model=MODEL) == len(ids)
+        after = [part for layer in range(2) for part in kv.layer(layer)]
+        assert all(map(same_bits, after, before))
+
+
 def test_only_what_fits_is_restored(tmp_path: Path) -> None:
     ids = list(range(60))
     with opened(tmp_path / "s") as store, made() as kv, made(max_seq_len=30) as small:
