@@ -28,25 +28,28 @@ PAGES = {
 }
 # What documents link to, and a page shows in its own way.
 INSTEAD = {ROOT / "native" / "include": "reference/c.md"}
-LINK = re.compile(r"\]\(<?(?!https?:|mailto:|#)([^<>)\s#]+)>?")
+LINK = re.compile(r"\[([^\]]*)\]\(<?(?!https?:|mailto:|#)([^<>)\s#]+)>?(#[^)]*)?\)")
 
 
 def with_links(document: Path) -> str:
     """Return the text of a document with the links that it has on the site.
 
-    Files that are no pages are copied beside these.
+    Files that are no pages are copied beside these; folders are text.
     """
 
     def lead(match: re.Match[str]) -> str:
-        target = Path(os.path.normpath(document.parent / match[1]))
+        text, link, anchor = match.groups(default="")
+        target = Path(os.path.normpath(document.parent / link))
         page = PAGES.get(target) or INSTEAD.get(target)
+        if page is None and target.is_dir():
+            return text
         if page is None:
             if not target.is_file():
-                raise SystemExit(f"{document.relative_to(ROOT)}: {match[1]} is no file")
+                raise SystemExit(f"{document.relative_to(ROOT)}: {link} is no file")
             page = f"files/{target.relative_to(ROOT)}"
             (SOURCE / page).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(target, SOURCE / page)
-        return f"]({page}"
+        return f"[{text}]({page}{anchor})"
 
     return LINK.sub(lead, document.read_text())
 
