@@ -51,8 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "rope factors": {"rope_factors": True, "seed": 5},
     "rope linear": {"seed": 4, "metadata": scaling("linear")},
     "rope none": {"metadata": scaling("none")},
-    # Of four layers, none keeps all.
-    "gemma3 q8_0": {"arch": "gemma3", "kind": "q8_0", "gain": QUANTIZED},
+    "gemma3 q8_0": {"arch": "gemma3", "shape": small(layers=7), "kind": "q8_0", "gain": 0.003},
     "qwen3moe f16": {"arch": "qwen3moe", "shape": small(inner=128)},
     "qwen3moe q8_0": {"arch": "qwen3moe", "kind": "q8_0", "gain": QUANTIZED},
     "rope yarn": {
@@ -74,7 +73,7 @@ REPACKED: dict[str, dict[str, Any]] = {
     "qwen3 q4_0 wide heads": {"arch": "qwen3", "shape": small(head_dim=64)},
     "mistral q4_0": {"shape": small(head_dim=40)},
     "yarn q4_0": MODELS["rope yarn"] | {"seed": 7},
-    "gemma3 q4_0": {"arch": "gemma3", "shape": small(layers=7)},
+    "gemma3 q4_0": {"arch": "gemma3", "shape": small(layers=7), "gain": 0.003},
     **{
         f"qwen3moe {kind}": {"arch": "qwen3moe", "kind": kind, "seed": int(kind in OTHER_SEED)}
         for kind in KINDS
