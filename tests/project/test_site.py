@@ -16,8 +16,8 @@ from apt_packages import UnavailableError
 from chromium import find_chromium, look_at
 from project import ROOT
 
-# Building takes ten seconds, a browser seconds more.
-pytestmark = pytest.mark.slow
+# Building takes ten seconds, a browser seconds more; two workers would build in one folder.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 
 PHONE, DESKTOP = 390, 1280
 
