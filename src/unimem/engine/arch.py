@@ -232,7 +232,7 @@ class Model:
             )
 
     def check_store(self) -> None:
-        """Refuse a store of prefixes, which takes caches whose layers are alike.
+        """Refuse a store of prefixes where layers slide: rings have too few rows to put a chunk.
 
         Raises
         ------
@@ -240,8 +240,8 @@ class Model:
         """
         if self.sliding is not None:
             raise UnsupportedModel(
-                f"store: attention of some layers of {self.arch} slides, and a store keeps caches "
-                "whose layers are alike: leave it out; save_session keeps this model's"
+                f"store: attention of some layers of {self.arch} slides, and its rings have too "
+                "few rows for the chunks of a store: leave it out; save_session keeps this model's"
             )
 
     def check_window(self, n: int) -> None:
