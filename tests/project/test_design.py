@@ -11,7 +11,11 @@ from project import ROOT
 
 GENERATED = ROOT / "docs/benchmarks.md"
 DOCUMENTS = sorted(
-    {ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")} - {GENERATED}
+    {
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+        *(ROOT / "docs").glob("*.md"),
+    }
+    - {GENERATED}
 )
 FOLDERS = "src|native|bench|tests|tools|docs|examples"
 

@@ -24,6 +24,7 @@ PAGES = {
     ROOT / "bench" / "README.md": "harness.md",
     ROOT / "CHANGELOG.md": "changes.md",
     ROOT / "CONTRIBUTING.md": "contributing.md",
+    ROOT / "SECURITY.md": "security.md",
     **{path: path.name for path in sorted((ROOT / "docs").glob("*.md"))},
 }
 # What documents link to, and a page shows in its own way.
