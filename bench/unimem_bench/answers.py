@@ -24,7 +24,7 @@ QUESTIONS = (
     Question("How much of a token's time is bookkeeping in Python?", "decode/python-q8_0"),
     Question("Is decode as fast as llama.cpp's?", "decode/decode-q8_0", "llama.cpp"),
     Question(
-        "And with Q4_K_M weights, of which llama.cpp makes a faster copy?",
+        "And with Q4_K_M weights, which both bring into a faster order?",
         *("decode/decode-q4_k_m", "llama.cpp"),
     ),
     Question(

@@ -246,7 +246,8 @@ def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferU
     memory = np.zeros(head_bytes + node_bytes, np.uint8)
     address = memory.ctypes.data
     lanes = [(0, at, at)] * dims.num_layers
-    headers = Headers(model, tensors, lanes, (CTX,), (ggml.F16, ggml.F16), address, head_bytes)
+    kinds = ggml.F16, ggml.F16
+    headers = Headers(model, tensors, lanes, (CTX,), kinds, False, address, head_bytes)
     arrays = Arrays(at, at, (at,), at, at)
     graph = Graph(model, headers, arrays, n_tokens, [at], address + head_bytes, node_bytes)
     uses = graph.values.uses

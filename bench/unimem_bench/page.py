@@ -24,9 +24,10 @@ __all__ = ["render", "write"]
 _HEAD = """\
 # Benchmarks
 
-What unimem costs, beside what one would use instead and beside what the machine can do at best. All
-figures are of one run, and this page is generated from its record. In brackets is where a second
-run would land, 95 times of 100. What unimem loses is here, too."""
+What unimem costs, beside what one would use instead and beside what the machine can do at best. The
+sides of a case are of one run, and this page is generated from the records of the runs that "The
+machine" names. In brackets is where a second run would land, 95 times of 100. What unimem loses is
+here, too."""
 
 _DETAILS = """\
 A row is the median of unimem, how it compares, and whether the target of this project is met.

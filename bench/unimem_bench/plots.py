@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from unimem.system.atomic_file import write_text
+from unimem.system.install import install_hint
 from unimem_bench import stats, texts
 from unimem_bench.record import CaseRecord, Record, Role, SideRecord
 from unimem_bench.stats import Growth, Ratio, Spread, Verdict
@@ -34,8 +35,7 @@ try:
     from matplotlib.ticker import LogLocator
 except ImportError as error:
     raise ImportError(
-        "plots need matplotlib: install unimem-llm with the extra 'bench'; importing it said: "
-        f"{error}"
+        f"plots need matplotlib: {install_hint('bench')}; importing it said: {error}"
     ) from error
 
 __all__ = ["Drawing", "draw", "save"]

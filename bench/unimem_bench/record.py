@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -101,6 +101,8 @@ class SuiteRecord:
     cases: list[CaseRecord]  # in the order in which the suite declares them
     # Of each pass what pyperf says of the machine in that moment, as CPU frequencies and load.
     conditions: list[dict[str, Any]] = field(default_factory=list)
+    # The run that measured it, where that is another than the record's: its begin, and on what CPU.
+    run: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,22 @@ class Record:
         text = json.dumps(self.to_dict(), indent=1)
         # A string has no line break of its own in JSON: what has one is a list.
         return re.sub(r"\[\n[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
+
+    def with_suites_of(self, later: Record) -> Record:
+        """Return this record with the suites of a later run in the place of its own.
+
+        Raises
+        ------
+        ValueError
+            If one is a quick run and the other a whole one: their sizes differ.
+        """
+        if self.quick != later.quick:
+            raise ValueError("expected two whole runs, or two with --quick, got one of each")
+        run = f"{later.when}, {(later.machine.get('cpu') or {}).get('model', 'unknown CPU')}"
+        found = {suite.name: replace(suite, run=suite.run or run) for suite in later.suites}
+        suites = [found.pop(suite.name, suite) for suite in self.suites]
+        versions = self.versions | later.versions
+        return replace(self, versions=versions, suites=[*suites, *found.values()])
 
     @classmethod
     def from_dict(cls, document: Any) -> Record:

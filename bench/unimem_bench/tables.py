@@ -317,6 +317,16 @@ def machine_facts(record: Record) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{k} {v}" for k, v in record.versions.items() if k != "kernel")
     kind = "quick, with smaller sizes and fewer rounds" if record.quick else "whole"
     yield "run", f"{record.when}, {kind}, {texts.duration(record.seconds)}{_load(record)}"
+    for run, names in _later_runs(record).items():
+        yield "later run", f"{run}: {', '.join(names)}"
+
+
+def _later_runs(record: Record) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for suite in record.suites:
+        if suite.run is not None:
+            found.setdefault(suite.run, []).append(suite.name)
+    return found
 
 
 def _load(record: Record) -> str:

@@ -17,6 +17,7 @@ from unimem_bench import run as runs
 from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.run import Interrupted, merge, run
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
+from unimem_bench.tables import machine_facts
 from unimem_bench.worker import measure
 
 Patch = pytest.MonkeyPatch
@@ -170,6 +171,20 @@ def test_a_record_is_the_same_after_json() -> None:
     text = whole.to_json()
     assert Record.from_dict(json.loads(text)) == whole
     assert "[ 1.0, 2.5, -3e-09 ]" in text  # a pass a line, not a figure
+
+
+def test_a_later_run_takes_the_place_of_its_suites() -> None:
+    first, later = whole_record(record("one", 1.0)), whole_record(record("one", 2.0))
+    other = replace(first.suites[0], name="other")
+    first = replace(first, suites=[*first.suites, other])
+    later = replace(later, when="2026-01-02T00:00:00+00:00", versions={"numpy": "3"})
+    both = first.with_suites_of(later)
+    run = f"{later.when}, unknown CPU"
+    assert both.suites == [replace(later.suites[0], run=run), other]
+    assert (both.when, both.versions) == (first.when, {"numpy": "3"})
+    assert ("later run", f"{run}: invented") in machine_facts(both)
+    with pytest.raises(ValueError, match="got one of each"):
+        first.with_suites_of(replace(later, quick=False))
 
 
 @pytest.mark.parametrize(("place", "value"), [

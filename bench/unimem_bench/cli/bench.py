@@ -10,7 +10,6 @@ import typer
 
 from unimem.cli.exits import INTERRUPTED
 from unimem.cli.options import AsJson
-from unimem_bench.record import Record
 from unimem_bench.suites import NAMES
 
 __all__ = ["bench"]
@@ -55,8 +54,12 @@ def bench(
         bool, typer.Option("--list", help="Show cases, questions and claims.")
     ] = False,
     source: Annotated[
-        Path | None,
-        typer.Option("--from", metavar="FILE", help="Show this record, and measure nothing."),
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Show this record, and measure nothing. Given again: suites of a later run.",
+        ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(metavar="A B", help="Show how two records differ.")
@@ -111,8 +114,8 @@ def bench(
         bench_run.show_differences(*compare, as_markdown=as_markdown)
     else:
         bench_run.check_files(output, plots, page_file)
-        if source is not None:
-            record, code = Record.read(source), 0
+        if source:
+            record, code = bench_run.read_records(source), 0
         else:
             record, code = bench_run.measure(names, quick=quick, case=case, folder=folder)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -17,6 +18,7 @@ import typer
 from unimem.cli import terminal
 from unimem.cli.exits import FAILED, INTERRUPTED
 from unimem.system.atomic_file import NewFile, write_text
+from unimem.system.install import install_hint
 from unimem.system.text import shorten
 from unimem_bench import markdown, page
 from unimem_bench.cli.view import difference_lines, record_lines, suite_lines
@@ -28,7 +30,8 @@ from unimem_bench.suites import load_suite
 from unimem_bench.texts import duration
 
 __all__ = [
-    "check_files", "draw", "measure", "show", "show_cases", "show_differences", "write_record",
+    "check_files", "draw", "measure", "read_records", "show", "show_cases", "show_differences",
+    "write_record",
 ]  # fmt: skip
 
 # What a run does without, as it does without any peer.
@@ -45,7 +48,7 @@ def _schedule(names: Sequence[str], *, quick: bool, case: str) -> list[Pass]:
 def check_files(output: Path | None, plots: Path | None, page_file: Path | None) -> None:
     """Refuse what cannot be written now, and not after everything was measured."""
     if (plots or page_file) and find_spec("matplotlib") is None:
-        raise ImportError("plots need matplotlib: install unimem-llm with the extra 'bench'")
+        raise ImportError(f"plots need matplotlib: {install_hint('bench')}")
     for path in filter(None, (output, page_file)):
         NewFile(os.fspath(path)).close()
     if plots is not None:
@@ -95,9 +98,7 @@ def measure(
     passes = _schedule(names, quick=quick, case=case)
     absent = [name for name in _USEFUL if find_spec(name) is None]
     if absent:
-        _tell(
-            f"unimem: {', '.join(absent)}: not installed; the extra 'bench' of unimem-llm has it\n"
-        )
+        _tell(f"unimem: {', '.join(absent)}: not installed; {install_hint('bench')}\n")
     progress = _Progress(passes)
     try:
         with _folder(folder) as files:
@@ -156,6 +157,20 @@ def _tell(text: str) -> None:
 
 
 # ---- what is written and shown ------------------------------------------------------------------
+
+
+def read_records(paths: Sequence[Path]) -> Record:
+    """Read the records of runs, of which later ones replace suites of the first.
+
+    Raises
+    ------
+    OSError
+        If one cannot be read.
+    ValueError
+        If one holds no record, or the runs cannot stand in one.
+    """
+    first, *later = map(Record.read, paths)
+    return functools.reduce(Record.with_suites_of, later, first)
 
 
 def write_record(record: Record, path: Path) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
+from unimem.system.install import install_hint
 from unimem_bench import decoding
 from unimem_bench.rounds import Side, milliseconds
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster, faster_than_best
@@ -44,9 +45,7 @@ def require_clients() -> None:
     """Raise `NotMeasured` where the server, or a client, is not installed."""
     for module in ("moto", "flask", "flask_cors", "s3fs", "obstore"):
         if importlib.util.find_spec(module) is None:
-            raise NotMeasured(
-                f"wants {module}: install unimem-llm with the extras 'remote' and 'servers'"
-            )
+            raise NotMeasured(f"wants {module}: {install_hint('remote', 'servers')}")
 
 
 @contextmanager

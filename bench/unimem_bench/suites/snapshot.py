@@ -19,6 +19,7 @@ import numpy as np
 
 import unimem as um
 from unimem.kv import snapshot
+from unimem.system.install import install_hint
 from unimem_bench import models, states
 from unimem_bench.kv_sides import SHAPE, Array, check_holds, stored, tokens
 from unimem_bench.rounds import Side, milliseconds
@@ -319,8 +320,7 @@ def require_engine() -> None:
     """Raise `NotMeasured` where the decoder's engine is not installed."""
     if importlib.util.find_spec("ggml") is None:
         raise NotMeasured(
-            "wants the decoder, whose ggml-python is not installed: install unimem-llm with the "
-            "extra 'run'"
+            f"wants the decoder, whose ggml-python is not installed: {install_hint('run')}"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from unimem.system.install import install_hint
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster, grows
 
@@ -32,7 +33,7 @@ def packages(measure: Measure) -> tuple[Any, Any]:
     """
     for name in ("torch", "transformers"):
         if not measure.installed(name, DYNAMIC, STATIC):
-            raise NotMeasured(f"wants {name}: install unimem-llm with the extra 'transformers'")
+            raise NotMeasured(f"wants {name}: {install_hint('transformers')}")
     import torch
     import transformers
 
