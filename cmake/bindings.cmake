@@ -1,8 +1,15 @@
 # One extension module per .pyx; all of them link to the one libunimem in unimem/lib.
-find_package(Python REQUIRED COMPONENTS Interpreter Development.Module NumPy)
+# scikit-build-core says where the headers of Python and NumPy are, and how a module is called. CMake
+# would ask the Python that builds, which need not be the one that the wheel is for.
+foreach(found Python_INCLUDE_DIR Python_NumPy_INCLUDE_DIR SKBUILD_SOABI)
+  if(NOT ${found})
+    message(FATAL_ERROR "${found} is not set: expected a build by pip, with NumPy installed")
+  endif()
+endforeach()
 find_program(CYTHON cython HINTS ${Python_EXECUTABLE}/.. REQUIRED)
 
-set(UNIMEM_CYTHON_OPTIONS -3)
+# Every module runs without the interpreter's lock, where Python has none: docs/threads.md.
+set(UNIMEM_CYTHON_OPTIONS -3 -X freethreading_compatible=True)
 if(UNIMEM_COVERAGE)
   # gcov then counts the lines of the .pyx.
   list(APPEND UNIMEM_CYTHON_OPTIONS --line-directives)
@@ -30,17 +37,20 @@ function(unimem_add_bindings room)
   add_custom_target(${room}_bindings DEPENDS ${c_files})
   foreach(module ${ARGN})
     set(target ${room}_${module})
-    python_add_library(${target} MODULE ${folder}/${module}.c WITH_SOABI)
+    add_library(${target} MODULE ${folder}/${module}.c)
     add_dependencies(${target} ${room}_bindings)
     set_target_properties(${target} PROPERTIES
-      OUTPUT_NAME ${module} LIBRARY_OUTPUT_DIRECTORY ${folder}
+      PREFIX "" OUTPUT_NAME ${module} SUFFIX .${SKBUILD_SOABI}.so
+      LIBRARY_OUTPUT_DIRECTORY ${folder}
       INSTALL_RPATH "$ORIGIN/../lib" BUILD_WITH_INSTALL_RPATH ON)
     target_compile_definitions(${target} PRIVATE NPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
       NPY_TARGET_VERSION=NPY_2_0_API_VERSION)
     if(module IN_LIST UNIMEM_COLD)
       target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
     endif()
-    target_link_libraries(${target} PRIVATE unimem Python::NumPy)
+    target_include_directories(${target} SYSTEM PRIVATE
+      ${Python_INCLUDE_DIR} ${Python_NumPy_INCLUDE_DIR})
+    target_link_libraries(${target} PRIVATE unimem)
     install(TARGETS ${target} DESTINATION unimem/${room})
   endforeach()
 endfunction()
@@ -48,4 +58,4 @@ endfunction()
 unimem_add_bindings(_core status dlpack arrays foreign region mapping growth block tape grid
   header_bytes gguf safetensors load guard tmpfs empty_call)
 unimem_add_bindings(kv arrays rows memory cache states parts mixed device paged scratchpad rotation)
-unimem_add_bindings(engine thread_count turn forward)
+unimem_add_bindings(engine thread_count turn rotation forward)

@@ -120,3 +120,20 @@ void fuzz_check_status(um_status status, const um_error *err, uint64_t nbytes, u
         PROMISED(err->asked <= file_nbytes);
     }
 }
+
+uint64_t fuzz_largest_number(const uint8_t *bytes, size_t nbytes) {
+    const uint64_t most = (uint64_t)1 << 40;
+    uint64_t largest = 0, number = 0;
+    for (size_t i = 0; i < nbytes; i++) {
+        bool is_digit = bytes[i] >= '0' && bytes[i] <= '9';
+        if (!is_digit) {
+            number = 0;
+        } else if (number <= most) {
+            number = number * 10 + (uint64_t)(bytes[i] - '0');
+        }
+        if (number > largest && number <= most) {
+            largest = number;
+        }
+    }
+    return largest;
+}

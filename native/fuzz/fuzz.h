@@ -44,6 +44,8 @@ bool fuzz_all_differ(fuzz_text *texts, uint64_t n);
 bool fuzz_all_apart(fuzz_range *ranges, uint64_t n);
 /* offset + nbytes, which does not overflow. */
 uint64_t fuzz_end(uint64_t offset, uint64_t nbytes);
+/* The largest decimal number in a text that is at most 2^40. */
+uint64_t fuzz_largest_number(const uint8_t *bytes, size_t nbytes);
 /* Reads memory. */
 void fuzz_touch(const void *bytes, uint64_t nbytes);
 

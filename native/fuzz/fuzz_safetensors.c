@@ -4,7 +4,6 @@
 #include "fuzz.h"
 
 enum { LENGTH_NBYTES = 8 };
-static const uint64_t data_nbytes_max = (uint64_t)1 << 40;
 
 /* Tables are compared as bytes. */
 _Static_assert(sizeof(um_safetensors_kv) == 4 * sizeof(uint32_t), "padding");
@@ -156,29 +155,13 @@ static void parse_file(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbyt
     um_safetensors_free(&pieces.st);
 }
 
-static uint64_t largest_number(const uint8_t *bytes, size_t nbytes) {
-    uint64_t largest = 0, number = 0;
-    for (size_t i = 0; i < nbytes; i++) {
-        bool is_digit = bytes[i] >= '0' && bytes[i] <= '9';
-        if (!is_digit) {
-            number = 0;
-        } else if (number <= data_nbytes_max) {
-            number = number * 10 + (uint64_t)(bytes[i] - '0');
-        }
-        if (number > largest && number <= data_nbytes_max) {
-            largest = number;
-        }
-    }
-    return largest;
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
     parse_file(bytes, nbytes, nbytes);
     if (nbytes >= LENGTH_NBYTES) {
         uint8_t *repaired = fuzz_copy(bytes, nbytes);
         uint64_t json_nbytes = nbytes - LENGTH_NBYTES;
         memcpy(repaired, &json_nbytes, sizeof json_nbytes);
-        uint64_t data_nbytes = largest_number(bytes + LENGTH_NBYTES, json_nbytes);
+        uint64_t data_nbytes = fuzz_largest_number(bytes + LENGTH_NBYTES, json_nbytes);
         parse_file(repaired, nbytes, nbytes + data_nbytes);
         free(repaired);
     }

@@ -4,12 +4,20 @@
  *
  * - Memory that a tape hands out is not zeroed. It is invalid after um_tape_clear, and after a
  *   um_tape_rewind to a mark before it.
- * - Any number of threads may call um_tape_take, um_grid_take and um_grid_give at once. The caller
- *   sees to it that nobody uses memory while um_tape_clear or um_tape_rewind takes it back.
- * - A um_kv has one writer, and so has a um_paged with all of its sequences. Readers may read the
- *   tokens that are there while the writer appends.
  * - No function aborts, prints or logs. Nothing is global but the ledger, the counters, and the
  *   handlers of um_guard_run.
+ *
+ * Threads: on one object these calls may run at once; others have it for themselves. Fields that
+ * are "read" belong to the thread that changes the object.
+ *
+ * - The ledger, counters, marks, um_convert, um_rotate, um_file_read, um_guard_*: any.
+ * - um_block: any number of calls that take a const um_block, of um_block_warm,
+ *   um_block_warm_to_write, um_block_advise, um_block_collapse and um_block_repair. Beside them one
+ *   thread may change which steps are there: um_block_commit, um_block_release, um_block_discard,
+ *   um_block_overlay, um_block_lock. The others may fail where steps go away meanwhile.
+ * - um_tape: any. Nobody may use memory that um_tape_clear or um_tape_rewind takes back.
+ * - um_grid: any number of um_grid_take, um_grid_give, um_grid_cell and um_grid_n_available.
+ * - um_kv, um_paged: one writer, and readers: see unimem_kv.h. um_load: one thread.
  *
  * Example
  *
@@ -279,7 +287,7 @@ typedef struct um_block {
     size_t step_nbytes;     /* read. Commit and release work in whole steps: pages, huge or not */
     size_t reserved_nbytes; /* read. Address space from the base on, whole steps */
     size_t committed_nbytes;
-    uint64_t *committed; /* a bit for each step; NULL while exactly [0, nbytes) is committed */
+    uint64_t *committed; /* a bit for each step; NULL: exactly [0, nbytes) is committed */
     uint64_t *overlaid;  /* a bit for each step that is a file's (um_block_overlay); NULL: none */
     void *map_base;      /* the start of the mapping, guard pages included */
     size_t map_nbytes;
@@ -478,6 +486,8 @@ UM_API UM_CHECKED um_status um_block_verify(const um_block *block, um_placement 
  *
  * - Interleaved pages stay where they are, whichever node the kernel began with.
  * - With THP, a huge page moves as a whole.
+ * - Of a mapped file, pages of the page cache move that this process has mapped. The caller sets
+ *   block->numa before; interleaved are pieces of a huge page, as large as the page cache has them.
  * - *out_nbytes (may be NULL) is how much is on a wrong node and could not be moved: the right node
  *   is full, a device uses the page, or other processes map it, too.
  *

@@ -48,8 +48,13 @@ UM_API size_t um_rotation_block(uint32_t head_dim, int v);
  *
  * Tokens have positions, counted from 0, which never change. The cache holds the tokens from some
  * first position up to um_kv_next_position. A ring shows only the last `window` of these. A token
- * counts once every layer holds it. While a reader reads from a ring, the writer may append as many
- * tokens as there are rows beyond the window; then it overwrites what the reader was shown. */
+ * counts once every layer holds it.
+ *
+ * Threads: one writer, and any number of um_kv_read, um_kv_lane, um_kv_row, um_kv_seq_len,
+ * um_kv_layer_len and of the calls that return a position, while the writer appends, reserves,
+ * commits or makes rows usable. Nobody reads while it crops, trims, moves, adopts or clears. While
+ * a reader reads from a ring, the writer may append as many tokens as there are rows beyond the
+ * window; then it overwrites what the reader was shown. */
 typedef struct um_kv_spec {
     uint32_t n_layers, n_kv_heads, head_dim, batch;
     uint64_t max_seq_len; /* the most tokens that the cache holds; of a ring, at least the window */
@@ -284,7 +289,12 @@ UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint6
  * - The blocks that a sequence gives back are evicted from its end on.
  * - An index of cached blocks asks um_paged_is_cached for a block that it has found.
  * - A cached block is no longer cached, too, if the only sequence that holds it was cropped into it
- *   and appends. */
+ *   and appends.
+ *
+ * Threads: the pool with all of its sequences has one writer. Beside it there may be any number of
+ * um_paged_append_write (each between its own begin and end) and, of sequences that are not
+ * cropped, cleared or freed meanwhile, of um_paged_gather, um_paged_seq_len and
+ * um_paged_layer_len. */
 typedef struct um_paged_spec {
     uint32_t n_layers, n_kv_heads, head_dim;
     uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */
@@ -353,7 +363,7 @@ UM_API void um_paged_uncache(um_paged *paged, uint32_t block);
  * The blocks are held or cached. All that the sequence will ever allocate is allocated here: call
  * um_paged_seq_free.
  *
- * - UM_E_INVALID: there is no such block, or it is free.
+ * - UM_E_INVALID: there is no such block, it is free, or stands in the table twice.
  * - UM_E_NOMEM: there is no heap memory. */
 UM_API UM_CHECKED um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged,
                                               const int32_t *blocks, uint32_t n_blocks,

@@ -261,7 +261,8 @@ um_status um_block_advise(um_block *block, um_advice advice, um_error *err) {
     size_t done;
     int os_errno =
         call_runs(block, um_block_n_steps(block), call_advise, (int)advices[advice], &done);
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, block->committed_nbytes, "madvise");
+    return os_errno == 0 ? UM_OK
+                         : um_fail_os(err, os_errno, um_block_committed_nbytes(block), "madvise");
 }
 
 /* ---- collapsing ---- */

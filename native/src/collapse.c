@@ -100,11 +100,11 @@ um_status um_block_collapse(um_block *block, um_error *err) {
         return UM_OK;
     }
     if (block->requested_pages == UM_PAGES_4K) {
-        return um_fail_os(err, EINVAL, block->committed_nbytes, "madvise");
+        return um_fail_os(err, EINVAL, um_block_committed_nbytes(block), "madvise");
     }
     size_t huge_page = step > um_os_page_bytes() ? step : um_huge_page_bytes();
     if (huge_page == 0) {
-        return um_fail_os(err, EOPNOTSUPP, block->committed_nbytes, "madvise");
+        return um_fail_os(err, EOPNOTSUPP, um_block_committed_nbytes(block), "madvise");
     }
     um_status status = block->mirror_nbytes == 0 ? collapse_all(block, huge_page, err)
                                                  : collapse_images(block, huge_page, err);

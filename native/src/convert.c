@@ -5,6 +5,7 @@
  * makes it on x86. */
 #include "convert.h"
 
+#include "cpu_features.h"
 #include "floats.h"
 #include "status.h"
 
@@ -410,11 +411,10 @@ const um_convert_code *um_convert_code_at(size_t i) {
     const um_convert_code *codes[4] = {&scalar};
     size_t n = 1;
 #if defined(__x86_64__)
-    bool has_f16c = __builtin_cpu_supports("f16c");
-    if (has_f16c && __builtin_cpu_supports("avx2")) {
+    if (um_cpu_has(UM_F16C | UM_AVX2)) {
         codes[n++] = &avx2;
     }
-    if (has_f16c && __builtin_cpu_supports("avx512f")) {
+    if (um_cpu_has(UM_F16C | UM_AVX512F)) {
         codes[n++] = &avx512;
     }
 #elif defined(__aarch64__)

@@ -11,10 +11,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-enum { WORD_STEPS = 64 };
-
-/* ---- the steps ---- */
-
 /* ---- commit and release ---- */
 
 static void *address_of(const um_block *block, size_t n_steps) {
@@ -285,8 +281,8 @@ um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file
         }
         return status;
     }
-    block->overlaid = overlaid;
     um_steps_set(overlaid, range, true);
+    __atomic_store_n(&block->overlaid, overlaid, __ATOMIC_RELEASE);
     um_steps_finish(block, &change, true);
     return UM_OK;
 }

@@ -86,7 +86,8 @@ static bool next_batch(repair *r) {
                 continue;
             }
         }
-        if (r->at % block->step_nbytes == 0 &&
+        /* All of a file is there, its last page beyond its end as well. */
+        if (!block->is_file && r->at % block->step_nbytes == 0 &&
             !um_block_is_committed(block, r->at, block->step_nbytes)) {
             r->at += block->step_nbytes;
             continue;
@@ -367,7 +368,9 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
     bool hugetlb = placement.pages == UM_PAGES_2M || placement.pages == UM_PAGES_1G;
     r->block = block;
     r->page = hugetlb ? (size_t)placement.page_bytes : um_os_page_bytes();
-    r->unit = block->step_nbytes > r->page ? block->step_nbytes : r->page;
+    /* Of a file, the page cache has pieces of up to a huge page, which move whole. */
+    size_t step = block->is_file ? um_huge_page_bytes() : block->step_nbytes;
+    r->unit = step > r->page ? step : r->page;
     um_status status = make_pattern(&r->pattern, &block->numa, err);
     if (status == UM_OK) {
         uint64_t stray_nbytes = 0, elsewhere_nbytes = 0;

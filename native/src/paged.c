@@ -290,6 +290,20 @@ static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
     return UM_OK;
 }
 
+/* Returns whether a block stands twice in a table, which could then become longer than there is
+ * room for. `notes` has an entry for each block, all zeros, before the call and behind it. */
+static bool has_twice(const int32_t *blocks, uint32_t n_blocks, int32_t *notes) {
+    bool found = false;
+    for (uint32_t i = 0; i < n_blocks; i++) {
+        found = found || notes[blocks[i]] != 0;
+        notes[blocks[i]] = 1;
+    }
+    for (uint32_t i = 0; i < n_blocks; i++) {
+        notes[blocks[i]] = 0;
+    }
+    return found;
+}
+
 um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *blocks,
                             uint32_t n_blocks, um_error *err) {
     um_paged_seq made;
@@ -303,6 +317,10 @@ um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *b
         }
     }
     UM_TRY(new_seq(&made, paged, err));
+    if (has_twice(blocks, n_blocks, made.table)) {
+        um_heap_free(made.len);
+        return um_fail(err, UM_E_INVALID, "a block stands in the table twice");
+    }
     for (uint32_t i = 0; i < n_blocks; i++) {
         made.table[i] = blocks[i];
         hold_block(paged, (uint32_t)blocks[i]);

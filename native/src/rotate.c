@@ -2,6 +2,7 @@
  * instruction set. It adds in one order, so that all give the same bits. */
 #include "rotate.h"
 
+#include "cpu_features.h"
 #include "status.h"
 
 #include <math.h>
@@ -66,7 +67,7 @@ um_rotate_code *um_rotate_code_at(size_t i) {
     um_rotate_code *codes[2] = {rotate_anywhere};
     size_t n = 1;
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) {
+    if (um_cpu_has(UM_AVX2)) {
         codes[n++] = rotate_avx2;
     }
 #endif

@@ -1,4 +1,7 @@
-/* The steps of a block: a bit for each one that is committed, and for each one that is a file's. */
+/* The steps of a block: a bit for each one that is committed, and for each one that is a file's.
+ *
+ * One thread changes them, while others walk them. So words are read and written whole, and bits
+ * that a block once has it keeps, also when no gap is left. */
 #include "steps.h"
 
 #include "sizes.h"
@@ -17,10 +20,22 @@ size_t um_block_n_steps(const um_block *block) {
     return block->step_nbytes == 0 ? 0 : block->reserved_nbytes / block->step_nbytes;
 }
 
+static uint64_t *committed_bits(const um_block *block) {
+    return __atomic_load_n(&block->committed, __ATOMIC_ACQUIRE);
+}
+
+static uint64_t *overlaid_bits(const um_block *block) {
+    return __atomic_load_n(&block->overlaid, __ATOMIC_ACQUIRE);
+}
+
+size_t um_block_committed_nbytes(const um_block *block) {
+    return __atomic_load_n(&block->committed_nbytes, __ATOMIC_RELAXED);
+}
+
 /* Returns the first step in [from, end) whose bit is `set`; `end` if there is none. */
 static size_t find_bit(const uint64_t *words, size_t from, size_t end, bool set) {
     while (from < end) {
-        uint64_t word = words[from / WORD_STEPS];
+        uint64_t word = __atomic_load_n(&words[from / WORD_STEPS], __ATOMIC_RELAXED);
         uint64_t wanted = (set ? word : ~word) >> (from % WORD_STEPS);
         if (wanted != 0) {
             from += (size_t)__builtin_ctzll(wanted);
@@ -34,10 +49,11 @@ static size_t find_bit(const uint64_t *words, size_t from, size_t end, bool set)
 /* Returns the first step in [from, end) that is committed, or that is not; `end` if there is
  * none. */
 static size_t find_step(const um_block *block, size_t from, size_t end, bool committed) {
-    if (block->committed != NULL) {
-        return find_bit(block->committed, from, end, committed);
+    const uint64_t *bits = committed_bits(block);
+    if (bits != NULL) {
+        return find_bit(bits, from, end, committed);
     }
-    size_t n_committed = block->committed_nbytes / block->step_nbytes;
+    size_t n_committed = um_block_committed_nbytes(block) / block->step_nbytes;
     size_t found = committed == (from < n_committed) ? from : committed ? end : n_committed;
     return found < end ? found : end;
 }
@@ -57,15 +73,16 @@ bool um_block_next_run(const um_block *block, size_t from, size_t end, bool comm
 
 bool um_block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
                            um_run *out) {
-    if (block->overlaid == NULL) {
+    const uint64_t *bits = overlaid_bits(block);
+    if (bits == NULL) {
         *out = (um_run){.first = from, .end = end};
         return !overlaid && from < end;
     }
-    size_t first = find_bit(block->overlaid, from, end, overlaid);
+    size_t first = find_bit(bits, from, end, overlaid);
     if (first >= end) {
         return false;
     }
-    *out = (um_run){.first = first, .end = find_bit(block->overlaid, first, end, !overlaid)};
+    *out = (um_run){.first = first, .end = find_bit(bits, first, end, !overlaid)};
     return true;
 }
 
@@ -86,12 +103,13 @@ int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes) {
 
 int um_block_is_overlaid(const um_block *block, size_t offset, size_t nbytes) {
     size_t end = 0, step = block->step_nbytes;
-    if (block->overlaid == NULL || nbytes == 0 || !um_add(offset, nbytes, &end) ||
+    const uint64_t *bits = overlaid_bits(block);
+    if (bits == NULL || nbytes == 0 || !um_add(offset, nbytes, &end) ||
         end > block->reserved_nbytes) {
         return 0;
     }
     size_t end_step = (end - 1) / step + 1;
-    return find_bit(block->overlaid, offset / step, end_step, true) != end_step;
+    return find_bit(bits, offset / step, end_step, true) != end_step;
 }
 
 /* ---- changing ---- */
@@ -101,7 +119,8 @@ void um_steps_set(uint64_t *words, um_run run, bool set) {
         size_t word = at / WORD_STEPS, bit = at % WORD_STEPS, n = WORD_STEPS - bit;
         n = n < run.end - at ? n : run.end - at;
         uint64_t mask = (n == WORD_STEPS ? UINT64_MAX : (UINT64_C(1) << n) - 1) << bit;
-        words[word] = set ? words[word] | mask : words[word] & ~mask;
+        uint64_t now = set ? words[word] | mask : words[word] & ~mask;
+        __atomic_store_n(&words[word], now, __ATOMIC_RELAXED);
         at += n;
     }
 }
@@ -151,19 +170,15 @@ void um_steps_finish(um_block *block, const um_steps_change *change, bool commit
     size_t total =
         committed ? block->committed_nbytes + changed : block->committed_nbytes - changed;
     um_ledger_resize(block->category, block->committed_nbytes, total);
-    block->committed_nbytes = total;
-    block->committed = change->words;
+    __atomic_store_n(&block->committed_nbytes, total, __ATOMIC_RELAXED);
     if (block->overlaid != NULL && !committed) {
         um_steps_set(block->overlaid, change->range, false);
     }
-    if (change->words == NULL) {
-        block->nbytes = total;
-        return;
+    size_t usable = total;
+    if (change->words != NULL) {
+        um_steps_set(change->words, change->range, committed);
+        __atomic_store_n(&block->committed, change->words, __ATOMIC_RELEASE);
+        usable = find_step(block, 0, um_block_n_steps(block), false) * step;
     }
-    um_steps_set(change->words, change->range, committed);
-    block->nbytes = find_step(block, 0, um_block_n_steps(block), false) * step;
-    if (block->nbytes == total) {
-        block->committed = NULL; /* the last gap is closed */
-        um_heap_free(change->words);
-    }
+    __atomic_store_n(&block->nbytes, usable, __ATOMIC_RELAXED);
 }

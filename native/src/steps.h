@@ -15,6 +15,8 @@ typedef struct um_run {
 
 /* Returns how many steps the block reserves. */
 size_t um_block_n_steps(const um_block *block);
+/* Returns how much is committed now, while another thread may be changing it. */
+size_t um_block_committed_nbytes(const um_block *block);
 /* Finds the first run in [from, end) whose steps are all committed, or all not committed. Returns
  * false if there is none. */
 bool um_block_next_run(const um_block *block, size_t from, size_t end, bool committed, um_run *out);

@@ -151,7 +151,7 @@ static um_status warm(um_block *block, bool writes, size_t offset, size_t nbytes
         um_cpus_allow(&cpus);
     }
     size_t first = offset / page * page, last = (end + page - 1) / page * page;
-    if (block->overlaid == NULL) {
+    if (__atomic_load_n(&block->overlaid, __ATOMIC_ACQUIRE) == NULL) {
         return warm_range(block, block->is_file != 0, writes, first, last, &cpus, err);
     }
     /* Steps are pages here. */

@@ -467,6 +467,26 @@ TEST(small_pages_of_huge_units) {
     CHECK_EQ(n_misplaced_at_best(&block.numa, NULL, HUGE), 0);
 }
 
+/* Pieces of the page cache that are as large as huge pages move whole: a block of a file is spread
+ * by these, and each is moved once. */
+TEST(pieces_of_a_file) {
+    size_t n = um_huge_page_bytes() / um_page_bytes();
+    SKIP_UNLESS(n > 1, "this kernel has no transparent huge pages");
+    play(8 * n + 1, um_page_bytes(), 2);
+    for (size_t first = 0; first < 8 * n; first += n) {
+        play_huge(first, n);
+    }
+    um_block block = make_block(UM_NUMA_INTERLEAVE, 1 << 0 | 1 << 1, 1);
+    block.is_file = 1;
+    block.nbytes -= 100; /* of the last page */
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(kernel.n_moved, 8 * n + 1);
+    CHECK_EQ(n_misplaced_at_best(&block.numa, NULL, n), 0);
+    block.numa = policy(UM_NUMA_BIND, 1 << 3);
+    CHECK_EQ(repair(&block), 0);
+    CHECK_EQ(n_on(3), 8 * n + 1);
+}
+
 TEST(hugetlb) {
     size_t sizes[] = {(size_t)2 << 20, (size_t)1 << 30};
     for (int i = 0; i < 2; i++) {

@@ -235,6 +235,10 @@ TEST(refused_calls) {
         CHECK_INVALID(um_paged_seq_init(&made, &p.paged, blocks + i, 1, &test_err));
     }
     CHECK_INVALID(um_paged_seq_init(&made, &p.paged, blocks, 4, &test_err));
+    /* Its table would have no room for all other blocks. */
+    int32_t twice[] = {seq.table[0], seq.table[0]};
+    CHECK_INVALID(um_paged_seq_init(&made, &p.paged, twice, 2, &test_err));
+    CHECK_EQ(um_paged_n_holders(&p.paged, (uint32_t)twice[0]), 1);
     int32_t free_block = 0;
     while (um_paged_n_holders(&p.paged, (uint32_t)free_block) != 0) {
         free_block++;
