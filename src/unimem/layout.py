@@ -18,6 +18,7 @@ from unimem.system import limits, policy
 from unimem.system.arguments import flag
 from unimem.system.html import bar, fragment, heading, markup, size, table
 from unimem.system.python_heap import warm_python_heap
+from unimem.weights.copies import is_mirrored
 from unimem.weights.loading import EngineLoad, Progress, way_of
 from unimem.weights.opened import Weights, open_planned
 from unimem.weights.remote import is_url
@@ -419,7 +420,8 @@ class Layout(Lifetimes[Tape]):
         progress : callable, optional
             As for `open_weights`, of a file.
         **placement
-            See `PlacementOptions`; of a file, for its weights, too.
+            See `PlacementOptions`; of a file, for its weights, too. With ``numa="mirror"`` these
+            have a copy on each node, and the tapes lie where the threads run that touch them first.
 
         Returns
         -------
@@ -474,6 +476,8 @@ class Layout(Lifetimes[Tape]):
                 needed = replace(needed, load_reason=reason)
             ModelDims.from_weights(weights)  # it raises where the dimensions are not known
             needed.require_fits(strict=strict)
+            if is_mirrored(placement):  # what is written has no copies
+                placement["numa"] = None
             layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
         except BaseException:
             if not given:

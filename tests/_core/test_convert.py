@@ -89,7 +89,8 @@ def codes(tmp_path_factory: pytest.TempPathFactory) -> list[Code]:
     library = tmp_path_factory.mktemp("convert") / "libconvert.so"
     native = ROOT / "native"
     flags = ["-std=c17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{native / 'include'}"]
-    sources = [native / "src" / name for name in ("convert.c", "quants.c", "status.c")]
+    names = ("convert.c", "cpu_features.c", "quants.c", "status.c")
+    sources = [native / "src" / name for name in names]
     subprocess.run([compiler, *flags, *sources, "-lm", "-o", library], check=True)
     built = ctypes.CDLL(str(library))
     built.um_convert_code_at.argtypes = [ctypes.c_size_t]

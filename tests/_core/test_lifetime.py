@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+import proc_maps
 import unimem as um
 from devices import Device
+from os_faults import os_faults
+from unimem._core.status import ledger
 
 PAGE = mmap.PAGESIZE
 KINDS = [("host", "Block"), *((d, kind) for d in ("host", "cuda") for kind in ("Tape", "Grid"))]
@@ -225,3 +228,19 @@ def test_leaving_a_with_passes_exceptions_on() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert not views[0].any()
+
+
+def test_what_cannot_be_unmapped_is_tried_again() -> None:
+    """The kernel refuses at the limit of mappings; nobody could be told by what is collected."""
+    before = ledger()["other"]["mapped_bytes"]
+    block = um.Block(PAGE, pages="4k")
+    address = block.address
+    with os_faults() as faults:
+        faults.arm(1)
+        block.close()
+        assert faults.failed == "munmap"
+    assert ledger()["other"]["mapped_bytes"] == before + PAGE
+    assert proc_maps.is_mapped(address)
+    um.Block(PAGE, pages="4k").close()
+    assert ledger()["other"]["mapped_bytes"] == before
+    assert not proc_maps.is_mapped(address)

@@ -16,6 +16,7 @@ import proc_maps
 import unimem as um
 from cache_kinds import Array, Bridge, PadKind, all_kinds, each_dtype, own_counters
 from conformance import Kind, fill, suites, tokens_of
+from contracts_of_states import state_suites
 from kv_model import as_float32, memory
 from pad_model import TAKEN
 
@@ -133,6 +134,8 @@ class KVKind(cache_kinds.KVKind):
 class MixedKind(cache_kinds.KVKind):
     """A cache of two layers that differ: one of two heads, and one of a head twice as large."""
 
+    states: tuple[um.LayerState, ...] = ()
+
     def __init__(self, how: str, dtype: str, batch: int) -> None:
         super().__init__(HERE, how, dtype, batch)
         self.name = f"mixed-{self.name}"
@@ -142,8 +145,10 @@ class MixedKind(cache_kinds.KVKind):
 
     def make(self, **options: Any) -> Any:
         window = self.capacity if self.forgets else None
+        layers = [um.LayerKV(2, 32, window=window), um.LayerKV(1, 64, window=window)]
         return um.KVCache(
-            layers=[um.LayerKV(2, 32, window=window), um.LayerKV(1, 64, window=window)],
+            layers=[*layers, *self.states],
+            checkpoints=2 if self.states else 0,
             max_seq_len=10_000 if self.forgets else self.capacity,
             batch=self.batch,
             dtype=self.dtype,
@@ -163,6 +168,17 @@ class MixedKind(cache_kinds.KVKind):
     def read(self, cache: Any, layer: int) -> Array:
         found = super().read(cache, layer)
         return found.reshape(len(found), *self.token_shape)
+
+
+class StatesKind(MixedKind):
+    """The same with two layers that keep a state."""
+
+    states = um.LayerState((3, 5)), um.LayerState((2, 40), "bf16")
+    state_layers = (2, 3)
+
+    def __init__(self, how: str, dtype: str, batch: int) -> None:
+        super().__init__(how, dtype, batch)
+        self.name = f"states-{self.name}"
 
 
 class OneSequence:
@@ -206,6 +222,8 @@ class OneSequence:
 class SequenceKind(cache_kinds.KVKind):
     """Sequences of a PagedKVCache of two layers."""
 
+    state_layers = None
+
     def __init__(self, dtype: str) -> None:
         super().__init__(HERE, "", dtype, 1)
         self.name = f"Sequence-{dtype}"
@@ -239,9 +257,11 @@ def kinds() -> list[Kind]:
         found += each_dtype(partial(KVKind, how), (fast, 1))
     for how, fast in {"fixed": "q8_0", "grow": "f32", "rings": "f16"}.items():
         found += each_dtype(partial(MixedKind, how), (fast, 1))
+    for how, dtype, batch in (("fixed", "f16", 1), ("grow", "f32", 2), ("rings", "q8_0", 1)):
+        found.append(StatesKind(how, dtype, batch))
     return found + [SequenceKind(dtype) for dtype in cache_kinds.ROWS]
 
 
 KINDS = kinds()
 
-globals().update(suites(KINDS))
+globals().update(suites(KINDS) | state_suites(KINDS))

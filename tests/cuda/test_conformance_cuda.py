@@ -10,6 +10,7 @@ import pytest
 
 from cache_kinds import Array, CudaBridge, OnDevice, all_kinds, own_counters, span
 from conformance import suites
+from contracts_of_states import state_suites
 from host_gpu import HostDriver, array_of, numpy_of
 from unimem.system import gpu
 
@@ -48,4 +49,4 @@ class HostBridge(CudaBridge):
 
 KINDS = all_kinds(HostBridge())
 
-globals().update(suites(KINDS))
+globals().update(suites(KINDS) | state_suites(KINDS))

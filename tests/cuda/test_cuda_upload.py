@@ -485,7 +485,7 @@ FAILURES: dict[str, tuple[Break, type[BaseException], str]] = {
     "written": read(
         lambda fd, _: os.utime(f"/proc/self/fd/{fd}", ns=(0, 0)), "after it was opened"
     ),
-    "no thread": (no_threads, RuntimeError, "new thread"),
+    "no thread": (no_threads, OSError, "new thread"),
     "first copy": device("copy"),
     "copy": device("copy", 20),
     "stream": device("new_stream", 1),

@@ -8,6 +8,7 @@ import pytest
 
 from cache_kinds import Array, OnDevice, all_kinds
 from conformance import suites
+from contracts_of_states import state_suites
 from doc_examples import check_docs
 from gpu.machine import bridge, cuda, gpu
 from row_contract import Place, RowContract
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 KINDS = all_kinds(bridge)
 CLASSES = sorted(name for name in cuda.__all__ if inspect.isclass(getattr(cuda, name)))
 
-globals().update(suites(KINDS))
+globals().update(suites(KINDS) | state_suites(KINDS))
 
 
 class Device(Place):

@@ -373,6 +373,89 @@ def test_a_mapped_snapshot_of_two_types(tmp_path: Path) -> None:
         kv.verify()
 
 
+PAIR = "q8_0,q4_0"
+# The last but one has the types of the cache.
+LAYERS: list[Any] = [
+    um.LayerKV(HEADS, DIM, dtype=PAIR),
+    um.LayerKV(HEADS, DIM, window=48, dtype=PAIR),
+    um.LayerKV(HEADS, DIM, window=48),
+    um.LayerKV(HEADS, DIM, share_of=0),
+]
+
+
+@pytest.mark.parametrize("grow", [False, True])
+@pytest.mark.parametrize("order", ["token", "head"])
+def test_layers_of_two_types(tmp_path: Path, order: Any, grow: bool) -> None:
+    n, path = 300, tmp_path / "kv"
+    k, v = tokens(n)
+    same: Any = {"max_seq_len": 320, "dtype": "f16,q5_1", "order": order, "spare_rows": 32}
+
+    def check(cache: Any, end: int) -> None:
+        assert cache.dtype == ("q8_0", "q8_0", "f16", "q8_0")
+        assert cache.v_dtype == ("q4_0", "q4_0", "q5_1", "q4_0")
+        assert [layer.dtype for layer in cache.layers] == [PAIR, PAIR, "f16,q5_1", PAIR]
+        for i, layer in enumerate(cache.layers):
+            first = max(0, end - layer.window) if layer.window else 0
+            pair = kept(k, cache.dtype[i]), kept(v, cache.v_dtype[i])
+            for part, all_of in zip(cache.layer(i), pair, strict=True):
+                assert same_bits(part, all_of[:, :, first:end])
+
+    def made(**options: Any) -> Any:
+        return um.KVCache(layers=LAYERS, grow=grow, pages="4k", **same | options)
+
+    with made() as kv:
+        planned = um.KVCache.storage_bytes(layers=LAYERS, pages="4k", **same)
+        assert grow or kv.capacity_bytes == planned
+        for first in range(0, n, 50):
+            for layer in range(3):
+                kv.append(layer, k[:, :, first : first + 50], v[:, :, first : first + 50])
+        check(kv, n)
+        kv.crop(n - 20)
+        rows = [[part[0, :, n - 20]] * 3 for part in (k, v)]
+        kv.append_all(*rows)
+        check(kv, n - 19)
+        kv.save(path)
+        with (
+            kv.copy() as copy,
+            um.KVCache.restore(path) as mapped,
+            um.KVCache.restore(path, mode="copy") as again,
+        ):
+            for other in (copy, mapped, again):
+                check(other, n - 19)
+        with um.KVStore(tmp_path / "s", ram_bytes=0, disk_bytes=1 << 24, chunk_tokens=16) as store:
+            ids = list(range(n))
+            assert store.put(kv, ids, model="tiny") == 272
+            with made() as other, made(dtype="f16,q4_0") as different:
+                assert store.restore_into(different, ids, model="tiny") == 0
+                assert store.restore_into(other, ids, model="tiny") == 272
+                check(other, 272)
+    with made() as kv, made(dtype="f16") as different:
+        snapshot.read_into(kv, path)
+        check(kv, n - 19)
+        with pytest.raises(um.SnapshotError, match="layers="):
+            snapshot.read_into(different, path)
+
+
+def test_one_name_is_of_both(tmp_path: Path) -> None:
+    with um.KVCache(1, HEADS, DIM, 8, dtype=PAIR) as kv:
+        assert (kv.dtype, kv.v_dtype) == ("q8_0", "q4_0")
+        assert kv.layers == (um.LayerKV(HEADS, DIM, dtype=PAIR),)
+        assert kv.capacity_bytes == um.KVCache.storage_bytes(1, HEADS, DIM, 8, dtype=PAIR)
+    with um.KVCache(1, HEADS, DIM, 8, dtype=PAIR, v_dtype="f16") as kv:
+        assert (kv.dtype, kv.v_dtype) == ("q8_0", "f16")
+    with um.PagedKVCache(1, HEADS, DIM, n_blocks=1, dtype=PAIR) as pool:
+        assert (pool.dtype, pool.v_dtype) == ("q8_0", "q4_0")
+    layers: list[Any] = [um.LayerKV(HEADS, DIM, dtype="q8_0,q8_0"), um.LayerState((3,))]
+    made: Any = um.KVCache(layers=layers, max_seq_len=8)
+    with made as kv:
+        assert kv.layers[0].dtype == "q8_0"
+        assert kv.dtype == kv.v_dtype == ("q8_0", "f32")
+    with pytest.raises(ValueError, match=r"dtype: expected one of f32, .*got 'f32,f16'"):
+        um.LayerState((3,), "f32,f16")
+    with pytest.raises(ValueError, match=r"dtype: expected one of f32, .*got 'q3'"):
+        um.LayerKV(HEADS, DIM, dtype="q8_0,q3")
+
+
 @pytest.mark.parametrize(("k_dtype", "v_dtype"), PAIRS)
 def test_a_pool_of_two_types(k_dtype: str, v_dtype: str) -> None:
     k, v = (part[0] for part in tokens(50))

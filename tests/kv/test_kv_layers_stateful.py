@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import unimem as um
-from kv_model import Array, as_float32, given, memory, same_bits, stored
-from layers_model import LayersModel
+from kv_model import Array, as_float32, given, kept, memory, same_bits
+from layers_model import LayersModel, sides_of
 from os_faults import os_faults
 from tiers import examples
 
@@ -32,11 +32,10 @@ LAYERS = st.builds(
     um.LayerKV,
     st.sampled_from([1, 4]),
     st.just(256),
+    st.sampled_from([256, 256, 64, 0]),
     window=st.sampled_from([None, None, 3, 9]),
-    dtype=st.sampled_from(["f32", "f16", "bf16", "q8_0"]),
+    dtype=st.sampled_from(["f32", "f16", "bf16", "q8_0", "q8_0,f16", "bf16,q8_0"]),
 )
-# Fixed storage has heads of V of another size, too.
-NARROW = st.builds(um.LayerKV, st.just(4), st.just(256), st.sampled_from([0, 64]))
 STATES = st.builds(
     um.LayerState, st.sampled_from([(3,), (2, 40), (5, 30, 7)]), st.sampled_from(["f32", "bf16"])
 )
@@ -51,7 +50,7 @@ Refusals = type[Exception] | tuple[type[Exception], ...]
 
 @st.composite
 def layers_of(draw: st.DrawFn) -> list[um.LayerKV | um.LayerState]:
-    kinds = draw(st.lists(st.one_of(LAYERS, LAYERS, NARROW), min_size=1, max_size=3))
+    kinds = draw(st.lists(LAYERS, min_size=1, max_size=3))
     layers: list[Any] = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
     if draw(st.booleans()):
         of = draw(st.integers(0, len(layers) - 1))
@@ -81,6 +80,7 @@ class Mixed(RuleBasedStateMachine):
         batch=st.sampled_from([1, 1, 2]),
         order=st.sampled_from(["token", "head"]),
         grow=st.booleans(),
+        rotate=st.sampled_from([False, False, True]),
         spare=st.sampled_from([0, 0, 5]),
         checkpoints=st.sampled_from([1, 3]),
         every=st.sampled_from([None, 4]),
@@ -91,14 +91,15 @@ class Mixed(RuleBasedStateMachine):
         batch: int,
         order: str,
         grow: bool,
+        rotate: bool,
         spare: int,
         checkpoints: int,
         every: int | None,
     ) -> None:
         self.batch = batch
         rows = [layer for layer in layers if isinstance(layer, um.LayerKV)]
-        grow = grow and all(layer.head_dim == layer.v_head_dim for layer in rows)
         options: dict[str, Any] = {"batch": batch, "order": order, "grow": grow, "pages": "4k"}
+        options["rotate"] = rotate
         options["spare_rows"] = spare if any(layer.window for layer in rows) else 0
         self.every = None
         if len(rows) < len(layers):
@@ -158,8 +159,13 @@ class Mixed(RuleBasedStateMachine):
             self.model.checkpoint()
 
     def note(self, layer: int, k: Array, v: Array) -> None:
-        dtype = self.kv.layers[layer].dtype
-        self.model.append(layer, stored(k, dtype), stored(v, dtype))
+        self.model.append(layer, *self.kept(layer, (k, v)))
+
+    def kept(self, layer: int, token: tuple[Array, Array]) -> list[Array]:
+        """What the cache keeps of K and V."""
+        parts: tuple[Literal["k", "v"], ...] = ("k", "v")
+        sides = zip(token, sides_of(self.kv.layers[layer]), parts, strict=True)
+        return [kept(x, part, dtype, self.kv.rotate) for x, (_, dtype), part in sides]
 
     def room(self, layer: int, n: int) -> tuple[Refusals, Refusals]:
         """How n more tokens of a layer must be refused, and how they may be."""
@@ -276,14 +282,11 @@ class Mixed(RuleBasedStateMachine):
         heads = spec.n_kv_heads
         sizes = (kv.row_bytes[layer], kv.v_row_bytes[layer])
         n_lanes = self.batch * (heads if by_head else 1)
-        k_lane = (kv.address(layer, "v") - kv.address(layer, "k")) // n_lanes
-        # Lanes of fixed storage are whole 64 bytes; of others those of V are as those of K.
-        apart = sizes[0] != sizes[1]
-        v_lane = -(-kv.n_rows[layer] * sizes[1] * self.batch // n_lanes // 64) * 64
-        lane_bytes = k_lane, v_lane if apart else k_lane
-        for part, size, stride, name in zip(token, sizes, lane_bytes, "kv", strict=True):
+        # From one lane to the next.
+        lane_bytes = [part.strides[by_head and heads > 1] for part in kv.layer(layer)]
+        stored = self.kept(layer, token)
+        for rows, size, stride, name in zip(stored, sizes, lane_bytes, "kv", strict=True):
             at, row_bytes = kv.address(layer, name), size // (heads if by_head else 1)
-            rows = stored(part, spec.dtype)
             lanes = rows.swapaxes(1, 2)
             if by_head:
                 lanes = rows.reshape(n_lanes, rows.shape[2], rows.shape[3])

@@ -45,6 +45,7 @@ ORDERS = st.sampled_from(["token", "head"])
 PERCENT = st.one_of(st.integers(0, 100), st.integers(0, 100), st.integers(0, 110))
 # Whether tokens that some layers lack, and what is reserved, are dropped first.
 WHOLE = st.sampled_from([True, True, True, False])
+ROTATE = st.sampled_from([False, False, True])
 SHORT = dict(zip(kvm.GIVEN_DTYPES, kvm.KV_DTYPES, strict=False))
 
 
@@ -91,16 +92,20 @@ class CacheAgainstModel(RuleBasedStateMachine):
         self.rng = np.random.default_rng(0)
 
     @initialize(
-        batch=st.sampled_from([1, 1, 2]), dtype=st.sampled_from(kvm.KV_DTYPES), order=ORDERS
+        batch=st.sampled_from([1, 1, 2]),
+        dtype=st.sampled_from(kvm.KV_DTYPES),
+        order=ORDERS,
+        rotate=ROTATE,
     )
-    def make(self, batch: int, dtype: str, order: str) -> None:
+    def make(self, batch: int, dtype: str, order: str, rotate: bool) -> None:
         self.dims = (self.N_LAYERS, self.HEADS, self.DIM)
+        self.dtype, self.rotate = dtype, rotate
         heads = self.HEADS if order == "head" else 1
         row_bytes = kvm.Model(*self.dims, batch=batch, dtype=dtype, n_rows=1).row_bytes
         # Of a lane, and how many of them there are.
         self.row_bytes, self.n_lanes = row_bytes // heads, 2 * self.N_LAYERS * batch * heads
         self.kv = self.make_cache(batch=batch, dtype=dtype, order=order)
-        assert self.kv.order == order
+        assert (self.kv.order, self.kv.rotate) == (order, rotate)
         window = self.kv.window
         self.most = self.kv.n_rows if window else min(self.MAX, self.kv.n_rows)
         self.model = kvm.Model(
@@ -195,6 +200,11 @@ class CacheAgainstModel(RuleBasedStateMachine):
         """Whether the budget may be in the way."""
         return ()
 
+    def kept(self, k: Array, v: Array) -> list[Array]:
+        """What the cache makes of K and V."""
+        how = self.dtype, self.rotate
+        return [kvm.kept(k, "k", *how), kvm.kept(v, "v", *how)]
+
     # ---- the calls ----
 
     @rule(
@@ -206,9 +216,10 @@ class CacheAgainstModel(RuleBasedStateMachine):
     )
     def append(self, layer: int, n: int, dtype: str, how: set[str], fault: Any) -> None:
         shape = (self.model.batch, self.HEADS, n, self.DIM)
-        rows = [given(self.rng, shape, dtype) for _ in range(2)]
-        kept = [stored(row, self.model.dtype) for row in rows]
-        arguments = kept if "as stored" in how else rows
+        arguments = [given(self.rng, shape, dtype) for _ in range(2)]
+        if "as stored" in how:
+            arguments = [stored(row, self.dtype) for row in arguments]
+        kept = self.kept(*arguments)
         if "token-major" in how and self.model.batch == 1:
             arguments = [row[0].swapaxes(0, 1) for row in arguments]
         if "strided" not in how:
@@ -251,7 +262,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
         if self.attempt(lambda: self.kv.append_all(k, v), must=must, may=may, fault=fault):
             end = self.model.next_position
             for layer in range(self.N_LAYERS):
-                token = [stored(part[layer], self.model.dtype)[None, :, None] for part in (k, v)]
+                token = [part[None, :, None] for part in self.kept(k[layer], v[layer])]
                 self.model.append(layer, token[0], token[1])
                 self.write(layer, end, end + 1)
 
@@ -445,19 +456,20 @@ class CacheAgainstModel(RuleBasedStateMachine):
 
 class Fixed(CacheAgainstModel):
     def make_cache(self, **options: Any) -> um.KVCache:
-        return um.KVCache(*self.dims, self.MAX, pages="4k", **options)
+        return um.KVCache(*self.dims, self.MAX, rotate=self.rotate, pages="4k", **options)
 
 
 class OnTape(CacheAgainstModel):
     def make_cache(self, **options: Any) -> um.KVCache:
         self.tape = self.stack.enter_context(um.Tape(1 << 20, pages="4k"))
         self.tape.take_bytes(1000)
-        return um.KVCache(*self.dims, self.MAX, tape=self.tape, **options)
+        return um.KVCache(*self.dims, self.MAX, rotate=self.rotate, tape=self.tape, **options)
 
 
 class Grows(CacheAgainstModel):
     def make_cache(self, **options: Any) -> um.KVCache:
-        return um.KVCache(*self.dims, self.MAX, grow=True, pages="4k", **options)
+        options |= {"grow": True, "rotate": self.rotate, "pages": "4k"}
+        return um.KVCache(*self.dims, self.MAX, **options)
 
 
 class Mapped(Grows):
@@ -467,6 +479,7 @@ class Mapped(Grows):
         batch=st.sampled_from([1, 1, 2]),
         dtype=st.sampled_from(kvm.KV_DTYPES),
         order=ORDERS,
+        rotate=ROTATE,
         n=st.integers(1, CacheAgainstModel.MAX),
         percent=PERCENT,
         fault=FAULTS,
@@ -476,12 +489,13 @@ class Mapped(Grows):
         batch: int,
         dtype: str,
         order: str,
+        rotate: bool,
         n: int = 1,
         percent: int = 100,
         fault: Any = None,
     ) -> None:
         self.n_saved, self.n_kept, self.fault = n, max(1, n * min(percent, 100) // 100), fault
-        super().make(batch, dtype, order)
+        super().make(batch, dtype, order, rotate)
         for layer, tokens in enumerate(self.saved_tokens):
             self.model.append(layer, *tokens)
         self.model.trim_to(self.n_kept)
@@ -490,11 +504,11 @@ class Mapped(Grows):
         shape = (options["batch"], self.HEADS, self.n_saved, self.DIM)
         self.saved_tokens = []
         self.file = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "session"
-        with um.KVCache(*self.dims, self.MAX, pages="4k", **options) as kv:
+        with um.KVCache(*self.dims, self.MAX, rotate=self.rotate, pages="4k", **options) as kv:
             for layer in range(self.N_LAYERS):
                 k, v = given(self.rng, shape, "float32"), given(self.rng, shape, "float32")
                 kv.append(layer, k, v)
-                self.saved_tokens.append((stored(k, kv.dtype), stored(v, kv.dtype)))
+                self.saved_tokens.append(self.kept(k, v))
             kv.trim_to(self.n_kept)
             kv.save(self.file)
         self.saved = self.file.read_bytes()
@@ -563,7 +577,8 @@ class Ring(AnyRing):
 
     def make_cache(self, **options: Any) -> um.KVCache:
         window = kvm.rows_of_pages(self.row_bytes, 1)
-        kv = um.KVCache(*self.dims, 4096, window=window, pages="4k", **options)
+        options |= {"rotate": self.rotate, "pages": "4k"}
+        kv = um.KVCache(*self.dims, 4096, window=window, **options)
         assert kv.n_rows == window
         return kv
 
@@ -572,7 +587,8 @@ class SpaciousRing(AnyRing):
     """Rows beyond the window, asked for or because rows are whole pages."""
 
     def make_cache(self, **options: Any) -> um.KVCache:
-        kv = um.KVCache(*self.dims, 4096, window=7, spare_rows=11, pages="4k", **options)
+        options |= {"rotate": self.rotate, "pages": "4k"}
+        kv = um.KVCache(*self.dims, 4096, window=7, spare_rows=11, **options)
         assert kv.n_rows == kvm.rows_of_pages(self.row_bytes, 18)
         return kv
 

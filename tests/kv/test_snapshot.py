@@ -465,7 +465,6 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
     "head_dim": [
         *({"head_dim": 0}, {"head_dim": 33, "dtype": 3}, {"flags": 38}),
         *({"head_dim": dim, "flags": 22} for dim in (32 | 32 << 16, 16 << 16)),
-        {"head_dim": 32 | 16 << 16, "flags": 22, "window": 40},
     ],
     "dtype": [
         *({"dtype": 9}, {"dtype": 3 | 4 << 16}, {"dtype": 1 | 10 << 16}, {"dtype": 9 | 2 << 16}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 import interrupts
 import unimem as um
+from conftest import Run
 from snapshot_files import append, cache, rows, small_chunks
 from unimem.kv import snapshot, snapshot_chunks
 
@@ -188,3 +190,66 @@ def test_an_interrupt_after_an_error_is_not_lost(
     assert at_once == (calls.n_begun, calls.n_ended)
     assert 0 < calls.n_begun == calls.n_ended
     assert os.listdir(tmp_path) == ["session"]
+
+
+def descriptors() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # it goes with its last user
+@pytest.mark.parametrize("what", ["save", "map", "copy", "read_into", "verify"])
+def test_interrupted_at_each_line_nothing_is_left(what: str, tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    with cache(8, 16) as kv, um.KVCache(2, 2, 32, 16) as other:
+        kv.save(path)
+
+        def read() -> None:
+            other.clear()
+            snapshot.read_into(other, path)
+
+        def mapped() -> None:
+            with um.KVCache.restore(path, mode="map") as restored:
+                restored.verify()
+
+        calls: dict[str, Callable[[], object]] = {
+            "save": lambda: kv.save(path),
+            "map": mapped,
+            "copy": lambda: um.KVCache.restore(path, mode="copy").close(),
+            "read_into": read,
+            "verify": lambda: snapshot.check(path),
+        }
+        calls[what]()
+        whole, before = path.read_bytes(), descriptors()
+        n = 0
+        files = ("kv/snapshot", "system/atomic_file.py", "system/descriptors.py")
+        for _ in interrupts.at_each_line(calls[what], *files):
+            n += 1
+            if descriptors() != before:
+                gc.collect()  # a traceback and its frames hold each other
+            assert descriptors() == before, n
+            assert os.listdir(tmp_path) == ["session"], n
+            assert path.read_bytes() == whole, n
+        assert n > 20
+
+
+def test_the_file_of_a_mapped_cache_may_outlive_all_modules(
+    run_python: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "session"
+    with cache(8, 16) as kv:
+        kv.save(path)
+    ended = run_python(
+        f"""
+        import builtins, sys
+        import unimem as um
+        with um.KVCache.restore({str(path)!r}) as kv:
+            builtins.kept = sys.kept = [kv._snapshot]
+        builtins.kept.append(builtins.kept)  # which no count of references ends
+        """
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -584,3 +585,22 @@ def test_a_closed_store_and_a_forked_child_say_so(tmp_path: Path, shm: Path) -> 
         assert store.give_back() == 0
         with pytest.raises(um.ClosedError):
             store.longest(TOKENS, model=MODEL, kv=kv)
+
+
+def test_what_cannot_be_read_just_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a process may open no more files, nothing is wrong with a chunk."""
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with opened(tmp_path) as store, cache(40) as kv, cache() as out:
+        assert store.put(kv, TOKENS, model=MODEL) == 40
+        with monkeypatch.context() as context:
+            context.setattr(os, "open", refuse)
+            with pytest.warns(um.PlacementWarning, match="cannot be read now: Too many open"):
+                assert store.restore_into(out, TOKENS, model=MODEL) == 0
+        assert store.stat().damaged_chunks == 0
+        assert store.restore_into(out, TOKENS, model=MODEL) == 40
+        assert bytes_of(out, 40) == bytes_of(kv, 40)

@@ -1,29 +1,33 @@
-"""Programs that tests need, installed by apt where they are missing and this is root."""
+"""Debian's packages, by apt: installed where this is root, or unpacked into a folder by anybody."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-__all__ = ["UnavailableError", "apt", "install", "update_lists"]
+__all__ = ["Packages", "UnavailableError", "apt", "install", "update_lists"]
 
 
 class UnavailableError(Exception):
     """What is needed cannot be had here; the text says what to do."""
 
 
-def apt(*arguments: str) -> None:
-    """Run apt-get."""
+def apt(*arguments: str, folder: Path | None = None) -> None:
+    """Run apt-get, in a folder."""
     command = ["apt-get", "-qq", "-o", "APT::Sandbox::User=root", "-o", "Acquire::Retries=3"]
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     answer = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
+        [*command, *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if answer.returncode != 0:
         raise UnavailableError(f"apt-get {shlex.join(arguments)} failed:\n{answer.stderr.strip()}")
 
@@ -50,3 +54,70 @@ def install(tools: Mapping[str, str]) -> None:
         )
     print(f"installing {' and '.join(missing)}", file=sys.stderr)
     apt(*command)
+
+
+class Packages:
+    """Packages of one architecture and release, with lists of their own; nothing is installed.
+
+    Parameters
+    ----------
+    folder
+        Where the lists are kept.
+    architecture
+        As Debian calls it: ``"amd64"``, ``"arm64"``.
+    release
+        Debian's name of it; without one, what this machine has.
+
+    Raises
+    ------
+    UnavailableError
+        Without apt, or where it has no lists.
+    """
+
+    def __init__(self, folder: Path, architecture: str, release: str | None = None) -> None:
+        if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+            raise UnavailableError("Debian's packages are wanted, and there is no apt-get here")
+        for name in ("lists/partial", "archives/partial"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / "status").touch()
+        settings = {
+            **{"APT::Architecture": architecture, "APT::Architectures": architecture},
+            **{"Dir::State": folder, "Dir::State::status": folder / "status", "Dir::Cache": folder},
+        }
+        if release is not None:
+            (folder / "sources").write_text(f"deb {_debian()} {release} main\n")
+            settings |= {"Dir::Etc::sourcelist": folder / "sources", "Dir::Etc::sourceparts": "-"}
+        self._options = [
+            part for name, value in settings.items() for part in ("-o", f"{name}={value}")
+        ]
+        apt(*self._options, "update")
+
+    def needed_by(self, *names: str) -> list[str]:
+        """List packages and all that they depend on."""
+        command = ["apt-cache", *self._options, "depends", "--recurse", "--important", *names]
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+        return sorted(set(re.findall(r"^([a-z0-9][a-z0-9.+-]+)$", answer.stdout, re.M)))
+
+    def unpack(self, names: Sequence[str], root: Path) -> None:
+        """Fetch packages and unpack them below a folder, with links that stay in it."""
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as fetched:
+            apt(*self._options, "download", *names, folder=Path(fetched))
+            for archive in sorted(Path(fetched).glob("*.deb")):
+                subprocess.run(["dpkg-deb", "-x", archive, root], check=True)
+        for link in (path for path in root.rglob("*") if path.is_symlink()):
+            target = link.readlink()
+            if target.is_absolute():
+                link.unlink()
+                link.symlink_to(os.path.relpath(root / target.relative_to("/"), link.parent))
+
+
+def _debian() -> str:
+    """Return where this machine has its packages from."""
+    command = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
+    command += ["Origin: Debian"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [uri for uri in answer.stdout.split() if uri.rstrip("/").endswith("/debian")]
+    if not found:
+        raise UnavailableError("none of the sources of apt on this machine is Debian's")
+    return found[0]

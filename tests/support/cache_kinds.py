@@ -185,6 +185,7 @@ class KVKind(BridgedKind):
     """KVCache: K and V of two layers."""
 
     n_layers = 2
+    state_layers: tuple[int, ...] | None = ()
 
     def __init__(self, bridge: Bridge, how: str, dtype: str, batch: int) -> None:
         super().__init__(f"KVCache-{how}-{dtype}-batch{batch}", bridge, how == "tape")

@@ -61,6 +61,8 @@ class Kind(ABC):
     is_fixed : bool
         All its memory is taken when it is made, so that using it costs neither an allocation nor a
         system call.
+    state_layers : tuple of int, optional
+        The layers that keep a state; None: `state` means nothing to this cache.
     owns_memory : bool
         Its memory goes with it.
     in_child : bool
@@ -78,6 +80,7 @@ class Kind(ABC):
     takes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     forgets = False
     is_fixed = True
+    state_layers: tuple[int, ...] | None = None
     owns_memory = True
     in_child = True
     layouts: Mapping[str, Callable[[Array], Array]] = {}
@@ -652,14 +655,20 @@ class FixedContract(Contract):
 def suites(kinds: Sequence[Kind]) -> dict[str, type[Contract]]:
     """The test classes of these kinds, to be put among a module's names."""
     chosen: dict[type[Contract], list[Kind]] = {
-        CacheContract: list(kinds),
+        # With states, crop goes back to checkpoints only: see contracts_of_states.
+        CacheContract: [kind for kind in kinds if not kind.state_layers],
         FullContract: [kind for kind in kinds if not kind.forgets],
         ForgettingContract: [kind for kind in kinds if kind.forgets],
         LayerContract: [kind for kind in kinds if kind.n_layers],
         OwnerContract: [kind for kind in kinds if kind.owns_memory],
         GuestContract: [kind for kind in kinds if not kind.owns_memory],
-        FixedContract: [kind for kind in kinds if kind.is_fixed],
+        FixedContract: [kind for kind in kinds if kind.is_fixed and not kind.state_layers],
     }
+    return classes_of(chosen)
+
+
+def classes_of(chosen: Mapping[type[Contract], Sequence[Kind]]) -> dict[str, type[Contract]]:
+    """The test classes of contracts, each for its kinds."""
     named = {f"Test{contract.__name__.removesuffix('Contract')}": contract for contract in chosen}
     return {
         name: type(name, (contract,), {"kind": kind_of(chosen[contract])})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -57,6 +57,13 @@ def stored(values: Array, dtype: str) -> Array:
         return quantized(floats)
     with np.errstate(all="ignore"):
         return floats.astype(NUMPY_DTYPES[dtype])
+
+
+def kept(values: Array, part: Literal["k", "v"], dtype: str, rotate: bool) -> Array:
+    """What a cache keeps of K or V that it is given: blocks stay as they are."""
+    if values.dtype == Q8_0:
+        return values
+    return stored(um.rotate_heads(values, part) if rotate and values.size else values, dtype)
 
 
 def as_float32(array: Array) -> Array:

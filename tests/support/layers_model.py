@@ -8,11 +8,17 @@ import numpy as np
 
 import unimem as um
 from kv_model import NUMPY_DTYPES, Array
+from unimem.kv.arrays import kv_pair
 
 
 def block_values(dtype: str) -> int:
     """Values of a block, 1 of a float."""
     return 1 if NUMPY_DTYPES[dtype].names is None else 32
+
+
+def sides_of(spec: um.LayerKV) -> list[tuple[int, str]]:
+    """Of K and of V of a layer, the values of a head, and their type."""
+    return list(zip((spec.head_dim, spec.v_head_dim), kv_pair(spec.dtype), strict=True))
 
 
 class LayersModel:
@@ -106,10 +112,10 @@ class LayersModel:
         shown, spec = self.shown(layer), self.layers[layer]
         out = [
             np.empty(
-                (self.batch, spec.n_kv_heads, len(shown), dim // block_values(spec.dtype)),
-                NUMPY_DTYPES[spec.dtype],
+                (self.batch, spec.n_kv_heads, len(shown), dim // block_values(dtype)),
+                NUMPY_DTYPES[dtype],
             )
-            for dim in (spec.head_dim, spec.v_head_dim)
+            for dim, dtype in sides_of(spec)
         ]
         for i, position in enumerate(shown):
             for part, array in enumerate(out):
@@ -118,9 +124,11 @@ class LayersModel:
 
     def token_bytes(self, layer: int) -> int:
         spec = self.layers[layer]
-        values: int = spec.n_kv_heads * (spec.head_dim + spec.v_head_dim)
-        item = NUMPY_DTYPES[spec.dtype].itemsize
-        return self.batch * values * item // block_values(spec.dtype)
+        row = sum(
+            dim // block_values(dtype) * NUMPY_DTYPES[dtype].itemsize
+            for dim, dtype in sides_of(spec)
+        )
+        return self.batch * spec.n_kv_heads * row
 
     @property
     def state_bytes(self) -> int:

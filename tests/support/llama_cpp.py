@@ -1,7 +1,7 @@
 """llama.cpp as the peer, through the cyllama wheel, in a process of its own.
 
 Both libraries bring a ggml whose symbols must not meet, so tests start this file:
-``python tests/support/llama_cpp.py greedy|follow|quantize|hold|repack|keep JSON``.
+``python tests/support/llama_cpp.py greedy|follow|rows|quantize|hold|repack|keep JSON``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -37,12 +38,14 @@ def greedy(
     *,
     ctx: int = 1024,
     kv_dtype: str = "f16",
+    rotate: bool | None = None,
     repack: bool = False,
 ) -> tuple[list[int], NDArray[Any]]:
     """Generate `n` tokens; returns them and the logits [n, vocab] each was chosen by.
 
     Weights are used as they lie in the file, or with `repack` as is llama.cpp's default. Attention
-    is flash attention, and what is written to a quantized cache is not rotated before.
+    is flash attention. Heads of a quantized cache are rotated as is llama.cpp's default, or with
+    ``rotate=False`` not.
     """
     import numpy as np
 
@@ -50,7 +53,7 @@ def greedy(
     options |= {"repack": repack}
     with tempfile.TemporaryDirectory() as folder:  # the model's may be read-only
         out = f"{folder}/out.npz"
-        _run("greedy", options | {"out": out})
+        _run("greedy", options | {"out": out}, rotate)
         with np.load(out) as data:
             return [int(token) for token in data["tokens"]], data["logits"]
 
@@ -68,6 +71,34 @@ def follow(model: Path, steps: list[list[Any]], *, ctx: int, kv_dtype: str = "f1
     with tempfile.TemporaryDirectory() as folder:
         _run("follow", options | {"out": f"{folder}/out.npy"})
         return np.asarray(np.load(f"{folder}/out.npy"))
+
+
+def rows(
+    model: Path, prompt: list[int], kv_dtypes: list[str], sizes: list[int]
+) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Compute a prompt with each of these caches; returns of each K and V of the first layer.
+
+    They are uint8 [tokens, bytes], as they lie in the cache, rotated where llama.cpp does so; a row
+    has so many bytes as `sizes` says for the cache.
+    """
+    import numpy as np
+
+    options = {"model": str(model), "prompt": prompt, "kv": kv_dtypes}
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        _run("rows", options | {"out": f"{folder}/out"})
+        for kv_dtype, row_bytes in zip(kv_dtypes, sizes, strict=True):
+            state = Path(f"{folder}/out-{kv_dtype}").read_bytes()
+            # Of one layer, a state ends with K's type and size of a row, its rows, and V's.
+            n = len(prompt) * row_bytes
+            head = struct.pack("<iQ", KV_KINDS[kv_dtype], row_bytes)
+            v, k = len(state) - n, len(state) - 2 * n - len(head)
+            if state[v - len(head) : v] != head or state[k - len(head) : k] != head:
+                raise RuntimeError(f"a state of {kv_dtype} is laid out in another way")
+            lanes = (np.frombuffer(state, np.uint8, n, at) for at in (k, v))
+            keys, values = (lane.reshape(len(prompt), row_bytes) for lane in lanes)
+            found.append((keys, values))
+    return found
 
 
 def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
@@ -150,12 +181,12 @@ def kept(model: Path, ctx: int, streams: int = 1) -> tuple[list[Kept], Kept | No
     return caches, states
 
 
-def _run(command: str, options: dict[str, Any]) -> str:
+def _run(command: str, options: dict[str, Any], rotate: bool | None = None) -> str:
     done = subprocess.run(
         [sys.executable, __file__, command, json.dumps(options)],
         capture_output=True,
         text=True,
-        env=os.environ | {"LLAMA_ATTN_ROT_DISABLE": "1"},
+        env=os.environ | {"LLAMA_ATTN_ROT_DISABLE": str(int(rotate is False))},
         timeout=600,
         check=False,
     )
@@ -240,6 +271,17 @@ def _follow(options: dict[str, Any]) -> None:
     np.save(options["out"], np.array(rows))
 
 
+def _rows(options: dict[str, Any]) -> None:
+    from cyllama.llama import llama_cpp
+
+    for kv_dtype in options["kv"]:
+        prompt = options["prompt"]
+        _model, context = open_model(options["model"], 256, kv_dtype)
+        if context.decode(llama_cpp.llama_batch_get_one(prompt, 0)):
+            raise RuntimeError("decode failed")
+        Path(f"{options['out']}-{kv_dtype}").write_bytes(context.get_state_seq_data(0))
+
+
 def _quantize(options: dict[str, Any]) -> None:
     from cyllama.llama import llama_cpp
 
@@ -285,6 +327,6 @@ def _hold(options: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    commands = {"greedy": _greedy, "follow": _follow, "quantize": _quantize, "hold": _hold}
-    commands |= {"repack": _repack, "keep": _keep}
+    commands = {"greedy": _greedy, "follow": _follow, "rows": _rows, "quantize": _quantize}
+    commands |= {"hold": _hold, "repack": _repack, "keep": _keep}
     commands[sys.argv[1]](json.loads(sys.argv[2]))

@@ -16,10 +16,7 @@ from unimem.system import atomic_file
 
 #: What saving asks of the system, by the module that it asks.
 CALLS = {
-    os: (
-        *("open", "stat", "listdir", "fchmod", "pwrite", "fsync", "replace", "unlink", "fstat"),
-        "close",
-    ),
+    os: ("open", "stat", "listdir", "fchmod", "pwrite", "fsync", "replace", "unlink", "fstat"),
     fcntl: ("flock", "fcntl"),
 }
 

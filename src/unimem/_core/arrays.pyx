@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+cimport cython
 cimport numpy as cnp
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyTypeObject
@@ -29,7 +30,9 @@ cdef object MOST = 2**63 - 1
 # calls f16, which nobody means who writes it here.
 cdef dict _SHORT = {"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"}
 cdef dict _DTYPES = {}
-# What dtype_of was asked last, and its answer: most callers ask for one dtype all the time.
+# What dtype_of was asked last, and its answer: most callers ask for one dtype all the time. Both
+# are read and written in a critical section of the first of these.
+cdef object _memo = object()
 cdef object _last_asked = object()
 cdef object _last_found = None
 
@@ -38,8 +41,9 @@ cdef object dtype_of(object dtype):
     """The dtype that a user names; names and types are remembered, since np.dtype costs as much
     as a take."""
     global _last_asked, _last_found
-    if dtype is _last_asked:
-        return _last_found
+    with cython.critical_section(_memo):
+        if dtype is _last_asked:
+            return _last_found
     if isinstance(dtype, (str, type)):
         found = _DTYPES.get(dtype)
         if found is None:
@@ -48,7 +52,8 @@ cdef object dtype_of(object dtype):
         found = _new_dtype(dtype)
         if found is not dtype:
             return found  # a description that may change, such as a list
-    _last_asked, _last_found = dtype, found
+    with cython.critical_section(_memo):
+        _last_asked, _last_found = dtype, found
     return found
 
 

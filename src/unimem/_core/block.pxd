@@ -1,9 +1,12 @@
 # Blocks for Cython callers: `from unimem cimport Block`.
 from unimem._core cimport native as um
+from unimem._core.lock cimport Lock
 from unimem._core.region cimport Region
 
 cdef class Block:
     cdef Region _region
+    # Held while that is taken or changes.
+    cdef Lock _guard
     cdef readonly str name
     cdef readonly str category
     # A file in /dev/shm that other processes may attach, or None.
@@ -23,6 +26,8 @@ cdef class Block:
                    name, category, int fd, fill) except -1
     # Makes ranges usable of which nothing is, (offset, nbytes) in whole steps: all, or none.
     cdef int commit_ranges(self, list ranges) except -1
+    # Notes what the kernel said; None: it may be something else now.
+    cdef object note_granted(self, placement)
     cdef unsigned check_threads(self, object threads) except 0
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
                       object progress, size_t before, size_t total, bint write=*) except -1

@@ -11,39 +11,32 @@ import numpy as np
 from unimem.system import limits, policy
 from unimem.system.arguments import check_callable, file_path, flag, integer, one_of, string
 from unimem.errors import ClosedError, PlacementError
+from unimem.system.descriptors import Descriptors
 from unimem.system.text import format_bytes
 
+cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
+from unimem._core.lock cimport hold, let_go
 from unimem._core.growth cimport check_unused, discard_range, grow, overlay_range, release_range
 from unimem._core.mapping cimport (
-    MOST_THREADS, PAGE_NAMES, PAGES, THP_BYTES, attach_file, collapse_region, lock_all,
+    ADVICES, MOST_THREADS, PAGES, THP_BYTES, attach_file, category_of, collapse_region, lock_all,
     lock_region, map_file, map_request, memory_bytes, pages_of, placement_of, repair_region,
-    require_room, resident_bytes, warm_region,
+    requested_of, require_room, resident_bytes, warm_region,
 )
-from unimem._core.region cimport Region, leave_out_of_child
+from unimem._core.region cimport Region, leave_out_of_child, n_references
 from unimem._core.status cimport raise_status
 from unimem._core.block_html import block_html
 from unimem._core.status import row_name
 
 cdef extern from "Python.h":
-    Py_ssize_t Py_REFCNT(PyObject *o) nogil
     int PyObject_GetBuffer(object exporter, Py_buffer *view, int flags) except -1
 
+_CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
 cdef dict _ACCESS = {"r": um.UM_ACCESS_READ, "c": um.UM_ACCESS_PRIVATE, "r+": um.UM_ACCESS_SHARED}
-cdef dict _ADVICES = {
-    "willneed": um.UM_ADVICE_WILLNEED, "sequential": um.UM_ADVICE_SEQUENTIAL,
-    "random": um.UM_ADVICE_RANDOM, "dontneed": um.UM_ADVICE_DONTNEED,
-    "hugepage": um.UM_ADVICE_HUGEPAGE, "nohugepage": um.UM_ADVICE_NOHUGEPAGE}
-cdef dict _CATEGORIES = {row_name((<bytes>um.um_category_name(<um.um_category>i)).decode()): i
-                         for i in range(um.UM_CAT_COUNT)}
-
-
-cdef um.um_category _category_of(object category) except *:
-    name = row_name(category) if isinstance(category, str) else category
-    return <um.um_category><int>_CATEGORIES[one_of(name, "category", _CATEGORIES)]
 
 
 cdef class Block:
@@ -108,7 +101,7 @@ cdef class Block:
     cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, tuple mirror,
                    name, category, int fd, fill) except -1:
         one_of(pages, "pages", PAGES)
-        cdef um.um_category entered = _category_of(category)
+        cdef um.um_category entered = category_of(category)
         cdef size_t size = size_of(nbytes, "nbytes", 1)
         cdef size_t kept = size if reserve is None else size_of(reserve, "reserve", size)
         policy.check_lock(lock, "lock")
@@ -177,20 +170,17 @@ cdef class Block:
     def _place_named(self, path, request, um.um_category category, unsigned n_threads, bint warm,
                      bint strict):
         limits.require_shm(request.nbytes, f"block '{self.name}'")
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC,
-                         0o600)
-        except FileExistsError as error:
-            raise FileExistsError(error.errno, "there is shared memory of this name: take another "
-                                  "one, Block.attach it, or remove it", path) from None
-        try:
+        with Descriptors() as fds:
+            try:
+                fd = fds.add(os.open, path, _CREATE, 0o600)
+            except FileExistsError as error:
+                raise FileExistsError(error.errno, "there is shared memory of this name: take "
+                                      "another one, Block.attach it, or remove it", path) from None
             # From here on: when the block is closed, collected, or at the end of the process.
             self._remove_name = weakref.finalize(self, policy.remove_named, path, os.getpid(),
                                                  os.fstat(fd).st_ino)
             self.path = path
             self._place(request, category, fd, n_threads, warm, strict, None)
-        finally:
-            os.close(fd)
 
     def _place(self, request, um.um_category category, int fd, unsigned n_threads, bint warm,
                bint strict, fill):
@@ -256,21 +246,19 @@ cdef class Block:
         cdef size_t start = size_of(offset, "offset")
         one_of(mode, "mode", _ACCESS)
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-        fd = os.open(file, (os.O_RDWR if mode == "r+" else os.O_RDONLY) | os.O_CLOEXEC
-                     | os.O_NONBLOCK)
-        try:
+        with Descriptors() as fds:
+            fd = fds.add(os.open, file, (os.O_RDWR if mode == "r+" else os.O_RDONLY)
+                         | os.O_CLOEXEC | os.O_NONBLOCK)
             size = os.fstat(fd).st_size
             nbytes = max(size - start, 0) if nbytes is None else size_of(nbytes, "nbytes")
             if start + nbytes > max(size, start):
                 raise ValueError(f"{file}: expected offset and nbytes of a range of its {size} "
                                  f"bytes, got {start} and {nbytes}")
             return Block._map_fd(fd, start, nbytes, mode, file, category, name)
-        finally:
-            os.close(fd)
 
     @staticmethod
     def _map_fd(int fd, offset, nbytes, mode, file, category="weights", name=None):
-        cdef um.um_category entered = _category_of(category)
+        cdef um.um_category entered = category_of(category)
         cdef uint64_t start = size_of(offset, "offset")
         cdef size_t size = size_of(nbytes, f"nbytes of {file} from byte {offset} on", 1)
         cdef um.um_access access = <um.um_access><int>_ACCESS[mode]
@@ -303,23 +291,20 @@ cdef class Block:
         ValueError
             It is no memory or file, or empty.
         """
-        cdef um.um_category entered = _category_of(category)
+        cdef um.um_category entered = category_of(category)
         cdef int fd, access = os.O_RDWR if flag(writable, "writable") else os.O_RDONLY
         cdef Region region
         cdef bint is_path = isinstance(fd_or_path, (str, bytes, os.PathLike))
-        if not is_path:
-            number = integer(fd_or_path, "fd_or_path")
-            fd, label = number if 0 <= number < 2**31 else -1, f"descriptor {number}"
-        else:
-            label = file_path(fd_or_path, "fd_or_path")
-            fd = os.open(label, access | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
+        with Descriptors() as fds:
+            if not is_path:
+                number = integer(fd_or_path, "fd_or_path")
+                fd, label = number if 0 <= number < 2**31 else -1, f"descriptor {number}"
+            else:
+                label = file_path(fd_or_path, "fd_or_path")
+                fd = fds.add(os.open, label, access | os.O_CLOEXEC | os.O_NONBLOCK)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError(f"{label}: expected shared memory (Block.fileno(), or its path)")
             region = attach_file(fd, writable, entered, label)
-        finally:
-            if is_path:
-                os.close(fd)
         region.file = label if is_path else None
         cdef Block block = _new_block(region, string(name, "name", label), category, True)
         block.path = label if label.startswith(limits.SHM + "/") else None
@@ -355,7 +340,7 @@ cdef class Block:
         block._region, block._choice = map_request(block.name, request, source.block.category, -1,
                                                    False, source)
         cdef Region region = block._region
-        block._requested = region.requested = _requested_of(region, True) | {"pages": pages}
+        block._requested = region.requested = requested_of(region, True) | {"pages": pages}
         if block._choice.pages in ("auto", "thp"):
             collapse_region(region, False)
         problems = list(block._choice.shortfalls)
@@ -368,10 +353,14 @@ cdef class Block:
         return block
 
     cdef Region region(self):
-        if self._region is None or self._region.block.base == NULL:
-            why = "is closed" if self._region is None else policy.LEFT_OUT
+        cdef Region found
+        hold(&self._guard)
+        found = self._region
+        let_go(&self._guard)
+        if found is None or found.block.base == NULL:
+            why = "is closed" if found is None else policy.LEFT_OUT
             raise ClosedError(f"Block '{self.name}' {why}")
-        return self._region
+        return found
 
     cdef void *base(self) except NULL:
         return self.region().block.base
@@ -411,9 +400,12 @@ cdef class Block:
     def granted(self):
         """The `Placement` as it was when it was last read from the kernel (see `verify`)."""
         self.region()
-        return self.verify() if self._granted is None else self._granted
+        with cython.critical_section(self):
+            last = self._granted
+        return self.verify() if last is None else last
 
     @property
+    @cython.critical_section
     def closed(self):
         """Whether the block was closed (or left out of this forked child)."""
         return self._region is None or self._region.block.base == NULL
@@ -504,6 +496,11 @@ cdef class Block:
             self.populate(region, first, nbytes, n_threads, progress, done, total, write)
             done += <size_t>nbytes
 
+    @cython.critical_section
+    cdef object note_granted(self, placement):
+        self._granted = placement
+        return placement
+
     def _require_room(self, list runs):
         require_room(self.region(), self.name, self._choice, runs)
 
@@ -513,7 +510,7 @@ cdef class Block:
 
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
                       object progress, size_t before, size_t total, bint write=False) except -1:
-        self._granted = None
+        self.note_granted(None)
         return warm_region(region, self._choice, self.path, offset, nbytes, n_threads, progress,
                            before, total, write)
 
@@ -529,9 +526,7 @@ cdef class Block:
         OSError
             ``/proc/self/smaps`` or ``numa_maps`` cannot be read.
         """
-        cdef Region region = self.region()
-        self._granted = placement_of(region)
-        return self._granted
+        return self.note_granted(placement_of(self.region()))
 
     def repair(self):
         """Move what lies elsewhere than the NUMA policy says to where it says, and verify.
@@ -552,7 +547,7 @@ cdef class Block:
         cdef Region region = self.region()
         if region.block.numa.mode == um.UM_NUMA_NONE:
             raise ValueError(f"Block '{self.name}' has no NUMA policy: make it with numa=")
-        self._granted = None
+        self.note_granted(None)
         cdef uint64_t left = repair_region(region, self.path)
         placement = self.verify()
         if left > 0:
@@ -574,7 +569,7 @@ cdef class Block:
             The kernel cannot (before Linux 6.1), or the block was asked to have 4k pages.
         """
         cdef Region region = self.region()
-        self._granted = None
+        self.note_granted(None)
         collapse_region(region, True)
         placement = self.verify()
         text = policy.huge_page_message(self.name, placement, THP_BYTES)
@@ -606,11 +601,11 @@ cdef class Block:
         end = (size + step - 1) // step * step
         cdef list missing = region.runs(end, False)
         if missing and not region.block.is_file:
-            self._granted = None
+            self.note_granted(None)
             grow(region, self._choice, self.path, [(0, end)], missing)
 
     cdef int commit_ranges(self, list ranges) except -1:
-        self._granted = None
+        self.note_granted(None)
         return grow(self.region(), self._choice, self.path, ranges, ranges)
 
     def release(self, offset=0, nbytes=None):
@@ -643,7 +638,7 @@ cdef class Block:
             raise ValueError(f"Block '{self.name}': expected offset and nbytes of a range of the "
                              f"{reserved} bytes that are reserved, got {first} and {size}")
         check_unused(region, first, size)
-        self._granted = None
+        self.note_granted(None)
         return release_range(region, first, size)
 
     def _discard(self, offset, nbytes):
@@ -655,7 +650,7 @@ cdef class Block:
         cdef Region region = self.region()
         cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes")
         check_unused(region, first, size)
-        self._granted = None
+        self.note_granted(None)
         return discard_range(region, first, size)
 
     def _overlay(self, offset, int fd, file_offset, nbytes):
@@ -666,7 +661,7 @@ cdef class Block:
         cdef Region region = self.region()
         cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes")
         cdef uint64_t start = size_of(file_offset, "file_offset")
-        self._granted = None
+        self.note_granted(None)
         overlay_range(region, first, fd, start, size)
 
     def advise(self, advice):
@@ -688,11 +683,11 @@ cdef class Block:
         cdef Region region = self.region()
         cdef um.um_error err
         cdef um.um_status status
-        one_of(advice, "advice", _ADVICES)
-        cdef um.um_advice wanted = <um.um_advice><int>_ADVICES[advice]
+        one_of(advice, "advice", ADVICES)
+        cdef um.um_advice wanted = <um.um_advice><int>ADVICES[advice]
         with nogil:
             status = um.um_block_advise(&region.block, wanted, &err)
-        self._granted = None
+        self.note_granted(None)
         if status != um.UM_OK:
             raise_status(status, &err, f"Block '{self.name}'")
 
@@ -728,9 +723,10 @@ cdef class Block:
 
         Raises PlacementError, which names the limit, and what was asked for if that is not what is
         done first; the lock is as it was then."""
-        self._granted = None
+        self.note_granted(None)
         return lock_all(self.region(), how, how if asked is None else asked)
 
+    @cython.critical_section
     def close(self):
         """Give the memory back. Closing twice is no error.
 
@@ -743,16 +739,19 @@ cdef class Block:
         self._drop()
 
     def _check_idle(self):
-        # Every user of the memory holds the region.
-        cdef Py_ssize_t n_users = (0 if self._region is None
-                                   else Py_REFCNT(<PyObject *>self._region) - 1)
+        n_users = 0 if self._region is None else n_references(<PyObject *>self._region) - 1
         if n_users > 0:
             raise BufferError(
                 f"Block '{self.name}' has {n_users} live users (arrays, buffers, tapes): "
                 "drop them first, or leave a 'with'")
 
     def _drop(self):
-        self._region = self._granted = None
+        cdef Region _last  # unmapped here, where nobody else holds it
+        hold(&self._guard)
+        _last = self._region
+        self._region = None
+        let_go(&self._guard)
+        self.note_granted(None)
         if self._remove_name is not None:
             self._remove_name()
 
@@ -760,6 +759,7 @@ cdef class Block:
         self.region()
         return self
 
+    @cython.critical_section
     def __exit__(self, *exc_info):
         # Arrays that are still alive keep the memory; it goes with the last of them.
         self._drop()
@@ -788,13 +788,7 @@ cdef Block _new_block(Region region, name, category, bint shared):
         leave_out_of_child(region)
     block.category = row_name(category)
     block._region = region
-    block._requested = region.requested = _requested_of(
+    block._requested = region.requested = requested_of(
         region, shared or region.block.sharing != um.UM_SHARING_NONE)
     region.enter()
     return block
-
-
-cdef dict _requested_of(Region region, bint shared):
-    return {"nbytes": region.block.requested_nbytes,
-            "pages": PAGE_NAMES[<int>region.block.requested_pages], "numa": None, "lock": False,
-            "shared": shared, "reserve": region.block.reserved_nbytes}

@@ -2,6 +2,7 @@
 """Arrays of other libraries, seen as NumPy's without a copy."""
 import numpy as np
 
+cimport cython
 cimport numpy as cnp
 from cpython.buffer cimport PyObject_CheckBuffer
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
@@ -25,7 +26,9 @@ cdef tuple _HOST = (1, 3, 11, 13)  # CPU, CUDA host, ROCm host, CUDA managed
 cdef dict _NAMES = {0: "int", 1: "uint", 2: "float", 5: "complex"}
 cdef dict _OF_ML_DTYPES = {code: name for name, code in CODES.items()}
 
-# What was asked last, and its answer: most callers have one kind of arrays of one dtype.
+# What was asked last, and its answer: most callers have one kind of arrays of one dtype. All are
+# read and written in a critical section of the first of these.
+cdef object _memo = object()
 cdef object _last_kind = None
 cdef _FromObject _last_from_object = NULL
 cdef int64_t _last_type = -1
@@ -39,8 +42,9 @@ cdef _FromObject _function_of(object kind) except? NULL:
     global _last_kind, _last_from_object
     cdef DLPackExchangeAPI *api = NULL
     cdef _FromObject found = NULL
-    if kind is _last_kind:
-        return _last_from_object
+    with cython.critical_section(_memo):
+        if kind is _last_kind:
+            return _last_from_object
     capsule = getattr(kind, "__dlpack_c_exchange_api__", None)
     if PyCapsule_IsValid(capsule, "dlpack_exchange_api"):
         api = <DLPackExchangeAPI *>PyCapsule_GetPointer(capsule, "dlpack_exchange_api")
@@ -48,16 +52,18 @@ cdef _FromObject _function_of(object kind) except? NULL:
         api = api.previous
     if api != NULL:
         found = api.tensor_from_object
-    _last_from_object = found
-    _last_kind = kind
+    with cython.critical_section(_memo):
+        _last_from_object = found
+        _last_kind = kind
     return found
 
 
 cdef object _dtype_of(const DLTensor *tensor, str what):
     global _last_type, _last_dtype
     cdef int64_t asked = <int64_t>tensor.lanes << 16 | tensor.code << 8 | tensor.bits
-    if asked == _last_type:
-        return _last_dtype
+    with cython.critical_section(_memo):
+        if asked == _last_type:
+            return _last_dtype
     if tensor.code == 6 and tensor.bits == 8:
         name = "bool"
     elif tensor.code in _OF_ML_DTYPES:
@@ -71,8 +77,9 @@ cdef object _dtype_of(const DLTensor *tensor, str what):
     if found is None or tensor.lanes != 1 or found.itemsize * 8 != tensor.bits:
         raise TypeError(f"{what}: expected a dtype that NumPy or ml_dtypes has, got DLPack's code "
                         f"{tensor.code} of {tensor.bits} bits and {tensor.lanes} lanes")
-    _last_dtype = found
-    _last_type = asked
+    with cython.critical_section(_memo):
+        _last_dtype = found
+        _last_type = asked
     return found
 
 

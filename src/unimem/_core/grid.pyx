@@ -5,6 +5,7 @@ import numpy as np
 from unimem.errors import ClosedError, GridFull
 from unimem.system.arguments import string
 
+cimport cython
 from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
@@ -30,6 +31,7 @@ cdef class Cell:
         return self._grid
 
     @property
+    @cython.critical_section
     def address(self):
         """Address of its first byte, a multiple of 64."""
         cdef Cells grid = self.taken_from()
@@ -37,10 +39,12 @@ cdef class Cell:
         return <uintptr_t>um.um_grid_cell(&grid.grid, self.id)
 
     @property
+    @cython.critical_section
     def nbytes(self):
         """Its size in bytes, as the grid was asked for it."""
         return self.taken_from().cell_bytes
 
+    @cython.critical_section
     def as_array(self, dtype="uint8", shape=None):
         """View the cell as an array, without a copy, as `Block.as_array`.
 
@@ -144,10 +148,11 @@ cdef class Cells:
         """
         cdef um.um_error err
         cdef uint32_t cell_id
-        if self.tape is None or not self.tape._open:
-            self.check_open()
-        if um.um_grid_take(&self.grid, &cell_id, &err) != um.UM_OK:
-            self.fail(&err)
+        with cython.critical_section(self.tape):  # which nobody closes meanwhile
+            if self.tape is None or not self.tape._open:
+                self.check_open()
+            if um.um_grid_take(&self.grid, &cell_id, &err) != um.UM_OK:
+                self.fail(&err)
         cdef Cell cell = Cell.__new__(Cell)
         cell._grid = self
         cell.id = cell_id
@@ -164,13 +169,14 @@ cdef class Cells:
             It was given back already.
         """
         cdef um.um_error err
-        if self.tape is None or not self.tape._open:
-            self.check_open()
-        if cell.taken_from() is not self:
-            raise ValueError(f"cell {cell.id} belongs to another grid")
-        if um.um_grid_give(&self.grid, cell.id, &err) != um.UM_OK:
-            self.fail(&err)
-        cell._grid = None
+        with cython.critical_section(cell, self.tape):
+            if self.tape is None or not self.tape._open:
+                self.check_open()
+            if cell.taken_from() is not self:
+                raise ValueError(f"cell {cell.id} belongs to another grid")
+            if um.um_grid_give(&self.grid, cell.id, &err) != um.UM_OK:
+                self.fail(&err)
+            cell._grid = None
 
     @property
     def n_available(self):

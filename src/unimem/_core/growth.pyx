@@ -6,20 +6,19 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um
+from unimem._core.lock cimport hold, let_go
 from unimem._core.mapping cimport PAGE_NAMES, explain, warm_region
-from unimem._core.region cimport Region
+from unimem._core.region cimport Region, n_references
 from unimem._core.status cimport raise_status
-
-cdef extern from "Python.h":
-    Py_ssize_t Py_REFCNT(PyObject *o) nogil
 
 
 cdef int grow(Region region, object choice, str path, list ranges, list missing) except -1:
     cdef um.um_error err
     cdef um.um_status status
     cdef Py_ssize_t n_undo = 0
-    cdef size_t more = sum([n for _, n in missing])
+    cdef size_t more = sum([n for _, n in missing]), begin, size
     what = f"growth of block '{region.name}'"
+    region.check_steps()
     cdef bint hugetlb = region.is_hugetlb()
     policy.require_growth(region.name, more, choice, limits,
                           PAGE_NAMES[<int>region.block.requested_pages])
@@ -28,9 +27,11 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
     if path is not None:
         limits.require_shm(more, what)
     try:
-        for first, n in ranges:
-            # The GIL is held: a thread that makes an array looks at what is committed.
-            status = um.um_block_commit(&region.block, first, n, &err)
+        for begin, size in ranges:
+            # A thread that makes an array looks at what is committed.
+            hold(&region.lock)
+            status = um.um_block_commit(&region.block, begin, size, &err)
+            let_go(&region.lock)
             if status != um.UM_OK:
                 explain(region, path, status, &err, what)
             n_undo += 1
@@ -39,9 +40,9 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
             for first, n in missing:
                 warm_region(region, choice, path, first, n, 1, None, 0, n)
     except BaseException:
-        for first, n in missing[:n_undo]:
+        for begin, size in missing[:n_undo]:
             # What the kernel does not take back stays committed, and in the ledger.
-            status = um.um_block_release(&region.block, first, n, NULL, NULL)
+            region.release_unused(begin, size, 0, NULL, NULL)
         raise
     return 0
 
@@ -56,7 +57,7 @@ cdef int check_unused(Region region, size_t first, size_t size) except -1:
         return 0
     begin, end = (first + step - 1) // step * step, (first + size) // step * step
     # The block and its calling method hold the region, and each window once.
-    n_whole = Py_REFCNT(<PyObject *>region) - 2 - region.n_windows
+    n_whole = n_references(<PyObject *>region) - 2 - region.n_windows
     if piece and begin < end:
         begin, end = begin // piece * piece, (end + piece - 1) // piece * piece
     n_parts = region.n_windows_in(begin, end)
@@ -70,8 +71,13 @@ cdef int check_unused(Region region, size_t first, size_t size) except -1:
 cdef object release_range(Region region, size_t first, size_t size):
     cdef um.um_error err
     cdef size_t released = 0
-    # The GIL is held, so no other thread makes an array over the range meanwhile.
-    cdef um.um_status status = um.um_block_release(&region.block, first, size, &released, &err)
+    cdef um.um_status status
+    region.check_steps()
+    # Its block and the method that calls this hold it.
+    status = region.release_unused(first, size, 2, &released, &err)
+    if status == um.UM_E_BUSY:
+        raise BufferError(f"Block '{region.name}': another thread has begun to use bytes {first} "
+                          f"to {first + size}")
     if status != um.UM_OK:
         raise_status(status, &err, f"releasing memory of block '{region.name}'")
     return released
@@ -80,7 +86,11 @@ cdef object release_range(Region region, size_t first, size_t size):
 cdef object discard_range(Region region, size_t first, size_t size):
     cdef um.um_error err
     cdef size_t covered = 0
-    cdef um.um_status status = um.um_block_discard(&region.block, first, size, &covered, &err)
+    cdef um.um_status status
+    region.check_steps()
+    hold(&region.lock)
+    status = um.um_block_discard(&region.block, first, size, &covered, &err)
+    let_go(&region.lock)
     if status != um.UM_OK:
         raise_status(status, &err, f"discarding memory of block '{region.name}'")
     return covered
@@ -88,7 +98,11 @@ cdef object discard_range(Region region, size_t first, size_t size):
 
 cdef int overlay_range(Region region, size_t first, int fd, uint64_t start, size_t size) except -1:
     cdef um.um_error err
-    cdef um.um_status status = um.um_block_overlay(&region.block, first, fd, start, size, &err)
+    cdef um.um_status status
+    region.check_steps()
+    hold(&region.lock)
+    status = um.um_block_overlay(&region.block, first, fd, start, size, &err)
+    let_go(&region.lock)
     if status != um.UM_OK:
         raise_status(status, &err, f"mapping a file into block '{region.name}'")
     return 0

@@ -4,6 +4,7 @@ import hashlib
 
 from unimem.errors import CapacityError, ClosedError, FormatError
 
+cimport cython
 from libc.stdint cimport uint64_t, uintptr_t
 from libc.string cimport memset
 
@@ -73,21 +74,25 @@ cdef class HeaderBytes:
         cdef um.um_block *block = &self._region.block
         cdef um.um_status _status = um.um_block_release(block, end, block.nbytes - end, NULL, NULL)
 
+    @cython.critical_section
     cdef Region opened(self):
         if self._region is None:
             raise ClosedError("the Weights were closed, and their header with them")
         return self._region
 
     @property
+    @cython.critical_section
     def address(self):
         """Where the private copy lies; 0 without one."""
         return 0 if self._region is None else <uintptr_t>self._region.block.base
 
     @property
+    @cython.critical_section
     def copied_bytes(self):
         """Bytes of the private copy; 0 without one."""
         return 0 if self._region is None else self._region.memory_bytes()
 
+    @cython.critical_section
     def close(self):
         """Give the copy back, and with it names, metadata and the fingerprint; the table stays.
 

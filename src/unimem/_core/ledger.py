@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
+from threading import RLock
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -97,17 +99,18 @@ def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
         Bytes of the categories that it names and that regions are not entered by, for
         `high_water`.
     """
-    number = next(_numbers)
-    _named[number] = ref(holder, lambda _: _named.pop(number, None)), sizes
-    now: Counter[str] = Counter()
-    for reference, theirs in list(_named.values()):
-        other = reference()
-        if other is not None and other._ledger_is_open():
-            now.update(theirs)
-    native = ledger()
-    for category in sizes:
-        whole = native[category]["mapped_bytes"] if category in native else 0
-        _most[category] = max(_most.get(category, 0), now[category] + whole)
+    with _entering:
+        number = next(_numbers)
+        _named[number] = ref(holder, lambda _: _named.pop(number, None)), sizes
+        now: Counter[str] = Counter()
+        for reference, theirs in list(_named.values()):
+            other = reference()
+            if other is not None and other._ledger_is_open():
+                now.update(theirs)
+        native = ledger()
+        for category in sizes:
+            whole = native[category]["mapped_bytes"] if category in native else 0
+            _most[category] = max(_most.get(category, 0), now[category] + whole)
 
 
 def sizes_of(parts: Iterable[Part]) -> dict[str, int]:
@@ -247,6 +250,17 @@ def _pieces_of(part: Part, pieces: list[tuple[int, int]]) -> Iterable[Part]:
 _named: dict[int, tuple[ref[Any], Mapping[str, int]]] = {}
 _numbers = count()
 _most: dict[str, int] = {}
+# Held by who enters a holder; a signal's handler may enter one meanwhile. A child of a fork, which
+# does not have the thread that held it, begins with a lock of its own.
+_entering = RLock()
+
+
+def _begin_anew() -> None:
+    global _entering  # noqa: PLW0603
+    _entering = RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def high_water() -> dict[str, int]:

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Reads ranges of files into blocks, with several threads."""
+"""Reads ranges of files into blocks, with several threads; moves pages of mapped files to nodes."""
 import errno
 import os
 import time
@@ -16,8 +16,8 @@ from posix.unistd cimport getpid
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem._core.block cimport Block
-from unimem._core.mapping cimport MOST_THREADS, explain
-from unimem._core.region cimport Region
+from unimem._core.mapping cimport MOST_THREADS, explain, repair_region
+from unimem._core.region cimport Region, set_numa
 from unimem._core.status cimport raise_status
 
 # Between two calls of a callback, in seconds; and for how long a signal may go unseen that came to
@@ -142,9 +142,50 @@ def load(parts, *, threads=None, cpus=None, bint direct=False, request_bytes=Non
         _run(given, &options, progress)
     finally:
         for block in given.blocks:
-            block._granted = None
+            block.note_granted(None)
     if progress is not None:
         progress(given.total, given.total)
+
+
+def move_pages(Block block not None, numa):
+    """Move pages of a mapped file to NUMA nodes, and let `Block.repair` do so from now on.
+
+    Of the page cache, those pages move that this process has mapped, and no other has.
+
+    Parameters
+    ----------
+    block : Block
+        It maps the file.
+    numa : str
+        Where to, as for a block.
+
+    Returns
+    -------
+    list of str
+        A sentence for each thing that cannot be had.
+
+    Raises
+    ------
+    OSError
+        The kernel refuses to move pages, as in a container that may not.
+    """
+    cdef Region region = block.region()
+    cdef uint64_t left
+    wanted, there = policy.parse_numa(numa), block.verify().nodes
+    # Only what has to move needs room.
+    n_there = sum([n for node, n in there.items() if node in wanted.nodes])
+    request = policy.Request(max(0, region.block.nbytes - n_there), numa=wanted, of_file=True)
+    choice = policy.decide(request, limits)
+    problems = list(choice.shortfalls)
+    if choice.numa is not None:
+        block._choice = choice
+        block._requested["numa"] = numa
+        set_numa(&region.block.numa, choice.numa)
+        left = repair_region(region, block.path)
+        placement = block.verify()
+        if left > 0:
+            problems.append(policy.misplaced_message(block.name, choice.numa, left, placement))
+    return problems
 
 
 cdef int _run(_Parts given, const um.um_load_options *options, object progress) except -1:

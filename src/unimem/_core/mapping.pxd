@@ -7,10 +7,15 @@ from unimem._core.region cimport Region
 cdef enum:
     MOST_THREADS = 512
 
+cdef dict ADVICES
 cdef dict PAGES
 cdef dict PAGE_NAMES
 cdef size_t THP_BYTES
 
+# A category by the name of its row, or as the ledger calls it; ValueError for none.
+cdef um.um_category category_of(object category) except *
+# What a block is asked to be that is made of a mapping.
+cdef dict requested_of(Region region, bint shared)
 # What a request was granted: (region, what `policy.decide` chose). With a source, a sealed copy.
 cdef tuple map_request(str name, object request, um.um_category category, int fd, bint strict,
                        Region source)

@@ -8,6 +8,8 @@ import numpy as np
 
 from unimem.system import limits, policy
 from unimem.errors import CapacityError, PlacementError
+from unimem._core.status import row_name
+from unimem.system.arguments import one_of
 from unimem.system.placement import Placement
 
 from cpython.exc cimport PyErr_CheckSignals
@@ -21,6 +23,12 @@ from unimem._core.status cimport raise_file_status, raise_status
 cdef dict PAGES = {"auto": um.UM_PAGES_AUTO, "4k": um.UM_PAGES_4K, "thp": um.UM_PAGES_THP,
                    "2m": um.UM_PAGES_2M, "1g": um.UM_PAGES_1G}
 cdef dict PAGE_NAMES = {number: name for name, number in PAGES.items()}
+cdef dict ADVICES = {
+    "willneed": um.UM_ADVICE_WILLNEED, "sequential": um.UM_ADVICE_SEQUENTIAL,
+    "random": um.UM_ADVICE_RANDOM, "dontneed": um.UM_ADVICE_DONTNEED,
+    "hugepage": um.UM_ADVICE_HUGEPAGE, "nohugepage": um.UM_ADVICE_NOHUGEPAGE}
+cdef dict CATEGORIES = {row_name((<bytes>um.um_category_name(<um.um_category>i)).decode()): i
+                        for i in range(um.UM_CAT_COUNT)}
 cdef size_t THP_BYTES = um.um_huge_page_bytes()
 # Warmed between two calls of a progress callback; by each thread before a signal is noticed.
 cdef size_t PROGRESS_BYTES = 256 << 20, WARM_PART_BYTES = 1 << 30
@@ -173,8 +181,11 @@ cdef object lock_all(Region region, object how, object asked):
             refusal = policy.lock_refusal(asked, region.block.committed_nbytes, limits)
             if refusal is not None:
                 raise PlacementError(errno.ENOMEM, f"locking block '{region.name}': {refusal}")
+    region.check_steps()
+    region.is_locking = True
     with nogil:
         status = um.um_block_lock(&region.block, lock, &err)
+    region.is_locking = False
     if status != um.UM_OK and region.block.is_file:
         # mlock2 does not say whether it is for a limit or for a page that is lost.
         with nogil:
@@ -298,3 +309,14 @@ cdef object explain(Region region, str path, um.um_status status, const um.um_er
         raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {limits.SHM} is full "
                           f"('df {limits.SHM}')")
     raise_file_status(status, err, doing, region.file)
+
+
+cdef um.um_category category_of(object category) except *:
+    name = row_name(category) if isinstance(category, str) else category
+    return <um.um_category><int>CATEGORIES[one_of(name, "category", CATEGORIES)]
+
+
+cdef dict requested_of(Region region, bint shared):
+    return {"nbytes": region.block.requested_nbytes,
+            "pages": PAGE_NAMES[<int>region.block.requested_pages], "numa": None, "lock": False,
+            "shared": shared, "reserve": region.block.reserved_nbytes}

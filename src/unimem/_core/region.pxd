@@ -1,5 +1,8 @@
 # The owner of one mapping, for Cython callers.
+from cpython.ref cimport PyObject
+
 from unimem._core cimport native as um
+from unimem._core.lock cimport Lock
 
 # Told that a window over a region has gone. It may not raise.
 cdef class Watcher:
@@ -11,6 +14,10 @@ cdef class Watcher:
 # window, which knows their part; everybody else counts as a user of all of it.
 cdef class Region:
     cdef um.um_block block
+    # Held while the block grows or shrinks, and while windows, buffers or watchers come or go.
+    cdef Lock lock
+    # Whether a thread is locking or unlocking pages, without the interpreter's lock.
+    cdef bint is_locking
     cdef readonly bint writable
     cdef readonly str name
     # The path of the file that it is mapped from, all or a part of it; None: of none that has one.
@@ -24,14 +31,17 @@ cdef class Region:
     cdef list watchers
     # What its block was asked to be; None: it is no block's.
     cdef dict requested
-    # The neighbours in the list of all regions that are mapped, and whether it is there.
-    cdef void *older
-    cdef void *newer
-    cdef bint is_entered
     cdef object __weakref__
-    # Enters it in that list, once it is mapped, and takes it out. Nothing of Python's runs.
-    cdef void enter(self) noexcept
+    # Enters it in the list of all regions that are mapped, and takes it out. Nothing of Python's
+    # runs.
+    cdef int enter(self) except -1
     cdef void leave(self) noexcept
+    # Raises RuntimeError while another thread locks pages.
+    cdef int check_steps(self) except -1
+    # um_block_release; UM_E_BUSY where an array or a buffer lies over the range, or where there are
+    # references beside those of arrays and so many that are known (0: any).
+    cdef um.um_status release_unused(self, size_t first, size_t nbytes, Py_ssize_t n_known,
+                                     size_t *out_nbytes, um.um_error *err) noexcept
     # The row of a report that its category is, and the bytes of memory that it is made of.
     cdef str row(self)
     cdef size_t memory_bytes(self) noexcept
@@ -48,6 +58,9 @@ cdef class Region:
     cdef object watch(self, Watcher watcher)
     cdef object tell_watchers(self)
     cdef bint is_hugetlb(self)
+
+# How many references to a region there are. Who has one more for a moment does not count.
+cdef Py_ssize_t n_references(PyObject *region) except -1
 
 # A user of a part of a region, to be the base of an array.
 cdef object new_window(Region region, size_t first, size_t nbytes)

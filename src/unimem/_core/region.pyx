@@ -10,13 +10,15 @@ from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.ref cimport PyObject
 from cpython.weakref cimport PyWeakref_NewRef
 from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport array_over, nbytes_of, shape_within
+from unimem._core.lock cimport Lock, hold, let_go
 
 cdef extern from "Python.h":
-    Py_ssize_t references "Py_REFCNT"(PyObject *thing)
+    Py_ssize_t Py_REFCNT(PyObject *thing) nogil
     bint PyGC_Disable()
     bint PyGC_Enable()
 
@@ -24,11 +26,14 @@ cdef dict _NUMA_MODES = {"bind": um.UM_NUMA_BIND, "interleave": um.UM_NUMA_INTER
                          "weighted": um.UM_NUMA_WEIGHTED, "preferred": um.UM_NUMA_PREFERRED}
 # What a fork leaves out of the child.
 cdef object _left_out = weakref.WeakSet()
-# The ledger: the newest of the regions that are mapped, and weak references, by their addresses, to
-# those who know what parts of regions are for. Nothing of Python's runs while either changes; but
-# weak references to a region are cleared while it is listed, when nobody may hold it any more.
-cdef void *_newest = NULL
+# The ledger: weak references, by their addresses, to the regions that are mapped, the oldest first,
+# and to those who know what parts of regions are for. Nothing of Python's runs while either
+# changes; but weak references to a region are cleared while it is listed, when nobody may hold it
+# any more.
+cdef dict _entered = {}
 cdef dict _holders = {}
+# Held by who counts references, and by `regions`, which has more of them for a moment.
+cdef object _counting = object()
 # The categories as rows of a report call them.
 cdef list _ROWS = [row_name((<bytes>um.um_category_name(<um.um_category>i)).decode())
                    for i in range(um.UM_CAT_COUNT)]
@@ -66,66 +71,137 @@ cdef class Window:
     cdef void *after
 
     def __dealloc__(self):
+        cdef Region region = self.region
+        cdef bint is_awaited
+        if region is None:
+            return
+        hold(&region.lock)
         if self.before != NULL:
             (<Window>self.before).after = self.after
         else:
-            self.region.windows = self.after
+            region.windows = self.after
         if self.after != NULL:
             (<Window>self.after).before = self.before
-        self.region.n_windows -= 1
-        if self.region.watchers is not None:
-            self.region.tell_watchers()
+        region.n_windows -= 1
+        is_awaited = region.watchers is not None
+        let_go(&region.lock)
+        if is_awaited:
+            region.tell_watchers()
 
 
-cdef object new_window(Region region, size_t first, size_t nbytes):
-    cdef Window window = Window.__new__(Window)
+cdef void _add(Region region, Window window, size_t first, size_t nbytes) noexcept:
+    """Wants the region's lock."""
     window.region, window.first, window.end = region, first, first + nbytes
     window.after = region.windows
     if region.windows != NULL:
         (<Window>region.windows).before = <void *>window
     region.windows = <void *>window
     region.n_windows += 1
+
+
+cdef object new_window(Region region, size_t first, size_t nbytes):
+    cdef Window window = Window.__new__(Window)
+    hold(&region.lock)
+    _add(region, window, first, nbytes)
+    let_go(&region.lock)
     return window
+
+
+cdef struct Kept:
+    um.um_block block
+    Kept *after
+
+# What the kernel has refused to unmap, as at the limit of mappings. It stays in the ledger, and is
+# tried again with the next region that goes, since a destructor never raises.
+cdef Kept *_kept = NULL
+cdef Lock _kept_lock
+
+
+cdef void keep_mapped(um.um_block *block) noexcept:
+    global _kept
+    cdef Kept *kept = <Kept *>malloc(sizeof(Kept))
+    if kept != NULL:
+        kept.block = block[0]
+        hold(&_kept_lock)
+        kept.after, _kept = _kept, kept
+        let_go(&_kept_lock)
+
+
+cdef void unmap_kept() noexcept:
+    global _kept
+    cdef Kept *kept
+    hold(&_kept_lock)
+    while _kept != NULL and um.um_block_unmap(&_kept.block, NULL) == um.UM_OK:
+        kept, _kept = _kept, _kept.after
+        free(kept)
+    let_go(&_kept_lock)
+
+
+cdef Py_ssize_t _count_in(void *here, size_t first, size_t end) noexcept:
+    """How many windows, from one on, lie over a part. Wants the region's lock."""
+    cdef Py_ssize_t n = 0
+    while here != NULL:
+        n += (<Window>here).first < end and (<Window>here).end > first
+        here = (<Window>here).after
+    return n
 
 
 cdef class Region:
     """One mapping, unmapped with its last user."""
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        PyBuffer_FillInfo(buffer, self, self.block.base, <Py_ssize_t>self.block.nbytes,
-                          not self.writable, flags)
+        # Counted first: from here on nothing of it is given back.
+        hold(&self.lock)
         self.n_buffers += 1
+        let_go(&self.lock)
+        try:
+            PyBuffer_FillInfo(buffer, self, self.block.base, <Py_ssize_t>self.block.nbytes,
+                              not self.writable, flags)
+        except BaseException:
+            hold(&self.lock)
+            self.n_buffers -= 1
+            let_go(&self.lock)
+            raise
 
     def __releasebuffer__(self, Py_buffer *buffer):
+        hold(&self.lock)
         self.n_buffers -= 1
+        let_go(&self.lock)
         if self.watchers is not None:
             self.tell_watchers()
 
     def __dealloc__(self):
         self.leave()
-        # A destructor never raises. What the kernel refuses to unmap stays in the ledger.
-        cdef um.um_status _status = um.um_block_unmap(&self.block, NULL)
+        unmap_kept()
+        if um.um_block_unmap(&self.block, NULL) != um.UM_OK:
+            keep_mapped(&self.block)
 
-    cdef void enter(self) noexcept:
-        global _newest
-        self.older = _newest
-        if _newest != NULL:
-            (<Region>_newest).newer = <void *>self
-        _newest = <void *>self
-        self.is_entered = True
+    cdef int enter(self) except -1:
+        _entered[<uintptr_t><PyObject *>self] = PyWeakref_NewRef(self, None)
+        return 0
 
     cdef void leave(self) noexcept:
-        global _newest
-        if not self.is_entered:
-            return
-        if self.newer != NULL:
-            (<Region>self.newer).older = self.older
-        else:
-            _newest = self.older
-        if self.older != NULL:
-            (<Region>self.older).newer = self.newer
-        self.older = self.newer = NULL
-        self.is_entered = False
+        _entered.pop(<uintptr_t><PyObject *>self, None)
+
+    cdef int check_steps(self) except -1:
+        if self.is_locking:
+            raise RuntimeError(f"Block '{self.name}': another thread locks or unlocks its pages: "
+                               "one changes it at a time")
+        return 0
+
+    cdef um.um_status release_unused(self, size_t first, size_t nbytes, Py_ssize_t n_known,
+                                     size_t *out_nbytes, um.um_error *err) noexcept:
+        cdef um.um_status status = um.UM_E_BUSY
+        cdef size_t step = self.block.step_nbytes
+        cdef size_t begin = (first + step - 1) // step * step, end = (first + nbytes) // step * step
+        cdef bint is_used
+        hold(&self.lock)
+        is_used = self.n_buffers > 0 or _count_in(self.windows, begin, end) > 0 or (
+            n_known > 0 and Py_REFCNT(<PyObject *>self) - self.n_windows > n_known)
+        if begin >= end or not is_used:
+            status = um.um_block_release(&self.block, first, nbytes, out_nbytes, err)
+        let_go(&self.lock)
+        return status
 
     cdef str row(self):
         return _ROWS[<int>self.block.category]
@@ -137,17 +213,23 @@ cdef class Region:
     cdef object array(self, size_t offset, object shape, object dtype):
         cdef size_t most = self.block.nbytes, size
         cdef tuple dims
+        cdef bint is_there
+        cdef Window window = Window.__new__(Window)
         if shape is not None and not self.block.is_file:
             most = self.block.reserved_nbytes
         dims = shape_within(self.name, <uintptr_t>self.block.base, most, offset, shape, dtype)
         size = nbytes_of(dims, dtype.itemsize)
-        if offset + size > self.block.nbytes and (
-                size == 0 or not um.um_block_is_committed(&self.block, offset, size)):
+        hold(&self.lock)
+        is_there = offset + size <= self.block.nbytes or (
+            size > 0 and um.um_block_is_committed(&self.block, offset, size) != 0)
+        if is_there:
+            _add(self, window, offset, size)
+        let_go(&self.lock)
+        if not is_there:
             raise ValueError(
                 f"{self.name}: shape {dims} of {dtype} at offset {offset} needs {size} bytes of "
                 f"{most}, and not all of them are committed: commit() them")
-        return array_over(<char *>self.block.base + offset, dims, dtype,
-                          new_window(self, offset, size), self.writable)
+        return array_over(<char *>self.block.base + offset, dims, dtype, window, self.writable)
 
     cdef list runs(self, size_t end, bint committed):
         cdef um.um_block *b = &self.block
@@ -173,18 +255,19 @@ cdef class Region:
         return found
 
     cdef Py_ssize_t n_windows_in(self, size_t first, size_t end):
-        cdef Py_ssize_t n = 0
-        cdef void *here = self.windows
-        while here != NULL:
-            n += (<Window>here).first < end and (<Window>here).end > first
-            here = (<Window>here).after
+        cdef Py_ssize_t n
+        hold(&self.lock)
+        n = _count_in(self.windows, first, end)
+        let_go(&self.lock)
         return n
 
     cdef Py_ssize_t n_windows_in_lanes(self, size_t begin, size_t stride, size_t n, size_t first,
                                        size_t end):
         cdef Py_ssize_t found = 0
-        cdef void *here = self.windows
+        cdef void *here
         cdef size_t window_first, window_end, lane
+        hold(&self.lock)
+        here = self.windows
         while here != NULL:
             window_first, window_end = (<Window>here).first, (<Window>here).end
             lane = (window_first - begin) // stride if window_first > begin else 0
@@ -194,21 +277,29 @@ cdef class Region:
                     break
                 lane += 1
             here = (<Window>here).after
+        let_go(&self.lock)
         return found
 
     cdef object watch(self, Watcher watcher):
         # Made first: either may collect a window, which looks at the list.
         cdef list alone = [weakref.ref(watcher)]
+        hold(&self.lock)
         if self.watchers is None:
             self.watchers = alone
         else:
             self.watchers += alone
+        let_go(&self.lock)
 
     cdef object tell_watchers(self):
-        cdef list told = self.watchers
+        cdef list told
         cdef Watcher watcher
         # A watcher that still has to wait registers again.
+        hold(&self.lock)
+        told = self.watchers
         self.watchers = None
+        let_go(&self.lock)
+        if told is None:
+            return
         for reference in told:
             watcher = reference()
             if watcher is not None:
@@ -218,10 +309,9 @@ cdef class Region:
         return self.block.requested_pages in (um.UM_PAGES_2M, um.UM_PAGES_1G)
 
 
-cdef void *alive_from(void *here) noexcept:
-    while here != NULL and references(<PyObject *>here) == 0:
-        here = (<Region>here).older
-    return here
+cdef Py_ssize_t n_references(PyObject *region) except -1:
+    with cython.critical_section(_counting):
+        return Py_REFCNT(region)
 
 
 def regions():
@@ -235,19 +325,19 @@ def regions():
         file that it maps; the last two or None.
     """
     cdef list found = []
-    cdef void *here = alive_from(_newest)
     cdef Region region
     cdef bint collects = PyGC_Disable()
-    # Without collections no other thread runs in here: one that closes a region would take who
-    # looks at it for a user.
+    # Without collections, and in this section, nobody else runs in here: who closes a region would
+    # take who looks at it for a user.
     try:
-        while here != NULL:
-            region = <Region>here
-            found.append((region.row(), region.name, <uintptr_t>region.block.base,
-                          region.memory_bytes(), region.block.reserved_nbytes, region.requested,
-                          region.file))
-            here = alive_from(region.older)
-        region = None
+        with cython.critical_section(_counting):
+            for reference in reversed(list(_entered.values())):
+                region = reference()
+                if region is not None:
+                    found.append((region.row(), region.name, <uintptr_t>region.block.base,
+                                  region.memory_bytes(), region.block.reserved_nbytes,
+                                  region.requested, region.file))
+            region = None
     finally:
         if collects:
             PyGC_Enable()

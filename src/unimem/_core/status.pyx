@@ -187,14 +187,16 @@ cdef class DeviceEntry:
                 raise ValueError(f"category: expected one of {', '.join(names)}, got {category!r}")
             row = _device_rows.setdefault((device, category), _DeviceRow())
         self._row, self._nbytes = row, nbytes
-        row.n_allocations += 1
-        row.nbytes += nbytes
-        row.high_water_bytes = max(row.high_water_bytes, row.nbytes)
+        with cython.critical_section(row):
+            row.n_allocations += 1
+            row.nbytes += nbytes
+            row.high_water_bytes = max(row.high_water_bytes, row.nbytes)
 
     def __dealloc__(self):
         if self._row is not None:
-            self._row.n_allocations -= 1
-            self._row.nbytes -= self._nbytes
+            with cython.critical_section(self._row):
+                self._row.n_allocations -= 1
+                self._row.nbytes -= self._nbytes
 
 
 def device_ledger():
@@ -208,7 +210,7 @@ def device_ledger():
     """
     cdef _DeviceRow row
     rows = {}
-    for key, row in sorted(_device_rows.items()):
+    for key, row in sorted(list(_device_rows.items())):
         rows[key] = {"n_allocations": row.n_allocations, "nbytes": row.nbytes,
                      "high_water_bytes": row.high_water_bytes}
     return rows

@@ -2,6 +2,7 @@
 from libc.stdint cimport uintptr_t
 
 from unimem._core cimport native as um
+from unimem._core.lock cimport Lock
 from unimem._core.region cimport Region
 
 # The arithmetic of a tape over addresses that are never touched here.
@@ -31,12 +32,17 @@ cdef class Bump:
     cdef object poison_down_to(self, size_t floor)
     cdef object give_notice(self, size_t floor)
     # Closed: for good, and in a forked child that lacks the memory.
-    cdef object let_go(self)
+    cdef object close_down(self)
     cdef object lose(self)
     cdef object _release(self)
 
 cdef class Tape(Bump):
     cdef Region _region
+    # Held while that is taken or changes.
+    cdef Lock _guard
+
+    # The region, which stays mapped while the caller holds it; None where the tape is closed.
+    cdef Region held(self)
 
     # `take_raw` as a typed memoryview of n float32.
     cdef float[::1] take_floats(self, size_t n)

@@ -12,6 +12,7 @@ from unimem.system.arguments import string
 from unimem.errors import ClosedError, TapeFull
 from unimem.system.text import format_bytes
 
+cimport cython
 cimport numpy as cnp
 from cpython.ref cimport PyObject
 from libc.stdint cimport uintptr_t
@@ -23,12 +24,12 @@ from unimem._core.arrays cimport (
 )
 from unimem._core.block cimport Block
 from unimem._core.foreign cimport array_of
-from unimem._core.region cimport Region, enter_holder
+from unimem._core.lock cimport hold, let_go
+from unimem._core.region cimport Region, enter_holder, n_references
 from unimem._core.status cimport full_text, raise_status
 
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object n, int *overflow) except? -1
-    Py_ssize_t Py_REFCNT(PyObject *o) nogil
     PyObject *PyDict_GetItemWithError(object mapping, object key) except? NULL
 
 cnp.import_array()
@@ -140,9 +141,9 @@ cdef class Bump:
             raise ClosedError(f"Tape '{self.name}' is closed")
 
     cdef object lose(self):
-        self.let_go()
+        self.close_down()
 
-    cdef object let_go(self):
+    cdef object close_down(self):
         self._open = False
 
     cdef void *take_raw(self, size_t nbytes, size_t align=64) except NULL nogil:
@@ -172,6 +173,7 @@ cdef class Bump:
         """Take `nbytes` bytes and return their address; otherwise as `take`."""
         return <uintptr_t>self.take_raw(_fast_size(nbytes, "nbytes"), _align_of(align))
 
+    @cython.critical_section
     def clear(self):
         """Take everything back but what is kept: O(1), and nothing is zeroed."""
         self.check_open()
@@ -180,6 +182,7 @@ cdef class Bump:
         self.poison_down_to(0)
         um.um_tape_clear(&self.tape)
 
+    @cython.critical_section
     def keep(self):
         """Keep what is taken so far: `clear` and `rewind` stop there from now on."""
         self.check_open()
@@ -190,6 +193,7 @@ cdef class Bump:
         self.check_open()
         return um.um_tape_mark(&self.tape)
 
+    @cython.critical_section
     def rewind(self, mark):
         """Take back what was taken after `mark`, down to what is kept.
 
@@ -221,6 +225,7 @@ cdef class Bump:
             if used > floor:
                 self._overwrite(<uintptr_t>self.tape.base + floor, used - floor)
 
+    @cython.critical_section
     def _tell(self, tenant, end):
         """Call ``tenant.end(reason)`` once bytes below `end` are taken back, while it is alive."""
         if self._tenants is None:
@@ -305,6 +310,7 @@ cdef class Bump:
         return bool(um.um_tape_frozen(&self.tape))
 
     @property
+    @cython.critical_section
     def block(self):
         """The block under the tape."""
         self.check_open()
@@ -315,6 +321,7 @@ cdef class Bump:
         """Whether the tape was closed."""
         return not self._open
 
+    @cython.critical_section
     def close(self):
         """Close the tape and, where it is the tape's own, give its block back.
 
@@ -336,7 +343,7 @@ cdef class Bump:
                                   "or leave a 'with'")
 
     cdef object _release(self):
-        self.let_go()
+        self.close_down()
         if self._owns_block and self._block is not None:
             self._block.__exit__()
         self._block = None
@@ -345,6 +352,7 @@ cdef class Bump:
         self.check_open()
         return self
 
+    @cython.critical_section
     def __exit__(self, *exc_info):
         # Arrays that are still alive keep the memory; it goes with the last of them.
         self._release()
@@ -416,8 +424,11 @@ cdef class Tape(Bump):
                                  f"{', '.join(placement)} not accepted here")
             block = nbytes_or_block
             name = string(name, "name", block.name or "tape")
-            total = block.nbytes
         cdef Region region = block.region()
+        if not owns_block:
+            hold(&region.lock)  # from here on nothing of it is given back
+            total = region.block.nbytes
+            let_go(&region.lock)
         if not region.writable:
             raise ValueError(f"Tape '{name}': block '{block.name}' is read-only, and what is "
                              "taken from a tape is written: map the file with mode='c', or attach "
@@ -428,6 +439,7 @@ cdef class Tape(Bump):
             _absent_in_child[self] = policy.LEFT_OUT
         enter_holder(self)
 
+    @cython.critical_section
     def _ledger_parts(self):
         cdef Region region = self._region
         if region is None:
@@ -435,13 +447,26 @@ cdef class Tape(Bump):
         return ((region.row(), <uintptr_t>region.block.base, region.memory_bytes(),
                  um.um_tape_used(&self.tape), um.um_tape_high_water(&self.tape)),)
 
-    cdef object let_go(self):
+    cdef object close_down(self):
+        cdef Region _last  # unmapped here, where nobody else holds it
         self._open = False
+        hold(&self._guard)
+        _last = self._region
         self._region = None
+        let_go(&self._guard)
+
+    @cython.final
+    cdef Region held(self):
+        cdef Region found
+        hold(&self._guard)
+        found = self._region
+        let_go(&self._guard)
+        return found
 
     cdef float[::1] take_floats(self, size_t n):
         return self.take(n, "float32")
 
+    @cython.critical_section
     def take(self, shape, dtype="float32", *, align=64, like=None):
         """Take an array.
 
@@ -495,6 +520,7 @@ cdef class Tape(Bump):
             nbytes = size_of(nbytes, "nbytes")
         return self.take(nbytes, "uint8", align=align)
 
+    @cython.critical_section
     def warm(self, threads=None):
         """Bring the tape's memory into RAM, as `Block.warm`."""
         self.check_open()
@@ -516,7 +542,7 @@ cdef class Tape(Bump):
 
     def _n_views(self):
         # The tape and its block hold the region; everybody else is a view.
-        return Py_REFCNT(<PyObject *>self._region) - 2
+        return n_references(<PyObject *>self._region) - 2
 
     def _where(self):
         return "its block closed" if self._block.closed else self._block.granted
@@ -543,11 +569,12 @@ cdef class DeviceTape(Bump):
         # The arrays stay: in a forked child there is no CUDA to give their memory back to.
         self._open = False
 
-    cdef object let_go(self):
+    cdef object close_down(self):
         self._open = False
         self._made.clear()
         self._memory = None
 
+    @cython.critical_section
     def take(self, shape, dtype="float32", *, align=256):
         """Take an array.
 

@@ -253,21 +253,6 @@ class Experts(NamedTuple):
     size: int
 
 
-class Sliding(NamedTuple):
-    """The layers of a model whose attention slides.
-
-    Attributes
-    ----------
-    window : int
-        Tokens that it sees there: each one itself and those before it.
-    layers : tuple of bool
-        Of each layer, whether it slides.
-    """
-
-    window: int
-    layers: tuple[bool, ...]
-
-
 def read_experts(meta: ArchMetadata, n_layers: int) -> Experts:
     """Read what experts a mixture has; `ModelDims.from_weights` has checked them."""
     n_used = meta.count("expert_used_count")
@@ -276,24 +261,6 @@ def read_experts(meta: ArchMetadata, n_layers: int) -> Experts:
     else:
         size = meta.per_layer("feed_forward_length", n_layers) // n_used
     return Experts(meta.count("expert_count"), n_used, size)
-
-
-def read_sliding(meta: ArchMetadata, arch: str, n_layers: int) -> Sliding | None:
-    """Read which layers slide, of an architecture some of whose layers do.
-
-    Of gemma3 that are all but each sixth, or another period that the file names
-    (``set_swa_pattern`` in ``src/llama-hparams.cpp`` of llama.cpp).
-
-    Raises
-    ------
-    ValueError
-        The file does not say over how many tokens, or has no integer above 0 there.
-    """
-    if arch != "gemma3":
-        return None
-    period = meta.count("attention.sliding_window_pattern", 6)
-    window = meta.count("attention.sliding_window")
-    return Sliding(window, tuple(i % period < period - 1 for i in range(n_layers)))
 
 
 class ArchMetadata:

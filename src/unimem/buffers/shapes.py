@@ -24,7 +24,7 @@ from unimem.buffers.dims import (
     ModelDims,
     read_experts,
 )
-from unimem.buffers.families import KeptLayer, KeptRows, KeptState
+from unimem.buffers.families import KeptLayer, KeptRows
 from unimem.buffers.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 from unimem.system.text import format_count
 
@@ -110,11 +110,6 @@ class Shape:
     slides: int | None = None
     experts: Experts | None = None
     layers: tuple[KeptLayer, ...] = ()
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one stream."""
-        return sum(layer.nbytes for layer in self.layers if isinstance(layer, KeptState))
 
     def longest_ctx(self, window: int | None) -> int:
         """Return the longest context that may be asked for, with or without a window."""

@@ -60,6 +60,8 @@ cdef uint32_t units(um.um_dtype type, uint32_t head_dim)
 cdef tuple shape_of(cnp.ndarray a)
 # The memory of an array of any library; strides are in bytes.
 cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1
+# The bytes of token ids as int32; `what` is the argument, for messages.
+cdef bytes ids_of(object tokens, str what)
 # The two arrays of an argument `out`, of any library, and the two over their memory as NumPy's.
 cdef tuple pair_of(object out)
 # An array on the device of a driver; TypeError, which names the argument, for what is none.

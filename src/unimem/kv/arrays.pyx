@@ -81,8 +81,9 @@ cpdef str kv_name(str k_dtype, str v_dtype):
 
 cdef tuple kv_types(object dtype, object k_dtype, object v_dtype):
     """The names of the types of K and of V: `dtype`, where no other is named for one of them."""
-    return (kv_type(dtype) if k_dtype is None else kv_type(k_dtype, "k_dtype"),
-            kv_type(dtype) if v_dtype is None else kv_type(v_dtype, "v_dtype"))
+    of_k, of_v = kv_pair(dtype, "dtype")
+    return (of_k if k_dtype is None else kv_type(k_dtype, "k_dtype"),
+            of_v if v_dtype is None else kv_type(v_dtype, "v_dtype"))
 
 
 cpdef int block_values(str name) except -1:
@@ -231,6 +232,20 @@ cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t
             out.end += <uintptr_t>((size - 1) * stride)
         step *= size
     return 0
+
+
+cdef bytes ids_of(object tokens, str what):
+    """The bytes of token ids as int32."""
+    ids = np.asarray(tokens)
+    if ids.size == 0:
+        return b""
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError(f"{what}: expected a sequence of integers, got {ids.ndim} dimensions of "
+                        f"{ids.dtype}")
+    if ids.min() < 0 or ids.max() >= 2**31:
+        raise ValueError(f"{what}: expected ids from 0 to 2**31 - 1, got {ids.min()} to "
+                         f"{ids.max()}")
+    return ids.astype(np.int32).tobytes()
 
 
 cdef tuple pair_of(object out):

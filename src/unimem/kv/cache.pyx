@@ -12,6 +12,7 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
+from unimem._core.lock cimport NO_GIL
 from unimem.kv.arrays cimport (
     Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type, pair_of,
     shape_of,
@@ -137,11 +138,12 @@ cdef class KVCache(KVMemory):
     dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         What is stored; dtypes of NumPy, ml_dtypes and torch, and NumPy's names, are accepted for
         the first three. The others are ggml's: blocks of 32 values of a head with one scale, of
-        eight, five or four bits a value. They are quantized as ggml's reference does it.
+        eight, five or four bits a value. They are quantized as ggml's reference does it. Two, as
+        ``"q8_0,q4_0"``, are those of K and of V.
     k_dtype, v_dtype : str, optional
         What is stored of K, and of V, where that is not `dtype`.
     v_head_dim : int, optional
-        Elements of a head of V, where that is not `head_dim`; 0: no V. Only of fixed storage.
+        Elements of a head of V, where that is not `head_dim`; 0: no V.
     order : {"token", "head"}
         What lies side by side: the heads of a token, as matrix products write them and ggml reads
         them; or the tokens of a head, as attention over a whole conversation reads them. All that
@@ -237,9 +239,6 @@ cdef class KVCache(KVMemory):
         if tape is not None and placement:
             raise ValueError("a tape is placed already: "
                              f"{', '.join(placement)} not accepted beside tape=")
-        if spec.v_head_dim and (window is not None or is_growing):
-            raise ValueError(f"v_head_dim: expected that of K, {head_dim}, with window or grow, "
-                             f"got {v_head_dim}: fixed storage takes another")
         if window is not None:
             self.place_ring(&spec, spare_rows, placement)
         elif is_growing:
@@ -277,6 +276,7 @@ cdef class KVCache(KVMemory):
 
     # ---- appending ----
 
+    @cython.critical_section
     def append(self, layer, k, v):
         """Append tokens to one layer.
 
@@ -325,7 +325,10 @@ cdef class KVCache(KVMemory):
         index = layer_number(layer, s.n_layers, "layer")
         check_tokens(&given, ka, va, self.given_blocks(), self._batch, self._heads, s.head_dim,
                      self._v_head_dim, "KVCache.append")
-        # From here on nothing of Python's runs, and so nobody else.
+        # From here on nothing of Python's runs, and so nobody else; without the interpreter's lock
+        # somebody may, who closes the tape.
+        if NO_GIL:
+            _held = self.open_region()
         if not _is_ready(self):
             self.begin_change()
         while True:
@@ -349,6 +352,7 @@ cdef class KVCache(KVMemory):
             if not self.find_rows(&err, given.n):
                 self.fail(&err, "append")
 
+    @cython.critical_section
     def append_all(self, k, v):
         """Append one token to all layers (batch 1).
 
@@ -367,11 +371,14 @@ cdef class KVCache(KVMemory):
         cdef um.um_block *mapped
         cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
         cdef um.um_kv_spec *s = &self.kv.spec
+        cdef Region _held
         cdef Given given
         check_token(&given, ka, va, self.given_blocks(), s.n_layers, self._heads, s.head_dim,
                     self._v_head_dim, "KVCache.append_all")
         if self._batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
+        if NO_GIL:
+            _held = self.open_region()
         if not _is_ready(self):
             self.begin_change()
         while True:
@@ -429,6 +436,7 @@ cdef class KVCache(KVMemory):
 
     # ---- for unimem.transformers: a token, or rows that the caller writes, of one layer ----
 
+    @cython.critical_section
     def _append_token(self, layer, uintptr_t k, uintptr_t v):
         """Append a token that is stored as it is given, and return its row.
 
@@ -445,6 +453,7 @@ cdef class KVCache(KVMemory):
         n = um.um_kv_layer_len(&self.kv, index, &first)
         return um.um_kv_row(&self.kv, first + n - 1)
 
+    @cython.critical_section
     def _all_rows(self, i):
         """Views of all rows of a layer that can be written now; of a ring, of both images.
 
@@ -484,6 +493,7 @@ cdef class KVCache(KVMemory):
                              for stream in range(s.batch)])
         return new_array(data, 4, sizes, strides, kind, windows, True)
 
+    @cython.critical_section
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds.
 
@@ -563,6 +573,7 @@ cdef class KVCache(KVMemory):
             np.copyto(out, target, casting="unsafe")
         return 0
 
+    @cython.critical_section
     def enforce_memory_limit(self, max_bytes):
         """Keep as many of the last tokens as fit, and give the memory of all others back.
 
@@ -610,6 +621,7 @@ cdef class KVCache(KVMemory):
 
     # ---- copies and snapshots ----
 
+    @cython.critical_section
     def copy(self):
         """Return a cache of the same kind with the same tokens, in memory of its own.
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from unimem._core import guard
 from unimem.errors import CacheFull
+from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.kv.chunk_format import EqualLayers, Kind, LayerRows, MixedLayers
 from unimem.kv.layers import Layer, LayerState, kinds_of, places_of
@@ -210,7 +211,7 @@ def _rows_kind(number: int, layer: Layer) -> LayerRows:
         )
     _check_heads(layer.head_dim, layer.v_head_dim)
     dims = layer.n_kv_heads, layer.head_dim
-    return LayerRows(*dims, layer.dtype, layer.dtype, layer.window, layer.share_of)
+    return LayerRows(*dims, *kv_pair(layer.dtype), layer.window, layer.share_of)
 
 
 def _most_tokens(part: KVCache) -> int:

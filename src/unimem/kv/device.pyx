@@ -4,6 +4,7 @@ import warnings
 
 from unimem.errors import ClosedError
 
+cimport cython
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
@@ -170,6 +171,7 @@ cdef class KVDevice(KVRows):
         finally:
             self._stream = None
 
+    @cython.critical_section
     def append(self, layer, k, v, *, stream=None):
         """Append tokens to one layer.
 
@@ -244,6 +246,7 @@ cdef class KVDevice(KVRows):
             self._writing = False
         um.um_kv_append_end(&self.kv, index, given.n)
 
+    @cython.critical_section
     def _append_all(self, k, v, stream):
         """Append one token of all layers."""
         cdef um.um_error err
@@ -279,6 +282,7 @@ cdef class KVDevice(KVRows):
         if um.um_kv_commit(&self.kv, 1, &err) != um.UM_OK:
             self.fail(&err, "append_all")
 
+    @cython.critical_section
     def _append_at(self, layer, k, v, row, stream):
         """Write tokens of one layer at the row that an int32 says when the device gets there."""
         cdef Given given
@@ -308,6 +312,7 @@ cdef class KVDevice(KVRows):
 
     # ---- reading ----
 
+    @cython.critical_section
     def _span(self, i):
         """A layer's number, the row of the first token that it holds, and how many there are."""
         cdef uint64_t first = 0, n
@@ -316,6 +321,7 @@ cdef class KVDevice(KVRows):
         n = um.um_kv_layer_len(&self.kv, layer, &first)
         return layer, um.um_kv_row(&self.kv, first), n
 
+    @cython.critical_section
     def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n):
         """Where n rows of K or V begin, and what a view of them holds: it knows of their memory."""
         cdef Region region = self.open_region()
@@ -324,6 +330,7 @@ cdef class KVDevice(KVRows):
         window = new_window(region, data - <char *>self.kv.base, n * self.kv.row_bytes)
         return <uintptr_t>data, (window, self._tape._memory)
 
+    @cython.critical_section
     def _lane(self, layer, part, stream):
         """Where row 0 of a lane is."""
         self.open_region()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy.typing as npt
 
-from unimem.kv.arrays import block_values, kv_type
+from unimem.kv.arrays import block_values, kv_name, kv_pair, kv_type
 from unimem.system.arguments import integer
 
 __all__ = [
@@ -43,8 +43,9 @@ class LayerKV:
     window : int, optional
         A sliding layer: it keeps the last so many tokens, the newest among them, in a ring. Where
         that is `max_seq_len` or more, the layer keeps all tokens.
-    dtype : {"f16", "f32", "bf16", "q8_0"}, optional
-        What is stored; by default that of the cache.
+    dtype : str, optional
+        What is stored, as for `KVCache`; by default that of the cache. Two, as ``"q8_0,q4_0"``, are
+        those of K and of V.
     share_of : int, optional
         The number of another layer, whose rows this one shows: it has none of its own, and nothing
         is appended to it. All else is as of that layer.
@@ -81,7 +82,7 @@ class LayerKV:
         if self.window is not None:
             set_to("window", integer(self.window, "window", 1))
         if self.dtype is not None:
-            set_to("dtype", kv_type(self.dtype))
+            set_to("dtype", kv_name(*kv_pair(self.dtype, "dtype")))
         if self.share_of is not None:
             set_to("share_of", integer(self.share_of, "share_of", 0))
 
@@ -186,7 +187,7 @@ def check_layers(
         No layers, or what is none; `share_of` of a layer that is not there, has no rows of its own,
         or differs.
     """
-    usual = kv_type(dtype)
+    usual = kv_name(*kv_pair(dtype, "dtype"))
     if isinstance(layers, LayerKV | LayerState | str) or not isinstance(layers, Sequence):
         raise TypeError(f"layers: expected a sequence of LayerKV or LayerState, got {layers!r:.60}")
     found: list[Layer] = []

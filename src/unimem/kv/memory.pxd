@@ -3,6 +3,7 @@ from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um
 from unimem._core.block cimport Block
+from unimem._core.lock cimport Lock
 from unimem.kv.rows cimport KVRows
 from unimem._core.region cimport Region
 from unimem._core.tape cimport Tape
@@ -11,12 +12,18 @@ cdef class KVMemory(KVRows):
     cdef readonly Tape tape
     cdef readonly Block block
     cdef Region _region
+    # Held while that is taken or changes.
+    cdef Lock _guard
+    # None, or a weak reference to the cache whose part this is, and whose critical section counts.
+    cdef object _whole
     # Of a growing cache, the rows that are committed in all lanes.
     cdef uint64_t _low, _high
     cdef bint _waiting, _left_behind, _frozen
     # Of a ring, or None: caches of other layers, which have room before it forgets for a token.
     cdef tuple _beside
 
+    # The region under it, which stays mapped while the caller holds it; None: it is closed.
+    cdef Region held(self)
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1
     cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1
     cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1
@@ -42,6 +49,8 @@ cdef class KVMemory(KVRows):
     # Which rows lie whole in the steps of others, and where these steps are.
     cdef uint64_t whole_from(self, uint64_t row) noexcept
     cdef uint64_t whole_to(self, uint64_t row) noexcept
+    cdef uint64_t first_whole(self, uint64_t row, size_t nbytes) noexcept
+    cdef uint64_t end_whole(self, uint64_t row, size_t nbytes) noexcept
     cdef list steps_of(self, uint64_t first, uint64_t end, uint64_t but_first, uint64_t but_end)
     cdef int _commit_rows(self, uint64_t first, uint64_t end) except -1
     cdef int _release(self, list ranges) except -1

@@ -18,14 +18,12 @@ from libc.string cimport memmove, strcmp
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem._core.block cimport Block
+from unimem._core.lock cimport hold, let_go
 from unimem.kv.arrays cimport layer_number
 from unimem.kv.rows cimport KVRows, is_v, round_up
-from unimem._core.region cimport Region, enter_holder, new_window
+from unimem._core.region cimport Region, enter_holder, new_window, n_references
 from unimem._core.status cimport raise_file_status, raise_status
 from unimem._core.tape cimport Tape
-
-cdef extern from "Python.h":
-    Py_ssize_t Py_REFCNT(PyObject *o) nogil
 
 cnp.import_array()
 
@@ -57,6 +55,11 @@ cdef um.um_status _move_guarded(void *context, void *to, const void *from_,
     return um.um_guard_run(block.base, block.reserved_nbytes, _run_move, &move, NULL)
 
 
+cdef size_t least_row(size_t row, size_t v_row) noexcept:
+    """The bytes of the smaller row, of K or V; there may be no V."""
+    return row if v_row == 0 else min(row, v_row)
+
+
 cdef object bytes_in(list ranges):
     return sum([nbytes for _, nbytes in ranges])
 
@@ -76,7 +79,7 @@ cdef class KVMemory(KVRows):
         else:
             base = tape.take_raw(total)
             self.tape = tape
-            self._begin = <uintptr_t>base - <uintptr_t>tape._region.block.base
+            self._begin = <uintptr_t>base - <uintptr_t>tape.tape.base
         storage.base = base
         return self.start(spec, &storage)
 
@@ -89,7 +92,7 @@ cdef class KVMemory(KVRows):
         cdef object n_pairs = self._n_lanes // 2
         pages = placement.get("pages", "auto")
         huge_bytes = HUGE_BYTES * <object>self._n_lanes
-        if pages == "auto" and (<object>n_rows * min(row, v_row) < HUGE_BYTES or (
+        if pages == "auto" and (<object>n_rows * least_row(row, v_row) < HUGE_BYTES or (
                 self.budget_bytes is not None and self.budget_bytes < 4 * huge_bytes)):
             pages = "4k"  # huge pages would be larger than the lanes, or too few for the budget
         unit = {"4k": um.um_page_bytes(), "1g": 1 << 30}.get(
@@ -127,7 +130,8 @@ cdef class KVMemory(KVRows):
         cdef size_t page = um.um_page_bytes()
         if pages == "1g":
             page = 1 << 30
-        elif pages == "2m" or (pages == "thp" and n * min(row_bytes, v_row_bytes) >= HUGE_BYTES):
+        elif pages == "2m" or (pages == "thp"
+                               and n * least_row(row_bytes, v_row_bytes) >= HUGE_BYTES):
             page = max(um.um_huge_page_bytes(), HUGE_BYTES)
         return round_up(n, math.lcm(page // math.gcd(page, row_bytes),
                                     page // math.gcd(page, v_row_bytes)))
@@ -165,15 +169,23 @@ cdef class KVMemory(KVRows):
         """Begin each lane of a growing cache with rows of a file."""
         cdef um.um_error err
         cdef um.um_block *block = &self.open_region().block
-        cdef size_t lane
+        cdef size_t lane, begin, nbytes
+        cdef uint64_t offset
+        cdef um.um_status status
         if n == 0:
             return 0
         self._file = self._region.file = path
         um.um_kv_set_mover(&self.kv, _move_guarded, block)
         for lane in range(self._n_lanes):
-            if um.um_block_overlay(block, self.lane_offset(lane), fd, offsets[lane],
-                                   round_up(n * self.lane_row(lane), block.step_nbytes),
-                                   &err) != um.UM_OK:
+            if self.lane_row(lane) == 0:  # there may be no V
+                continue
+            begin = self.lane_offset(lane)
+            nbytes = round_up(n * self.lane_row(lane), block.step_nbytes)
+            offset = offsets[lane]
+            hold(&self._region.lock)
+            status = um.um_block_overlay(block, begin, fd, offset, nbytes, &err)
+            let_go(&self._region.lock)
+            if status != um.UM_OK:
                 if strcmp(err.what, "the range goes beyond the end of the file") == 0:
                     err.status = um.UM_E_IO  # it was inside when the header was read
                 raise_file_status(err.status, &err, "KVCache.restore", path)
@@ -202,8 +214,9 @@ cdef class KVMemory(KVRows):
         enter_holder(self)
         return 0
 
+    @cython.critical_section
     def _ledger_parts(self):
-        cdef Region region = self._region if self.tape is None else self.tape._region
+        cdef Region region = self.held()
         cdef uintptr_t address
         cdef size_t nbytes = self._storage_bytes
         if region is None or self._closed:
@@ -215,8 +228,18 @@ cdef class KVMemory(KVRows):
             return ()
         return (("kv", address, nbytes, self.used_bytes(), self.most_bytes()),)
 
+    @cython.final
+    cdef Region held(self):
+        cdef Region found
+        if self.tape is not None:
+            return self.tape.held()
+        hold(&self._guard)
+        found = self._region
+        let_go(&self._guard)
+        return found
+
     cdef Region open_region(self):
-        cdef Region region = self._region if self.tape is None else self.tape._region
+        cdef Region region = self.held()
         if region is None or self._closed:
             if self.tape is not None and not self._closed:
                 self.tape.check_open()
@@ -259,16 +282,26 @@ cdef class KVMemory(KVRows):
     @cython.final
     cdef uint64_t whole_from(self, uint64_t row) noexcept:
         """The first row that lies whole in the steps of rows from `row` on."""
-        cdef size_t step = self._region.block.step_nbytes, k = self.kv.row_bytes
-        cdef size_t v = self.kv.v_row_bytes
-        return max((row * k // step * step + k - 1) // k, (row * v // step * step + v - 1) // v)
+        return max(self.first_whole(row, self.kv.row_bytes),
+                   self.first_whole(row, self.kv.v_row_bytes))
+
+    @cython.final
+    cdef uint64_t first_whole(self, uint64_t row, size_t nbytes) noexcept:
+        """The same of lanes whose rows have so many bytes."""
+        cdef size_t step = self._region.block.step_nbytes
+        return 0 if nbytes == 0 else (row * nbytes // step * step + nbytes - 1) // nbytes
 
     @cython.final
     cdef uint64_t whole_to(self, uint64_t row) noexcept:
         """The row behind the last that lies whole in the steps of rows up to `row`."""
-        cdef size_t step = self._region.block.step_nbytes, k = self.kv.row_bytes
-        cdef size_t v = self.kv.v_row_bytes
-        return min(min(round_up(row * k, step) // k, round_up(row * v, step) // v), self.kv.n_rows)
+        return min(self.kv.n_rows, min(self.end_whole(row, self.kv.row_bytes),
+                                       self.end_whole(row, self.kv.v_row_bytes)))
+
+    @cython.final
+    cdef uint64_t end_whole(self, uint64_t row, size_t nbytes) noexcept:
+        """The same of lanes whose rows have so many bytes."""
+        cdef size_t step = self._region.block.step_nbytes
+        return self.kv.n_rows if nbytes == 0 else round_up(row * nbytes, step) // nbytes
 
     @cython.final
     cdef list steps_of(self, uint64_t first, uint64_t end, uint64_t but_first, uint64_t but_end):
@@ -422,7 +455,7 @@ cdef class KVMemory(KVRows):
         """Give steps back. What the system refuses stays committed, unused."""
         cdef size_t begin, nbytes
         for begin, nbytes in ranges:
-            if um.um_block_release(&self._region.block, begin, nbytes, NULL, NULL) != um.UM_OK:
+            if self._region.release_unused(begin, nbytes, 0, NULL, NULL) != um.UM_OK:
                 self._left_behind = True
         return 0
 
@@ -468,13 +501,16 @@ cdef class KVMemory(KVRows):
                               uint64_t end) noexcept:
         """Give back rows of a lane."""
         cdef size_t batch = self.kv.spec.batch, row = self.lane_row(lane)
+        cdef um.um_status status
         cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, lane // batch % 2,
                                                 lane % batch)
         if row == 0 or first == end:  # there may be no V
             return um.UM_OK
-        return um.um_block_discard(&region.block,
-                                   rows - <char *>region.block.base + first * row,
-                                   (end - first) * row, NULL, NULL)
+        hold(&region.lock)
+        status = um.um_block_discard(&region.block, rows - <char *>region.block.base + first * row,
+                                     (end - first) * row, NULL, NULL)
+        let_go(&region.lock)
+        return status
 
     cdef int _shrink(self, list ranges) except -1:
         cdef bint empty = self.first_row() == self.end_row()
@@ -503,6 +539,7 @@ cdef class KVMemory(KVRows):
             self.move_to(self._low)
         return 0
 
+    @cython.critical_section
     def give_back(self):
         """Give back memory that holds no tokens; none of them is lost, and no address changes.
 
@@ -526,12 +563,15 @@ cdef class KVMemory(KVRows):
         return max(0, before - (self.capacity_bytes if self.grow else self.resident_bytes))
 
     cdef int window_ended(self) except -1:
-        self._waiting = False
-        try:
-            if not self.closed:
-                self.settle()
-        except Exception:  # a view goes whether or not memory can be given back
-            return 0
+        whole = None if self._whole is None else self._whole()
+        whole = self if whole is None else whole
+        with cython.critical_section(whole):
+            self._waiting = False
+            try:
+                if not self.closed:
+                    self.settle()
+            except Exception:  # a view goes whether or not memory can be given back
+                return 0
         return 0
 
     # ---- rows that are a file's ----
@@ -587,22 +627,28 @@ cdef class KVMemory(KVRows):
 
     cdef int copy_rows(self, out, rows) except -1:
         """Copy bytes that `_rows` has given, under the guard where they may be a file's."""
+        if out.nbytes != rows.nbytes:
+            raise RuntimeError(f"KVCache '{self.name}': another thread has changed it while it was "
+                               "copied: copy it again")
         if self._file is None:
             np.copyto(out, rows)
         else:
             guard.copy(out, rows.ctypes.data, rows.nbytes, self._file)
         return 0
 
+    @cython.critical_section
     def _rows(self, layer, part, stream):
         """The bytes of the tokens that all layers hold, of one lane."""
         cdef uint64_t first = um.um_kv_first_position(&self.kv)
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, first),
                                um.um_kv_seq_len(&self.kv))
 
+    @cython.critical_section
     def _rows_at(self, layer, part, stream, position, n):
         """The bytes of n tokens from a position on, of one lane, which are there or are to come."""
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, position), n)
 
+    @cython.critical_section
     def _restore_rows(self, layer, part, stream, n, next_position):
         """Where the n tokens up to a position go, of one lane."""
         row = 0 if self.kv.spec.window == 0 else (next_position - n) % self.kv.n_rows
@@ -618,6 +664,7 @@ cdef class KVMemory(KVRows):
         return self._storage_bytes
 
     @property
+    @cython.critical_section
     def resident_bytes(self):
         """Bytes of the storage that are in RAM, in whole pages, once each (Pss)."""
         self.open_region()
@@ -638,6 +685,7 @@ cdef class KVMemory(KVRows):
             return self._closed or self.tape.closed
         return self._region is None or self._region.block.base == NULL
 
+    @cython.critical_section
     def warm(self, threads=None):
         """Bring the storage into RAM, as `Block.warm`; of a growing cache what is committed."""
         cdef Region region = self.open_region()
@@ -660,11 +708,16 @@ cdef class KVMemory(KVRows):
 
     cdef Py_ssize_t n_users(self):
         # The block and this cache hold the region; everybody else is a view.
-        return 0 if self._region is None else Py_REFCNT(<PyObject *>self._region) - 2
+        return 0 if self._region is None else n_references(<PyObject *>self._region) - 2
 
     cdef object end(self):
+        cdef Region last
         self._closed = True
+        hold(&self._guard)
+        last = self._region
         self._region = None
+        let_go(&self._guard)
+        last = None
         if self.block is not None:
             self.block.__exit__()
 
@@ -675,6 +728,7 @@ cdef class KVMemory(KVRows):
 
     # ---- for unimem.transformers, which writes rows itself ----
 
+    @cython.critical_section
     def _append_begin(self, layer, n):
         """Make room for n tokens of a layer, and return the row of the first.
 
@@ -692,6 +746,7 @@ cdef class KVMemory(KVRows):
                 self.fail(&err, "append")
         return row
 
+    @cython.critical_section
     def _append_end(self, layer, n):
         """Show the n tokens of `_append_begin`, which were written."""
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")

@@ -10,6 +10,7 @@ from unimem.kv.layers import check_layers, kinds_of, states_of
 from unimem.system.arguments import flag, one_of, string
 from unimem.system.placement import PlacementOptions
 
+cimport cython
 cimport numpy as cnp
 from cpython.bytes cimport PyBytes_AS_STRING
 from cpython.tuple cimport PyTuple_GET_ITEM
@@ -42,10 +43,11 @@ def _plain_bytes(kind, n_layers, n_rows, batch, order):
 def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
     """What the ring of layers that slide takes."""
     heads = 1 if order == "head" else kind.n_kv_heads  # in a row of a lane
-    row = KVCache.storage_bytes(1, heads, kind.head_dim, ROUND_ROWS, dtype=kind.dtype)
-    row //= 2 * ROUND_ROWS
-    n_rows = KVCache._ring_rows(row, row, kind.window + spare_rows, pages)
-    return 2 * n_layers * batch * (kind.n_kv_heads // heads) * n_rows * row
+    dims = 1, heads, kind.head_dim, ROUND_ROWS
+    row, both = [KVCache.storage_bytes(*dims, dtype=kind.dtype, v_head_dim=size) // ROUND_ROWS
+                 for size in (0, kind.v_head_dim)]
+    n_rows = KVCache._ring_rows(row, both - row, kind.window + spare_rows, pages)
+    return n_layers * batch * (kind.n_kv_heads // heads) * n_rows * both
 
 
 def _budgets(kinds, max_seq_len, batch, order, grow, budget_bytes, left):
@@ -188,6 +190,7 @@ cdef class MixedKVCache(KVParts):
         raise ValueError(f"KVCache.append: layer {index} shows the rows of layer "
                          f"{self._layers[index].share_of}: append to that one")
 
+    @cython.critical_section
     def append(self, layer, k, v):
         """Append tokens to one layer: see `KVCache.append`."""
         cdef uint32_t index = layer_number(layer, self._n_layers, "layer")
@@ -219,6 +222,7 @@ cdef class MixedKVCache(KVParts):
                     else (<KVCache>self._part_of[layer]).rows(self._index_of[layer], v, out_n,
                                                               stream))
 
+    @cython.critical_section
     def append_all(self, k, v):
         """Append one token to all layers (batch 1): to those that have rows of their own.
 
@@ -268,6 +272,7 @@ cdef class MixedKVCache(KVParts):
             raise
         self.checkpoint_if_due(end)
 
+    @cython.critical_section
     def reserve(self, n):
         """Reserve n rows in every layer: see `KVCache.reserve`.
 
@@ -301,6 +306,7 @@ cdef class MixedKVCache(KVParts):
         of_part = dict(zip(self._parts, rows, strict=True))
         return tuple([of_part.get(part) for part in self._part_of])
 
+    @cython.critical_section
     def commit(self, n):
         """Make the first n reserved rows tokens of all layers: see `KVCache.commit`.
 
@@ -321,6 +327,7 @@ cdef class MixedKVCache(KVParts):
             self._end, self._reserved = end + count, 0
             self.checkpoint_if_due(end)
 
+    @cython.critical_section
     def rollback(self):
         """Drop what is reserved, and tokens that not all layers hold.
 
@@ -346,6 +353,7 @@ cdef class MixedKVCache(KVParts):
 
     # ---- forgetting ----
 
+    @cython.critical_section
     def crop(self, n):
         """Keep the first n tokens: see `KVCache.crop`.
 
@@ -387,6 +395,7 @@ cdef class MixedKVCache(KVParts):
             part.settle()
         self.limit_ends()
 
+    @cython.critical_section
     def trim_to(self, n, *, keep_first=0):
         """Keep the last n tokens, and the first `keep_first`: see `KVCache.trim_to`.
 
@@ -411,6 +420,7 @@ cdef class MixedKVCache(KVParts):
         self.keep(last, first)
         return True
 
+    @cython.critical_section
     def clear(self):
         """Forget all tokens, and what is reserved: see `KVCache.clear`."""
         cdef KVCache part
@@ -422,6 +432,7 @@ cdef class MixedKVCache(KVParts):
         self._end = self._reserved = 0
         self.set_first(0, 0)
 
+    @cython.critical_section
     def enforce_memory_limit(self, max_bytes):
         """Keep as many of the last tokens as fit: see `KVCache.enforce_memory_limit`."""
         cdef KVCache part
@@ -456,6 +467,7 @@ cdef class MixedKVCache(KVParts):
         self.limit_ends()
         return n < held
 
+    @cython.critical_section
     def give_back(self):
         """Give back memory that holds no tokens: see `KVCache.give_back`."""
         given_back = sum([part.give_back() for part in self._parts])
@@ -464,6 +476,7 @@ cdef class MixedKVCache(KVParts):
 
     # ---- reading ----
 
+    @cython.critical_section
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds: see `KVCache.layer`."""
         cdef uint32_t index = layer_number(i, self._n_layers, "i")
@@ -480,6 +493,7 @@ cdef class MixedKVCache(KVParts):
 
     # ---- copies and snapshots ----
 
+    @cython.critical_section
     def copy(self):
         """Return a cache of the same layers with the same tokens: see `KVCache.copy`."""
         cdef MixedKVCache other = MixedKVCache.__new__(MixedKVCache)
@@ -511,6 +525,7 @@ cdef class MixedKVCache(KVParts):
         self.check_all_whole("save")
         snapshot.save_layers(self, path, tokens, model)
 
+    @cython.critical_section
     def _finish_restore(self, next_position, n):
         """The tokens are in the parts."""
         self._end = next_position

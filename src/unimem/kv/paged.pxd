@@ -28,6 +28,7 @@ cdef class PagedKVCache:
     cdef Region open_region(self)
     cdef object _view(self, Region region, uint32_t layer, bint v)
 
+# What a sequence does, it does in the critical section of its cache.
 cdef class Sequence:
     cdef um.um_paged_seq seq
     cdef readonly PagedKVCache cache
@@ -41,7 +42,11 @@ cdef class Sequence:
     cdef object _node
     cdef Py_ssize_t _n_indexed
     cdef object __weakref__
+    # Raises ClosedError: in the critical section; and from elsewhere.
     cdef Region open_region(self)
+    cdef Region held(self)
+    # Begins a change: raises RuntimeError while another thread writes tokens, too.
+    cdef Region begin(self)
     cdef int check_idle(self) except -1
     # Before blocks are given back.
     cdef void note_use(self) noexcept

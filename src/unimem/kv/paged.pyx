@@ -20,34 +20,16 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
 from unimem.kv.arrays cimport (
-    Given, check_head_dim, check_token, check_tokens, contiguous, kv_types, layer_number,
-    number_of_type, numpy_type, out_type, pair_of, units,
-)
-from unimem._core.region cimport Region, enter_holder, new_window
+    Given, check_head_dim, check_token, check_tokens, contiguous, ids_of, kv_types, layer_number,
+    number_of_type, numpy_type, out_type, pair_of, units)
+from unimem._core.region cimport Region, enter_holder, new_window, n_references
 from unimem._core.status cimport raise_status
-
-cdef extern from "Python.h":
-    Py_ssize_t Py_REFCNT(PyObject *o) nogil
 
 cnp.import_array()
 
 # Giving the interpreter's lock up and taking it again costs more than copying a few rows.
 cdef uint64_t MANY_ROWS = 64
 cdef size_t ID_BYTES = sizeof(int32_t)
-
-
-cdef bytes _ids_of(object tokens, str what):
-    """The bytes of token ids as int32."""
-    ids = np.asarray(tokens)
-    if ids.size == 0:
-        return b""
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise TypeError(f"{what}: expected a sequence of integers, got {ids.ndim} dimensions of "
-                        f"{ids.dtype}")
-    if ids.min() < 0 or ids.max() >= 2**31:
-        raise ValueError(f"{what}: expected ids from 0 to 2**31 - 1, got {ids.min()} to "
-                         f"{ids.max()}")
-    return ids.astype(np.int32).tobytes()
 
 
 cdef class PagedKVCache:
@@ -73,7 +55,7 @@ cdef class PagedKVCache:
     block_tokens : int, default 16
         Tokens of a block.
     dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
-        What is stored, as for `KVCache`.
+        What is stored, as for `KVCache`. Two, as ``"q8_0,q4_0"``, are those of K and of V.
     k_dtype, v_dtype : str, optional
         What is stored of K, and of V, where that is not `dtype`.
     prefix_cache : bool, default True
@@ -157,6 +139,7 @@ cdef class PagedKVCache:
     cdef uint32_t most_in_use(self) noexcept:
         return max(self._most_in_use, um.um_paged_n_in_use(&self.paged))
 
+    @cython.critical_section
     def _ledger_parts(self):
         cdef Region region = self._region
         cdef size_t size = self.paged.block_bytes
@@ -170,6 +153,7 @@ cdef class PagedKVCache:
             raise ClosedError(f"PagedKVCache '{self.name}' is closed")
         return self.block.region()
 
+    @cython.critical_section
     def sequence(self, tokens=()):
         """Make a sequence, which begins with the cached blocks that hold its first tokens.
 
@@ -189,28 +173,30 @@ cdef class PagedKVCache:
         ------
         ValueError, TypeError
             What is no token id.
-        ClosedError
         """
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
-        cdef cnp.ndarray blocks
-        cdef bytes ids = _ids_of(tokens, "tokens")
-        self.open_region()
+        cdef bytes ids = ids_of(tokens, "tokens")
         cdef list found = []
+        cdef int32_t[::1] blocks
+        cdef uint32_t n = 0
+        self.open_region()
         size = self.paged.spec.block_tokens * ID_BYTES
-        if self._index is not None and ids:
-            whole = (len(ids) - ID_BYTES) // size * size
-            found = self._index.find(self, [ids[i:i + size] for i in range(0, whole, size)])
-        blocks = np.array([node.block for node in found], np.int32)
-        if um.um_paged_seq_init(&s.seq, &self.paged, <const int32_t *>cnp.PyArray_DATA(blocks),
-                                len(found), &err) != um.UM_OK:
-            self.fail(&err)
-        s.cache = self
-        s._ids = bytearray(ids)
-        s._n_indexed = len(found)
-        s.n_cached = s._n_indexed * self.paged.spec.block_tokens
         if self._index is not None:
-            s._node = found[len(found) - 1] if found else self._index.root
+            found = self._index.find(
+                self, [ids[i:i + size] for i in range(0, len(ids) - size, size)])
+        blocks = np.empty(len(found) + 1, np.int32)
+        for node in found:  # others may have taken them; from here on no other thread runs
+            blocks[n] = node.block
+            if not um.um_paged_is_cached(&self.paged, <uint32_t>blocks[n]):
+                break
+            n += 1
+        if um.um_paged_seq_init(&s.seq, &self.paged, &blocks[0], n, &err) != um.UM_OK:
+            self.fail(&err)
+        s.cache, s._ids, s._n_indexed = self, bytearray(ids), n
+        s.n_cached = n * self.paged.spec.block_tokens
+        if self._index is not None:
+            s._node = found[n - 1] if n else self._index.root
         return s
 
     # ---- for unimem.kv.prefix ----
@@ -227,7 +213,6 @@ cdef class PagedKVCache:
         um.um_paged_uncache(&self.paged, block)
 
     def _n_holders(self, uint32_t block):
-        """How many sequences hold a block."""
         return um.um_paged_n_holders(&self.paged, block)
 
     # ---- the pool ----
@@ -245,6 +230,7 @@ cdef class PagedKVCache:
                             + head * s.block_tokens * s.n_kv_heads)
         return new_array(data, 4, sizes, strides, kind, window, True)
 
+    @cython.critical_section
     def layer(self, i):
         """View K and V of a layer in all blocks, as kernels with block tables take them.
 
@@ -275,12 +261,14 @@ cdef class PagedKVCache:
         return self.paged.spec.n_blocks
 
     @property
+    @cython.critical_section
     def n_blocks_in_use(self):
         """Blocks that sequences hold."""
         self.open_region()
         return um.um_paged_n_in_use(&self.paged)
 
     @property
+    @cython.critical_section
     def n_blocks_available(self):
         """Blocks that can be taken: free ones, and cached ones that no sequence holds."""
         self.open_region()
@@ -322,12 +310,14 @@ cdef class PagedKVCache:
         return self.paged.spec.n_blocks * self.paged.block_bytes
 
     @property
+    @cython.critical_section
     def resident_bytes(self):
         """Bytes of the pool that are in RAM, in whole pages (Pss)."""
         self.open_region()
         return self.block.verify().pss_bytes
 
     @property
+    @cython.critical_section
     def granted(self):
         """How the memory of the pool is placed, as the kernel says."""
         self.open_region()
@@ -338,6 +328,7 @@ cdef class PagedKVCache:
         self.open_region()
         self.block.warm(threads)
 
+    @cython.critical_section
     def give_back(self):
         """Give back the memory of blocks that no sequence holds; prefixes cached there are gone.
 
@@ -378,6 +369,7 @@ cdef class PagedKVCache:
         """Whether the cache was closed."""
         return self._region is None
 
+    @cython.critical_section
     def close(self):
         """Close the cache and give its memory back; its sequences are of no use then.
 
@@ -389,7 +381,7 @@ cdef class PagedKVCache:
         if self._region is None:
             return
         # The cache and its block hold the region; everybody else is a view, or copies.
-        n_views = Py_REFCNT(<PyObject *>self._region) - 2
+        n_views = n_references(<PyObject *>self._region) - 2
         if n_views > 0:
             raise BufferError(f"PagedKVCache '{self.name}' has {n_views} live views: drop them "
                               "first, or leave a 'with'")
@@ -404,8 +396,8 @@ cdef class PagedKVCache:
         self.open_region()
         return self
 
+    @cython.critical_section
     def __exit__(self, *exc_info):
-        # Views that are still alive keep the memory; it goes with the last of them.
         self._release()
 
     def __del__(self):
@@ -439,16 +431,17 @@ cdef class Sequence:
     cache : PagedKVCache
         Whose blocks it uses.
     n_cached : int
-        How many tokens it shared with the prefix cache when it was made, or what it was forked
-        from.
+        How many tokens it, or what it was forked from, shared with the prefix cache at first.
     """
 
     def __init__(self):
         raise TypeError("a Sequence is made by PagedKVCache.sequence()")
 
     def __dealloc__(self):
-        self.note_use()
-        um.um_paged_seq_free(&self.seq)
+        # Any thread may drop a sequence, whose blocks go back to the pool.
+        with cython.critical_section(self.cache):
+            self.note_use()
+            um.um_paged_seq_free(&self.seq)
 
     cdef void note_use(self) noexcept:
         if self.cache is not None:
@@ -459,6 +452,14 @@ cdef class Sequence:
             raise ClosedError(f"the Sequence of PagedKVCache '{self.cache.name}' is closed")
         return self.cache.open_region()
 
+    cdef Region held(self):
+        with cython.critical_section(self.cache):
+            return self.open_region()
+
+    cdef Region begin(self):
+        self.check_idle()
+        return self.open_region()
+
     cdef int check_idle(self) except -1:
         if self._appending:
             raise RuntimeError(f"Sequence of PagedKVCache '{self.cache.name}': another thread "
@@ -466,10 +467,7 @@ cdef class Sequence:
         return 0
 
     cdef int finish(self, const um.um_paged_pending *pending, bint releases) except -1:
-        """Writes tokens that blocks were taken for, perhaps with the lock released.
-
-        Blocks change hands under the lock only: any thread may drop a sequence at any time.
-        """
+        """Writes tokens that blocks were taken for, perhaps with the lock released."""
         if releases:
             self._appending = True
             with nogil:
@@ -516,18 +514,18 @@ cdef class Sequence:
         cdef bint releases
         check_tokens(&given, ka, va, self.cache._given, 1, s.n_kv_heads, s.head_dim, s.head_dim,
                      "Sequence.append")
-        # From here on no other thread runs until blocks were taken. Held, so that nobody closes the
-        # cache while the lock is released.
-        _held = self.open_region()
-        self.check_idle()
-        releases = given.n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index)
-        if um.um_paged_append_begin(&pending, &self.seq, index, cnp.PyArray_DATA(ka),
-                                    cnp.PyArray_DATA(va), given.type, given.order, given.n,
-                                    &err) != um.UM_OK:
-            self.cache.fail(&err)
-        self.finish(&pending, releases)
-        if um.um_paged_layer_len(&self.seq, index) // s.block_tokens > <uint64_t>self._n_indexed:
-            self.index_blocks()
+        with cython.critical_section(self.cache):
+            # Until blocks were taken no other thread runs; held, so that nobody closes the cache.
+            _held = self.begin()
+            releases = given.n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index)
+            if um.um_paged_append_begin(&pending, &self.seq, index, cnp.PyArray_DATA(ka),
+                                        cnp.PyArray_DATA(va), given.type, given.order, given.n,
+                                        &err) != um.UM_OK:
+                self.cache.fail(&err)
+            self.finish(&pending, releases)
+            if (um.um_paged_layer_len(&self.seq, index) // s.block_tokens
+                    > <uint64_t>self._n_indexed):
+                self.index_blocks()
 
     def _append_stored(self, layer, const uint8_t[:, ::1] k, const uint8_t[:, ::1] v):
         """Append ``[n, row bytes]`` to one layer as they are stored, all heads; for chunk_rows."""
@@ -536,17 +534,18 @@ cdef class Sequence:
         cdef um.um_paged *p = &self.cache.paged
         cdef size_t heads = p.spec.n_kv_heads, n = len(k)
         cdef uint32_t index = layer_number(layer, p.spec.n_layers, "layer")
+        cdef Region _held
         if len(v) != n or k.nbytes != n * heads * p.head_bytes or v.nbytes != (
                 n * heads * p.v_head_bytes):
             raise ValueError("rows: expected those of as many tokens of K and of V")
-        cdef Region _held = self.open_region()
-        self.check_idle()
-        if um.um_paged_append_stored_begin(&pending, &self.seq, index, &k[0, 0] if n else NULL,
-                                           &v[0, 0] if n else NULL, um.UM_KV_TOKEN_MAJOR, n,
-                                           &err) != um.UM_OK:
-            self.cache.fail(&err)
-        self.finish(&pending, True)
-        self.index_blocks()
+        with cython.critical_section(self.cache):
+            _held = self.begin()
+            if um.um_paged_append_stored_begin(&pending, &self.seq, index, &k[0, 0] if n else NULL,
+                                               &v[0, 0] if n else NULL, um.UM_KV_TOKEN_MAJOR, n,
+                                               &err) != um.UM_OK:
+                self.cache.fail(&err)
+            self.finish(&pending, True)
+            self.index_blocks()
 
     def append_all(self, k, v):
         """Append one token to all layers.
@@ -569,15 +568,14 @@ cdef class Sequence:
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef Given given
         check_token(&given, ka, va, self.cache._given, s.n_layers, s.n_kv_heads, s.head_dim,
-                    s.head_dim,
-                    "Sequence.append_all")
-        _held = self.open_region()
-        self.check_idle()
-        if um.um_paged_append_all_begin(&pending, &self.seq, cnp.PyArray_DATA(ka),
-                                        cnp.PyArray_DATA(va), given.type, &err) != um.UM_OK:
-            self.cache.fail(&err)
-        self.finish(&pending, True)
-        self.index_blocks()
+                    s.head_dim, "Sequence.append_all")
+        with cython.critical_section(self.cache):
+            _held = self.begin()
+            if um.um_paged_append_all_begin(&pending, &self.seq, cnp.PyArray_DATA(ka),
+                                            cnp.PyArray_DATA(va), given.type, &err) != um.UM_OK:
+                self.cache.fail(&err)
+            self.finish(&pending, True)
+            self.index_blocks()
 
     def extend(self, ids):
         """Tell the ids of the next tokens whose ids are not known, appended already or not.
@@ -595,15 +593,17 @@ cdef class Sequence:
             What is no token id.
         ClosedError
         """
-        cdef bytes told = _ids_of(ids, "ids")
-        self.open_region()
-        self._ids += told
-        self.index_blocks()
+        cdef bytes told = ids_of(ids, "ids")
+        with cython.critical_section(self.cache):
+            self.open_region()
+            self._ids += told
+            self.index_blocks()
 
     def _told_ids(self):
         """The ids of its first tokens, int32, as far as they were told; for chunk_rows."""
-        self.open_region()
-        return np.frombuffer(bytes(self._ids), np.int32)
+        with cython.critical_section(self.cache):
+            self.open_region()
+            return np.frombuffer(bytes(self._ids), np.int32)
 
     cdef int index_blocks(self) except -1:
         """Cache the full blocks whose ids are known."""
@@ -645,13 +645,13 @@ cdef class Sequence:
         """
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
-        self.open_region()
-        self.check_idle()
-        if um.um_paged_seq_fork(&s.seq, &self.seq, &err) != um.UM_OK:
-            self.cache.fail(&err)
-        s.cache, s.n_cached = self.cache, self.n_cached
-        s._ids, s._node, s._n_indexed = self._ids[:], self._node, self._n_indexed
-        return s
+        with cython.critical_section(self.cache):
+            self.begin()
+            if um.um_paged_seq_fork(&s.seq, &self.seq, &err) != um.UM_OK:
+                self.cache.fail(&err)
+            s.cache, s.n_cached = self.cache, self.n_cached
+            s._ids, s._node, s._n_indexed = self._ids[:], self._node, self._n_indexed
+            return s
 
     def crop(self, n):
         """Keep the first n tokens and their ids, and give the blocks behind them back.
@@ -666,18 +666,18 @@ cdef class Sequence:
         """
         cdef um.um_error err
         cdef uint64_t kept = size_of(n, "n")
-        self.open_region()
-        self.check_idle()
-        self.note_use()
-        if um.um_paged_crop(&self.seq, kept, &err) != um.UM_OK:
-            if err.status == um.UM_E_INVALID:
-                raise ValueError(f"Sequence.crop: expected n of at most {len(self)}, the tokens "
-                                 f"that are there, got {n}")
-            self.cache.fail(&err)
-        del self._ids[kept * ID_BYTES:]
-        while self._n_indexed > <Py_ssize_t>(kept // self.cache.paged.spec.block_tokens):
-            self._node = self._node.parent
-            self._n_indexed -= 1
+        with cython.critical_section(self.cache):
+            self.begin()
+            self.note_use()
+            if um.um_paged_crop(&self.seq, kept, &err) != um.UM_OK:
+                if err.status == um.UM_E_INVALID:
+                    raise ValueError(f"Sequence.crop: expected n of at most {len(self)}, the "
+                                     f"tokens that are there, got {n}")
+                self.cache.fail(&err)
+            del self._ids[kept * ID_BYTES:]
+            while self._n_indexed > <Py_ssize_t>(kept // self.cache.paged.spec.block_tokens):
+                self._node = self._node.parent
+                self._n_indexed -= 1
 
     def rollback(self):
         """Drop tokens that not all layers hold. Their ids stay.
@@ -688,10 +688,10 @@ cdef class Sequence:
             Another thread appends to this sequence.
         ClosedError
         """
-        self.open_region()
-        self.check_idle()
-        self.note_use()
-        um.um_paged_rollback(&self.seq)
+        with cython.critical_section(self.cache):
+            self.begin()
+            self.note_use()
+            um.um_paged_rollback(&self.seq)
 
     def gather(self, layer, out=None):
         """Copy the tokens that a layer holds to contiguous memory.
@@ -723,7 +723,7 @@ cdef class Sequence:
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef uint32_t index = layer_number(layer, self.cache.paged.spec.n_layers, "layer")
         # Held, so that nobody closes the cache while the lock is released.
-        cdef Region _held = self.open_region()
+        cdef Region _held = self.held()
         cdef uint64_t n = um.um_paged_layer_len(&self.seq, index)
         cdef um.um_dtype k_type, v_type
         cdef cnp.ndarray k, v
@@ -747,11 +747,12 @@ cdef class Sequence:
     @property
     def block_table(self):
         """The ids of its blocks, in the order of the tokens: a new int32 array."""
-        self.open_region()
-        cdef size_t n = self.seq.n_blocks
-        cdef cnp.ndarray table = np.empty(n, np.int32)
-        memcpy(cnp.PyArray_DATA(table), self.seq.table, n * sizeof(int32_t))
-        return table
+        cdef cnp.ndarray table
+        with cython.critical_section(self.cache):
+            self.open_region()
+            table = np.empty(self.seq.n_blocks, np.int32)
+            memcpy(cnp.PyArray_DATA(table), self.seq.table, cnp.PyArray_NBYTES(table))
+            return table
 
     @property
     def closed(self):
@@ -766,15 +767,16 @@ cdef class Sequence:
         RuntimeError
             Another thread appends to this sequence; it is not closed then.
         """
-        if not self._closed and self.cache is not None:
-            self.check_idle()
-            self._closed = True
-            self.note_use()
-            um.um_paged_seq_clear(&self.seq)
-            self._ids = self._node = None
+        with cython.critical_section(self.cache):
+            if not self._closed and self.cache is not None:
+                self.check_idle()
+                self._closed = True
+                self.note_use()
+                um.um_paged_seq_clear(&self.seq)
+                self._ids = self._node = None
 
     def __enter__(self):
-        self.open_region()
+        self.held()
         return self
 
     def __exit__(self, *exc_info):
@@ -789,7 +791,7 @@ cdef class Sequence:
                         "Save what gather() returns")
 
     def __len__(self):
-        self.open_region()
+        self.held()
         return um.um_paged_seq_len(&self.seq)
 
     def __repr__(self):

@@ -1,16 +1,18 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """What a cache stands on whose layers differ: its parts, its states, and one position for all."""
 import warnings
+import weakref
 
 from unimem.kv.layers import kinds_of, places_of
 from unimem.system.placement import sum_placements
 from unimem.system.text import format_bytes, format_count
 
+cimport cython
 from cpython.tuple cimport PyTuple_GET_ITEM
 from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
-from unimem.kv.arrays cimport layer_number
+from unimem.kv.arrays cimport kv_pair, layer_number
 from unimem.kv.cache cimport KVCache
 from unimem.kv.states cimport LayerStates
 
@@ -42,7 +44,7 @@ cdef class KVParts(KVCache):
         written = [i for i in range(self._n_layers) if self._owns[i]]
         self._written = sorted(written, key=lambda i: layers[i].window is not None)
         self._n_plain = sum([part.window is None for part in parts])
-        self.dtype = self.v_dtype = tuple([layer.dtype for layer in layers])
+        self.dtype, self.v_dtype = zip(*[kv_pair(layer.dtype) for layer in layers], strict=True)
         self.window = tuple([getattr(layer, "window", None) for layer in layers])
         self._widest = max([window or 0 for window in self.window])
         self._parts, self._states = tuple(parts), states
@@ -52,6 +54,8 @@ cdef class KVParts(KVCache):
         self.grow = bool(parts) and parts[0].grow
         self.rotate = bool(parts) and parts[0].rotate
         self.budget_bytes = budget_bytes
+        for part in parts:
+            part._whole = weakref.ref(self)
         for part in parts[self._n_plain:]:
             part._beside = self._parts[:self._n_plain]
         # What rings have behind that, they lack.
@@ -187,6 +191,7 @@ cdef class KVParts(KVCache):
 
     # ---- states ----
 
+    @cython.critical_section
     def state(self, layer):
         """View the state that a layer keeps: see `KVCache.state`."""
         cdef uint32_t index = layer_number(layer, self._n_layers, "layer")
@@ -197,11 +202,13 @@ cdef class KVParts(KVCache):
         return self._states.view(self._index_of[index])
 
     @property
+    @cython.critical_section
     def checkpoints(self):
         """Positions whose checkpoints `crop` can go back to, in their order: a tuple of int."""
         self.check_open()
         return tuple(self.ways_back()) if self._states is not None else ()
 
+    @cython.critical_section
     def checkpoint(self):
         """Keep a copy of all states, to go back to: see `KVCache.checkpoint`."""
         cdef uint64_t end = self.end_of_all()
@@ -249,18 +256,21 @@ cdef class KVParts(KVCache):
     # ---- figures ----
 
     @property
+    @cython.critical_section
     def seq_len(self):
         """Tokens that all layers hold, or need not hold any more: windows slide."""
         self.check_open()
         return self.end_of_all() - self.first_of_all()
 
     @property
+    @cython.critical_section
     def next_position(self):
         """The position of the next token, which trimming does not change."""
         self.check_open()
         return self.end_of_all()
 
     @property
+    @cython.critical_section
     def memory_usage_bytes(self):
         """Bytes of the tokens that are there, over all layers, K and V, and of the states."""
         fixed = 0 if self._states is None else self._states.state_bytes
@@ -351,6 +361,7 @@ cdef class KVParts(KVCache):
         for piece in self._pieces:
             piece.warm(threads)
 
+    @cython.critical_section
     def _freeze(self, bint frozen):
         """Refuse, or allow again, to commit memory and to give it back unasked."""
         for part in self._parts:

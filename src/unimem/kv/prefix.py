@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -38,7 +39,10 @@ def digest(ids: bytes, parent_key: int, /) -> int:
 
 
 class Node:
-    """One cached block: its tokens, and the blocks before and behind it."""
+    """One cached block: its tokens, and the blocks before and behind it.
+
+    Its block is -1 when the node is not in the index any more.
+    """
 
     __slots__ = ("block", "children", "ids", "key", "parent")
 
@@ -71,6 +75,7 @@ class PrefixIndex:
         self.root = Node(None, b"", 0, -1)
         self._nodes: dict[int, Node] = {}
         self._node_of: dict[int, Node] = {}
+        self._lock = threading.RLock()  # of the two, and of the tree
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -92,14 +97,15 @@ class PrefixIndex:
         """
         found: list[Node] = []
         parent = self.root
-        for ids in prefix:
-            key = digest(ids, parent.key)
-            self._drop_lost(blocks, self._nodes.get(key))
-            node = self._nodes.get(key)
-            if node is None or node.parent is not parent or node.ids != ids:
-                break
-            found.append(node)
-            parent = node
+        with self._lock:
+            for ids in prefix:
+                key = digest(ids, parent.key)
+                self._drop_lost(blocks, self._nodes.get(key))
+                node = self._nodes.get(key)
+                if node is None or node.parent is not parent or node.ids != ids:
+                    break
+                found.append(node)
+                parent = node
         return found
 
     def add(self, blocks: Blocks, parent: Node, ids: bytes, block: int) -> Node | None:
@@ -124,17 +130,18 @@ class PrefixIndex:
             index any more.
         """
         key = digest(ids, parent.key)
-        self._drop_lost(blocks, self._node_of.get(block))
-        self._drop_lost(blocks, self._nodes.get(key))
-        node = self._nodes.get(key)
-        if node is not None:
-            return node if node.parent is parent and node.ids == ids else None
-        if block in self._node_of or not self.holds(parent):
-            return None
-        blocks._cache(block)
-        node = self._nodes[key] = self._node_of[block] = Node(parent, ids, key, block)
-        parent.children.add(node)
-        return node
+        with self._lock:
+            self._drop_lost(blocks, self._node_of.get(block))
+            self._drop_lost(blocks, self._nodes.get(key))
+            node = self._nodes.get(key)
+            if node is not None:
+                return node if node.parent is parent and node.ids == ids else None
+            if block in self._node_of or not self.holds(parent):
+                return None
+            blocks._cache(block)
+            node = self._nodes[key] = self._node_of[block] = Node(parent, ids, key, block)
+            parent.children.add(node)
+            return node
 
     def holds(self, node: Node) -> bool:
         """Whether a node is in the index; the root always is."""
@@ -152,3 +159,4 @@ class PrefixIndex:
             gone += node.children
             del self._nodes[node.key], self._node_of[node.block]
             blocks._uncache(node.block)
+            node.block = -1

@@ -16,7 +16,7 @@ from libc.string cimport strcmp
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem.kv.arrays cimport (
-    check_head_dim, kv_types, layer_number, number_of_type, numpy_type,
+    check_head_dim, kv_name, kv_types, layer_number, number_of_type, numpy_type,
 )
 from unimem._core.region cimport Region
 from unimem._core.status cimport full_text, raise_file_status, raise_status
@@ -259,8 +259,8 @@ cdef class KVRows(Watcher):
     cdef int move_to(self, uint64_t row) except -1:
         cdef um.um_error err
         cdef um.um_status status
-        # In main memory with the interpreter's lock: nobody makes a view, or closes the cache. A
-        # device's driver lets others run.
+        # A device's driver lets others run; in main memory nobody else has the interpreter's lock.
+        cdef Region _held = self.open_region()  # a tape may be closed meanwhile
         self._writing = True
         status = um.um_kv_move(&self.kv, row, &err)
         self.end_move(status, &err, "move")
@@ -273,11 +273,13 @@ cdef class KVRows(Watcher):
             self.fail(err, doing)
 
     cdef int make_rows(self, uint64_t row, uint64_t n) except -1:
-        # A view that goes meanwhile gives nothing back.
+        # A view that goes meanwhile gives nothing back, and another thread that writes is refused.
         self._n_busy += 1
+        self._writing = True
         try:
             self.take_rows(row, n)
         finally:
+            self._writing = False
             self.end_busy()
         return 0
 
@@ -405,6 +407,7 @@ cdef class KVRows(Watcher):
 
     # ---- rows that the caller writes ----
 
+    @cython.critical_section
     def reserve(self, n):
         """Reserve n rows in every layer, to be written by the caller.
 
@@ -430,6 +433,7 @@ cdef class KVRows(Watcher):
         self._reserved = count
         return row
 
+    @cython.critical_section
     def commit(self, n):
         """Make the first n reserved rows tokens of all layers at once; the rest is dropped.
 
@@ -450,6 +454,7 @@ cdef class KVRows(Watcher):
             self.fail(&err, "commit")
         self._reserved = 0
 
+    @cython.critical_section
     def rollback(self):
         """Drop what is reserved, and tokens that not all layers hold."""
         self.begin_change()
@@ -465,6 +470,7 @@ cdef class KVRows(Watcher):
     cdef void note_end(self) noexcept:
         self._lowest_end = min(self._lowest_end, um.um_kv_next_position(&self.kv))
 
+    @cython.critical_section
     def crop(self, n):
         """Keep the first n tokens.
 
@@ -497,6 +503,7 @@ cdef class KVRows(Watcher):
         self.note_end()
         self.settle()
 
+    @cython.critical_section
     def trim_to(self, n, *, keep_first=0):
         """Keep the last n tokens, and the first `keep_first`.
 
@@ -532,6 +539,7 @@ cdef class KVRows(Watcher):
                              f"from its position, got {keep_first}")
         if first and last < held and first < held - last:
             row = self.check_kept(last, first)
+        cdef Region _held = self.open_region()
         self._writing = True  # as in move_to
         try:
             status = self.trim(last, first, row, &err)
@@ -551,6 +559,7 @@ cdef class KVRows(Watcher):
                               f"{last}, where the first {first} go: drop them first")
         return row
 
+    @cython.critical_section
     def clear(self):
         """Forget all tokens, and what is reserved; the next position is 0.
 
@@ -624,8 +633,7 @@ cdef class KVRows(Watcher):
         cdef uint64_t count = n, most = self.kv.spec.window or self.kv.spec.max_seq_len
         self.clear()
         if count > most:
-            raise CacheFull(f"KVCache '{self.name}': {n} tokens do not fit into {most}", most, 0,
-                            n)
+            raise CacheFull(f"KVCache '{self.name}': {n} tokens do not fit into {most}", most, 0, n)
         if self.kv.spec.window == 0 and (self.first_row() != 0 or self.mapped(0, count) != NULL):
             raise BufferError(f"KVCache '{self.name}': views hold memory that was to be given "
                               "back: drop them first")
@@ -684,7 +692,7 @@ cdef class KVRows(Watcher):
     def layers(self):
         """What each layer keeps: a tuple of `LayerKV`."""
         layer = LayerKV(self._heads, self.kv.spec.head_dim, self._v_head_dim, window=self.window,
-                        dtype=self.dtype)
+                        dtype=kv_name(self.dtype, self.v_dtype))
         return (layer,) * self.kv.spec.n_layers
 
     @property
@@ -744,6 +752,7 @@ cdef class KVRows(Watcher):
 
     # ---- the end ----
 
+    @cython.critical_section
     def close(self):
         """Close the cache; storage of its own is given back. Closing twice is no error.
 
@@ -763,6 +772,7 @@ cdef class KVRows(Watcher):
         self.open_region()
         return self
 
+    @cython.critical_section
     def __exit__(self, *exc_info):
         # Views that are still alive keep the memory; it goes with the last of them.
         self.end()

@@ -41,7 +41,7 @@ cdef class _Rows:
 
 # Rows in main memory.
 cdef class _HostRows(_Rows):
-    # None when the tape is closed.
+    # Raises ClosedError when the tape is closed.
     cdef Region region(self)
     # Where the rows lie, in so many bytes, and what so many tokens use of them.
     cdef uintptr_t address(self) noexcept

@@ -130,6 +130,7 @@ cdef class _Rows:
     cdef um.um_status give_back(self, um.um_error *err):
         return um.UM_OK
 
+    @cython.critical_section
     def crop(self, n):
         """Keep the first n tokens.
 
@@ -167,6 +168,7 @@ cdef class _Rows:
         """Whether the pad was closed."""
         return not self._open or self.tape.closed
 
+    @cython.critical_section
     def close(self):
         """Close the pad; memory of its own is given back. Closing twice is no error.
 
@@ -188,6 +190,7 @@ cdef class _Rows:
         self.check_open()
         return self
 
+    @cython.critical_section
     def __exit__(self, *exc_info):
         # Views that are still alive keep the memory; it goes with the last of them.
         self._open = False
@@ -214,7 +217,10 @@ cdef class _HostRows(_Rows):
     """Rows in main memory."""
 
     cdef Region region(self):
-        return (<Tape>self.tape)._region
+        cdef Region found = (<Tape>self.tape).held()
+        if found is None:
+            self.tape.check_open()
+        return found
 
     cdef uintptr_t address(self) noexcept:
         return 0
@@ -225,12 +231,14 @@ cdef class _HostRows(_Rows):
     cdef size_t bytes_of(self, Py_ssize_t n) noexcept:
         return 0
 
+    @cython.critical_section
     def _ledger_parts(self):
         if not self._open or not self.tape._holds(self.address(), self.nbytes()):
             return ()
         return (("kv", self.address(), self.nbytes(), self.bytes_of(self.n_tokens),
                  self.bytes_of(max(self.most_tokens, self.n_tokens))),)
 
+    @cython.critical_section
     def append(self, vec):
         """Append one token.
 
@@ -261,6 +269,7 @@ cdef class _HostRows(_Rows):
             self.check_shape(vec.shape, False)
         self.append_rows(vec, 1)
 
+    @cython.critical_section
     def append_batch(self, rows):
         """Append tokens, all of them or none.
 
@@ -293,7 +302,7 @@ cdef class _HostRows(_Rows):
             self.append_rows(np.array(rows, rows.dtype.newbyteorder("="), order="C"), n)
             return
         # Held, so that nobody closes the pad while the GIL is released.
-        _held = (<Tape>self.tape)._region
+        _held = self.region()
         if self.write(<const char *>cnp.PyArray_DATA(rows), given, n, &err) != um.UM_OK:
             self.fail(&err)
         # Readers see the tokens when they are whole.
@@ -396,6 +405,7 @@ cdef class Scratchpad(_HostRows):
             status = _copy(out, self.type, rows, given, n_values, err)
         return status
 
+    @cython.critical_section
     def as_array(self):
         """View the tokens that are there.
 
@@ -433,6 +443,7 @@ cdef class DeviceScratchpad(_Rows):
         self._kernels = kernels
         self._open = True
 
+    @cython.critical_section
     def append(self, vec, *, stream=None):
         """Append one token, by a copy or a kernel that is queued.
 
@@ -467,6 +478,7 @@ cdef class DeviceScratchpad(_Rows):
         self.check_shape(rows.shape, False)
         self.append_rows(rows, 1, stream)
 
+    @cython.critical_section
     def append_batch(self, rows, *, stream=None):
         """Append tokens, all of them or none.
 
@@ -524,6 +536,7 @@ cdef class DeviceScratchpad(_Rows):
             self._kernels.append(bytes.at, 0, _KERNEL_TYPES[given], (1, 1, 1, n, self.dim),
                                  strides, out, 0, 0, 0, self.row_bytes, 0, n, 0, stream)
 
+    @cython.critical_section
     def as_array(self):
         """View the tokens that are there.
 
@@ -692,7 +705,8 @@ cdef class PagedScratchpad(_HostRows):
     cdef um.um_status give_back(self, um.um_error *err):
         cdef Py_ssize_t needed = self.blocks_for(self.n_tokens)
         cdef um.um_status status
-        while self.n_in_use > needed:
+        cdef Region held = (<Tape>self.tape).held()
+        while held is not None and self.n_in_use > needed:
             # The last one first, so that they are taken again in their order.
             status = um.um_grid_give(&self.grid, self.table[self.n_in_use - 1], err)
             if status != um.UM_OK:
@@ -700,6 +714,7 @@ cdef class PagedScratchpad(_HostRows):
             self.n_in_use -= 1
         return um.UM_OK
 
+    @cython.critical_section
     def get_token(self, i):
         """View one token.
 
@@ -728,6 +743,7 @@ cdef class PagedScratchpad(_HostRows):
         return vector_over(self.row(at if at >= 0 else at + self.n_tokens), self.dim, self.dtype,
                            self.region(), True)
 
+    @cython.critical_section
     def as_array(self):
         """Copy the tokens that are there.
 
@@ -754,6 +770,7 @@ cdef class PagedScratchpad(_HostRows):
         return out
 
     @property
+    @cython.critical_section
     def block_table(self):
         """A copy of the block table: of each block in use its number in the pool, int32."""
         self.check_open()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -38,6 +38,7 @@ from unimem.kv.states import LayerStates
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system.arguments import file_path, flag, one_of
 from unimem.system.atomic_file import NewFile
+from unimem.system.descriptors import Descriptors
 from unimem.system.objects import is_url, open_server
 from unimem.system.placement import PlacementOptions
 
@@ -427,8 +428,7 @@ def _restored(
     """Make a cache whose layers are alike."""
     fields = {key: getattr(snapshot, key) for key in _DIMS}
     in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
-    can_grow = not snapshot.window and snapshot.head_dim == snapshot.v_head_dim
-    if file and snapshot.seq_len and can_grow and in_pages:
+    if file and snapshot.seq_len and not snapshot.window and in_pages:
         if verify:
             check_data(snapshot, source)
         offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
@@ -604,9 +604,9 @@ class _SnapshotFile:
     """The file behind a mapped cache, held open: another may have its name by now."""
 
     def __init__(self, fd: int, snapshot: Snapshot | LayersSnapshot) -> None:
-        self.fd = -1
+        self._fds = Descriptors()
         self._snapshot = snapshot
-        self.fd = os.dup(fd)
+        self.fd = self._fds.add(os.dup, fd)
 
     def verify(self) -> None:
         there, whole = os.fstat(self.fd).st_size, self._snapshot.file_bytes
@@ -621,11 +621,6 @@ class _SnapshotFile:
         source = LocalSnapshot(self.fd, self._snapshot.path, there)
         for part in _parts_of(self._snapshot):
             check_data(part, source)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            with suppress(OSError):
-                os.close(self.fd)
 
 
 # ---- what the caller gave ----

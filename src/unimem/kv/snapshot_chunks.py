@@ -16,7 +16,7 @@ from unimem.errors import SnapshotError
 from unimem.kv.snapshot_format import DAMAGED, Chunk, Snapshot
 from unimem.kv.snapshot_source import RemoteSnapshot, SnapshotBytes
 from unimem.kv.snapshot_states import StatesSnapshot
-from unimem.system.threads import wait_until
+from unimem.system.threads import starting_threads, wait_until
 
 __all__ = ["Section", "again", "check_data", "for_each_chunk", "read_rows", "staging"]
 
@@ -118,8 +118,9 @@ def for_each_chunk(snapshot: Section, work: Callable[[Chunk, NDArray[np.uint8]],
         for i in range(n_threads):
             buffers.put(block.as_array("uint8", nbytes, i * nbytes))
         try:
-            for _ in pool.map(one, snapshot.chunks()):
-                pass
+            with starting_threads():
+                for _ in pool.map(one, snapshot.chunks()):
+                    pass
         finally:
             stopped = True
             try:

@@ -432,8 +432,8 @@ def _dtype_number(snapshot: Snapshot) -> int:
 
 
 def seal_header(header: bytes) -> bytes:
-    """Return the header with the checksum that belongs to it."""
-    head = header[: OFFSETS["header_checksum"]]
+    """Return a header of this format or of its sisters with its checksum: the last 8 bytes."""
+    head = header[:-8]
     return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
 
 
@@ -507,9 +507,6 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     known = k < len(DTYPES) and v < len(DTYPES) and k != v
     check(known, "dtype", f"numbers below {len(DTYPES)}, and another one of V than of K")
     values["dtype"], values["v_dtype"] = DTYPES[k], DTYPES[k if v < 0 else v]
-    can_differ = not values["window"] and not values["flags"] & _GROW
-    alike = values["head_dim"] == values["v_head_dim"]
-    check(can_differ or alike, "head_dim", "heads of one size in a ring, or a cache that grows")
     for name, dim in ((values["dtype"], "head_dim"), (values["v_dtype"], "v_head_dim")):
         block_values, _ = _BLOCKS[name]
         whole = values[dim] % block_values == 0

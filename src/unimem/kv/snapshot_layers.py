@@ -15,8 +15,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
+from unimem.kv.arrays import kv_name
 from unimem.kv.layers import Layer, LayerKV, kinds_of, places_of
-from unimem.kv.snapshot_format import DAMAGED, MAGIC, Order, Snapshot, round_up
+from unimem.kv.snapshot_format import DAMAGED, MAGIC, Order, Snapshot, round_up, seal_header
 from unimem.kv.snapshot_states import StatesSnapshot
 from unimem.system.text import format_bytes, format_count
 
@@ -209,12 +210,6 @@ def _shared(layer: Layer) -> int:
     return _NOBODY if of is None else of
 
 
-def seal_header(header: bytes) -> bytes:
-    """Return the header with the checksum that belongs to it."""
-    head = header[: OFFSETS["header_checksum"]]
-    return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
-
-
 def _refuse(name: str, rule: str, path: str) -> NoReturn:
     raise SnapshotError(f"{rule}; {DAMAGED}", OFFSETS[name], path)
 
@@ -329,9 +324,8 @@ def checked_layers(
     layers = _layers_of(head, sections, path)
     counts = [head.layers.count((i, None)) for i in range(len(sections))]
     kinds = [
-        (p.n_kv_heads, p.head_dim, p.v_head_dim, p.window, p.dtype)
+        (p.n_kv_heads, p.head_dim, p.v_head_dim, p.window, kv_name(p.dtype, p.v_dtype))
         for p in parts
-        if p.dtype == p.v_dtype
     ]
     rules = {
         "the layers are not those of the parts": counts
@@ -368,7 +362,8 @@ def _layers_of(
         part = sections[number]
         if isinstance(part, Snapshot):
             dims = part.n_kv_heads, part.head_dim, part.v_head_dim
-            kept = LayerKV(*dims, window=part.window, dtype=part.dtype, share_of=of)
+            dtype = kv_name(part.dtype, part.v_dtype)
+            kept = LayerKV(*dims, window=part.window, dtype=dtype, share_of=of)
             layers.append(kept)
             continue
         if of is not None or n_states == len(part.states):

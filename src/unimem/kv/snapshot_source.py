@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
+from unimem.system.descriptors import Descriptors
 from unimem.system.objects import Server, is_url, open_server
 from unimem.system.transfers import Version, read_range, retried
 
@@ -86,13 +87,11 @@ def open_source(path: str) -> Iterator[LocalSnapshot | RemoteSnapshot]:
             server.close()
         return
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
+    with Descriptors() as fds:
+        fd = fds.add(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         info = os.fstat(fd)
         if stat.S_ISDIR(info.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         if not stat.S_ISREG(info.st_mode):
             raise OSError(errno.EINVAL, "Is not a regular file", path)
         yield LocalSnapshot(fd, path, info.st_size)
-    finally:
-        os.close(fd)

@@ -32,6 +32,7 @@ from unimem.kv.snapshot_format import (
     model_of,
     round_up,
     row_bytes_of,
+    seal_header,
     tokens_of,
 )
 from unimem.system.text import format_bytes, format_count
@@ -247,12 +248,6 @@ def encode(snapshot: StatesSnapshot, out: NDArray[np.uint8]) -> None:
     }
     values = [special[name] if name in special else getattr(snapshot, name) for name, _ in _FIELDS]
     out[:HEADER_BYTES] = np.frombuffer(seal_header(_HEADER.pack(*values)), np.uint8)
-
-
-def seal_header(header: bytes) -> bytes:
-    """Return the header with the checksum that belongs to it."""
-    head = header[: OFFSETS["header_checksum"]]
-    return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
 
 
 def _refuse(name: str, rule: str, path: str) -> NoReturn:

@@ -2,6 +2,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core.block cimport Block
+from unimem._core.lock cimport Lock
 from unimem._core.region cimport Region
 
 cdef class LayerStates:
@@ -13,6 +14,8 @@ cdef class LayerStates:
     cdef readonly uint32_t n_checkpoints
     cdef readonly uint64_t every
     cdef Region _region
+    # Held while that is taken or changes.
+    cdef Lock _guard
     # The bytes of all states: slot 0 of the block has the states, each other one a checkpoint.
     cdef readonly size_t state_bytes
     # Of each state, where it begins in a slot, and its dtype and dimensions, of all streams.
@@ -24,6 +27,8 @@ cdef class LayerStates:
     cdef bint _busy
     cdef object __weakref__
 
+    # The region, or None where it is closed; and the same, which raises ClosedError then.
+    cdef Region held(self)
     cdef Region open_region(self)
     # open_region, and raises where another thread copies.
     cdef Region begin_change(self)

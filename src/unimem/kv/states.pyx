@@ -8,6 +8,7 @@ import numpy as np
 
 from unimem.errors import ClosedError
 
+cimport cython
 cimport numpy as cnp
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t, uintptr_t
@@ -15,12 +16,10 @@ from libc.string cimport memcpy, memset
 
 from unimem._core.arrays cimport dtype_of, new_array, size_of, vector_over
 from unimem._core.block cimport Block
-from unimem._core.region cimport Region, enter_holder, new_window
+from unimem._core.lock cimport hold, let_go
+from unimem._core.region cimport Region, enter_holder, new_window, n_references
 from unimem.kv.arrays cimport number_of_type, numpy_type
 from unimem.kv.rows cimport round_up
-
-cdef extern from "Python.h":
-    Py_ssize_t Py_REFCNT(PyObject *o) nogil
 
 cnp.import_array()
 
@@ -107,10 +106,18 @@ cdef class LayerStates:
 
     # ---- the memory ----
 
+    cdef Region held(self):
+        cdef Region found
+        hold(&self._guard)
+        found = self._region
+        let_go(&self._guard)
+        return found
+
     cdef Region open_region(self):
-        if self._region is None:
+        cdef Region found = self.held()
+        if found is None:
             raise ClosedError(f"KVCache '{self.name}' is closed")
-        return self._region
+        return found
 
     cdef Region begin_change(self):
         cdef Region region = self.open_region()
@@ -119,8 +126,9 @@ cdef class LayerStates:
                                "writes at a time")
         return region
 
+    @cython.critical_section
     def _ledger_parts(self):
-        cdef Region region = self._region
+        cdef Region region = self.held()
         if region is None:
             return ()
         return (("kv", <uintptr_t>region.block.base, region.memory_bytes(), self.state_bytes,
@@ -139,6 +147,7 @@ cdef class LayerStates:
         return new_array(<char *>region.block.base + begin, len(dims), sizes, NULL, dtype, window,
                          True)
 
+    @cython.critical_section
     def _slot(self, Py_ssize_t slot):
         """The bytes of all states (slot 0), or of a checkpoint."""
         cdef Region region = self.open_region()
@@ -163,10 +172,12 @@ cdef class LayerStates:
     # ---- checkpoints ----
 
     @property
+    @cython.critical_section
     def positions(self):
         """Those of the checkpoints, the oldest first."""
         return [position for position, _ in self._held]
 
+    @cython.critical_section
     def _slots(self):
         """The slots that have something: that of the states, and those of the checkpoints."""
         return [0] + [slot for _, slot in self._held]
@@ -204,6 +215,7 @@ cdef class LayerStates:
             self._free.append(self._held.pop()[1])
         return 0
 
+    @cython.critical_section
     def _adopt(self, positions):
         """Declare that slots 1 and on have the checkpoints of these positions, in their order."""
         n = len(positions)
@@ -247,12 +259,18 @@ cdef class LayerStates:
 
     cdef Py_ssize_t n_users(self):
         # The block and this hold the region; everybody else is a view.
-        return 0 if self._region is None else Py_REFCNT(<PyObject *>self._region) - 2
+        return 0 if self._region is None else n_references(<PyObject *>self._region) - 2
 
+    @cython.critical_section
     def __exit__(self, *exc_info):
         self.end()
 
     cdef object end(self):
+        cdef Region last
+        hold(&self._guard)
+        last = self._region
         self._region = None
+        let_go(&self._guard)
+        last = None
         if self.block is not None:
             self.block.__exit__()

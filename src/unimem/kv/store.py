@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -37,6 +38,8 @@ from unimem.system.user_cache import cache_folder, check_own_folder, default_byt
 __all__ = ["KVStore", "StoreStat"]
 
 _MOST_CHUNK_TOKENS = 1 << 20
+# What says nothing of a chunk that is read.
+_BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 
 
 @dataclass(frozen=True, slots=True)
@@ -504,6 +507,9 @@ class KVStore:
                     fault = _find_fault(chunk, key, blob, n)
             except OSError as error:
                 fault = error.strerror or str(error)
+                if error.errno in _BUSY:
+                    policy.warn(f"a chunk of the store {self.folder} cannot be read now: {fault}")
+                    continue
             if fault is None:
                 for faster in self._tiers[:i]:
                     with suppress(OSError):  # it is read from here again

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from unimem._core.block import Block
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.errors import CapacityError, PlacementError
 from unimem.system import limits, policy
+from unimem.system.descriptors import Descriptors
 from unimem.system.kernel_files import read_text
 from unimem.system.placement import Pages, Placement, sum_placements
 from unimem.system.user_cache import check_own_folder
@@ -145,13 +147,15 @@ class FolderTier:
         self._boot = (boot or os.urandom(8).hex()).encode()  # without one, files are counted
         self._mutex = threading.Lock()
         self._fd = self._lock = -1
+        self._fds = Descriptors()
         with ExitStack() as undo:
-            self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             undo.callback(self._close_files)
+            self._fd = self._fds.add(os.open, folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             # Of shared memory, a page of the kernel.
             self._block_bytes = max(_LEAST_BLOCK_BYTES, os.fstatvfs(self._fd).f_frsize)
             flags = os.O_RDWR | os.O_CREAT | _OPEN
-            self._lock = os.open(os.path.join(notes or folder, _LOCK), flags, 0o600)
+            path = os.path.join(notes or folder, _LOCK)
+            self._lock = self._fds.add(os.open, path, flags, 0o600)
             with self._locked():
                 pass
             undo.pop_all()
@@ -167,12 +171,10 @@ class FolderTier:
 
     def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
         """Read a file that has as many bytes as `out`; return its bytes, 0 without a file."""
-        try:
-            fd = os.open(_name(key), os.O_RDONLY | _OPEN, dir_fd=self._fd)
-        except FileNotFoundError:
-            return 0
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with suppress(FileNotFoundError, BlockingIOError), Descriptors() as fds:
+            opens = partial(os.open, dir_fd=self._fd)
+            fd = fds.add(opens, _name(key), os.O_RDONLY | _OPEN)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # it may be being removed
             n = os.fstat(fd).st_size
             if n != self._file_bytes(out.nbytes):
                 return n
@@ -183,10 +185,7 @@ class FolderTier:
                     return offset
                 rest, offset = rest[done:], offset + done
             return out.nbytes
-        except BlockingIOError:  # it is being removed
-            return 0
-        finally:
-            os.close(fd)
+        return 0
 
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
         """Write a file under another name, bring it to the disk, and rename it."""
@@ -265,10 +264,8 @@ class FolderTier:
             self._close_files()
 
     def _close_files(self) -> None:
-        for fd in (self._lock, self._fd):
-            if fd >= 0:
-                os.close(fd)
         self._lock = self._fd = -1
+        self._fds.close()
 
     # ---- what files take: all of it with the lock ----
 
@@ -505,7 +502,8 @@ class RamTier(FolderTier):
             # A forked child has the same lock, and leaves all to its parent.
             if os.getpid() == self._pid:
                 _remove_unkept(folder, fd)
-            os.close(fd)
+            with suppress(OSError):  # it is closed in any case
+                os.close(fd)
 
 
 def _name(key: bytes) -> str:
