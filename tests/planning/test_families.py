@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,28 @@ def test_states_and_compressed_keys_are_layers_of_a_cache(name: str, tmp_path: P
     layers = plan.cache_layers()
     with um.KVCache(layers=layers, max_seq_len=512, pages="4k") as kv:
         assert kv.n_layers == len(plan.layers)
-        print(
-            plan["kv"].nbytes,
-            um.KVCache.storage_bytes(layers=layers, max_seq_len=512),
-            kv.capacity_bytes,
-        )
+        assert kv.capacity_bytes == um.KVCache.storage_bytes(layers=layers, max_seq_len=512)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "window"),
+    [("deepseek2", {}, 300), ("gemma4", {"attention.value_length_swa": 128}, None)],
+)
+def test_rings_of_other_heads_of_v_are_planned(
+    tmp_path: Path, name: str, keys: dict[str, Any], window: int | None
+) -> None:
+    family = replace(FAMILIES[name], keys=FAMILIES[name].keys | keys)
+    path = write_family(tmp_path / "m.gguf", family)
+    plan = um.plan(path, ctx=1000, pages="4k", window=window, kv_dtype="q8_0")
+    layers: Any = plan.cache_layers()
+    if window is not None:
+        layers = [replace(layer, window=window) for layer in layers]
+    rings = [layer for layer in layers if layer.window is not None]
+    assert rings
+    assert all(layer.v_head_dim != layer.head_dim for layer in rings)
+    options: dict[str, Any] = {"dtype": "q8_0", "spare_rows": PREFILL_BATCH, "pages": "4k"}
+    with um.KVCache(layers=layers, max_seq_len=1000, **options):
+        assert um.report()["kv"].nbytes == plan["kv"].nbytes
 
 
 def test_a_window_of_ones_own_is_for_layers_that_keep_more(tmp_path: Path) -> None:

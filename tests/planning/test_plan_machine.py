@@ -59,6 +59,46 @@ def test_every_limit_is_the_other_machine_s(model: Any, threads: int) -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
+def test_mirrored_weights_need_room_on_each_node() -> None:
+    machine: dict[str, Any] = {"memory": "16G", "cpus": 8, "nodes": 2}
+    options: dict[str, Any] = {"machine": machine, "pages": "4k", "ctx": 64}
+    one = um.plan(embedded_model(), load="copy", **options)
+    both = um.plan(embedded_model(), numa="mirror", **options)
+    assert both.load in ("copy", "direct")
+    assert both.fits
+    assert both.facts["numa"] == "mirror: 2 copies of the weights, on nodes 0-1"
+    weights = [row for row in one.rows if row.category.startswith("weights:")]
+    assert [row.nbytes for row in both.rows] == [
+        row.nbytes * (2 if row in weights else 1) for row in one.rows
+    ]
+    copy_bytes = sum(row.nbytes for row in weights)
+    needed = {check.name: check.needed_bytes for check in both.checks}
+    assert (needed["node 0"], needed["node 1"]) == (copy_bytes, copy_bytes)
+    assert needed["memory of the machine"] == both.total_bytes
+    only = um.plan(embedded_model(), numa="mirror:1", **options)
+    assert only.rows == one.rows
+    assert [check.name for check in only.checks][1:] == ["node 1"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_node_that_has_no_room_for_a_copy() -> None:
+    copy = um.plan(DIMS, load="copy", pages="4k", ctx=64, machine={"memory": "64G"})
+    nbytes = sum(row.nbytes for row in copy.rows if row.category.startswith("weights:"))
+    options: dict[str, Any] = {"load": "copy", "pages": "4k", "ctx": 64, "numa": "mirror"}
+    options["machine"] = {"memory": 2 * nbytes - 2 * MIB, "cpus": 2, "nodes": 2}
+    plan = um.plan(DIMS, **options)
+    short = [check for check in plan.checks if not check.fits]
+    assert [(check.name, check.needed_bytes, check.is_hard) for check in short] == [
+        ("node 0", nbytes, False),
+        ("node 1", nbytes, False),
+    ]
+    assert (plan.fits, plan.rows) == (True, copy.rows)  # one copy, anywhere
+    assert {"numa": None} in [advice.options for advice in plan.advice]
+    with pytest.raises(um.CapacityError, match=r"node [01]"):
+        um.plan(DIMS, strict=True, **options).require_fits()
+
+
+@pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     ("memory", "verdict"), [("8G", "fits"), ("2G", "reads from disk"), ("64M", "does not fit")]
 )

@@ -308,7 +308,7 @@ def test_auto_and_a_hidden_page_cache(path: Path, open_folder: Path, run_python:
 
 
 def test_a_mapping_tells_what_it_lacks(path: Path) -> None:
-    lacking: list[Any] = [{"pages": "thp"}, {"numa": "interleave"}, {"pages": "2m"}]
+    lacking: list[Any] = [{"pages": "thp"}, {"pages": "2m"}]
     for placement in lacking:
         text = r"page cache's: load='copy' or 'direct'"
         with pytest.warns(um.PlacementWarning, match=text) as caught:

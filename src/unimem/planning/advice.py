@@ -99,8 +99,10 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
     if plan.numa is not None and full:
         where = plan.numa.partition(":")[2]
         are_there = where and all(one.limit_bytes for one in full)
-        policy = f"preferred:{where}" if are_there else None
-        yield "let memory come from other nodes, too", {"numa": policy}
+        is_mirrored = plan.numa.startswith("mirror")
+        policy = f"preferred:{where}" if are_there and not is_mirrored else None
+        text = "one copy of the weights" if is_mirrored else "let memory come from other nodes, too"
+        yield text, {"numa": policy}
     if any("memlock" in name for name in failing):
         yield "do not lock it: the kernel may swap it out then", {"lock": False}
     if plan.sessions > 1:

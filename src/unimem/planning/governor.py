@@ -22,6 +22,7 @@ from unimem.system.arguments import integer
 from unimem.system.limits import Limit
 from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
 from unimem.system.text import format_bytes
+from unimem.system.threads import starting_threads
 from unimem.weights.opened import Weights
 from unimem.weights.page_cache import drop_files
 from unimem.weights.staging.stage import Stage
@@ -375,7 +376,8 @@ class _Run:
         self._thread = threading.Thread(target=self._loop, name="unimem-governor", daemon=True)
         try:
             self._watch(limits.memory_limits())
-            self._thread.start()
+            with starting_threads():
+                self._thread.start()
         except BaseException:
             self._give_descriptors_back()
             raise

@@ -15,7 +15,8 @@ from unimem.kv.cache import KVCache
 from unimem.system import policy
 from unimem.system.hosts import pressures_on
 from unimem.system.limits import HugePool, Limit, Node
-from unimem.system.placement import Lock, Pages
+from unimem.system.placement import Lock, Pages, PlacementOptions
+from unimem.weights.copies import choose_copies
 
 if TYPE_CHECKING:
     from unimem.buffers.dims import Experts, ModelDims
@@ -232,6 +233,9 @@ class Need:
         Where it was asked to be.
     taken_bytes : int
         The part of `ram_bytes` that is there already.
+    on_nodes : dict of int to int
+        Of a copy of mirrored weights, the node that it was asked to be on, and its bytes in RAM:
+        also where it has no room there, and the rows have nothing of it.
     """
 
     rows: dict[str, int]
@@ -243,6 +247,7 @@ class Need:
     lock_bytes: int = 0
     numa: NumaPolicy | None = None
     taken_bytes: int = 0
+    on_nodes: dict[int, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -274,10 +279,41 @@ class Storage:
         """Read the options; `policy.check_options` has checked them."""
         return cls(
             placement.get("pages", "auto"),
-            policy.parse_numa(placement.get("numa")),
+            policy.parse_numa(placement.get("numa"), mirror=True),
             placement.get("lock", False),
             placement.get("strict", False),
         )
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether weights have a copy on each node."""
+        return self.numa is not None and self.numa.mode == "mirror"
+
+    def beside_weights(self) -> Storage:
+        """Return how what is written is placed: it has no copies, and lies where threads run."""
+        return replace(self, numa=None) if self.is_mirrored else self
+
+    def weights(
+        self, nbytes: int, category: str, budget: Budget, types: Mapping[str, int]
+    ) -> list[Need]:
+        """Plan the weights, as `block`: one of `nbytes`, or a copy for each node."""
+        if self.numa is None or not self.is_mirrored:
+            return [self.block(nbytes, category, budget, types)]
+        asked = PlacementOptions(pages=self.pages, numa=str(self.numa))
+        found = choose_copies(nbytes, asked, budget)
+        needs = []
+        for node in found.asked:
+            bound = replace(self, numa=policy.NumaPolicy("bind", (node,)))
+            if node in found.nodes:
+                need = bound.block(nbytes, category, budget, types)
+                needs.append(replace(need, numa=None, on_nodes={node: need.ram_bytes}))
+            else:
+                # Nothing of it is promised to anybody.
+                need = bound.block(nbytes, category, budget.copy(), types)
+                needs.append(Need({}, on_nodes={node: need.ram_bytes}))
+        if not found.nodes:
+            needs.append(self.beside_weights().block(nbytes, category, budget, types))
+        return needs
 
     def locks_file(self, nbytes: int, budget: Budget) -> bool:
         """Tell whether a mapped file of so many bytes is locked; it takes its share then."""
@@ -438,7 +474,7 @@ class Session:
             return ctx
         least = layers.window + min(PREFILL_BATCH, ctx)
         row, v_row = self._row_bytes(layers)
-        return int(KVCache._ring_rows(row, v_row or row, least, self.storage.pages))
+        return int(KVCache._ring_rows(row, v_row, least, self.storage.pages))
 
     def _row_bytes(self, layers: Layers) -> tuple[int, int]:
         """Return the bytes of a row of K, and of V, which may have none."""
@@ -499,11 +535,11 @@ def token_bytes(ctx: int, batch: int | None = None, n_parts: int = 1) -> int:
 def nodes_bound(n_layers: int, n_used: int = 0) -> int:
     """Bound the headers of tensors that the engine makes for a graph: inputs, nodes and views.
 
-    A layer has 28, and up to three more for biases, and four each for norms of queries and keys,
-    and behind attention and the network. The network of a mixture, of which a token uses `n_used`
-    experts, has two for each of these and 15 more.
+    A layer has 28, and four more where heads are rotated, up to three for biases, and four each for
+    norms of queries and keys, and behind attention and the network. The network of a mixture, of
+    which a token uses `n_used` experts, has two for each of these and 15 more.
     """
-    return (36 + (15 + 2 * n_used if n_used else 0)) * n_layers + 16
+    return (40 + (15 + 2 * n_used if n_used else 0)) * n_layers + 16
 
 
 def default_threads(weight_bytes: int, most: int) -> int:

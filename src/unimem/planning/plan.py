@@ -36,6 +36,7 @@ from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
 from unimem.system.text import format_bytes, format_ranges
 from unimem.weights import loading
+from unimem.weights.copies import is_mirrored, resolve
 from unimem.weights.files import ModelFiles, open_model
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
@@ -79,7 +80,7 @@ def plan(
         Streams of the KV cache.
     kv_dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         Type of the KV cache; dtypes, and NumPy's names for the first three, are accepted. Two, as
-        ``"q8_0,q4_0"``, are those of K and of V; not with `window`.
+        ``"q8_0,q4_0"``, are those of K and of V.
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
@@ -301,18 +302,28 @@ class _Planner:
         if options.device is not None:
             return self._make_for_device(options, options.device)
         budget = Budget(self._machine)
+        asked, placement = options.placement, resolve(options.placement, budget)
+        if options.load == "repack" and is_mirrored(placement):
+            raise ValueError(
+                f"numa={placement['numa']!r}: what load='repack' makes is one decoder's, "
+                "and has no copies: run a decoder on each node (numactl --cpunodebind) with "
+                "load='repack', and leave out numa"
+            )
+        options = replace(options, placement=placement)
         # A CPU elsewhere is known to nobody.
         repacks = not self._is_elsewhere
-        choice = self._source.mode(options.load, options.placement, budget, repacks=repacks)
+        choice = self._source.mode(options.load, placement, budget, repacks=repacks)
         made = self._make_as(options, choice.mode, choice.reason)
-        if made.verdict == "fits" or not choice.is_wish:
+        if made.verdict != "fits" and choice.is_wish:
+            no_room = NO_ROOM if choice.mode == "repack" else NO_ROOM_TO_COPY
+            made = self._make_as(options, "map", f"{loading.WHY_MAPPED}; {no_room}")
+        if asked is placement:
             return made
-        no_room = NO_ROOM if choice.mode == "repack" else NO_ROOM_TO_COPY
-        return self._make_as(options, "map", f"{loading.WHY_MAPPED}; {no_room}")
+        return replace(made, numa=asked["numa"], facts=made.facts | {"numa": loading.ONE_COPY})
 
     def _make_as(self, options: PlanOptions, mode: Mode, reason: str) -> Plan:
         storage = Storage.from_options(options.placement)
-        session = self._session(options, storage)
+        session = self._session(options, storage.beside_weights())
         budget = Budget(self._machine)
         fixed = self._source.weights(mode, storage, budget, options.sessions)
         if self._is_elsewhere:
@@ -461,7 +472,11 @@ class _Planner:
             asked = sum(need.asked_bytes.get(size, 0) for need in needs)
             if asked:
                 checks.append(self._pool_check(size, asked, storage))
-        if storage.numa is not None:
+        if storage.is_mirrored:
+            for need in needs:
+                for node, nbytes in need.on_nodes.items():
+                    checks.append(self._node_check((node,), nbytes, storage.strict))
+        elif storage.numa is not None:
             on_nodes = sum(need.ram_bytes for need in needs if need.numa is not None)
             checks += self._node_checks(storage.numa, on_nodes, storage.strict)
         return tuple(checks)
@@ -478,25 +493,25 @@ class _Planner:
 
     def _node_checks(self, numa: NumaPolicy, nbytes: int, strict: bool) -> list[Check]:
         nodes = self._machine.nodes
-        usable = {n for n, node in nodes.items() if node.allowed and node.total_bytes}
-        wanted = numa.nodes or tuple(sorted(usable))
-        remedy = "free memory there, or name other nodes ('numactl --hardware' shows them)"
-
-        def check(chosen: tuple[int, ...], needed: int) -> Check:
-            there = [nodes[n] for n in chosen if n in usable]
-            return Check(
-                f"node{'s' * (len(chosen) > 1)} {format_ranges(chosen)}",
-                needed,
-                sum(node.available_bytes for node in there),
-                sum(node.total_bytes for node in there),
-                remedy,
-                strict,
-            )
-
+        wanted = numa.nodes or tuple(
+            sorted(n for n, node in nodes.items() if node.allowed and node.total_bytes)
+        )
         if numa.mode == "bind":
-            return [check(wanted, nbytes)]
+            return [self._node_check(wanted, nbytes, strict)]
         shares = self._machine.node_shares(replace(numa, nodes=wanted), nbytes)
-        return [check((node,), share) for node, share in shares.items()]
+        return [self._node_check((node,), share, strict) for node, share in shares.items()]
+
+    def _node_check(self, chosen: tuple[int, ...], needed: int, strict: bool) -> Check:
+        found = (self._machine.nodes.get(n) for n in chosen)
+        there = [node for node in found if node is not None and node.allowed]
+        return Check(
+            f"node{'s' * (len(chosen) > 1)} {format_ranges(chosen)}",
+            needed,
+            sum(node.available_bytes for node in there if node.total_bytes),
+            sum(node.total_bytes for node in there),
+            "free memory there, or name other nodes ('numactl --hardware' shows them)",
+            strict,
+        )
 
     def _image_facts(self, mode: Mode, storage: Storage) -> dict[str, str]:
         """Say what repacked image is taken."""
@@ -504,7 +519,14 @@ class _Planner:
         return {} if origin is None else {"image": origin}
 
     def _numa_facts(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
-        """Say what will not lie on preferred nodes; preferring them is no limit."""
+        """Say what will not lie on preferred nodes, which are no limit; or which have copies."""
+        if numa is not None and numa.mode == "mirror":
+            with_copies = [n for need in needs for n in need.on_nodes if need.rows]
+            if not with_copies:
+                return {}
+            where = f"node{'s' * (len(with_copies) > 1)} {format_ranges(with_copies)}"
+            n = "one copy" if len(with_copies) == 1 else f"{len(with_copies)} copies"
+            return {"numa": f"{numa}: {n} of the weights, on {where}"}
         if numa is None or numa.mode != "preferred":
             return {}
         nodes = (self._machine.nodes.get(n) for n in numa.nodes)

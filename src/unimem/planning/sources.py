@@ -16,6 +16,7 @@ from unimem.planning.repacked import RepackedPart, find_gain, reason_of
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
+from unimem.weights.copies import is_mirrored
 from unimem.weights.files import ModelFiles
 from unimem.weights.image_use import look
 from unimem.weights.remote import RemoteFiles
@@ -138,7 +139,7 @@ class DimsSource:
         total = sum(types.values())
         if mode == "map":
             return [_file_need(types, _whole_pages(total), storage, budget)]
-        return [storage.block(total, _PADDING, budget, types)]
+        return storage.weights(total, _PADDING, budget, types)
 
     def origin(self, _storage: Storage) -> None:
         """Return None: there are no images."""
@@ -205,7 +206,7 @@ class FileSource:
     def _may_gain(self, choice: LoadChoice, placement: PlacementOptions, budget: Budget) -> bool:
         """Whether it may be repacked by itself, by the limit on locked memory as well."""
         # The limit would have to hold what is repacked and the file.
-        if self.shape.dims is None or placement.get("lock"):
+        if self.shape.dims is None or placement.get("lock") or is_mirrored(placement):
             return False
         if not choice.exposed:
             return choice.mode == "map"
@@ -226,8 +227,9 @@ class FileSource:
         if mode in ("copy", "direct") or self._is_fetched:
             nbytes = loading.copy_bytes(self._model)
             types = _weight_rows(self.by_type())
-            copy = storage.block(nbytes, _PADDING, budget, types)
-            return [copy, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
+            read = storage.weights(nbytes, _PADDING, budget, types)
+            more = repacked.needs(storage, budget, sessions) if repacked else ()
+            return [*read, *more, headers]
         self._held = self._held or self._measure_held()
         found = _mapping_need(self._contents, self._held, storage, budget, repacked)
         return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
@@ -310,7 +312,9 @@ class WeightsSource:
             self._held = self._held or self._measure_held()
             found = _mapping_need(weights, self._held, storage, budget, repacked)
         else:
-            types, nbytes = _weight_rows(weights.by_type()), weights.mapped_bytes
+            n_copies = max(1, len(weights.copies))
+            types = {kind: n_copies * n for kind, n in _weight_rows(weights.by_type()).items()}
+            nbytes = weights.mapped_bytes
             on_tape = weights._tape is not None
             in_pool = not on_tape and weights.blocks[0].granted.pages in policy.HUGETLB
             ram = 0 if in_pool else nbytes

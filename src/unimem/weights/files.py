@@ -21,6 +21,7 @@ from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import GGUFError, SafetensorsError
 from unimem.system.arguments import file_path
+from unimem.system.descriptors import Descriptors
 
 __all__ = [
     "Header",
@@ -135,31 +136,20 @@ class ModelFile:
         return (*self.version, self.changed_ns)
 
 
-class _Descriptors(list[int]):
-    """Open descriptors: those that an interrupt keeps from being closed are closed with the list.
-
-    Opening and closing are a single call of C each, before or after which an interrupt comes.
-    """
+class _Descriptors(Descriptors):
+    """Of the files of a model."""
 
     def open(self, path: str, flags: int = 0) -> int:
         """Open a file for reading."""
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         flags |= os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
-            self.extend(map(os.open, (path,), (flags,)))
+            return self.add(os.open, path, flags)
         except OSError as error:
             if error.errno == errno.EMFILE:
                 text = "Too many open files: all files of a model are open at once; 'ulimit -n'"
                 raise OSError(errno.EMFILE, f"{text} raises the limit", path) from None
             raise
-        return self[-1]
-
-    def close(self) -> None:
-        """Close them."""
-        any(map(os.close, map(self.pop, [-1] * len(self))))
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class ModelFiles:

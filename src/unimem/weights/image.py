@@ -26,6 +26,7 @@ from unimem._core.load import load as read_parts
 from unimem.errors import FormatError
 from unimem.system import limits
 from unimem.system.atomic_file import NewFile
+from unimem.system.descriptors import Descriptors
 from unimem.system.threads import run_in_threads
 from unimem.weights import loading
 from unimem.weights.image_format import (
@@ -82,7 +83,8 @@ class Image:
         self.path = path
         # Without O_NONBLOCK, opening a FIFO would wait for a writer.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        self._fd = os.open(path, flags)
+        self._fds = Descriptors()
+        self._fd = self._fds.add(os.open, path, flags)
         try:
             info = os.fstat(self._fd)
             if not stat.S_ISREG(info.st_mode):
@@ -238,9 +240,8 @@ class Image:
 
     def close(self) -> None:
         """Close the descriptor. Twice is no error."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._fds.close()
+        self._fd = -1
 
     def __enter__(self) -> Self:
         return self

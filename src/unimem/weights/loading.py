@@ -6,9 +6,9 @@ import errno
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 from weakref import WeakKeyDictionary
 
@@ -24,6 +24,13 @@ from unimem.system.kernel_files import read_text
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure
 from unimem.system.text import format_bytes
+from unimem.weights.copies import (
+    choose_copies,
+    copy_from,
+    is_mirrored,
+    nodes_for_copies,
+    resolve,
+)
 from unimem.weights.files import ModelFile, ModelFiles
 from unimem.weights.remote import RemoteFiles, is_url
 
@@ -68,7 +75,9 @@ _NETWORK = re.compile(
 )
 _ALIGN = 4096  # of files and memory, for reads past the page cache
 WHY_MAPPED = "a mapping shares the page cache, and reads nothing twice"
+ONE_COPY = "the machine has one node, so numa='mirror' is one copy"
 MOSTLY = 0.5  # of a file in the page cache: then it is read through it
+_ANYWHERE = -1  # stands for the node of memory that is no copy on one
 # What loads from servers have left on tapes: their memory stays where it is when a load fails.
 _ARRIVED: WeakKeyDictionary[Tape, Arrivals] = WeakKeyDictionary()
 
@@ -162,7 +171,7 @@ class Loaded:
     Attributes
     ----------
     memory : tuple of LoadMemory
-        One a file, in the files' order.
+        One a file, in the files' order; of a mirrored model, those of the first copy.
     blocks : tuple of Block
         The blocks they lie in, each once.
     choice : LoadChoice
@@ -171,6 +180,8 @@ class Loaded:
         How long it is there.
     mapped_bytes : int
         Bytes of the blocks, or what was taken of a tape.
+    copies : mapping of int to tuple of LoadMemory
+        Of a mirrored model, what `memory` is of the copy on each node; else empty.
     """
 
     memory: tuple[LoadMemory, ...]
@@ -178,6 +189,7 @@ class Loaded:
     choice: LoadChoice
     lifetime: Lifetime
     mapped_bytes: int
+    copies: Mapping[int, tuple[LoadMemory, ...]] = field(default_factory=dict)
 
 
 class RoomFacts(policy.Facts, Protocol):
@@ -270,10 +282,13 @@ def load_model(
     raised leaves no block, and a tape as it was. `why_mapped` is why a plan maps what is better
     copied, since pages of a mapping could be taken away. `verify` is for files on a server.
     """
+    asked, placement = placement, resolve(placement, limits)
     if isinstance(model, RemoteFiles):
         choice = _choose_remote(model, load)
         return _read(model, choice, undo, tape, threads, progress, placement, verify)
     choice = choose(model, load, tape, placement)
+    if asked is not placement:
+        choice = replace(choice, reason=f"{choice.reason}; {ONE_COPY}")
     if choice.exposed and why_mapped:
         choice = LoadChoice("map", why_mapped)
     if choice.warning:
@@ -344,6 +359,8 @@ def choose(
         why = exposed
     # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
     needed, room = _layout_of(model)[1], facts.available_bytes()
+    if is_mirrored(placement):
+        needed *= max(1, len(choose_copies(needed, placement, facts).nodes))
     if tape is None and needed > room and not _fits_pool(needed, placement, facts):
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
         if exposed or not placement.get("strict"):
@@ -373,9 +390,8 @@ def why_model_exposed(
 
 def _fits_pool(nbytes: int, placement: PlacementOptions, facts: RoomFacts) -> bool:
     """Whether a block of this size would be of hugetlb pages, which are not of the room in RAM."""
-    request = policy.Request(
-        nbytes, placement.get("pages", "auto"), policy.parse_numa(placement.get("numa"))
-    )
+    numa = None if is_mirrored(placement) else policy.parse_numa(placement.get("numa"))
+    request = policy.Request(nbytes, placement.get("pages", "auto"), numa)
     return policy.decide(request, facts).pages in policy.HUGETLB
 
 
@@ -466,11 +482,9 @@ def _map(
 
 
 def _check_mapping_placement(model: ModelFiles, placement: PlacementOptions) -> None:
-    asked = [
-        f"{name}='{value}'"
-        for name, value in (("pages", placement.get("pages")), ("numa", placement.get("numa")))
-        if value not in (None, "auto", "4k")
-    ]
+    pages, numa = placement.get("pages", "auto"), placement.get("numa")
+    asked = [f"pages='{pages}'"] if pages not in ("auto", "4k") else []
+    asked += [f"numa='{numa}'"] if is_mirrored(placement) else []  # to other nodes, pages move
     if asked:
         text = (
             f"mapping {model.files[0].path}: {', '.join(asked)}: the pages of a mapped file are "
@@ -560,22 +574,49 @@ def _read(
             lifetime.end("lay on a tape that was closed")
         lifetime.check()
     else:
-        options = {key: value for key, value in placement.items() if key != "warm"}  # it is anyway
-        base = 0
-        block = undo.enter_context(
-            Block._filled(
-                nbytes,
-                fill,
-                name=model.files[0].path,
-                category="weights",
-                **options,  # type: ignore[arg-type]
-            )
-        )
-        nbytes = block.nbytes
-    memory = tuple(
+        blocks = _fill_blocks(model.files[0].path, nbytes, fill, undo, placement)
+        copies = {node: _memory_of(slots, block, 0, lifetime) for node, block in blocks.items()}
+        first, *_ = copies.values()
+        copies.pop(_ANYWHERE, None)
+        nbytes = sum(block.nbytes for block in blocks.values())
+        return Loaded(first, tuple(blocks.values()), choice, lifetime, nbytes, copies)
+    return Loaded(_memory_of(slots, block, base, lifetime), (block,), choice, lifetime, nbytes)
+
+
+def _memory_of(
+    slots: Iterable[_Slot], block: Block, base: int, lifetime: Lifetime
+) -> tuple[LoadMemory, ...]:
+    return tuple(
         LoadMemory(block, slot.file_offset, base + slot.at, slot.nbytes, lifetime) for slot in slots
     )
-    return Loaded(memory, (block,), choice, lifetime, nbytes)
+
+
+def _fill_blocks(
+    path: str,
+    nbytes: int,
+    fill: Callable[[Block], None],
+    undo: ExitStack,
+    placement: PlacementOptions,
+) -> dict[int, Block]:
+    """Fill a block, or one for each node that gets a copy: the others are copied from the first."""
+    options = {key: value for key, value in placement.items() if key != "warm"}  # it is anyway
+    nodes: tuple[int, ...] = ()
+    if is_mirrored(placement):
+        nodes, options["numa"] = nodes_for_copies(path, nbytes, placement), None
+    blocks: dict[int, Block] = {}
+    for node in nodes or (_ANYWHERE,):
+        if nodes:
+            options["numa"] = f"bind:{node}"
+        first = next(iter(blocks.values()), None)
+        block = Block._filled(
+            nbytes,
+            fill if first is None else copy_from(first, nbytes, node),
+            name=f"{path} (copy on node {node})" if nodes else path,
+            category="weights",
+            **options,  # type: ignore[arg-type]
+        )
+        blocks[node] = undo.enter_context(block)
+    return blocks
 
 
 def take_room(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:

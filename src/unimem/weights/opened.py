@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
@@ -11,11 +11,14 @@ from weakref import WeakSet
 
 from unimem._core import ledger
 from unimem._core.block import Block
+from unimem._core.load import move_pages
 from unimem._core.tape import DeviceTape, Tape
 from unimem.errors import CapacityError, ClosedError, PlacementError
-from unimem.system import policy
-from unimem.system.arguments import flag
-from unimem.system.placement import Lock, PlacementOptions
+from unimem.system import limits, policy
+from unimem.system.arguments import flag, integer
+from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
+from unimem.system.text import format_ranges
+from unimem.weights.copies import find_nearest, is_mirrored
 from unimem.weights.files import ModelFile
 from unimem.weights.loading import (
     AccessPattern,
@@ -27,7 +30,7 @@ from unimem.weights.loading import (
     why_model_exposed,
 )
 from unimem.weights.remote import open_files
-from unimem.weights.tensors import Contents, ModelPart
+from unimem.weights.tensors import Contents, ModelPart, Tensor
 
 if TYPE_CHECKING:
     from unimem.weights.repacked import Repacked
@@ -35,11 +38,55 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Weights",
+    "WeightsCopy",
     "lock_what_is_mapped",
     "open_planned",
     "open_weights",
     "warm_where_it_fits",
 ]
+
+
+class WeightsCopy(Contents):
+    """The copy of a mirrored model on one NUMA node, as `Weights.copies` has it.
+
+    Any number of threads may read it, from any node; it ends with its weights.
+
+    Attributes
+    ----------
+    node : int
+        The node.
+    """
+
+    def __init__(self, weights: Weights, node: int, parts: tuple[ModelPart, ...]) -> None:
+        super().__init__(parts)
+        self.node = node
+        self._weights = weights
+
+    def _check_open(self) -> None:
+        self._weights._opened()
+
+    def verify(self) -> Placement:
+        """Read from the kernel where the copy is.
+
+        Raises
+        ------
+        OSError
+            The kernel does not tell.
+        ClosedError
+            The weights were closed.
+        """
+        self._check_open()
+        return self._parts[0].memory.block.verify()
+
+    def residency(self) -> Residency:
+        """As `Weights.residency`, of this copy."""
+        self._check_open()
+        from unimem.weights import residency
+
+        return residency.measure_residency(self)
+
+    def __repr__(self) -> str:
+        return f"WeightsCopy('{self.files[0]}', on node {self.node})"
 
 
 class Weights(Contents):
@@ -48,6 +95,9 @@ class Weights(Contents):
     Any number of threads may read; closing is for one. After a fork the child has it too: a mapping
     is shared, memory of its own is copied page by page as either side writes.
     Leaving a ``with`` closes it to new use, and the memory returns with the last view.
+
+    A mirrored model (``numa="mirror"``) has a copy on each of several nodes: `tensors` are those of
+    the copy that is nearest to the thread which asks, and `on` and `copies` give each.
     """
 
     def __init__(self, files: list[ModelFile], loaded: Loaded, tape: Tape | None) -> None:
@@ -57,7 +107,18 @@ class Weights(Contents):
         self._tape = tape
         self._repacked: WeakSet[Repacked] = WeakSet()  # from these
         self._ledger: tuple[ledger.Part, ...] = ()
-        sizes = {f"weights:{kind}": nbytes for kind, nbytes in self.by_type().items()}
+        self._copies = {
+            node: WeightsCopy(self, node, tuple(map(ModelPart, files, memory)))
+            for node, memory in loaded.copies.items()
+        }
+        self._nearest: dict[int, int] = {}  # by node, the node of the nearest copy
+        self._node_of: dict[int, int] = {}  # by CPU
+        if self._copies:
+            nodes = limits.nodes()
+            self._nearest = find_nearest(nodes, self._copies)
+            self._node_of = {cpu: n for n, node in nodes.items() for cpu in node.cpus}
+        n = max(1, len(self._copies))
+        sizes = {f"weights:{kind}": n * nbytes for kind, nbytes in self.by_type().items()}
         padding = loaded.mapped_bytes - sum(sizes.values())
         ledger.enter(self, sizes | {"weights:padding": padding})
 
@@ -70,7 +131,8 @@ class Weights(Contents):
             return ()
         if not self._ledger:  # which takes a while where there are very many tensors
             try:
-                self._ledger = tuple(_parts_of(self._parts, loaded, self._tape))
+                every = [copy._parts for copy in self._copies.values()] or [self._parts]
+                self._ledger = tuple(_parts_of(every, loaded, self._tape))
             except ClosedError:  # just now
                 return ()
         return self._ledger
@@ -86,6 +148,55 @@ class Weights(Contents):
         self._opened()
 
     @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The model's tensors by name, in the order of its files, read-only.
+
+        Of a mirrored model, those of the copy nearest to the calling thread: all that one use of
+        this property gives are of one copy.
+        """
+        self._opened()
+        return self.on()._tensors if self._copies else self._tensors
+
+    @property
+    def copies(self) -> Mapping[int, WeightsCopy]:
+        """Of a mirrored model, the copy on each node, by node; else empty."""
+        self._opened()
+        return dict(self._copies)
+
+    def on(self, node: int | None = None) -> Contents:
+        """Return the copy of a mirrored model that is nearest to a node.
+
+        Parameters
+        ----------
+        node : int, optional
+            By default that of the CPU which the calling thread runs on now: bind a thread to a
+            node (``os.sched_setaffinity``, ``numactl``) that shall keep reading its own.
+
+        Returns
+        -------
+        WeightsCopy or Weights
+            A model that is not mirrored is its only copy.
+
+        Raises
+        ------
+        TypeError, ValueError
+            There is no such node.
+        ClosedError
+            The weights were closed.
+        """
+        self._opened()
+        if node is not None:
+            nodes = limits.nodes()
+            if integer(node, "node", 0) not in nodes:
+                raise ValueError(f"node: expected one of {format_ranges(nodes)}, got {node}")
+        if not self._copies:
+            return self
+        if node is None:
+            node = self._node_of.get(limits.current_cpu() or 0)
+        first = next(iter(self._copies))
+        return self._copies[self._nearest.get(first if node is None else node, first)]
+
+    @property
     def load(self) -> Literal["map", "copy", "direct"]:
         """How the data came into memory."""
         return self._choice.mode
@@ -97,7 +208,10 @@ class Weights(Contents):
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What the tensors lie in: a mapping a file, or one block that all was read into."""
+        """What the tensors lie in: a mapping a file, or one block that all was read into.
+
+        Of a mirrored model, a block for each copy.
+        """
         return self._opened().blocks
 
     @property
@@ -133,13 +247,47 @@ class Weights(Contents):
         self._opened()
         return content_hash(self, mapped=self.load == "map", threads=threads, progress=progress)
 
+    def verify(self) -> Placement:
+        """Read from the kernel where the model is: the sum of `blocks`.
+
+        Of a mirrored model, `WeightsCopy.verify` says it of each copy.
+
+        Raises
+        ------
+        OSError
+            The kernel does not tell.
+        ClosedError
+            The weights were closed.
+        """
+        return sum_placements([block.verify() for block in self.blocks])
+
+    def repair(self) -> Placement:
+        """Move what lies on other nodes than `numa` says, of each copy to its node, and verify.
+
+        Of a mapped model these are the pages of the page cache that this process has mapped, and no
+        other has: see `warm`. A `PlacementWarning` tells what cannot be moved.
+
+        Raises
+        ------
+        ValueError
+            The weights were opened without `numa`, or lie on a tape.
+        OSError
+            The kernel refuses to move pages, as in a container that may not.
+        ClosedError
+            The weights were closed.
+        """
+        self._opened()
+        self._check_not_on_tape("move the tape's: tape.block.repair()")
+        return sum_placements([block.repair() for block in self.blocks])
+
     def residency(self) -> Residency:
         """Tell what of the model is in RAM, in huge pages, and on which nodes, tensor by tensor.
 
         Returns
         -------
         Residency
-            Of all, and of each tensor in `Residency.tensors`.
+            Of all, and of each tensor in `Residency.tensors`; of a mirrored model, of the first
+            copy.
 
         Raises
         ------
@@ -184,7 +332,8 @@ class Weights(Contents):
         self._opened()
         from unimem.weights import residency
 
-        residency.warm(self, mapped=self.load == "map", without=self._unused())
+        for each in self._copies.values() or (self,):
+            residency.warm(each, mapped=self.load == "map", without=self._unused())
 
     def _require_room(self, what: str, beside_bytes: int) -> None:
         """Refuse `_warm_used` where that does not fit, with other memory beside it."""
@@ -227,15 +376,17 @@ class Weights(Contents):
             The weights were closed.
         """
         self._opened()
-        if self._tape is not None:
-            raise ValueError(
-                f"Weights '{self.files[0]}' lie on a tape, which holds more than them: make the "
-                "tape with lock=True"
-            )
+        self._check_not_on_tape("make the tape with lock=True")
         policy.check_lock(how, "how")
         from unimem.weights import residency
 
         residency.lock(self, self.blocks, how, mapped=self.load == "map")
+
+    def _check_not_on_tape(self, remedy: str) -> None:
+        if self._tape is not None:
+            raise ValueError(
+                f"Weights '{self.files[0]}' lie on a tape, which holds more than them: {remedy}"
+            )
 
     def evict(self) -> int:
         """Drop the model's files from the page cache; they come back from the disk when touched.
@@ -404,19 +555,21 @@ class Weights(Contents):
         if self.closed:
             return f"{name}, closed)"
         types = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.by_type().items())
+        if self._copies:
+            types += f", a copy on each of the nodes {format_ranges(self._copies)}"
         return f"{name}, {self.load}, {len(self._tensors)} tensors, bytes: {types or 0})"
 
 
 def _parts_of(
-    parts: tuple[ModelPart, ...], loaded: Loaded, tape: Tape | None
+    copies: Iterable[tuple[ModelPart, ...]], loaded: Loaded, tape: Tape | None
 ) -> Iterator[ledger.Part]:
     """Say what the memory of a model is for: tensors of a type, and what they do not fill."""
     for block in loaded.blocks:
         first, nbytes = block.address, block.committed_bytes
         if tape is not None:  # where it has the range of all files
-            first, nbytes = first + parts[0].memory.block_offset, loaded.mapped_bytes
+            first, nbytes = first + loaded.memory[0].block_offset, loaded.mapped_bytes
         yield ledger.Part("weights:padding", first, nbytes)
-    for file, memory in parts:
+    for file, memory in (part for parts in copies for part in parts):
         first = memory.block.address + memory.block_offset - memory.file_offset
         for offset, nbytes, kind in file.header.runs():
             yield ledger.Part(f"weights:{kind}", first + offset, nbytes, nbytes, nbytes)
@@ -467,7 +620,9 @@ def open_weights(
         Of a URL: compare the data with the hash that the server tells of the file, if it does.
     **placement
         See `PlacementOptions`. Of a mapping, `lock` and `warm` hold; of memory of its own all, and
-        it is warm anyway.
+        it is warm anyway. ``numa="mirror"`` reads the model once and copies it to each node; where
+        one node has all memory, that changes nothing. With ``load="map"`` and another `numa`, the
+        model is warmed, and its pages in the page cache are moved to the nodes.
 
     Returns
     -------
@@ -554,8 +709,11 @@ def _warm_and_lock(
 ) -> None:
     """Do for mappings what blocks of their own were made with."""
     warm, lock = placement.get("warm", False), placement.get("lock", False)
-    if warm:
-        weights.warm(threads if warm is True else warm, progress)
+    moves = placement.get("numa") is not None and not is_mirrored(placement)
+    if warm or moves:  # only pages that are there can be moved
+        weights.warm(threads if warm in (True, False) else warm, progress)
+    if moves:
+        _move_to_nodes(weights, placement)
     if lock:
         try:
             weights.lock(lock)
@@ -563,6 +721,21 @@ def _warm_and_lock(
             if placement.get("strict"):
                 raise
             policy.warn(error.strerror or str(error))
+
+
+def _move_to_nodes(weights: Weights, placement: PlacementOptions) -> None:
+    """Move the pages of mapped files to where `numa` says; what stays elsewhere is told once."""
+    problems: list[str] = []
+    for block in weights.blocks:
+        try:
+            problems += move_pages(block, placement["numa"])
+        except OSError as error:  # a container may forbid it
+            problems.append(f"numa='{placement['numa']}': {error.strerror or error}")
+    if problems:
+        text = f"mapping {weights.files[0]}: {'; '.join(dict.fromkeys(problems))}"
+        if placement.get("strict"):
+            raise PlacementError(text)
+        policy.warn(text)
 
 
 def lock_what_is_mapped(weights: Weights) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 from unimem.errors import PlacementError
 from unimem.system import kernel_files
+from unimem.system.descriptors import Descriptors
 from unimem.system.memfds import find_memfds
 from unimem.system.objects import is_url
 from unimem.system.placement import Lock, Placement
@@ -46,6 +47,7 @@ SCHEMA = "unimem.stage/1"
 _NOTE = "unimem-stage"
 _MOST_NOTES = 1 << 10  # of a process are read: it may be another user's
 _HOLDER = os.path.join(os.path.dirname(__file__), "holder.py")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PATIENCE_SECONDS = 10
 # A second for one that is about to listen, and no more: it may be another user's that never does.
 _TRIES = 100
@@ -160,14 +162,11 @@ def holders() -> list[Held]:
 def holders_of(pid: int) -> list[Held]:
     """Find the models that one process keeps; none where it has ended, or is another user's."""
     found = []
-    with suppress(OSError):
-        folder = os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for fd in itertools.islice(find_memfds(folder, _NOTE), _MOST_NOTES):
-                if (held := _read_note(fd, pid, folder)) is not None:
-                    found.append(held)
-        finally:
-            os.close(folder)
+    with suppress(OSError), Descriptors() as fds:
+        folder = fds.add(os.open, f"/proc/{pid}", _FOLDER)
+        for fd in itertools.islice(find_memfds(folder, _NOTE), _MOST_NOTES):
+            if (held := _read_note(fd, pid, folder)) is not None:
+                found.append(held)
     return found
 
 
@@ -223,18 +222,15 @@ def hold(
         stage._note.leave()  # that of the new process takes its place
         # Pages of a pool never leave RAM: locking them would only take from the user's limit.
         is_to_lock = stage.granted.locked_bytes > 0 and stage.backing != "hugetlb"
-        fds: list[int] = []
-        try:
-            for name in stage._names:
-                fds.append(place.open(name))
-        except OSError:
-            _close(fds)
-            raise
-        note = _note_of(stage, source, asked, warnings)
         lock = asked["lock"] if is_to_lock else False
-        with _started(note, fds, lock, place.fd, is_folder=isinstance(place, Folder)) as held:
-            place.leave()
-            yield held
+        is_folder = isinstance(place, Folder)
+        with Descriptors() as fds:
+            for name in stage._names:
+                fds.add(place.open, name)
+            note = _note_of(stage, source, asked, warnings)
+            with _started(note, fds, lock, place.fd, is_folder=is_folder) as held:
+                place.leave()
+                yield held
 
 
 def show(stage: _Staged, source: str, asked: dict[str, Any]) -> None:
@@ -252,11 +248,8 @@ def show(stage: _Staged, source: str, asked: dict[str, Any]) -> None:
     OSError
         The system gives no memory for the note.
     """
-    folder = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        program = identity(folder)
-    finally:
-        os.close(folder)
+    with Descriptors() as fds:
+        program = identity(fds.add(os.open, "/proc/self", _FOLDER))
     _write_note(stage._note, _note_of(stage, source, asked, ()) | {"program": program})
 
 
@@ -301,15 +294,11 @@ def hold_files(
         "granted": asdict(granted),
         "warnings": [],
     }
-    fds: list[int] = []
-    try:
+    with Descriptors() as fds:
         for path, _ in versions:
-            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError:
-        _close(fds)
-        raise
-    with _started(note, fds, asked["lock"]) as held:
-        yield held
+            fds.add(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+        with _started(note, fds, asked["lock"]) as held:
+            yield held
 
 
 @contextmanager
@@ -350,14 +339,16 @@ def hold_unfinished(
         "warnings": [],
         "arrived": list(arrived),
     }
-    with _started(note, [], False, place.fd, is_folder=isinstance(place, Folder)) as held:
+    with _started(
+        note, Descriptors(), False, place.fd, is_folder=isinstance(place, Folder)
+    ) as held:
         place.leave()
         yield held
 
 
 @contextmanager
 def _started(
-    note: dict[str, Any], fds: list[int], lock: Lock, kept: int = -1, *, is_folder: bool = False
+    note: dict[str, Any], fds: Descriptors, lock: Lock, kept: int = -1, *, is_folder: bool = False
 ) -> Iterator[Held]:
     """Start a process that keeps `kept`, and maps and locks `fds`, which are closed here."""
     import socket
@@ -385,7 +376,7 @@ def _started(
         finally:
             its.close()
             memory.leave()
-            _close(fds)
+            fds.close()
         code, _, said = ours.recv(256).decode().partition(" ")
         if code != "0":
             raise PlacementError(
@@ -393,11 +384,6 @@ def _started(
             )
         yield _held(int(said), json.loads(json.dumps(note)))
         ours.sendall(b"keep")
-
-
-def _close(fds: list[int]) -> None:
-    while fds:
-        os.close(fds.pop())
 
 
 def drop(held: Held) -> None:
@@ -414,17 +400,14 @@ def drop(held: Held) -> None:
 
     if held.kept_by == "program":
         raise ValueError(f"{held.path}: it goes with process {held.pid}, which has staged it")
-    with suppress(ProcessLookupError, FileNotFoundError):
-        fd = os.pidfd_open(_local_pid(held.pid))
-        try:
-            # Another process may have its number by now.
-            if held in holders_of(held.pid):
-                signal.pidfd_send_signal(fd, signal.SIGTERM)
-                if not select.select([fd], [], [], _PATIENCE_SECONDS)[0]:
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-                    select.select([fd], [], [])
-        finally:
-            os.close(fd)
+    with suppress(ProcessLookupError, FileNotFoundError), Descriptors() as fds:
+        fd = fds.add(os.pidfd_open, _local_pid(held.pid))
+        # Another process may have its number by now.
+        if held in holders_of(held.pid):
+            signal.pidfd_send_signal(fd, signal.SIGTERM)
+            if not select.select([fd], [], [], _PATIENCE_SECONDS)[0]:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+                select.select([fd], [], [])
     sweep()
 
 
@@ -504,7 +487,8 @@ def _read_note(fd: int, pid: int, folder: int) -> Held | None:
     Whose memory it is, is the proof. Of a process it can be none: a setuid program runs as its
     owner, with the descriptors that its caller gave it.
     """
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError), open(fd) as file:
+    wrong = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    with suppress(*wrong), open(fd) as file:
         is_sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
         if not is_sealed or os.fstat(fd).st_uid != os.geteuid():
             return None

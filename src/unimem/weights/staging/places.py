@@ -16,6 +16,7 @@ from typing import Literal
 from unimem._core import tmpfs
 from unimem._core.library import get_library
 from unimem.errors import PlacementError
+from unimem.system.descriptors import Descriptors
 from unimem.system.limits import SHM
 from unimem.system.memfds import new_memfd
 
@@ -45,15 +46,15 @@ _CHILD = os.path.join(os.path.dirname(__file__), "mount.py")
 
 
 class Place:
-    """A folder of files that others can open by path.
+    """A folder of files that others can open by path. It goes with its last user at the latest."""
 
-    Attributes
-    ----------
-    fd : int
-        What keeps it: of the folder, or of the one file.
-    """
+    def __init__(self) -> None:
+        self._fds = Descriptors()
 
-    fd = -1
+    @property
+    def fd(self) -> int:
+        """The descriptor that keeps it, of the folder or of the one file; -1 without one."""
+        return self._fds[0] if self._fds else -1
 
     def create(self, name: str) -> int:
         """Make an empty file, and return a descriptor that may write to it."""
@@ -81,9 +82,11 @@ class Place:
 
     def leave(self) -> None:
         """Close the descriptor, and leave the place to another process that has it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._fds.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fds"):
+            self.close()
 
 
 class Mount(Place):
@@ -102,15 +105,16 @@ class Mount(Place):
         This process may not mount, not even in a user namespace of its own.
     """
 
+    _child: _Namespace | None = None
+
     def __init__(self, nbytes: int, *, huge: bool) -> None:
-        self._child: _Namespace | None = None
+        super().__init__()
         try:
-            self.fd = tmpfs.open_mount(nbytes, huge)
+            self._fds.add(tmpfs.open_mount, nbytes, huge)
         except PlacementError as error:
             if error.errno != errno.EPERM:
                 raise
-            self._child = _Namespace(nbytes, huge=huge)
-            self.fd = self._child.fd
+            self._child = _Namespace(nbytes, huge, self._fds)
 
     def seal(self) -> None:
         """Make the file system read-only."""
@@ -132,7 +136,7 @@ class _Namespace:
     What it mounts is this user's, and its descriptor comes over a socket.
     """
 
-    def __init__(self, nbytes: int, *, huge: bool) -> None:
+    def __init__(self, nbytes: int, huge: bool, fds: Descriptors) -> None:
         # Here, since few processes stage, and `import unimem` shall stay light.
         import socket
         import subprocess
@@ -157,15 +161,14 @@ class _Namespace:
             its.close()
         self._socket = ours
         try:
-            text, ancillary, _, _ = ours.recvmsg(256, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
-            if not ancillary:
-                self._refused(text)
+            how = (256, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            try:
+                fds.extend(array.array("i", (answer := ours.recvmsg(*how))[1][0][2]))
+            except IndexError:
+                self._refused(answer[0])
         except BaseException:
             self.close()
             raise
-        fds = array.array("i")
-        fds.frombytes(ancillary[0][2])
-        self.fd = fds[0]
 
     def seal(self) -> None:
         self._socket.sendall(b"seal")
@@ -197,12 +200,13 @@ class Memfd(Place):
     """
 
     def __init__(self, pages: str | None = None) -> None:
+        super().__init__()
         self._flags = 0 if pages is None else os.MFD_HUGETLB | _HUGE_SHIFTS[pages] << 26
 
     def create(self, name: str) -> int:
         """Make the one file."""
         # What the kernel takes is 249 bytes; it stands in /proc/PID/maps.
-        self.fd = new_memfd(os.fsdecode(os.fsencode(name)[:200]), self._flags)
+        self._fds.add(new_memfd, os.fsdecode(os.fsencode(name)[:200]), self._flags)
         os.fchmod(self.fd, ACCESS_MODE)
         return os.dup(self.fd)
 
@@ -230,20 +234,23 @@ class Folder(Place):
         This process may not write to ``/dev/shm``.
     """
 
+    _is_left = True  # there is none yet
+
     def __init__(self) -> None:
+        super().__init__()
         self._pid = os.getpid()
         while True:
             self.folder = f"{SHM}/{_PREFIX}{os.urandom(8).hex()}"
+            self._is_left = False
             try:
                 os.mkdir(self.folder, 0o700)
             except OSError as error:
                 raise PlacementError(error.errno, f"{SHM}: {error.strerror}") from None
             # Until it is locked, another process may take it for stale.
             with suppress(FileNotFoundError):
-                self.fd = os.open(self.folder, _FOLDER)
-                if _lock(self.folder, self.fd):
+                if _lock(self.folder, self._fds.add(os.open, self.folder, _FOLDER)):
                     return
-                os.close(self.fd)
+            self._fds.close()
 
     def path(self, name: str) -> str:
         """Return its path, which is the same for every process."""
@@ -252,9 +259,14 @@ class Folder(Place):
     def close(self) -> None:
         """Remove the folder."""
         # A forked child has its own copy of the descriptor, and leaves the files to its parent.
-        if os.getpid() == self._pid and self.fd >= 0:
+        if not self._is_left and os.getpid() == self._pid:
             _remove(self.folder, self.fd)
         self.leave()
+
+    def leave(self) -> None:
+        """Close the descriptor, and leave the folder to another process that has it."""
+        self._is_left = True
+        super().leave()
 
 
 def proc_folder() -> str:
@@ -287,13 +299,10 @@ def sweep() -> None:
         folder = f"{SHM}/{name}"
         if not name.startswith(_PREFIX):
             continue
-        with suppress(OSError):  # another user's, or gone already
-            fd = os.open(folder, _FOLDER)
-            try:
-                if _lock(folder, fd):
-                    _remove(folder, fd)
-            finally:
-                os.close(fd)
+        with suppress(OSError), Descriptors() as fds:  # another user's, or gone already
+            fd = fds.add(os.open, folder, _FOLDER)
+            if _lock(folder, fd):
+                _remove(folder, fd)
 
 
 def _lock(folder: str, fd: int) -> bool:
@@ -306,9 +315,10 @@ def _lock(folder: str, fd: int) -> bool:
 
 
 def _remove(folder: str, fd: int) -> None:
+    """Remove a folder, and what lies in it; one without a descriptor is empty."""
     import shutil
 
-    for name in os.listdir(fd):
+    for name in os.listdir(fd) if fd >= 0 else ():
         with suppress(FileNotFoundError):
             try:
                 os.unlink(name, dir_fd=fd)

@@ -24,11 +24,13 @@ from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.arguments import check_callable, file_path, flag, one_of
+from unimem.system.descriptors import Descriptors
 from unimem.system.objects import is_url, shown
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights import loading
+from unimem.weights.copies import is_mirrored, resolve
 from unimem.weights.files import ModelFile, ModelFiles, Version
 from unimem.weights.image import IMAGE_NAME, pack_image
 from unimem.weights.image_cache import choose_cache
@@ -39,6 +41,7 @@ from unimem.weights.opened import Weights, open_weights
 from unimem.weights.remote import RemoteFiles, open_files
 from unimem.weights.repack import repack_into, why_nothing
 from unimem.weights.repacked import arrange
+from unimem.weights.staging.each_node import stage_copies
 from unimem.weights.staging.held import show
 from unimem.weights.staging.places import (
     ACCESS_MODE,
@@ -87,6 +90,9 @@ class Stage:
         What a process gets that maps the files at a multiple of the huge page, as `open_weights`
         does; the kernel was asked. Of tmpfs and hugetlb all others get the same. Of memfd and shm
         they get base pages, unless ``shmem_enabled`` or the mount of ``/dev/shm`` allow more.
+    copies : dict of int to Stage
+        Of a model that was staged with ``numa="mirror"``, the stage on each node, of which this is
+        the first; else empty. Closing this one closes all.
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class Stage:
         self.source = source
         self.nbytes = nbytes
         self.granted = granted
+        self.copies: dict[int, Stage] = {}
         # When it is closed, collected, or at the end of the process.
         self._end = weakref.finalize(self, _leave, self._note, place)
 
@@ -146,6 +153,8 @@ class Stage:
 
     def close(self) -> None:
         """Give it up: the paths are gone, the memory goes with its last user. Twice is no error."""
+        for other in list(self.copies.values())[1:]:
+            other.close()
         for block in self._blocks:
             block.close()
         self._end()
@@ -163,7 +172,7 @@ class Stage:
         self.close()
 
     def __del__(self) -> None:
-        if not self.closed:
+        if hasattr(self, "_end") and not self.closed:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
             self.close()
 
@@ -219,7 +228,8 @@ def stage(
         staging, and nothing is left.
     **placement
         See `PlacementOptions`; `warm` changes nothing, since all of it is in RAM. With `lock` it is
-        locked for as long as this process has it.
+        locked for as long as this process has it. With ``numa="mirror"`` the model is staged once
+        on each node, one after the other: see `Stage.copies`.
 
     Returns
     -------
@@ -257,6 +267,13 @@ def stage(
     flag(verify, "verify")
     flag(resume, "resume")
     policy.check_options(placement)
+    placement = resolve(placement, limits)
+    if is_mirrored(placement):
+        same = {"backing": backing, "repack": repack, "verify": verify, "resume": resume}
+        made = stage_copies(stage, path, placement, progress, same)
+        first = next(iter(made.values()))  # which has all of them, and closes them
+        first.copies = {node: each for node, each in made.items() if node is not None}
+        return first
     options = _StageOptions(**placement)
     proc_folder()  # without it, nobody could open what would be read in
     sweep()
@@ -288,6 +305,7 @@ def stage_files(model: ModelFiles, source: str, **placement: Unpack[PlacementOpt
         As for `stage`.
     """
     policy.check_options(placement)
+    policy.parse_numa(placement.get("numa"))  # which is that of one copy
     proc_folder()
     sweep()
     return _ModelStaging(model, source, "auto", _StageOptions(**placement), None).run()
@@ -490,8 +508,8 @@ class _Staging(ABC):
         fill: Callable[[Block], None],
     ) -> None:
         """Make one file of the place, through a block that puts it where it shall be."""
-        target = place.create(name)
-        try:
+        with Descriptors() as fds:
+            target = fds.add(place.create, name)
             with Block._filled(
                 nbytes,
                 fill,
@@ -507,8 +525,6 @@ class _Staging(ABC):
             if backing != "hugetlb":
                 os.ftruncate(target, nbytes)
             os.fchmod(target, ACCESS_MODE)
-        finally:
-            os.close(target)
 
     def _look(
         self, place: Place, backing: Backing, undo: ExitStack
@@ -517,11 +533,9 @@ class _Staging(ABC):
         placements: list[Placement] = []
         blocks: list[Block] = []
         for name, _ in self.mapped:
-            fd = place.open(name)
-            try:
+            with Descriptors() as fds:
+                fd = fds.add(place.open, name)
                 block = undo.enter_context(Block.attach(fd, name=name, category="staging"))
-            finally:
-                os.close(fd)
             block.warm()
             if self.options.lock:
                 # Where it cannot be, that was told when the file was read in.
@@ -539,11 +553,8 @@ class _Staging(ABC):
         found = whole = 0
         for name, nbytes in self.mapped:
             whole += nbytes // page * page if page else 0
-            fd = place.open(name)
-            try:
-                found += _huge_bytes(fd, nbytes)
-            finally:
-                os.close(fd)
+            with Descriptors() as fds:
+                found += _huge_bytes(fds.add(place.open, name), nbytes)
         if found == whole:
             return
         allow = f"'{_ALLOW[backing]}' allows them, and " if backing in _ALLOW else ""

@@ -1,0 +1,52 @@
+"""A model staged once on each of several NUMA nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, TypeVar
+
+from unimem.system.arguments import file_path
+from unimem.system.objects import shown
+from unimem.system.placement import PlacementOptions
+from unimem.weights.copies import nodes_for_copies
+from unimem.weights.loading import Progress
+from unimem.weights.remote import open_files
+
+__all__ = ["stage_copies"]
+
+_Stage = TypeVar("_Stage", bound=AbstractContextManager[Any])
+
+
+def stage_copies(
+    stage: Callable[..., _Stage],
+    path: str | os.PathLike[str],
+    placement: PlacementOptions,
+    progress: Progress | None,
+    options: Mapping[str, Any],
+) -> dict[int | None, _Stage]:
+    """Stage a model on each node, all or none; where no node has room for it, anywhere.
+
+    Returns
+    -------
+    dict of int to Stage
+        By node; of one that lies anywhere, by None.
+    """
+    with open_files(path) as model:
+        nbytes = sum(file.nbytes for file in model.files)
+    nodes = nodes_for_copies(f"staged {shown(file_path(path))}", nbytes, placement)
+    made: list[_Stage] = []
+
+    def tell(done: int, of: int) -> None:
+        if progress is not None:
+            progress(len(made) * of + done, max(1, len(nodes)) * of)
+
+    places: list[int | None] = [*nodes] or [None]
+    with ExitStack() as undo:
+        for node in places:
+            placed = placement | {"numa": None if node is None else f"bind:{node}"}
+            made.append(stage(path, progress=tell, **options, **placed))
+            undo.enter_context(made[-1])
+        undo.pop_all()
+    return dict(zip(places, made, strict=True))
