@@ -10,6 +10,7 @@ import pytest
 
 from tokenizer_models import Vocab, bpe_vocab, spm_vocab
 from unimem.engine import chat as chat_module
+from unimem.engine import chat_template
 from unimem.engine.chat import ChatTemplateError, chat_prompt, render_chat
 from unimem.engine.tokenizer import Tokenizer
 
@@ -96,7 +97,7 @@ GEMMA = """\
 
 
 def render(template: str, messages: list[dict[str, str]] = TALK, **options: Any) -> str:
-    return render_chat(template, messages, bos_token="<s>", eos_token="</s>", **options)
+    return chat_template.render(template, messages, bos_token="<s>", eos_token="</s>", **options)
 
 
 def test_chatml() -> None:
@@ -180,7 +181,7 @@ def test_errors(template: str, message: str) -> None:
 
 
 def test_steps_of_macros_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_module, "_MAX_STEPS", 20_000)
+    monkeypatch.setattr(chat_template, "_MAX_STEPS", 20_000)
     macro = "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}"
     with pytest.raises(ChatTemplateError, match="more than 20000 steps"):
         render(macro)
@@ -207,10 +208,46 @@ def test_trace_function_is_put_back() -> None:
         sys.settrace(outer)
 
 
+def render_apart(template: str, messages: list[dict[str, str]] = TALK) -> str:
+    return render_chat(template, messages, bos_token="<s>", eos_token="</s>")
+
+
+def test_a_process_of_its_own_renders_the_same() -> None:
+    talk = [*TALK, {"role": "user", "content": "é \U0001f600 \udcff \0"}]
+    assert render_apart(CHATML, talk) == render(CHATML, talk)
+    with pytest.raises(ChatTemplateError, match="template: line 2: Expected an expression"):
+        render_apart("a\nb {% if %}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% set n = namespace(s='ab') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}"
+        "{% endfor %}",
+        "{% set p = '%c' * 9000 %}{% set n = namespace(l=[]) %}{% for i in range(9999) %}"
+        "{% set n.l = n.l + [strftime_now(p)] %}{% endfor %}",
+        "{{ 'x'.ljust(1000000000) }}",
+    ],
+    ids=["doubling", "strftime", "one method"],
+)
+def test_memory_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "_MAX_BYTES", 96 << 20)
+    with pytest.raises(ChatTemplateError, match=r"MemoryError: .*it may take 96\.0 MiB"):
+        render_apart(template)
+
+
+@pytest.mark.slow
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_module, "_MAX_CPU_SECONDS", 1)
+    template = "{% set s = 'ab' * 4000000 %}{% for i in range(99999) %}{% if s | upper == 'x' %}"
+    with pytest.raises(ChatTemplateError, match="more than 1 seconds of the CPU"):
+        render_apart(template + "{% endif %}{% endfor %}")
+
+
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {}])
 def test_messages_need_role_and_content(message: Any) -> None:
     with pytest.raises(ValueError, match=r"messages\[1\]: expected a text as"):
-        render(CHATML, [TALK[0], message])
+        render_chat(CHATML, [TALK[0], message], bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import unimem as um
-from decoders import logits_of, tokens
+from decoders import logits_of, sizes, tokens
 from models.make import Shape, write_model
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.arch import Model
@@ -92,6 +92,7 @@ class Talk:
     [
         ("gemma3", "f16", 200),
         ("qwen3moe", "q8_0", 200),
+        pytest.param("gemma3", "q8_0,q4_0", 200, marks=pytest.mark.slow),
         *(
             pytest.param(arch, kv_dtype, 2000, marks=pytest.mark.slow)
             for arch in SHAPES
@@ -110,7 +111,7 @@ def test_a_long_talk_is_that_of_llama_cpp(arch: str, kv_dtype: str, n: int, tmp_
     theirs = llama_cpp.follow(path, talk.steps(), **options)
     ours = np.array(list(talk.logits(path, tmp_path / "session", **options)))
     # The last bit of a key may be the other level, and of four bits a level is a tenth of a value.
-    bound = 0.05 if kv_dtype == "q4_0" else 0.01
+    bound = 0.08 if kv_dtype.endswith("q4_0") else 0.01
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= bound * theirs.std()
 
@@ -199,6 +200,20 @@ def test_a_window_for_all_layers(gemma3: Path, window: int) -> None:
         assert ring.kv.seq_len == window
 
 
+def test_k_and_v_of_two_types(gemma3: Path) -> None:
+    options: dict[str, Any] = {"ctx": 300, "threads": 1, "kv_dtype": "q8_0,q4_0"}
+    prompt = tokens(250, first=259, vocab=SHAPE.vocab)
+    with (
+        Decoder(gemma3, **options) as decoder,
+        Decoder(gemma3, **options | {"kv_dtype": "f32"}) as exact,
+    ):
+        kv: Any = decoder.kv
+        assert (kv.dtype, kv.v_dtype) == (("q8_0",) * 7, ("q4_0",) * 7)
+        assert sizes(decoder.report()) == sizes(um.plan(gemma3, **options))
+        a, b = decoder.prefill(prompt), exact.prefill(prompt)
+        assert 0 < np.abs(a - b).max() <= 0.4 * b.std()
+
+
 def test_going_back_too_far_is_refused_and_changes_nothing(gemma3: Path) -> None:
     prompt = tokens(400, first=259, vocab=SHAPE.vocab)
     with Decoder(gemma3, ctx=500, threads=1) as decoder:
@@ -247,14 +262,7 @@ def test_a_session_of_another_kind_is_refused(gemma3: Path, tmp_path: Path) -> N
 # ---- what is refused ---------------------------------------------------------------------
 
 
-def test_what_is_refused_says_why(gemma3: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"rings have one type.*got q8_0 and q4_0"):
-        Decoder(gemma3, ctx=100, kv_dtype="q8_0,q4_0")
-    with (
-        um.KVStore(tmp_path / "store", ram_bytes=0, disk_bytes=1 << 20) as store,
-        pytest.raises(UnsupportedModel, match=r"store: .* leave it out"),
-    ):
-        Decoder(gemma3, ctx=100, store=store)
+def test_what_is_refused_says_why(tmp_path: Path) -> None:
     wrong = [
         ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping"),
         ("gemma3", {"attention.sliding_window": 0}, "sliding_window' must be an integer above 0"),

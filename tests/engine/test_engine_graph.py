@@ -50,15 +50,18 @@ def test_values_lie_where_they_are_planned_and_apart(arch: str, tmp_path: Path) 
                 assert addresses[int(name)] == graph._arena + offset
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_sharing_changes_no_bit(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_model(tmp_path / "m.gguf", arch, TINY, "f32")
+@pytest.mark.parametrize(("arch", "rotate"), [*((each, False) for each in ARCHS), ("qwen2", True)])
+def test_sharing_changes_no_bit(
+    arch: str, rotate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(TINY, head_dim=64) if rotate else TINY
+    path = write_model(tmp_path / "m.gguf", arch, shape, "f32")
     needed = um.plan(path, ctx=200, threads=1)
 
     def logits() -> NDArray[Any]:
         with (
             um.Layout(4096, needed.scratch_bytes * 40, needed.history_bytes) as layout,
-            Decoder(path, ctx=200, threads=1, layout=layout) as decoder,
+            Decoder(path, ctx=200, threads=1, layout=layout, rotate=rotate) as decoder,
         ):
             return logits_of(decoder, tokens(150), 2)[1]
 

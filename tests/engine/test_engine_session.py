@@ -289,7 +289,12 @@ def test_sessions_of_others(model: Path, decoder: Decoder, path: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"), [({"kv_dtype": "f32"}, "dtype"), ({"window": 50}, "window")]
+    ("options", "reason"),
+    [
+        ({"kv_dtype": "f32"}, "dtype"),
+        ({"window": 50}, "window"),
+        ({"rotate": True}, "with rotate=False, and this one has True"),
+    ],
 )
 def test_sessions_of_another_kind_of_cache_are_refused(
     model: Path, decoder: Decoder, path: Path, options: dict[str, Any], reason: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ import unimem as um
 from decoders import WIDE_HEADS as SHAPE
 from decoders import interrupted, logits_of, tokens
 from models.make import write_model
-from unimem.engine import Decoder
+from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.prefixes import model_name
 
 PROMPT = tokens(300)
@@ -108,6 +109,80 @@ def test_models_of_one_fingerprint_are_told_apart(tmp_path: Path, model: Path) -
         assert model_name(one) != model_name(two)
         with um.open_weights(model, load="copy") as again:
             assert model_name(again) == model_name(one)
+
+
+# ---- layers that slide ----
+
+WINDOW = 48
+# What is computed behind 256 restored tokens is one batch, as without a store.
+LONG = tokens(256 + 16, seed=3)
+
+
+@pytest.fixture(scope="module")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gemma3") / "m.gguf"
+    return write_model(path, "gemma3", replace(SHAPE, layers=7), "f32")
+
+
+@pytest.fixture(params=[WINDOW, pytest.param(16, marks=pytest.mark.slow)])
+def chunks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[um.KVStore]:
+    options: dict[str, Any] = {"ram_bytes": 0, "disk_bytes": 1 << 28}
+    with um.KVStore(tmp_path / "chunks", chunk_tokens=request.param, **options) as store:
+        yield store
+
+
+@pytest.mark.parametrize("kv_dtype", ["f16", pytest.param("q8_0,q4_0", marks=pytest.mark.slow)])
+def test_windows_are_restored_whole(gemma3: Path, tmp_path: Path, kv_dtype: str) -> None:
+    """And no ring has more rows than without a store."""
+    expected = {}
+    with opened(gemma3, kv_dtype=kv_dtype) as decoder:
+        capacity, n_rows = decoder.kv.capacity_bytes, decoder.kv.n_rows
+        for n in (len(LONG), 140):
+            decoder.reset()
+            expected[n] = logits_of(decoder, LONG[:n], 20)
+    with um.KVStore(tmp_path / "s", ram_bytes=0, disk_bytes=1 << 28, chunk_tokens=16) as store:
+        for n, n_restored in ((len(LONG), 0), (len(LONG), 256), (140, 128)):
+            with opened(gemma3, store, kv_dtype=kv_dtype) as decoder:
+                assert (decoder.kv.capacity_bytes, decoder.kv.n_rows) == (capacity, n_rows)
+                chosen, rows = logits_of(decoder, LONG[:n], 20)
+                assert decoder._prefixes is not None
+                assert decoder._prefixes.n_restored == n_restored
+                assert chosen == expected[n][0]
+                assert np.array_equal(rows, expected[n][1])
+
+
+def test_a_hit_may_end_at_any_chunk(gemma3: Path, chunks: um.KVStore) -> None:
+    size = chunks.chunk_tokens
+    with opened(gemma3, chunks) as decoder:
+        decoder.prefill(LONG[:100])
+        decoder.prefill(LONG[100:])  # goes on inside of a chunk
+        assert decoder._prefixes is not None
+        assert decoder._prefixes.n_stored == len(LONG) // size * size
+        model = model_name(decoder.weights)
+        for n in range(0, len(LONG), 7):
+            found = chunks.longest([*LONG[:n], 1 << 20], model=model, kv=decoder.kv)
+            assert found == n // size * size
+
+
+def test_what_was_generated_is_put_as_far_as_it_is_there(gemma3: Path, chunks: um.KVStore) -> None:
+    """Tokens that come one by one are put with the next prompt, which rings may not wait for."""
+    size = chunks.chunk_tokens
+    with opened(gemma3, chunks) as decoder:
+        chosen = logits_of(decoder, LONG[:50], 250)[0]
+        decoder.prefill(LONG[50:])
+        ids = [*LONG[:50], *chosen, *LONG[50:]]
+        model = model_name(decoder.weights)
+        # The rings had the last 176 of 300 tokens.
+        for n, end in ((150, 50), (250, 250), (len(ids), len(ids))):
+            found = chunks.longest(ids[:n], model=model, kv=decoder.kv)
+            assert found == end // size * size
+
+
+def test_a_chunk_that_no_ring_keeps_is_refused(gemma3: Path, store: um.KVStore) -> None:
+    with pytest.raises(UnsupportedModel, match=f"chunk_tokens={WINDOW} or fewer"):
+        opened(gemma3, store)
+    # Where the context is no longer than the window, there is no ring.
+    Decoder(gemma3, ctx=WINDOW, threads=1, store=store).close()
 
 
 def test_what_is_no_store_is_refused(model: Path) -> None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
+from unimem.system.install import install_hint
 from unimem.system.text import escape
 
 if TYPE_CHECKING:
@@ -47,10 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         words = sys.argv[1:] if arguments is None else arguments
         extra = words[0] if words and words[0] in _EXTRAS else "cli"
-        return _fail(
-            f"the command line needs {error.name}: install unimem-llm with the extra '{extra}'",
-            FAILED,
-        )
+        return _fail(f"the command line needs {error.name}: {install_hint(extra)}", FAILED)
     if sys.stdout is None:
         return _fail("standard output is closed: there is nowhere to write to", FAILED)
     # A terminal that lacks a character shows a question mark for it.

@@ -17,6 +17,7 @@ from unimem.cli import terminal
 from unimem.cli.processes import find
 from unimem.cli.report import process_number
 from unimem.system.atomic_file import write_text
+from unimem.system.install import install_hint
 
 __all__ = ["metrics"]
 
@@ -73,9 +74,7 @@ def metrics(
         raise typer.BadParameter("--textfile: expected the path of a file, got ''")
     numbers = [process_number(pid) for pid in pids or ()]
     if find_spec("prometheus_client") is None:
-        raise ImportError(
-            "metrics need prometheus_client: install unimem-llm with the extra 'metrics'"
-        )
+        raise ImportError(f"metrics need prometheus_client: {install_hint('metrics')}")
     for number in numbers:
         report(number)  # one that is not there, or not ours to look at, is said at once
     collector = MetricsCollector(

@@ -24,7 +24,9 @@ __all__ = [
     "KVType",
     "LoadMode",
     "NumaNodes",
+    "NumaOfModel",
     "PageSize",
+    "Rotate",
     "Threads",
     "Window",
     "check_numa",
@@ -112,6 +114,15 @@ KVType = Annotated[
         help="Type of the KV cache; two, as q8_0,q4_0, are those of K and of V.",
     ),
 ]
+Rotate = Annotated[
+    bool | None,
+    typer.Option(
+        "--rotate/--no-rotate",
+        help="Store heads rotated, so that quantizing them changes less. [default: where the KV "
+        "cache is quantized, and heads have a multiple of 64 values]",
+        show_default=False,
+    ),
+]
 Window = Annotated[
     int | None,
     typer.Option(
@@ -142,13 +153,22 @@ NumaNodes = Annotated[
         show_default=False,
     ),
 ]
+NumaOfModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODE[:NODES]",
+        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted; or mirror, "
+        "a copy of the model on each node. [default: none]",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON document instead (see docs/cli.md).")
 ]
 
 
-def check_numa(numa: str | None) -> None:
-    """Refuse what `NumaNodes` takes none of, as wrong usage.
+def check_numa(numa: str | None, *, mirror: bool = False) -> None:
+    """Refuse what `NumaNodes`, or with `mirror` `NumaOfModel`, takes none of, as wrong usage.
 
     Raises
     ------
@@ -156,7 +176,7 @@ def check_numa(numa: str | None) -> None:
         With what was expected.
     """
     try:
-        parse_numa(numa)
+        parse_numa(numa, mirror=mirror)
     except ValueError as error:
         raise typer.BadParameter(f"--{error}") from None
 

@@ -15,7 +15,7 @@ from unimem.cli.options import (
     Ctx,
     KVType,
     LoadMode,
-    NumaNodes,
+    NumaOfModel,
     PageSize,
     Threads,
     Window,
@@ -70,7 +70,7 @@ def plan(
         ),
     ] = None,
     pages: PageSize = "auto",
-    numa: NumaNodes = None,
+    numa: NumaOfModel = None,
     lock: Annotated[
         bool, typer.Option("--lock", help="Lock all of it in RAM, also a mapped file.")
     ] = False,
@@ -109,7 +109,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Say what a model will need, and whether it fits."""
-    check_numa(numa)
+    check_numa(numa, mirror=True)
     machine = _machine(memory, cpus, pool or [], nodes, cgroup)
     if machine is not None and device is not None:
         raise typer.BadParameter("--device: a GPU is one of this machine's: leave out the other")

@@ -27,8 +27,9 @@ from unimem.cli.options import (
     Ctx,
     KVType,
     LoadMode,
-    NumaNodes,
+    NumaOfModel,
     PageSize,
+    Rotate,
     Threads,
     Window,
     check_numa,
@@ -38,6 +39,7 @@ from unimem.cli.options import (
 )
 from unimem.cli.unsupported import other_ways
 from unimem.errors import CacheFull
+from unimem.kv.arrays import kv_pair
 from unimem.kv.store import KVStore
 from unimem.layout import Layout
 from unimem.planning.governor import Governor
@@ -97,6 +99,7 @@ class Options:
 
     embedded: bool
     ctx: int | None
+    rotate: bool | None
     load: EngineLoad
     pages: Pages
     numa: str | None
@@ -185,6 +188,7 @@ def run(
     ctx: Ctx = None,
     threads: Threads = None,
     kv_dtype: KVType = "f16",
+    rotate: Rotate = None,
     window: Window = None,
     resume: Annotated[
         Path | None,
@@ -236,7 +240,7 @@ def run(
     ] = None,
     load: LoadMode = "auto",
     pages: PageSize = "auto",
-    numa: NumaNodes = None,
+    numa: NumaOfModel = None,
     governed: Annotated[
         bool,
         typer.Option("--governed", help="When memory gets short, give back what no token needs."),
@@ -247,10 +251,11 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Generate text; show where memory goes and what a token costs."""
-    check_numa(numa)
+    check_numa(numa, mirror=True)
     sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(
-        model is None, ctx, load, pages, numa, governed, chat, resume, save_session, store, sampling
+        *(model is None, ctx, rotate, load, pages, numa, governed, chat),
+        *(resume, save_session, store, sampling),
     )
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
@@ -278,7 +283,7 @@ def run(
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
         with (
-            _new_decoder(weights, layout, plan, threads, prefixes) as decoder,
+            _new_decoder(weights, layout, plan, options, threads, prefixes) as decoder,
             _governing(decoder, options) as governor,
         ):
             talk = _talk(decoder, prompt or "", options, tokens)
@@ -340,11 +345,12 @@ def _load(path: Path | str, options: Options, **cache: Any) -> Layout:
 
     try:
         with open_files(path) as files:
-            Model.from_weights(headers_of(files))  # what cannot run is not read
+            model = Model.from_weights(headers_of(files))  # what cannot run is not read
     except UnsupportedModel as error:
         for line in other_ways(path, options.ctx, cache["kv_dtype"]):
             error.add_note(line)
         raise
+    model.rotates(options.rotate, *kv_pair(cache["kv_dtype"]))  # or it is refused
     with terminal.updates("loading") as progress, check_window():
         return Layout.for_model(
             path,
@@ -363,7 +369,12 @@ def _open_store(folder: str | None) -> AbstractContextManager[KVStore | None]:
 
 
 def _new_decoder(
-    weights: Weights, layout: Layout, plan: Plan, threads: int | None, store: KVStore | None
+    weights: Weights,
+    layout: Layout,
+    plan: Plan,
+    options: Options,
+    threads: int | None,
+    store: KVStore | None,
 ) -> Decoder:
     """Make the decoder, which repacks the model where the plan says so.
 
@@ -376,6 +387,7 @@ def _new_decoder(
             weights,
             ctx=plan.ctx,
             kv_dtype=plan.kv_dtype,
+            rotate=options.rotate,
             window=plan.window,
             threads=threads,
             layout=layout,
@@ -578,8 +590,8 @@ def _facts(decoder: Decoder, report: Report, talk: Talk, options: Options) -> di
         "store": store,
         "load": f"{known['load']}: {known['load_reason']}",
         "model": f"{name}: {known['architecture']}, "
-        f"{format_count(decoder.dims.num_layers, 'layer')}, KV {known['kv_dtype']}, "
-        f"{format_count(decoder.threads, 'thread')}",
+        f"{format_count(decoder.dims.num_layers, 'layer')}, KV {known['kv_dtype']}"
+        f"{', rotated' * known['rotate']}, {format_count(decoder.threads, 'thread')}",
     }
     return {name: fact for name, fact in facts.items() if fact}
 
@@ -625,7 +637,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         "options": {
             "ctx": decoder.ctx,
             "threads": decoder.threads,
-            "kv_dtype": report.facts["kv_dtype"],
+            **{key: report.facts[key] for key in ("kv_dtype", "rotate")},
             "window": decoder.window,
             "load": options.load,
             "pages": options.pages,

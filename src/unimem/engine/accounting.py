@@ -19,8 +19,8 @@ from unimem.kv.arrays import kv_name
 from unimem.layout import Layout
 from unimem.system import ggml
 from unimem.system.process import read_process
-from unimem.system.text import format_bytes
-from unimem.weights.opened import Weights
+from unimem.system.text import format_bytes, format_ranges
+from unimem.weights.opened import Weights, WeightsCopy
 
 __all__ = ["DecoderMemory", "list_parts", "make_report"]
 
@@ -57,10 +57,21 @@ def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Par
     ]
 
 
+def _copies(decoder: DecoderMemory) -> str | None:
+    """Say which copies of mirrored weights there are, and which is read."""
+    copies, reader = decoder.weights.copies, decoder._memory.reader
+    if not copies or reader is None or not isinstance(reader.contents, WeightsCopy):
+        return None
+    return (
+        f"copies of the weights on nodes {format_ranges(copies)}; that on node "
+        f"{reader.contents.node} is read"
+    )
+
+
 def make_report(decoder: DecoderMemory) -> Report:
     """Report on an open decoder: see `Decoder.report`."""
     weights, layout = decoder.weights, decoder.layout
-    cache = decoder._history.parts[0]  # all have one type
+    cache = decoder._history.parts[0]  # all have the same types
     blocks = [*decoder._memory.blocks, layout.scratch.block, layout.history.block]
     blocks += decoder._history.blocks
     addresses = {block.address for block in blocks}
@@ -86,9 +97,11 @@ def make_report(decoder: DecoderMemory) -> Report:
         "model": ", ".join(weights.files),
         "load": decoder._memory.load,
         "load_reason": decoder._memory.load_reason,
+        "numa": _copies(decoder),
         "architecture": decoder._model.arch,
         "ctx": decoder.ctx,
         "kv_dtype": kv_name(cache.dtype, cache.v_dtype),
+        "rotate": cache.rotate,
         "window": decoder.window,
         "threads": decoder.threads,
         "ggml_own": (

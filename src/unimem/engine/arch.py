@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -14,13 +14,15 @@ from unimem.buffers.dims import (
     ArchMetadata,
     Experts,
     ModelDims,
-    Sliding,
     read_experts,
-    read_sliding,
 )
+from unimem.buffers.families import KeptRows, layers_of, of_architecture
+from unimem.buffers.fields import MetadataFields
+from unimem.engine.rotation import rotation_block
 from unimem.kv.arrays import block_values
 from unimem.planning.needs import least_window
 from unimem.system import ggml
+from unimem.system.arguments import flag
 from unimem.system.text import format_count
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class GraphKind:
         Whether the feed-forward network is gated by GELU, in its form with tanh, not by SiLU.
     is_mixture : bool
         Whether it has experts.
+    slides : bool
+        Whether attention of some layers slides, and that of others does not.
     """
 
     rope_mode: int
@@ -67,6 +71,7 @@ class GraphKind:
     scales_embedding: bool = False
     is_gelu: bool = False
     is_mixture: bool = False
+    slides: bool = False
 
 
 GRAPH_KINDS = {
@@ -74,7 +79,12 @@ GRAPH_KINDS = {
     "qwen2": GraphKind(ggml.ROPE_NEOX, has_biases=True),
     "qwen3": GraphKind(ggml.ROPE_NEOX, has_biases=None, norms_heads=True),
     "gemma3": GraphKind(
-        ggml.ROPE_NEOX, norms_heads=True, norms_outputs=True, scales_embedding=True, is_gelu=True
+        ggml.ROPE_NEOX,
+        norms_heads=True,
+        norms_outputs=True,
+        scales_embedding=True,
+        is_gelu=True,
+        slides=True,
     ),
     "qwen3moe": GraphKind(ggml.ROPE_NEOX, norms_heads=True, is_mixture=True),
 }
@@ -95,6 +105,21 @@ class Rope:
     original_ctx: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+
+class Sliding(NamedTuple):
+    """The layers of a model whose attention slides.
+
+    Attributes
+    ----------
+    window : int
+        Tokens that it sees there: each one itself and those before it.
+    layers : tuple of bool
+        Of each layer, whether it slides.
+    """
+
+    window: int
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -202,7 +227,7 @@ class Model:
         experts = read_experts(meta, dims.num_layers) if family.is_mixture else None
         _check_tensors(weights, arch, dims, experts)
         rope = _rope(meta, arch, dims)
-        sliding = read_sliding(meta, arch, dims.num_layers)
+        sliding = _sliding(meta, arch) if family.slides else None
         sliding_rope = window = None
         if sliding is not None:
             base = _checked_base(meta, arch, "rope.freq_base_swa")
@@ -212,7 +237,7 @@ class Model:
         return cls(arch, dims, eps, rope, window, sliding, sliding_rope, experts)
 
     def check_types(self, k_dtype: str, v_dtype: str) -> None:
-        """Refuse types of a cache that this model's heads do not fit into, or its layers.
+        """Refuse types of a cache that this model's heads do not fit into.
 
         Raises
         ------
@@ -225,23 +250,52 @@ class Model:
                     f"a {dtype} cache holds blocks of {n} values, and the model's heads have "
                     f"{self.dims.head_dim}; f16, bf16 and f32 work"
                 )
-        if self.sliding is not None and k_dtype != v_dtype:
-            raise UnsupportedModel(
-                f"attention of some layers of {self.arch} slides, and rings have one type: "
-                f"expected the same of K and of V, got {k_dtype} and {v_dtype}"
-            )
 
-    def check_store(self) -> None:
-        """Refuse a store of prefixes where layers slide: rings have too few rows to put a chunk.
+    def rotates(self, asked: bool | None, k_dtype: str, v_dtype: str) -> bool:
+        """Return whether a cache of these types stores heads rotated.
+
+        Parameters
+        ----------
+        asked : bool or None
+            What the user says; None for what llama.cpp does, which rotates what it quantizes where
+            heads have a multiple of 64 values (its `llama_kv_cache`).
+        k_dtype, v_dtype : str
+            Types of K and V.
+
+        Raises
+        ------
+        UnsupportedModel
+            Heads of another size cannot be rotated.
+        """
+        fits = rotation_block(self.dims.head_dim, "k") > 0
+        if asked is None:
+            return fits and max(block_values(k_dtype), block_values(v_dtype)) > 1
+        rotates = flag(asked, "rotate")
+        if rotates and not fits:
+            raise UnsupportedModel(
+                "rotate: expected heads of a multiple of 64 values, and the model's have "
+                f"{self.dims.head_dim}: leave it out"
+            )
+        return rotates
+
+    def check_store(self, chunk_tokens: int, ctx: int, window: int | None) -> None:
+        """Refuse a store whose chunks are longer than a window of layers that differ.
+
+        A ring has rows for its window and for a batch. When a batch comes, fewer tokens than a
+        chunk lie behind the last whole one, which has to be put before its rows are taken. They are
+        still there if the chunk is no longer than the window.
 
         Raises
         ------
         UnsupportedModel
         """
-        if self.sliding is not None:
+        windows = self.windows(ctx, window)
+        least = least_window(*windows)
+        if len(set(windows)) > 1 and least is not None and chunk_tokens > least:
             raise UnsupportedModel(
-                f"store: attention of some layers of {self.arch} slides, and its rings have too "
-                "few rows for the chunks of a store: leave it out; save_session keeps this model's"
+                f"store: attention of some layers of {self.arch} slides over {least} tokens, and "
+                f"their rings do not keep a chunk of {chunk_tokens}: make the store with "
+                f"chunk_tokens={least} or fewer"
             )
 
     def check_window(self, n: int) -> None:
@@ -292,6 +346,17 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
         attn_factor=attn_factor,
         original_ctx=meta.count("rope.scaling.original_context_length", dims.max_seq_len),
     )
+
+
+def _sliding(meta: ArchMetadata, arch: str) -> Sliding:
+    """Read which layers slide, as plans do; a file has to say over how many tokens."""
+    window = meta.count("attention.sliding_window")
+    meta.count("attention.sliding_window_pattern", 1)  # a period: a list is of other architectures
+    family = of_architecture(arch)
+    assert family is not None  # of each architecture of the engine
+    kept = layers_of(family, MetadataFields(meta, arch))
+    slides = (layer.window is not None for layer in kept if isinstance(layer, KeptRows))
+    return Sliding(window, tuple(slides))
 
 
 def _checked_base(meta: ArchMetadata, arch: str, name: str) -> float:

@@ -1,108 +1,36 @@
-"""Chat templates: messages made into the text that a model was trained to continue.
+"""Chats: messages made into the prompt that a model file's chat template makes of them.
 
-A template is a Jinja program in the model file. It gets the environment that Hugging Face's
-``apply_chat_template`` gives it (``transformers/utils/chat_template_utils.py`` in
-https://github.com/huggingface/transformers). Since it is somebody else's program, it runs in
-Jinja's sandbox, and its steps and its output are bounded. Its variables are not: a template that is
-made for it can still use up memory.
+The template is somebody else's program (`unimem.engine.chat_template`). It is run by a process of
+its own, whose memory and time are limited: Python has no other way to bound what an expression may
+take, such as strings that double.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import reprlib
+import subprocess
 import sys
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
-try:
-    from jinja2 import TemplateError, TemplateSyntaxError, nodes
-    from jinja2.exceptions import SecurityError
-    from jinja2.ext import Extension
-    from jinja2.parser import Parser
-    from jinja2.runtime import Context
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-except ImportError as error:
-    raise ImportError(
-        f"unimem.engine needs {error.name}: install unimem-llm with the extra 'run'"
-    ) from error
-
 from unimem.engine.tokenizer import Tokenizer
+from unimem.system.install import install_hint
+from unimem.system.text import format_bytes
+
+if find_spec("jinja2") is None:
+    raise ImportError(f"unimem.engine needs jinja2: {install_hint('run')}")
+
+from unimem.engine.chat_template import ChatTemplateError
 
 __all__ = ["ChatTemplateError", "chat_prompt", "render_chat"]
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
-
-# Far above what real templates need: some 30 kB long, some hundred steps a message.
-_MAX_TEMPLATE_CHARS = 1 << 20
-_MAX_OUTPUT_CHARS = 1 << 24
-_MAX_STEPS = 2_000_000
-
-
-class ChatTemplateError(ValueError):
-    """The file has no chat template, or it fails with these messages."""
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, without the operators that take hours or all memory in one step."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" or _size(left) * _size(right) > _MAX_OUTPUT_CHARS:
-            raise SecurityError(f"the result of {operator} may be too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _size(operand: Any) -> float:
-    """By how much an operand makes a product large."""
-    return abs(operand) if isinstance(operand, int | float) else len(operand)
-
-
-class _Generation(Extension):
-    """``{% generation %}``: tells a trainer what the assistant wrote; here it is text as any."""
-
-    tags = {"generation"}  # noqa: RUF012 - declared like this in the base class
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _environment() -> _Sandbox:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-_ENVIRONMENT = _environment()
+_CHILD = os.path.join(os.path.dirname(__file__), "chat_template.py")
+# Far above what real templates need: Python and Jinja take 30 MiB, and some milliseconds.
+_MAX_BYTES, _MAX_CPU_SECONDS, _MAX_SECONDS = 512 << 20, 10, 60
 
 
 def render_chat(
@@ -138,6 +66,8 @@ def render_chat(
         the line of the template.
     ValueError
         A message lacks its role or content.
+    OSError
+        The process that renders it cannot be started.
 
     Examples
     --------
@@ -155,67 +85,48 @@ def render_chat(
                 raise ValueError(
                     f"messages[{i}]: expected a text as {key!r}, got {reprlib.repr(message)}"
                 )
-    if len(template) > _MAX_TEMPLATE_CHARS:
+    answer = _ask_child(
+        template=template,
+        messages=[dict(message) for message in messages],
+        bos_token=bos_token,
+        eos_token=eos_token,
+        add_generation_prompt=add_generation_prompt,
+        memory_bytes=_MAX_BYTES,
+        cpu_seconds=_MAX_CPU_SECONDS,
+    )
+    if "error" in answer:
+        most = f": it may take {format_bytes(_MAX_BYTES)}" if answer["out_of_memory"] else ""
+        raise ChatTemplateError(answer["error"] + most)
+    return str(answer["text"])
+
+
+def _ask_child(**asked: Any) -> Any:
+    """Have a process render, and return what it answers."""
+    # What is preloaded would take its share of the memory.
+    variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-S", _CHILD],
+            input=json.dumps(asked).encode(),
+            env=variables,
+            capture_output=True,
+            timeout=_MAX_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
         raise ChatTemplateError(
-            f"chat template: expected at most {_MAX_TEMPLATE_CHARS} characters, got {len(template)}"
+            f"chat template: it takes more than {_MAX_SECONDS} seconds"
+        ) from None
+    if done.returncode < 0:
+        raise ChatTemplateError(
+            f"chat template: it takes more than {_MAX_CPU_SECONDS} seconds of the CPU, or more "
+            f"than {format_bytes(_MAX_BYTES)}: its process was ended by signal {-done.returncode}"
         )
-    try:
-        pieces = _ENVIRONMENT.from_string(template).generate(
-            messages=[dict(message) for message in messages],
-            bos_token=bos_token,
-            eos_token=eos_token,
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
-        )
-        return _collect(pieces)
-    except Exception as error:  # a template can raise whatever its expressions can
-        line = _line_of(error)
-        where = f"line {line}: " if line else ""
-        what = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise ChatTemplateError(f"chat template: {where}{what}{error}") from error
-
-
-def _collect(pieces: Iterator[str]) -> str:
-    """Run a template and join what it writes, as long as neither gets too much.
-
-    The steps are counted by a trace function, since nothing else sees a loop that neither calls
-    nor writes. One that is there already, a debugger's, rests meanwhile.
-    """
-    steps = 0
-
-    def count(_frame: FrameType, _event: str, _arg: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps > _MAX_STEPS:
-            raise SecurityError(f"it takes more than {_MAX_STEPS} steps")
-        return count
-
-    parts: list[str] = []
-    room = _MAX_OUTPUT_CHARS
-    outer = sys.gettrace()
-    sys.settrace(count)
-    try:
-        for piece in pieces:
-            room -= len(piece)
-            if room < 0:
-                raise SecurityError(f"it writes more than {_MAX_OUTPUT_CHARS} characters")
-            parts.append(piece)
-    finally:
-        sys.settrace(outer)
-    return "".join(parts)
-
-
-def _line_of(error: Exception) -> int | None:
-    """Line of the template at which an error was raised; Jinja puts it into the traceback."""
-    if isinstance(error, TemplateSyntaxError):
-        return error.lineno
-    lines = [
-        line
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == "<template>"
-    ]
-    return lines[-1] if lines else None
+    if done.returncode:
+        why = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise ChatTemplateError(f"chat template: the process that renders it has failed: {why}")
+    return json.loads(done.stdout)
 
 
 def chat_prompt(

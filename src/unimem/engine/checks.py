@@ -36,17 +36,22 @@ def check_model(
     layout: Layout | None,
     ctx: int | None,
     kv_dtype: str,
+    rotate: bool | None,
     window: int | None,
     threads: int | None,
     load: EngineLoad,
+    numa: str | None,
 ) -> tuple[Model, Plan]:
     """Check that the engine runs a model with these options, and that its plan has room."""
     if layout is not None and not isinstance(layout, Layout):
         raise TypeError(f"layout: expected a unimem.Layout, got {layout!r:.60}")
     model = Model.from_weights(weights)
     model.check_types(*kv_pair(kv_dtype))
-    placement: dict[str, Any] = {}
+    model.rotates(rotate, *kv_pair(kv_dtype))  # or it is refused
+    placement: dict[str, Any] = {} if numa is None else {"numa": numa}
     if layout is not None:
+        if numa is not None:
+            raise ValueError(f"numa={numa!r}: the layout's memory is placed already: leave out one")
         asked = layout.history.block.requested
         placement = {"pages": asked["pages"]}
         if load == "repack":  # which is placed so
@@ -100,7 +105,7 @@ def check_session(
             f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
         )
     keys: tuple[str, ...] = ("n_layers", "n_kv_heads", "head_dim", "batch")
-    keys += ("dtype", "v_dtype", "window", "order")
+    keys += ("dtype", "v_dtype", "window", "order", "rotate")
     if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv, MixedKVCache):
         there, ours = "differ", "do not"
         if isinstance(kv, MixedKVCache):
@@ -109,7 +114,7 @@ def check_session(
             f"it is of a cache whose layers {there}, and this one's {ours}", path=name
         )
     if isinstance(saved, snapshot.LayersSnapshot):
-        keys = ("layers", "batch", "order")
+        keys = ("layers", "batch", "order", "rotate")
     for key in keys:
         there, ours = getattr(saved, key), getattr(kv, key)
         if there != ours:

@@ -27,6 +27,7 @@ from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
+from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.kv.store import KVStore
 from unimem.layout import Layout
@@ -66,6 +67,10 @@ class Decoder:
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     kv_dtype : str
         Type of the KV cache, as for `plan`.
+    rotate : bool, optional
+        Whether the KV cache stores heads rotated by a Hadamard matrix, as ``KVCache(rotate=True)``
+        does, which needs heads of a multiple of 64 values: quantizing them changes logits less. By
+        default a quantized cache does where it can, as llama.cpp's.
     window : int, optional
         Tokens that attention sees: each one itself and those before it. The KV cache is a ring
         then, and as long as this, not as `ctx`. By default attention sees all that the model's
@@ -81,11 +86,18 @@ class Decoder:
         How a file comes into memory, as for `open_weights`; or ``"repack"``, also of opened
         weights: what ggml has a faster order for lies in that, as by `unimem.repack`, placed like
         the layout's history. ``"auto"`` does so with a file that gains by it, where all fits.
+    numa : str, optional
+        Where a file, the KV cache and scratch lie, as for `PlacementOptions`; not with a `layout`.
+        With ``"mirror"``, or with opened weights that are mirrored, a decoder reads one copy, since
+        ggml's graph has one address for each tensor: that of a node which the thread that makes it
+        may run on, and which the fewest decoders read. That thread is bound to the CPUs of the
+        node until the decoder is closed, so that what it touches first lies there, and ggml's
+        threads compute there.
     store : KVStore, optional
         Where the first tokens of a prompt are looked for, in whole chunks, before they are
-        computed, and where prompts are put; not for a model some of whose layers slide. It is
-        borrowed, not closed. What goes wrong with it is
-        a `PlacementWarning`, and the tokens are computed.
+        computed, and where prompts are put. Where some layers slide, its chunks are at most as long
+        as their window. It is borrowed, not closed. What goes wrong with it is a
+        `PlacementWarning`, and the tokens are computed.
     progress : callable, optional
         Called while a file is read, with the bytes that were read and all bytes, as by
         `open_weights`. What it raises stops the work, and nothing stays taken.
@@ -134,10 +146,12 @@ class Decoder:
         *,
         ctx: int | None = None,
         kv_dtype: str = "f16",
+        rotate: bool | None = None,
         window: int | None = None,
         threads: int | None = None,
         layout: Layout | None = None,
         load: EngineLoad = "auto",
+        numa: str | None = None,
         store: KVStore | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -147,24 +161,29 @@ class Decoder:
         self.window = window
         cache: dict[str, Any] = {"kv_dtype": kv_dtype, "window": window}
         asked = cache | {"layout": layout, "ctx": ctx, "threads": threads}
+        asked |= {"rotate": rotate, "numa": numa}
         self._memory = ModelMemory(path_or_weights, load, progress, **asked)
         self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
+        self._prefixes: Prefixes | None = None
+        assert needed.ctx is not None  # of a model that the engine runs
         try:
             if store is not None:
-                self._memory.model.check_store()
-            self._prefixes = None if store is None else Prefixes(store, self.weights)
-            assert needed.ctx is not None  # of a model that the engine runs
+                self._prefixes = Prefixes(store, self.weights)
+                self._memory.model.check_store(store.chunk_tokens, needed.ctx, window)
             if layout is None:
                 layout = own_layout = Layout.for_model(
-                    self.weights, ctx=needed.ctx, threads=needed.threads, **cache
+                    self.weights, ctx=needed.ctx, threads=needed.threads, numa=numa, **cache
                 )
             self.layout = layout
             self._model = self._memory.model
             self.dims: ModelDims = self._model.dims
             self.ctx, self.threads = needed.ctx, needed.threads
-            self._count = ThreadCount(needed.threads, adapts=threads is None)
-            self._set_up(kv_dtype, window, needed.scratch_bytes, progress)
+            reader = self._memory.reader
+            if threads is None and reader is not None and reader.n_cores is not None:
+                self.threads = min(self.threads, reader.n_cores)
+            self._count = ThreadCount(self.threads, adapts=threads is None)
+            self._set_up(kv_dtype, rotate, window, needed.scratch_bytes, progress)
         except BaseException as error:
             if own_layout is not None:
                 own_layout.__exit__()
@@ -178,7 +197,12 @@ class Decoder:
         publish()
 
     def _set_up(
-        self, kv_dtype: str, window: int | None, scratch_bytes: int, progress: Progress | None
+        self,
+        kv_dtype: str,
+        rotate: bool | None,
+        window: int | None,
+        scratch_bytes: int,
+        progress: Progress | None,
     ) -> None:
         scratch, history = self.layout.scratch, self.layout.history
         if scratch.available_bytes < scratch_bytes:
@@ -193,8 +217,9 @@ class Decoder:
         self._threadpool = 0
         self._made: list[Headers | Graph] = []
         self._batch = min(PREFILL_BATCH, self.ctx)
+        rotates = self._model.rotates(rotate, *kv_pair(kv_dtype))
         self._history = History(
-            self._model, kv_dtype, self.ctx, window, self._batch, self.layout.history
+            self._model, kv_dtype, rotates, self.ctx, window, self._batch, history
         )
         self.kv: KVCache = self._history.kv
         try:
@@ -218,14 +243,14 @@ class Decoder:
         history.fill_with_zeros()
         tensors = {
             name: (tensor.ggml_type, tensor.ne, tensor.address)
-            for name, tensor in self.weights.tensors.items()
+            for name, tensor in self._memory.tensors.items()
             if tensor.ggml_type is not None  # as those of a checked model are not
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
-        part = history.parts[0]  # they have one type
+        part = history.parts[0]  # they have the same types
         kinds = ggml.KV_KINDS[part.dtype], ggml.KV_KINDS[part.v_dtype]
         lanes, n_rows = history.lanes(), history.n_rows
-        headers = Headers(model, tensors, lanes, n_rows, kinds, take(nbytes), nbytes)
+        headers = Headers(model, tensors, lanes, n_rows, kinds, part.rotate, take(nbytes), nbytes)
         self._made.append(headers)
         self._memory.adopt(headers)
         arrays = Arrays(
@@ -502,7 +527,7 @@ class Decoder:
         Parameters
         ----------
         path : path-like
-            What `save_session` has written, of this model, `kv_dtype` and `window`.
+            What `save_session` has written, of this model, `kv_dtype`, `rotate` and `window`.
 
         Returns
         -------
@@ -741,5 +766,10 @@ class Decoder:
         # A ring has rows for one batch beside its window.
         most = self._batch if self._history.is_cut else len(tokens)
         for start in range(0, len(tokens), most):
-            self._forward.prefill(tokens[start : start + most])
+            batch = tokens[start : start + most]
+            end = self.kv.next_position
+            if self._prefixes is not None and self._history.is_cut:
+                first_kept = self._history.first_kept(end + len(batch))
+                self._prefixes.put_before(first_kept, self.kv, self._forward.ids[:end])
+            self._forward.prefill(batch)
             self._tally.hold(self.kv.memory_usage_bytes, self.kv.seq_len)

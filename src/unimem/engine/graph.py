@@ -10,13 +10,14 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.engine.arch import Model
+from unimem.engine.rotation import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 from unimem.system import ggml
 
@@ -61,6 +62,8 @@ class Headers:
         Of each part, the rows of a lane.
     kv_kinds : tuple of int
         ggml's types of K and of V in the cache.
+    rotates : bool
+        Whether the cache stores heads rotated.
     address, nbytes : int
         Memory for the headers.
     """
@@ -72,11 +75,13 @@ class Headers:
         layers: list[tuple[int, int, int]],
         n_rows: Sequence[int],
         kv_kinds: tuple[int, int],
+        rotates: bool,
         address: int,
         nbytes: int,
     ) -> None:
         self.context = ggml.new_context(address, nbytes)
         self.n_rows = n_rows
+        self.rotates = rotates
         self.weights = {
             name: self._header(kind, ne, data) for name, (kind, ne, data) in tensors.items()
         }
@@ -377,9 +382,9 @@ class _Builder:
     def _attention(self, layer: int, x: int) -> int:
         context, dims, n = self._context, self._model.dims, self._n
         part, k_cache, v_cache = self._headers.cache[layer]
-        q = self._heads(layer, x, "attn_q", dims.num_attention_heads)
-        k = self._heads(layer, x, "attn_k", dims.num_kv_heads)
-        v = self._linear(x, f"blk.{layer}.attn_v")
+        q = self._rotate(self._heads(layer, x, "attn_q", dims.num_attention_heads), "k")
+        k = self._rotate(self._heads(layer, x, "attn_k", dims.num_kv_heads), "k")
+        v = self._rotate(self._linear(x, f"blk.{layer}.attn_v"), "v")
         # The rows are written before attention reads the cache: nothing else tells ggml so.
         k = ggml.reshape_2d(context, k, dims.kv_size, n)
         for cache, rows in ((k_cache, k), (v_cache, v)):
@@ -391,8 +396,17 @@ class _Builder:
             0.0, 0.0,
         )  # fmt: skip
         ggml.flash_attn_ext_set_prec(attended, ggml.PREC_F32)
-        attended = ggml.reshape_2d(context, attended, dims.q_size, n)
+        attended = ggml.reshape_2d(context, self._rotate(attended, "v"), dims.q_size, n)
         return self._linear(attended, f"blk.{layer}.attn_output")
+
+    def _rotate(self, heads: int, part: Literal["k", "v"]) -> int:
+        """Rotate heads in place where the cache stores them rotated."""
+        if not self._headers.rotates:
+            return heads
+        block = rotation_block(self._model.dims.head_dim, part)
+        return int(
+            ggml.map_custom1_inplace(self._context, heads, node_address, ggml.ALL_THREADS, block)
+        )
 
     def _view_cache(self, part: int, cache: int) -> int:
         """View the cache as [head_dim, n_kv, heads]."""

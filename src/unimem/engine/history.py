@@ -13,7 +13,6 @@ from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.engine.arch import Model
 from unimem.engine.graph import view
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.kv.layers import LayerKV, kinds_of, places_of
 from unimem.kv.mixed import MixedKVCache
@@ -33,7 +32,9 @@ class History:
     model : Model
         What was checked.
     kv_dtype : str
-        Type of keys and values, or both.
+        Type of keys and values, or those of both.
+    rotates : bool
+        Whether heads are stored rotated.
     ctx, window : int, int or None
         As the decoder's.
     batch : int
@@ -54,29 +55,34 @@ class History:
     """
 
     def __init__(
-        self, model: Model, kv_dtype: str, ctx: int, window: int | None, batch: int, tape: Tape
+        self,
+        model: Model,
+        kv_dtype: str,
+        rotates: bool,
+        ctx: int,
+        window: int | None,
+        batch: int,
+        tape: Tape,
     ) -> None:
-        dims, (k_dtype, v_dtype) = model.dims, kv_pair(kv_dtype)
-        windows = model.windows(ctx, window)
-        same: Any = {"max_seq_len": ctx}
+        dims, windows = model.dims, model.windows(ctx, window)
+        same: Any = {"max_seq_len": ctx, "dtype": kv_dtype, "rotate": rotates}
         ring = same | {
             "spare_rows": batch,
             **{name: tape.block.requested[name] for name in ("pages", "numa", "lock")},
         }
-        alike: Any = {"dtype": k_dtype, "v_dtype": v_dtype}
         self.parts: tuple[KVCache, ...]
         if len(set(windows)) > 1:
             layers = [LayerKV(dims.num_kv_heads, dims.head_dim, window=each) for each in windows]
-            self.kv = KVCache(layers=layers, dtype=k_dtype, **ring)
+            self.kv = KVCache(layers=layers, **ring)
             assert isinstance(self.kv, MixedKVCache)
             self.parts = self.kv._parts
             kinds: list[Any] = list(kinds_of(self.kv.layers))
             self.part_of = tuple(kinds.index(place.kind) for place in places_of(self.kv.layers))
         else:
             if windows[0] is None:
-                self.kv = KVCache.for_dims(dims, tape=tape, **alike, **same)
+                self.kv = KVCache.for_dims(dims, tape=tape, **same)
             else:
-                self.kv = KVCache.for_dims(dims, window=windows[0], **alike, **ring)
+                self.kv = KVCache.for_dims(dims, window=windows[0], **ring)
             self.parts, self.part_of = (self.kv,), (0,) * dims.num_layers
         self.windows = tuple(part.window or ctx for part in self.parts)
 
@@ -94,6 +100,11 @@ class History:
     def is_cut(self) -> bool:
         """Whether rings keep less than the conversation, so that it cannot go back far."""
         return any(part.window is not None for part in self.parts)
+
+    def first_kept(self, end: int) -> int:
+        """Return the first position that all rings have, once tokens have come up to `end`."""
+        rows = (part.n_rows for part in self.parts if part.window is not None)
+        return max((end - n for n in rows), default=0)
 
     def lanes(self) -> list[tuple[int, int, int]]:
         """List of each layer the number of its part, and where its keys and values begin."""

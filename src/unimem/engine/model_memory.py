@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from unimem._core.block import Block
 from unimem.engine.checks import check_model
 from unimem.engine.graph import Headers
+from unimem.engine.nodes import Reader
 from unimem.layout import Layout
 from unimem.system import policy
+from unimem.system.placement import PlacementOptions
 from unimem.system.transfers import TRIES
 from unimem.weights.loading import EngineLoad, Progress, check_load, way_of
 from unimem.weights.opened import (
@@ -22,7 +25,7 @@ from unimem.weights.opened import (
 from unimem.weights.remote import is_url, open_remote
 from unimem.weights.repack import repack_and_warm
 from unimem.weights.repacked import Repacked
-from unimem.weights.tensors import headers_of
+from unimem.weights.tensors import Tensor, headers_of
 
 __all__ = ["ModelMemory"]
 
@@ -43,6 +46,8 @@ class ModelMemory:
         The opened model.
     repacked : Repacked or None
         What of it lies in another order, since `bring_in`.
+    reader : Reader or None
+        What of the weights is read, and where; None until they are open.
     model, plan : Model, Plan
         What was checked, and what the decoder needs.
     load, load_reason : str
@@ -58,9 +63,11 @@ class ModelMemory:
     ) -> None:
         check_load(load, for_engine=True)
         self.repacked: Repacked | None = None
+        self.reader: Reader | None = None
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
-        layout = asked["layout"]
+        layout, numa = asked["layout"], asked["numa"]
+        placement: PlacementOptions = {} if numa is None else {"numa": numa}
         if isinstance(path_or_weights, Weights):
             self.weights, opened = path_or_weights, load
             is_theirs = isinstance(layout, Layout) and layout.weights is path_or_weights
@@ -74,7 +81,10 @@ class ModelMemory:
                 check_model(headers_of(remote), path_or_weights, load=way, **asked)
             opened = "repack" if load == "repack" else "auto"
             self.weights = open_weights(
-                path_or_weights, load="direct" if way == "repack" else way, progress=progress
+                path_or_weights,
+                load="direct" if way == "repack" else way,
+                progress=progress,
+                **placement,
             )
         else:
             # A model that is refused is refused before its data are read.
@@ -84,8 +94,10 @@ class ModelMemory:
             reason = first.load_reason
             way = "map" if load == "repack" or opened == "repack" else load
             why_mapped = reason if first.load == "map" else ""
+            if opened == "repack":  # the nodes are those of what is repacked
+                placement = {}
             self.weights = open_planned(
-                path_or_weights, why_mapped, load=way, progress=progress, placement={}
+                path_or_weights, why_mapped, load=way, progress=progress, placement=placement
             )
         try:
             self.model, self.plan = check_model(self.weights, self.weights, load=opened, **asked)
@@ -95,6 +107,7 @@ class ModelMemory:
                 self.load_reason = reason
             elif load == "repack" and self.load != "repack":
                 policy.warn(f"{self.weights.files[0]} is not repacked: {self.load_reason}")
+            self.reader = Reader(self.weights)
         except BaseException:
             self.end()
             raise
@@ -121,6 +134,11 @@ class ModelMemory:
                 self.repacked._adopt(headers.weights[name], name)
 
     @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What the decoder reads: of mirrored weights, one copy."""
+        return (self.weights if self.reader is None else self.reader.contents).tensors
+
+    @property
     def blocks(self) -> tuple[Block, ...]:
         """All that the weights lie in."""
         return self.weights.blocks + (() if self.repacked is None else self.repacked.blocks)
@@ -134,5 +152,7 @@ class ModelMemory:
             if self.repacked is not None:
                 self.repacked.__exit__(kind)
         finally:
+            if self.reader is not None:
+                self.reader.end()
             if self.is_owned:
                 self.weights.__exit__(None, None, None)

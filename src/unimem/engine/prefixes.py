@@ -81,6 +81,7 @@ class Prefixes:
             raise TypeError(f"store: expected a unimem.KVStore, got {store!r:.60}")
         self._store, self._model = store, model_name(weights)
         self.n_restored = self.n_stored = 0
+        self._n_seen = 0  # tokens of the conversation that were restored, or put where possible
 
     def restore(self, kv: KVCache, tokens: NDArray[Any]) -> int:
         """Restore first tokens into an empty cache; the last one is always left to compute."""
@@ -89,10 +90,26 @@ class Prefixes:
             self.n_restored = self._store.restore_into(kv, tokens[:-1], model=self._model)
         except (OSError, CapacityError) as error:
             policy.warn(f"nothing was taken from {self._store!r}: {error}")
+        self._n_seen = self.n_restored
         return self.n_restored
+
+    def put_before(self, first_kept: int, kv: KVCache, ids: NDArray[Any]) -> None:
+        """Keep a conversation where rings are about to give up tokens that were not put.
+
+        Parameters
+        ----------
+        first_kept : int
+            The first position that rings will have.
+        kv, ids
+            As for `put`.
+        """
+        size = self._store.chunk_tokens
+        if first_kept > min(self._n_seen, len(ids)) // size * size:
+            self.put(kv, ids)
 
     def put(self, kv: KVCache, ids: NDArray[Any]) -> None:
         """Keep a conversation, unless its first tokens were dropped."""
+        self._n_seen = len(ids)
         if kv.next_position != kv.seq_len or len(ids) < kv.seq_len:
             return
         try:

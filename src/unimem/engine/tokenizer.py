@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unimem.system.arguments import flag, integer, string
+from unimem.system.install import install_hint
 
 try:
     import sentencepiece
     import tokenizers
 except ImportError as error:
-    raise ImportError(
-        f"unimem.engine needs {error.name}: install unimem-llm with the extra 'run'"
-    ) from error
+    raise ImportError(f"unimem.engine needs {error.name}: {install_hint('run')}") from error
 
 __all__ = ["TokenStream", "Tokenizer", "UnsupportedTokenizer"]
 
