@@ -1,11 +1,13 @@
-"""Builds the fuzz targets with clang and runs them: `make fuzz`. docs/fuzzing.md says what they do.
+"""Builds the fuzz targets and runs them: `make fuzz`. docs/fuzzing.md says what they do.
 
 Targets run side by side where there are CPUs for it. What is found by them stays in build/fuzz, and
 the next run goes on from there: `inputs` has an input for each way through a parser, `broken` those
 that broke it. --minimize renews native/fuzz/corpus: the seeds, which are what the tests attack the
-parsers with, and the smallest inputs that go other ways.
+parsers with, and the smallest inputs that go other ways. --record adds the figures to
+docs/fuzzing.md.
 
-What is missing of clang is installed by apt, by root only.
+Targets in C are built with clang. What is missing of it is installed by apt, by root only. Targets
+in Python (fuzz_python.py) run under Atheris, which pip puts into build/fuzz.
 """
 
 from __future__ import annotations
@@ -18,19 +20,27 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 BUILD = ROOT / "build/fuzz"
-FORMATS = ("gguf", "safetensors")
+PAGE = ROOT / "docs/fuzzing.md"
+IN_C = ("gguf", "safetensors", "paged", "proc")
+IN_PYTHON = ("snapshot", "ledger", "note", "process", "image", "index")
+# Whose dictionary a target takes, where it is not its own.
+WORDS = {"process": "proc"}
 PACKAGES = ("clang", "libclang-rt-dev")
 # What the tests import that write the seeds.
-MODULES = ("gguf", "hypothesis", "numpy", "pytest", "unimem")
+MODULES = ("gguf", "hypothesis", "numpy", "pytest", "unimem", "xxhash")
 # A larger input than the tests', and a smaller one than a vocabulary.
 MAX_NBYTES = 4096
+# A longer program of calls only takes longer.
+MAX_NBYTES_OF = {"paged": 400}
 # Kept in the repository: small ones, which are also replayed in each test run.
 MAX_KEPT_NBYTES = 2048
 
@@ -88,10 +98,23 @@ def install_clang() -> None:
         raise UnavailableError(f"{shlex.join(install)} did not help:\n{answer.stderr.strip()}")
 
 
-def build() -> None:
-    """Build the targets."""
-    options = ["-DUNIMEM_FUZZ=ON", "-DCMAKE_C_COMPILER=clang", "-DCMAKE_BUILD_TYPE=Debug"]
-    targets = [f"fuzz_{name}" for name in FORMATS]
+def install_atheris() -> None:
+    """Put Atheris, which is in no environment, into the folder of the builds."""
+    if (BUILD / "site/atheris").is_dir():
+        return
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
+    install += ["--target", str(BUILD / "site"), "atheris"]
+    answer = subprocess.run(install, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        raise UnavailableError(f"{shlex.join(install)} failed:\n{answer.stderr.strip()}")
+
+
+def build(names: Sequence[str]) -> None:
+    """Build targets in C."""
+    options = ["-DUNIMEM_FUZZ=ON", "-DUNIMEM_SANITIZE=ON"]
+    options += ["-DCMAKE_C_COMPILER=clang", "-DCMAKE_BUILD_TYPE=Debug"]
+    options += ["-DCMAKE_C_FLAGS_DEBUG=-O2 -g"]  # with the asserts
+    targets = [f"fuzz_{name}" for name in names]
     for command in (
         ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options],
         ["cmake", "--build", str(BUILD), "--target", *targets],
@@ -99,34 +122,78 @@ def build() -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
+def prepare(names: Sequence[str]) -> list[str]:
+    """Build targets and write their seeds; return those that can run here, and tell of the rest."""
+    ready: list[str] = []
+    for group, install in ((IN_C, install_clang), (IN_PYTHON, install_atheris)):
+        wanted = [name for name in names if name in group]
+        if not wanted:
+            continue
+        try:
+            install()
+        except UnavailableError as error:
+            print(f"fuzz.py: no fuzzing of {', '.join(wanted)}: {error}", file=sys.stderr)
+            continue
+        if group is IN_C:
+            build(wanted)
+        ready += wanted
+    for name in ready:
+        seeds = [sys.executable, str(ROOT / "tools/fuzz_seeds.py"), name]
+        subprocess.run([*seeds, str(folder("seeds", name))], check=True)
+    return ready
+
+
 # ---- running ----
 
 
+class Figures(NamedTuple):
+    """What a run of a target did."""
+
+    name: str
+    executions: int
+    seconds: int
+    edges: int
+
+    @property
+    def rate(self) -> int:
+        """Executions a second."""
+        return self.executions // max(self.seconds, 1)
+
+
 def folder(kind: str, name: str) -> Path:
-    """Return a folder of inputs of a format, which is there."""
+    """Return a folder of inputs of a target, which is there."""
     path = BUILD / kind / name
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def corpus(name: str) -> Path:
-    """Return the folder of the inputs that are kept."""
-    return ROOT / "native/fuzz/corpus" / name
+    """Return the folder of the inputs that are kept, which is there."""
+    path = ROOT / "native/fuzz/corpus" / name
+    path.mkdir(exist_ok=True)
+    return path
 
 
 def target(name: str, *arguments: object) -> Sequence[str]:
     """Return the command that runs a target."""
+    if name in IN_C:
+        command = [str(BUILD / f"native/fuzz/fuzz_{name}")]
+    else:
+        site = f"PYTHONPATH={BUILD / 'site'}:{os.environ.get('PYTHONPATH', '')}"
+        command = ["env", site, sys.executable, str(ROOT / "tools/fuzz_python.py"), name]
     options = ["-timeout=10", "-rss_limit_mb=2048", f"-artifact_prefix={folder('broken', name)}/"]
-    options.append(f"-dict={ROOT / f'native/fuzz/{name}.dict'}")
-    return [str(BUILD / f"native/fuzz/fuzz_{name}"), *options, *map(str, arguments)]
+    words = ROOT / f"native/fuzz/{WORDS.get(name, name)}.dict"
+    if words.exists():
+        options.append(f"-dict={words}")
+    return [*command, *options, *map(str, arguments)]
 
 
-def run(name: str, seconds: int) -> bool:
-    """Run a target and print its figures; False when it broke."""
+def run(name: str, seconds: int) -> Figures | None:
+    """Run a target and print its figures; None when it broke."""
     command = target(
         name,
         f"-max_total_time={seconds}",
-        f"-max_len={MAX_NBYTES}",
+        f"-max_len={MAX_NBYTES_OF.get(name, MAX_NBYTES)}",
         "-print_final_stats=1",
         *(folder("inputs", name), corpus(name), folder("seeds", name)),
     )
@@ -134,17 +201,18 @@ def run(name: str, seconds: int) -> bool:
     with log.open("wb") as output:
         status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
     text = log.read_text(errors="replace")
-    executions = re.search(r"number_of_executed_units: (\d+)", text)
+    done = re.search(r"Done (\d+) runs in (\d+) second", text)
     edges = re.findall(r" cov: (\d+) ", text)
-    if status != 0 or executions is None:
+    if status != 0 or done is None or not edges:
         print(f"{name}: broken; {log} ends:", *text.splitlines()[-40:], sep="\n")
-        return False
-    took = re.search(r"Done \d+ runs in (\d+) second", text)
+        return None
+    figures = Figures(name, int(done[1]), int(done[2]), int(edges[-1]))
     print(
-        f"{name}: {int(executions[1]):,} executions in {took[1] if took else '?'} s,"
-        f" {edges[-1] if edges else '?'} edges, nothing found"
+        f"{name}: {figures.executions:,} executions in {figures.seconds} s ({figures.rate:,}/s), "
+        f"{figures.edges} edges, nothing found",
+        flush=True,
     )
-    return True
+    return figures
 
 
 def minimize(name: str) -> None:
@@ -155,11 +223,50 @@ def minimize(name: str) -> None:
         arguments = ("-merge=1", f"-max_len={MAX_KEPT_NBYTES}", kept, *sources)
         subprocess.run(target(name, *arguments), check=True, stderr=subprocess.DEVNULL)
         shutil.rmtree(corpus(name))
-        corpus(name).mkdir()
         for path in Path(kept).iterdir():
             shutil.copyfile(path, corpus(name) / f"{path.stem}.{name}")
     sizes = [path.stat().st_size for path in corpus(name).iterdir()]
     print(f"{name}: {len(sizes)} inputs, {sum(sizes)} bytes, are kept")
+
+
+# ---- the page ----
+
+_RUNS, _SUMS, _END = "<!-- runs -->", "<!-- sums -->", "<!-- end -->"
+# Of a run: target, executions, seconds, edges.
+_ROW = re.compile(
+    r"^\| \S+ \| \S+ \| (\w+) \| ([\d,]+) \| ([\d,]+) \| [\d,]+ \| (\d+) \|$", re.MULTILINE
+)
+
+
+def record(page: str, made: Sequence[Figures], date: str, commit: str) -> str:
+    """Add runs to the page's table of runs, and renew its sums."""
+    for each in made:
+        row = f"| {date} | {commit} | {each.name} | {each.executions:,} | {each.seconds:,} "
+        row += f"| {each.rate:,} | {each.edges} |\n"
+        before, _, rest = page.partition(_RUNS)
+        table, _, after = rest.partition(_END)
+        page = f"{before}{_RUNS}{table.rstrip()}\n{row}\n{_END}{after}"
+    before, _, rest = page.partition(_SUMS)
+    sums = "\n".join(_sums(page))
+    return f"{before}{_SUMS}\n\n{sums}\n\n{_END}{rest.partition(_END)[2]}"
+
+
+def _sums(page: str) -> list[str]:
+    runs = [(name, int(n.replace(",", "")), edges) for name, n, _, edges in _ROW.findall(page)]
+    lines = ["| target | executions | edges |", "|---|---|---|"]
+    for name in (*IN_C, *IN_PYTHON):
+        own = [(n, edges) for each, n, edges in runs if each == name]
+        if own:
+            lines.append(f"| {name} | {sum(n for n, _ in own):,} | {own[-1][1]} |")
+    for what, names in (("in C", IN_C), ("in Python", IN_PYTHON)):
+        lines.append(f"| all {what} | {sum(n for each, n, _ in runs if each in names):,} | |")
+    return lines
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or "unknown"
 
 
 def main() -> int:
@@ -170,24 +277,35 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--minimize", action="store_true", help="afterwards, what is kept")
+    parser.add_argument("--record", action="store_true", help="add the figures to docs/fuzzing.md")
+    parser.add_argument("targets", nargs="*", help="some of the targets; by default all")
     arguments = parser.parse_args()
+    known = (*IN_C, *IN_PYTHON)
+    names = arguments.targets or known
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"no target {', '.join(unknown)}: there are {', '.join(known)}")
     try:
         require_modules()
-        install_clang()
     except UnavailableError as error:
         print(f"fuzz.py: no fuzzing: {error}", file=sys.stderr)
         return UNAVAILABLE
-    build()
-    for name in FORMATS:
-        seeds = [sys.executable, str(ROOT / "tools/fuzz_seeds.py"), name]
-        subprocess.run([*seeds, str(folder("seeds", name))], check=True)
-    n_at_once = min(len(FORMATS), len(os.sched_getaffinity(0)))
+    ready = prepare(names)
+    if not ready:
+        return UNAVAILABLE
+    commit = _commit()
+    n_at_once = min(len(ready), len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(n_at_once) as pool:
-        whole = list(pool.map(lambda name: run(name, arguments.seconds), FORMATS))
-    if arguments.minimize and all(whole):
-        for name in FORMATS:
-            minimize(name)
-    return 0 if all(whole) else 1
+        found = list(pool.map(lambda name: run(name, arguments.seconds), ready))
+    whole = [figures for figures in found if figures is not None]
+    if arguments.record:
+        page = record(PAGE.read_text(), whole, time.strftime("%Y-%m-%d", time.gmtime()), commit)
+        PAGE.write_text(page)
+    if arguments.minimize:
+        for figures in whole:
+            minimize(figures.name)
+    if len(whole) < len(ready):
+        return 1
+    return 0 if len(ready) == len(names) else UNAVAILABLE
 
 
 if __name__ == "__main__":

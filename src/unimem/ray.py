@@ -28,6 +28,7 @@ from unimem.planning.search import find_largest
 from unimem.system import policy
 from unimem.system.arguments import file_path, flag, integer, string
 from unimem.system.doctor import doctor
+from unimem.system.install import install_hint
 from unimem.system.machine import MachineFacts
 from unimem.system.objects import Answer, Data, Server
 from unimem.system.placement import PlacementOptions
@@ -689,8 +690,7 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise ImportError(
-            f"unimem.ray needs Ray: install unimem-llm with the extra 'ray'; importing it said: "
-            f"{error}"
+            f"unimem.ray needs Ray: {install_hint('ray')}; importing it said: {error}"
         ) from error
     return ray
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from unimem._core.dlpack import exported
 from unimem.errors import ClosedError
+from unimem.system.install import install_hint
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Tensor
 
@@ -25,8 +26,7 @@ def _torch() -> Any:
         import torch
     except ImportError as error:
         raise ImportError(
-            f"unimem.torch needs torch: install unimem-llm with the extra 'torch'; importing it "
-            f"said: {error}"
+            f"unimem.torch needs torch: {install_hint('torch')}; importing it said: {error}"
         ) from error
     return torch
 

@@ -106,6 +106,15 @@ def test_numa_grammar_errors_show_the_grammar(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
+def test_copies_on_nodes_are_of_weights_alone() -> None:
+    for text, nodes in (("mirror", ()), ("mirror:0,2-3", (0, 2, 3))):
+        wanted = policy.parse_numa(text, mirror=True)
+        assert wanted is not None
+        assert (wanted.mode, wanted.nodes, str(wanted)) == ("mirror", nodes, text)
+        with pytest.raises(ValueError, match=f"is for weights .*got '{text}'"):
+            policy.parse_numa(text)
+
+
 def test_numa_is_text_or_none() -> None:
     assert policy.parse_numa(None) is None
     wrong: Any = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
+from _thread import start_new_thread
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -50,3 +53,22 @@ def test_of_several_interrupts_the_last_is_raised_at_the_end() -> None:
         threads.wait_until(holds)
     assert caught.value.args == (3,)
     assert len(asked) == 6
+
+
+def test_where_no_thread_can_be_started_the_limits_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[None] = []
+
+    def start(work: Callable[[], None], given: tuple[()]) -> int:
+        if ended:
+            raise RuntimeError("can't start new thread")
+        ended.append(None)
+        return start_new_thread(work, given)
+
+    monkeypatch.setattr(threads, "start_new_thread", start)
+    with pytest.raises(
+        OSError, match=r"can't start new thread: 'ulimit -u', or pids\.max"
+    ) as caught:
+        threads.run_in_threads(2, lambda: None, stop=lambda: None, tick=lambda: None)
+    assert caught.value.errno == errno.EAGAIN

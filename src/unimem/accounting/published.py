@@ -28,6 +28,7 @@ from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
 from unimem.accounting import placed
 from unimem.system import process
+from unimem.system.descriptors import Descriptors
 from unimem.system.memfds import find_memfds, new_memfd
 
 __all__ = [
@@ -150,16 +151,14 @@ class _SharedLedger:
 
     def __init__(self) -> None:
         self.started = process.counters().started
-        fd = new_memfd(NAME)
-        try:
+        with Descriptors() as fds:
+            fd = fds.add(new_memfd, NAME)
             os.ftruncate(fd, NBYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.block = Block.attach(fd, writable=True, name=NAME, category="diagnostics")
             # From here on, no process that opens it may write.
             with suppress(OSError):  # before Linux 5.1
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
-        finally:
-            os.close(fd)
         self.memory = memoryview(self.block)
         self.memory[:] = bytes(NBYTES)  # touched here, so that no step of an engine faults
         ends = range(_ROWS_AT, _TEXT_AT - _ROW_BYTES + 1, _ROW_BYTES)

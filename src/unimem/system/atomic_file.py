@@ -8,6 +8,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.system.arguments import file_path
+from unimem.system.descriptors import Descriptors
 
 __all__ = ["NewFile", "write_text"]
 
@@ -64,16 +66,16 @@ class NewFile:
         folder, name = os.path.split(os.fsencode(self.path))
         self._name = name
         self._temporary: bytes | None = None
+        self._pid = os.getpid()
+        # Of the folder and, once it is made, of the temporary file.
+        self._fds = Descriptors()
         with _attribute_errors(self.path):
-            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
+                flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                self._folder = self._fds.add(os.open, folder, flags)
                 mode = self._read_old_mode()
                 self._remove_stale()
                 self._fd = self._create()
-            except BaseException:
-                os.close(self._folder)
-                raise
-            try:
                 if mode is not None:
                     os.fchmod(self._fd, mode)
                 self._direct = self._set_direct()
@@ -110,33 +112,32 @@ class NewFile:
 
     def _remove_if_unlocked(self, name: bytes) -> None:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        fd = os.open(name, flags, dir_fd=self._folder)
-        try:
+        with Descriptors() as fds:
+            fd = fds.add(partial(os.open, dir_fd=self._folder), name, flags)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(name, dir_fd=self._folder)
-        finally:
-            os.close(fd)
 
     def _create(self) -> int:
         """Make the temporary file, locked."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         while True:
             token = os.urandom(_TOKEN_BYTES // 2).hex().encode()
-            name = self._prefix + token + _SUFFIX
-            try:
-                fd = os.open(name, flags, 0o666, dir_fd=self._folder)
-            except FileExistsError:
-                continue
-            try:
+            self._temporary = self._prefix + token + _SUFFIX
+            with contextlib.suppress(FileExistsError):
+                opens = partial(os.open, dir_fd=self._folder)
+                fd = self._fds.add(opens, self._temporary, flags, 0o666)
                 # Another writer that removes what is stale may have been faster than the lock.
                 if self._lock(fd) and os.fstat(fd).st_nlink:
-                    self._temporary = name
                     return fd
-            finally:
-                if self._temporary is None:
-                    os.close(fd)
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=self._folder)
+                self._unlink()
+                os.close(self._fds.pop())
+
+    def _unlink(self) -> None:
+        """Remove the temporary file, if it is there and was not made before a fork."""
+        is_made = self._temporary is not None and len(self._fds) > 1
+        if is_made and os.getpid() == self._pid:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporary or b"", dir_fd=self._folder)
 
     @staticmethod
     def _lock(fd: int) -> bool:
@@ -243,12 +244,14 @@ class NewFile:
                     raise
 
     def close(self) -> None:
-        """Remove the file unless it was published."""
-        if self._temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary, dir_fd=self._folder)
-        os.close(self._fd)
-        os.close(self._folder)
+        """Remove the file unless it was published. Twice is no error."""
+        self._unlink()
+        self._temporary = None
+        self._fds.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fds"):
+            self.close()
 
     def __enter__(self) -> Self:
         return self

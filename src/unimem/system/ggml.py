@@ -32,9 +32,10 @@ from typing import Any
 
 from unimem.errors import ClosedError
 from unimem.system import limits
+from unimem.system.install import install_hint
 
 PACKAGE_VERSION = "0.0.45"
-INSTALL = "install unimem-llm with the extra 'run'"
+INSTALL = install_hint("run")
 REBUILD = (
     "CMAKE_ARGS=-DGGML_LLAMAFILE=ON pip install --no-cache-dir --force-reinstall --no-deps "
     f"ggml-python=={PACKAGE_VERSION}"
@@ -49,6 +50,7 @@ KV_KINDS = {
 }
 ROPE_NORMAL, ROPE_NEOX = 0, 2
 PREC_F32 = 10
+ALL_THREADS = -1
 OBJECT_BYTES = 32  # the header that ggml puts before each tensor and graph of a context
 
 
@@ -244,6 +246,7 @@ reshape_2d = _base("reshape_2d", _P, _P, _P, c_int64, c_int64)
 reshape_3d = _base("reshape_3d", _P, _P, _P, c_int64, c_int64, c_int64)
 view_2d = _base("view_2d", _P, _P, _P, c_int64, c_int64, c_size_t, c_size_t)
 view_3d = _base("view_3d", _P, _P, _P, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t)
+map_custom1_inplace = _base("map_custom1_inplace", _P, _P, _P, _P, c_int, _P)
 permute = _base("permute", _P, _P, _P, c_int, c_int, c_int, c_int)
 rope_ext = _base(
     "rope_ext", _P, _P, _P, _P, _P, c_int, c_int, c_int,

@@ -12,6 +12,7 @@ import numpy as np
 
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system.arguments import integer
+from unimem.system.install import install_hint
 from unimem.system.text import format_bytes
 
 __all__ = ["Driver", "Launcher", "driver", "require"]
@@ -44,8 +45,8 @@ def require() -> None:
         import cupy
     except ImportError as error:
         raise ImportError(
-            "unimem.cuda needs CuPy: install unimem-llm with the extra 'cuda12' or 'cuda13', "
-            f"whichever the driver supports (nvidia-smi shows it); importing CuPy said: {error}"
+            f"unimem.cuda needs CuPy: {install_hint('cuda13')}; or with the extra 'cuda12', if the "
+            f"driver supports no more (nvidia-smi shows it); importing CuPy said: {error}"
         ) from error
     try:
         n_devices = cupy.cuda.runtime.getDeviceCount()

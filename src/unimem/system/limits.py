@@ -536,6 +536,13 @@ def cpus() -> set[int]:
     return _binding[1] if _binding is not None and now == _binding[0] else now
 
 
+def current_cpu() -> int | None:
+    """Return the CPU that the calling thread runs on; None where the kernel does not tell."""
+    text = kernel_files.read_text("/proc/thread-self/stat") or ""
+    fields = text.rpartition(")")[2].split()  # from the third on: a name may have spaces
+    return int(fields[36]) if len(fields) > 36 else None
+
+
 def note_binding(before: set[int]) -> None:
     """Note that a library was loaded; `before`: the CPUs that this thread had."""
     global _binding  # noqa: PLW0603 - the thread is bound once in a process

@@ -10,7 +10,9 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
+from unimem.system.descriptors import Descriptors
 from unimem.system.kernel_files import parse_fields, read_bytes
 
 __all__ = ["find_memfds", "new_memfd"]
@@ -62,33 +64,26 @@ def find_memfds(folder: int, name: str) -> Iterator[int]:
         The process has ended, or is not ours to look at.
     """
     link = f"/memfd:{name} (deleted)"
-    descriptors = os.open("fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    with Descriptors() as fds:
+        descriptors = fds.add(partial(os.open, dir_fd=folder), "fd", flags)
         with os.scandir(descriptors) as listed:
             for entry in itertools.islice(listed, _MOST_DESCRIPTORS):
                 with suppress(OSError):  # it was closed, or may not be opened
                     if os.readlink(entry.name, dir_fd=descriptors) == link:
                         yield _open_memfd(entry.name, descriptors)
-    finally:
-        os.close(descriptors)
 
 
 def _open_memfd(name: str, descriptors: int) -> int:
     """Open a memfd for reading, and nothing else: a user's file system may never answer."""
     # O_PATH opens nothing yet, and goes on meaning the same file.
-    found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=descriptors)
-    try:
-        ours = new_memfd("unimem")
-        try:
-            # All memfds lie in one mount, which no user can mount.
-            mount = _mount_of(found)
-            if mount is None or mount != _mount_of(ours):
-                raise PermissionError(errno.EACCES, "no memfd")
-        finally:
-            os.close(ours)
+    with Descriptors() as fds:
+        found = fds.add(partial(os.open, dir_fd=descriptors), name, os.O_PATH | os.O_CLOEXEC)
+        # All memfds lie in one mount, which no user can mount.
+        mount = _mount_of(found)
+        if mount is None or mount != _mount_of(fds.add(new_memfd, "unimem")):
+            raise PermissionError(errno.EACCES, "no memfd")
         return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(found)
 
 
 def _mount_of(fd: int) -> str | None:

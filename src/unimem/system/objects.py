@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from unimem.errors import ClosedError
 from unimem.system.digest_headers import find_digest, request_digest
+from unimem.system.install import install_hint
 from unimem.system.url_errors import in_own_words
 
 __all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]
@@ -610,6 +611,5 @@ def _needs_extra() -> Iterator[None]:
         yield
     except ImportError as error:
         raise ImportError(
-            f"a file on a server needs {error.name}: install unimem-llm with the extra 'remote'",
-            name=error.name,
+            f"a file on a server needs {error.name}: {install_hint('remote')}", name=error.name
         ) from None

@@ -26,7 +26,8 @@ class PlacementOptions(TypedDict, total=False):
     numa : str, optional
         The nodes: ``"bind:0"``, ``"bind:0,2-3"``, ``"preferred:1"``, ``"interleave"``,
         ``"interleave:0,1"``, ``"weighted"`` or ``"weighted:0,1"``. Without nodes, all that have
-        memory and are allowed.
+        memory and are allowed. Of weights also ``"mirror"`` or ``"mirror:0,1"``: a copy on each
+        node; without nodes, on all of these that have CPUs.
     lock : bool or "onfault"
         Keep the memory in RAM: all of it now, or each page from its first touch on.
     warm : bool or int

@@ -58,15 +58,16 @@ LEFT_OUT = (
     "Block.attach there"
 )
 _GRAMMAR = (
-    "expected 'bind:NODES', 'preferred:NODES', 'interleave', 'interleave:NODES', 'weighted' or "
-    "'weighted:NODES', with NODES such as 0 or 0,2-3, from 0 to 1023"
+    "expected 'bind:NODES', 'preferred:NODES', 'interleave', 'interleave:NODES', 'weighted', "
+    "'weighted:NODES', or of weights 'mirror' or 'mirror:NODES', with NODES such as 0 or 0,2-3, "
+    "from 0 to 1023"
 )
-_NUMA = re.compile(r"(bind|preferred|interleave|weighted)(?::([0-9,-]+))?")
+_NUMA = re.compile(r"(bind|preferred|interleave|weighted|mirror)(?::([0-9,-]+))?")
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _BYTES = {"2m": 2 << 20, "1g": 1 << 30}
 
-NumaMode = Literal["bind", "preferred", "interleave", "weighted"]
+NumaMode = Literal["bind", "preferred", "interleave", "weighted", "mirror"]
 
 
 class Facts(Protocol):
@@ -87,7 +88,10 @@ class Facts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NumaPolicy:
-    """A NUMA policy: a mode, and nodes in ascending order (none: all that can be used)."""
+    """A NUMA policy: a mode, and nodes in ascending order (none: all that can be used).
+
+    "mirror" is of weights alone, whose copies are bound to a node each: no block has it.
+    """
 
     mode: NumaMode
     nodes: tuple[int, ...] = ()
@@ -156,7 +160,7 @@ def check_options(placement: Mapping[str, object]) -> None:
         if name not in names:
             raise TypeError(f"{name}: no such option; placement is {', '.join(names)}")
     one_of(placement.get("pages", "auto"), "pages", PAGES)
-    parse_numa(placement.get("numa"))
+    parse_numa(placement.get("numa"), mirror=True)
     check_lock(placement.get("lock", False), "lock")
     warm_threads(placement.get("warm", False))
     flag(placement.get("strict", False), "strict")
@@ -178,13 +182,13 @@ def check_lock(lock: object, name: str) -> None:
         raise ValueError(f"{name}: expected False, True or 'onfault', got {lock!r:.60}")
 
 
-def parse_numa(text: object) -> NumaPolicy | None:
-    """Read a NUMA policy.
+def parse_numa(text: object, *, mirror: bool = False) -> NumaPolicy | None:
+    """Read a NUMA policy; `mirror` says that it is of weights, which may have copies.
 
     Raises
     ------
     ValueError
-        It is not in the grammar, which the message shows.
+        It is not in the grammar, which the message shows; or "mirror" of what is written.
 
     Examples
     --------
@@ -207,6 +211,12 @@ def parse_numa(text: object) -> NumaPolicy | None:
             raise ValueError(f"numa: {_GRAMMAR}; got {text!r}")
         nodes.update(range(first, last + 1))
     mode: NumaMode = found[1]  # type: ignore[assignment]
+    if mode == "mirror" and not mirror:
+        raise ValueError(
+            f"numa: a copy on each node is for weights (open_weights, Decoder, Layout.for_model, "
+            "plan), and what is written has none: expected 'bind:NODES', 'preferred:NODES', "
+            f"'interleave' or 'weighted', got {text!r}"
+        )
     return NumaPolicy(mode, tuple(sorted(nodes)))
 
 

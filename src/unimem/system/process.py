@@ -37,10 +37,12 @@ _SIZES = (
 )
 # An entry of smaps or maps: its head, then lines in any order, those of unknown names left out.
 # Reading a process is mostly this, and one expression for all of it is the fastest way in Python.
+# No alternative fails behind the beginning of its group: in a possessive repeat, `re` would keep
+# the place of that group, and end with SystemError.
 _ENTRY = re.compile(
     rb"^([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+) *(.*)\n?(?:"
-    + b"".join(name + rb": +(\d+).*\n|" for name in _SIZES)
-    + rb"VmFlags:(.*)\n|[A-Z].*\n)*+",
+    + b"".join(name + rb": +(?=\d)(\d+).*(?:\n|\Z)|" for name in _SIZES)
+    + rb"VmFlags:(.*)(?:\n|\Z)|[A-Z].*\n)*+",
     re.MULTILINE,
 )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from _thread import start_new_thread
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
 from queue import Empty, SimpleQueue
 
 from unimem.errors import ClosedError
 
-__all__ = ["run_in_threads", "wait_until"]
+__all__ = ["run_in_threads", "starting_threads", "wait_until"]
 
 _TICK_SECONDS = 0.05
 
@@ -40,6 +42,8 @@ def run_in_threads(
         What the first of the threads raised, or `tick`, or an interrupt.
     ClosedError
         In the child of a fork (one that `tick` makes), which has none of the threads.
+    OSError
+        The system starts no more threads.
     """
     pid = os.getpid()
     started: list[int] = []
@@ -69,7 +73,8 @@ def run_in_threads(
         # A single call, of C: an interrupt comes before or after it, and then `started` has exactly
         # the threads that there are. Starting a `threading.Thread` is many steps between which one
         # may come.
-        started.extend(map(start_new_thread, repeat(run, n), repeat(())))
+        with starting_threads():
+            started.extend(map(start_new_thread, repeat(run, n), repeat(())))
         next_tick = time.monotonic() + _TICK_SECONDS
         while len(ended) < n:
             try:
@@ -87,6 +92,18 @@ def run_in_threads(
         finally:
             wait_until(have_ended)  # an interrupt may have come before its first line
             failed.clear()  # whose traceback leads back here
+
+
+@contextmanager
+def starting_threads() -> Iterator[None]:
+    """Raise OSError, which names the limits, where Python says that it cannot start a thread."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "start new thread" not in str(error):
+            raise
+        why = f"{error}: 'ulimit -u', or pids.max of the cgroup, limits how many there are"
+        raise OSError(errno.EAGAIN, why) from None
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

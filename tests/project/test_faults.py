@@ -1,0 +1,29 @@
+"""Each call of the system fails once, in each operation: nothing is lost."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from project import ROOT
+
+sys.path.insert(0, str(ROOT / "tools" / "faults"))
+import faults
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler builds the shim")
+
+
+# `make faults` tries all of them, with every error that a call may have.
+SOME = ("Block", "KVCache", "Snapshot", "KVStore", "ledger")
+
+
+@pytest.mark.slow
+def test_each_call_fails_once(tmp_path: Path) -> None:
+    rows = faults.sweep(tmp_path, ["--rounds", "1", *SOME])
+    assert {name for name in SOME if any(name in row["operation"] for row in rows)} == {*SOME}
+    for row in rows:
+        assert row["losses"] == [], row["operation"]
+    assert sum(row["outcomes"].get("error", 0) for row in rows) > 200

@@ -1,0 +1,411 @@
+"""Fuzz targets of what is parsed in Python, under Atheris: `make fuzz` runs it.
+
+    python tools/fuzz_python.py TARGET [ARGUMENT of libFuzzer]...
+
+A target takes an input as it is, and with the checksums and sizes right that hardly any change
+leaves right. It has to be read or refused by the error of its format. What was read has to keep
+what its reader promises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, NamedTuple
+from unittest import mock
+
+import xxhash
+
+Run = Callable[[bytes], None]
+
+PAGE = 4096
+MOST_BYTES = 1 << 20  # of a file that an input stands for
+_REPAIRS = 12
+_EXPECTED = re.compile(r"(\w+): expected (\d+)(?: to \d+)?, got ")
+_OTHER_SIZE = re.compile(r"cut off|longer than|too long")
+
+
+# ---- files with pages of zeros ----
+
+
+def unpack(raw: bytes) -> bytearray:
+    """Return the file that an input stands for: pieces behind their lengths, each in whole pages.
+
+    Most of a file are zeros up to the next page, which no input is spent on.
+    """
+    file = bytearray()
+    at = 0
+    while at + 2 <= len(raw) and len(file) < MOST_BYTES:
+        n = int.from_bytes(raw[at : at + 2], "little")
+        piece = raw[at + 2 : at + 2 + n]
+        file += piece.ljust(-(-max(n, 1) // PAGE) * PAGE, b"\0")
+        at += 2 + n
+    return file
+
+
+def pack(file: bytes) -> bytes:
+    """Return the input that stands for a file of whole pages."""
+    pages = (file[at : at + PAGE].rstrip(b"\0") for at in range(0, len(file), PAGE))
+    return b"".join(len(page).to_bytes(2, "little") + page for page in pages)
+
+
+def check_refusal(error: Any, nbytes: int) -> None:
+    """Look that an error names a rule, and a place inside of a file of so many bytes."""
+    assert error.rule
+    assert error.offset is not None
+    assert 0 <= error.offset <= nbytes
+
+
+# ---- snapshots ----
+
+
+class _Source:
+    """A file in memory, as snapshots are read from one."""
+
+    path = "fuzzed"
+
+    def __init__(self, file: bytes) -> None:
+        self.file, self.nbytes = file, len(file)
+
+    def read(self, out: Any, offset: int) -> None:
+        """Fill memory from a byte on."""
+        assert 0 <= offset <= offset + len(out) <= self.nbytes
+        out.data[:] = self.file[offset : offset + len(out)]
+
+
+class _Snapshots:
+    """Reads what snapshots of all versions say of themselves."""
+
+    def __init__(self) -> None:
+        from unimem.errors import SnapshotError
+        from unimem.kv import snapshot, snapshot_format, snapshot_layers, snapshot_states
+
+        self.reader, self.error = snapshot, SnapshotError
+        numbers = (
+            *((snapshot_format, 1), (snapshot_layers, 2)),
+            *((snapshot_layers, 3), (snapshot_states, 1)),
+        )
+        self.forms: dict[bytes, Any] = {
+            form.MAGIC + struct.pack("<I", number): form for form, number in numbers
+        }
+
+    def __call__(self, raw: bytes) -> None:
+        file = unpack(raw)
+        self.read(bytes(file))
+        if len(file) >= PAGE:
+            self.repair(file)
+            self.read(bytes(file))
+
+    def read(self, file: bytes) -> None:
+        try:
+            found = self.reader._read_header(_Source(file))
+        except self.error as error:
+            check_refusal(error, len(file))
+            return
+        assert str(found)
+        at = 0
+        for section in self.reader._parts_of(found):
+            at = self.check_section(section)
+        assert at == len(file)
+
+    def check_section(self, section: Any) -> int:
+        """Look that chunks cover the data, and return where it ends."""
+        at, n_chunks = section.base + section.data_offset, 0
+        if not len(section.checksums):  # of a million lanes without tokens
+            return int(at)
+        for n_chunks, chunk in enumerate(section.chunks(), 1):
+            assert (chunk.number, chunk.offset) == (n_chunks - 1, at)
+            assert chunk.nbytes > 0
+            assert chunk.padding >= 0
+            at += chunk.nbytes + chunk.padding
+        assert n_chunks == len(section.checksums)
+        assert at == section.base + section.file_bytes
+        assert section.seq_len <= section.next_position
+        tokens = section.tokens
+        assert tokens is None or (len(tokens) == section.next_position and (tokens >= 0).all())
+        return int(at)
+
+    def repair(self, file: bytearray) -> None:
+        """Set what follows from the other fields of the first header, and all checksums."""
+        for _ in range(_REPAIRS):
+            self.seal_all(file)
+            form = self.forms.get(bytes(file[:12]))
+            if form is None:
+                return
+            codes = {name: f"<{code}" for name, code in form._FIELDS}
+            try:
+                form.checked_header(bytes(file[: form.HEADER_BYTES]), len(file), "")
+            except self.error as error:
+                if set_expected(file, error.rule, form.OFFSETS, codes):
+                    continue
+            return
+
+    def seal_all(self, file: bytearray) -> None:
+        for base in range(0, len(file), PAGE):
+            form = self.forms.get(bytes(file[base : base + 12]))
+            if form is not None and base + form.HEADER_BYTES <= len(file):
+                at = base + form.OFFSETS["data_offset"]
+                begin, data = base + form.HEADER_BYTES, struct.unpack_from("<Q", file, at)[0]
+                tables = xxhash.xxh3_64_intdigest(file[begin : max(begin, base + data)])
+                struct.pack_into("<Q", file, base + form.OFFSETS["tables_checksum"], tables)
+                file[base:begin] = form.seal_header(bytes(file[base:begin]))
+
+
+def set_expected(
+    file: bytearray, rule: str, offsets: Mapping[str, int], codes: Mapping[str, str]
+) -> bool:
+    """Do what a refusal expects of a field or the size of the file; False where it says nothing."""
+    found = _EXPECTED.match(rule)
+    if found and found[1] in codes:
+        with suppress(struct.error):
+            struct.pack_into(codes[found[1]], file, offsets[found[1]], int(found[2]))
+            return True
+    if _OTHER_SIZE.search(rule):
+        nbytes = struct.unpack_from("<Q", file, offsets["file_bytes"])[0]
+        if len(file) != nbytes and PAGE <= nbytes <= MOST_BYTES:
+            del file[nbytes:]
+            file += bytes(nbytes - len(file))
+            return True
+    return False
+
+
+# ---- what processes show each other ----
+
+
+def ledger() -> Run:
+    """Read what another process shows of its memory, engine or under `unimem exec`."""
+    from unimem.accounting import placed
+    from unimem.accounting import published as shown
+
+    pid, started = 7, 11
+    no_wait = mock.patch.object(shown, "_PATIENCE_SECONDS", 0)
+
+    def read(file: bytes) -> None:
+        fd = os.memfd_create("fuzzed", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, shown.NBYTES)
+            os.pwrite(fd, file[: shown.NBYTES], 0)
+            with no_wait, suppress(shown._BrokenError):
+                if found := shown._read(fd, pid, started, iter(range(1))):
+                    check(found)
+        finally:
+            os.close(fd)
+
+    def check(found: Any) -> None:
+        for entry in found.entries:
+            assert entry.address + entry.nbytes <= entry.address + entry.reserved_bytes <= 1 << 64
+            assert entry.name.isprintable()
+            for part in entry.parts:
+                assert entry.address <= part.address
+                assert part.address + part.nbytes <= entry.address + entry.reserved_bytes
+        for before, entry in itertools.pairwise(found.entries):
+            assert before.address + before.reserved_bytes <= entry.address
+        merged = shown._merge([found, found._replace(placed={})])
+        assert merged is not None
+        assert all(isinstance(n, int) for n in found.counters.values())
+
+    def run(raw: bytes) -> None:
+        file = unpack(raw)
+        read(bytes(file))
+        if len(file) < 2 * PAGE:
+            return
+        text = bytes(file[PAGE : shown.NBYTES]).rstrip(b"\0")
+        head = (shown._MAGIC, shown._VERSION, pid, started, len(shown._COLUMNS), file[0] % 100)
+        shown._HEAD.pack_into(file, 0, *head, len(text), zlib.crc32(text))
+        read(bytes(file))
+        n_records = (len(file) - placed._HEAD_BYTES) // placed._RECORD.size
+        head = (shown._MAGIC, placed.FORMAT, pid, started, n_records, placed._RECORD.size)
+        placed._HEAD.pack_into(file, 0, *head, file[0] % 65, 1, 2)
+        read(bytes(file))
+
+    return run
+
+
+def note() -> Run:
+    """Read what a process says of the staged model that it keeps."""
+    import fcntl
+
+    from unimem.weights.staging import held
+
+    def run(raw: bytes) -> None:
+        fd = os.memfd_create("fuzzed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.write(fd, raw)
+        os.lseek(fd, 0, os.SEEK_SET)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        folder = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = held._read_note(fd, os.getpid(), folder)
+        finally:
+            os.close(folder)
+        assert found is None or found.pid == os.getpid()
+
+    return run
+
+
+# ---- /proc ----
+
+
+def process() -> Run:
+    """Read smaps, numa_maps and stat: texts with a zero byte between them."""
+    from unimem.system import kernel_files
+    from unimem.system import process as reader
+
+    stat = b""
+    count = itertools.count()
+    expected = ValueError, IndexError
+
+    def read_bytes(path: str, folder: int | None = None) -> bytes:
+        assert path == "stat"
+        return stat
+
+    def run(raw: bytes) -> None:
+        nonlocal stat
+        smaps, numa_maps, stat = (*raw.split(b"\0"), b"", b"")[:3]
+        if next(count) % 1000 == 0:
+            reader._words.cache_clear()
+        with suppress(ValueError):
+            areas = reader._areas(smaps, 0)
+            for before, area in itertools.pairwise(areas):
+                assert before.end <= area.start
+            assert all(area.rss_bytes >= 0 for area in areas)
+        for line in numa_maps.splitlines():
+            with suppress(*expected):
+                _, nodes = reader._nodes(line)
+                assert all(n >= 0 for n in nodes.values())
+        with mock.patch.object(kernel_files, "read_bytes", read_bytes), suppress(*expected):
+            assert reader._stat(0).n_threads is not None
+
+    return run
+
+
+# ---- repacked images, and the index of split safetensors ----
+
+
+def image() -> Run:
+    """Read what is in front of the data of a repacked image."""
+    from unimem.errors import FormatError
+    from unimem.weights import image_format as fmt
+
+    codes = {name: f"<{code}" for name, code in fmt._FIELDS}
+
+    def put(file: bytearray, name: str, value: Any) -> None:
+        struct.pack_into(codes[name], file, fmt._OFFSETS[name], value)
+
+    def read(file: bytes, nbytes: int) -> None:
+        try:
+            found = fmt.parse(file, nbytes, "fuzzed")
+        except FormatError as error:
+            check_refusal(error, nbytes)
+            return
+        assert found.data_offset + found.data_bytes <= found.file_bytes == nbytes
+        end = 0
+        for tensor in found.tensors:
+            assert end <= tensor.offset
+            end = tensor.offset + tensor.nbytes
+        assert end <= found.data_bytes
+        assert len({tensor.name for tensor in found.tensors}) == len(found.tensors) > 0
+
+    def run(raw: bytes) -> None:
+        read(raw, len(raw))
+        if len(raw) <= fmt.HEADER_BYTES:
+            return
+        file, text = bytearray(raw), raw[fmt.HEADER_BYTES :]
+        file[:8] = fmt._MAGIC
+        data_offset = fmt._round_up(len(raw))
+        data_bytes = 1 + struct.unpack_from("<Q", raw, fmt._OFFSETS["data_bytes"])[0] % (1 << 40)
+        nbytes = fmt.image_bytes(data_offset, data_bytes)
+        sizes: dict[str, Any] = {
+            "version": fmt.VERSION,
+            "header_bytes": fmt.HEADER_BYTES,
+            "file_bytes": nbytes,
+        }
+        sizes |= {"data_offset": data_offset, "data_bytes": data_bytes, "table_bytes": len(text)}
+        sizes["table_checksum"] = xxhash.xxh3_64_intdigest(text)
+        with suppress(ValueError, RecursionError, KeyError, TypeError):
+            table = json.loads(text.decode())
+            sizes["n_tensors"] = len(table["tensors"])
+            sizes["key"] = bytes.fromhex(fmt.key_of(table["identity"]))
+        for name, value in sizes.items():
+            put(file, name, value)
+        put(file, "header_checksum", xxhash.xxh3_64_intdigest(file[: fmt.HEADER_BYTES - 8]))
+        read(bytes(file), nbytes)
+
+    return run
+
+
+def index() -> Run:
+    """Read the index of safetensors in several files."""
+    from unimem.errors import SafetensorsError
+    from unimem.weights import files
+
+    def run(raw: bytes) -> None:
+        try:
+            where = files._read_index("fuzzed", raw)
+        except SafetensorsError:
+            return
+        assert where
+        for name in where.values():
+            path = os.path.normpath(os.path.join("/folder", name))
+            assert os.path.dirname(path) == "/folder"
+            assert os.fsencode(name)
+
+    return run
+
+
+# ---- running ----
+
+
+class Target(NamedTuple):
+    """What a target is about: the modules whose edges count, and what makes its function."""
+
+    modules: tuple[str, ...]
+    make: Callable[[], Run]
+
+
+TARGETS = {
+    "snapshot": Target(
+        (
+            *("unimem.kv.snapshot_format", "unimem.kv.snapshot_layers"),
+            *("unimem.kv.snapshot_states", "unimem.kv.layers"),
+        ),
+        _Snapshots,
+    ),
+    "ledger": Target(("unimem.accounting.published", "unimem.accounting.placed"), ledger),
+    "note": Target(("unimem.weights.staging.held",), note),
+    "process": Target(("unimem.system.process",), process),
+    "image": Target(("unimem.weights.image_format",), image),
+    "index": Target(("unimem.weights.files",), index),
+}
+
+
+def replay(name: str, inputs: Iterator[bytes]) -> int:
+    """Run a target on inputs without a fuzzer, and return how many there were."""
+    run, n = TARGETS[name].make(), 0
+    for raw in inputs:
+        run(raw)
+        n += 1
+    return n
+
+
+def main() -> None:
+    """Run a target under Atheris."""
+    name, *arguments = sys.argv[1:]
+    atheris = import_module("atheris")
+    target = TARGETS[name]
+    with atheris.instrument_imports(include=list(target.modules)):
+        for module in target.modules:
+            import_module(module)
+    atheris.Setup([sys.argv[0], *arguments], target.make())
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
