@@ -26,7 +26,8 @@ WORKERS ?= $(shell nproc)
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
 .PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
-        test-store test-aarch64 scale gpu-wheels docs check format asan fuzz exhaust install demo bench bench-docs bench-peer clean
+        test-store faults kills test-aarch64 wheels scale gpu-wheels docs release-check sbom check format \
+        asan tsan fuzz soak exhaust test-free-threaded test-parallel install demo bench bench-docs bench-peer clean
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -60,6 +61,15 @@ test-anywhere:
 docs: $(VENV)/.docs
 	$(BIN)/python tools/site/build.py $(LINKS)
 
+# All that can be checked of a release before it is published; TAG=v0.1.0 is that release, and
+# RELEASE="--links --wheels" adds to it.
+release-check: $(VENV)/.release
+	$(BIN)/python tools/release/release_check.py --tag "$(TAG)" $(RELEASE)
+
+# Records what the wheel is made of, and the licences of what is installed beside it.
+sbom: $(VENV)/.release
+	$(BIN)/python tools/release/sbom.py
+
 # Which lines and branches the tests run; with TIER=--all, those of both tiers.
 coverage: $(VENV)/.worth
 	TIER=$(TIER) tools/coverage.sh
@@ -72,9 +82,23 @@ mutants: $(VENV)/.worth
 test-store: $(VENV)/.installed
 	$(BIN)/python tools/store_kills.py --dir $(BUILD)
 
+# Every call of the system fails once, in every operation. The table goes to docs/hardening.md.
+faults: $(VENV)/.installed
+	$(BIN)/python tools/faults/faults.py --page --dir $(BUILD)/faults
+
+# Processes that are killed while they save, stage, repack, store and grow. The same document.
+KILLS ?= 5000
+kills: $(VENV)/.installed
+	$(BIN)/python tools/kills.py --page --kills $(KILLS) --dir $(BUILD)
+
 # Chunks of the store of prefixes on an emulated aarch64, whose packages are fetched by apt.
 test-aarch64: $(VENV)/.installed
 	$(BIN)/python tools/test_aarch64.py
+
+# Wheels and the sdist in dist/, each tried in an empty environment: docs/wheels.md. What they are
+# made with is fetched by apt and pip. WHEELS="--python 3.12 --machine x86_64" makes one.
+wheels:
+	$(PYTHON) tools/wheels/make.py $(WHEELS)
 
 # In an emulated machine with three NUMA nodes. What it needs is fetched by apt, QEMU by root only.
 test-numa: $(VENV)/.installed
@@ -93,6 +117,7 @@ check: $(VENV)/.checkers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github/workflows
 	$(BIN)/cython-lint src/unimem/_core src/unimem/kv src/unimem/engine
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/python -m pytest -q --all tests/project/test_tidy.py
@@ -122,11 +147,13 @@ $(TOOLS)/.done: $(VENV)/.python
 	touch $@
 
 # ggml-python is built from source, with tinyBLAS, which makes prefill faster, and never from a
-# cached wheel.
+# cached wheel. What builds asks each package that is installed where its CMake files are: an older
+# unimem, whose modules are not those of these sources, would fail to say.
 $(VENV)/.run: $(TOOLS)/.done $(NATIVE)
 	CMAKE_ARGS="-DGGML_LLAMAFILE=ON" $(WITH_TOOLS) --no-compile --no-cache-dir \
 	    --no-binary ggml-python "$$($(NEEDS) run | grep ggml-python)"
 	$(NEEDS) run | $(PIP) --no-compile -r /dev/stdin
+	$(BIN)/python -m pip uninstall -qq --yes unimem-llm
 	$(WITH_TOOLS) --no-compile -e .
 	touch $@
 
@@ -166,14 +193,40 @@ $(VENV)/.worth: $(VENV)/.installed
 	$(NEEDS) worth | $(PIP) -r /dev/stdin
 	touch $@
 
+$(VENV)/.release: $(VENV)/.installed
+	$(NEEDS) release | $(PIP) -r /dev/stdin
+	touch $@
+
 # The C tests, and the tests of the bindings, with AddressSanitizer and UBSan.
 asan: $(VENV)/.installed
 	tools/asan.sh
 
-# The parsers of model files, under libFuzzer: docs/fuzzing.md. clang is fetched by apt, by root only.
+# The C tests with ThreadSanitizer, and sixteen threads on each kind of object for so many seconds.
+SECONDS ?= 30
+tsan: $(VENV)/.installed
+	tools/tsan.sh $(SECONDS)
+
+# The tests of the memory layer on a Python without the interpreter's lock, which is built from
+# Debian's source on the first run: docs/threads.md.
+test-free-threaded: $(VENV)/.installed
+	$(BIN)/python tools/free_threaded.py
+
+# The same tests here, each in four threads at once.
+test-parallel: $(VENV)/.worth
+	$(BIN)/python tools/free_threaded.py --here
+
+# What parses, under fuzzers: docs/fuzzing.md. clang is fetched by apt, by root only. FUZZ="gguf
+# paged" runs some targets, FUZZ=--record adds the figures to the page.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed
-	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS)
+	$(BIN)/python tools/fuzz.py --seconds $(FUZZ_SECONDS) $(FUZZ)
+
+# Everything at once, with processes that are killed, and what grows meanwhile: docs/soak.md.
+# SOAK=--page puts the result into that page.
+SOAK_SECONDS ?= 7200
+soak: $(VENV)/.installed
+	mkdir -p $(BUILD)
+	$(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS) --record $(BUILD)/soak.json $(SOAK)
 
 # Conversions over all of their inputs.
 exhaust: $(VENV)/.installed
@@ -203,10 +256,10 @@ bench-pressure: $(VENV)/.installed
 scale: $(VENV)/.frameworks
 	$(BIN)/python tools/scale.py --page --folder $(BUILD)
 
-# The document that is made of the run in the repository, and all of its plots in build/bench-docs.
+# The document that is made of the runs in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed
-	$(BIN)/unimem bench --from bench/results/unimem-bench.json --page docs/benchmarks.md \
-	    --plots $(BUILD)/bench-docs
+	$(BIN)/unimem bench --from bench/results/unimem-bench.json --from bench/results/decode.json \
+	    --page docs/benchmarks.md --plots $(BUILD)/bench-docs
 
 # llama.cpp for the suite `decode`, built for this machine: a wheel lacks instruction sets. See
 # bench/README.md.

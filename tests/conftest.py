@@ -58,7 +58,7 @@ MACHINE_MODULES = {
     ),
     *("test_model_maps", "test_plan_limits", "test_process", "test_published", "test_report"),
     *("test_report_llama_cpp", "test_residency", "test_stage", "test_weights_load"),
-    *("test_cli_url", "test_stage_url"),
+    *("test_cli_url", "test_stage_interrupt", "test_stage_url"),
 }
 
 # What tests lock at most that are marked `locks`; the usual limit of a user.

@@ -35,7 +35,7 @@ SHAPES = {"tiny": TINY, "small": SMALL, "wide": WIDE, "deep": replace(WIDE, hidd
 # Fast are those that have each architecture, type, shape, size and option once.
 DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "bf16", "tiny", {"ctx": 1}),
-    ("gemma3", "q8_0", "deep", {"ctx": 500, "kv_dtype": "q8_0"}),
+    ("gemma3", "q8_0", "deep", {"ctx": 500, "kv_dtype": "q8_0,q4_0"}),
     ("llama", "q4_0", "tiny", {"ctx": 127, "kv_dtype": "f32"}),
     ("llama", "f16", "wide", {"ctx": 2000}),
     ("qwen2", "q8_0", "wide", {"ctx": 333, "kv_dtype": "bf16"}),
@@ -61,6 +61,7 @@ DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     *(("qwen3", "f16", "small", {"ctx": 900, "threads": n}) for n in (1, 2)),
     # Layers that slide over more tokens than there are, over as many, and over one less.
     *(("gemma3", "f16", "deep", {"ctx": ctx}) for ctx in (1, 47, 48, 49, 2000)),
+    ("gemma3", "q8_0", "deep", {"ctx": 500, "kv_dtype": "q8_0"}),
     ("gemma3", "f16", "deep", {"ctx": 400, "window": 48}),
     ("gemma3", "q4_0", "deep", {"ctx": 300, "load": "repack", "window": 60}),
     ("gemma3", "f16", "deep", {"ctx": 400, "window": 400}),

@@ -19,6 +19,7 @@ from running import running
 from screens import show, start_command
 from unimem.accounting.metrics import FAMILIES
 from unimem.cli.processes import ModelProcess, Processes
+from unimem.system.install import install_hint
 
 pytest.importorskip(
     "prometheus_client", reason="metrics need prometheus_client: pip install '.[metrics]'"
@@ -116,6 +117,5 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(command, "find_spec", find_spec)
     assert show("metrics") == (
-        1, "", "unimem: metrics need prometheus_client: install unimem-llm with the extra "
-        "'metrics'\n",
+        1, "", f"unimem: metrics need prometheus_client: {install_hint('metrics')}\n"
     )  # fmt: skip

@@ -22,6 +22,7 @@ import typer
 from screens import run_anew, show
 from unimem import cli
 from unimem.cli.options import number_parser
+from unimem.system.install import install_hint
 
 PROGRAM: Any = typer.main.get_command(cli._app())
 COMMANDS: dict[tuple[str, ...], Any] = {(): PROGRAM}
@@ -168,7 +169,7 @@ def test_what_is_not_installed_is_named_with_its_extra(
 ) -> None:
     screen = run_anew(command, code=WITHOUT.replace("MISSING", repr(missing)))
     assert (screen.code, screen.out) == (1, "")
-    assert screen.err.endswith(f"install unimem-llm with the extra '{extra}'\n")
+    assert screen.err.endswith(f": {install_hint(extra)}\n")
     assert screen.err.count("\n") == 1
 
 

@@ -116,9 +116,9 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert document["model"]["architecture"] == "llama"
     assert document["model"]["dims"]["num_layers"] == TINY.layers
     assert document["options"] == {
-        "ctx": 100, "threads": 1, "kv_dtype": "f16", "window": None, "load": "auto",
-        "pages": "auto", "numa": None, "chat": False, "temperature": 0.0, "top_k": 40,
-        "top_p": 1.0, "seed": None,
+        "ctx": 100, "threads": 1, "kv_dtype": "f16", "rotate": False, "window": None,
+        "load": "auto", "pages": "auto", "numa": None, "chat": False, "temperature": 0.0,
+        "top_k": 40, "top_p": 1.0, "seed": None,
     }  # fmt: skip
     report, plan = document["report"], document["plan"]
     sizes = {row["category"]: row["nbytes"] for row in report["rows"]}
@@ -478,6 +478,7 @@ def sessions(model: Path, chat_model: Path) -> Path:
      "of 0 tokens and 6 more do not fit in the context of 30"),
     (["--window", "601"], 2, "--window: expected at most the context, 600"),
     (["--kv-dtype", "q8_0"], 1, "head_dim: expected a multiple of 32 for q8_0, got 16"),
+    (["--rotate"], 1, "rotate: expected heads of a multiple of 64 values, and the model's have 16"),
 ], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
 def test_a_session_must_fit(sessions: Path, arguments: list[str], code: int, said: str) -> None:
     assert_fails(sessions, code, said, "random.gguf", *arguments, "--json")
@@ -570,7 +571,7 @@ def test_a_failure_in_the_middle_keeps_the_text_and_says_why(tmp_path: Path) -> 
 
 
 def remedy(name: str) -> str:
-    return rf"unimem: .*{name}.*install unimem-llm with the extra 'run'"
+    return rf"unimem: .*{name}.*install unimem-llm with the extra 'run': .*"
 
 
 @pytest.mark.parametrize("name", ["typer", "rich"])

@@ -1,17 +1,23 @@
-"""The wheel is whole: it works where nothing of the checkout can be found."""
+"""What is published is whole and small: the wheel works where nothing of the checkout is found."""
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from building import run, tool
+from native_page import IN_CHECKOUT, MODEL, PRINTED, blocks, runs, write_programs
 from project import ROOT
+from unimem._core.status import VERSION
 
 # Building it takes more than a minute; that all of it is there without the checkout, nothing else
 # shows.
@@ -25,8 +31,15 @@ NEEDED = {
     "unimem/lib/libunimem.so.0",
     *(f"unimem/lib/cmake/unimem/unimem-config{part}.cmake" for part in ("", "-version")),
     *("unimem/lib/pkgconfig/unimem.pc", "unimem/engine/models/tiny.gguf"),
+    f"unimem_llm-{VERSION}.dist-info/licenses/LICENSE",
+    f"unimem_llm-{VERSION}.dist-info/sboms/sbom.cdx.json",
     *("unimem/__init__.pxd", "unimem/_core/tape.pxd", "unimem/_core/tape.pyi"),
 }
+
+# The embedded model is 1.1 MB of both.
+MOST_WHEEL_BYTES = 4_500_000
+MOST_SDIST_BYTES = 3_300_000
+BACKEND = "from scikit_build_core.build import build_sdist; print(build_sdist({folder!r}))"
 
 # -S keeps .pth files out, and with them the editable install; what the wheel needs comes by path.
 PROGRAM = """
@@ -72,6 +85,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_what_callers_need_and_no_sources(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
+    assert wheel.stat().st_size <= MOST_WHEEL_BYTES
     assert wheel.name.startswith("unimem_llm-")
     assert names >= NEEDED
     assert not [name for name in names if name.endswith((".pyx", ".c", "CMakeLists.txt"))]
@@ -91,3 +105,76 @@ def test_the_wheel_runs_without_the_checkout(wheel: Path, tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+def test_the_sdist_has_the_sources_and_no_records(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core", reason="scikit-build-core makes the sdist")
+    subprocess.run(
+        [sys.executable, "-c", BACKEND.format(folder=str(tmp_path))],
+        cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    assert sdist.stat().st_size <= MOST_SDIST_BYTES
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"PKG-INFO", "CMakeLists.txt", "native/src/kv.c", "src/unimem/kv/cache.pyx"} < names
+    assert {MODEL, "tests/project/test_wheel.py"} < names
+    assert [
+        name for name in names if "corpus/" in name or name.endswith((".svg", ".so", ".so.0"))
+    ] == []
+    assert [name for name in names if name.startswith(("bench/results/", ".ci", "build"))] == []
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and what it needs, and with what builds a Cython module."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", folder)
+    run(folder / "bin/pip", "install", "--quiet", wheel, "cython>=3.1", "setuptools>=77")
+    return folder
+
+
+def run_in(environment: Path, *arguments: str | Path) -> str:
+    """Run Python there, which finds nothing of the checkout."""
+    return run("env", "-u", "PYTHONPATH", environment / "bin/python", *arguments)
+
+
+def packages(environment: Path) -> Path:
+    (folder,) = environment.glob("lib/python*/site-packages")
+    return folder
+
+
+def test_an_empty_environment_passes_the_smoke_test(environment: Path) -> None:
+    script = ROOT / "tools/wheels/smoke.py"
+    told = json.loads(run_in(environment, "-I", script, packages(environment)))
+    assert told["python"] == sys.version.split()[0]
+
+
+def test_the_page_on_c_runs_with_the_wheel(environment: Path, tmp_path: Path) -> None:
+    """All that docs/native.md does with an installed prefix, word for word."""
+    for name in ("gcc", "g++", "cmake", "pkg-config"):
+        tool(name)
+    home, checkout = tmp_path / "home", tmp_path / "checkout"
+    for folder in (home, checkout, tmp_path / "mine"):
+        folder.mkdir()
+    (home / "unimem").symlink_to(packages(environment) / "unimem")
+    shutil.copytree(ROOT / "examples/c", checkout / "examples/c")
+    (checkout / MODEL).parent.mkdir(parents=True)
+    shutil.copy(ROOT / MODEL, checkout / MODEL)
+    write_programs(tmp_path / "mine")
+    for commands, start in list(zip(blocks("sh"), PRINTED, strict=True))[1:]:
+        is_there = any(text in commands for text in IN_CHECKOUT)
+        folder = checkout if is_there else tmp_path / "mine"
+        printed = runs(commands, folder, home, str(environment / "bin/python"))
+        assert printed.startswith(start), commands
+
+
+def test_cython_is_built_with_the_wheel(environment: Path, tmp_path: Path) -> None:
+    tool("cc")
+    shutil.copytree(ROOT / "examples/cython/setuptools", tmp_path / "llama")
+    options = ("--quiet", "--no-deps", "--no-build-isolation", f"--target={tmp_path / 'site'}")
+    run_in(environment, "-m", "pip", "install", *options, tmp_path / "llama")
+    program = (
+        "import sys, unimem; sys.path.append(sys.argv[1]); import llama; print(llama.__file__)"
+    )
+    assert run_in(environment, "-I", "-c", program, tmp_path / "site").startswith(str(tmp_path))

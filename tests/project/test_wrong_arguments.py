@@ -204,6 +204,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         {"threads": 1, "progress": None},
     ),
     "Weights.lock": lambda t: (t.weights().lock, {"how": False}),
+    "Weights.on": lambda t: (t.weights().on, {"node": None}),
     "Weights.to_device": lambda t: (
         t.weights().to_device,
         {"tape": t.tape()},  # of this machine; what comes behind it is for one of a GPU
@@ -257,8 +258,8 @@ SAMPLING: dict[str, Any] = {"temperature": 0.5, "top_k": 4, "top_p": 0.9, "seed"
 ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder": lambda t: (
         importlib.import_module("unimem.engine").Decoder,
-        {"path_or_weights": t.weights(), "ctx": 16, "kv_dtype": "f16", "window": None}
-        | {"threads": 1, "layout": None, "load": "map", "progress": None}
+        {"path_or_weights": t.weights(), "ctx": 16, "kv_dtype": "f16", "rotate": None}
+        | {"window": None, "threads": 1, "layout": None, "load": "map", "progress": None}
         | {"store": None},
     ),
     "Decoder.detokenize": of_decoder("detokenize", tokens=[1, 2]),

@@ -99,6 +99,8 @@ def test_what_a_lost_node_did_goes_on_elsewhere(
     assert {node_id for _, node_id, _, _ in found["again"]} == {left}
     assert len({pid for _, _, pid, _ in found["again"]}) == 8
     memory = found["memory_again"]
-    assert memory[found["lost"]] == {}
+    # The numbers of a file that is gone may be those of a new one, of another program.
+    readers = {str(pid) for *_, pid, _ in found["told"][1:] + found["again"]}
+    assert not readers & memory[found["lost"]].keys()
     assert len(memory[left]) == 9
     assert abs(sum(memory[left].values()) - found["model_bytes"]) <= 4096 * 9

@@ -28,7 +28,10 @@ PAGES = {
     **{path: path.name for path in sorted((ROOT / "docs").glob("*.md"))},
 }
 # What documents link to, and a page shows in its own way.
-INSTEAD = {ROOT / "native" / "include": "reference/c.md"}
+INSTEAD = {
+    ROOT / "native" / "include": "reference/c.md",
+    OWN / "pages" / "reference" / "python.md": "reference/python.md",
+}
 LINK = re.compile(r"\[([^\]]*)\]\(<?(?!https?:|mailto:|#)([^<>)\s#]+)>?(#[^)]*)?\)")
 
 

@@ -1,0 +1,213 @@
+"""Builds wheels and tries each in an empty environment: ``make wheels``.
+
+The wheels run on every Linux since 2018. Compilers and Pythons come from PyPI and from Debian's
+packages; there is no container engine, and nothing is installed outside of build/. Wheels and the
+sdist go to dist/. What cannot be had here is skipped, and the table says why. Ends with status 1
+where a wheel fails, and with 69 where none can be built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pythons
+from compilers import GLIBC, toolchain
+from pythons import UnavailableError
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build/wheels"
+DIST = ROOT / "dist"
+VERSIONS = ("3.11", "3.12", "3.13", "3.13t", "3.14", "3.14t")
+MACHINES = ("x86_64", "aarch64")
+# Beside what [build-system] names.
+TOOLS = ("cmake>=3.24", "ninja>=1.11", "auditwheel>=6", "ziglang>=0.13")
+SDIST = "from scikit_build_core.build import build_sdist; print(build_sdist({folder!r}))"
+TESTED = ("tests/_core", "tests/kv")
+UNAVAILABLE = 69
+GLIBC_MINOR = int(GLIBC.split(".")[1])
+
+
+class FailedError(Exception):
+    """A wheel that is not good; the text says why."""
+
+
+@dataclass
+class Row:
+    """A wheel, as the table shows it."""
+
+    name: str
+    size: str = ""
+    glibc: str = ""
+    smoke: str = ""
+    code: str = ""
+    tests: str = ""
+    failed: bool = False
+
+
+def run(*command: str | Path, **environment: str) -> str:
+    """Run a command; return what it prints.
+
+    Raises
+    ------
+    FailedError
+        Where it ends with an error.
+    """
+    # An environment of ours must not find the checkout.
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=own | environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        text = f"{done.stdout}\n{done.stderr}".strip()
+        raise FailedError(
+            f"{' '.join(map(str, command[:4]))}… ended with {done.returncode}:\n{text}"
+        )
+    return done.stdout
+
+
+def install_tools() -> Path:
+    """Make the environment that builds; return its folder of programs."""
+    programs = BUILD / "tools/bin"
+    if not (BUILD / "tools/.done").exists():
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        run(sys.executable, "-m", "venv", BUILD / "tools")
+        needs = [*project["build-system"]["requires"], *TOOLS]
+        run(programs / "pip", "install", "--quiet", *needs)
+        (BUILD / "tools/.done").touch()
+    return programs
+
+
+def build(version: str, machine: str, programs: Path) -> Path:
+    """Build one wheel. The folder is that of the machine: only the modules are compiled anew."""
+    zig = next((BUILD / "tools/lib").glob("python*/site-packages/ziglang/zig"))
+    tag = pythons.abi(version)
+    name = f"{tag.removesuffix('t')}-{tag}-manylinux_{GLIBC.replace('.', '_')}_{machine}"
+    settings = {
+        "build-dir": BUILD / machine,
+        "wheel.tags": name,
+        "install.strip": "false",
+        "cmake.define.CMAKE_TOOLCHAIN_FILE": toolchain(machine, BUILD, zig),
+        "cmake.define.Python_INCLUDE_DIR": pythons.headers(version),
+    }
+    options = [word for key, value in settings.items() for word in ("-C", f"{key}={value}")]
+    run(
+        programs / "pip",
+        *("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", DIST),
+        *(*options, "."),
+        PATH=f"{programs}:{os.environ['PATH']}",
+        SETUPTOOLS_EXT_SUFFIX=pythons.suffix(version, machine),
+    )
+    (wheel,) = DIST.glob(f"*-{name}.whl")
+    return wheel
+
+
+def judge(wheel: Path, programs: Path) -> str:
+    """Return the oldest glibc that auditwheel finds a wheel to run with."""
+    text = run(programs / "auditwheel", "show", wheel)
+    found = re.search(r'following platform tag:\s*"manylinux_2_(\d+)_', text)
+    if found is None or int(found[1]) > GLIBC_MINOR:
+        raise FailedError(f"auditwheel does not find {wheel.name} to be what it says:\n{text}")
+    return f"2.{found[1]}"
+
+
+def install(wheel: Path, version: str, machine: str, programs: Path) -> Path:
+    """Install a wheel and what it needs into an empty folder, for a Python that may not be here."""
+    target = BUILD / "site" / wheel.stem
+    shutil.rmtree(target, ignore_errors=True)
+    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(GLIBC_MINOR, 16, -1)]
+    platforms.append(f"manylinux2014_{machine}")
+    options = ["--only-binary=:all:", "--implementation=cp", f"--abi={pythons.abi(version)}"]
+    options += [f"--python-version={version.removesuffix('t')}", f"--target={target}"]
+    options += [f"--platform={each}" for each in platforms]
+    run(programs / "pip", "install", "--quiet", "--no-compile", *options, wheel)
+    return target
+
+
+def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
+    """Use what was installed; return the Python that did, and the vector code that it chose."""
+    command = pythons.command(version, machine)
+    found = json.loads(run(*command, "-I", "-S", Path(__file__).parent / "smoke.py", target))
+    emulated = ", emulated" if "qemu" in command[0] else ""
+    return f"passed ({found['python']}{emulated})", found["code"]
+
+
+def test(wheel: Path, version: str) -> str:
+    """Run the tests of the memory layer in an environment of this machine with the wheel."""
+    if not pythons.is_native(version):
+        return f"not run: no Python {version} here"
+    folder = BUILD / "tested" / wheel.stem
+    shutil.rmtree(folder, ignore_errors=True)
+    run(*pythons.command(version, platform.machine()), "-m", "venv", folder)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [
+        each
+        for each in project["optional-dependencies"]["test"]
+        if each.startswith(("pytest", "hypothesis", "cython", "setuptools"))
+    ]
+    run(folder / "bin/pip", "install", "--quiet", wheel, *needs)
+    options = ("-q", "-p", "no:cacheprovider", "--timeout=600")
+    text = run(folder / "bin/python", "-m", "pytest", *options, *TESTED)
+    return text.splitlines()[-1].strip("= ")
+
+
+def make(version: str, machine: str, programs: Path, *, tests: bool) -> Row:
+    """Build and try one wheel."""
+    row = Row(f"{pythons.abi(version)} {machine}")
+    try:
+        wheel = build(version, machine, programs)
+        row.name, row.size = wheel.name, f"{wheel.stat().st_size / 1e6:.2f} MB"
+        row.glibc = judge(wheel, programs)
+        target = install(wheel, version, machine, programs)
+        row.smoke, row.code = smoke(version, machine, target)
+        if tests and machine == platform.machine():
+            row.tests = test(wheel, version)
+    except UnavailableError as error:
+        row.smoke = f"SKIPPED: {error}"
+    except FailedError as error:
+        print(error, file=sys.stderr)
+        row.smoke, row.failed = "FAILED: see above", True
+    print(f"{row.name}: {row.smoke}", file=sys.stderr, flush=True)
+    return row
+
+
+def table(rows: list[Row]) -> str:
+    """Write the table in Markdown."""
+    titles = ("wheel", "size", "glibc", "smoke test", "code", "tests")
+    lines = [titles, tuple("---" for _ in titles)]
+    lines += [(row.name, row.size, row.glibc, row.smoke, row.code, row.tests) for row in rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> int:
+    """Build what was asked for, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--python", nargs="+", choices=VERSIONS, default=VERSIONS)
+    parser.add_argument("--machine", nargs="+", choices=MACHINES, default=MACHINES)
+    parser.add_argument(
+        "--tests", action="store_true", help="run the tests of the memory layer, too"
+    )
+    asked = parser.parse_args()
+    programs = install_tools()
+    DIST.mkdir(exist_ok=True)
+    sdist = DIST / run(programs / "python", "-c", SDIST.format(folder=str(DIST))).split()[-1]
+    rows = [Row(sdist.name, f"{sdist.stat().st_size / 1e6:.2f} MB")]
+    for machine in asked.machine:
+        rows += [make(each, machine, programs, tests=asked.tests) for each in asked.python]
+    print(table(rows))
+    if any(row.failed for row in rows):
+        return 1
+    return 0 if any(row.code for row in rows) else UNAVAILABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
