@@ -262,9 +262,13 @@ static void take_away(void) {
     if (ours == NULL) {
         return; /* a foreign handler is on top, and keeps ours as its previous one */
     }
-    const struct sigaction *below = atomic_load(&ours->is_spent) ? &none : &ours->below;
-    if (um_os_bus_action(below, &was) == 0 && !is_same(&was, &top)) {
-        um_os_bus_action(&was, NULL); /* another thread was faster: its action stays */
+    struct sigaction put = atomic_load(&ours->is_spent) ? none : ours->below;
+    /* What another thread installed meanwhile goes back on top, until nobody was faster. For that
+     * moment the action below is there once more. Who installs it just then keeps it as its own
+     * previous one: faulthandler then calls himself until his stack ends. */
+    while (um_os_bus_action(&put, &was) == 0 && !is_same(&was, &top)) {
+        top = put;
+        put = was;
     }
 }
 
