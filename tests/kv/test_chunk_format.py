@@ -64,6 +64,8 @@ def test_processes_with_different_hash_seeds_agree() -> None:
         (EqualLayers(2, 4, 64, "bf16", "f16"), "m", 0),
         (MixedLayers(2 * (LayerRows(4, 64, "f16", "f16"),)), "m", 0),
         (MixedLayers((LayerRows(4, 64, "f16", "f16"), LayerRows(4, 64, "f16", "f16", 8))), "m", 0),
+        (EqualLayers(2, 4, 64, "f16", "f16", v_head_dim=32), "m", 0),
+        (EqualLayers(2, 4, 64, "f16", "f16", v_head_dim=0), "m", 0),
         (EqualLayers(2, 4, 64, "f16", "f16"), "n", 0),
         (EqualLayers(2, 4, 64, "f16", "f16"), "m", 1),
     ],
@@ -78,6 +80,14 @@ def test_whatever_the_bytes_depend_on_changes_all_identities(
 
     assert len(keys(kind, model, first)) == 3
     assert not keys(kind, model, first) & keys(EqualLayers(2, 4, 64, "f16", "f16"), "m", 0)
+
+
+def test_a_size_of_v_that_k_has_too_changes_no_identity() -> None:
+    layer = LayerRows(4, 64, "f16", "f16", 8)
+    assert layer._replace(v_head_dim=64).text == layer.text
+    assert layer._replace(v_head_dim=0).text != layer.text
+    equal = EqualLayers(2, 4, 64, "f16", "f16")
+    assert equal._replace(v_head_dim=64).text == equal.text
 
 
 CHUNK = ChunkShape(EqualLayers(1, 1, 8, "f16", "f16").groups[0], 5)
@@ -106,3 +116,14 @@ def test_another_chunk_is_found() -> None:
     fault = find_fault(CHUNK, bytes(32), sealed())
     assert fault is not None
     assert "another chunk" in fault
+
+
+@pytest.mark.parametrize("dims", [(16, 0), (12, 4), (4, 12)])
+def test_a_chunk_of_other_heads_is_found(dims: tuple[int, int]) -> None:
+    """As many bytes with the same identity, in other lanes."""
+    k, v = dims
+    group = EqualLayers(1, 1, k, "f16", "f16", v_head_dim=v).groups[0]
+    other = ChunkShape(group, CHUNK.n_tokens)
+    assert (other.nbytes, other.data_bytes) == (CHUNK.nbytes, CHUNK.data_bytes)
+    assert [lane.shape for lane in other.lanes(sealed())] == [(5, 2 * k), (5, 2 * v)]
+    assert find_fault(other, KEY, sealed()) == "its bytes are not those that were written"

@@ -49,12 +49,17 @@ def rows(n: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def of_v(kv: um.KVCache, v: np.ndarray) -> np.ndarray:
+    """V of these rows with heads as the cache has them."""
+    return np.concatenate([v, -v], -1)[..., : kv.v_head_dim]
+
+
 @contextmanager
 def cache(n: int = 0, seed: int = 0, **options: Any) -> Iterator[um.KVCache]:
     with um.KVCache(N_LAYERS, HEADS, DIM, 64, pages="4k", **options) as kv:
         if n:
             for layer, (k, v) in enumerate(rows(n, seed)):
-                kv.append(layer, k, v)
+                kv.append(layer, k, of_v(kv, v))
         yield kv
 
 
@@ -75,6 +80,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "head, two types, grow": {"v_dtype": "q5_1", "order": "head", "grow": True},
     "two types, ring": {"v_dtype": "q4_0", "window": 48},
     "head, ring": {"order": "head", "window": 48},
+    "short V": {"v_head_dim": 16},
+    "long V": {"v_head_dim": 64, "dtype": "q8_0"},
+    "no V": {"v_head_dim": 0},
+    "no V, head, quantized": {"v_head_dim": 0, "order": "head", "dtype": "q4_0"},
+    "no V, ring": {"v_head_dim": 0, "window": 48},
+    "short V, head, ring": {"v_head_dim": 16, "order": "head", "window": 48},
+    "long V, head, two types, grow": {
+        **{"v_head_dim": 64, "order": "head", "v_dtype": "q5_1", "grow": True},
+    },
 }
 
 
@@ -92,7 +106,8 @@ def test_what_was_put_is_restored_bit_for_bit(
         assert store.restore_into(kv, TOKENS, model=MODEL) == 40
         assert (kv.seq_len, kv.next_position) == (40, 40)
         assert bytes_of(kv, 40) == expected
-        kv.append_all(*rows(1).transpose(1, 2, 0, 3, 4)[:, 0])
+        k, v = rows(1).transpose(1, 2, 0, 3, 4)[:, 0]
+        kv.append_all(k, of_v(kv, v))
         assert kv.seq_len == 41
 
 
@@ -118,14 +133,17 @@ def test_a_hit_may_be_partial(tmp_path: Path, tokens: list[int], n: int) -> None
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": "other"}, {"dtype": "bf16"}, {"v_dtype": "bf16"}, {"chunk_tokens": 4}],
+    [
+        *({"model": "other"}, {"dtype": "bf16"}, {"v_dtype": "bf16"}, {"chunk_tokens": 4}),
+        *({"v_head_dim": 16}, {"v_head_dim": 0}),
+    ],
 )
 def test_others_get_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
     with opened(tmp_path / "s") as store, cache(45) as kv:
         store.put(kv, TOKENS, model=MODEL)
     chunk = {"chunk_tokens": change.get("chunk_tokens", CHUNK)}
-    types = {key: change[key] for key in ("dtype", "v_dtype") if key in change}
-    with opened(tmp_path / "s", **chunk) as store, cache(**types) as kv:
+    kind = {key: change[key] for key in ("dtype", "v_dtype", "v_head_dim") if key in change}
+    with opened(tmp_path / "s", **chunk) as store, cache(**kind) as kv:
         assert store.restore_into(kv, TOKENS, model=change.get("model", MODEL)) == 0
         assert kv.is_empty
 
@@ -162,6 +180,28 @@ def test_only_what_fits_is_restored(tmp_path: Path, room: int) -> None:
         store.put(kv, TOKENS, model=MODEL)
         with um.KVCache(N_LAYERS, HEADS, DIM, room, pages="4k") as small:
             assert store.restore_into(small, TOKENS, model=MODEL) == room // CHUNK * CHUNK
+
+
+def test_a_chunk_of_other_heads_is_refused(tmp_path: Path) -> None:
+    """One of as many bytes, where the cache has no V and heads of K of twice the size."""
+    with (
+        opened(tmp_path / "s") as store,
+        cache(CHUNK) as kv,
+        um.KVCache(N_LAYERS, HEADS, 2 * DIM, 64, v_head_dim=0, pages="4k") as other,
+    ):
+        store.put(kv, TOKENS, model=MODEL)
+        (written,) = files_of(tmp_path / "s")
+        for layer in range(N_LAYERS):
+            other.append(layer, *np.split(np.ones((CHUNK, HEADS, 2 * DIM), "f4"), [2 * DIM], -1))
+        store.put(other, TOKENS, model=MODEL)
+        (path,) = {*files_of(tmp_path / "s")} - {written}
+        assert path.stat().st_size == written.stat().st_size
+        shutil.copy(written, path)
+        other.clear()
+        with pytest.warns(um.PlacementWarning, match="it is another chunk than its name says"):
+            assert store.restore_into(other, TOKENS, model=MODEL) == 0
+        assert other.is_empty
+        assert files_of(tmp_path / "s") == [written]
 
 
 # ---- paged caches ----
@@ -258,13 +298,15 @@ def test_a_cache_that_cannot_be_put_is_refused(
 
 
 @pytest.mark.parametrize("order", ["token", "head"])
-def test_a_cache_that_is_mapped_from_a_file_is_put(tmp_path: Path, order: Any) -> None:
-    with opened(tmp_path / "s") as store, cache(45, order=order) as kv:
+@pytest.mark.parametrize("v_dim", [0, 16, DIM])
+def test_a_cache_that_is_mapped_from_a_file_is_put(tmp_path: Path, order: Any, v_dim: int) -> None:
+    with opened(tmp_path / "s") as store, cache(45, order=order, v_head_dim=v_dim) as kv:
         kv.save(tmp_path / "talk.kv")
-        with um.KVCache.restore(tmp_path / "talk.kv") as mapped, cache() as out:
+        with um.KVCache.restore(tmp_path / "talk.kv") as mapped, cache(v_head_dim=v_dim) as out:
             store.put(mapped, TOKENS, model=MODEL)
             assert store.restore_into(out, TOKENS, model=MODEL) == 40
-            assert np.array_equal(out.layer(1)[1], kv.layer(1)[1][:, :, :40])
+            for restored, part in zip(out.layer(1), kv.layer(1), strict=True):
+                assert np.array_equal(restored, part[:, :, :40])
 
 
 def test_a_cache_that_has_tokens_keeps_them(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ CHUNK, MODEL = 8, "tiny"
 FULL, WIDE = um.LayerKV(2, 32), um.LayerKV(4, 256, window=20)
 NARROW, SHARED = um.LayerKV(4, 256, window=5, dtype="f32"), um.LayerKV(4, 256, share_of=0)
 LAYERS = [WIDE, FULL, NARROW, SHARED]
+# Heads of V of another size than those of K, and none.
+OTHER_V = [replace(one, v_head_dim=v) for one, v in zip(LAYERS, (0, 64, 128, 0), strict=True)]
 
 
 @contextmanager
@@ -46,9 +49,11 @@ def fill(kv: Any, ids: Sequence[int], step: int = 7) -> None:
         for layer, spec in enumerate(kv.layers):
             if spec.share_of is None:
                 rows = np.array([value(ids, at, layer) for at in range(first, end)], np.float32)
-                shape = (end - first, spec.n_kv_heads, spec.head_dim)
-                rows = np.broadcast_to(rows[:, None, None], shape)
-                kv.append(layer, rows, -rows)
+                k, v = (
+                    np.broadcast_to(rows[:, None, None], (end - first, spec.n_kv_heads, dim))
+                    for dim in (spec.head_dim, spec.v_head_dim)
+                )
+                kv.append(layer, k, -v)
 
 
 def check(kv: Any, ids: Sequence[int], n: int) -> None:
@@ -58,22 +63,26 @@ def check(kv: Any, ids: Sequence[int], n: int) -> None:
         source = layer if spec.share_of is None else spec.share_of
         first = max(0, n - spec.window) if spec.window else 0
         k, v = (as_float32(part) for part in kv.layer(layer))
-        assert k.shape[2] == n - first
+        assert k.shape[2:] == (n - first, spec.head_dim)
+        assert v.shape[2:] == (n - first, spec.v_head_dim)
         want = np.array([value(ids, at, source) for at in range(first, n)], np.float32)
-        want = np.broadcast_to(want[None, None, :, None], k.shape)
-        assert same_bits(k, want)
-        assert same_bits(v, -want)
+        want = want[None, None, :, None]
+        assert same_bits(k, np.broadcast_to(want, k.shape))
+        assert same_bits(v, np.broadcast_to(-want, v.shape))
 
 
 @pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize("grow", [False, True])
 @pytest.mark.parametrize("n", [7, 8, 20, 45, 64])
-def test_what_was_put_is_restored(tmp_path: Path, n: int, grow: bool, order: Any) -> None:
+@pytest.mark.parametrize("layers", [LAYERS, OTHER_V], ids=["alike", "other V"])
+def test_what_was_put_is_restored(
+    tmp_path: Path, layers: list[um.LayerKV], n: int, grow: bool, order: Any
+) -> None:
     ids, end = list(range(3, n + 3)), n // CHUNK * CHUNK
-    with opened(tmp_path / "s") as store, made(order=order, grow=grow) as kv:
+    with opened(tmp_path / "s") as store, made(layers, order=order, grow=grow) as kv:
         fill(kv, ids)
         assert store.put(kv, ids, model=MODEL) == end
-    with opened(tmp_path / "s") as store, made(grow=grow) as kv:  # orders share their chunks
+    with opened(tmp_path / "s") as store, made(layers, grow=grow) as kv:  # orders share chunks
         assert store.longest(ids, model=MODEL, kv=kv) == end
         assert store.restore_into(kv, ids, model=MODEL) == end
         check(kv, ids, end)
@@ -204,11 +213,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
         store.put(kv, ids, model=MODEL)
 
 
-@pytest.mark.parametrize(("layers", "said"), [
-    ([FULL, um.LayerState((4, 8))], "got a state in layer 1: save"),
-    ([FULL, um.LayerKV(2, 32, 64)], "heads of one size of K and V, got 32 and 64: save"),
-])  # fmt: skip
-def test_what_has_no_chunks_is_refused(tmp_path: Path, layers: list[Any], said: str) -> None:
+def test_other_heads_of_v_have_chunks_of_their_own(tmp_path: Path) -> None:
+    ids = list(range(2 * CHUNK))
+    with opened(tmp_path / "s") as store, made(OTHER_V) as kv, made() as alike:
+        fill(kv, ids)
+        assert store.put(kv, ids, model=MODEL) == len(ids)
+        assert store.restore_into(alike, ids, model=MODEL) == 0
+        assert alike.is_empty
+
+
+def test_a_cache_with_states_is_refused(tmp_path: Path) -> None:
+    said = "got a state in layer 1: save"
+    layers: list[Any] = [FULL, um.LayerState((4, 8))]
     with opened(tmp_path / "s") as store, made(layers, spare_rows=0) as kv:
         with pytest.raises(ValueError, match=said):
             store.put(kv, range(CHUNK), model=MODEL)

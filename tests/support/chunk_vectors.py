@@ -11,8 +11,8 @@ import json
 import sys
 from typing import Any
 
-# From a row of the page to what it is of: layers, heads and their dim, types of K and V (or of each
-# layer what `LayerRows` has of it); model, tokens, and tokens of a chunk.
+# From a row of the page to what it is of: what `EqualLayers` has (or of each layer what `LayerRows`
+# has of it); model, tokens, and tokens of a chunk.
 VECTORS: dict[str, tuple[Any, str, list[int], int]] = {
     "2 layers, 4 heads of 64, `f16`": ((2, 4, 64, "f16", "f16"), "tiny", list(range(8)), 4),
     "2 layers, 4 heads of 64, `q8_0`": ((2, 4, 64, "q8_0", "q8_0"), "tiny", list(range(8)), 4),
@@ -21,6 +21,14 @@ VECTORS: dict[str, tuple[Any, str, list[int], int]] = {
         *([1, 15043, 29892, 2147483647], 2),
     ),
     "22 layers, 4 heads of 64, `f16`": ((22, 4, 64, "f16", "f16"), "", list(range(256)), 256),
+    "2 layers, 4 heads of 64, of V 32, `f16`": (
+        *((2, 4, 64, "f16", "f16", "none", 32), "tiny"),
+        *(list(range(8)), 4),
+    ),
+    "all tokens with 1 head of 576 and no V, the rows of layer 0": (
+        [(1, 576, "f16", "f16", None, None, 0), (1, 576, "f16", "f16", None, 0, 0)],
+        *("tiny", list(range(8)), 4),
+    ),
     "2 layers, 4 heads of 64, K `q8_0`, V `q4_0`": (
         *((2, 4, 64, "q8_0", "q4_0"), "tiny"),
         *(list(range(8)), 4),

@@ -87,6 +87,8 @@ class LayerRows(NamedTuple):
         The last tokens that it keeps; None for all.
     share_of : int or None
         The layer whose rows it shows; None where it has its own.
+    v_head_dim : int or None
+        Values of a head of V; None for as many as `head_dim`.
     """
 
     n_kv_heads: int
@@ -95,22 +97,31 @@ class LayerRows(NamedTuple):
     v_dtype: str
     window: int | None = None
     share_of: int | None = None
+    v_head_dim: int | None = None
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of a token's K, and of its V."""
-        k, v = (row_bytes_of(self.n_kv_heads, self.head_dim, t) for t in (self.dtype, self.v_dtype))
-        return k, v
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        return (
+            row_bytes_of(self.n_kv_heads, self.head_dim, self.dtype),
+            row_bytes_of(self.n_kv_heads, v_head_dim, self.v_dtype),
+        )
 
     @property
     def text(self) -> str:
         """What is hashed of it."""
         if self.share_of is not None:
             return f"share={self.share_of}"
-        return (
-            f"heads={self.n_kv_heads} dim={self.head_dim} k={self.dtype} v={self.v_dtype} "
-            f"window={self.window or 'none'}"
-        )
+        return f"{self.rows_text} window={self.window or 'none'}"
+
+    @property
+    def rows_text(self) -> str:
+        """What is hashed of its rows."""
+        # Most have heads of one size. Their text is that of stores which knew no other.
+        differs = self.v_head_dim not in (None, self.head_dim)
+        v_dim = f" v_dim={self.v_head_dim}" if differs else ""
+        return f"heads={self.n_kv_heads} dim={self.head_dim}{v_dim} k={self.dtype} v={self.v_dtype}"
 
 
 class EqualLayers(NamedTuple):
@@ -126,6 +137,8 @@ class EqualLayers(NamedTuple):
         What is stored of K, and of V, as `KVCache.dtype`.
     rotation : str
         What was done to heads before they were stored: "none", or "hadamard" (`KVCache.rotate`).
+    v_head_dim : int or None
+        As of `LayerRows`.
     """
 
     n_layers: int
@@ -134,20 +147,23 @@ class EqualLayers(NamedTuple):
     dtype: str
     v_dtype: str
     rotation: str = "none"
+    v_head_dim: int | None = None
+
+    @property
+    def _layer(self) -> LayerRows:
+        dims = self.n_kv_heads, self.head_dim
+        return LayerRows(*dims, self.dtype, self.v_dtype, v_head_dim=self.v_head_dim)
 
     @property
     def text(self) -> str:
         """What is hashed of it."""
-        return (
-            f"layers={self.n_layers} heads={self.n_kv_heads} dim={self.head_dim} "
-            f"k={self.dtype} v={self.v_dtype} position=0 rotation={self.rotation}"
-        )
+        layer = self._layer.rows_text
+        return f"layers={self.n_layers} {layer} position=0 rotation={self.rotation}"
 
     @property
     def groups(self) -> tuple[LaneGroup]:
         """All layers."""
-        layer = LayerRows(self.n_kv_heads, self.head_dim, self.dtype, self.v_dtype)
-        return (LaneGroup(None, self.n_layers * layer.row_bytes),)
+        return (LaneGroup(None, self.n_layers * self._layer.row_bytes),)
 
 
 class MixedLayers(NamedTuple):

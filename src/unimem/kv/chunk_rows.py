@@ -74,7 +74,7 @@ def rows_of(kv: Holder) -> Rows:
     TypeError
         It is neither a `KVCache` nor a `Sequence`.
     ValueError
-        It has several streams, layers that keep a state, or heads of V of another size.
+        It has several streams, or layers that keep a state.
     """
     if isinstance(kv, KVCache):
         return _CacheRows(kv)
@@ -122,9 +122,8 @@ class _CacheRows:
                     group = self._lanes[windows.index(place.kind.window)]
                     group += _lanes_of(of_kind[place.kind], place.number)
         else:
-            _check_heads(kv.head_dim, kv.v_head_dim)
             dims = kv.n_layers, kv.n_kv_heads, kv.head_dim
-            self.kind = EqualLayers(*dims, kv.dtype, kv.v_dtype, rotation)
+            self.kind = EqualLayers(*dims, kv.dtype, kv.v_dtype, rotation, kv.v_head_dim)
             self._parts = (kv,)
             self._lanes = [[lane for i in range(kv.n_layers) for lane in _lanes_of(kv, i)]]
 
@@ -195,23 +194,14 @@ class _CacheRows:
         self._kv.clear()
 
 
-def _check_heads(head_dim: int, v_head_dim: int) -> None:
-    if v_head_dim != head_dim:
-        raise ValueError(
-            f"kv: expected heads of one size of K and V, got {head_dim} and {v_head_dim}: save() "
-            "keeps a snapshot of both"
-        )
-
-
 def _rows_kind(number: int, layer: Layer) -> LayerRows:
     if isinstance(layer, LayerState):
         raise ValueError(
             f"kv: expected layers of keys and values, got a state in layer {number}: save() keeps "
             "a snapshot of states and their checkpoints"
         )
-    _check_heads(layer.head_dim, layer.v_head_dim)
-    dims = layer.n_kv_heads, layer.head_dim
-    return LayerRows(*dims, *kv_pair(layer.dtype), layer.window, layer.share_of)
+    types, kept = kv_pair(layer.dtype), (layer.window, layer.share_of)
+    return LayerRows(layer.n_kv_heads, layer.head_dim, *types, *kept, layer.v_head_dim)
 
 
 def _most_tokens(part: KVCache) -> int:
