@@ -97,7 +97,9 @@ GEMMA = """\
 
 
 def render(template: str, messages: list[dict[str, str]] = TALK, **options: Any) -> str:
-    return chat_template.render(template, messages, bos_token="<s>", eos_token="</s>", **options)
+    given: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+    given |= {"add_generation_prompt": True} | options
+    return chat_template.render(template, messages, **given)
 
 
 def test_chatml() -> None:

@@ -3,8 +3,8 @@
 A template is a Jinja program in the model file. It gets the environment that Hugging Face's
 ``apply_chat_template`` gives it (``transformers/utils/chat_template_utils.py`` in
 https://github.com/huggingface/transformers). Since it is somebody else's program, it runs in
-Jinja's sandbox, its steps and its output are bounded, and `unimem.engine.chat` runs this file as a
-process of its own, whose memory and time are.
+Jinja's sandbox, with so many steps and so much output at most. `unimem.engine.chat` runs this file
+as a process of its own, whose memory and time are limited, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 __all__ = ["ChatTemplateError", "main", "render"]
 
-# Far above what real templates need: some 30 kB long, some hundred steps a message.
+# Far above what real templates need: they have up to 30 kB, and take some hundred steps a message.
 _MAX_TEMPLATE_CHARS = 1 << 20
 _MAX_OUTPUT_CHARS = 1 << 24
 _MAX_STEPS = 2_000_000
@@ -96,27 +96,18 @@ def _environment() -> _Sandbox:
 _ENVIRONMENT = _environment()
 
 
-def render(
-    template: str,
-    messages: Sequence[Mapping[str, str]],
-    *,
-    bos_token: str,
-    eos_token: str,
-    add_generation_prompt: bool = True,
-) -> str:
-    """Write messages as a template says, in this process: see `unimem.engine.chat.render_chat`."""
+def render(template: str, messages: Sequence[Mapping[str, str]], **variables: str | bool) -> str:
+    """Write messages as a template says, in this process, as `unimem.engine.chat.render_chat` does.
+
+    The template is given `variables` beside the messages.
+    """
     if len(template) > _MAX_TEMPLATE_CHARS:
         raise ChatTemplateError(
             f"chat template: expected at most {_MAX_TEMPLATE_CHARS} characters, got {len(template)}"
         )
     try:
         pieces = _ENVIRONMENT.from_string(template).generate(
-            messages=[dict(message) for message in messages],
-            bos_token=bos_token,
-            eos_token=eos_token,
-            add_generation_prompt=add_generation_prompt,
-            tools=None,
-            documents=None,
+            messages=messages, tools=None, documents=None, **variables
         )
         return _collect(pieces)
     except Exception as error:  # a template can raise whatever its expressions can
@@ -130,7 +121,7 @@ def _collect(pieces: Iterator[str]) -> str:
     """Run a template and join what it writes, as long as neither gets too much.
 
     The steps are counted by a trace function, since nothing else sees a loop that neither calls
-    nor writes. One that is there already, a debugger's, rests meanwhile.
+    nor writes. It takes the place of a debugger's until the template has ended.
     """
     steps = 0
 

@@ -36,7 +36,7 @@ from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
 from unimem.system.text import format_bytes, format_ranges
 from unimem.weights import loading
-from unimem.weights.copies import is_mirrored, resolve
+from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFiles, open_model
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
@@ -302,7 +302,7 @@ class _Planner:
         if options.device is not None:
             return self._make_for_device(options, options.device)
         budget = Budget(self._machine)
-        asked, placement = options.placement, resolve(options.placement, budget)
+        asked, placement = options.placement, without_lone_mirror(options.placement, budget)
         if options.load == "repack" and is_mirrored(placement):
             raise ValueError(
                 f"numa={placement['numa']!r}: what load='repack' makes is one decoder's, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from itertools import starmap
-from types import TracebackType
 from typing import Any, Self
 
 __all__ = ["Descriptors"]
@@ -24,6 +23,7 @@ class Descriptors(list[int]):
         self.extend(starmap(opens, (given,)))
         return self[-1]
 
+    # `os` may be gone by the end of the interpreter, and what is a default is not.
     def close(self, _close: Callable[[int], None] = os.close) -> None:
         """Close them. Twice is no error.
 
@@ -32,6 +32,7 @@ class Descriptors(list[int]):
         """
         while self:
             try:
+                # `any` runs through all of them in one call, since closing returns None.
                 any(map(_close, map(self.pop, [-1] * len(self))))
             except OSError:
                 continue
@@ -39,12 +40,7 @@ class Descriptors(list[int]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

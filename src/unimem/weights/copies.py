@@ -26,7 +26,7 @@ __all__ = [
     "find_nearest",
     "is_mirrored",
     "nodes_for_copies",
-    "resolve",
+    "without_lone_mirror",
 ]
 
 _CHUNK_BYTES = 16 << 20  # copied between two looks whether to stop
@@ -50,16 +50,20 @@ class Copies(NamedTuple):
     shortfalls: tuple[str, ...]
 
 
+def _mirror_of(placement: PlacementOptions) -> NumaPolicy | None:
+    numa = policy.parse_numa(placement.get("numa"), mirror=True)
+    return numa if numa is not None and numa.mode == "mirror" else None
+
+
 def is_mirrored(placement: PlacementOptions) -> bool:
     """Whether a copy on each node is asked for."""
-    numa = policy.parse_numa(placement.get("numa"), mirror=True)
-    return numa is not None and numa.mode == "mirror"
+    return _mirror_of(placement) is not None
 
 
-def resolve(placement: PlacementOptions, facts: policy.Facts) -> PlacementOptions:
-    """Return a placement without "mirror" where one node has all memory: it has the one copy."""
-    numa = policy.parse_numa(placement.get("numa"), mirror=True)
-    if numa is None or numa.mode != "mirror":
+def without_lone_mirror(placement: PlacementOptions, facts: policy.Facts) -> PlacementOptions:
+    """Return a placement without "mirror" where one node has all memory: there is one copy then."""
+    numa = _mirror_of(placement)
+    if numa is None:
         return placement
     usable = _usable(facts.nodes())
     if len(usable) > 1 or not usable.issuperset(numa.nodes):
@@ -70,11 +74,11 @@ def resolve(placement: PlacementOptions, facts: policy.Facts) -> PlacementOption
 
 
 def choose_copies(nbytes: int, placement: PlacementOptions, facts: policy.Facts) -> Copies:
-    """Choose the nodes that get a copy of `nbytes`.
+    """Choose the nodes that get a copy of `nbytes`, of those that a mirrored placement names.
 
-    Without nodes in the request, those that have memory and CPUs: nobody would read one elsewhere.
+    Where it names none, of those that have memory and CPUs: nobody would read a copy elsewhere.
     """
-    numa = policy.parse_numa(placement.get("numa"), mirror=True)
+    numa = _mirror_of(placement)
     assert numa is not None
     nodes = facts.nodes()
     usable = sorted(_usable(nodes))
@@ -93,7 +97,7 @@ def choose_copies(nbytes: int, placement: PlacementOptions, facts: policy.Facts)
         if found.numa == bound:
             chosen.append(node)
             continue
-        # Only what is said of the node: pages are another matter.
+        # The block of each copy tells itself what pages it does not get.
         text = next(each for each in found.shortfalls if each.startswith("numa="))
         text = text.replace(f"numa='{bound}'", f"numa='{numa}': a copy on node {node}", 1)
         shortfalls.append(text.replace("name more nodes", "name other nodes"))
@@ -117,6 +121,7 @@ def nodes_for_copies(name: str, nbytes: int, placement: PlacementOptions) -> tup
             raise PlacementError(text)
         policy.warn(text)
     total = nbytes * len(found.nodes)
+    # Pages of a pool were taken from memory when the pool was filled.
     request = policy.Request(max(total, 1), placement.get("pages", "auto"))
     if policy.decide(request, limits).pages not in policy.HUGETLB:
         limits.require(total, f"{len(found.nodes)} copies of {name}")
@@ -143,11 +148,11 @@ def copy_from(source: Block, nbytes: int, node: int) -> Callable[[Block], None]:
 
         def work() -> None:
             if unused:
-                os.sched_setaffinity(0, {unused.popleft()})  # of this thread, which ends here
-            while begins:
+                os.sched_setaffinity(0, {unused.popleft()})  # of this thread alone
+            while True:
                 try:
                     begin = begins.popleft()
-                except IndexError:  # another thread has taken the last one
+                except IndexError:  # all are taken
                     return
                 end = begin + _CHUNK_BYTES
                 np.copyto(views[0][begin:end], views[1][begin:end])
@@ -156,7 +161,7 @@ def copy_from(source: Block, nbytes: int, node: int) -> Callable[[Block], None]:
             run_in_threads(n_threads, work, stop=begins.clear, tick=lambda: None)
         finally:
             views.clear()
-        # What is left of whole pages shall be there, too.
+        # What the block has behind these bytes is to be in RAM, too.
         block._warm_range(nbytes, block.nbytes - nbytes)
 
     return fill

@@ -29,7 +29,7 @@ from unimem.weights.copies import (
     copy_from,
     is_mirrored,
     nodes_for_copies,
-    resolve,
+    without_lone_mirror,
 )
 from unimem.weights.files import ModelFile, ModelFiles
 from unimem.weights.remote import RemoteFiles, is_url
@@ -282,7 +282,7 @@ def load_model(
     raised leaves no block, and a tape as it was. `why_mapped` is why a plan maps what is better
     copied, since pages of a mapping could be taken away. `verify` is for files on a server.
     """
-    asked, placement = placement, resolve(placement, limits)
+    asked, placement = placement, without_lone_mirror(placement, limits)
     if isinstance(model, RemoteFiles):
         choice = _choose_remote(model, load)
         return _read(model, choice, undo, tape, threads, progress, placement, verify)

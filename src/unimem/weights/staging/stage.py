@@ -30,7 +30,7 @@ from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, su
 from unimem.system.process import read_process
 from unimem.system.text import format_bytes
 from unimem.weights import loading
-from unimem.weights.copies import is_mirrored, resolve
+from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFile, ModelFiles, Version
 from unimem.weights.image import IMAGE_NAME, pack_image
 from unimem.weights.image_cache import choose_cache
@@ -267,7 +267,7 @@ def stage(
     flag(verify, "verify")
     flag(resume, "resume")
     policy.check_options(placement)
-    placement = resolve(placement, limits)
+    placement = without_lone_mirror(placement, limits)
     if is_mirrored(placement):
         same = {"backing": backing, "repack": repack, "verify": verify, "resume": resume}
         made = stage_copies(stage, path, placement, progress, same)
