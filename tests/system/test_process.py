@@ -346,6 +346,21 @@ def test_pages_of_a_process_that_ended(idle: Running) -> None:
         found.in_ram(area.start, area.end)
 
 
+def test_what_ends_before_it_is_looked_at_has_ended(
+    idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel lets only root look at what waits for its parent, and refuses others."""
+    found = read_process(idle.pid)
+
+    def refuse(_folder: int, name: str) -> Any:
+        end(idle)
+        raise PermissionError(errno.EACCES, "no", name)
+
+    monkeypatch.setattr(process, "_file", refuse)
+    with pytest.raises(ProcessLookupError, match="has ended"):
+        found.in_ram(0, PAGE)
+
+
 # ---- counters -----------------------------------------------------------------------------------
 
 

@@ -206,9 +206,7 @@ class Process:
         first, last = start // _PAGE, -(-end // _PAGE) if end > start else start // _PAGE
         present = np.zeros(last - first, np.bool_)
         with _opened(self.pid) as folder:
-            stat = _stat(folder)
-            # What has ended, and waits for its parent, lets only root open the file.
-            if stat.started != self.started or stat.state in "ZX":
+            if _stat(folder).started != self.started:
                 raise _ended(self.pid)
             with _file(folder, "pagemap") as fd:
                 at = first
@@ -219,7 +217,7 @@ class Process:
                     entries = np.frombuffer(raw, np.uint64)
                     present[at - first : at - first + len(entries)] = entries >> np.uint64(63)
                     at += len(entries)
-            if _stat(folder).state in "ZX":
+            if _has_ended(folder):
                 raise _ended(self.pid)
         return present
 
@@ -519,6 +517,8 @@ def _opened(pid: int) -> Iterator[int]:
     try:
         yield folder
     except PermissionError:
+        if _has_ended(folder):  # and waits for its parent: only root may look at it
+            raise _ended(pid) from None
         raise PermissionError(errno.EACCES, _who_may(pid, folder)) from None
     except ProcessLookupError:
         raise _ended(pid) from None
@@ -529,6 +529,13 @@ def _opened(pid: int) -> Iterator[int]:
         raise FileNotFoundError(errno.ENOENT, text) from None
     finally:
         os.close(folder)
+
+
+def _has_ended(folder: int) -> bool:
+    try:
+        return _stat(folder).state in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _ended(pid: int) -> ProcessLookupError:
