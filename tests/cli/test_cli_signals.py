@@ -56,11 +56,11 @@ sys.exit(main(["inspect", {str(model)!r}]))
 
 # Interrupts the process when it imports a module, as Ctrl-C may.
 INTERRUPTED = """
-import importlib.abc, os, signal, sys
+import _signal, importlib.abc, os, sys
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == "MODULE":
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), _signal.SIGINT)
 sys.meta_path.insert(0, Finder())
 BEFORE
 from unimem_command import main
@@ -70,7 +70,7 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("module", [
-    *("unimem", "unimem.cli.plan"),
+    *("signal", "unimem", "unimem.cli.plan"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("unimem._core.block", "typer")),
 ])  # fmt: skip
 def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str) -> None:
@@ -80,12 +80,12 @@ def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str
 
 # Interrupts the process as soon as it takes interrupts as others do.
 AT_THE_HANDOVER = """
-set_handler = signal.signal
+set_handler = _signal.signal
 def interrupt(number, handler):
     set_handler(number, handler)
-    if handler is signal.default_int_handler:
-        os.kill(os.getpid(), signal.SIGINT)
-signal.signal = interrupt
+    if handler is _signal.default_int_handler:
+        os.kill(os.getpid(), _signal.SIGINT)
+_signal.signal = interrupt
 """
 
 
@@ -95,7 +95,7 @@ def test_an_interrupt_before_the_command_begins_ends_it_without_a_word() -> None
 
 
 def test_interrupts_that_somebody_ignores_end_nothing() -> None:
-    ignore = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    ignore = "_signal.signal(_signal.SIGINT, _signal.SIG_IGN)"
     script = INTERRUPTED.replace("MODULE", "unimem").replace("BEFORE", ignore)
     ended = run_anew(code=script)
     assert (ended.code, ended.err) == (0, "")
