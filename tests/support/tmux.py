@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -32,8 +31,9 @@ class Terminal:
         variables = {"PATH": f"{folder}:{os.environ['PATH']}", "PS1": "$ ", "LANG": "C.UTF-8"}
         words = [f"{name}={value}" for name, value in variables.items()]
         without = [f"--unset={name}" for name in ("COLUMNS", "LINES", "LC_ALL", "NO_COLOR")]
-        shell = shlex.join(["env", *without, *words, "bash", "--norc", "--noprofile"])
-        self._ask("new-session", "-d", "-x", "80", "-y", "24", shell)
+        # As words, which the user's own shell does not run: some users have /usr/sbin/nologin.
+        shell = ["env", *without, *words, "bash", "--norc", "--noprofile"]
+        self._ask("new-session", "-d", "-x", "80", "-y", "24", *shell)
         self._ask("set-option", "-g", "status", "off")
         self._ask("set-option", "-g", "window-size", "manual")
         self.resize(80, 24)
