@@ -24,7 +24,7 @@ import gguf_files as gf
 import unimem as um
 from models.make import TINY, write_model
 from proc_maps import huge_page_bytes
-from project import STORIES
+from project import STORIES, needs_stories
 from screens import MAIN, Screen, run_anew, run_command, show, show_on_terminal, start_command
 from tokenizer_models import spm_vocab
 from tokenizer_models import write_model as write_constant_model
@@ -266,9 +266,8 @@ def test_a_text_ends_where_the_model_ends_it(chat_model: Path) -> None:
     assert "text      1 token (ended by the model)" in out
 
 
+@needs_stories
 def test_the_continuation_is_llama_cpp_s() -> None:
-    if not STORIES.exists():
-        pytest.skip(f"{STORIES.name} is not beside the project")
     greedy = ("-p", "Once upon a time", "-n", "60", "--temperature", "0")
     assert page_of(STORIES, *greedy).startswith(f"Once upon a time{STORY}")
     assert run_json(STORIES, *greedy)["output"]["text"].startswith(STORY)

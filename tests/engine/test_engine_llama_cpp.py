@@ -13,7 +13,7 @@ pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip ins
 import llama_cpp
 from decoders import logits_of, tokens
 from models.make import SMALL, small, write_model
-from project import STORIES
+from project import STORIES, needs_stories
 from unimem.engine import Decoder
 from unimem.system import ggml, ggml_repack
 from unimem.weights.loading import EngineLoad
@@ -171,9 +171,8 @@ def test_a_slightly_wrong_angle_would_be_seen(tmp_path: Path) -> None:
     assert np.abs(logits[0] - logits[1]).max() > 0.05 * logits[0].std()
 
 
+@needs_stories
 def test_the_story_continues_as_with_llama_cpp() -> None:
-    if not STORIES.exists():
-        pytest.skip(f"{STORIES.name} is not beside the repository")
     with Decoder(STORIES, threads=1) as decoder:
         text = "".join(decoder.generate("Once upon a time", 60))
     assert text.startswith(

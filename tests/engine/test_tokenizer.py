@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from project import STORIES
+from project import STORIES, needs_stories
 from tiers import examples
 from tokenizer_models import (
     CONTROL,
@@ -167,9 +167,8 @@ def test_a_vocabulary_as_gemma_has_it(tmp_path: Path) -> None:
     assert vocab.tokens.index("<end_of_turn>") in tokenizer.eog_ids
 
 
+@needs_stories
 def test_real_vocabulary(tmp_path: Path) -> None:
-    if not STORIES.exists():
-        pytest.skip(f"the model {STORIES.name} is not beside the project")
     fields = pytest.importorskip("gguf").GGUFReader(STORIES).fields
     tokenizer = Tokenizer.from_metadata({key: value.contents() for key, value in fields.items()})
     answers = ask_llama_cpp(STORIES, TEXTS)

@@ -204,8 +204,8 @@ def test_freezing_a_tape_over_a_full_disk_is_an_error() -> None:
     """The pages of a file with holes are taken from the disk at the first write."""
     try:
         folder = tmpfs.open_mount(1 << 20, False)
-    except um.PlacementError as error:
-        pytest.skip(f"this process may not mount a tmpfs: {error}")
+    except um.PlacementError:
+        pytest.skip("this process may not mount a tmpfs")
     try:
         path = f"/proc/self/fd/{folder}/file"
         with open(path, "wb") as file:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ import pytest
 
 import conftest
 import known_state
+from project import ROOT
 
 # Prints the handlers of a process that begins as all tests do, and how its children end of them.
 BEGIN = """
@@ -78,3 +80,6 @@ def test_what_was_not_tested_is_told_once_a_reason(monkeypatch: pytest.MonkeyPat
         "needs a GPU: tests/b.py::one and 2 more",
         "needs root: tests/a.py::two",
     ]
+    # pytest's own list of them has a line for each place.
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "-r" not in options["addopts"]

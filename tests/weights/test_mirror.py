@@ -107,8 +107,6 @@ def test_copies_are_one_row_to_the_byte(model: Path, load: Any) -> None:
         named = [mapping.name for mapping in report.mappings]
         assert {f"{model} (copy on node {node})" for node in (NODE, OTHER)} <= set(named)
         assert f"a copy on each of the nodes {NODE},{OTHER}" in repr(weights)
-        weights.lock("onfault")
-        weights.lock(False)
         array = first["t1"].as_array()
         with pytest.raises(BufferError):
             weights.close()
@@ -116,6 +114,17 @@ def test_copies_are_one_row_to_the_byte(model: Path, load: Any) -> None:
         del array, other
     with pytest.raises(um.ClosedError):
         first["t0"].as_array()
+
+
+@pytest.mark.locks
+@pytest.mark.usefixtures("two_nodes")
+def test_copies_are_locked(model: Path) -> None:
+    with opened(model, load="copy") as weights:
+        weights.lock("onfault")
+        locked = [block.verify().locked_bytes for block in weights.blocks]
+        assert locked == [block.nbytes for block in weights.blocks]
+        weights.lock(False)
+        assert weights.verify().locked_bytes == 0
 
 
 def test_the_nearest_copy() -> None:

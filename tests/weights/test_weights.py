@@ -21,7 +21,7 @@ import interrupts
 import safetensors_files as sf
 from conftest import Run
 from models.make import TINY, write_model
-from project import STORIES
+from project import STORIES, needs_stories
 from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem._core.status import ledger
@@ -175,9 +175,8 @@ def test_fingerprint_is_of_header_and_size(path: Path, tmp_path: Path) -> None:
     assert fingerprint(raw.replace(b"strings", b"Strings")) != first
 
 
+@needs_stories
 def test_a_real_model() -> None:
-    if not STORIES.exists():
-        pytest.skip(f"{STORIES.name} is not on this machine")
     with open_weights(STORIES) as w:
         assert w.metadata["general.architecture"] == "llama"
         tokens = w.metadata["tokenizer.ggml.tokens"]
