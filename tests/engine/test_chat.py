@@ -234,7 +234,7 @@ def test_a_process_of_its_own_renders_the_same() -> None:
 )
 def test_memory_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "_MAX_BYTES", 96 << 20)
-    with pytest.raises(ChatTemplateError, match=r"MemoryError: .*it may take 96\.0 MiB"):
+    with pytest.raises(ChatTemplateError, match=r"MemoryError: it may take 96\.0 MiB"):
         render_apart(template)
 
 

@@ -113,8 +113,9 @@ def render(template: str, messages: Sequence[Mapping[str, str]], **variables: st
     except Exception as error:  # a template can raise whatever its expressions can
         line = _line_of(error)
         where = f"line {line}: " if line else ""
-        what = "" if isinstance(error, TemplateError) else f"{type(error).__name__}: "
-        raise ChatTemplateError(f"chat template: {where}{what}{error}") from error
+        name = "" if isinstance(error, TemplateError) else type(error).__name__
+        said = ": ".join(filter(None, (name, str(error))))
+        raise ChatTemplateError(f"chat template: {where}{said}") from error
 
 
 def _collect(pieces: Iterator[str]) -> str:
