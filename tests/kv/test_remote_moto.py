@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import unimem as um
-from unimem.engine import embedded_model
 from unimem.system import objects, transfers
 from unimem.system.objects import Server, open_server
 from unimem.system.transfers import Version, read_range
@@ -21,6 +20,8 @@ from unimem.weights.staging.unfinished import find_unfinished
 from unimem_bench.suites.remote import BUCKET, moto
 
 pytestmark = pytest.mark.slow
+
+MODEL = Path(um.__file__).parent / "engine/models/tiny.gguf"
 
 for module in ("obstore", "moto", "flask", "flask_cors"):
     if importlib.util.find_spec(module) is None:
@@ -65,13 +66,12 @@ def test_conditions_ranges_and_versions(server: Server) -> None:
 
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_weights_are_compared_with_the_etag(server: Server, in_parts: bool) -> None:
-    path = Path(embedded_model())
-    data, url = path.read_bytes(), f"{ROOT}/{in_parts}.gguf"
+    data, url = MODEL.read_bytes(), f"{ROOT}/{in_parts}.gguf"
     if in_parts:
         server.put_parts(url, iter([data]), len(data))
     else:
         server.put(url, data)
-    with um.open_weights(path) as file, um.open_weights(url, pages="thp") as weights:
+    with um.open_weights(MODEL) as file, um.open_weights(url, pages="thp") as weights:
         assert weights.content_hash() == file.content_hash()
     answer = server.get(url, 0, 1)
     assert answer.digest.strip('"').endswith("-1") == in_parts
@@ -82,7 +82,7 @@ def test_a_model_is_staged_and_an_interrupted_stage_goes_on(
 ) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
     monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
-    data, url = Path(embedded_model()).read_bytes(), ROOT + "/staged.gguf"
+    data, url = MODEL.read_bytes(), ROOT + "/staged.gguf"
     server.put(url, data)
     asked: list[tuple[int, int]] = []
     get = objects._StoreServer._get
