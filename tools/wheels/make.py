@@ -137,8 +137,9 @@ def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
     """Use what was installed; return the Python that did, and the vector code that it chose."""
     command = pythons.command(version, machine)
     found = json.loads(run(*command, "-I", "-S", Path(__file__).parent / "smoke.py", target))
-    emulated = ", emulated" if "qemu" in command[0] else ""
-    return f"passed ({found['python']}{emulated})", found["code"]
+    how = ", emulated" if "qemu" in command[0] else ""
+    how += ", its lock off" if found["lock"] == "off" else ""
+    return f"passed ({found['python']}{how})", found["code"]
 
 
 def test(wheel: Path, version: str) -> str:

@@ -1,7 +1,8 @@
 """Pythons that wheels are made for: where their headers are, and what runs them.
 
-A Python of this machine serves where there is one: on the path, or of pyenv. Otherwise both are
-Debian's packages, unpacked in build/pythons and never installed; QEMU runs those of other machines.
+A Python of this machine serves where there is one: on the path, of pyenv, or the one without the
+interpreter's lock that `make test-free-threaded` built. Otherwise both are Debian's packages,
+unpacked in build/pythons and never installed; QEMU runs those of other machines.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ __all__ = [
     "suffix",
 ]
 
-CACHE = Path(__file__).parents[2] / "build/pythons"
+BUILD = Path(__file__).parents[2] / "build"
+CACHE = BUILD / "pythons"
 # Debian has one Python in each release.
 RELEASES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -110,12 +112,13 @@ def _candidates(version: str) -> Iterator[str]:
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     number = version.removesuffix("t")
     yield from map(str, sorted(pyenv.glob(f"versions/{number}.*/bin/python{version}")))
+    yield str(BUILD / f"free-threaded/python/bin/python{version}")
 
 
 @cache
 def _local(version: str) -> tuple[str, Path] | None:
     """Return a Python of this machine and the folder of its headers."""
-    for path in _candidates(version):
+    for path in filter(os.path.exists, _candidates(version)):
         # pyenv's names on the path end with an error where no version is chosen.
         answer = subprocess.run([path, "-c", ASK], capture_output=True, text=True, check=False)
         if answer.returncode == 0:

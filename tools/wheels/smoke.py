@@ -2,18 +2,21 @@
 
 ``python -I -S smoke.py FOLDER`` imports unimem from FOLDER, where it was installed with what it
 needs and nothing else. It prints, as JSON, the Python and the vector code that was chosen. A wheel
-that converts without vector code works, and is 15 times slower, so that is a failure, too.
+that converts without vector code works, and is 15 times slower, so that is a failure, too. So is
+a module that turns the interpreter's lock on, in a Python that can do without.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import io
 import json
 import platform
 import runpy
 import sys
+import sysconfig
 from pathlib import Path
 
 
@@ -36,6 +39,15 @@ def chosen_code(library: str) -> str:
     return found.decode()
 
 
+def lock() -> str:
+    """Tell whether the interpreter's lock is on, and fail where a module turned it on."""
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "on"
+    is_on: bool = getattr(sys, "_is_gil_enabled")()  # noqa: B009 - no type checker knows it
+    assert not is_on, "a module turned the interpreter's lock on: expected it to stay off"
+    return "off"
+
+
 def check(folder: str) -> str:
     """Use unimem from a folder; return the vector code."""
     import numpy as np
@@ -43,6 +55,9 @@ def check(folder: str) -> str:
     import unimem as um
 
     assert um.__file__.startswith(folder), um.__file__
+    modules = Path(um.__file__).parent.glob("*/*.cpython-*.so")
+    for path in (each for each in modules if each.parent.name != "engine"):  # which needs an extra
+        importlib.import_module(f"unimem.{path.parent.name}.{path.name.split('.')[0]}")
     with um.Block(1 << 20) as block, um.Tape(block) as tape:
         floats = tape.take((1000,), "float32")
         floats[:] = 1
@@ -72,7 +87,7 @@ def main() -> None:
     sys.path.insert(0, folder)
     code, best = check(folder), best_code()
     assert code == best, f"the code that converts is {code}: expected {best} on this machine"
-    print(json.dumps({"python": platform.python_version(), "code": code}))
+    print(json.dumps({"python": platform.python_version(), "code": code, "lock": lock()}))
 
 
 if __name__ == "__main__":
