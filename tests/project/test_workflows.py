@@ -111,6 +111,14 @@ def test_a_job_that_runs_our_code_may_only_read(job: str) -> None:
         assert "environment" in body, "whoever publishes can ask for a review"
 
 
+@pytest.mark.parametrize("job", JOBS)
+def test_what_is_uploaded_is_built_or_in_the_repository(job: str) -> None:
+    for step in JOBS[job]["steps"]:
+        if step.get("uses", "").startswith("actions/upload-"):
+            path = step["with"]["path"]
+            assert path.startswith("build/") or (ROOT / path).is_file(), path
+
+
 def test_what_is_published_was_checked_and_is_attested() -> None:
     assert WORKFLOWS["publish"][True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads `on` as True
     assert JOBS["publish/wheels"]["needs"] == "check"
