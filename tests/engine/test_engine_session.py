@@ -322,6 +322,27 @@ def test_a_damaged_session_is_refused(decoder: Decoder, path: Path, damage: str)
     check_not_resumed(decoder, path)
 
 
+def test_a_file_that_is_replaced_meanwhile_changes_nothing(
+    decoder: Decoder, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was checked is what is read, whoever takes the name between the two."""
+    other, check = tmp_path / "other.session", snapshot.OpenSnapshot.check
+    decoder.prefill(tokens(20, seed=1))
+    decoder.save_session(other)
+    decoder.reset()
+    decoder.prefill(tokens(33))
+    decoder.save_session(path)
+
+    def replaced_after(file: snapshot.OpenSnapshot) -> None:
+        check(file)
+        other.replace(path)
+
+    monkeypatch.setattr(snapshot.OpenSnapshot, "check", replaced_after)
+    decoder.resume(path)
+    assert decoder.kv.seq_len == 33
+    assert len(ids_in(path)) == 20
+
+
 def test_an_interrupt_leaves_an_empty_cache(decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(33))
     decoder.save_session(path)

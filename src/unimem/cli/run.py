@@ -39,6 +39,7 @@ from unimem.cli.options import (
 )
 from unimem.cli.unsupported import other_ways
 from unimem.errors import CacheFull
+from unimem.kv import snapshot
 from unimem.kv.arrays import kv_pair
 from unimem.kv.store import KVStore
 from unimem.layout import Layout
@@ -421,7 +422,8 @@ def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Tal
     """Make token ids of the prompt, and room for what will be made."""
     used = n_restored = 0
     if options.resume is not None:
-        saved = decoder._resumable(options.resume)
+        saved = snapshot.describe(options.resume)
+        decoder._check_session(saved)
         n_restored = saved.seq_len
         used = saved.next_position if decoder.window else n_restored
     if options.chat:

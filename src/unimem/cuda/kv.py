@@ -504,36 +504,37 @@ class KVCache(KVDevice):
             unsupported("restore by mapping", "KVCache.restore(mode='map')", "mode='copy'")
         if mode != "copy":
             raise ValueError(f"mode: expected 'copy', got {mode!r}")
-        there = snapshot.describe(path)
-        if isinstance(there, snapshot.LayersSnapshot):
-            what = "KVCache.restore of layers that differ"
-            unsupported("layers that differ", what, "restore it with unimem.KVCache")
-        if there.window:
-            unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
-        if there.rotate:
-            what = "KVCache.restore of rotated heads"
-            unsupported("rotation", what, "restore it with unimem.KVCache")
-        if there.v_head_dim != there.head_dim:
-            what = f"KVCache.restore of heads of {there.head_dim} and {there.v_head_dim}"
-            unsupported("layers that differ", what, "restore it with unimem.KVCache")
-        if there.v_dtype != there.dtype:
-            what = f"KVCache.restore of {there.dtype} and {there.v_dtype}"
-            unsupported("fewer bits", what, "restore it with unimem.KVCache")
-        kv = cls(
-            *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
-            batch=there.batch,
-            dtype=there.dtype,
-            order=there.order,
-            device=device,
-            pinned=pinned,
-            **placement,
-        )
-        try:
-            snapshot.read_into(kv, path, tokens, model)
-        except BaseException:
-            kv.__exit__()
-            raise
-        return kv
+        with snapshot.opened(path) as file:
+            there = file.facts
+            if isinstance(there, snapshot.LayersSnapshot):
+                what = "KVCache.restore of layers that differ"
+                unsupported("layers that differ", what, "restore it with unimem.KVCache")
+            if there.window:
+                unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
+            if there.rotate:
+                what = "KVCache.restore of rotated heads"
+                unsupported("rotation", what, "restore it with unimem.KVCache")
+            if there.v_head_dim != there.head_dim:
+                what = f"KVCache.restore of heads of {there.head_dim} and {there.v_head_dim}"
+                unsupported("layers that differ", what, "restore it with unimem.KVCache")
+            if there.v_dtype != there.dtype:
+                what = f"KVCache.restore of {there.dtype} and {there.v_dtype}"
+                unsupported("fewer bits", what, "restore it with unimem.KVCache")
+            kv = cls(
+                *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
+                batch=there.batch,
+                dtype=there.dtype,
+                order=there.order,
+                device=device,
+                pinned=pinned,
+                **placement,
+            )
+            try:
+                file.read_into(kv, tokens, model)
+            except BaseException:
+                kv.__exit__()
+                raise
+            return kv
 
     def verify(self) -> None:
         """Compare the file that a cache was mapped from, which this one never was.

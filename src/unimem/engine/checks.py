@@ -76,19 +76,19 @@ def check_model(
 
 
 def check_session(
-    path: str | os.PathLike[str],
+    saved: Snapshot | snapshot.LayersSnapshot,
     kv: KVCache,
     model: str,
     vocab_size: int,
     ctx: int,
     window: int | None,
-) -> Snapshot | snapshot.LayersSnapshot:
-    """Read the description of a saved session, and refuse one that does not fit or belong here.
+) -> None:
+    """Refuse a saved session that does not fit or belong here.
 
     Parameters
     ----------
-    path : path-like
-        What a decoder has saved.
+    saved : Snapshot or LayersSnapshot
+        What the file of a decoder says of itself.
     kv : KVCache
         Into which it would be read.
     model : str
@@ -98,7 +98,6 @@ def check_session(
     window : int or None
         Tokens that attention of all layers sees: the context ends by positions then.
     """
-    saved = snapshot.describe(path)
     name = saved.path
     if saved.model != model:
         raise SnapshotError(
@@ -137,7 +136,6 @@ def check_session(
             0,
             n,
         )
-    return saved
 
 
 def check_tokens(tokens: Iterable[int], vocab_size: int) -> NDArray[Any]:

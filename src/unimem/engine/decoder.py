@@ -547,33 +547,35 @@ class Decoder:
         Notes
         -----
         What is refused leaves the conversation as it was: where there is one, the file is read
-        twice, first to check all of it. Interrupted, or where reading fails the second time, a new
+        twice, first to check all of it. It is opened once, so another file that takes its name
+        meanwhile changes nothing. Interrupted, or where reading fails the second time, a new
         conversation is left.
         """
         self._check_open()
-        saved = self._resumable(path)
-        ids = saved.tokens
-        assert ids is not None  # or it would have been refused
-        if not self.kv.is_empty:
-            snapshot.check(path)
-        self.reset()
-        try:
-            snapshot.read_into(self.kv, path, tokens=ids, model=saved.model)
-            self._forward.note_ids(0, ids)
-            last = [row.copy() for row in self._history.last_rows()]
-            self._forward.step_again(int(ids[-1]))
-            # Computed from the tokens that are left, they differ where some had been trimmed.
-            for row, was in zip(self._history.last_rows(), last, strict=True):
-                row[:] = was
-        except BaseException:
+        with snapshot.opened(path) as file:
+            ids = self._check_session(file.facts)
+            if not self.kv.is_empty:
+                file.check()
             self.reset()
-            raise
+            try:
+                file.read_into(self.kv, tokens=ids, model=self.weights.fingerprint)
+                self._forward.note_ids(0, ids)
+                last = [row.copy() for row in self._history.last_rows()]
+                self._forward.step_again(int(ids[-1]))
+                # Computed from the tokens that are left, they differ where some had been trimmed.
+                for row, was in zip(self._history.last_rows(), last, strict=True):
+                    row[:] = was
+            except BaseException:
+                self.reset()
+                raise
         return self.logits
 
-    def _resumable(self, path: str | os.PathLike[str]) -> Snapshot | LayersSnapshot:
-        """Read the description of a saved session, and refuse one that does not fit here."""
+    def _check_session(self, saved: Snapshot | LayersSnapshot) -> NDArray[np.int32]:
+        """Return the ids of a saved session; one that does not fit here is refused."""
         fingerprint, vocab_size = self.weights.fingerprint, self.dims.vocab_size
-        return check_session(path, self.kv, fingerprint, vocab_size, self.ctx, self.window)
+        check_session(saved, self.kv, fingerprint, vocab_size, self.ctx, self.window)
+        assert saved.tokens is not None  # or it would have been refused
+        return saved.tokens
 
     # ---- computing ----------------------------------------------------------------------------
 

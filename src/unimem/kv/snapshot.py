@@ -44,9 +44,11 @@ from unimem.system.placement import PlacementOptions
 
 __all__ = [
     "LayersSnapshot",
+    "OpenSnapshot",
     "Snapshot",
     "check",
     "describe",
+    "opened",
     "read_into",
     "restore",
     "save",
@@ -312,8 +314,8 @@ def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
     OSError
         It cannot be read, or is not a regular file.
     """
-    with _opened(file_path(path)) as (_, snapshot):
-        return snapshot
+    with opened(path) as file:
+        return file.facts
 
 
 def check(path: str | os.PathLike[str]) -> Snapshot | Any:
@@ -338,10 +340,9 @@ def check(path: str | os.PathLike[str]) -> Snapshot | Any:
     MemoryError
         There is no room for what is read at once, at most 256 MiB.
     """
-    with _opened(file_path(path)) as (source, snapshot):
-        for part in _parts_of(snapshot):
-            check_data(part, source)
-        return snapshot
+    with opened(path) as file:
+        file.check()
+        return file.facts
 
 
 def restore(
@@ -403,7 +404,8 @@ def restore(
     if verify is not None:
         flag(verify, "verify")
     ids = None if tokens is None else token_ids(tokens)
-    with _opened(file_path(path)) as (source, snapshot):
+    with opened(path) as there:
+        source, snapshot = there.source, there.facts
         _check_wanted(_parts_of(snapshot)[0], ids, model)
         file = None
         if mode == "map" and isinstance(source, LocalSnapshot):
@@ -512,19 +514,37 @@ def read_into(
     -----
     When it raises, the cache is as empty as before.
     """
-    if kv.next_position:
-        raise ValueError(
-            f"expected a cleared cache, got one at position {kv.next_position}: call clear() first"
-        )
-    try:
-        kv.crop(0)  # drops nothing, and refuses what no position shows
-    except RuntimeError as error:
-        raise ValueError(
-            "expected a cleared cache, got one with reserved rows, or with tokens that not all "
-            "layers hold: call clear() first"
-        ) from error
-    ids = None if tokens is None else token_ids(tokens)
-    with _opened(file_path(path)) as (source, snapshot):
+    with opened(path) as file:
+        file.read_into(kv, tokens, model)
+        return file.facts
+
+
+class OpenSnapshot:
+    """A snapshot that is held open: all that is done with it is done with one file.
+
+    Attributes
+    ----------
+    source : LocalSnapshot or RemoteSnapshot
+        What is read; another file may have its name meanwhile.
+    facts : Snapshot or LayersSnapshot
+        What it says of itself, which is checked.
+    """
+
+    def __init__(self, source: LocalSnapshot | RemoteSnapshot, facts: Any) -> None:
+        self.source, self.facts = source, facts
+
+    def check(self) -> None:
+        """Read all of it and check it, as `snapshot.check` does."""
+        for part in _parts_of(self.facts):
+            check_data(part, self.source)
+
+    def read_into(
+        self, kv: Cache | CacheOfLayers, tokens: Tokens | None = None, model: str | None = None
+    ) -> None:
+        """Read it into a cleared cache, as `snapshot.read_into` does."""
+        _check_cleared(kv)
+        source, snapshot = self.source, self.facts
+        ids = None if tokens is None else token_ids(tokens)
         _check_wanted(_parts_of(snapshot)[0], ids, model)
         pairs = _check_like(kv, snapshot)
         if snapshot.seq_len > kv.max_seq_len:
@@ -546,7 +566,43 @@ def read_into(
         except BaseException:
             kv.clear()
             raise
-        return snapshot
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str]) -> Iterator[OpenSnapshot]:
+    """Open a snapshot and read what it says of itself, as `describe` does; close it at the end.
+
+    Parameters
+    ----------
+    path : path-like
+        The file, or its URL.
+
+    Yields
+    ------
+    OpenSnapshot
+
+    Raises
+    ------
+    SnapshotError, OSError
+        As `describe`.
+    """
+    with open_source(file_path(path)) as source:
+        yield OpenSnapshot(source, again(source, lambda: _read_header(source)))
+
+
+def _check_cleared(kv: Cache | CacheOfLayers) -> None:
+    """Refuse a cache that holds tokens, or reserved rows."""
+    if kv.next_position:
+        raise ValueError(
+            f"expected a cleared cache, got one at position {kv.next_position}: call clear() first"
+        )
+    try:
+        kv.crop(0)  # drops nothing, and refuses what no position shows
+    except RuntimeError as error:
+        raise ValueError(
+            "expected a cleared cache, got one with reserved rows, or with tokens that not all "
+            "layers hold: call clear() first"
+        ) from error
 
 
 def _check_like(
@@ -657,15 +713,6 @@ def _check_wanted(snapshot: Section, tokens: NDArray[np.int32] | None, model: st
 
 
 # ---- reading ----
-
-
-@contextmanager
-def _opened(
-    path: str,
-) -> Iterator[tuple[LocalSnapshot | RemoteSnapshot, Snapshot | LayersSnapshot]]:
-    """Give the open file and what its header says, all of which is checked."""
-    with open_source(path) as source:
-        yield source, again(source, lambda: _read_header(source))
 
 
 def _read_header(source: SnapshotBytes) -> Snapshot | LayersSnapshot:
