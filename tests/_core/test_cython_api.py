@@ -34,7 +34,9 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
     # The folder with the package unimem, where its .pxd files are: site-packages, unless the
     # install is editable.
     packages, library = Path(um.__file__).parent.parent, Path(um.get_library())
-    run(sys.executable, "-m", "cython", "-3", "-I", packages, SOURCE, "-o", c_file)
+    # Where Python has no lock, it stays off.
+    cython = [sys.executable, "-m", "cython", "-3", "-X", "freethreading_compatible=True"]
+    run(*cython, "-I", packages, SOURCE, "-o", c_file)
     folders = (sysconfig.get_path("include"), um.get_include(), np.get_include())
     options = ["-O0", "-shared", "-fPIC", "-DNPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION"]
     options += [f"-I{path}" for path in folders]

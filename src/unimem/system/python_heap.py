@@ -29,7 +29,8 @@ def warm_python_heap() -> None:
     _kept[:] = [made[len(made) // 2]]
     del made
     # And the rest of the pool that each size takes its objects from now.
-    for size in range(3 * _STEP, _LARGEST + 1, _STEP):
+    smallest = -(-bytes.__basicsize__ // _STEP) * _STEP
+    for size in range(smallest, _LARGEST + 1, _STEP):
         _take(_POOL_BYTES, size)
     [float(i) for i in range(_POOL_BYTES // (2 * _STEP) + 1)]
     [object() for _ in range(_POOL_BYTES // _STEP + 1)]
