@@ -8,6 +8,7 @@ import errno
 import mmap
 import re
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,9 +103,23 @@ def _replacement(faults: OsFaults, name: str, libc: ctypes.CDLL) -> Any:
     return kind(lambda *words: failure if faults.fails(name) else real(*words))
 
 
+# Of two threads that replace them, the second one would put back what the first one has freed.
+_replacing = threading.Lock()
+
+
 @contextmanager
 def os_faults() -> Iterator[OsFaults]:
-    """Replace the functions until the end."""
+    """Replace the functions until the end, which are the whole process's: one thread at a time."""
+    assert _replacing.acquire(blocking=False), "the functions are replaced already"
+    try:
+        with _replaced() as faults:
+            yield faults
+    finally:
+        _replacing.release()
+
+
+@contextmanager
+def _replaced() -> Iterator[OsFaults]:
     (path, base), libc, faults = _library(), ctypes.CDLL(None), OsFaults()
     before: list[tuple[ctypes.c_void_p, int | None]] = []
     replacements = []
