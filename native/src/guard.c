@@ -115,9 +115,10 @@ static bool is_going_on(const entry *from, uintptr_t here) {
 
 /* Does what the kernel would have done with the action below. */
 static void go_on(entry *from, int number, siginfo_t *info, void *context) {
+    bool is_spent = atomic_load(&from->is_spent); /* first: what is below was written before it */
     const struct sigaction *below = &from->below;
     bool is_once = (below->sa_flags & (int)SA_RESETHAND) != 0;
-    bool is_default = below->sa_handler == SIG_DFL || (is_once && atomic_load(&from->is_spent));
+    bool is_default = below->sa_handler == SIG_DFL || (is_once && is_spent);
     bool is_ignored = below->sa_handler == SIG_IGN;
     if (is_ignored && !is_repeated(info)) {
         return;
@@ -228,6 +229,7 @@ static entry *entry_over(const struct sigaction *below) {
         return NULL;
     }
     entries[n_entries].below = *below;
+    atomic_store(&entries[n_entries].is_spent, false);
     return &entries[n_entries++];
 }
 

@@ -611,6 +611,18 @@ typedef struct gather_job {
     bool streams;
 } gather_job;
 
+/* A gather reads a block, and asks afterwards whether it was still the sequence's: what was read in
+ * vain is read again. ThreadSanitizer knows no such reads, and leaves them out. */
+#ifdef __SANITIZE_THREAD__
+void AnnotateIgnoreReadsBegin(const char *file, int line);
+void AnnotateIgnoreReadsEnd(const char *file, int line);
+#define BEGIN_READS() AnnotateIgnoreReadsBegin(__FILE__, __LINE__)
+#define END_READS() AnnotateIgnoreReadsEnd(__FILE__, __LINE__)
+#else
+#define BEGIN_READS() ((void)0)
+#define END_READS() ((void)0)
+#endif
+
 static void gather_lane(const gather_job *job, const unsigned char *lane,
                         const unsigned char *next_lane) {
     const um_paged *p = job->paged;
@@ -659,7 +671,9 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
         uint32_t block, next = block_at(seq, done + job.run < n ? i + 1 : i);
         do {
             block = block_at(seq, i);
+            BEGIN_READS();
             gather_lane(&job, lane_of(p, block, layer, v), lane_of(p, next, layer, v));
+            END_READS();
             atomic_thread_fence(memory_order_acquire);
             /* If the writer has put a copy in its place meanwhile, the old block belongs to others,
              * which may have given it back since. */

@@ -259,6 +259,14 @@ CHILD(fault_is_not_ignored, SIGBUS) {
     fault_outside();
 }
 
+/* ThreadSanitizer calls the handlers itself, with all signals blocked; one that a handler raises
+ * waits until it has returned. */
+#ifdef __SANITIZE_THREAD__
+enum { IS_TSAN = 1 };
+#else
+enum { IS_TSAN = 0 };
+#endif
+
 static _Atomic int n_called;
 static siginfo_t seen;
 static sigset_t seen_mask;
@@ -299,8 +307,10 @@ CHILD(goes_on_to_a_handler, EXIT) {
     CHECK(atomic_load(&n_called) == 2);
     CHECK(seen.si_addr == foreign + page);
     CHECK(seen.si_code == BUS_ADRERR);
-    CHECK(sigismember(&seen_mask, SIGBUS) == 0);
-    CHECK(sigismember(&seen_mask, SIGUSR1) == 0);
+    if (!IS_TSAN) {
+        CHECK(sigismember(&seen_mask, SIGBUS) == 0);
+        CHECK(sigismember(&seen_mask, SIGUSR1) == 0);
+    }
     CHECK(um_guard_run(cut, FILE_PAGES * page, queue_bus, NULL, NULL) == UM_OK);
     CHECK(atomic_load(&n_called) == 3);
     CHECK(seen.si_code == SI_QUEUE);
@@ -496,6 +506,7 @@ CHILD(restarts_as_before, EXIT) {
     CHECK(flag != 0);
 }
 
+#ifndef __SANITIZE_THREAD__ /* see IS_TSAN */
 /* Does what faulthandler does: restores the previous handler, and raises the signal for it. */
 static struct sigaction kept_by_him;
 static volatile int n_handed_on;
@@ -546,6 +557,7 @@ CHILD(keeps_two_by_turns, SIGBUS) {
     REQUIRE(kept_by_turns[0].sa_sigaction != kept_by_turns[1].sa_sigaction);
     touch(foreign + page);
 }
+#endif
 
 static _Atomic bool is_over;
 
@@ -571,6 +583,13 @@ TEST(threads) {
     CHECK(is_action(&before));
 }
 
+#ifndef __SANITIZE_THREAD__ /* it takes every SIGBUS for a fault, also amid its own work */
+/* Of several threads at once. */
+static void count_only(int number) {
+    CHECK(number == SIGBUS);
+    atomic_fetch_add(&n_called, 1);
+}
+
 /* Sends signals to the process, which must reach the installed handler. */
 static void *send_often(void *arg) {
     unsigned *n = arg;
@@ -584,7 +603,7 @@ static void *send_often(void *arg) {
 
 CHILD(others_hear_theirs, EXIT) {
     unsigned n_sent = 0;
-    install_plain(count);
+    install_plain(count_only);
     pthread_t sender = start_thread(send_often, &n_sent);
     run_threads(N_THREADS, fault_often, NULL, 0);
     atomic_store(&is_over, true);
@@ -593,8 +612,9 @@ CHILD(others_hear_theirs, EXIT) {
     CHECK(n_sent > 0);
     CHECK(atomic_load(&n_called) > 0);
     CHECK((unsigned)atomic_load(&n_called) <= n_sent);
-    CHECK(action_now().sa_handler == count);
+    CHECK(action_now().sa_handler == count_only);
 }
+#endif
 
 /* A handler that is installed during a run hears of a fault of the run first. The run goes on when
  * ours is on top again. */
