@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import hashlib
@@ -21,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -521,6 +522,18 @@ def test_only_our_sealed_note_counts(options: dict[str, Any], listed: bool) -> N
         assert (pid in {held.pid for held in holders()}) is listed
 
 
+def test_who_looks_at_a_note_is_no_holder() -> None:
+    """At this moment it has the same memory open, and `--drop` would end it."""
+    with (
+        open(note(), "rb") as file,
+        open(f"/proc/self/fd/{file.fileno()}", "rb") as looked_at,
+        with_descriptor(looked_at.fileno()) as pid,
+    ):
+        found = {held.pid for held in holders()}
+    assert os.getpid() in found
+    assert pid not in found
+
+
 def test_a_setuid_program_of_another_user_is_no_holder() -> None:
     if os.geteuid() != 0 or not shutil.which("setpriv") or not shutil.which("su"):
         pytest.skip("needs root, setpriv and su")
@@ -633,6 +646,71 @@ def test_a_note_may_be_long(model: Path) -> None:
             assert len(held.to_dict()["paths"]) == 3000
             assert held in holders()
         drop(held)
+
+
+def test_a_process_that_cannot_be_started_is_waited_for(model: Path, monkeypatch: Patch) -> None:
+    """Its pipe cannot be read, when it runs already."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = children.read_text()
+    fails = Mock(side_effect=OSError(errno.EIO, "no answer"))
+    held = stage_held.hold(cli_stage.make_stage(model), str(model), {"lock": False}, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", fails)
+        with pytest.raises(OSError, match="no answer"), held:
+            pass
+    fails.assert_called_once()
+    assert children.read_text() == before
+
+
+def test_a_process_that_has_come_to_the_number_is_left_alone(model: Path, tmp_path: Path) -> None:
+    stage(model)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        drop(replace(only(tmp_path), pid=other.pid))
+        assert other.poll() is None
+        other.kill()
+    assert len(kept(tmp_path)) == 1
+
+
+@contextmanager
+def descriptors_left(n: int) -> Iterator[None]:
+    """Let this process open n files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open("/dev/null", os.O_RDONLY)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 8, hard))
+        with suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(n):
+            os.close(opened.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in opened:
+            os.close(fd)
+
+
+def test_who_keeps_a_model_is_not_taken_for_gone_when_it_cannot_be_seen(
+    model: Path, tmp_path: Path
+) -> None:
+    path = stage(model, "--backing", "memfd")
+    held = only(tmp_path)
+    for n in range(2):
+        with (
+            descriptors_left(n),
+            pytest.raises(um.PlacementError, match=f"{held.pid} still keeps {path}.*ulimit -n"),
+        ):
+            drop(held)
+        assert kept(tmp_path) == [held]
+    for n in range(8):
+        with descriptors_left(n):
+            code, out, err = run("--drop", path)
+        assert (code, out) in ((0, ""), (1, ""))
+        assert "nothing is staged" not in err
+        assert kept(tmp_path) == ([] if code == 0 else [held])
+        if code == 0:
+            break
+    assert code == 0
 
 
 def name_of(model: Path) -> str:

@@ -145,7 +145,7 @@ def test_the_note_of_a_stage_is_read(folder: Path) -> None:
     if note["schema"] != held.SCHEMA:  # which is passed over, since it is another version's
         assert folder.name != um.__version__
         return
-    found = held._held(os.getpid(), note)
+    found = held._held(os.getpid(), 0, note)
     assert (found.source, found.nbytes, found.granted.pages) == (
         *(said["source"], said["nbytes"]),
         said["pages"],

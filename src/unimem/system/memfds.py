@@ -8,14 +8,17 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 
 from unimem.system.descriptors import Descriptors
 from unimem.system.kernel_files import parse_fields, read_bytes
 
-__all__ = ["find_memfds", "new_memfd"]
+__all__ = ["CANNOT_LOOK", "find_memfds", "new_memfd"]
+
+#: What the one who looks lacks. All other errors are of what was closed, or is not ours.
+CANNOT_LOOK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 
 # The kernel's number (uapi/linux/memfd.h), which Python has only from 3.14 on.
 _MFD_NOEXEC_SEAL = 8
@@ -49,7 +52,10 @@ def new_memfd(name: str, flags: int = 0) -> int:
 
 
 def find_memfds(folder: int, name: str) -> Iterator[int]:
-    """Open the memfds of a name that a process has, for reading; the caller closes each.
+    """Open the memfds of a name that a process has made, for reading; the caller closes each.
+
+    One that another process is reading at this moment, as here, is not its own: who makes a memfd
+    may write, and who is given it keeps that.
 
     Parameters
     ----------
@@ -61,7 +67,7 @@ def find_memfds(folder: int, name: str) -> Iterator[int]:
     Raises
     ------
     OSError
-        The process has ended, or is not ours to look at.
+        The process has ended, or is not ours to look at, or one of `CANNOT_LOOK`.
     """
     link = f"/memfd:{name} (deleted)"
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -69,9 +75,18 @@ def find_memfds(folder: int, name: str) -> Iterator[int]:
         descriptors = fds.add(partial(os.open, dir_fd=folder), "fd", flags)
         with os.scandir(descriptors) as listed:
             for entry in itertools.islice(listed, _MOST_DESCRIPTORS):
-                with suppress(OSError):  # it was closed, or may not be opened
-                    if os.readlink(entry.name, dir_fd=descriptors) == link:
-                        yield _open_memfd(entry.name, descriptors)
+                try:
+                    if os.readlink(entry.name, dir_fd=descriptors) != link:
+                        continue
+                    # The link's mode is that of the descriptor.
+                    if not entry.stat(follow_symlinks=False).st_mode & stat.S_IWUSR:
+                        continue
+                    found = _open_memfd(entry.name, descriptors)
+                except OSError as error:
+                    if error.errno in CANNOT_LOOK:
+                        raise
+                    continue  # it was closed, or may not be opened
+                yield found
 
 
 def _open_memfd(name: str, descriptors: int) -> int:

@@ -6,6 +6,7 @@ sealed memfd.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -23,7 +24,7 @@ from typing import Any, Literal, Protocol
 from unimem.errors import PlacementError
 from unimem.system import kernel_files
 from unimem.system.descriptors import Descriptors
-from unimem.system.memfds import find_memfds
+from unimem.system.memfds import CANNOT_LOOK, find_memfds
 from unimem.system.objects import is_url
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
@@ -84,6 +85,8 @@ class Held:
     arrived : tuple of (int, int, int, str)
         Of a model on a server of which only a part has come: the file, the first byte, bytes and
         hash of each piece. `nbytes` are theirs, and `paths` do not all exist.
+    began : int
+        When the process began, in ticks since the boot: a later one of its number has another.
     """
 
     pid: int
@@ -98,6 +101,7 @@ class Held:
     warnings: tuple[str, ...]
     kept_by: Literal["command", "program"] = "command"
     arrived: tuple[tuple[int, int, int, str], ...] = ()
+    began: int = 0
 
     def staleness(self) -> str | None:
         """Say why it can no longer stand for the model; None while it can.
@@ -141,7 +145,7 @@ class Held:
     def to_dict(self) -> dict[str, Any]:
         """Return what a JSON document shows of it."""
         shown = asdict(self)
-        del shown["versions"], shown["arrived"]
+        del shown["versions"], shown["arrived"], shown["began"]
         return {"schema": SCHEMA, **shown}
 
 
@@ -151,7 +155,8 @@ def holders() -> list[Held]:
     Raises
     ------
     PlacementError
-        The ``/proc`` that is mounted here is of processes that this one has nothing to do with.
+        The ``/proc`` that is mounted here is of processes that this one has nothing to do with, or
+        a process could not be looked at.
     """
     import psutil
 
@@ -160,14 +165,30 @@ def holders() -> list[Held]:
 
 
 def holders_of(pid: int) -> list[Held]:
-    """Find the models that one process keeps; none where it has ended, or is another user's."""
+    """Find the models that one process keeps; none where it has ended, or is another user's.
+
+    Raises
+    ------
+    PlacementError
+        This process lacks what it takes to look.
+    """
     found = []
-    with suppress(OSError), Descriptors() as fds:
-        folder = fds.add(os.open, f"/proc/{pid}", _FOLDER)
-        for fd in itertools.islice(find_memfds(folder, _NOTE), _MOST_NOTES):
-            if (held := _read_note(fd, pid, folder)) is not None:
-                found.append(held)
+    try:
+        with Descriptors() as fds:
+            folder = fds.add(os.open, f"/proc/{pid}", _FOLDER)
+            for fd in itertools.islice(find_memfds(folder, _NOTE), _MOST_NOTES):
+                if (held := _read_note(fd, pid, folder)) is not None:
+                    found.append(held)
+    except OSError as error:
+        if error.errno in CANNOT_LOOK:
+            raise _unseen(error, f"whether process {pid} keeps a model") from error
     return found
+
+
+def _unseen(error: OSError, what: str) -> PlacementError:
+    advice = {errno.EMFILE: ": close some, or raise 'ulimit -n'"}.get(error.errno or 0, "")
+    text = f"cannot see {what}: /proc/PID cannot be read: {error.strerror}{advice}"
+    return PlacementError(error.errno, text)
 
 
 class _Staged(Protocol):
@@ -352,7 +373,9 @@ def _started(
 ) -> Iterator[Held]:
     """Start a process that keeps `kept`, and maps and locks `fds`, which are closed here."""
     import socket
-    import subprocess
+    from subprocess import DEVNULL
+
+    from unimem.weights.staging.child import Child
 
     ours, its = socket.socketpair()
     with ours:
@@ -361,18 +384,18 @@ def _started(
             _write_note(memory, note)
             passed = [memory.fd, its.fileno(), *fds, *([kept] if kept >= 0 else [])]
             # It leaves the work to a child, whose end the socket tells.
-            subprocess.run(
+            with Child(
                 [
                     *(sys.executable, "-I", "-S", _HOLDER, str(its.fileno()), str(lock)),
                     *(str(kept if is_folder else -1), *map(str, fds)),
                 ],
                 pass_fds=passed,
                 cwd="/",
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                check=False,
-            )
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                stderr=DEVNULL,
+            ):
+                pass
         finally:
             its.close()
             memory.leave()
@@ -382,7 +405,9 @@ def _started(
             raise PlacementError(
                 int(code or 0), f"keeping {note['source']}: {said or 'its process has ended'}"
             )
-        yield _held(int(said), json.loads(json.dumps(note)))
+        with Descriptors() as its_folder:
+            began = identity(its_folder.add(os.open, f"/proc/{said}", _FOLDER))[1]
+        yield _held(int(said), began, json.loads(json.dumps(note)))
         ours.sendall(b"keep")
 
 
@@ -395,15 +420,24 @@ def drop(held: Held) -> None:
     ------
     ValueError
         The process is a program that called `um.stage`, and is not ours to end.
+    PlacementError
+        It cannot be seen whether the process is still the one that keeps it. It was not ended.
     """
     import select
 
     if held.kept_by == "program":
         raise ValueError(f"{held.path}: it goes with process {held.pid}, which has staged it")
     with suppress(ProcessLookupError, FileNotFoundError), Descriptors() as fds:
-        fd = fds.add(os.pidfd_open, _local_pid(held.pid))
-        # Another process may have its number by now.
-        if held in holders_of(held.pid):
+        try:
+            folder = fds.add(os.open, f"/proc/{held.pid}", _FOLDER)
+            fd = fds.add(os.pidfd_open, _local_pid(held.pid))
+            # Another process may have its number by now.
+            is_its = identity(folder)[1] == held.began
+        except (ProcessLookupError, FileNotFoundError):
+            raise
+        except OSError as error:
+            raise _unseen(error, f"whether process {held.pid} still keeps {held.path}") from error
+        if is_its:
             signal.pidfd_send_signal(fd, signal.SIGTERM)
             if not select.select([fd], [], [], _PATIENCE_SECONDS)[0]:
                 signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -487,18 +521,18 @@ def _read_note(fd: int, pid: int, folder: int) -> Held | None:
     Whose memory it is, is the proof. Of a process it can be none: a setuid program runs as its
     owner, with the descriptors that its caller gave it.
     """
-    wrong = OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    wrong = ValueError, LookupError, TypeError, AttributeError, RecursionError
     with suppress(*wrong), open(fd) as file:
         is_sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
         if not is_sealed or os.fstat(fd).st_uid != os.geteuid():
             return None
-        note = json.load(file)
-        if note.get("program") in (None, [*identity(folder)]):
-            return _held(pid, note)
+        note, its = json.load(file), identity(folder)
+        if note.get("program") in (None, [*its]):
+            return _held(pid, its[1], note)
     return None
 
 
-def _held(pid: int, found: dict[str, Any]) -> Held:
+def _held(pid: int, began: int, found: dict[str, Any]) -> Held:
     if found.pop("schema") != SCHEMA:
         raise ValueError("another schema")
     is_program = found.pop("program", None) is not None
@@ -514,5 +548,6 @@ def _held(pid: int, found: dict[str, Any]) -> Held:
         warnings=tuple(found.pop("warnings")),
         arrived=tuple(map(tuple, found.pop("arrived", ()))),
         kept_by="program" if is_program else "command",
+        began=began,
         **found,
     )
