@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +143,54 @@ refused(MemoryError, lambda: um.Block(4096, reserve=64 * MIB))
 refused(MemoryError, lambda: um.Tape(64 * MIB))
 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 block.close()
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(SANITIZED, reason="AddressSanitizer needs mappings")
+def test_a_process_that_has_all_mappings_it_may_have(run_python: Run, tmp_path: Path) -> None:
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if most > 1 << 20:
+        pytest.skip(f"using up {most} mappings takes too long: vm.max_map_count")
+    done = run_python(
+        CHECKS
+        + f"""
+import mmap
+import numpy as np
+
+path, rows = {str(tmp_path / "session")!r}, np.ones((300, 2, 32), np.float32)
+# A fork copies every other page only, so that each is a mapping of its own.
+PAGE, N = 4096, {most} + 2
+with (
+    um.KVCache(1, 2, 32, 4096, pages="4k", grow=True) as kv,
+    um.Block(PAGE, pages="4k", reserve=MIB) as block,
+):
+    kv.append(0, rows[:8], rows[:8])
+    kv.save(path)
+    with open(path, "rb") as file:
+        saved = file.read()
+    with mmap.mmap(-1, N * PAGE) as filler:
+        left = 0
+        while left < N:
+            try:
+                filler.madvise(mmap.MADV_DONTFORK, left * PAGE, PAGE)
+            except OSError as error:
+                assert error.errno in (11, 12), error
+                break
+            left += 2
+        assert left < N
+        refused(MemoryError, lambda: um.Block(MIB))
+        refused(MemoryError, lambda: um.Block(MIB, shared=True))
+        refused(MemoryError, lambda: um.Tape(MIB))
+        refused(MemoryError, lambda: kv.save(path))
+        with open(path, "rb") as file:
+            assert file.read() == saved
+        assert kv.seq_len == 8
+    kv.append(0, rows, rows)
+    assert kv.seq_len == 308
+    um.Block(MIB).close()
+    block.commit(MIB)
 """
     )
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ import tiers
 import unimem as um
 from child_checks import CHECKS
 from conftest import Run
-from huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages, reserved
+from huge_pages import PAGE_BYTES, POOL, count, eight_huge_pages, no_huge_pages, reserved
 from tiers import slow_after
 
 __all__ = ["eight_huge_pages", "no_huge_pages"]
@@ -131,6 +131,24 @@ def test_a_pool_that_is_used_up() -> None:
         block.warm()
         with pytest.raises(um.PlacementError, match="0 free"):
             um.Block(2 * MIB, pages="2m", strict=True)
+
+
+def test_a_pool_that_shrinks_leaves_what_was_given() -> None:
+    with reserved(4), um.Block(4 * MIB, pages="2m", strict=True, warm=True) as block:
+        block.as_array()[:] = 7
+        some = um.Block(2 * MIB, pages="2m", strict=True)  # promised, and not touched yet
+        with some:
+            before = count("nr_hugepages")
+            POOL.joinpath("nr_hugepages").write_text("0")
+            try:
+                with pytest.raises(um.PlacementError, match="nr_hugepages"):
+                    um.Block(2 * MIB, pages="2m", strict=True)
+                some.warm()
+                assert block.verify().pages == some.verify().pages == "2m"
+                assert (block.as_array() == 7).all()
+                proc_maps.assert_granted(block)
+            finally:
+                POOL.joinpath("nr_hugepages").write_text(str(before))
 
 
 MAKERS: dict[str, Callable[..., Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -18,6 +19,13 @@ pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compile
 
 # `make faults` tries all of them, with every error that a call may have.
 SOME = ("Block", "KVCache", "Snapshot", "KVStore", "ledger")
+
+
+def test_the_tests_of_surroundings_are_there() -> None:
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (ROOT / "docs" / "hardening.md").read_text())
+    assert len(named) > 20
+    for path, test in named:
+        assert f"\ndef {test}(" in (ROOT / path).read_text(), f"{path}::{test}"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import itertools
 import os
+import resource
 import stat
 import subprocess
 import tempfile
@@ -364,6 +365,23 @@ def test_a_full_file_system(tmp_path: Path) -> None:
             small.save(path, model="again")
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
+    path = tmp_path / "session"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with cache(40) as small, cache(2000, 2000) as large:
+        small.save(path, model="old")
+        before = path.read_bytes()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 4096, hard))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                large.save(path, model="new")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+        assert path.read_bytes() == before
+        assert os.listdir(tmp_path) == ["session"]
 
 
 def test_a_folder_that_cannot_be_written(page: Any) -> None:
