@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import shutil
@@ -492,6 +493,19 @@ def test_a_forked_child_does_not_keep_others_waiting(cache: ImageCache) -> None:
     finally:
         os.close(of_child)
         os.close(waiting)
+
+
+def test_a_lock_that_cannot_be_given_back_is_closed(cache: ImageCache, monkeypatch: Patch) -> None:
+    def fails(fd: int, kind: int) -> None:
+        if kind == fcntl.LOCK_UN:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(fcntl, "flock", fails)
+    with cache.making({"of": "it"}):
+        pass
+    assert os.listdir("/proc/self/fd") == before
+    assert os.listdir(cache.folder) == []
 
 
 # ---- several processes --------------------------------------------------------------------------

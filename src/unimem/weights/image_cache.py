@@ -380,7 +380,8 @@ class ImageCache:
 def _unlock(path: str, fd: int) -> None:
     with suppress(OSError):
         os.unlink(path)
-    fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child has the descriptor, too
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child has the descriptor, too
     os.close(fd)
 
 
