@@ -47,7 +47,7 @@ with warned(lambda: um.Block(MIB, pages="4k", numa="bind:0", warm=True), "CAP_SY
     assert block.granted.resident_bytes == MIB
 refused(um.PlacementError, lambda: um.Block(MIB, numa="bind:0", strict=True), "CAP_SYS_NICE")
 for backing in (None, "memfd", "shm"):
-    with um.stage(model, **({} if backing is None else {"backing": backing})) as staged:
+    with um.stage(model, pages="4k", **({"backing": backing} if backing else {})) as staged:
         assert Path(staged.path).read_bytes() == model.read_bytes()
 try:
     um.stage(model, backing="tmpfs")
