@@ -45,6 +45,8 @@ PARALLEL = (
     *("tests/kv/test_kv_misuse.py", "tests/kv/test_kv_ring.py", "tests/kv/test_kv_rotation.py"),
     "tests/kv/test_chunk_format.py",
 )
+# Of these files, what compares sums of the ledger.
+LEFT_OUT = ("tests/kv/test_kv_ring.py::test_memory_counts_once_though_it_is_mapped_twice",)
 THREADS = 4
 
 IMPORTS = """
@@ -201,7 +203,8 @@ def pytest(python: Path, variables: dict[str, str], *arguments: str) -> bool:
 def parallel(python: Path, variables: dict[str, str]) -> bool:
     """Run tests that make objects of their own, each in several threads at once."""
     files = [name for name in PARALLEL if (ROOT / name).exists()]
-    return pytest(python, variables, f"--parallel-threads={THREADS}", *files)
+    left_out = [f"--deselect={name}" for name in LEFT_OUT]
+    return pytest(python, variables, f"--parallel-threads={THREADS}", *left_out, *files)
 
 
 def main() -> int:
