@@ -1,4 +1,4 @@
-"""A process that is started for a moment. Imported where it is used: `subprocess` is heavy."""
+"""A process that runs for a moment. Imported where it is used: `subprocess` is heavy."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["Child"]
 
 
 class Child(subprocess.Popen[bytes]):
-    """A child that is waited for even where its start fails after it has begun to run.
+    """A child that has ended when it is made.
 
-    `Popen` leaves such a one, as when its pipe cannot be read, to the next that is started.
+    It is waited for even where its start fails after it has begun to run, as when its pipe cannot
+    be read, and where an interrupt comes: `Popen` would leave it to the next that is started.
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
         try:
             super().__init__(*given, **options)
-        except BaseException:
+        finally:
             if getattr(self, "pid", None):
                 self.wait()
-            raise

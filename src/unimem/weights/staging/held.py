@@ -384,7 +384,7 @@ def _started(
             _write_note(memory, note)
             passed = [memory.fd, its.fileno(), *fds, *([kept] if kept >= 0 else [])]
             # It leaves the work to a child, whose end the socket tells.
-            with Child(
+            Child(
                 [
                     *(sys.executable, "-I", "-S", _HOLDER, str(its.fileno()), str(lock)),
                     *(str(kept if is_folder else -1), *map(str, fds)),
@@ -394,8 +394,7 @@ def _started(
                 stdin=DEVNULL,
                 stdout=DEVNULL,
                 stderr=DEVNULL,
-            ):
-                pass
+            )
         finally:
             its.close()
             memory.leave()
