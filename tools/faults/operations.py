@@ -15,7 +15,7 @@ import numpy as np
 
 import unimem as um
 from unimem.accounting import published
-from unimem.weights.staging.held import drop, hold
+from unimem.weights.staging.held import Held, drop, hold
 
 __all__ = ["OPERATIONS", "Absent", "Call", "Operation"]
 
@@ -373,15 +373,20 @@ def _(_: Path) -> Iterator[Call]:
 @operation("stage, kept by a process, and dropped")
 def _(_: Path) -> Iterator[Call]:
     asked = {"pages": "auto", "numa": None, "lock": False, "backing": "memfd"}
+    keeping: list[Held] = []
 
-    def run() -> int:
+    def run() -> tuple[int, bool]:
         with hold(um.stage(MODEL, backing="memfd"), str(MODEL), asked, []) as held:
-            pass
+            keeping.append(held)
         found = zlib.crc32(Path(held.path).read_bytes())
         drop(held)
-        return found
+        return found, os.path.exists(held.path)
 
-    yield Call(run)
+    def undo() -> None:
+        while keeping:
+            drop(keeping.pop())
+
+    yield Call(run, undo)
 
 
 def _repackable(folder: Path) -> Path:
