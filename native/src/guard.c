@@ -267,7 +267,7 @@ static void take_away(void) {
     struct sigaction put = atomic_load(&ours->is_spent) ? none : ours->below;
     /* What another thread installed meanwhile goes back on top, until nobody was faster. For that
      * moment the action below is there once more. Who installs it just then keeps it as its own
-     * previous one: faulthandler then calls himself until his stack ends. */
+     * previous one: faulthandler then calls itself until its stack ends. */
     while (um_os_bus_action(&put, &was) == 0 && !is_same(&was, &top)) {
         top = put;
         put = was;
