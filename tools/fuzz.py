@@ -6,8 +6,11 @@ that broke it. --minimize renews native/fuzz/corpus: the seeds, which are what t
 parsers with, and the smallest inputs that go other ways. --record adds the figures to
 docs/fuzzing.md.
 
-Targets in C are built with clang. What is missing of it is installed by apt, by root only. Targets
-in Python (fuzz_python.py) run under Atheris, which pip puts into build/fuzz.
+Targets in C are built with clang, twice: with the sanitizers, and with fences behind what is taken
+(native/fuzz/fences.c), which runs ten times as many inputs. The fences come first. A quarter of the
+time is the sanitizers', which begin with all inputs that were kept. What is missing of clang is
+installed by apt, by root only. Targets in Python (fuzz_python.py) run under Atheris, which pip puts
+into build/fuzz.
 """
 
 from __future__ import annotations
@@ -37,6 +40,13 @@ WORDS = {"process": "proc"}
 PACKAGES = ("clang", "libclang-rt-dev")
 # What the tests import that write the seeds.
 MODULES = ("gguf", "hypothesis", "numpy", "pytest", "unimem", "xxhash")
+# What a target in C is built with, the part of the time that is its own, and options of CMake.
+FENCES, SANITIZERS, ATHERIS = "fences", "sanitizers", "Atheris"
+SHARES = {FENCES: 0.75, SANITIZERS: 0.25}
+BUILDS = {
+    FENCES: (BUILD / FENCES, "-DUNIMEM_SANITIZE=OFF"),
+    SANITIZERS: (BUILD, "-DUNIMEM_SANITIZE=ON"),
+}
 # A larger input than the tests', and a smaller one than a vocabulary.
 MAX_NBYTES = 4096
 # A longer program of calls only takes longer.
@@ -111,15 +121,15 @@ def install_atheris() -> None:
 
 def build(names: Sequence[str]) -> None:
     """Build targets in C."""
-    options = ["-DUNIMEM_FUZZ=ON", "-DUNIMEM_SANITIZE=ON"]
-    options += ["-DCMAKE_C_COMPILER=clang", "-DCMAKE_BUILD_TYPE=Debug"]
+    options = ["-DUNIMEM_FUZZ=ON", "-DCMAKE_C_COMPILER=clang", "-DCMAKE_BUILD_TYPE=Debug"]
     options += ["-DCMAKE_C_FLAGS_DEBUG=-O2 -g"]  # with the asserts
     targets = [f"fuzz_{name}" for name in names]
-    for command in (
-        ["cmake", "-S", str(ROOT), "-B", str(BUILD), "-G", "Ninja", *options],
-        ["cmake", "--build", str(BUILD), "--target", *targets],
-    ):
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    for place, option in BUILDS.values():
+        for command in (
+            ["cmake", "-S", str(ROOT), "-B", str(place), "-G", "Ninja", *options, option],
+            ["cmake", "--build", str(place), "--target", *targets],
+        ):
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def prepare(names: Sequence[str]) -> list[str]:
@@ -150,6 +160,7 @@ class Figures(NamedTuple):
     """What a run of a target did."""
 
     name: str
+    build: str
     executions: int
     seconds: int
     edges: int
@@ -174,10 +185,10 @@ def corpus(name: str) -> Path:
     return path
 
 
-def target(name: str, *arguments: object) -> Sequence[str]:
+def target(name: str, build: str, *arguments: object) -> Sequence[str]:
     """Return the command that runs a target."""
     if name in IN_C:
-        command = [str(BUILD / f"native/fuzz/fuzz_{name}")]
+        command = [str(BUILDS[build][0] / f"native/fuzz/fuzz_{name}")]
     else:
         site = f"PYTHONPATH={BUILD / 'site'}:{os.environ.get('PYTHONPATH', '')}"
         command = ["env", site, sys.executable, str(ROOT / "tools/fuzz_python.py"), name]
@@ -188,28 +199,38 @@ def target(name: str, *arguments: object) -> Sequence[str]:
     return [*command, *options, *map(str, arguments)]
 
 
-def run(name: str, seconds: int) -> Figures | None:
-    """Run a target and print its figures; None when it broke."""
+def run(name: str, seconds: int) -> list[Figures] | None:
+    """Run a target, as it is built, and print its figures; None when it broke."""
+    if name in IN_PYTHON:
+        found = [_run(name, ATHERIS, seconds)]
+    else:
+        found = [_run(name, build, round(seconds * part)) for build, part in SHARES.items()]
+    whole = [figures for figures in found if figures is not None]
+    return whole if len(whole) == len(found) else None
+
+
+def _run(name: str, build: str, seconds: int) -> Figures | None:
     command = target(
         name,
-        f"-max_total_time={seconds}",
+        build,
+        f"-max_total_time={max(seconds, 1)}",  # 0 is for ever
         f"-max_len={MAX_NBYTES_OF.get(name, MAX_NBYTES)}",
         "-print_final_stats=1",
         *(folder("inputs", name), corpus(name), folder("seeds", name)),
     )
-    log = BUILD / f"{name}.log"
+    log = BUILD / f"{name}.{build}.log"
     with log.open("wb") as output:
         status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
     text = log.read_text(errors="replace")
     done = re.search(r"Done (\d+) runs in (\d+) second", text)
     edges = re.findall(r" cov: (\d+) ", text)
     if status != 0 or done is None or not edges:
-        print(f"{name}: broken; {log} ends:", *text.splitlines()[-40:], sep="\n")
+        print(f"{name}, {build}: broken; {log} ends:", *text.splitlines()[-40:], sep="\n")
         return None
-    figures = Figures(name, int(done[1]), int(done[2]), int(edges[-1]))
+    figures = Figures(name, build, int(done[1]), int(done[2]), int(edges[-1]))
     print(
-        f"{name}: {figures.executions:,} executions in {figures.seconds} s ({figures.rate:,}/s), "
-        f"{figures.edges} edges, nothing found",
+        f"{name}, {build}: {figures.executions:,} executions in {figures.seconds} s "
+        f"({figures.rate:,}/s), {figures.edges} edges, nothing found",
         flush=True,
     )
     return figures
@@ -221,7 +242,8 @@ def minimize(name: str) -> None:
         shutil.copytree(folder("seeds", name), kept, dirs_exist_ok=True)
         sources = (corpus(name), folder("inputs", name))
         arguments = ("-merge=1", f"-max_len={MAX_KEPT_NBYTES}", kept, *sources)
-        subprocess.run(target(name, *arguments), check=True, stderr=subprocess.DEVNULL)
+        command = target(name, SANITIZERS, *arguments)
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
         shutil.rmtree(corpus(name))
         for path in Path(kept).iterdir():
             shutil.copyfile(path, corpus(name) / f"{path.stem}.{name}")
@@ -232,17 +254,18 @@ def minimize(name: str) -> None:
 # ---- the page ----
 
 _RUNS, _SUMS, _END = "<!-- runs -->", "<!-- sums -->", "<!-- end -->"
-# Of a run: target, executions, seconds, edges.
+# Of a run: target, executions, edges.
 _ROW = re.compile(
-    r"^\| \S+ \| \S+ \| (\w+) \| ([\d,]+) \| ([\d,]+) \| [\d,]+ \| (\d+) \|$", re.MULTILINE
+    r"^\| \S+ \| \S+ \| (\w+) \| \w+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| (\d+) \|$",
+    re.MULTILINE,
 )
 
 
 def record(page: str, made: Sequence[Figures], date: str, commit: str) -> str:
     """Add runs to the page's table of runs, and renew its sums."""
     for each in made:
-        row = f"| {date} | {commit} | {each.name} | {each.executions:,} | {each.seconds:,} "
-        row += f"| {each.rate:,} | {each.edges} |\n"
+        row = f"| {date} | {commit} | {each.name} | {each.build} | {each.executions:,} "
+        row += f"| {each.seconds:,} | {each.rate:,} | {each.edges} |\n"
         before, _, rest = page.partition(_RUNS)
         table, _, after = rest.partition(_END)
         page = f"{before}{_RUNS}{table.rstrip()}\n{row}\n{_END}{after}"
@@ -252,14 +275,18 @@ def record(page: str, made: Sequence[Figures], date: str, commit: str) -> str:
 
 
 def _sums(page: str) -> list[str]:
-    runs = [(name, int(n.replace(",", "")), edges) for name, n, _, edges in _ROW.findall(page)]
+    runs = [(name, int(n.replace(",", "")), edges) for name, n, edges in _ROW.findall(page)]
     lines = ["| target | executions | edges |", "|---|---|---|"]
     for name in (*IN_C, *IN_PYTHON):
         own = [(n, edges) for each, n, edges in runs if each == name]
         if own:
             lines.append(f"| {name} | {sum(n for n, _ in own):,} | {own[-1][1]} |")
-    for what, names in (("in C", IN_C), ("in Python", IN_PYTHON)):
-        lines.append(f"| all {what} | {sum(n for each, n, _ in runs if each in names):,} | |")
+    for what, names in (
+        ("all in C", IN_C),
+        ("all in Python", IN_PYTHON),
+        ("all", (*IN_C, *IN_PYTHON)),
+    ):
+        lines.append(f"| {what} | {sum(n for each, n, _ in runs if each in names):,} | |")
     return lines
 
 
@@ -298,11 +325,12 @@ def main() -> int:
         found = list(pool.map(lambda name: run(name, arguments.seconds), ready))
     whole = [figures for figures in found if figures is not None]
     if arguments.record:
-        page = record(PAGE.read_text(), whole, time.strftime("%Y-%m-%d", time.gmtime()), commit)
+        made = [each for figures in whole for each in figures]
+        page = record(PAGE.read_text(), made, time.strftime("%Y-%m-%d", time.gmtime()), commit)
         PAGE.write_text(page)
     if arguments.minimize:
         for figures in whole:
-            minimize(figures.name)
+            minimize(figures[0].name)
     if len(whole) < len(ready):
         return 1
     return 0 if len(ready) == len(names) else UNAVAILABLE

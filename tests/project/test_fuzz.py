@@ -58,10 +58,16 @@ def test_runs_are_added_to_the_page_and_summed(tools: Any) -> None:
     fuzz = tools("fuzz")
     page = "<!-- sums -->\n<!-- end -->\n<!-- runs -->\n\n|head|\n<!-- end -->\nrest\n"
     for executions in (1_000_000, 500):
-        made = [fuzz.Figures("gguf", executions, 10, 7), fuzz.Figures("index", 30, 10, 5)]
+        made = [fuzz.Figures("gguf", fuzz.FENCES, executions, 10, 7)]
+        made.append(fuzz.Figures("index", fuzz.ATHERIS, 30, 10, 5))
         page = fuzz.record(page, made, "2026-01-02", "abcd1234")
-    assert "| 2026-01-02 | abcd1234 | gguf | 1,000,000 | 10 | 100,000 | 7 |\n" in page
+    assert "| 2026-01-02 | abcd1234 | gguf | fences | 1,000,000 | 10 | 100,000 | 7 |\n" in page
     assert page.count("| 2026-01-02 |") == 4
-    for row in ("gguf | 1,000,500 | 7", "index | 60 | 5", "all in C | 1,000,500 |"):
+    for row in (
+        "gguf | 1,000,500 | 7",
+        "index | 60 | 5",
+        "all in C | 1,000,500 |",
+        "all | 1,000,560 |",
+    ):
         assert page.count(f"| {row} |") == 1
     assert page.endswith("<!-- end -->\nrest\n")
