@@ -1,10 +1,11 @@
-/* Memory for a build without sanitizers, which runs ten times as many inputs: what a target and the
- * library take ends at a page that cannot be touched. The first byte read or written behind it ends
- * the process, as AddressSanitizer would. What is before it, or was given back, only that sees.
+/* Memory for a build without sanitizers, which runs ten times as many inputs: what a target and
+ * the library take ends at a page that cannot be touched. The first byte read or written behind it
+ * ends the process, as AddressSanitizer would. What is before it, or was given back, only that
+ * sees.
  *
  * The linker puts these in the place of malloc, calloc and free (--wrap). They take a slot of a
- * pool; what is larger, or does not find a slot, comes from the C library, as everything does before
- * the pool is made. A process has one thread that calls a target. */
+ * pool; what is larger, or does not find a slot, comes from the C library, as everything does
+ * before the pool is made. A process has one thread that calls a target. */
 #include "fuzz.h"
 
 #include <sys/mman.h>

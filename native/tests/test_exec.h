@@ -8,7 +8,9 @@
 #include "exec.h"
 #include "test.h"
 
+#ifndef UM_TEST_WITH_HOOKS
 um_next um_next_now; /* hooks.c, which is not here, has it in the library */
+#endif
 
 /* The errno that each call fails with, from now on; 0: none. */
 static _Atomic int map_errno, bind_errno, lock_errno, hugetlb_errno;
