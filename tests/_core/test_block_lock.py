@@ -140,7 +140,7 @@ refused(MemoryError, lambda: um.Block(64 * MIB))
 refused(MemoryError, lambda: um.Block(64 * MIB, shared=True))
 refused(MemoryError, lambda: um.Block(64 * MIB, shared=path))
 refused(MemoryError, lambda: um.Block(4096, reserve=64 * MIB))
-refused(MemoryError, lambda: um.Tape(64 * MIB))
+refused(MemoryError, lambda: um.Tape(64 * MIB), "RLIMIT_AS", "ulimit -v unlimited")
 resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 block.close()
 """
@@ -180,9 +180,10 @@ with (
                 break
             left += 2
         assert left < N
-        refused(MemoryError, lambda: um.Block(MIB))
-        refused(MemoryError, lambda: um.Block(MIB, shared=True))
-        refused(MemoryError, lambda: um.Tape(MIB))
+        limit = f"may have {{N - 2}} (vm.max_map_count): sysctl vm.max_map_count="
+        refused(MemoryError, lambda: um.Block(MIB), limit)
+        refused(MemoryError, lambda: um.Block(MIB, shared=True), limit)
+        refused(MemoryError, lambda: um.Tape(MIB), limit)
         refused(MemoryError, lambda: kv.save(path))
         with open(path, "rb") as file:
             assert file.read() == saved

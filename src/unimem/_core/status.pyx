@@ -6,6 +6,7 @@ import os
 from unimem.errors import (
     CapacityError, FrozenError, GGUFError, PlacementError,
 )
+from unimem.system.address_space import limit_reached
 
 cimport cython
 
@@ -28,7 +29,9 @@ cdef object raise_status(um.um_status status, const um.um_error *err, str subjec
         raise full(full_text(subject, err.asked, unit, err.limit, err.used), err.limit, err.used,
                    err.asked)
     if status == um.UM_E_NOMEM:
-        raise MemoryError(f"{subject}: the system has no memory for {err.asked} bytes ({what})")
+        limit = limit_reached(err.asked)
+        raise MemoryError(f"{subject}: the system has no memory for {err.asked} bytes ({what})"
+                          f"{': ' if limit else ''}{limit}")
     if status == um.UM_E_OS:
         raise PlacementError(err.os_errno, f"{subject}: {what}: {os.strerror(err.os_errno)}")
     if status == um.UM_E_FORMAT:
