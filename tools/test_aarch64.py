@@ -23,9 +23,9 @@ WHEELS = ("numpy", "xxhash")
 UNAVAILABLE = 69
 
 
-def prepare() -> tuple[list[str], Path]:
-    """Return the command of a Python for aarch64 and the folder of its wheels; fetch both."""
-    command = pythons.command(VERSION, "aarch64")
+def prepare() -> tuple[Path, Path]:
+    """Return a Python for aarch64 and the folder of its wheels; fetch both."""
+    python = pythons.executable(VERSION, "aarch64")
     wheels = pythons.CACHE / "wheels-aarch64"
     if not wheels.exists():
         options = ["--python-version", VERSION, "--implementation", "cp", "--only-binary=:all:"]
@@ -36,18 +36,18 @@ def prepare() -> tuple[list[str], Path]:
             raise pythons.UnavailableError(
                 f"pip has no wheels of {' and '.join(WHEELS)} for aarch64"
             )
-    return command, wheels
+    return python, wheels
 
 
 def main() -> int:
     """Compare, and print how many chunks are the same."""
     try:
-        command, wheels = prepare()
+        python, wheels = prepare()
     except pythons.UnavailableError as error:
         print(error, file=sys.stderr)
         return UNAVAILABLE
     answer = subprocess.run(
-        [*command, ROOT / "tests/support/chunk_vectors.py", ROOT / "src/unimem"],
+        [python, ROOT / "tests/support/chunk_vectors.py", ROOT / "src/unimem"],
         env={"PYTHONPATH": str(wheels), "PYTHONHASHSEED": "3"},
         capture_output=True,
         text=True,

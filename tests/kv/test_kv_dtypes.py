@@ -55,10 +55,11 @@ def test_every_number_of_16_bits_comes_back(dim: int, given_dtype: Any) -> None:
     own = "f16" if given_dtype is np.float16 else "bf16"
     assert through_the_cache(every, own, dim).tobytes() == every.tobytes()  # NaNs bit by bit
     wide = through_the_cache(every, "f32", dim)
-    assert_same_floats(wide, every.astype(np.float32))
     assert_same_floats(through_the_cache(wide, own, dim), every)
     other = "bf16" if own == "f16" else "f16"
-    assert_same_floats(through_the_cache(every, other, dim), kvm.stored(every, other))
+    with np.errstate(invalid="ignore"):  # of NaNs that signal, some CPUs tell NumPy
+        assert_same_floats(wide, every.astype(np.float32))
+        assert_same_floats(through_the_cache(every, other, dim), kvm.stored(every, other))
 
 
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])

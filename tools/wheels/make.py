@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,8 @@ MACHINES = ("x86_64", "aarch64")
 TOOLS = ("cmake>=3.24", "ninja>=1.11", "auditwheel>=6", "ziglang>=0.13")
 SDIST = "from scikit_build_core.build import build_sdist; print(build_sdist({folder!r}))"
 TESTED = ("tests/_core", "tests/kv")
+# Of these, tests that ask the kernel: QEMU answers for it.
+NOT_EMULATED = Path(__file__).with_name("not_emulated.txt")
 UNAVAILABLE = 69
 GLIBC_MINOR = int(GLIBC.split(".")[1])
 
@@ -87,16 +89,20 @@ def install_tools() -> Path:
     return programs
 
 
+def zig() -> Path:
+    """Return the compiler for other machines."""
+    return next((BUILD / "tools/lib").glob("python*/site-packages/ziglang/zig"))
+
+
 def build(version: str, machine: str, programs: Path) -> Path:
     """Build one wheel. The folder is that of the machine: only the modules are compiled anew."""
-    zig = next((BUILD / "tools/lib").glob("python*/site-packages/ziglang/zig"))
     tag = pythons.abi(version)
     name = f"{tag.removesuffix('t')}-{tag}-manylinux_{GLIBC.replace('.', '_')}_{machine}"
     settings = {
         "build-dir": BUILD / machine,
         "wheel.tags": name,
         "install.strip": "false",
-        "cmake.define.CMAKE_TOOLCHAIN_FILE": toolchain(machine, BUILD, zig),
+        "cmake.define.CMAKE_TOOLCHAIN_FILE": toolchain(machine, BUILD, zig()),
         "cmake.define.Python_INCLUDE_DIR": pythons.headers(version),
     }
     options = [word for key, value in settings.items() for word in ("-C", f"{key}={value}")]
@@ -120,46 +126,59 @@ def judge(wheel: Path, programs: Path) -> str:
     return f"2.{found[1]}"
 
 
-def install(wheel: Path, version: str, machine: str, programs: Path) -> Path:
+def install(
+    target: Path, wheel: Path, version: str, machine: str, programs: Path, *needs: str
+) -> None:
     """Install a wheel and what it needs into an empty folder, for a Python that may not be here."""
-    target = BUILD / "site" / wheel.stem
     shutil.rmtree(target, ignore_errors=True)
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(GLIBC_MINOR, 16, -1)]
     platforms.append(f"manylinux2014_{machine}")
     options = ["--only-binary=:all:", "--implementation=cp", f"--abi={pythons.abi(version)}"]
     options += [f"--python-version={version.removesuffix('t')}", f"--target={target}"]
     options += [f"--platform={each}" for each in platforms]
-    run(programs / "pip", "install", "--quiet", "--no-compile", *options, wheel)
-    return target
+    run(programs / "pip", "install", "--quiet", "--no-compile", *options, wheel, *needs)
 
 
 def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
     """Use what was installed; return the Python that did, and the vector code that it chose."""
-    command = pythons.command(version, machine)
-    found = json.loads(run(*command, "-I", "-S", Path(__file__).parent / "smoke.py", target))
-    how = ", emulated" if "qemu" in command[0] else ""
+    python = pythons.executable(version, machine)
+    found = json.loads(run(python, "-I", "-S", Path(__file__).parent / "smoke.py", target))
+    how = ", emulated" if pythons.is_emulated(machine) else ""
     how += ", its lock off" if found["lock"] == "off" else ""
     return f"passed ({found['python']}{how})", found["code"]
 
 
-def test(wheel: Path, version: str) -> str:
-    """Run the tests of the memory layer in an environment of this machine with the wheel."""
-    if not pythons.is_native(version):
-        return f"not run: no Python {version} here"
-    folder = BUILD / "tested" / wheel.stem
-    shutil.rmtree(folder, ignore_errors=True)
-    run(*pythons.command(version, platform.machine()), "-m", "venv", folder)
+def test(wheel: Path, version: str, machine: str, programs: Path) -> str:
+    """Run the tests of the memory layer with the wheel and what they need; return how it ended."""
+    target = BUILD / "tested" / wheel.stem
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [
         each
         for each in project["optional-dependencies"]["test"]
         if each.startswith(("pytest", "hypothesis", "cython", "setuptools"))
     ]
-    # What has no wheel for this Python in its newest version is taken from an older one.
-    run(folder / "bin/pip", "install", "--quiet", "--prefer-binary", wheel, *needs)
-    options = ("-q", "-p", "no:cacheprovider", "--timeout=600")
-    text = run(folder / "bin/python", "-m", "pytest", *options, *TESTED)
+    install(target, wheel, version, machine, programs, *needs)
+    options = ["-q", "-p", "no:cacheprovider", "--timeout=600"]
+    path = os.environ["PATH"]
+    if pythons.is_emulated(machine):
+        names = NOT_EMULATED.read_text().splitlines()
+        options += [f"--deselect={name}" for name in names if not name.startswith("#")]
+        path = f"{cross_compilers(machine)}:{path}"
+    python = pythons.executable(version, machine)
+    text = run(python, "-m", "pytest", *options, *TESTED, PYTHONPATH=str(target), PATH=path)
     return text.splitlines()[-1].strip("= ")
+
+
+def cross_compilers(machine: str) -> Path:
+    """Return a folder of compilers for another machine, by the names that tests call them by."""
+    folder = BUILD / f"compilers-{machine}"
+    folder.mkdir(exist_ok=True)
+    for name, language in (("cc", "cc"), ("c++", "c++")):
+        script = folder / name
+        target = f"{machine}-linux-gnu.{GLIBC}"
+        script.write_text(f'#!/bin/sh\nexec {zig()} {language} -target {target} "$@"\n')
+        script.chmod(0o755)
+    return folder
 
 
 def make(version: str, machine: str, programs: Path, *, tests: bool) -> Row:
@@ -169,10 +188,11 @@ def make(version: str, machine: str, programs: Path, *, tests: bool) -> Row:
         wheel = build(version, machine, programs)
         row.name, row.size = wheel.name, f"{wheel.stat().st_size / 1e6:.2f} MB"
         row.glibc = judge(wheel, programs)
-        target = install(wheel, version, machine, programs)
+        target = BUILD / "site" / wheel.stem
+        install(target, wheel, version, machine, programs)
         row.smoke, row.code = smoke(version, machine, target)
-        if tests and machine == platform.machine():
-            row.tests = test(wheel, version)
+        if tests:
+            row.tests = test(wheel, version, machine, programs)
     except UnavailableError as error:
         row.smoke = f"SKIPPED: {error}"
     except FailedError as error:
@@ -203,8 +223,14 @@ def main() -> int:
     DIST.mkdir(exist_ok=True)
     sdist = DIST / run(programs / "python", "-c", SDIST.format(folder=str(DIST))).split()[-1]
     rows = [Row(sdist.name, f"{sdist.stat().st_size / 1e6:.2f} MB")]
-    for machine in asked.machine:
-        rows += [make(each, machine, programs, tests=asked.tests) for each in asked.python]
+    with ThreadPoolExecutor() as pool:  # a folder of builds for each machine
+        made = pool.map(
+            lambda machine: [
+                make(each, machine, programs, tests=asked.tests) for each in asked.python
+            ],
+            asked.machine,
+        )
+        rows += [row for of_machine in made for row in of_machine]
     print(table(rows))
     if any(row.failed for row in rows):
         return 1

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
 from apt_packages import Packages, UnavailableError
@@ -25,9 +26,9 @@ __all__ = [
     "Packages",
     "UnavailableError",
     "abi",
-    "command",
+    "executable",
     "headers",
-    "is_native",
+    "is_emulated",
     "suffix",
 ]
 
@@ -35,8 +36,11 @@ BUILD = Path(__file__).parents[2] / "build"
 CACHE = BUILD / "pythons"
 # Debian has one Python in each release.
 RELEASES = {"3.11": "bookworm", "3.13": "trixie", "3.14": "forky"}
+QEMU_RELEASE = "trixie"
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 LOADERS = {"x86_64": "lib64/ld-linux-x86-64.so.2", "aarch64": "lib/ld-linux-aarch64.so.1"}
+# Wheels for two machines are made at once, of the same files.
+_FETCHING = Lock()
 ASK = """
 import json, sys, sysconfig
 threads = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
@@ -66,11 +70,16 @@ def headers(version: str) -> Path:
     UnavailableError
         Where neither this machine nor Debian has them.
     """
+    with _FETCHING:
+        return _headers(version)
+
+
+def _headers(version: str) -> Path:
     if (found := _local(version)) is not None:
         return found[1]
     if not version.endswith("t"):
         return _headers_of_debian(version)
-    with_lock = headers(version[:-1])
+    with_lock = _headers(version[:-1])
     target = CACHE / f"headers-{version}"
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(with_lock, target)
@@ -79,8 +88,11 @@ def headers(version: str) -> Path:
     return target
 
 
-def command(version: str, machine: str) -> list[str]:
-    """Return what runs a Python on this machine: the words before its arguments.
+def executable(version: str, machine: str) -> Path:
+    """Return the program that is a Python, on this machine.
+
+    One of Debian's is behind a script that starts it, with the libraries of its own, or by QEMU: so
+    tests can start it as they start any Python, by its path.
 
     Raises
     ------
@@ -88,20 +100,32 @@ def command(version: str, machine: str) -> list[str]:
         Where neither this machine nor Debian has it.
     """
     if machine == platform.machine() and (found := _local(version)) is not None:
-        return [found[0]]
+        return Path(found[0])
+    with _FETCHING:
+        return _script(version, machine)
+
+
+def _script(version: str, machine: str) -> Path:
     root = _debian(version, machine)
-    python = str(root / f"usr/bin/python{version}")
+    python = root / f"usr/bin/python{version}"
     if machine == platform.machine():  # a newer libc than the one of this machine
         libraries = ":".join(
             str(root / f"{each}/{machine}-linux-gnu") for each in ("usr/lib", "lib")
         )
-        return [str(root / LOADERS[machine]), "--library-path", libraries, python]
-    return [str(_emulator(machine)), "-L", str(root), python]
+        start = f'{root / LOADERS[machine]} --library-path {libraries} --argv0 "$0"'
+    else:
+        start = f'{_emulator(machine)} -L {root} -0 "$0"'
+    script = root / "usr/bin/started-python"  # beside Python, which finds its library from there
+    text = f'#!/bin/sh\nexec {start} {python} "$@"\n'
+    if not script.exists() or script.read_text() != text:
+        script.write_text(text)
+        script.chmod(0o755)
+    return script
 
 
-def is_native(version: str) -> bool:
-    """Tell whether this machine has a Python, which then can make environments."""
-    return _local(version) is not None
+def is_emulated(machine: str) -> bool:
+    """Tell whether what is built for a machine runs under QEMU here."""
+    return machine != platform.machine()
 
 
 def _candidates(version: str) -> Iterator[str]:
@@ -167,10 +191,14 @@ def _debian(version: str, machine: str) -> Path:
 
 
 def _emulator(machine: str) -> Path:
-    """Fetch QEMU, as a program of the user."""
-    target = CACHE / "qemu"
-    found = target / f"usr/bin/qemu-{machine}-static"
+    """Fetch QEMU, as a program of the user, which needs no library.
+
+    Version 8 and newer: older ones keep a record of each page of address space that is reserved.
+    """
+    target = CACHE / f"qemu-{QEMU_RELEASE}"
+    found = target / f"usr/bin/qemu-{machine}"
     if not found.exists():
         own = ARCHITECTURES.get(platform.machine(), platform.machine())
-        Packages(CACHE / "lists", own).unpack(["qemu-user-static"], target)
+        packages = Packages(CACHE / f"lists-{QEMU_RELEASE}-{own}", own, QEMU_RELEASE)
+        packages.unpack(["qemu-user"], target)
     return found
