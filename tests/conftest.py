@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis
 import pytest
 
+import in_threads
 import known_state
 import tiers
 from huge_pages import sharing_the_pool
@@ -106,6 +107,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         fixtures = set(getattr(item, "fixturenames", ()))
         if MACHINE & fixtures or item.path.stem in MACHINE_MODULES:
             item.add_marker(pytest.mark.xdist_group("machine"))
+    if str(getattr(config.option, "parallel_threads", 1)) != "1":  # under pytest-run-parallel
+        for item in items:
+            if reason := in_threads.why_in_one_thread(item):
+                item.add_marker(pytest.mark.thread_unsafe(reason=reason))
     if not tiers.everything:
         slow = [item for item in items if item.get_closest_marker("slow")]
         tiers.n_left_out = len(slow)

@@ -2,9 +2,9 @@
 
 The Python is the one of ``--python``, or Debian's source of one, configured with --disable-gil and
 built in build/free-threaded on the first run: ten minutes on two cores. unimem is built for it,
-every module is imported, and the tests of tests/_core and tests/kv run there, some of them in
-several threads at once, by pytest-run-parallel. With ``--here`` these run on the Python that runs
-this, whatever it is: ``make test-parallel``.
+every module is imported, and the tests of the memory layer run there, and again in several threads
+at once, by pytest-run-parallel. With ``--here`` only the latter run, of more folders, on the Python
+that runs this, whatever it is: ``make test-parallel``.
 
 Ends with status 1 where something fails, and with 69 where what it needs cannot be had.
 """
@@ -37,16 +37,11 @@ TESTERS = ("pytest>=8,<9.2", "pytest-timeout", "hypothesis", "jsonschema", "pyte
 # What some tests compare with, or lend their arrays: those that lack it are skipped, and say so.
 WANTED = ("gguf", "safetensors", "fsspec")
 
-# Files whose tests make objects of their own, and look at nothing that all threads share. Left out
-# is what takes an object from a fixture, which is one for all threads; what compares sums of the
-# ledger, or of the kernel; and what lets system calls fail, which is the whole process's.
-PARALLEL = (
-    *("tests/_core/test_convert.py", "tests/kv/test_fewer_bits.py", "tests/kv/test_kv_dtypes.py"),
-    *("tests/kv/test_kv_misuse.py", "tests/kv/test_kv_ring.py", "tests/kv/test_kv_rotation.py"),
-    "tests/kv/test_chunk_format.py",
-)
-# Of these files, what compares sums of the ledger.
-LEFT_OUT = ("tests/kv/test_kv_ring.py::test_memory_counts_once_though_it_is_mapped_twice",)
+# What is tested as a whole, and in several threads: tests/support/in_threads.py says which tests
+# run in one thread all the same.
+TESTED = ("tests/_core", "tests/kv", "tests/buffers")
+# In several threads on this Python, where the extras are that they need.
+TESTED_HERE = (*TESTED, "tests/weights", "tests/accounting", "tests/system")
 THREADS = 4
 
 IMPORTS = """
@@ -200,11 +195,10 @@ def pytest(python: Path, variables: dict[str, str], *arguments: str) -> bool:
     return answer.returncode == 0
 
 
-def parallel(python: Path, variables: dict[str, str]) -> bool:
+def parallel(python: Path, variables: dict[str, str], folders: Sequence[str]) -> bool:
     """Run tests that make objects of their own, each in several threads at once."""
-    files = [name for name in PARALLEL if (ROOT / name).exists()]
-    left_out = [f"--deselect={name}" for name in LEFT_OUT]
-    return pytest(python, variables, f"--parallel-threads={THREADS}", *left_out, *files)
+    options = (f"--parallel-threads={THREADS}", "--skip-thread-unsafe=true")
+    return pytest(python, variables, *options, *folders)
 
 
 def main() -> int:
@@ -214,7 +208,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="only in threads, on this Python")
     asked = parser.parse_args()
     if asked.here:
-        return int(not parallel(Path(sys.executable), dict(os.environ)))
+        return int(not parallel(Path(sys.executable), dict(os.environ), TESTED_HERE))
     try:
         if asked.python is not None and not is_free_threaded(asked.python):
             parser.error(f"{asked.python} cannot run without the interpreter's lock")
@@ -223,8 +217,8 @@ def main() -> int:
         print(f"*** SKIPPED: {error}", file=sys.stderr)
         return UNAVAILABLE
     run([python, "-c", IMPORTS], env=variables, cwd=CACHE)
-    whole = pytest(python, variables, "tests/_core", "tests/kv")
-    return int(not (parallel(python, variables) and whole))
+    whole = pytest(python, variables, *TESTED)
+    return int(not (parallel(python, variables, TESTED) and whole))
 
 
 if __name__ == "__main__":
