@@ -296,7 +296,7 @@ static inline bool gives_huge_pages(size_t n) {
         SPOIL(none_);                                                                              \
         os_state_begin();                                                                          \
         CHECK_FAILS(status, fn, &none_, __VA_ARGS__);                                              \
-        CHECK(strstr(test_err.what, names) != NULL);                                               \
+        CHECK(test_err.status == (status) && strstr(test_err.what, names) != NULL);                \
         CHECK_SPOILT(none_);                                                                       \
         CHECK(os_state_unchanged());                                                               \
     } while (0)
