@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C tests under ThreadSanitizer, and the stress tests for so many seconds each: `make tsan`.
+# The C tests under ThreadSanitizer, and those of many threads for so many seconds each: `make tsan`.
 # A report fails its test. docs/threads.md says what ThreadSanitizer is not shown, and why.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,4 +15,4 @@ echo "== C tests"
 ctest --test-dir build/c-tsan --output-on-failure --timeout 900
 echo "== stress, $seconds seconds for each test"
 UNIMEM_STRESS_SECONDS=$seconds ctest --test-dir build/c-tsan --output-on-failure --timeout 3600 \
-    -R stress
+    -R "stress|exec_hooks"

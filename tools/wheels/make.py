@@ -131,12 +131,16 @@ def install(
 ) -> None:
     """Install a wheel and what it needs into an empty folder, for a Python that may not be here."""
     shutil.rmtree(target, ignore_errors=True)
+    options = ["--quiet", "--no-compile", f"--target={target}"]
+    if (python := pythons.local(version, machine)) is not None:
+        # What has no wheel for this Python in its newest version is taken from an older one.
+        run(python, "-m", "pip", "install", "--prefer-binary", *options, wheel, *needs)
+        return
+    options += ["--only-binary=:all:", "--implementation=cp", f"--abi={pythons.abi(version)}"]
+    options += [f"--python-version={version.removesuffix('t')}"]
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(GLIBC_MINOR, 16, -1)]
-    platforms.append(f"manylinux2014_{machine}")
-    options = ["--only-binary=:all:", "--implementation=cp", f"--abi={pythons.abi(version)}"]
-    options += [f"--python-version={version.removesuffix('t')}", f"--target={target}"]
-    options += [f"--platform={each}" for each in platforms]
-    run(programs / "pip", "install", "--quiet", "--no-compile", *options, wheel, *needs)
+    options += [f"--platform={each}" for each in (*platforms, f"manylinux2014_{machine}")]
+    run(programs / "pip", "install", *options, wheel, *needs)
 
 
 def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:

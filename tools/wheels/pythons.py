@@ -29,6 +29,7 @@ __all__ = [
     "executable",
     "headers",
     "is_emulated",
+    "local",
     "suffix",
 ]
 
@@ -99,8 +100,8 @@ def executable(version: str, machine: str) -> Path:
     UnavailableError
         Where neither this machine nor Debian has it.
     """
-    if machine == platform.machine() and (found := _local(version)) is not None:
-        return Path(found[0])
+    if (found := local(version, machine)) is not None:
+        return found
     with _FETCHING:
         return _script(version, machine)
 
@@ -108,6 +109,10 @@ def executable(version: str, machine: str) -> Path:
 def _script(version: str, machine: str) -> Path:
     root = _debian(version, machine)
     python = root / f"usr/bin/python{version}"
+    include = root / f"usr/include/python{version}"  # for what tests compile
+    if not include.exists():
+        include.parent.mkdir(parents=True, exist_ok=True)
+        include.symlink_to(_headers(version))
     if machine == platform.machine():  # a newer libc than the one of this machine
         libraries = ":".join(
             str(root / f"{each}/{machine}-linux-gnu") for each in ("usr/lib", "lib")
@@ -121,6 +126,12 @@ def _script(version: str, machine: str) -> Path:
         script.write_text(text)
         script.chmod(0o755)
     return script
+
+
+def local(version: str, machine: str) -> Path | None:
+    """Return a Python of this machine; None where it has none that is for such a machine."""
+    found = _local(version) if machine == platform.machine() else None
+    return None if found is None else Path(found[0])
 
 
 def is_emulated(machine: str) -> bool:
