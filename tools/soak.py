@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from soak_work import KINDS, MARK, children_of
+from soak_work import KINDS, MARK, NAME, children_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/soak.md"
@@ -102,6 +102,7 @@ class Worker:
         """Start it, for the first time or again."""
         environment = os.environ | {
             MARK: str(self.folder),
+            NAME: self.name,
             "UNIMEM_CACHE": str(self.folder / "cache"),
             "TMPDIR": str(self.folder / "tmp"),
         }

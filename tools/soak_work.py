@@ -27,7 +27,7 @@ from unimem.kv import snapshot
 
 Work = Callable[[Path, random.Random], Iterator[str]]
 
-MARK = "UNIMEM_SOAK"
+MARK, NAME = "UNIMEM_SOAK", "UNIMEM_SOAK_NAME"
 _COUNT_SECONDS = 1
 
 
@@ -154,14 +154,17 @@ def stage(folder: Path, rng: random.Random) -> Iterator[str]:
     """Stage a model for itself, and by the command, and drop it."""
     from unimem.engine import embedded_model
 
-    model = folder / f"files/model-{os.getpid()}.gguf"
+    model = folder / f"files/model of {os.environ[NAME]}.gguf"
+    was_killed = model.exists()
     shutil.copyfile(embedded_model(), model)
     program = "import sys; from unimem_command import main; sys.exit(main())"
     command = [sys.executable, "-W", "ignore", "-c", program, "stage"]
 
-    def run(*words: str) -> None:
-        subprocess.run([*command, *words], check=True, capture_output=True)
+    def run(*words: str, check: bool = True) -> None:
+        subprocess.run([*command, *words], check=check, capture_output=True)
 
+    if was_killed:  # what was staged by the command is kept until somebody drops it
+        run("--drop", str(model), check=False)
     try:
         while True:
             if rng.random() < 0.05:
