@@ -27,6 +27,7 @@ from operations import Call, Operation
 
 import unimem as um
 from kills import unkept
+from unimem._core import status
 from unimem._core.status import ledger
 from unimem.accounting import published
 
@@ -36,7 +37,8 @@ N_ROUNDS = 3
 _TRIES = 3
 
 _SYSTEM, _MAPPINGS, _ALLOCATIONS = 1, 2, 4
-_OURS = re.compile(r"/unimem/[^ ]*\.so|/libunimem\.so")
+# By their own folder: a checkout may be called unimem, and have an environment with others' in it.
+_OURS = re.compile(rf"^{re.escape(str(Path(status.__file__).parents[1]))}/.*\.so|/libunimem\.so")
 _PYTHON = re.compile(r"/(lib)?python3[^/]*$")
 # The interpreter's own modules that ask the system for something.
 _MODULES = re.compile(r"/(fcntl|mmap|_socket|_posixsubprocess|select)\.[^/]*\.so$")
