@@ -29,6 +29,8 @@ Work = Callable[[Path, random.Random], Iterator[str]]
 
 MARK, NAME = "UNIMEM_SOAK", "UNIMEM_SOAK_NAME"
 _COUNT_SECONDS = 1
+# What is large takes no pages of the hugetlb pool: tests that run beside a soak reserve some there.
+PAGES: Any = ("4k", "thp")
 
 
 def children_of(folder: Path) -> list[int]:
@@ -104,7 +106,8 @@ def caches(folder: Path, rng: random.Random) -> Iterator[str]:
     kinds: list[dict[str, Any]] = [{"grow": True}, {"window": 64}, {"dtype": "q8_0"}, {}]
     while True:
         path = folder / f"files/snapshot-{rng.randrange(4)}"
-        with um.KVCache(4, 4, 64, 2048, **rng.choice(kinds)) as kv:
+        pages = rng.choice(PAGES)
+        with um.KVCache(4, 4, 64, 2048, pages=pages, **rng.choice(kinds)) as kv:
             for _ in range(rng.randrange(1, 5)):
                 _append(kv, rng.randrange(1, 60))
                 kv.trim_to(rng.randrange(1, kv.seq_len + 1))
@@ -114,8 +117,8 @@ def caches(folder: Path, rng: random.Random) -> Iterator[str]:
             yield "save"
             with kv.copy() as other:
                 _append(other, 5)
-        mode: Any = rng.choice(("map", "copy"))
-        with um.KVCache.restore(path, mode=mode, verify=True) as restored:
+        how: dict[str, Any] = rng.choice(({"mode": "map"}, {"mode": "copy", "pages": pages}))
+        with um.KVCache.restore(path, verify=True, **how) as restored:
             _append(restored, 3)
         yield "restore"
         with um.PagedKVCache(2, 2, 32, n_blocks=64, block_tokens=8, prefix_cache=True) as paged:
@@ -168,13 +171,13 @@ def stage(folder: Path, rng: random.Random) -> Iterator[str]:
     try:
         while True:
             if rng.random() < 0.05:
-                run(str(model))
+                run("--pages", "4k", str(model))
                 run("--drop", str(model))
                 yield "stage by the command"
                 continue
             backing: Any = rng.choice(("auto", "memfd", "shm"))
             with (
-                um.stage(model, backing=backing) as staged,
+                um.stage(model, backing=backing, pages="4k") as staged,
                 um.open_weights(staged.path) as weights,
             ):
                 assert len(weights.tensors) > 0
