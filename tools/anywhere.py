@@ -3,6 +3,11 @@
 The states are put together into as few runs as can have them at once. Each run is of a fresh clone
 of what is committed, with an environment of its own; it takes as long as ``make install`` and
 ``make test`` do. Its row goes into the table of docs/testing.md, in the place of the last one.
+
+    python tools/anywhere.py [--times N] [--at-once N] [RUN ...]
+
+With --times, each is run so often in a row; with --at-once, in so many clones beside each other,
+which keep the CPUs busy in place of what the run has for that.
 """
 
 from __future__ import annotations
@@ -17,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -107,9 +114,16 @@ def what_is_missing(run: Run) -> str:
     return ""
 
 
-def try_run(run: Run, folder: Path) -> tuple[bool, str]:
-    """Clone, install and test; return whether it was green, and what pytest and the clock say."""
+def install(run: Run, folder: Path) -> Callable[[str], int]:
+    """Clone and install; return what runs shell code there, as its user, into a log.
+
+    Raises
+    ------
+    CalledProcessError
+        It cannot be installed: the log says why.
+    """
     clone, home = folder / "unimem", folder / "home"
+    folder.mkdir(mode=0o755)
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
     home.mkdir()
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
@@ -119,27 +133,58 @@ def try_run(run: Run, folder: Path) -> tuple[bool, str]:
         subprocess.run(["chown", "-R", str(run.user), folder], check=True)
         user = ["setpriv", f"--reuid={run.user}", f"--regid={run.user}", "--clear-groups"]
         environment |= {"HOME": str(home)}
-    log = folder / "log"
-    with log.open("w") as output:
 
-        def shell(script: str) -> int:
+    def shell(script: str) -> int:
+        with (folder / "log").open("a") as output:
             command = [*user, "bash", "-o", "pipefail", "-c", script]
             done = subprocess.run(
                 command, cwd=clone, env=environment, stdout=output, stderr=output, check=False
             )
-            return done.returncode
+        return done.returncode
 
-        if shell(f"make install PYTHON={shlex.quote(str(shutil.which(run.python)))}") != 0:
-            return False, f"not installed: {log}"
-        if run.user:
-            home.chmod(0o500)
-        begin = time.monotonic()
-        with busy(run.n_busy), swap(run.swap_mb, folder):
-            status = shell(f"{run.before} make test {run.behind}")
-        seconds = time.monotonic() - begin
-    found = re.findall(r"^=*\s*(\d+ (?:failed|passed).*?) in .*$", log.read_text(), re.MULTILINE)
-    time_text = f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
-    return status == 0, f"{found[-1] if found else 'no summary'}, {time_text}"
+    command = f"make install PYTHON={shlex.quote(str(shutil.which(run.python)))}"
+    if status := shell(command):
+        raise subprocess.CalledProcessError(status, command)
+    if run.user:
+        home.chmod(0o500)
+    return shell
+
+
+def try_run(run: Run, folder: Path, times: int, at_once: int) -> tuple[bool, str]:
+    """Install and test; return whether all was green, and what pytest and the clock say."""
+    clones = [folder / str(i) for i in range(at_once)]
+    try:
+        shells = [install(run, clone) for clone in clones]
+    except subprocess.CalledProcessError:
+        return False, f"not installed: {folder}"
+
+    def test(shell: Callable[[str], int]) -> list[tuple[int, float]]:
+        return [_timed(shell, f"{run.before} make test {run.behind}") for _ in range(times)]
+
+    with (
+        busy(run.n_busy if at_once == 1 else 0),
+        swap(run.swap_mb, folder),
+        ThreadPoolExecutor(at_once) as threads,
+    ):
+        done = [each for results in threads.map(test, shells) for each in results]
+    summary = r"^=*\s*(\d+ (?:failed|passed).*?) in .*$"
+    said: Counter[str] = Counter()
+    for clone in clones:
+        said.update(re.findall(summary, (clone / "log").read_text(), re.MULTILINE))
+    if times * at_once == 1:
+        text = next(iter(said), "no summary")
+    else:
+        beside = f", {at_once} beside each other" if at_once > 1 else ""
+        runs = "; ".join(f"{n} times {line}" for line, n in said.items())
+        text = f"{times * at_once} runs{beside}: {runs or 'no summary'}"
+    took = [round(seconds) for _, seconds in done]
+    clock = " to ".join(f"{s // 60} min {s % 60} s" for s in sorted({min(took), max(took)}))
+    return all(status == 0 for status, _ in done), f"{text}, {clock}"
+
+
+def _timed(shell: Callable[[str], int], script: str) -> tuple[int, float]:
+    begin = time.monotonic()
+    return shell(script), time.monotonic() - begin
 
 
 @contextlib.contextmanager
@@ -202,7 +247,10 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Run the fast tier in many states.")
     parser.add_argument("runs", nargs="*", help="by name; all if none is given")
-    names = parser.parse_args().runs or [run.name for run in RUNS]
+    parser.add_argument("--times", type=int, default=1, help="each so often in a row")
+    parser.add_argument("--at-once", type=int, default=1, help="each in so many clones at once")
+    arguments = parser.parse_args()
+    names = arguments.runs or [run.name for run in RUNS]
     if unknown := set(names) - {run.name for run in RUNS}:
         parser.error(f"no run {', '.join(unknown)}: there are {', '.join(r.name for r in RUNS)}")
     rows, green = {}, True
@@ -217,9 +265,9 @@ def main() -> int:
         folder = Path(tempfile.mkdtemp(prefix=f"unimem-{run.name}-", dir="/var/tmp"))
         folder.chmod(0o755)
         tested = commit()
-        passed, text = try_run(run, folder)
+        passed, text = try_run(run, folder, arguments.times, arguments.at_once)
         color = "green" if passed else "red"
-        print(f"  {text}: {color}{'' if passed else f', see {folder}/log'}", flush=True)
+        print(f"  {text}: {color}{'' if passed else f', see {folder}/*/log'}", flush=True)
         rows[states] = f"| {states} | {text} | {tested} | {color} |"
         green = green and passed
         if passed:
