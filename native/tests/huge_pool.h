@@ -33,6 +33,27 @@ static inline uint64_t huge_pages_available(void) {
     return meminfo("HugePages_Free") - meminfo("HugePages_Rsvd");
 }
 
+/* Tests share the pool, and one that borrows pages has it alone: a block of UM_PAGES_AUTO takes them,
+ * whoever has reserved them. tests/support/huge_pages.py has the same locks: of two files that
+ * everybody may open. Who waits to have it alone holds the gate, so that the others wait behind it.
+ */
+#define HUGE_POOL_LOCK "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
+#define HUGE_POOL_GATE "/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages"
+extern int huge_pool_lock;
+
+/* LOCK_SH, LOCK_EX, or LOCK_UN; nothing on a kernel without the pool. */
+static inline void huge_pool_take(int kind) {
+    int gate = open(HUGE_POOL_GATE, O_RDONLY | O_CLOEXEC);
+    if (gate < 0) {
+        return;
+    }
+    flock(huge_pool_lock, LOCK_UN);
+    if (kind != LOCK_UN) {
+        CHECK(flock(gate, LOCK_EX) == 0 && flock(huge_pool_lock, kind) == 0);
+    }
+    close(gate);
+}
+
 static inline unsigned huge_pool_size(int pool) {
     char text[32] = "";
     return pread(pool, text, sizeof text - 1, 0) > 0 ? (unsigned)strtoul(text, NULL, 10) : 0;
@@ -83,6 +104,7 @@ static inline bool huge_pool_borrow(unsigned n) {
     int ends[2];
     char has_got = 0;
     if (meminfo("Hugepagesize") * 1024 == HUGE_BYTES) {
+        huge_pool_take(LOCK_EX);
         REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0);
         huge_pool_keeper = fork();
         REQUIRE(huge_pool_keeper >= 0);

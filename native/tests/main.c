@@ -3,11 +3,13 @@
 #include <sys/time.h>
 
 #include "blocks.h"
+#include "huge_pool.h"
 
 _Atomic unsigned test_n_checks, test_n_failures;
 um_error test_err;
 char *const *test_args;
 size_t page, huge_page, unit;
+int huge_pool_lock;
 
 static test_case *first_test, *running_test;
 
@@ -54,9 +56,12 @@ int main(int argc, char **argv) {
     page = um_page_bytes();
     huge_page = um_huge_page_bytes();
     unit = huge_page != 0 ? huge_page : page;
+    huge_pool_lock = open(HUGE_POOL_LOCK, O_RDONLY | O_CLOEXEC);
     for (running_test = first_test; running_test != NULL; running_test = running_test->next) {
         fault_os_reset();
+        huge_pool_take(LOCK_SH);
         running_test->run();
+        huge_pool_take(LOCK_UN);
     }
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         um_ledger_row row = ledger_row((um_category)i);
