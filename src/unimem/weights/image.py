@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import stat
 import traceback
@@ -342,7 +341,8 @@ def write_image(
     """
     head = pack_image(found, identity, model, block, base, 1, lambda *_: check())
     # What is written past the page cache has to lie in whole pages, as the data does.
-    pages = np.frombuffer(mmap.mmap(-1, len(head)), np.uint8)
+    room = np.empty(len(head) + ALIGN, np.uint8)
+    pages = room[-room.ctypes.data % ALIGN :][: len(head)]
     pages[:] = np.frombuffer(head, np.uint8)
     new.write(pages, 0)
     end = found.nbytes // ALIGN * ALIGN
