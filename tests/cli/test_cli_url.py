@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from unimem.system import transfers
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.held import Held, drop, holders
 
-URL, PATH = "s3://bucket/tiny.gguf", "/bucket/tiny.gguf"
+# Of its own: what another run on this machine has staged of the same URL would be taken for ours.
+BUCKET = f"bucket-{os.getpid()}"
+URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 HEADER = "0-262143"
 # Of processes that have threads, which Python warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -69,8 +72,9 @@ def test_one_copy_for_all_calls(store: ObjectServer) -> None:
     assert again == path
     assert "was staged already" in second.err
     assert n_ranges(store) == 0
-    (held,) = json.loads(show("stage", "--list", "--json").out)
-    assert (held["source"], held["path"], held["current"]) == (URL, path, True)
+    listed = json.loads(show("stage", "--list", "--json").out)
+    (held,) = [each for each in listed if each["source"] == URL]
+    assert (held["path"], held["current"]) == (path, True)
     assert "arrived" not in held
     assert show("stage", "--drop", URL).code == 0
     assert kept() == []
@@ -173,7 +177,7 @@ def test_run_refuses_what_it_cannot_before_data_is_read(store: ObjectServer) -> 
     screen = show("run", URL, "-p", "x")
     assert screen.code == 1
     assert "architecture 'camel' is not supported" in screen.err
-    assert show("run", "s3://bucket/none.gguf", "-p", "x").code == 1
+    assert show("run", f"s3://{BUCKET}/none.gguf", "-p", "x").code == 1
     assert n_ranges(store) == 0
 
 

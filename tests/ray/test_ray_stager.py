@@ -32,6 +32,9 @@ from unimem.weights.staging.unfinished import find_unfinished
 CTX = 64
 LABELS = {"a": {"zone": "x"}, "b": {"zone": "x"}, "c": {"zone": "y"}}
 MISSING = "/nowhere/tiny.gguf"
+# Of its own: what another run on this machine has staged of the same URL would be taken for ours.
+BUCKET = f"bucket-{os.getpid()}"
+URL = f"s3://{BUCKET}/tiny.gguf"
 NEEDED = um.plan(TINY, ctx=CTX, load="copy", machine={"memory": "1T"}).required_bytes
 ENGINE = um.plan(TINY, ctx=CTX, load="copy", sessions=2, machine={"memory": "1T"}).required_bytes
 ENGINE -= NEEDED
@@ -178,7 +181,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     monkeypatch.setattr(transfers, "MOST_WAIT_S", 0.001)
     monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
     with serving_objects(monkeypatch) as server:
-        server.add("/bucket/tiny.gguf", TINY.read_bytes())
+        server.add(f"/{BUCKET}/tiny.gguf", TINY.read_bytes())
         yield server
 
 
@@ -187,7 +190,7 @@ def test_a_model_is_read_once_and_goes_on_from_neighbours(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for arguments in ((MISSING, "s3://bucket/tiny.gguf"), ("s3://bucket/tiny.gguf",)):
+    for arguments in ((MISSING, URL), (URL,)):
         s3.asked.clear()
         with stager(*arguments) as made:
             assert origins(made) == ["store", "neighbour", "neighbour"]
@@ -202,8 +205,8 @@ def test_a_model_of_several_files_on_a_server(
     cluster: Cluster, s3: ObjectServer, split: list[Path]
 ) -> None:
     for part in split:
-        s3.add(f"/bucket/{part.name}", part.read_bytes())
-    with stager(f"s3://bucket/{split[0].name}") as made:
+        s3.add(f"/{BUCKET}/{part.name}", part.read_bytes())
+    with stager(f"s3://{BUCKET}/{split[0].name}") as made:
         assert origins(made) == ["store", "neighbour", "neighbour"]
         path = Path(path_on(cluster, made, "c"))
         assert [path.with_name(part.name).read_bytes() for part in split] == [
@@ -217,17 +220,16 @@ def test_a_node_goes_on_where_an_earlier_stager_ended(
 ) -> None:
     good = iter(range(6))
     s3.choose_fault = lambda *_: "" if next(good, None) is not None else "503"
-    url = "s3://bucket/tiny.gguf"
     with pytest.raises(OSError, match="503"):
-        ur.Stager(url, ctx=CTX, resume=resume)
-    left = find_unfinished(url)
+        ur.Stager(URL, ctx=CTX, resume=resume)
+    left = find_unfinished(URL)
     assert len(left) == resume
     s3.choose_fault = lambda *_: ""
     s3.asked.clear()
-    with stager(url, resume=resume):
+    with stager(URL, resume=resume):
         data = [wanted for _, _, wanted in s3.asked if wanted != "0-262143"]
         assert len(data) == 11 - sum(len(held.arrived) for held in left)
-    assert find_unfinished(url) == []
+    assert find_unfinished(URL) == []
 
 
 def broken(change: Callable[[Any], Any]) -> Callable[..., Any]:

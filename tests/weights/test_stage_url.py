@@ -31,7 +31,9 @@ from unimem.weights.staging.unfinished import find_unfinished
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
-URL, PATH = "s3://bucket/tiny.gguf", "/bucket/tiny.gguf"
+# Of its own: what another run on this machine has staged of the same URL would be taken for ours.
+BUCKET = f"bucket-{os.getpid()}"
+URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 PIECE = 100_000
 N_PIECES = -(-TINY.stat().st_size // PIECE)
 HEADER = "0-262143"
@@ -104,9 +106,9 @@ def test_it_goes_from_the_server_to_shared_memory(store: ObjectServer, backing: 
 
 def test_models_of_several_files(store: ObjectServer, split: list[Path], indexed: Path) -> None:
     for path in (*split, *indexed.parent.glob("model*")):
-        store.add(f"/bucket/{path.name}", path.read_bytes())
-    for path, url in ((split[0], f"s3://bucket/{split[1].name}"),
-                      (indexed, f"s3://bucket/{indexed.name}")):  # fmt: skip
+        store.add(f"/{BUCKET}/{path.name}", path.read_bytes())
+    for path, url in ((split[0], f"s3://{BUCKET}/{split[1].name}"),
+                      (indexed, f"s3://{BUCKET}/{indexed.name}")):  # fmt: skip
         with (
             um.stage(url) as staged,
             um.open_weights(staged.path) as there,
@@ -144,7 +146,7 @@ def test_what_is_refused(store: ObjectServer) -> None:
     with pytest.raises(ValueError, match="resume: expected False or True"):
         um.stage(URL, resume="no")  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match="no such file"):
-        um.stage("s3://bucket/none.gguf", resume=True)
+        um.stage(f"s3://{BUCKET}/none.gguf", resume=True)
     assert begins(store) == []
 
 
@@ -187,9 +189,9 @@ def test_a_file_behind_the_one_that_was_broken_off(
     store: ObjectServer, split: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in split:
-        store.add(f"/bucket/{path.name}", path.read_bytes())
-    url = f"s3://bucket/{split[0].name}"
-    last = f"/bucket/{split[-1].name}"
+        store.add(f"/{BUCKET}/{path.name}", path.read_bytes())
+    url = f"s3://{BUCKET}/{split[0].name}"
+    last = f"/{BUCKET}/{split[-1].name}"
     size = split[-1].stat().st_size
     data_of_last = [0]
 
