@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+from listener import listening
 
 
 @dataclass
@@ -103,14 +105,6 @@ class _Handler(BaseHTTPRequestHandler):
 def serving() -> Iterator[ModelServer]:
     """Serve on a port of this machine, in a thread, until the end."""
     state = ModelServer()
-    handler = type("Handler", (_Handler,), {"state": state})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        state.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield state
-        finally:
-            state.end.set()
-            server.shutdown()
-            thread.join()
+    with listening(type("Handler", (_Handler,), {"state": state}), state.end) as port:
+        state.url = f"http://127.0.0.1:{port}"
+        yield state

@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+
+from listener import listening
 
 _DELETED = b"<DeleteResult><Deleted><Key>k</Key></Deleted></DeleteResult>"
 FAULTS = ("reset", "short", "slow", "wrong bytes", "503", "closed")
@@ -199,20 +201,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(204)
 
 
-class _Listener(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 64
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of connections that were cut on purpose."""
-
-
 @contextmanager
 def serving_objects(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> Iterator[ObjectServer]:
     """Serve on a port of this machine, which is the S3 of this process until the end."""
     state = ObjectServer()
-    with _Listener(("127.0.0.1", port), type("Handler", (Handler,), {"state": state})) as listener:
-        state.port = listener.server_port
+    with listening(type("Handler", (Handler,), {"state": state}), state.end, port) as state.port:
         for name, value in {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{state.port}", "AWS_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/dev/null",
@@ -220,11 +213,4 @@ def serving_objects(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> Iterator[
             "AWS_SECRET_ACCESS_KEY": "s3cret", "NO_PROXY": "127.0.0.1",
         }.items():  # fmt: skip
             monkeypatch.setenv(name, value)
-        thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield state
-        finally:
-            state.end.set()
-            listener.shutdown()
-            thread.join()
+        yield state
