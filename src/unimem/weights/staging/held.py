@@ -377,17 +377,20 @@ def _started(
 
     from unimem.weights.staging.child import Child
 
+    text = json.dumps(note).encode()
     ours, its = socket.socketpair()
     with ours:
         memory = Memfd()
         try:
-            _write_note(memory, note)
+            # It writes the note. One that this process had, if only for a moment, would show this
+            # one as what keeps the model, and whoever drops that would end it.
+            os.close(memory.create(_NOTE))
             passed = [memory.fd, its.fileno(), *fds, *([kept] if kept >= 0 else [])]
             # It leaves the work to a child, whose end the socket tells.
             Child(
                 [
-                    *(sys.executable, "-I", "-S", _HOLDER, str(its.fileno()), str(lock)),
-                    *(str(kept if is_folder else -1), *map(str, fds)),
+                    *(sys.executable, "-I", "-S", _HOLDER, str(its.fileno()), str(memory.fd)),
+                    *(str(lock), str(kept if is_folder else -1), *map(str, fds)),
                 ],
                 pass_fds=passed,
                 cwd="/",
@@ -399,14 +402,18 @@ def _started(
             its.close()
             memory.leave()
             fds.close()
-        code, _, said = ours.recv(256).decode().partition(" ")
+        code, said = "", ""
+        with suppress(ConnectionError):  # it may have said why before it ended
+            ours.sendall(len(text).to_bytes(8, "little") + text)
+        with suppress(ConnectionError):
+            code, _, said = ours.recv(256).decode().partition(" ")
         if code != "0":
             raise PlacementError(
                 int(code or 0), f"keeping {note['source']}: {said or 'its process has ended'}"
             )
         with Descriptors() as its_folder:
             began = identity(its_folder.add(os.open, f"/proc/{said}", _FOLDER))[1]
-        yield _held(int(said), began, json.loads(json.dumps(note)))
+        yield _held(int(said), began, json.loads(text))
         ours.sendall(b"keep")
 
 

@@ -1,16 +1,18 @@
 """A small process that keeps a staged model: it has the descriptors and maps the files, and sleeps.
 
-Run by `held.py` as ``python -I -S FILE READY LOCK FOLDER FD...``. It maps what the FDs are of,
-so that the kernel counts it as this process's, and locks it unless LOCK is False. It says on READY,
-a socket, that it is ready, or why not. Where it is then told to keep it, it lives until SIGTERM. At
-the end it removes FOLDER, where that is a descriptor and not -1.
-It also has the descriptor of a note that says what it keeps, for those who look for it. Little is
-imported, so that little memory is kept.
+Run by `held.py` as ``python -I -S FILE READY NOTE LOCK FOLDER FD...``. It maps what the FDs are of,
+so that the kernel counts it as this process's, and locks it unless LOCK is False. From READY, a
+socket, it reads what it keeps, and writes that into NOTE, a memfd, for those who look for it: they
+take the process that has a note for the keeper. It says on READY that it is ready, or why not.
+Where it is then told to keep the model, it lives until SIGTERM. At the end it removes FOLDER, where
+that is a descriptor and not -1. Little is imported, so that little memory is kept.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import os
 import signal
 import sys
@@ -23,10 +25,11 @@ _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 _MAP_NORESERVE, _MAP_POPULATE = 0x4000, 0x8000
 _MLOCK_ONFAULT = 1
+_F_ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _HUGE_PAGE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 
 
-def main(ready: int, lock: str, folder: int, fds: list[int]) -> None:
+def main(ready: int, note: int, lock: str, folder: int, fds: list[int]) -> None:
     """Keep the descriptors that this process was given, until SIGTERM."""
     # Its parent need not wait for its end, and no terminal ends it.
     if os.fork():
@@ -34,17 +37,18 @@ def main(ready: int, lock: str, folder: int, fds: list[int]) -> None:
     os.setsid()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     try:
-        _keep(ready, lock, fds)
+        _keep(ready, note, lock, fds)
     finally:
         if folder >= 0:
             _remove(folder)
 
 
-def _keep(ready: int, lock: str, fds: list[int]) -> None:
+def _keep(ready: int, note: int, lock: str, fds: list[int]) -> None:
     try:
         for fd in fds:
             _map(fd, lock)
             os.close(fd)
+        _show(ready, note)
     except OSError as error:
         os.write(ready, f"{error.errno} {error.strerror}".encode())
         return
@@ -54,6 +58,17 @@ def _keep(ready: int, lock: str, fds: list[int]) -> None:
     if os.read(ready, 16) == b"keep":
         os.close(ready)
         signal.sigwait({signal.SIGTERM})
+
+
+def _show(ready: int, note: int) -> None:
+    """Write the note, whose length comes first, and seal it against everything."""
+    left = int.from_bytes(os.read(ready, 8), "little")
+    while left > 0:
+        piece = os.read(ready, left)
+        if not piece:
+            raise OSError(errno.EPIPE, "the command that started it has ended")
+        left -= os.write(note, piece)
+    fcntl.fcntl(note, _F_ADD_SEALS, _ALL_SEALS)
 
 
 def _remove(folder: int) -> None:
@@ -101,4 +116,6 @@ def _huge_page_bytes() -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), [int(fd) for fd in sys.argv[4:]])
+    ready, note, lock, *folder_and_fds = sys.argv[1:]
+    folder, *fds = map(int, folder_and_fds)
+    main(int(ready), int(note), lock, folder, fds)
