@@ -51,7 +51,7 @@ def prepare_c(names: Iterable[str], n: int) -> dict[int, c_faults.Fault]:
     """Build the library and its tests with all faults in them; return the faults by number."""
     tree = FOLDER / "tree"
     shutil.rmtree(tree, ignore_errors=True)
-    for name in ("native", "CMakeLists.txt"):
+    for name in ("native", "cmake", "CMakeLists.txt"):
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, tree / name)
     faults: dict[int, c_faults.Fault] = {}
