@@ -306,7 +306,10 @@ LISTED = {name: config for name, (_, config) in CONFIGS.items()} | SLIDING
 @pytest.mark.parametrize("name", LISTED)
 def test_transformers_keeps_the_same(name: str) -> None:
     """As its configuration lists the layers, of which `DynamicCache` makes its own."""
-    transformers = pytest.importorskip("transformers", reason="pip install '.[transformers]'")
+    # Without it, `transformers` is the folder of that name beside this one.
+    pytest.importorskip("transformers.cache_utils", reason="pip install '.[transformers]'")
+    import transformers
+
     given = dict(LISTED[name])
     made = transformers.AutoConfig.for_model(given.pop("model_type"), **given)
     text = made.get_text_config(decoder=True)
