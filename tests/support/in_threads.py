@@ -22,7 +22,8 @@ SHARED = {
 # something by the number of the process.
 OF_THE_PROCESS = {
     *("catch_warnings", "counters", "counts", "device_ledger", "getpid", "ledger", "mappings"),
-    *("measure", "mock", "os_faults", "patch", "report", "setrlimit", "signal", "tracemalloc"),
+    *("measure", "mock", "os_faults", "patch", "report", "setrlimit", "setswitchinterval"),
+    *("signal", "tracemalloc"),
 }
 # Tests that name shared memory or a pool for the whole process, or fork, or count its calls, or
 # look at all of its regions, or parse Python, where CPython 3.11 counts the depth of all threads.
