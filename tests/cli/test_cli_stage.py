@@ -52,9 +52,7 @@ from staging import (
 from unimem.errors import CapacityError
 from unimem.system import limits, policy
 from unimem.system.process import read_process
-from unimem.weights.staging import child as stage_child
 from unimem.weights.staging import held as stage_held
-from unimem.weights.staging.child import Child
 from unimem.weights.staging.held import SCHEMA, Held, drop, holders
 from unimem.weights.staging.repacked import RepackedByLlamaCpp
 from warm_python import start
@@ -404,24 +402,6 @@ def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> 
         assert not os.path.exists(path), "what was left in /dev/shm, --list has removed"
     again = stage(model, "--backing", backing)
     assert read_elsewhere(again) == model.read_bytes()
-
-
-def test_who_hands_it_over_is_not_what_keeps_it(
-    model: Path, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    """Whoever dropped the model meanwhile would end this process."""
-    seen: list[Held] = []
-
-    def start_and_look(*given: Any, **options: Any) -> Child:
-        seen.extend(kept(tmp_path))
-        child = Child(*given, **options)
-        seen.extend(kept(tmp_path))
-        return child
-
-    monkeypatch.setattr(stage_child, "Child", start_and_look)
-    stage(model)
-    assert seen == []
-    assert only(tmp_path).pid != os.getpid()
 
 
 @pytest.mark.parametrize(("script", "said"), [

@@ -19,18 +19,18 @@ SHARED = {
     *("leaves_no_thread", "pool_of_huge_pages", "reference", "request", "tmp_path"),
 }
 # What tests call that counts, sums up, or replaces something for all threads, or that names
-# something by the number of the process.
+# something by the number of the process, as NAME does.
 OF_THE_PROCESS = {
     *("catch_warnings", "counters", "counts", "device_ledger", "getpid", "ledger", "mappings"),
     *("measure", "mock", "os_faults", "patch", "report", "setrlimit", "setswitchinterval"),
-    *("signal", "tracemalloc"),
+    *("NAME", "signal", "tracemalloc"),
 }
 # Tests that name shared memory or a pool for the whole process, or fork, or count its calls, or
 # look at all of its regions, or parse Python, where CPython 3.11 counts the depth of all threads.
 ALONE = {
     *("test_growing_moves_nothing", "test_a_pool_that_is_used_up", "test_the_path_of_memory"),
     *("test_a_pool_that_shrinks_leaves_what_was_given",),
-    *("test_a_name_is_there_while_the_block_is_open", "test_children_of_multiprocessing_attach"),
+    *("test_children_of_multiprocessing_attach",),
     *("test_taking_makes_no_system_call_and_no_allocation",),
     *("test_a_forked_child_has_its_own_copy_but_of_a_ring",),
     *("test_a_region_that_is_about_to_go_is_left_out",),

@@ -26,6 +26,7 @@ from staging import (
 )
 from unimem.system import transfers
 from unimem.weights.remote import RemoteFiles
+from unimem.weights.staging import child
 from unimem.weights.staging.held import Held, drop, holders
 from unimem.weights.staging.unfinished import find_unfinished
 
@@ -34,6 +35,7 @@ pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remot
 # Of its own: what another run on this machine has staged of the same URL would be taken for ours.
 BUCKET = f"bucket-{os.getpid()}"
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
+CHILD = child.Child
 PIECE = 100_000
 N_PIECES = -(-TINY.stat().st_size // PIECE)
 HEADER = "0-262143"
@@ -231,6 +233,25 @@ def test_an_interrupt_is_gone_on_from(store: ObjectServer) -> None:
     begins(store)
     with um.stage(URL, resume=True):
         assert len(begins(store)) == N_PIECES - len(held.arrived)
+
+
+def test_who_hands_it_over_is_not_what_keeps_it(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever dropped it meanwhile would end this program."""
+    seen: list[Held] = []
+
+    def start_and_look(*given: Any, **options: Any) -> child.Child:
+        seen.extend(find_unfinished(URL))
+        started = CHILD(*given, **options)
+        seen.extend(find_unfinished(URL))
+        return started
+
+    monkeypatch.setattr(child, "Child", start_and_look)
+    held = broken_off(store, resume=True)
+    assert held is not None
+    assert held.pid != os.getpid()
+    assert seen == []
 
 
 def test_another_version_begins_anew(store: ObjectServer) -> None:
