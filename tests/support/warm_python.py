@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +48,9 @@ if asked["strict"]:
 sys.argv = ["-c", *asked["arguments"]]
 exec(compile(asked["script"], "<string>", "exec"), {"__name__": "__main__"})
 """
+
+
+_turn = threading.Lock()  # it answers one after the other
 
 
 @cache
@@ -90,7 +94,8 @@ def run_script(
     environment : dict, optional
         Its environment; by default that of this process.
     """
-    host = _host()
+    with _turn:
+        host = _host()
     assert host.stdin is not None
     assert host.stdout is not None
     with tempfile.TemporaryDirectory(prefix="unimem-script-") as said:
@@ -100,8 +105,9 @@ def run_script(
             "folder": str(Path(folder).resolve()), "out": out or str(files[0]),
             "err": err or str(files[1]), "environment": environment or dict(os.environ),
         }  # fmt: skip
-        host.stdin.write(f"{json.dumps(asked)}\n")
-        host.stdin.flush()
-        code = int(host.stdout.readline())
+        with _turn:
+            host.stdin.write(f"{json.dumps(asked)}\n")
+            host.stdin.flush()
+            code = int(host.stdout.readline())
         texts = [file.read_text("utf-8") if file.exists() else "" for file in files]
         return subprocess.CompletedProcess(script, code, *texts)
