@@ -25,7 +25,6 @@ _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 _MAP_NORESERVE, _MAP_POPULATE = 0x4000, 0x8000
 _MLOCK_ONFAULT = 1
-_F_ADD_SEALS, _ALL_SEALS = 1033, 0xF
 _HUGE_PAGE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 
 
@@ -62,13 +61,16 @@ def _keep(ready: int, note: int, lock: str, fds: list[int]) -> None:
 
 def _show(ready: int, note: int) -> None:
     """Write the note, whose length comes first, and seal it against everything."""
-    left = int.from_bytes(os.read(ready, 8), "little")
-    while left > 0:
-        piece = os.read(ready, left)
+    nbytes, text = int.from_bytes(os.read(ready, 8), "little"), b""
+    while len(text) < nbytes:
+        piece = os.read(ready, nbytes - len(text))
         if not piece:
             raise OSError(errno.EPIPE, "the command that started it has ended")
-        left -= os.write(note, piece)
-    fcntl.fcntl(note, _F_ADD_SEALS, _ALL_SEALS)
+        text += piece
+    with open(note, "wb", closefd=False) as file:  # writes all of it, or raises
+        file.write(text)
+    seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+    fcntl.fcntl(note, fcntl.F_ADD_SEALS, seals)
 
 
 def _remove(folder: int) -> None:
