@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,15 +12,13 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
 from model_server import serving
-from object_server import ObjectServer, serving_objects
+from object_server import BUCKET, ObjectServer, serving_objects
 from screens import Screen, show
 from staging import TINY, read_elsewhere
 from unimem.system import transfers
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.held import Held, drop, holders
 
-# Of its own: what another run on this machine has staged of the same URL would be taken for ours.
-BUCKET = f"bucket-{os.getpid()}"
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 HEADER = "0-262143"
 # Of processes that have threads, which Python warns of.

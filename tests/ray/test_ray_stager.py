@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from object_server import ObjectServer, serving_objects
+from object_server import BUCKET, ObjectServer, serving_objects
 from one_process_ray import NODE_ID, OneProcessRay
 from staging import TINY, split  # noqa: F401 - a fixture
 from unimem import ray as ur
@@ -32,8 +32,6 @@ from unimem.weights.staging.unfinished import find_unfinished
 CTX = 64
 LABELS = {"a": {"zone": "x"}, "b": {"zone": "x"}, "c": {"zone": "y"}}
 MISSING = "/nowhere/tiny.gguf"
-# Of its own: what another run on this machine has staged of the same URL would be taken for ours.
-BUCKET = f"bucket-{os.getpid()}"
 URL = f"s3://{BUCKET}/tiny.gguf"
 NEEDED = um.plan(TINY, ctx=CTX, load="copy", machine={"memory": "1T"}).required_bytes
 ENGINE = um.plan(TINY, ctx=CTX, load="copy", sessions=2, machine={"memory": "1T"}).required_bytes

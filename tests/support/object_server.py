@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import socket
 import struct
@@ -18,6 +19,8 @@ import pytest
 from listener import listening
 
 _DELETED = b"<DeleteResult><Deleted><Key>k</Key></Deleted></DeleteResult>"
+# Of this run alone: what another one has staged of the same URL would be taken for its own.
+BUCKET = f"bucket-{os.getpid()}"
 FAULTS = ("reset", "short", "slow", "wrong bytes", "503", "closed")
 
 

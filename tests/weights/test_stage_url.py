@@ -15,7 +15,7 @@ import pytest
 
 import unimem as um
 from model_server import serving
-from object_server import ObjectServer, serving_objects
+from object_server import BUCKET, ObjectServer, serving_objects
 from staging import (
     TINY,
     indexed,  # noqa: F401
@@ -32,8 +32,6 @@ from unimem.weights.staging.unfinished import find_unfinished
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
-# Of its own: what another run on this machine has staged of the same URL would be taken for ours.
-BUCKET = f"bucket-{os.getpid()}"
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 CHILD = child.Child
 PIECE = 100_000
