@@ -85,7 +85,6 @@ def pytest_configure(config: pytest.Config) -> None:
     known_state.begin()
     # Where pytest-xdist is not installed, as on a machine that is lent for its GPU.
     config.addinivalue_line("markers", "xdist_group(name): in one worker, one after the other")
-    config.addinivalue_line("markers", "alone: no other test runs that may take huge pages")
     config.addinivalue_line("markers", "locks: locks some MiB of memory")
     config.addinivalue_line("markers", "slow: not in the fast tier; make test-all runs it")
     tiers.everything = config.getoption("--all") or config.getoption("--explore")
@@ -139,8 +138,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def pool_of_huge_pages(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nobody else takes the huge pages that a test reserves."""
-    alone = request.node.get_closest_marker("alone") is not None
-    with sharing_the_pool(alone=alone or request.node.path.stem in POOL_MODULES):
+    with sharing_the_pool(alone=request.node.path.stem in POOL_MODULES):
         yield
 
 

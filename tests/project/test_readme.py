@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from huge_pages import leave_the_pool
 from model_server import serving
 from project import ROOT
 from unimem.engine import embedded_model
@@ -131,7 +132,6 @@ def test_commands_run(name: str, environment: dict[str, str], tmp_path: Path) ->
 
 @pytest.mark.slow  # installs two environments, as a newcomer does
 @pytest.mark.timeout(1600)
-@pytest.mark.alone  # the tests in C reserve huge pages
 def test_the_two_commands_run_in_a_fresh_clone(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("this is no checkout of git")
@@ -145,6 +145,7 @@ def test_the_two_commands_run_in_a_fresh_clone(tmp_path: Path) -> None:
     ours = ("MAKE", "PYTEST", "PYTHON", "UNIMEM", "VIRTUAL_ENV")
     new = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     new |= {"PYTEST_ADDOPTS": "--collect-only"}  # the tests are running already: here
+    leave_the_pool()  # those in C take it
     with run_group(["bash", "-eu", "-c", commands], cwd=clone, env=new) as shell:
         out, err = shell.communicate(timeout=1500)
     assert shell.returncode == 0, f"{out[-5000:]}\n{err[-5000:]}"

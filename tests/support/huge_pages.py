@@ -50,6 +50,12 @@ def _take(kind: int) -> None:
         fcntl.flock(_lock, kind)
 
 
+def leave_the_pool() -> None:
+    """Let others have it: tests that a test starts would wait for it to end."""
+    if _lock is not None:
+        fcntl.flock(_lock, fcntl.LOCK_UN)
+
+
 @contextmanager
 def sharing_the_pool(*, alone: bool) -> Iterator[None]:
     """Share the pool with other workers, or have it alone.
@@ -66,6 +72,7 @@ def sharing_the_pool(*, alone: bool) -> Iterator[None]:
         try:
             yield
         finally:
+            leave_the_pool()  # closing does not, where a child of the test has the file open too
             _lock = None
 
 
