@@ -13,7 +13,8 @@ import unimem as um
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import PAGE, huge_page_bytes
 from unimem.buffers import shapes
-from unimem.planning.needs import Budget, MachineBudget, Storage
+from unimem.buffers.dims import Experts
+from unimem.planning.needs import Budget, MachineBudget, Need, Storage, scratch_parts
 from unimem.system import limits, policy
 
 gguf = pytest.importorskip(
@@ -54,7 +55,7 @@ def test_an_extent_is_what_a_block_maps(
 
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_blocks_of_a_plan_share_one_pool() -> None:
-    sizes = [5 * MIB, 7 * MIB, 9 * MIB, MIB, 3 * MIB]
+    sizes = [5 * MIB, 5 * MIB, 9 * MIB, MIB, 3 * MIB]
     budget = Budget(MachineBudget(limits))
     planned = [Storage().block(nbytes, "scratch", budget) for nbytes in sizes]
     blocks = [um.Block(nbytes) for nbytes in sizes]
@@ -63,6 +64,28 @@ def test_blocks_of_a_plan_share_one_pool() -> None:
         assert (need.ram_bytes == 0) == (block.granted.pages == "2m")
         block.close()
     assert {need.ram_bytes == 0 for need in planned} == {True, False}
+
+
+def test_what_is_promised_of_a_pool_counts_in_its_cgroups_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = limits.Limit("hugetlb cgroup /a", 40 * MIB, 9 * MIB, "-")
+    pool = limits.HugePool(2 * MIB, 20, 20, 5, 0, {0: (20, 20)}, (group,))
+    monkeypatch.setattr(limits, "huge_pools", lambda: {"2m": pool})
+    budget = Budget(MachineBudget(limits))
+    for n_promised in (3, 6):
+        need = Storage(pages="2m").block(5 * MIB, "scratch", budget)
+        assert need.asked_bytes == {"2m": 6 * MIB}
+        left = budget.huge_pools()["2m"]
+        assert left.reserved == 5 + n_promised
+        assert left.cgroups[0].used_bytes == (9 + 2 * n_promised) * MIB
+    assert budget.copy().huge_pools() == budget.huge_pools()
+
+
+def test_a_need_is_of_nothing_but_what_it_says() -> None:
+    need = Need({"kv": 3, "logits": 4})
+    assert (need.nbytes, need.room_bytes, need.ram_bytes, need.file_bytes) == (7, 0, 0, 0)
+    assert (need.unread_bytes, need.kept_bytes, need.lock_bytes, need.taken_bytes) == (0, 0, 0, 0)
 
 
 # ---- architectures ------------------------------------------------------------------------------
@@ -138,6 +161,65 @@ def test_the_cache_of_an_architecture_that_the_engine_does_not_run(
     # One that is alike in all layers is what a cache takes.
     if not keys:
         assert plan.history_bytes == um.KVCache.storage_bytes(4, 2, 32, 1000, batch=3)
+
+
+def test_states_take_whole_lanes_of_each_stream(tmp_path: Path) -> None:
+    ssm = {"ssm.conv_kernel": 4, "ssm.inner_size": 5, "ssm.state_size": 3, "ssm.time_step_rank": 4}
+    keys = {"block_count": 4, "embedding_length": 64, "context_length": 512} | ssm
+    plan = um.plan(write(tmp_path / "m.gguf", "mamba", keys), pages="4k", batch=300)
+    # Three columns of the convolution and three values of a state for each of five channels, in
+    # four bytes: 120 of 128 bytes.
+    assert rows(plan)["kv"] == in_pages(300 * 4 * 128)
+
+
+# Worked out by hand, by the rules that `scratch_parts` states.
+SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
+    "a batch is the most work": (
+        (um.ModelDims(100, 300, 8, 2, 16, 500, 3, 2048), 1000, 1, [1000], None),
+        {
+            **{"headers": 368 * 62 + 2 * (136 * 436 + 4096), "inputs": 1024 + 259216 + 4384},
+            **{"values": 4 * 128 * 1200 + 4096, "work": 256 * 300 + 128, "logits": 2000},
+        },
+    ),
+    "tiles of attention are": (
+        (um.ModelDims(128, 60, 4, 4, 32, 500, 1, 2048), 1, 5, [1, 7], None),
+        {
+            **{"headers": 368 * 26 + 2 * (56 * 436 + 4096), "inputs": 8 + 204 + 228 + 388},
+            **{"values": 4 * 768 + 4096, "work": 20 * (8192 + 8192) + 384, "logits": 2000},
+        },
+    ),
+    "partial results are": (
+        (um.ModelDims(64, 60, 2048, 2, 4, 500, 1, 2048), 1, 2, [1], None),
+        {
+            **{"headers": 368 * 26 + 2 * (56 * 436 + 4096), "inputs": 8 + 204 + 388},
+            **{"values": 4 * (192 + 3 * 8192) + 4096, "work": 8 * (12288 + 12) + 192},
+            "logits": 2000,
+        },
+    ),
+    "a mixture of small experts": (
+        (um.ModelDims(64, 48, 4, 4, 16, 500, 2, 2048), 200, 1, [200], Experts(60, 4, 48)),
+        {
+            **{"headers": 368 * 44 + 2 * (142 * 436 + 4096), "inputs": 1024 + 52816 + 1184},
+            **{"values": 512 * (192 + 560 + 188) + 4096, "logits": 2000},
+            "work": 256 * 64 + 8 * (60 * 513 + 4) + 64 * 61 + 128,
+        },
+    ),
+    "one of wide experts": (
+        (um.ModelDims(64, 512, 4, 4, 16, 500, 2, 2048), 200, 1, [200], Experts(6, 2, 512)),
+        {
+            **{"headers": 368 * 44 + 2 * (134 * 436 + 4096), "inputs": 1024 + 52816 + 1184},
+            **{"values": 512 * (192 + 1664 + 22) + 4096, "logits": 2000},
+            "work": 256 * 512 + 8 * (6 * 257 + 4) + 64 * 7 + 128,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCRATCH)
+def test_each_term_of_the_scratch_that_is_planned(name: str) -> None:
+    """That they bound what is taken is shown by tests/engine/test_engine_graph.py."""
+    given, parts = SCRATCH[name]
+    assert scratch_parts(*given) == parts
 
 
 NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
