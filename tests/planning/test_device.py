@@ -1,12 +1,19 @@
 """A GPU's arithmetic: whole pages, and where each file's data goes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import unimem as um
 from models.make import TINY, write_model
-from unimem.planning.device import ALIGN, bytes_needed, list_transfers, round_to_pages
+from unimem.planning.device import (
+    ALIGN,
+    RESERVE_BYTES,
+    bytes_needed,
+    list_transfers,
+    round_to_pages,
+)
 from unimem.system import gpu
 
 MIB = 1 << 20
@@ -39,3 +46,28 @@ def test_without_a_gpu_a_plan_for_one_says_what_is_missing(monkeypatch: pytest.M
     monkeypatch.setattr(gpu, "_drivers", {})
     with pytest.raises(ImportError, match="needs an NVIDIA GPU"):
         um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512), device="cuda:0")
+
+
+def test_what_sessions_take_of_a_gpu_and_how_long_they_can_be(host_gpu: Any) -> None:
+    dims = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 8192)
+    token = 2 * 5 * 4 * 8 * 2  # K and V, in two bytes
+    options: dict[str, Any] = {"sessions": 3, "device": "cuda:0"}
+
+    def figures(**more: Any) -> tuple[um.Plan, dict[str, int], int]:
+        plan = um.plan(dims, **options, **more)
+        (needed,) = (one.needed_bytes for one in plan.checks if one.name == "cuda:0")
+        return plan, {row.category: row.nbytes for row in plan.rows if row.device}, needed
+
+    host_gpu.total_bytes = 8 << 30
+    plan, rows, needed = figures(ctx=4096)
+    assert (rows["kv"], plan.history_bytes) == (3 * 4 * MIB, 4096 * token)
+    assert rows["scratch"] == 3 * round_to_pages(plan.scratch_bytes)
+    assert needed == sum(rows.values())
+    # Without a context, the usual one, beside a reserve for others.
+    chosen, rows, needed = figures()
+    assert (chosen.ctx, chosen.max_ctx, rows["kv"]) == (4096, 8192, 3 * 4 * MIB)
+    assert needed == sum(rows.values()) + RESERVE_BYTES
+    # Room for one page of history of each session.
+    for more, reserve in (({}, RESERVE_BYTES), ({"ctx": 9}, 0)):
+        host_gpu.total_bytes += reserve + sum(rows.values()) - 6 * MIB - host_gpu.free_bytes()
+        assert figures(**more)[0].max_ctx == 2 * MIB // token

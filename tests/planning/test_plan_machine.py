@@ -75,6 +75,8 @@ def test_mirrored_weights_need_room_on_each_node() -> None:
     needed = {check.name: check.needed_bytes for check in both.checks}
     assert (needed["node 0"], needed["node 1"]) == (copy_bytes, copy_bytes)
     assert needed["memory of the machine"] == both.total_bytes
+    with pytest.raises(ValueError, match="run a decoder on each node"):
+        um.plan(embedded_model(), numa="mirror", load="repack", **options)
     only = um.plan(embedded_model(), numa="mirror:1", **options)
     assert only.rows == one.rows
     assert [check.name for check in only.checks][1:] == ["node 1"]
@@ -206,3 +208,20 @@ def test_the_own_cgroup_is_what_a_plan_asks_without() -> None:
         pytest.skip("no memory controller is mounted")
     names = [limit.name for limit in CgroupHost(own.folder).memory_limits()]
     assert names == [limit.name for limit in limits.memory_limits()]
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("sessions", [1, 2, 3])
+def test_sessions_take_of_a_pool_what_those_before_have_left(sessions: int) -> None:
+    options: dict[str, Any] = {"ctx": 5000, "load": "copy", "sessions": sessions}
+
+    def in_pool(n_pages: int) -> int:
+        machine = {"memory": "16G", "pools": {"2m": n_pages}}
+        plan = um.plan(DIMS, machine=machine, **options)
+        (memory,) = (one for one in plan.checks if one.name == "memory of the machine")
+        return (plan.total_bytes - memory.needed_bytes) // (2 * MIB)
+
+    n_pages = in_pool(1000) // sessions
+    assert n_pages * 2 * MIB > um.KVCache.storage_bytes(22, 4, 64, 5000)
+    for n in range(sessions + 1):
+        assert in_pool(n * n_pages) == n * n_pages
