@@ -16,6 +16,7 @@ import pytest
 
 import gguf_files as g
 import unimem as um
+from html_pages import HtmlPage
 from project import ROOT
 from screens import CONTROL, HOSTILE, run_anew, show, show_on_terminal
 from unimem.accounting.report import Row
@@ -168,6 +169,33 @@ def test_a_command_that_helps_is_a_line_of_its_own(planned: Planned) -> None:
     lines = show("plan", "m.gguf", columns=80).lines
     number = lines.index("1. 1.0 GiB more in cgroup /a:")
     assert lines[number + 1 : number + 3] == ["   " + command, ""]
+
+
+def test_a_long_name_is_cut_where_it_leaves_room(planned: Planned) -> None:
+    check = Check("cgroup /" + "x" * 200, 2 * GIB, GIB, GIB, "more")
+    planned(replace(TOO_LARGE, checks=(check,)))
+    screen = show("plan", "m.gguf", columns=80)
+    assert len(screen.lines[0]) == 80
+    assert re.fullmatch(
+        r"Does not fit: 2\.0 of 1\.0 GiB \(cgroup /x+\.\.\.x+\)\. .*", screen.lines[0]
+    )
+    assert re.search(r"^cgroup /x+\.\.\.x+  2\.0 GiB +1\.0 GiB    no  █{9,}$", screen.plain, re.M)
+
+
+def test_in_a_notebook() -> None:
+    empty = Check("node 1", 0, 0, 0, "-")
+    page = HtmlPage(replace(TOO_LARGE, checks=(*TOO_LARGE.checks, empty))._repr_html_())
+    memory = page.table("memory")
+    assert memory.rows == [[row.category, row.nbytes, ""] for row in PLAN.rows]
+    in_ram = ["must stay in RAM", 640 * MIB, ""]
+    assert memory.foot == [["total", PLAN.total_bytes, ""], in_ram]
+    styles = [value or "" for name, value in page.attributes if name == "style"]
+    bars = [style.split(";")[0] for style in styles if style.startswith("width:")]
+    shares = [row.nbytes / PLAN.total_bytes for row in PLAN.rows] + [640 / 22 / 1024, 1, 1, 1]
+    assert bars[len(PLAN.rows) :] == [f"width:{share:.1%}" for share in shares]
+    assert "A KV cache of q8_0 (saves 240.0 MiB): --kv-dtype q8_0 --ctx 512" in page.text
+    all_of_it = replace(PLAN, required_bytes=PLAN.total_bytes)
+    assert HtmlPage(all_of_it._repr_html_()).table("memory").foot == memory.foot[:1]
 
 
 def test_a_page_without_figures(planned: Planned) -> None:

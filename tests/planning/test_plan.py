@@ -17,6 +17,7 @@ from unimem.accounting.rows import Row
 from unimem.errors import CategoryError
 from unimem.planning.needs import PREFILL_BATCH, token_bytes
 from unimem.system.limits import Limit
+from unimem.system.text import format_bytes
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB = 1 << 30
@@ -194,6 +195,12 @@ def test_the_context_is_what_fits(available: Any) -> None:
         too_long.require_fits()
     assert caught.value.asked == too_long.total_bytes
     assert caught.value.limit == too_long.total_bytes - 1
+    too_long.require_fits(taken_bytes=1)  # which is there already
+    longer = um.plan(DIMS, ctx=20_000, **options)
+    room = f"{format_bytes(caught.value.limit + GIB // 4)} are available"
+    with pytest.raises(um.CapacityError, match=room) as caught:
+        longer.require_fits(taken_bytes=GIB // 4)
+    assert caught.value.limit == too_long.total_bytes - 1 + GIB // 4
     available(1000)
     nothing = um.plan(DIMS, **options)
     assert (nothing.fits, nothing.max_ctx, nothing.ctx) == (False, 0, 1)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -67,6 +68,7 @@ def test_without_proc(tree: Write, tmp_path: Path) -> None:
     (tmp_path / "proc/meminfo").unlink()
     (machine,) = limits.memory_limits()
     assert 0 < machine.room_bytes <= machine.limit_bytes
+    assert machine.limit_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory(tree: Write, cgroup: str, most: object, used: int, **more: object) -> None:
@@ -233,6 +235,8 @@ def test_memlock(tree: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limit is not None
     assert (limit.limit_bytes, limit.room_bytes) == (1 << 20, (1 << 20) - (64 << 10))
     assert all(way in limit.remedy for way in ("ulimit -l", "LimitMEMLOCK=", "--ulimit memlock"))
+    tree("proc/self/status", "VmLck:\t 64 kB\nCapEff:\t0000000000003fff")  # all below it
+    assert limits.memlock() is not None
     tree("proc/self/status", "VmLck:\t 64 kB\nCapEff:\t0000000000004000")
     assert limits.memlock() is None
     # The capability of a container with its own user ids is not the kernel's.
@@ -256,8 +260,9 @@ def test_huge_pools(tree: Write) -> None:
     pools = limits.huge_pools()
     assert list(pools) == ["64k", "2m", "1g"]
     assert (pools["2m"].nodes, pools["2m"].available_bytes) == ({0: (10, 0)}, 7 * (2 << 20))
-    limit = pools["2m"].limit(8 * (2 << 20))
-    assert limit.remedy == "echo 11 > /proc/sys/vm/nr_hugepages"
+    assert pools["64k"].available_bytes == 0
+    limit = pools["2m"].limit(9 * (2 << 20))
+    assert limit.remedy == "echo 12 > /proc/sys/vm/nr_hugepages"
     assert limit.room_bytes == pools["2m"].available_bytes
     assert pools["1g"].limit(3 << 30).remedy.startswith("echo 3 > /sys/kernel/mm/hugepages/")
 
@@ -321,6 +326,13 @@ def test_a_kernel_without_numa_has_one_node(tree: Write) -> None:
     assert limits.nodes() == {0: limits.Node(0, 20 << 10, 5 << 10, 10 << 10, (0, 1), (10,), True)}
 
 
+def test_the_cpu_of_a_thread_whatever_its_name(tree: Write) -> None:
+    assert limits.current_cpu() is None
+    # As proc(5) counts the fields: the 39th is the CPU.
+    tree("proc/thread-self/stat", "1 (a b) c) R " + " ".join(str(n) for n in range(4, 53)))
+    assert limits.current_cpu() == 39
+
+
 def test_this_machine() -> None:
     assert 0 < limits.available_bytes() <= limits.memory_limits()[0].limit_bytes
     assert 1 <= limits.thread_count() <= len(os.sched_getaffinity(0))
@@ -338,6 +350,19 @@ def test_files_that_are_cached_need_no_room_again(tree: Write) -> None:
     # What the machine could drop may be the file itself: all of it has to fit.
     with pytest.raises(CapacityError, match=r"memory of the machine has room for 10\.0 KiB"):
         limits.require_cached(11 << 10, 11 << 10, "a model")
+
+
+def test_what_another_cgroup_pays_for_needs_no_room(tree: Write) -> None:
+    tree("self", "0::/a")
+    memory(tree, "/a", 9 << 10, 4 << 10, stat="inactive_file 1024")
+
+    def needed(nbytes: int, cached: Callable[[], int]) -> tuple[int, int]:
+        _, found = limits.room_for_files(limits.memory_limits(), nbytes, cached)
+        return found[1:]
+
+    assert needed(7 << 10, lambda: 3 << 10) == (5 << 10, 6 << 10)
+    unasked = needed(6 << 10, lambda: pytest.fail("asked, where that decides nothing"))
+    assert unasked == (6 << 10, 6 << 10)
 
 
 def test_files_take_nothing_of_the_commit_limit(tree: Write) -> None:
@@ -562,3 +587,10 @@ def test_shm_that_is_too_small_is_named() -> None:
     limits.require_shm(1, "block 'kv'")
     with pytest.raises(CapacityError, match=r"block 'kv' of .*/dev/shm has room for .*remount"):
         limits.require_shm(2**60, "block 'kv'")
+
+
+def test_how_large_shm_has_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(f_frsize=4096, f_blocks=3, f_bavail=1)
+    monkeypatch.setattr(os, "statvfs", lambda _: found)
+    with pytest.raises(CapacityError, match=f"size={5 * 4096} /dev/shm"):
+        limits.require_shm(3 * 4096, "block 'kv'")
