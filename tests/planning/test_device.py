@@ -1,5 +1,6 @@
 """A GPU's arithmetic: whole pages, and where each file's data goes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 import unimem as um
 from models.make import TINY, write_model
+from unimem.buffers.sets import DecodeBuffers
 from unimem.planning.device import (
     ALIGN,
     RESERVE_BYTES,
@@ -63,6 +65,8 @@ def test_what_sessions_take_of_a_gpu_and_how_long_they_can_be(host_gpu: Any) -> 
     assert (rows["kv"], plan.history_bytes) == (3 * 4 * MIB, 4096 * token)
     assert rows["scratch"] == 3 * round_to_pages(plan.scratch_bytes)
     assert needed == sum(rows.values())
+    batched = figures(ctx=4096, batch=8)[0].scratch_bytes
+    assert batched == DecodeBuffers.bytes_needed(replace(dims, max_batch_size=8))
     # Without a context, the usual one, beside a reserve for others.
     chosen, rows, needed = figures()
     assert (chosen.ctx, chosen.max_ctx, rows["kv"]) == (4096, 8192, 3 * 4 * MIB)

@@ -211,17 +211,15 @@ def test_the_own_cgroup_is_what_a_plan_asks_without() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("sessions", [1, 2, 3])
-def test_sessions_take_of_a_pool_what_those_before_have_left(sessions: int) -> None:
-    options: dict[str, Any] = {"ctx": 5000, "load": "copy", "sessions": sessions}
-
-    def in_pool(n_pages: int) -> int:
+def test_sessions_take_of_a_pool_what_those_before_have_left() -> None:
+    def in_pool(sessions: int, n_pages: int) -> int:
         machine = {"memory": "16G", "pools": {"2m": n_pages}}
-        plan = um.plan(DIMS, machine=machine, **options)
+        plan = um.plan(DIMS, machine=machine, ctx=5000, load="copy", sessions=sessions)
         (memory,) = (one for one in plan.checks if one.name == "memory of the machine")
         return (plan.total_bytes - memory.needed_bytes) // (2 * MIB)
 
-    n_pages = in_pool(1000) // sessions
-    assert n_pages * 2 * MIB > um.KVCache.storage_bytes(22, 4, 64, 5000)
-    for n in range(sessions + 1):
-        assert in_pool(n * n_pages) == n * n_pages
+    of_one = in_pool(1, 1000)
+    assert of_one * 2 * MIB > um.KVCache.storage_bytes(22, 4, 64, 5000)
+    for sessions in (1, 2, 3):
+        found = [in_pool(sessions, n * of_one) for n in range(5)]
+        assert found == [min(n, sessions) * of_one for n in range(5)]

@@ -46,3 +46,15 @@ def test_what_is_asked_for_may_lie_above_the_most() -> None:
     for asked, found in ((50, 20), (15, 20), (70, 20), (30, 30)):
         assert find_largest(20, lambda n: n <= 40, asked=asked) == found
     assert find_largest(20, lambda n: n <= 10, asked=30) == 10
+
+
+@pytest.mark.parametrize(("most", "limit", "asked"), [(1000, 999, 0), (999, 998, 0), (20, 10, 20)])
+def test_nothing_is_asked_twice(most: int, limit: int, asked: int) -> None:
+    seen: list[int] = []
+
+    def fits(n: int) -> bool:
+        seen.append(n)
+        return n <= limit
+
+    assert find_largest(most, fits, asked=asked) == limit
+    assert len(set(seen)) == len(seen)
