@@ -1,7 +1,8 @@
 """Puts faults into the core and counts which the tests notice: `make mutants`.
 
 Each fault is tried against the fast tier; what that lets live, against both. A fault that lives on
-and is not in ``alive.toml``, with the reason, fails the run, and so do too many of them.
+and is not in ``alive.toml``, with the reason, fails the run, and so do too many of them. The files
+that were tried take the place of their last results in ``result.json`` and in docs/testing.md.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import c_faults
 import python_faults
@@ -28,16 +29,20 @@ from table import C_FILES, PYTHON_FILES
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 ALIVE = Path(__file__).parent / "alive.toml"
+RESULT = Path(__file__).parent / "result.json"
+PAGE = ROOT / "docs" / "testing.md"
+BEGIN, END = "<!-- made by make mutants -->", "<!-- end of the mutants -->"
 # The least shares of faults that are noticed: by the fast tier, and by both.
 FAST, BOTH = 0.90, 0.95
 # A run that takes this much longer than one without a fault loops or waits: it has noticed it.
-TIMES_LONGER, C_SECONDS, GREEN_SECONDS = 5.0, 60.0, 2400.0
-TIERS = ("fast", "all", "alive")
+TIMES_LONGER, SECONDS_LONGER, C_SECONDS, GREEN_SECONDS = 3.0, 20.0, 60.0, 2400.0
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider")
+EVERY = [*C_FILES, *PYTHON_FILES]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which tier noticed a fault: one of `TIERS`."""
+    """Which tier noticed a fault: ``"fast"``, ``"all"``, or none, where it is ``"alive"``."""
 
     file: str
     key: str
@@ -103,19 +108,13 @@ def try_c(number: int, fault: c_faults.Fault, seconds: float) -> list[Verdict]:
     def python_fails(*options: str) -> bool:
         # The package finds the library with the fault before its own.
         library = environment | {"LD_LIBRARY_PATH": str(FOLDER / "c")}
-        return fails([*pytest(fault.file), *options], seconds, library)
+        return fails([*PYTEST, *tests_of(fault.file), *options], seconds, library)
 
     if c_fails(own) or python_fails() or c_fails(path for path in programs if path not in own):
         tier = "fast"
     else:
         tier = "all" if python_fails("--all") else "alive"
     return [Verdict(fault.file, fault.key, tier)]
-
-
-def pytest(name: str) -> list[str]:
-    """Return the command that runs the tests of one file."""
-    options = ["-q", "-x", "-n0", "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", *options, *tests_of(name)]
 
 
 def tests_of(name: str) -> list[str]:
@@ -127,10 +126,12 @@ def tests_of(name: str) -> list[str]:
         if not paths:
             raise SystemExit(f"{pattern}, which {name} names in table.py, matches no test")
         found += paths
-    return sorted(found)
+    # First those that are called like the file: most faults end there.
+    stem = Path(name).stem
+    return sorted(found, key=lambda path: (not Path(path).name.startswith(f"test_{stem}"), path))
 
 
-def fails(command: list[str | Path], seconds: float, environment: dict[str, str]) -> bool:
+def fails(command: Sequence[str | Path], seconds: float, environment: dict[str, str]) -> bool:
     """Say whether a command fails, or takes so long that it has to be ended."""
     process = subprocess.Popen(
         command,
@@ -174,22 +175,28 @@ def try_python(name: str, n: int, folders: Queue[Path], seconds: float) -> list[
 # ---- both ----
 
 
-def check_green(names: Iterable[str]) -> dict[str, float]:
+def check_green(names: Iterable[str], n_workers: int) -> dict[str, float]:
     """Return how long the tests of each file may take; end if one fails without any fault."""
     environment = os.environ | {"UM_FAULT": "0", "LD_LIBRARY_PATH": str(FOLDER / "c")}
-    limits = {}
-    for name in names:
+
+    def limit_of(tests: frozenset[str]) -> float:
+        command = [*PYTEST, *sorted(tests), "--all"]
         begin = time.monotonic()
-        if fails([*pytest(name), "--all"], GREEN_SECONDS, environment):
-            raise SystemExit(f"without any fault, a test of {name} fails: {' '.join(pytest(name))}")
-        limits[name] = TIMES_LONGER * (time.monotonic() - begin)
+        if fails(command, GREEN_SECONDS, environment):
+            raise SystemExit(f"without any fault, a test fails: {' '.join(command)}")
+        return TIMES_LONGER * (time.monotonic() - begin) + SECONDS_LONGER
+
+    tests = {name: frozenset(tests_of(name)) for name in names}
+    different = set(tests.values())  # the modules of one room have the same
+    with ThreadPoolExecutor(n_workers) as pool:
+        limits = dict(zip(different, pool.map(limit_of, different), strict=True))
     maps = "import unimem; print(open('/proc/self/maps').read())"
     seen = subprocess.run(
         [sys.executable, "-c", maps], env=environment, capture_output=True, text=True, check=True
     )
     if str(FOLDER / "c" / "libunimem.so") not in seen.stdout:
         raise SystemExit("the package does not take the library that has the faults")
-    return limits
+    return {name: limits[its] for name, its in tests.items()}
 
 
 def try_all(
@@ -198,7 +205,7 @@ def try_all(
     """Put in the faults and run the tests; `report` hears of what the fast tier lets live."""
     faults = prepare_c([name for name in names if name in C_FILES], n)
     report(f"{len(faults)} faults in C")
-    limits = check_green(names)
+    limits = check_green(names, n_workers)
     report("all tests pass without a fault")
     folders: Queue[Path] = Queue()
     for i in range(n_workers):
@@ -219,42 +226,73 @@ def try_all(
     return verdicts
 
 
-def table_of(verdicts: list[Verdict]) -> str:
+def commit() -> str:
+    """Return the commit that is tried, with its day."""
+    command = ["git", "log", "-1", "--format=%h of %cs"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def result_of(verdicts: list[Verdict], tried: str) -> dict[str, dict[str, Any]]:
+    """Return, by file, how many faults there were, and which the fast tier lets live."""
+    return {
+        name: {"commit": tried, "n_faults": len(own)}
+        | {tier: sorted(v.key for v in own if v.tier == tier) for tier in ("all", "alive")}
+        for name in sorted({verdict.file for verdict in verdicts})
+        if (own := [v for v in verdicts if v.file == name])
+    }
+
+
+def shares(rows: Iterable[dict[str, Any]]) -> tuple[int, float, float, int]:
+    """Return the number of faults, which share of them either tier notices, and how many live."""
+    n = n_all = n_alive = 0
+    for row in rows:
+        n += row["n_faults"]
+        n_all += len(row["all"])
+        n_alive += len(row["alive"])
+    return n, 1 - (n_all + n_alive) / n, 1 - n_alive / n, n_alive
+
+
+def table_of(result: dict[str, dict[str, Any]]) -> str:
     """Draw what became of the faults, by file."""
-    lines = [f"{'file':24}{'faults':>8}{'fast tier':>11}{'both':>8}{'alive':>8}"]
-    for name in [*sorted({verdict.file for verdict in verdicts}), "all"]:
-        tiers = Counter(v.tier for v in verdicts if name in (v.file, "all"))
-        n = tiers.total()
-        fast, both = tiers["fast"] / n, 1 - tiers["alive"] / n
-        lines.append(f"{name:24}{n:8}{fast:11.1%}{both:8.1%}{tiers['alive']:8}")
+    lines = ["| file | faults | fast tier | both | alive | commit |", "|---|---|---|---|---|---|"]
+    for name in [*(name for name in EVERY if name in result), "all"]:
+        rows = [row for file, row in result.items() if name in (file, "all")]
+        n, fast, both, n_alive = shares(rows)
+        tried = "" if name == "all" else rows[0]["commit"]
+        lines.append(f"| {name} | {n} | {fast:.1%} | {both:.1%} | {n_alive} | {tried} |")
     return "\n".join(lines)
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Count the faults that the tests notice.")
-    every = [*C_FILES, *PYTHON_FILES]
-    parser.add_argument("files", nargs="*", help=f"of {', '.join(every)}; all if none is given")
+    parser.add_argument("files", nargs="*", help=f"of {', '.join(EVERY)}; all if none is given")
     parser.add_argument("--faults", type=int, default=40, help="at most so many in each file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
-    names = arguments.files or every
-    if unknown := set(names) - set(every):
+    names = arguments.files or EVERY
+    if unknown := set(names) - set(EVERY):
         parser.error(f"no faults are put into {', '.join(unknown)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
+    tried = commit()
     verdicts = try_all(
         names, arguments.faults, arguments.workers, lambda line: print(line, flush=True)
     )
-    print(table_of(verdicts))
-    result = {tier: sorted(v.key for v in verdicts if v.tier == tier) for tier in TIERS}
-    (FOLDER / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    result = (json.loads(RESULT.read_text()) if RESULT.exists() else {}) | result_of(
+        verdicts, tried
+    )
+    RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
+    table = table_of(result)
+    head, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    print(table)
     reasons = tomllib.loads(ALIVE.read_text())["alive"]
-    unlisted = [key for key in result["alive"] if key not in reasons]
+    unlisted = [key for name in names for key in result[name]["alive"] if key not in reasons]
     for key in unlisted:
         print(f"alive, and not in {ALIVE.name}: {key}")
-    n = len(verdicts)
-    too_many = len(result["fast"]) < FAST * n or len(result["alive"]) > (1 - BOTH) * n
-    return 1 if unlisted or too_many else 0
+    _, fast, both, _ = shares(result[name] for name in names)
+    return 1 if unlisted or fast < FAST or both < BOTH else 0
 
 
 if __name__ == "__main__":

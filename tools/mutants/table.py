@@ -17,9 +17,15 @@ C_FILES = {
 # Modules of src/unimem, and the tests of their rooms.
 PYTHON_FILES = {
     "system/limits.py": ("tests/system/test_limits*.py", "tests/planning/test_plan_limits.py"),
-    "planning/needs.py": ("tests/planning",),
-    "planning/search.py": ("tests/planning",),
-    "planning/plan.py": ("tests/planning",),
-    "planning/result.py": ("tests/planning",),
-    "kv/snapshot_format.py": ("tests/kv/test_snapshot*.py",),
+    "planning/needs.py": (
+        *("tests/planning/test_needs.py", "tests/planning/test_families.py"),
+        *("tests/planning/test_plan.py", "tests/engine/test_engine_graph.py"),
+    ),
+    "planning/search.py": ("tests/planning/test_search.py",),
+    "planning/plan.py": (
+        *("tests/planning/test_plan*.py", "tests/planning/test_device.py"),
+        "tests/planning/test_needs.py",
+    ),
+    "planning/result.py": ("tests/planning/test_plan*.py", "tests/cli/test_cli_plan.py"),
+    "kv/snapshot_format.py": ("tests/kv/test_snapshot*.py", "tests/project/test_upgrades.py"),
 }
