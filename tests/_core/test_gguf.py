@@ -374,6 +374,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("raw", LARGE.values(), ids=LARGE)
+@pytest.mark.usefixtures("no_collection")
 def test_memory_is_a_small_multiple_of_the_file(tmp_path: Path, raw: bytes) -> None:
     gc.collect()  # what other tests left lying
     before, mapped = counters(), ledger()["other"]["mapped_bytes"]

@@ -471,6 +471,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("raw", LARGE.values(), ids=LARGE)
+@pytest.mark.usefixtures("no_collection")
 def test_memory_is_a_small_multiple_of_the_header(raw: bytes) -> None:
     before, mapped = counters(), ledger()["other"]["mapped_bytes"]
     with contextlib.suppress(SafetensorsError):

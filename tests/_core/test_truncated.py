@@ -126,6 +126,7 @@ def test_what_touches_lost_rows_changes_nothing(name: str, file: Path, tmp_path:
             assert rows(kv) == rows(other)
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_what_touches_no_lost_row_goes_on(file: Path) -> None:
     with um.KVCache.restore(file) as kv:
         keep_one_lane(file)
@@ -153,6 +154,7 @@ def test_what_touches_no_lost_row_goes_on(file: Path) -> None:
             assert counters()["os_calls"] == before
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_an_append_beyond_the_pages_of_the_file_needs_none_of_them(file: Path) -> None:
     with um.KVCache.restore(file) as kv:
         append(kv, ROWS_A_PAGE - N % ROWS_A_PAGE)

@@ -78,6 +78,7 @@ def test_memory_comes_with_the_tokens_and_nothing_moves(dtype: str) -> None:
         assert addresses() == there
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_steps_are_counted_and_nothing_else_makes_a_system_call(kv: um.KVCache) -> None:
     token = np.zeros((2, 4, 64), "float16")
     for n in range(300):
@@ -148,6 +149,7 @@ def test_memory_goes_with_the_tokens(kv: um.KVCache, forget: str, n: int) -> Non
     talk.check()
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_going_back_and_forth_takes_no_step(kv: um.KVCache) -> None:
     talk = Talk(kv)
     talk.append(8 * 50 + 1)

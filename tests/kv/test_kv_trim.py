@@ -42,6 +42,7 @@ def plain(request: pytest.FixtureRequest) -> Iterator[um.KVCache]:
 # ---- trim_to ----
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_trimming_moves_nothing(kv: um.KVCache) -> None:
     talk = Talk(kv)
     talk.append(40)

@@ -63,6 +63,7 @@ def test_bad_options_are_refused(options: dict[str, Any]) -> None:
         um.PagedKVCache(**(good | options))
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_appending_makes_no_system_call_and_no_allocation() -> None:
     with um.PagedKVCache(2, 3, 4, n_blocks=40, warm=True) as pg, pg.sequence(range(200)) as s:
         k, v = rows(1)

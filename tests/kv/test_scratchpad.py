@@ -351,6 +351,7 @@ def test_nobody_closes_a_pad_while_rows_are_copied(make: type[Any], copy: str) -
 
 @both
 @pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
+@pytest.mark.usefixtures("no_collection")
 def test_large_appends_make_no_system_call_and_no_allocation(make: type[Any], given: str) -> None:
     with make(100, 512, warm=True) as pad:
         row, batch = rows(1, 512, given)[0], rows(40, 512, given)  # the batch without the GIL

@@ -249,6 +249,7 @@ def test_frozen_means_no_new_memory(device: Device, layout: Any) -> None:
     layout.scratch.take_bytes(2000)
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_frozen_caches_go_on_in_the_memory_that_they_have(host_layout: um.Layout) -> None:
     kv = um.KVCache(1, 2, 8, 16, tape=host_layout.history, dtype="f32")
     host_layout.attach(kv)
@@ -266,6 +267,7 @@ def test_frozen_caches_go_on_in_the_memory_that_they_have(host_layout: um.Layout
     assert counters() == system
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_frozen_caches_do_not_grow(host_layout: um.Layout) -> None:
     token = np.ones((1, 2, 8), "float32")
     options: dict[str, Any] = {"dtype": "f32", "grow": True, "pages": "4k"}
@@ -544,6 +546,7 @@ def test_a_layout_that_is_dropped_open_warns_and_gives_the_memory_back(device: D
     assert device.held() == before
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_steady_state(host_layout: um.Layout) -> None:
     """What a decode step does: nothing is allocated, called, or moved."""
     kv = um.KVCache(2, 2, 8, 64, tape=host_layout.history)

@@ -24,6 +24,7 @@ def test_where_none_is_good_the_least_is_returned_and_never_asked_for() -> None:
     assert find_largest(3, is_good, least=3) == 3
     assert find_largest(2, is_good, least=3) == 3
     assert 3 not in asked
+    assert find_largest(9, lambda _: False) == 0
 
 
 def test_it_asks_once_where_the_most_is_good_and_seldom_else() -> None:

@@ -262,6 +262,7 @@ def test_allocations_are_counted(counting: Counting) -> None:
         assert max(counted.sizes) <= 8
 
 
+@pytest.mark.usefixtures("no_collection")
 def test_nothing_is_allocated_after_start_up(llama: Any, counting: Counting) -> None:
     prompt = prompt_of()
     llama.generate(prompt, 2)

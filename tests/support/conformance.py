@@ -633,6 +633,7 @@ class GuestContract(Contract):
 class FixedContract(Contract):
     """What a cache promises that `Kind.is_fixed`."""
 
+    @pytest.mark.usefixtures("no_collection")
     def test_the_steady_state_allocates_nothing_and_calls_nobody(
         self, kind: Kind, cache: Any
     ) -> None:

@@ -159,6 +159,7 @@ class StateContract(Contract):
 class FixedStateContract(Contract):
     """What a cache promises that keeps states, and `Kind.is_fixed`."""
 
+    @pytest.mark.usefixtures("no_collection")
     def test_the_steady_state_costs_nothing(self, kind: Kind, cache: Any) -> None:
         tokens = tokens_of(kind, 8)
         before = kind.counters()
