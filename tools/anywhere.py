@@ -28,6 +28,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recorded import commit, put
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- made by make test-anywhere -->", "<!-- end -->"
@@ -228,19 +230,10 @@ def recorded() -> dict[str, str]:
 
 def write_page(rows: dict[str, str]) -> None:
     """Put rows in the place of those of the same states, in the order of the runs."""
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, tail = rest.partition(END)
     found = recorded() | rows
     ordered = [found[states] for run in RUNS if (states := ", ".join(run.states)) in found]
     table = "\n".join([HEAD, RULE, *ordered])
-    PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{tail}")
-
-
-def commit() -> str:
-    """Return the commit that is tested, with its day."""
-    command = ["git", "log", "-1", "--format=%h of %cs"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    put(PAGE, BEGIN, f"\n{table}\n", END)
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 import unimem as um
+from recorded import put
 from unimem.kv import snapshot
 from unimem.weights.image_cache import ImageCache
 from unimem.weights.staging.places import sweep
@@ -343,8 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(cases, time.monotonic() - begin)
     print(text, end="")
     if given.page:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+        put(PAGE, BEGIN, text, END)
     return 0
 
 

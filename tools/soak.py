@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from recorded import put
 from soak_work import KINDS, MARK, NAME, children_of
 
 ROOT = Path(__file__).parent.parent
@@ -358,9 +359,8 @@ def main() -> int:
         given.record.write_text(json.dumps({"schema": SCHEMA, **run._asdict()}) + "\n")
     if given.page:
         draw(run, PAGE.parent / "soak/soak.svg")
-        before, _, rest = PAGE.read_text().partition(BEGIN)
         text = "\n".join(made)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+        put(PAGE, BEGIN, f"\n\n{text}\n\n", END)
     return 1 if run.failures or any(each.drifts for each in found) else 0
 
 

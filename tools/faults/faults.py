@@ -17,6 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from recorded import put
+
 ROOT = Path(__file__).parents[2]
 SHIM = ROOT / "tests" / "support" / "shim" / "fail_call.c"
 SWEEP = Path(__file__).parent / "sweep.py"
@@ -109,8 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = table(rows)
     print(text, end="")
     if given.page:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(before + BEGIN + text + END + rest.partition(END)[2])
+        put(PAGE, BEGIN, text, END)
     losses = [f"{row['operation']}: {loss}" for row in rows for loss in row.get("losses", ())]
     print(*losses, sep="\n", file=sys.stderr)
     return 1 if losses else 0

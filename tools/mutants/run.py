@@ -22,9 +22,12 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 import c_faults
 import python_faults
 from table import C_FILES, PYTHON_FILES
+
+from recorded import commit, put
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
@@ -175,28 +178,26 @@ def try_python(name: str, n: int, folders: Queue[Path], seconds: float) -> list[
 # ---- both ----
 
 
-def check_green(names: Iterable[str], n_workers: int) -> dict[str, float]:
+def check_green(names: list[str], n_workers: int) -> dict[str, float]:
     """Return how long the tests of each file may take; end if one fails without any fault."""
     environment = os.environ | {"UM_FAULT": "0", "LD_LIBRARY_PATH": str(FOLDER / "c")}
 
-    def limit_of(tests: frozenset[str]) -> float:
-        command = [*PYTEST, *sorted(tests), "--all"]
+    def limit_of(name: str) -> float:
+        command = [*PYTEST, *tests_of(name), "--all"]
         begin = time.monotonic()
         if fails(command, GREEN_SECONDS, environment):
-            raise SystemExit(f"without any fault, a test fails: {' '.join(command)}")
+            raise SystemExit(f"without any fault, a test of {name} fails: {' '.join(command)}")
         return TIMES_LONGER * (time.monotonic() - begin) + SECONDS_LONGER
 
-    tests = {name: frozenset(tests_of(name)) for name in names}
-    different = set(tests.values())  # the modules of one room have the same
     with ThreadPoolExecutor(n_workers) as pool:
-        limits = dict(zip(different, pool.map(limit_of, different), strict=True))
+        limits = dict(zip(names, pool.map(limit_of, names), strict=True))
     maps = "import unimem; print(open('/proc/self/maps').read())"
     seen = subprocess.run(
         [sys.executable, "-c", maps], env=environment, capture_output=True, text=True, check=True
     )
     if str(FOLDER / "c" / "libunimem.so") not in seen.stdout:
         raise SystemExit("the package does not take the library that has the faults")
-    return {name: limits[its] for name, its in tests.items()}
+    return limits
 
 
 def try_all(
@@ -226,21 +227,25 @@ def try_all(
     return verdicts
 
 
-def commit() -> str:
-    """Return the commit that is tried, with its day."""
-    command = ["git", "log", "-1", "--format=%h of %cs"]
+def state() -> str:
+    """Return the commit that is tried, with its day; end where its files are not those of git."""
+    command = ["git", "status", "--porcelain", "--", "native", "src", "tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    if done.stdout:
+        raise SystemExit(f"what is tried has to be committed, and to stay so:\n{done.stdout}")
+    return commit()
 
 
 def result_of(verdicts: list[Verdict], tried: str) -> dict[str, dict[str, Any]]:
     """Return, by file, how many faults there were, and which the fast tier lets live."""
-    return {
-        name: {"commit": tried, "n_faults": len(own)}
-        | {tier: sorted(v.key for v in own if v.tier == tier) for tier in ("all", "alive")}
-        for name in sorted({verdict.file for verdict in verdicts})
-        if (own := [v for v in verdicts if v.file == name])
-    }
+    result: dict[str, dict[str, Any]] = {}
+    for verdict in sorted(verdicts, key=lambda verdict: verdict.key):
+        empty = {"commit": tried, "n_faults": 0, "all": [], "alive": []}
+        row = result.setdefault(verdict.file, empty)
+        row["n_faults"] += 1
+        if verdict.tier != "fast":
+            row[verdict.tier].append(verdict.key)
+    return result
 
 
 def shares(rows: Iterable[dict[str, Any]]) -> tuple[int, float, float, int]:
@@ -275,17 +280,16 @@ def main() -> int:
     if unknown := set(names) - set(EVERY):
         parser.error(f"no faults are put into {', '.join(unknown)}")
     FOLDER.mkdir(parents=True, exist_ok=True)
-    tried = commit()
+    tried = state()
     verdicts = try_all(
         names, arguments.faults, arguments.workers, lambda line: print(line, flush=True)
     )
-    result = (json.loads(RESULT.read_text()) if RESULT.exists() else {}) | result_of(
-        verdicts, tried
-    )
+    if state() != tried:
+        raise SystemExit(f"{tried} was tried, and another commit is checked out now: run it again")
+    result = json.loads(RESULT.read_text()) | result_of(verdicts, tried)
     RESULT.write_text(json.dumps(result, indent=1, sort_keys=True) + "\n")
     table = table_of(result)
-    head, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n{table}\n{END}{rest.partition(END)[2]}")
+    put(PAGE, BEGIN, f"\n{table}\n", END)
     print(table)
     reasons = tomllib.loads(ALIVE.read_text())["alive"]
     unlisted = [key for name in names for key in result[name]["alive"] if key not in reasons]

@@ -1,0 +1,22 @@
+"""What tools write into documents: a part between two marks, and the commit that it is of."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+__all__ = ["commit", "put"]
+
+
+def commit() -> str:
+    """Return the commit that is checked out, with its day."""
+    command = ["git", "log", "-1", "--format=%h of %cs"]
+    root = Path(__file__).parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def put(page: Path, begin: str, text: str, end: str) -> None:
+    """Put a text between two marks of a document, in the place of what stands there."""
+    head, _, rest = page.read_text().partition(begin)
+    page.write_text(f"{head}{begin}{text}{end}{rest.partition(end)[2]}")
