@@ -236,6 +236,30 @@ def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
 
 
 @pytest.mark.usefixtures("available")
+def test_a_remedy_makes_room_for_files_where_the_rest_has_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit_of(room: int) -> Limit:
+        return Limit("cgroup /a", 2 * GIB, 2 * GIB - room, "more", path="memory.max")
+
+    with um.open_weights(model, load="map") as weights:
+
+        def remedy(room: int) -> tuple[um.Plan, int, str]:
+            monkeypatch.setattr("unimem.system.limits.memory_limits", lambda: (limit_of(room),))
+            plan = um.plan(weights, ctx=64, pages="4k")
+            (check,) = plan.checks
+            there = check.available_bytes - room  # the headers of the open file
+            return plan, check.needed_bytes - there, check.remedy
+
+        plan, rest, _ = remedy(GIB)
+        files = plan.total_bytes - plan.required_bytes
+        assert 0 < rest < plan.required_bytes
+        assert files > 2 * mmap.PAGESIZE
+        assert remedy(rest)[2] == limit_of(rest).remedy_for(rest + files)
+        assert remedy(rest - 1)[2] == limit_of(rest - 1).remedy_for(rest)
+
+
+@pytest.mark.usefixtures("available")
 def test_a_short_model_bounds_the_context() -> None:
     assert um.plan(replace(DIMS, max_seq_len=300)).ctx == 300
     # More than the model was made for may be asked for, and is said.
