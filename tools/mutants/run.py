@@ -295,7 +295,7 @@ def main() -> int:
     unlisted = [key for name in names for key in result[name]["alive"] if key not in reasons]
     for key in unlisted:
         print(f"alive, and not in {ALIVE.name}: {key}")
-    _, fast, both, _ = shares(result[name] for name in names)
+    _, fast, both, _ = shares(result.values())
     return 1 if unlisted or fast < FAST or both < BOTH else 0
 
 
