@@ -148,7 +148,7 @@ def test_interrupted_at_each_line_no_work_is_late(
     done: list[None] = []
 
     def work(chunk: Any, buffer: Any) -> None:
-        if chunk.number == 0:
+        if chunk.number == 3:
             raise ValueError
         begun.append(None)
         time.sleep(0.002)
@@ -158,9 +158,30 @@ def test_interrupted_at_each_line_no_work_is_late(
         with suppress(ValueError):
             snapshot_chunks.for_each_chunk(saved, work)
 
-    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot.py", "system/threads.py"):
+    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot_chunks.py", "system/threads.py"):
         assert len(begun) == len(done)
     assert len(begun) == len(done) > 0
+
+
+def test_of_several_errors_that_of_the_first_chunk_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_chunks(monkeypatch)
+    path = tmp_path / "session"
+    with cache(60, 64) as kv:
+        kv.save(path)
+    later_failed = threading.Event()
+
+    def work(chunk: Any, _: Any) -> None:
+        if chunk.number == 3:
+            later_failed.set()
+            raise ValueError(chunk.number)
+        if chunk.number == 1:
+            assert later_failed.wait(60)
+            raise ValueError(chunk.number)
+
+    with pytest.raises(ValueError, match="1"):
+        snapshot_chunks.for_each_chunk(snapshot.describe(path), work)
 
 
 def test_an_interrupt_after_an_error_is_not_lost(

@@ -344,7 +344,7 @@ def test_a_failure_ends_the_other_writes(tmp_path: Path, monkeypatch: pytest.Mon
             kv.append(layer, *np.zeros((2, 8, 1, 32), np.float32))
         with pytest.raises(OSError, match="No space left on device"):
             kv.save(tmp_path / "session")
-    assert len(writes) < 400
+    assert len(writes) <= 4, "each of the four threads begins one at most"
     assert os.listdir(tmp_path) == []
 
 

@@ -100,14 +100,19 @@ def for_each_chunk(snapshot: Section, work: Callable[[Chunk, NDArray[np.uint8]],
     nbytes = min(snapshot.chunk_bytes, longest)
     buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
 
-    stopped = False
+    stopped, failed = False, len(snapshot.checksums)
 
     def one(chunk: Chunk) -> None:
+        nonlocal failed
         buffer = buffers.get()
         try:
             # Read while the buffer is held: a thread without one begins no work after the stop.
-            if not stopped:
+            # Chunks before the one that failed are done: one of them may fail too.
+            if not stopped and chunk.number < failed:
                 work(chunk, buffer)
+        except BaseException:
+            failed = chunk.number
+            raise
         finally:
             buffers.put(buffer)
 
