@@ -153,7 +153,10 @@ def install(run: Run, folder: Path) -> Callable[[str], int]:
 
 
 def try_run(run: Run, folder: Path, times: int, at_once: int) -> tuple[bool, str]:
-    """Install and test; return whether all was green, and what pytest and the clock say."""
+    """Install and test; return whether all was green, and what pytest and the clock say.
+
+    The folder goes where all runs were green and said the same.
+    """
     clones = [folder / str(i) for i in range(at_once)]
     try:
         shells = [install(run, clone) for clone in clones]
@@ -177,11 +180,14 @@ def try_run(run: Run, folder: Path, times: int, at_once: int) -> tuple[bool, str
         text = next(iter(said), "no summary")
     else:
         beside = f", {at_once} beside each other" if at_once > 1 else ""
-        runs = "; ".join(f"{n} times {line}" for line, n in said.items())
+        runs = "; ".join(f"{n} with {line}" for line, n in said.items())
         text = f"{times * at_once} runs{beside}: {runs or 'no summary'}"
     took = [round(seconds) for _, seconds in done]
     clock = " to ".join(f"{s // 60} min {s % 60} s" for s in sorted({min(took), max(took)}))
-    return all(status == 0 for status, _ in done), f"{text}, {clock}"
+    passed = all(status == 0 for status, _ in done)
+    if passed and len(said) == 1:  # else the logs say what was different
+        shutil.rmtree(folder)
+    return passed, f"{text}, {clock}"
 
 
 def _timed(shell: Callable[[str], int], script: str) -> tuple[int, float]:
@@ -260,11 +266,9 @@ def main() -> int:
         tested = commit()
         passed, text = try_run(run, folder, arguments.times, arguments.at_once)
         color = "green" if passed else "red"
-        print(f"  {text}: {color}{'' if passed else f', see {folder}/*/log'}", flush=True)
+        print(f"  {text}: {color}{f', see {folder}/*/log' if folder.exists() else ''}", flush=True)
         rows[states] = f"| {states} | {text} | {tested} | {color} |"
         green = green and passed
-        if passed:
-            shutil.rmtree(folder)
     write_page(rows)
     print(*rows.values(), sep="\n")
     return 0 if green else 1

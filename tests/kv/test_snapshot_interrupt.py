@@ -135,20 +135,23 @@ def test_no_read_is_late(
         assert rows(kv) == rows(saved)
 
 
-@pytest.mark.filterwarnings("ignore:unclosed Block:ResourceWarning")  # it goes with its last user
-def test_interrupted_at_each_line_no_work_is_late(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What describes a file of several chunks."""
     small_chunks(monkeypatch)
     path = tmp_path / "session"
     with cache(60, 64) as kv:
         kv.save(path)
-    saved = snapshot.describe(path)
+    return snapshot.describe(path)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed Block:ResourceWarning")  # it goes with its last user
+def test_interrupted_at_each_line_no_work_is_late(saved: Any) -> None:
     begun: list[None] = []
     done: list[None] = []
 
     def work(chunk: Any, buffer: Any) -> None:
-        if chunk.number == 3:
+        if chunk.number == 3:  # those before it are begun in any case
             raise ValueError
         begun.append(None)
         time.sleep(0.002)
@@ -163,13 +166,7 @@ def test_interrupted_at_each_line_no_work_is_late(
     assert len(begun) == len(done) > 0
 
 
-def test_of_several_errors_that_of_the_first_chunk_is_raised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_chunks(monkeypatch)
-    path = tmp_path / "session"
-    with cache(60, 64) as kv:
-        kv.save(path)
+def test_of_several_errors_that_of_the_first_chunk_is_raised(saved: Any) -> None:
     later_failed = threading.Event()
 
     def work(chunk: Any, _: Any) -> None:
@@ -181,7 +178,7 @@ def test_of_several_errors_that_of_the_first_chunk_is_raised(
             raise ValueError(chunk.number)
 
     with pytest.raises(ValueError, match="1"):
-        snapshot_chunks.for_each_chunk(snapshot.describe(path), work)
+        snapshot_chunks.for_each_chunk(saved, work)
 
 
 def test_an_interrupt_after_an_error_is_not_lost(

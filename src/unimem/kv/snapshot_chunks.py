@@ -107,7 +107,8 @@ def for_each_chunk(snapshot: Section, work: Callable[[Chunk, NDArray[np.uint8]],
         buffer = buffers.get()
         try:
             # Read while the buffer is held: a thread without one begins no work after the stop.
-            # Chunks before the one that failed are done: one of them may fail too.
+            # Chunks before one that failed are done: the error of the first is raised. Of several
+            # that failed any number will do here, so it needs no lock.
             if not stopped and chunk.number < failed:
                 work(chunk, buffer)
         except BaseException:
