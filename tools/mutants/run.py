@@ -55,6 +55,19 @@ class Verdict:
 # ---- C ----
 
 
+@dataclass(frozen=True)
+class Program:
+    """A test in C: its name, its command line, and what its environment has to hold."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+    def fails(self, environment: dict[str, str]) -> bool:
+        """Say whether the program fails, or loops."""
+        return fails(self.command, C_SECONDS, environment | self.environment)
+
+
 def prepare_c(names: Iterable[str], n: int) -> dict[int, c_faults.Fault]:
     """Build the library and its tests with all faults in them; return the faults by number."""
     tree = FOLDER / "tree"
@@ -97,23 +110,38 @@ def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_fa
         faults = [fault for fault in faults if fault.line not in lines]
 
 
-def try_c(number: int, fault: c_faults.Fault, seconds: float) -> list[Verdict]:
+def find_programs() -> list[Program]:
+    """Return the tests in C, as ctest knows them: some need the environment that it gives them."""
+    command = ["ctest", "--test-dir", str(FOLDER / "c"), "--show-only=json-v1"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    programs = []
+    for test in json.loads(shown)["tests"]:
+        properties = {entry["name"]: entry["value"] for entry in test["properties"]}
+        pairs = (line.partition("=") for line in properties.get("ENVIRONMENT", []))
+        environment = {name: value for name, _, value in pairs}
+        programs.append(Program(test["name"], test["command"], environment))
+    return programs
+
+
+def try_c(
+    number: int, fault: c_faults.Fault, programs: list[Program], seconds: float
+) -> list[Verdict]:
     """Run the tests with one fault of the C library, until one fails; Python's for `seconds`."""
-    stem = fault.file.removesuffix(".c")
-    programs = sorted((FOLDER / "c" / "native" / "tests").glob("test_*"))
-    programs = [path for path in programs if path.is_file() and os.access(path, os.X_OK)]
-    own = [path for path in programs if path.name.startswith(f"test_{stem}")]
+    prefix = f"test_{fault.file.removesuffix('.c')}"
+    own = [program for program in programs if program.name.startswith(prefix)]
     environment = os.environ | {"UM_FAULT": str(number)}
 
-    def c_fails(paths: Iterable[Path]) -> bool:
-        return any(fails([path], C_SECONDS, environment) for path in paths)
+    def c_fails(programs: Iterable[Program]) -> bool:
+        return any(program.fails(environment) for program in programs)
 
     def python_fails(*options: str) -> bool:
         # The package finds the library with the fault before its own.
         library = environment | {"LD_LIBRARY_PATH": str(FOLDER / "c")}
         return fails([*PYTEST, *tests_of(fault.file), *options], seconds, library)
 
-    if c_fails(own) or python_fails() or c_fails(path for path in programs if path not in own):
+    if c_fails(own) or python_fails() or c_fails(
+        program for program in programs if program not in own
+    ):
         tier = "fast"
     else:
         tier = "all" if python_fails("--all") else "alive"
@@ -178,9 +206,12 @@ def try_python(name: str, n: int, folders: Queue[Path], seconds: float) -> list[
 # ---- both ----
 
 
-def check_green(names: list[str], n_workers: int) -> dict[str, float]:
+def check_green(names: list[str], programs: list[Program], n_workers: int) -> dict[str, float]:
     """Return how long the tests of each file may take; end if one fails without any fault."""
     environment = os.environ | {"UM_FAULT": "0", "LD_LIBRARY_PATH": str(FOLDER / "c")}
+    for program in programs:
+        if program.fails(environment):
+            raise SystemExit(f"without any fault, {program.name} fails, or takes {C_SECONDS:.0f} s")
 
     def limit_of(name: str) -> float:
         command = [*PYTEST, *tests_of(name), "--all"]
@@ -206,7 +237,8 @@ def try_all(
     """Put in the faults and run the tests; `report` hears of what the fast tier lets live."""
     faults = prepare_c([name for name in names if name in C_FILES], n)
     report(f"{len(faults)} faults in C")
-    limits = check_green(names, n_workers)
+    programs = find_programs() if faults else []
+    limits = check_green(names, programs, n_workers)
     report("all tests pass without a fault")
     folders: Queue[Path] = Queue()
     for i in range(n_workers):
@@ -216,7 +248,7 @@ def try_all(
         python_names = [name for name in names if name in PYTHON_FILES]
         jobs = [pool.submit(try_python, name, n, folders, limits[name]) for name in python_names]
         jobs += [
-            pool.submit(try_c, number, fault, limits[fault.file])
+            pool.submit(try_c, number, fault, programs, limits[fault.file])
             for number, fault in faults.items()
         ]
         for job in as_completed(jobs):
