@@ -37,7 +37,7 @@ TEST(images) {
 /* Runs of pieces of two sizes, as a ring has them whose K and V differ. */
 TEST(two_sizes) {
     enum { RUN = 3, N_PIECES = 4 * RUN };
-    size_t sizes[] = {3 * page, page}, starts[N_PIECES], at = 0, total = RUN * 8 * page;
+    size_t sizes[] = {5 * page, 4 * page}, starts[N_PIECES], at = 0, total = RUN * 18 * page;
     um_block_options options = mirror_of(sizes[0], UM_PAGES_4K);
     options.mirror_other_nbytes = sizes[1];
     options.mirror_run = RUN;
@@ -71,16 +71,16 @@ TEST(two_sizes) {
         CHECK_EQ(file_bytes(&block), total - (i + 1) * page);
     }
     CHECK_OK(um_block_discard(&block, starts[2] + page, starts[4] - starts[2], &out, &test_err));
-    CHECK_EQ(out, 5 * page);
-    CHECK(is_filled(base + starts[2], 6 * page, 0));
+    CHECK_EQ(out, 10 * page);
+    CHECK(is_filled(base + starts[2], 10 * page, 0));
     CHECK(base[starts[5]] == 0);
     CHECK(base[starts[6] + page] == 7);
     struct {
         size_t nbytes, first, other, run;
-    } bad[] = {{total, 3 * page, page + 1, RUN},
-               {total, 3 * page, page, 0},
-               {total + page, 3 * page, page, RUN},
-               {total, 3 * page, page, SIZE_MAX / page}};
+    } bad[] = {{total, sizes[0], sizes[1] + 1, RUN},
+               {total, sizes[0], sizes[1], 0},
+               {total + page, sizes[0], sizes[1], RUN},
+               {total, sizes[0], sizes[1], SIZE_MAX / page}};
     for (size_t i = 0; i < COUNT(bad); i++) {
         um_block refused;
         SPOIL(refused);

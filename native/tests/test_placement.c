@@ -271,10 +271,13 @@ TEST(invented_nodes) {
     }
     CHECK(all);
     /* With one node, its figures are not read. */
-    fault_os_file(has_memory_path, "3\n");
-    p = placement_of(&block);
-    CHECK_EQ(p.node_bytes[3], 64 << 10);
-    CHECK_EQ(on_all_nodes(&p), 64 << 10);
+    const char *one[] = {"0\n", "3\n"};
+    for (int i = 0; i < 2; i++) {
+        fault_os_file(has_memory_path, one[i]);
+        p = placement_of(&block);
+        CHECK_EQ(p.node_bytes[3 * i], 64 << 10);
+        CHECK_EQ(on_all_nodes(&p), 64 << 10);
+    }
 }
 
 TEST(resident) {
