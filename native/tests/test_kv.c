@@ -146,7 +146,7 @@ TEST(bad_storage) {
     CHECK_BAD_STORAGE(v_lane_stride -= 64);
     CHECK_BAD_STORAGE(lane_stride = 0);
     CHECK_BAD_STORAGE(lane_stride = SIZE_MAX / 64 * 64);
-    CHECK_BAD_STORAGE(n_rows = 0);
+    CHECK_BAD_STORAGE(n_rows = bad.usable_rows = 0);
     CHECK_BAD_STORAGE(n_rows = 6);
     CHECK_BAD_STORAGE(n_rows = 1000);
     CHECK_BAD_STORAGE(n_rows = UINT64_MAX);
