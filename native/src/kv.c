@@ -335,10 +335,7 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     size_t stream = by_token ? heads : heads * n, token = by_token ? s->batch * heads : 1;
     size_t head = by_token ? 1 : n;
     /* What lies in the order of the storage is converted at once: a head, a token, or all. */
-    size_t n_heads = head == 1 || heads == 1 ? heads : 1, n_tokens = 1;
-    if (n_heads == heads && token == heads) {
-        n_tokens = n - skip;
-    }
+    size_t n_heads = head == 1 || heads == 1 ? heads : 1, n_tokens = token == heads ? n - skip : 1;
     for (uint32_t b = 0; b < s->batch; b++) {
         unsigned char *out = um_kv_lane(kv, layer, v, b);
         out += in.row * row;
