@@ -119,7 +119,7 @@ um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t
     if (may_only_be_read(block)) {
         return um_fail(err, UM_E_INVALID, "memory that may only be read cannot be released");
     }
-    um_run range = nbytes == 0 ? (um_run){0, 0} : whole_steps(block, offset, end);
+    um_run range = whole_steps(block, offset, end);
     size_t released = 0;
     if (range.first < range.end) {
         um_steps_change change;
@@ -181,7 +181,7 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
     if (um_hugetlb_shift(block->requested_pages) != 0) {
         return um_fail(err, UM_E_INVALID, "hugetlb memory cannot be discarded: release it");
     }
-    um_run range = nbytes == 0 ? (um_run){0, 0} : whole_steps(block, offset, end);
+    um_run range = whole_steps(block, offset, end);
     size_t discarded = nbytes_of(block, range);
     if (range.first < range.end) {
         const char *call = "fallocate";

@@ -285,11 +285,9 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 
 /* Checks that rows of this type can be given for K or V, or be asked for. */
 static um_status check_type(const um_kv *kv, int v, um_dtype type, um_error *err) {
-    size_t values = um_dtype_block_values(type);
-    if (values == 0 || (values > 1 && type != type_of(&kv->spec, v))) {
-        return um_fail(err, UM_E_INVALID, "type");
-    }
-    return UM_OK;
+    return um_dtype_block_values(type) == 1 || type == type_of(&kv->spec, v)
+               ? UM_OK
+               : um_fail(err, UM_E_INVALID, "type");
 }
 
 static um_status check_types(const um_kv *kv, um_dtype type, um_error *err) {

@@ -408,18 +408,16 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
     if (!copies && first < seq->n_blocks) {
         p->blocks[block_at(seq, first)].cached = false;
     }
-    uint32_t own = copies ? take_block(p) : 0;
     for (; n_new > 0; n_new--) {
         set_block(seq, seq->n_blocks, take_block(p));
         seq->n_blocks++;
     }
-    *out_first = copies ? own : block_at(seq, first);
+    *out_first = copies ? take_block(p) : block_at(seq, first);
     return UM_OK;
 }
 
 static um_status check_type(const um_paged *p, int v, um_dtype type, um_error *err) {
-    size_t values = um_dtype_block_values(type);
-    return values == 1 || (values != 0 && type == type_of(&p->spec, v))
+    return um_dtype_block_values(type) == 1 || type == type_of(&p->spec, v)
                ? UM_OK
                : um_fail(err, UM_E_INVALID, "type");
 }

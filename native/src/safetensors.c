@@ -638,7 +638,7 @@ um_status um_safetensors_parse(um_safetensors *out, const void *bytes, size_t nb
     if (nbytes > file_nbytes) {
         return um_fail(err, UM_E_INVALID, "more bytes than the file has");
     }
-    reader r = {bytes, 0, nbytes, file_nbytes, err};
+    reader r = {.bytes = bytes, .end = nbytes, .file_nbytes = file_nbytes, .err = err};
     um_safetensors st = {0};
     um_status status = read_all(&r, &st);
     if (status != UM_OK) {
