@@ -106,6 +106,13 @@ def put_in(text: bytes, faults: dict[int, Fault]) -> bytes:
     return _BEGIN.encode() + _written(text, 0, len(text), in_order) + _END.encode()
 
 
+def replaced(text: bytes, fault: Fault) -> bytes:
+    """Return the file with one fault, and with as many lines as before."""
+    after = f"({fault.after})" if fault.after else ";"
+    lines = fault.before.count("\n") - after.count("\n")
+    return text[: fault.start] + after.encode() + b"\n" * lines + text[fault.end :]
+
+
 def _written(text: bytes, start: int, end: int, faults: list[tuple[int, Fault]]) -> bytes:
     """Write text[start:end]; faults of an expression's own parts stay in both of its forms."""
     out = b""
