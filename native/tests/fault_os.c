@@ -2,6 +2,7 @@
 #include "fault_os.h"
 
 #include <fcntl.h>
+#include <malloc.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -262,7 +263,12 @@ void *__wrap_um_heap_alloc(size_t n, size_t item_bytes);
 void *__wrap_um_heap_alloc(size_t n, size_t item_bytes) {
     bool failed = atomic_fetch_add(&n_allocs, 1) + 1 == atomic_load(&fail_alloc_at);
     void *p = failed ? NULL : __real_um_heap_alloc(n, item_bytes);
-    atomic_fetch_add(&n_held, p != NULL);
+    if (p != NULL) {
+        /* The heap rounds up: what reads behind its end does not find zeros there. */
+        size_t nbytes = n * item_bytes;
+        memset((char *)p + nbytes, 0xFF, malloc_usable_size(p) - nbytes);
+        atomic_fetch_add(&n_held, 1);
+    }
     return p;
 }
 

@@ -474,6 +474,7 @@ TEST(append_halves) {
     um_kv_append_end(kv, 1, 2);
     CHECK_EQ(um_kv_layer_len(kv, 1, NULL), 7);
     CHECK_EQ(um_kv_layer_len(kv, 0, NULL), 5);
+    CHECK_EQ(um_kv_layer_len(kv, kv->spec.n_layers, NULL), 0);
     CHECK_EQ(um_kv_seq_len(kv), 5);
     um_kv_rollback(kv);
     CHECK_EQ(do_trim(&m, 2, 0), UM_OK);
