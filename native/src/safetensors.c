@@ -395,7 +395,6 @@ static um_status read_shape(reader *r, um_safetensors *st, um_safetensors_tensor
     uint64_t field;
     UM_TRY(begin(r, '[', "a tensor's shape is not an array", &field));
     t->first_dim = (uint32_t)st->n_dims;
-    t->n_dims = 0;
     for (bool more;; t->n_dims++) {
         uint64_t dim;
         UM_TRY(next_item(r, t->n_dims, ']', &more));
