@@ -155,6 +155,7 @@ def try_c(
     """Run the tests with one fault of the C library, until one fails; Python's for `seconds`."""
     prefix = f"test_{fault.file.removesuffix('.c')}"
     own = [program for program in programs if program.name.startswith(prefix)]
+    others = [program for program in programs if program not in own]
     environment = os.environ | {"UM_FAULT": str(number)}
 
     def c_fails(programs: Iterable[Program]) -> bool:
@@ -165,9 +166,7 @@ def try_c(
         library = environment | {"LD_LIBRARY_PATH": str(FOLDER / "c")}
         return fails([*PYTEST, *tests_of(fault.file), *options], seconds, library)
 
-    if c_fails(own) or python_fails() or c_fails(
-        program for program in programs if program not in own
-    ):
+    if c_fails(own) or python_fails() or c_fails(others):
         tier = "fast"
     else:
         tier = "all" if python_fails("--all") else "alive"
