@@ -209,6 +209,7 @@ def test_imported(unimem_steady_state):
 """
 
 
+@pytest.mark.uncounted
 def test_pytest_finds_it_and_does_not_import_unimem_at_its_start(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(IMPORTS)
     output = run_pytest(tmp_path)

@@ -528,6 +528,7 @@ def test_servers_of_others_answer_the_same(name: str, needs: str) -> None:
     assert re.search(r"^\| .* \| \d+ \| [1-9]\d* \| 0 \|$", done.stdout, re.M), done.stdout
 
 
+@pytest.mark.uncounted
 @pytest.mark.slow  # a model of 0.7 GB is written, and read twice
 def test_llama_cpp_says_the_same_in_huge_pages(tmp_path: Path) -> None:
     pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")

@@ -70,7 +70,8 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("module", [
-    *("signal", "unimem", "unimem.cli.plan"),
+    pytest.param("signal", marks=pytest.mark.uncounted),
+    *("unimem", "unimem.cli.plan"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("unimem._core.block", "typer")),
 ])  # fmt: skip
 def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str) -> None:

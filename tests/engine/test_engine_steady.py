@@ -96,6 +96,7 @@ SCRIPT = """
         *("gemma3", "qwen3moe"),
     ],
 )
+@pytest.mark.uncounted
 def test_steady_state(
     tmp_path: Path,
     run_python: Run,

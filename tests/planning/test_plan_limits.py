@@ -230,6 +230,7 @@ print("ran", layout.plan.load)
 """
 
 
+@pytest.mark.uncounted
 def test_most_of_a_cgroup_holds_a_model_that_is_repacked(tmp_path: Path) -> None:
     """Of the file, nothing that is repacked stays beside the result, whatever is asked for."""
     pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")

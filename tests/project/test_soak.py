@@ -53,6 +53,7 @@ def test_what_grows_is_told_from_what_varies_and_from_the_warm_up(soak: Any) -> 
     assert "what grows: a: rss_bytes, b: descriptors, shm_names" in text
 
 
+@pytest.mark.uncounted
 @pytest.mark.slow
 def test_a_short_run(tmp_path: Path) -> None:
     record = tmp_path / "record.json"

@@ -144,12 +144,14 @@ def packages(environment: Path) -> Path:
     return folder
 
 
+@pytest.mark.uncounted
 def test_an_empty_environment_passes_the_smoke_test(environment: Path) -> None:
     script = ROOT / "tools/wheels/smoke.py"
     told = json.loads(run_in(environment, "-I", script, packages(environment)))
     assert told["python"] == sys.version.split()[0]
 
 
+@pytest.mark.uncounted
 def test_the_page_on_c_runs_with_the_wheel(environment: Path, tmp_path: Path) -> None:
     """All that docs/native.md does with an installed prefix, word for word."""
     for name in ("gcc", "g++", "cmake", "pkg-config"):
@@ -169,6 +171,7 @@ def test_the_page_on_c_runs_with_the_wheel(environment: Path, tmp_path: Path) ->
         assert printed.startswith(start), commands
 
 
+@pytest.mark.uncounted
 def test_cython_is_built_with_the_wheel(environment: Path, tmp_path: Path) -> None:
     tool("cc")
     shutil.copytree(ROOT / "examples/cython/setuptools", tmp_path / "llama")

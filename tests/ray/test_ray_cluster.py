@@ -16,6 +16,7 @@ from project import ROOT
 from unimem.engine import Decoder, embedded_model
 
 pytestmark = [
+    pytest.mark.uncounted,
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),  # one cluster for all of these
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
