@@ -71,7 +71,7 @@ sbom: $(VENV)/.release
 	$(BIN)/python tools/release/sbom.py
 
 # Which lines and branches the tests run; with TIER=--all, those of both tiers.
-coverage: $(VENV)/.worth
+coverage: $(VENV)/.worth $(if $(TIER),$(VENV)/.frameworks)
 	TIER=$(TIER) tools/coverage.sh
 
 # Which faults the tests notice, put into the core by tools; FILES="tape.c kv.c" tries some.
