@@ -75,7 +75,7 @@ def prepare_c(names: Iterable[str], n: int) -> dict[int, c_faults.Fault]:
     for name in ("native", "cmake", "CMakeLists.txt"):
         source = ROOT / name
         if source.is_dir():
-            # With the time of now: a file that had faults in the run before has to be built again.
+            # Without the times of the files: one that had faults in the run before is built again.
             shutil.copytree(source, tree / name, copy_function=shutil.copy)
         else:
             shutil.copy(source, tree / name)
@@ -115,13 +115,13 @@ def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_fa
 
 
 def gcc_for(path: Path) -> list[str]:
-    """Return the begin of a command that compiles a file of native/src."""
+    """Return the beginning of a command that compiles a file of native/src."""
     include = path.parents[1] / "include"
     return ["gcc", "-std=gnu17", "-w", f"-I{path.parent}", f"-I{include}"]
 
 
 def differing(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_faults.Fault]:
-    """Leave out faults with which the compiler makes the same code as without: they are none.
+    """Leave out changes that compile to the same code: they are no faults.
 
     Trivial compiler equivalence: Papadakis et al., ICSE 2015, doi:10.1109/ICSE.2015.103.
     """
