@@ -259,7 +259,7 @@ def note() -> Run:
 
 def process() -> Run:
     """Read smaps, numa_maps and stat: texts with a zero byte between them."""
-    from unimem.system import kernel_files
+    from unimem.base import kernel_files
     from unimem.system import process as reader
 
     stat = b""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from unimem.system.atomic_file import write_text
+from unimem.base.atomic_file import write_text
 from unimem_bench import plots
 from unimem_bench.markdown import table_lines, target_lines
 from unimem_bench.record import CaseRecord, Record

@@ -30,7 +30,7 @@ from unimem import ray as ur
 from unimem.engine import embedded_model
 from unimem.kv.chunk_format import ChunkShape, EqualLayers, find_fault, seal
 from unimem.kv.tiers import DiskTier
-from unimem.system.atomic_file import write_text
+from unimem.base.atomic_file import write_text
 from unimem_bench.weight_files import weight_file
 
 ROOT = Path(__file__).parent.parent

@@ -27,7 +27,7 @@ from unimem.errors import CapacityError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system.limits import nodes
-from unimem.system.text import format_count
+from unimem.base.text import format_count
 from unimem.weights.opened import open_weights
 from unimem_bench import states
 from unimem_bench.decoders import DecoderProcess, SideError

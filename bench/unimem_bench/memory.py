@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 from unimem_bench import plain
 
 __all__ = ["PeakMemory", "private_bytes", "pss_bytes"]

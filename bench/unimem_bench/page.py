@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from unimem.system.atomic_file import write_text
+from unimem.base.atomic_file import write_text
 from unimem_bench.answers import answers
 from unimem_bench.markdown import escape, table_lines, target_lines
 from unimem_bench.record import Record, SuiteRecord

@@ -18,8 +18,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from unimem.system.atomic_file import write_text
-from unimem.system.install import install_hint
+from unimem.base.atomic_file import write_text
+from unimem.base.install_hint import install_hint
 from unimem_bench import stats, texts
 from unimem_bench.record import CaseRecord, Record, Role, SideRecord
 from unimem_bench.stats import Growth, Ratio, Spread, Verdict

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from unimem.system.text import format_bytes, format_count
+from unimem.base.text import format_bytes, format_count
 from unimem_bench import stats, texts
 from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.stats import Growth, Verdict

@@ -156,7 +156,7 @@ class SteadyState:
 
     def _taken(self, measured: Measured) -> str:
         """Say what was taken: nothing, in a steady state."""
-        from unimem.system.text import format_bytes
+        from unimem.base.text import format_bytes
 
         found = [
             f"{category}: {format_bytes(nbytes)} mapped"

@@ -15,8 +15,8 @@ from unimem.errors import ClosedError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
-from unimem.system.arguments import flag
-from unimem.system.html import bar, fragment, heading, markup, size, table
+from unimem.base.arguments import flag
+from unimem.base.html import bar, fragment, heading, markup, size, table
 from unimem.system.python_heap import warm_python_heap
 from unimem.weights.copies import is_mirrored
 from unimem.weights.loading import EngineLoad, Progress, way_of

@@ -14,7 +14,7 @@ import numpy as np
 
 from unimem._core.dlpack import exported
 from unimem.errors import ClosedError
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Tensor
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from unimem.kv.engine_chunks import EngineChunks
 from unimem.kv.store import KVStore
 from unimem.system import policy
-from unimem.system.arguments import integer, string
+from unimem.base.arguments import integer, string
 
 try:
     from vllm.v1.kv_offload.base import (

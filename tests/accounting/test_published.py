@@ -30,7 +30,7 @@ from unimem.accounting import published as shown
 from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
 from unimem.system import memfds
 from unimem.system import process as processes
-from unimem.system.kernel_files import parse_fields
+from unimem.base.kernel_files import parse_fields
 from warm_python import run_script
 
 Patch = pytest.MonkeyPatch

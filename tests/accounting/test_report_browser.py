@@ -19,7 +19,7 @@ from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import Sampler
 from unimem.engine import embedded_model
 from unimem.system import limits
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 # A browser takes seconds to start, and may have to be installed; what a page says, test_report_page
 # shows without one.

@@ -32,7 +32,7 @@ from bench_records import (
 )
 from project import ROOT
 from screens import CONTROL, Screen, show
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 from unimem_bench import markdown
 from unimem_bench.answers import answers
 from unimem_bench.cli.run import read_records

@@ -19,7 +19,7 @@ from running import running
 from screens import show, start_command
 from unimem.accounting.metrics import FAMILIES
 from unimem.cli.processes import ModelProcess, Processes
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 
 pytest.importorskip(
     "prometheus_client", reason="metrics need prometheus_client: pip install '.[metrics]'"

@@ -22,7 +22,7 @@ import typer
 from screens import run_anew, show
 from unimem import cli
 from unimem.cli.options import number_parser
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 
 PROGRAM: Any = typer.main.get_command(cli._app())
 COMMANDS: dict[tuple[str, ...], Any] = {(): PROGRAM}

@@ -16,7 +16,7 @@ pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip ins
 import unimem as um
 from family_models import FAMILIES, write_family
 from screens import MAIN, show
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 
 def named(*arguments: object) -> tuple[list[str], list[str]]:

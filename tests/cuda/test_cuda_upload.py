@@ -26,7 +26,8 @@ import safetensors_files as sf
 import unimem as um
 from host_gpu import HostDriver, HostStream, numpy_of
 from unimem._core.status import ledger
-from unimem.system import gpu, threads
+from unimem.system import gpu
+from unimem.base import threads
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -596,7 +597,7 @@ def test_interrupts_leave_nothing_under_way(monkeypatch: pytest.MonkeyPatch, up:
 
 def test_an_interrupt_at_any_moment_leaves_nothing_under_way(up: Upload) -> None:
     up.reads.before = lambda *_: time.sleep(0.001)
-    files = ("unimem/system/threads.py", "threading.py", "concurrent/")
+    files = ("unimem/base/threads.py", "threading.py", "concurrent/")
     for _ in interrupts.at_each_line(lambda: up.run(threads=3), *files):
         up.check_that_nothing_is_under_way()
 

@@ -18,7 +18,7 @@ from kv_model import KV_DTYPES, Talk
 from os_faults import os_faults
 from unimem._core.status import counters, ledger
 from unimem.system import limits
-from unimem.system.threads import wait_until
+from unimem.base.threads import wait_until
 
 __all__ = ["cgroup_512mb"]
 

@@ -161,7 +161,7 @@ def test_interrupted_at_each_line_no_work_is_late(saved: Any) -> None:
         with suppress(ValueError):
             snapshot_chunks.for_each_chunk(saved, work)
 
-    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot_chunks.py", "system/threads.py"):
+    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot_chunks.py", "base/threads.py"):
         assert len(begun) == len(done)
     assert len(begun) == len(done) > 0
 
@@ -244,7 +244,7 @@ def test_interrupted_at_each_line_nothing_is_left(what: str, tmp_path: Path) -> 
         calls[what]()
         whole, before = path.read_bytes(), descriptors()
         n = 0
-        files = ("kv/snapshot", "system/atomic_file.py", "system/descriptors.py")
+        files = ("kv/snapshot", "base/atomic_file.py", "base/descriptors.py")
         for _ in interrupts.at_each_line(calls[what], *files):
             n += 1
             if descriptors() != before:

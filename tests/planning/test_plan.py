@@ -17,7 +17,7 @@ from unimem.accounting.rows import Row
 from unimem.errors import CategoryError
 from unimem.planning.needs import PREFILL_BATCH, token_bytes
 from unimem.system.limits import Limit
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB = 1 << 30

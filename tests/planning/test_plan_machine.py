@@ -17,7 +17,7 @@ from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
 from unimem.system.hosts import CgroupHost
 from unimem.system.limits import Limit
-from unimem.system.text import parse_bytes
+from unimem.base.text import parse_bytes
 from unimem.weights.files import open_model
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)

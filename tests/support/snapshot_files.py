@@ -12,7 +12,7 @@ import pytest
 
 import unimem as um
 from unimem.kv import snapshot
-from unimem.system import atomic_file
+from unimem.base import atomic_file
 
 #: What saving asks of the system, by the module that it asks.
 CALLS = {

@@ -22,7 +22,7 @@ import unimem as um
 from forks import fork
 from snapshot_files import cache, interpose, rows
 from unimem._core.block import Block
-from unimem.system.atomic_file import NewFile
+from unimem.base.atomic_file import NewFile
 
 PAGE = 4096
 OLD = b"old"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 import interrupts
-from unimem.system.descriptors import Descriptors
+from unimem.base.descriptors import Descriptors
 
 
 def is_open(fd: int) -> bool:
@@ -37,7 +37,7 @@ def test_interrupted_at_each_line_nothing_stays_open() -> None:
             fds.add(opens)
 
     n = 0
-    for _ in interrupts.at_each_line(use, "system/descriptors.py"):
+    for _ in interrupts.at_each_line(use, "base/descriptors.py"):
         n += 1
         assert not any(map(is_open, opened))
     assert n >= 4

@@ -6,7 +6,7 @@ import pytest
 
 from html_pages import HtmlPage
 from screens import CONTROL, HOSTILE
-from unimem.system.html import (
+from unimem.base.html import (
     Html,
     bar,
     chart,

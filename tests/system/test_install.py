@@ -6,7 +6,7 @@ import ast
 import tomllib
 
 from project import ROOT
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 
 
 def test_both_ways_are_said() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 
 
 def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ import pytest
 from conftest import Run
 from huge_pages import PAGE_BYTES, eight_huge_pages  # noqa: F401 - a fixture
 from proc_maps import PAGE, hugetlb_bytes, mappings
-from unimem.system import kernel_files, limits, process
+from unimem.base import kernel_files
+from unimem.system import limits, process
 from unimem.system.process import Area, counters, read_process
 
 MIB = 1 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unimem.system import kernel_files
-from unimem.system.text import (
+from unimem.base import kernel_files
+from unimem.base.text import (
     Surface,
     escape,
     fact_lines,

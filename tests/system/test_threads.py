@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 import interrupts
-from unimem.system import threads
+from unimem.base import threads
 
 
 def test_no_thread_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_no_thread_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
         with suppress(ValueError):
             threads.run_in_threads(2, work, stop=stopped.set, tick=fail)
 
-    for _ in interrupts.at_each_line(run, "system/threads.py"):
+    for _ in interrupts.at_each_line(run, "base/threads.py"):
         assert len(begun) == len(done)
     assert len(begun) == len(done) > 2
 

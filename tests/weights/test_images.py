@@ -21,8 +21,8 @@ import gguf_files as gf
 import unimem as um
 from at_once import at_once
 from forks import fork
-from unimem.system.atomic_file import NewFile
-from unimem.system.user_cache import cache_folder
+from unimem.base.atomic_file import NewFile
+from unimem.base.cache_folder import cache_folder
 from unimem.weights import image_identity, image_keep, image_use, repack
 from unimem.weights.files import version_of
 from unimem.weights.image import IMAGE_NAME, Image, write_image
@@ -401,7 +401,7 @@ def test_a_full_disk_leaves_nothing(model: Path, cache: ImageCache, monkeypatch:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "image")
 
-    monkeypatch.setattr("unimem.system.atomic_file.NewFile.write", full)
+    monkeypatch.setattr("unimem.base.atomic_file.NewFile.write", full)
     with pytest.warns(um.PlacementWarning, match="No space left"):
         assert repacked_bytes(model, cache=True)[0] is None
     assert os.listdir(cache.folder) == []

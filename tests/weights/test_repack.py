@@ -23,7 +23,7 @@ import interrupts
 import unimem as um
 from unimem._core.status import ledger
 from unimem.system import limits
-from unimem.system.threads import wait_until
+from unimem.base.threads import wait_until
 from unimem.weights import repack as repacking
 from unimem.weights.page_cache import Dropper
 from unimem.weights.repack import repack, warm_rest

@@ -12,7 +12,7 @@ from unimem.weights.staging.held import Held, drop, hold
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-FILES = ("weights/staging/", "system/descriptors.py", "system/memfds.py")
+FILES = ("weights/staging/", "base/descriptors.py", "system/memfds.py")
 
 
 def mapped() -> dict[str, int]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from unimem.cli import terminal
-from unimem.system.text import (
+from unimem.base.text import (
     Surface,
     escape,
     fact_lines,

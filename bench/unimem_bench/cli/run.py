@@ -17,9 +17,9 @@ import typer
 
 from unimem.cli import terminal
 from unimem.cli.exits import FAILED, INTERRUPTED
-from unimem.system.atomic_file import NewFile, write_text
-from unimem.system.install import install_hint
-from unimem.system.text import shorten
+from unimem.base.atomic_file import NewFile, write_text
+from unimem.base.install_hint import install_hint
+from unimem.base.text import shorten
 from unimem_bench import markdown, page
 from unimem_bench.cli.view import difference_lines, record_lines, suite_lines
 from unimem_bench.compare import compare

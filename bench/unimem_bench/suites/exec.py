@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 from unimem_bench import decoding, states, timed
 from unimem_bench.models import Kind
 from unimem_bench.rounds import Side

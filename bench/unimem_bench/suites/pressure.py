@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import unimem as um
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 from unimem_bench import decoding, states, timed
 from unimem_bench.cgroup import entering, limited_cgroup
 from unimem_bench.models import Kind

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 from unimem_bench import decoding
 from unimem_bench.rounds import Side, milliseconds
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster, faster_than_best

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster, grows
 

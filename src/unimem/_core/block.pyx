@@ -9,10 +9,10 @@ import weakref
 import numpy as np
 
 from unimem.system import limits, policy
-from unimem.system.arguments import check_callable, file_path, flag, integer, one_of, string
+from unimem.base.arguments import check_callable, file_path, flag, integer, one_of, string
 from unimem.errors import ClosedError, PlacementError
-from unimem.system.descriptors import Descriptors
-from unimem.system.text import format_bytes
+from unimem.base.descriptors import Descriptors
+from unimem.base.text import format_bytes
 
 cimport cython
 from cpython.ref cimport PyObject

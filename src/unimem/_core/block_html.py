@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from unimem.system.html import Html, bar, fragment, heading, join, markup, size, table
+from unimem.base.html import Html, bar, fragment, heading, join, markup, size, table
 from unimem.system.placement import Placement
 
 __all__ = ["block_html"]

@@ -3,7 +3,7 @@
 import numpy as np
 
 from unimem.errors import ClosedError, GridFull
-from unimem.system.arguments import string
+from unimem.base.arguments import string
 
 cimport cython
 from libc.stdint cimport uint32_t, uintptr_t

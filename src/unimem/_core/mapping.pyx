@@ -9,7 +9,7 @@ import numpy as np
 from unimem.system import limits, policy
 from unimem.errors import CapacityError, PlacementError
 from unimem._core.status import row_name
-from unimem.system.arguments import one_of
+from unimem.base.arguments import one_of
 from unimem.system.placement import Placement
 
 from cpython.exc cimport PyErr_CheckSignals

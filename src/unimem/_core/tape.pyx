@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import numpy as np
 
 from unimem.system import policy
-from unimem.system.arguments import string
+from unimem.base.arguments import string
 from unimem.errors import ClosedError, TapeFull
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 cimport cython
 cimport numpy as cnp

@@ -15,7 +15,7 @@ from unimem.accounting.report import Report
 from unimem.accounting.rows import Row
 from unimem.accounting.samples import Sample, Sampler
 from unimem.system.placement import Placement
-from unimem.system.text import escape
+from unimem.base.text import escape
 
 __all__ = [
     "FAMILIES",

@@ -28,7 +28,7 @@ from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
 from unimem.accounting import placed
 from unimem.system import process
-from unimem.system.descriptors import Descriptors
+from unimem.base.descriptors import Descriptors
 from unimem.system.memfds import find_memfds, new_memfd
 
 __all__ = [

@@ -17,7 +17,7 @@ from unimem.accounting.published import failure, published
 from unimem.accounting.rows import Mapping, Row, find_row, in_order, plain
 from unimem.system.malloc import malloc_bytes
 from unimem.system.process import Process, counters, read_process
-from unimem.system.text import Surface
+from unimem.base.text import Surface
 
 __all__ = ["Mapping", "Report", "Row", "report"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from unimem.accounting.report_text import report_facts
 from unimem.accounting.rows import Row
-from unimem.system.html import Html, bar, facts, fragment, heading, size, stack, table
+from unimem.base.html import Html, bar, facts, fragment, heading, size, stack, table
 from unimem.system.placement import Placement, sum_placements
 
 __all__ = ["color_of", "colors_of", "report_html", "report_parts"]

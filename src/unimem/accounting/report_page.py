@@ -10,7 +10,7 @@ from unimem.accounting.report_html import colors_of, report_parts
 from unimem.accounting.report_text import kind_of_mapping
 from unimem.accounting.rows import Mapping as MappedRange
 from unimem.accounting.samples import Sample
-from unimem.system.html import (
+from unimem.base.html import (
     Html,
     bar,
     chart,
@@ -26,7 +26,7 @@ from unimem.system.html import (
 from unimem.system.limits import Limit
 from unimem.system.placement import Placement
 from unimem.system.pressure import Pressure
-from unimem.system.text import format_bytes, format_change, format_count
+from unimem.base.text import format_bytes, format_change, format_count
 
 __all__ = ["report_page"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from unimem.accounting.rows import Mapping as MappedRange
 from unimem.accounting.rows import Row
 from unimem.system.placement import Placement, sum_placements
-from unimem.system.text import (
+from unimem.base.text import (
     Bar,
     Surface,
     fact_lines,

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
 
-from unimem.system.arguments import integer
+from unimem.base.arguments import integer
 
 __all__ = ["BufferPlan", "BufferUse"]
 

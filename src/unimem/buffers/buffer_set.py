@@ -17,7 +17,7 @@ from unimem._core import ledger
 from unimem._core.dlpack import exported
 from unimem.buffers.dims import ModelDims
 from unimem.errors import ClosedError
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 __all__ = [
     "ALIGN",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unimem.system.arguments import integer
+from unimem.base.arguments import integer
 
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents

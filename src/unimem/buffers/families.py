@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from unimem.buffers.fields import Fields, Kind, UnknownError
 from unimem.kv.layers import Layer, LayerKV, LayerState
-from unimem.system.text import format_bytes, format_count
+from unimem.base.text import format_bytes, format_count
 
 __all__ = [
     "FAMILIES",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
 from unimem.buffers.dims import ArchMetadata
-from unimem.system.text import format_count
+from unimem.base.text import format_count
 
 __all__ = ["ConfigFields", "Fields", "Kind", "MetadataFields", "UnknownError"]
 

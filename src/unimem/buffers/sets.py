@@ -25,7 +25,7 @@ from unimem.buffers.buffer_set import (
     total_bytes,
 )
 from unimem.buffers.dims import MAX_SPLITS, ModelDims
-from unimem.system.arguments import flag, integer, string
+from unimem.base.arguments import flag, integer, string
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]

@@ -26,7 +26,7 @@ from unimem.buffers.dims import (
 )
 from unimem.buffers.families import KeptLayer, KeptRows
 from unimem.buffers.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
-from unimem.system.text import format_count
+from unimem.base.text import format_count
 
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents

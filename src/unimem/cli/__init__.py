@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
 from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
-from unimem.system.install import install_hint
-from unimem.system.text import escape
+from unimem.base.install_hint import install_hint
+from unimem.base.text import escape
 
 if TYPE_CHECKING:
     import typer

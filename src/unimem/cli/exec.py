@@ -16,7 +16,7 @@ from unimem.errors import PlacementError
 from unimem.system import limits
 from unimem.system.placement import Pages
 from unimem.system.policy import NumaPolicy, Request, decide, parse_numa
-from unimem.system.text import escape
+from unimem.base.text import escape
 from unimem_command.launch import (
     MIN_BYTES,
     NOT_EXECUTABLE,

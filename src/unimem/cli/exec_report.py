@@ -10,8 +10,8 @@ import sys
 from unimem.accounting.placed import CATEGORY
 from unimem.accounting.report import report
 from unimem.accounting.report_text import report_lines
-from unimem.system.atomic_file import write_text
-from unimem.system.text import Surface
+from unimem.base.atomic_file import write_text
+from unimem.base.text import Surface
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from unimem.errors import PlacementWarning
 from unimem.planning.result import Plan
-from unimem.system.text import format_bytes, shorten
+from unimem.base.text import format_bytes, shorten
 
 __all__ = ["Fallbacks"]
 

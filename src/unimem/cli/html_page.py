@@ -12,7 +12,7 @@ import numpy as np
 from unimem.accounting.growth import MemoryGrowth
 from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import Sample
-from unimem.system.atomic_file import NewFile, write_text
+from unimem.base.atomic_file import NewFile, write_text
 
 __all__ = ["page_at_end", "write_page"]
 

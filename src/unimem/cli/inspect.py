@@ -19,7 +19,7 @@ from unimem.cli import terminal
 from unimem.cli.documents import document_head
 from unimem.cli.options import AsJson, path_or_url
 from unimem.planning.sources import shape_of
-from unimem.system.text import (
+from unimem.base.text import (
     Bar,
     escape,
     format_bytes,

@@ -16,8 +16,8 @@ from unimem.accounting.report import report
 from unimem.cli import terminal
 from unimem.cli.processes import find
 from unimem.cli.report import process_number
-from unimem.system.atomic_file import write_text
-from unimem.system.install import install_hint
+from unimem.base.atomic_file import write_text
+from unimem.base.install_hint import install_hint
 
 __all__ = ["metrics"]
 

@@ -17,7 +17,7 @@ from unimem.cli import terminal
 from unimem.cli.html_page import write_page
 from unimem.cli.options import AsJson
 from unimem.cli.processes import ModelProcess, Processes, find
-from unimem.system.text import (
+from unimem.base.text import (
     Surface,
     format_bytes,
     format_count,

@@ -46,11 +46,11 @@ from unimem.layout import Layout
 from unimem.planning.governor import Governor
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
-from unimem.system.atomic_file import NewFile
+from unimem.base.atomic_file import NewFile
 from unimem.system.objects import shown
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
-from unimem.system.text import escape, fact_lines, format_count, table_lines
+from unimem.base.text import escape, fact_lines, format_count, table_lines
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights, warm_where_it_fits
 from unimem.weights.remote import open_files

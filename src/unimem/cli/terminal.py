@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TextIO
 
-from unimem.system.text import Surface, format_bytes, text_width
+from unimem.base.text import Surface, format_bytes, text_width
 
 __all__ = [
     "Flow",

@@ -18,7 +18,7 @@ from unimem.cli.processes import mapped_models
 from unimem.cli.screen import Fitted, grid, line_of
 from unimem.cli.watch_state import SORTS, Line, Sort, State
 from unimem.system.limits import Limit
-from unimem.system.text import (
+from unimem.base.text import (
     draw_bar,
     escape,
     format_bytes,

@@ -17,9 +17,9 @@ from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry, row_name
 from unimem.errors import ClosedError
 from unimem.system import gpu
-from unimem.system.arguments import flag, string
+from unimem.base.arguments import flag, string
 from unimem.system.placement import Placement, PlacementOptions
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 __all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
 

@@ -6,7 +6,7 @@ from typing import Unpack
 
 from unimem._core.grid import DeviceGrid
 from unimem.cuda.tape import Tape
-from unimem.system.arguments import string
+from unimem.base.arguments import string
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["Grid"]

@@ -19,7 +19,7 @@ from unimem.kv.arrays import block_values, kv_type
 from unimem.kv.device import KVDevice
 from unimem.kv.layers import LayerState
 from unimem.system import gpu
-from unimem.system.arguments import flag, integer, one_of
+from unimem.base.arguments import flag, integer, one_of
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]

@@ -17,9 +17,9 @@ from unimem.layout import Lifetimes
 from unimem.planning.device import RESERVE_BYTES, bytes_needed
 from unimem.planning.plan import plan
 from unimem.planning.result import Check
-from unimem.system.arguments import integer
+from unimem.base.arguments import integer
 from unimem.system.placement import PlacementOptions
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 from unimem.weights.opened import Weights, open_weights
 
 __all__ = ["Layout"]

@@ -9,7 +9,7 @@ from unimem._core.block import Block as HostBlock
 from unimem._core.tape import DeviceTape
 from unimem.cuda import upload
 from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
-from unimem.system.arguments import string
+from unimem.base.arguments import string
 from unimem.system.placement import PlacementOptions
 from unimem.weights.tensors import Contents
 

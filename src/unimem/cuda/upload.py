@@ -21,9 +21,9 @@ from unimem._core.tape import DeviceTape
 from unimem.cuda.block import Block
 from unimem.planning.device import ALIGN, N_SLOTS, STAGING_BYTES, Transfer, list_transfers
 from unimem.system import limits
-from unimem.system.arguments import integer
+from unimem.base.arguments import integer
 from unimem.system.gpu import Driver
-from unimem.system.threads import run_in_threads
+from unimem.base.threads import run_in_threads
 from unimem.weights.files import check_version, reopen
 from unimem.weights.loading import Progress
 from unimem.weights.tensors import Contents, Tensor

@@ -19,7 +19,7 @@ from unimem.kv.arrays import kv_name
 from unimem.layout import Layout
 from unimem.system import ggml
 from unimem.system.process import read_process
-from unimem.system.text import format_bytes, format_ranges
+from unimem.base.text import format_bytes, format_ranges
 from unimem.weights.opened import Weights, WeightsCopy
 
 __all__ = ["DecoderMemory", "list_parts", "make_report"]

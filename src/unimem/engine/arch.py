@@ -22,8 +22,8 @@ from unimem.engine.rotation import rotation_block
 from unimem.kv.arrays import block_values
 from unimem.planning.needs import least_window
 from unimem.system import ggml
-from unimem.system.arguments import flag
-from unimem.system.text import format_count
+from unimem.base.arguments import flag
+from unimem.base.text import format_count
 
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unimem.system.arguments import flag, integer, string
-from unimem.system.install import install_hint
+from unimem.base.arguments import flag, integer, string
+from unimem.base.install_hint import install_hint
 
 try:
     import sentencepiece

@@ -2,7 +2,7 @@
 """The KV cache: K and V of all layers of one conversation, in memory that never moves."""
 import numpy as np
 
-from unimem.system.arguments import flag
+from unimem.base.arguments import flag
 from unimem.system.placement import PlacementOptions
 
 cimport cython

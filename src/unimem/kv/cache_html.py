@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unimem.system.html import Html, bar, fragment, markup, size, table
+from unimem.base.html import Html, bar, fragment, markup, size, table
 
 __all__ = ["kv_html", "paged_html"]
 

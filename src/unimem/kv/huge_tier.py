@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from unimem.errors import PlacementError
 from unimem.kv.tiers import RamTier
 from unimem.system import limits, policy
-from unimem.system.kernel_files import read_text
+from unimem.base.kernel_files import read_text
 
 __all__ = ["HugeTier"]
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy.typing as npt
 
 from unimem.kv.arrays import block_values, kv_name, kv_pair, kv_type
-from unimem.system.arguments import integer
+from unimem.base.arguments import integer
 
 __all__ = [
     "Layer",

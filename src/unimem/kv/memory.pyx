@@ -7,7 +7,7 @@ import numpy as np
 
 from unimem._core import guard
 from unimem.errors import CacheFull, CapacityError, ClosedError, FrozenError, PlacementError
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 cimport cython
 cimport numpy as cnp

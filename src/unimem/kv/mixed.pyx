@@ -7,7 +7,7 @@ import numpy as np
 from unimem.errors import CacheFull
 from unimem.kv.cache import set_mixed
 from unimem.kv.layers import check_layers, kinds_of, states_of
-from unimem.system.arguments import flag, one_of, string
+from unimem.base.arguments import flag, one_of, string
 from unimem.system.placement import PlacementOptions
 
 cimport cython

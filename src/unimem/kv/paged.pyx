@@ -5,8 +5,8 @@ import warnings
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
-from unimem.system.arguments import flag, string
-from unimem.system.text import format_bytes
+from unimem.base.arguments import flag, string
+from unimem.base.text import format_bytes
 from unimem.kv.cache_html import paged_html
 from unimem.kv.prefix import PrefixIndex
 

@@ -5,7 +5,7 @@ import weakref
 
 from unimem.kv.layers import kinds_of, places_of
 from unimem.system.placement import sum_placements
-from unimem.system.text import format_bytes, format_count
+from unimem.base.text import format_bytes, format_count
 
 cimport cython
 from cpython.tuple cimport PyTuple_GET_ITEM

@@ -2,7 +2,7 @@
 """The rotation of heads, for what attention does with a cache that stores them rotated."""
 import numpy as np
 
-from unimem.system.arguments import one_of
+from unimem.base.arguments import one_of
 
 cimport numpy as cnp
 

@@ -6,8 +6,8 @@ import weakref
 from unimem.errors import CacheFull
 from unimem.kv.cache_html import kv_html
 from unimem.kv.layers import LayerKV
-from unimem.system.arguments import one_of, string
-from unimem.system.text import format_bytes
+from unimem.base.arguments import one_of, string
+from unimem.base.text import format_bytes
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t

@@ -3,7 +3,7 @@
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
-from unimem.system.arguments import string
+from unimem.base.arguments import string
 
 cimport cython
 cimport numpy as cnp

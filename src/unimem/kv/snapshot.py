@@ -36,9 +36,9 @@ from unimem.kv.snapshot_source import LocalSnapshot, RemoteSnapshot, SnapshotByt
 from unimem.kv.snapshot_states import StatesSnapshot
 from unimem.kv.states import LayerStates
 from unimem.kv.token_ids import Tokens, token_ids
-from unimem.system.arguments import file_path, flag, one_of
-from unimem.system.atomic_file import NewFile
-from unimem.system.descriptors import Descriptors
+from unimem.base.arguments import file_path, flag, one_of
+from unimem.base.atomic_file import NewFile
+from unimem.base.descriptors import Descriptors
 from unimem.system.objects import is_url, open_server
 from unimem.system.placement import PlacementOptions
 

@@ -16,7 +16,7 @@ from unimem.errors import SnapshotError
 from unimem.kv.snapshot_format import DAMAGED, Chunk, Snapshot
 from unimem.kv.snapshot_source import RemoteSnapshot, SnapshotBytes
 from unimem.kv.snapshot_states import StatesSnapshot
-from unimem.system.threads import starting_threads, wait_until
+from unimem.base.threads import starting_threads, wait_until
 
 __all__ = ["Section", "again", "check_data", "for_each_chunk", "read_rows", "staging"]
 

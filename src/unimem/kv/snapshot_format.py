@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
-from unimem.system.text import format_bytes, format_count
+from unimem.base.text import format_bytes, format_count
 
 __all__ = [
     "Chunk",

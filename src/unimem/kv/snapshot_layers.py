@@ -19,7 +19,7 @@ from unimem.kv.arrays import kv_name
 from unimem.kv.layers import Layer, LayerKV, kinds_of, places_of
 from unimem.kv.snapshot_format import DAMAGED, MAGIC, Order, Snapshot, round_up, seal_header
 from unimem.kv.snapshot_states import StatesSnapshot
-from unimem.system.text import format_bytes, format_count
+from unimem.base.text import format_bytes, format_count
 
 __all__ = [
     "Head",

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
-from unimem.system.descriptors import Descriptors
+from unimem.base.descriptors import Descriptors
 from unimem.system.objects import Server, is_url, open_server
 from unimem.system.transfers import Version, read_range, retried
 

@@ -35,7 +35,7 @@ from unimem.kv.snapshot_format import (
     seal_header,
     tokens_of,
 )
-from unimem.system.text import format_bytes, format_count
+from unimem.base.text import format_bytes, format_count
 
 __all__ = ["HEADER_BYTES", "StatesSnapshot", "checked_header", "checked_tables", "encode", "new"]
 

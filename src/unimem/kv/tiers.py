@@ -26,10 +26,10 @@ from unimem._core.block import Block
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.errors import CapacityError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.descriptors import Descriptors
-from unimem.system.kernel_files import read_text
+from unimem.base.descriptors import Descriptors
+from unimem.base.kernel_files import read_text
 from unimem.system.placement import Pages, Placement, sum_placements
-from unimem.system.user_cache import check_own_folder
+from unimem.base.cache_folder import check_own_folder
 
 __all__ = ["DiskTier", "FolderTier", "RamPages", "RamTier", "Tier", "TierStat"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from unimem._core.gguf import tensor_type
 from unimem.planning.result import Advice, Plan, find_worst_check, is_as_asked
 from unimem.planning.search import find_largest
-from unimem.system.text import format_bytes, format_count
+from unimem.base.text import format_bytes, format_count
 
 __all__ = ["advise", "saved_bytes"]
 

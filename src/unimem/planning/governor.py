@@ -17,12 +17,13 @@ from typing import Any, Protocol, Self, runtime_checkable
 from unimem.errors import ClosedError
 from unimem.kv.cache import KVCache
 from unimem.kv.paged import PagedKVCache
-from unimem.system import kernel_files, limits
-from unimem.system.arguments import integer
+from unimem.base import kernel_files
+from unimem.system import limits
+from unimem.base.arguments import integer
 from unimem.system.limits import Limit
 from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
-from unimem.system.text import format_bytes
-from unimem.system.threads import starting_threads
+from unimem.base.text import format_bytes
+from unimem.base.threads import starting_threads
 from unimem.weights.opened import Weights
 from unimem.weights.page_cache import drop_files
 from unimem.weights.staging.stage import Stage

@@ -29,12 +29,12 @@ from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
 from unimem.system import limits, policy
-from unimem.system.arguments import integer
+from unimem.base.arguments import integer
 from unimem.system.hosts import DescribedHost, Host, find_host
 from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
-from unimem.system.text import format_bytes, format_ranges
+from unimem.base.text import format_bytes, format_ranges
 from unimem.weights import loading
 from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFiles, open_model

@@ -14,9 +14,9 @@ from unimem.buffers.families import KeptLayer, cache_layers, in_words
 from unimem.errors import CapacityError
 from unimem.kv.layers import Layer
 from unimem.planning.needs import Mode
-from unimem.system.html import Html, bar, facts, fragment, heading, join, size, stack, table
+from unimem.base.html import Html, bar, facts, fragment, heading, join, size, stack, table
 from unimem.system.placement import Pages
-from unimem.system.text import (
+from unimem.base.text import (
     Bar,
     Surface,
     escape,

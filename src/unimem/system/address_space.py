@@ -6,8 +6,8 @@ import os
 import resource
 from contextlib import suppress
 
-from unimem.system import kernel_files
-from unimem.system.text import format_bytes
+from unimem.base import kernel_files
+from unimem.base.text import format_bytes
 
 __all__ = ["limit_reached"]
 

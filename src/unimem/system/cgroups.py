@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 
 __all__ = ["Cgroup", "cgroups_above", "locate"]
 

@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from unimem.system import kernel_files, limits
+from unimem.base import kernel_files
+from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
-from unimem.system.kernel_files import parse_kib, parse_list
+from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.system.machine import (
     Capabilities,
     Cpu,

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from unimem.system.limits import Limit
 from unimem.system.pressure import Pressure
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 __all__ = ["why_exposed"]
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from unimem.errors import ClosedError
 from unimem.system import limits
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 
 PACKAGE_VERSION = "0.0.45"
 INSTALL = install_hint("run")

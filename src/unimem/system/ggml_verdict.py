@@ -15,8 +15,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from unimem.system.atomic_file import write_text
-from unimem.system.user_cache import cache_folder, check_own_folder
+from unimem.base.atomic_file import write_text
+from unimem.base.cache_folder import cache_folder, check_own_folder
 
 __all__ = ["UNSOUND", "passes_trial"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from unimem.errors import CapacityError, ClosedError, PlacementError
-from unimem.system.arguments import integer
-from unimem.system.install import install_hint
-from unimem.system.text import format_bytes
+from unimem.base.arguments import integer
+from unimem.base.install_hint import install_hint
+from unimem.base.text import format_bytes
 
 __all__ = ["Driver", "Launcher", "driver", "require"]
 

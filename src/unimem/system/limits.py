@@ -16,10 +16,10 @@ from functools import cache
 from itertools import compress
 
 from unimem.errors import CapacityError
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 from unimem.system.cgroups import Cgroup, cgroups_above
-from unimem.system.kernel_files import parse_kib, parse_list
-from unimem.system.text import format_bytes
+from unimem.base.kernel_files import parse_kib, parse_list
+from unimem.base.text import format_bytes
 
 __all__ = [
     "CpuQuota",

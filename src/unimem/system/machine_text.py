@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from unimem.system.limits import Limit
 from unimem.system.machine import Finding, MachineFacts
-from unimem.system.text import (
+from unimem.base.text import (
     Surface,
     escape,
     fact_lines,

@@ -12,8 +12,8 @@ import stat
 from collections.abc import Iterator
 from functools import partial
 
-from unimem.system.descriptors import Descriptors
-from unimem.system.kernel_files import parse_fields, read_bytes
+from unimem.base.descriptors import Descriptors
+from unimem.base.kernel_files import parse_fields, read_bytes
 
 __all__ = ["CANNOT_LOOK", "find_memfds", "new_memfd"]
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 from unimem.system.cgroups import Cgroup, cgroups_above
 
 __all__ = ["Notice", "Watch", "open_watches", "wanted_room"]

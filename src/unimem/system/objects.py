@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from unimem.errors import ClosedError
 from unimem.system.digest_headers import find_digest, request_digest
-from unimem.system.install import install_hint
+from unimem.base.install_hint import install_hint
 from unimem.system.url_errors import in_own_words
 
 __all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 
 __all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "sum_placements"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 from unimem.system.cgroups import cgroups_above
 
 __all__ = ["Pressure", "memory_pressure", "paged_in_bytes"]

@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.system import kernel_files, limits
-from unimem.system.arguments import integer
-from unimem.system.kernel_files import parse_fields
+from unimem.base import kernel_files
+from unimem.system import limits
+from unimem.base.arguments import integer
+from unimem.base.kernel_files import parse_fields
 
 __all__ = ["Area", "Counters", "Process", "counters", "identity", "read_process"]
 

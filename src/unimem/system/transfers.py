@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from unimem.system.arrivals import Arrivals, Piece
 from unimem.system.object_hash import ObjectHash, find_hashes
 from unimem.system.objects import Answer, Server
-from unimem.system.threads import run_in_threads
+from unimem.base.threads import run_in_threads
 from unimem.system.url_errors import in_own_words, is_final
 
 __all__ = ["Progress", "RemoteBytes", "Version", "read_range", "read_wanted", "retried"]

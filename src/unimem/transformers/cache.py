@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwar
 from unimem.kv import arrays
 from unimem.kv.cache import KVCache as CoreCache
 from unimem.kv.store import KVStore
-from unimem.system.arguments import flag, integer
+from unimem.base.arguments import flag, integer
 from unimem.system.placement import PlacementOptions
 from unimem.transformers import prefixes, sessions
 from unimem.transformers.layers import CacheOptions, Group, Layer

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
 from unimem.kv.cache import KVCache
-from unimem.system.arguments import file_path
+from unimem.base.arguments import file_path
 from unimem.transformers.layers import Group
 
 __all__ = ["fingerprint", "one_stream", "restore", "save"]

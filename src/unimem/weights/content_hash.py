@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from unimem._core import guard
 from unimem.system import limits
-from unimem.system.arguments import check_callable, integer
-from unimem.system.threads import run_in_threads
+from unimem.base.arguments import check_callable, integer
+from unimem.base.threads import run_in_threads
 from unimem.weights.files import check_version
 from unimem.weights.loading import Progress
 from unimem.weights.tensors import Contents, Tensor

@@ -17,7 +17,7 @@ from unimem.system import limits, policy
 from unimem.system.limits import Node
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
-from unimem.system.threads import run_in_threads
+from unimem.base.threads import run_in_threads
 
 __all__ = [
     "Copies",

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import GGUFError, SafetensorsError
-from unimem.system.arguments import file_path
-from unimem.system.descriptors import Descriptors
+from unimem.base.arguments import file_path
+from unimem.base.descriptors import Descriptors
 
 __all__ = [
     "Header",

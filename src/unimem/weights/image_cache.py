@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from unimem.errors import FormatError
 from unimem.system import policy
-from unimem.system.arguments import file_path
-from unimem.system.atomic_file import NewFile
+from unimem.base.arguments import file_path
+from unimem.base.atomic_file import NewFile
 from unimem.system.objects import is_url
-from unimem.system.text import format_bytes
-from unimem.system.user_cache import OTHERS_WRITE, cache_folder, check_own_folder, default_bytes
+from unimem.base.text import format_bytes
+from unimem.base.cache_folder import OTHERS_WRITE, cache_folder, check_own_folder, default_bytes
 from unimem.weights.files import identity_of
 from unimem.weights.image import Image, is_for, pack_image
 from unimem.weights.image_format import image_bytes, key_of

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
-from unimem.system.threads import wait_until
+from unimem.base.threads import wait_until
 
 __all__ = ["Keeping"]
 

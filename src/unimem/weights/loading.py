@@ -17,13 +17,13 @@ from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.arguments import check_callable, integer, one_of
+from unimem.base.arguments import check_callable, integer, one_of
 from unimem.system.arrivals import Arrivals
 from unimem.system.exposure import why_exposed
-from unimem.system.kernel_files import read_text
+from unimem.base.kernel_files import read_text
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 from unimem.weights.copies import (
     choose_copies,
     copy_from,

@@ -15,9 +15,9 @@ from unimem._core.load import move_pages
 from unimem._core.tape import DeviceTape, Tape
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.arguments import flag, integer
+from unimem.base.arguments import flag, integer
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
-from unimem.system.text import format_ranges
+from unimem.base.text import format_ranges
 from unimem.weights.copies import find_nearest, is_mirrored
 from unimem.weights.files import ModelFile
 from unimem.weights.loading import (

@@ -18,7 +18,7 @@ from unimem.errors import FormatError
 from unimem.system import transfers
 from unimem.system.arrivals import Arrivals
 from unimem.system.objects import TOTAL_S, Answer, Server, is_url, open_server
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 from unimem.system.transfers import (
     PATIENT_TRIES,
     Progress,

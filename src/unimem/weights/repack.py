@@ -18,9 +18,9 @@ from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.errors import CapacityError, FormatError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.arguments import check_callable
+from unimem.base.arguments import check_callable
 from unimem.system.placement import PlacementOptions
-from unimem.system.threads import run_in_threads
+from unimem.base.threads import run_in_threads
 from unimem.weights.files import reopen
 from unimem.weights.image import Image
 from unimem.weights.image_cache import CacheChoice, check_cache

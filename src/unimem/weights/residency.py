@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem.system import limits
-from unimem.system.arguments import check_callable, integer
+from unimem.base.arguments import check_callable, integer
 from unimem.system.placement import Lock
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 from unimem.weights.files import reopen
 from unimem.weights.loading import Progress
 from unimem.weights.page_cache import runs_beside, write_back

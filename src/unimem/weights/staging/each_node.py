@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
-from unimem.system.arguments import file_path
+from unimem.base.arguments import file_path
 from unimem.system.objects import shown
 from unimem.system.placement import PlacementOptions
 from unimem.weights.copies import nodes_for_copies

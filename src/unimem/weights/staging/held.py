@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 from unimem.errors import PlacementError
-from unimem.system import kernel_files
-from unimem.system.descriptors import Descriptors
+from unimem.base import kernel_files
+from unimem.base.descriptors import Descriptors
 from unimem.system.memfds import CANNOT_LOOK, find_memfds
 from unimem.system.objects import is_url
 from unimem.system.placement import Lock, Placement

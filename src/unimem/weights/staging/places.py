@@ -16,7 +16,7 @@ from typing import Literal
 from unimem._core import tmpfs
 from unimem._core.library import get_library
 from unimem.errors import PlacementError
-from unimem.system.descriptors import Descriptors
+from unimem.base.descriptors import Descriptors
 from unimem.system.limits import SHM
 from unimem.system.memfds import new_memfd
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from unimem.system import kernel_files
+from unimem.base import kernel_files
 from unimem.weights.files import ModelFiles
 
 __all__ = ["LOOKED_UP", "RepackedByLlamaCpp", "cpu_features", "find_repacked"]

@@ -23,12 +23,12 @@ from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
 from unimem.system import limits, policy
-from unimem.system.arguments import check_callable, file_path, flag, one_of
-from unimem.system.descriptors import Descriptors
+from unimem.base.arguments import check_callable, file_path, flag, one_of
+from unimem.base.descriptors import Descriptors
 from unimem.system.objects import is_url, shown
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
-from unimem.system.text import format_bytes
+from unimem.base.text import format_bytes
 from unimem.weights import loading
 from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFile, ModelFiles, Version

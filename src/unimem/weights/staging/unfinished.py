@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from unimem.system.arrivals import Arrivals, Piece, give_back
-from unimem.system.kernel_files import read_text
+from unimem.base.kernel_files import read_text
 from unimem.weights.files import Version
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.held import Held, drop, hold_unfinished, holders

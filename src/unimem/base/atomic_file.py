@@ -15,8 +15,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.system.arguments import file_path
-from unimem.system.descriptors import Descriptors
+from unimem.base.arguments import file_path
+from unimem.base.descriptors import Descriptors
 
 __all__ = ["NewFile", "write_text"]
 

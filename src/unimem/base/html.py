@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape as quote
 
-from unimem.system.text import escape, format_bytes, format_count, shorten
+from unimem.base.text import escape, format_bytes, format_count, shorten
 
 __all__ = [
     "Html",

@@ -1,0 +1,1 @@
+"""Base: text, HTML, arguments, files and threads. Knows nothing of memory."""
