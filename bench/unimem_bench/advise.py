@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from unimem.buffers.dims import ModelDims
+from unimem.models.dims import ModelDims
 from unimem.engine.arch import Model
 from unimem.errors import CapacityError
 from unimem.planning.plan import plan

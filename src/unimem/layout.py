@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
-from unimem.buffers.dims import ModelDims
+from unimem.models.dims import ModelDims
 from unimem.errors import ClosedError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan

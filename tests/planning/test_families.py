@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import unimem as um
-from unimem.buffers import families, shapes
-from unimem.buffers.dims import ArchMetadata
-from unimem.buffers.families import KeptRows, KeptState
-from unimem.buffers.fields import MetadataFields
+from unimem.models import families, shapes
+from unimem.models.dims import ArchMetadata
+from unimem.models.families import KeptRows, KeptState
+from unimem.models.fields import MetadataFields
 from unimem.planning.needs import PREFILL_BATCH
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")

@@ -12,8 +12,8 @@ import gguf_files as gf
 import unimem as um
 from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from proc_maps import PAGE, huge_page_bytes
-from unimem.buffers import shapes
-from unimem.buffers.dims import Experts
+from unimem.models import shapes
+from unimem.models.dims import Experts
 from unimem.planning.needs import Budget, MachineBudget, Need, Storage, scratch_parts
 from unimem.system import limits, policy
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from unimem._core import ledger
 from unimem._core.dlpack import exported
-from unimem.buffers.dims import ModelDims
+from unimem.models.dims import ModelDims
 from unimem.errors import ClosedError
 from unimem.base.text import format_bytes
 

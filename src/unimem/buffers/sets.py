@@ -24,7 +24,7 @@ from unimem.buffers.buffer_set import (
     pack,
     total_bytes,
 )
-from unimem.buffers.dims import MAX_SPLITS, ModelDims
+from unimem.models.dims import MAX_SPLITS, ModelDims
 from unimem.base.arguments import flag, integer, string
 from unimem.system.placement import PlacementOptions
 

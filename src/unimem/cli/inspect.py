@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from unimem._core.gguf import GGUFHeader
-from unimem.buffers.families import KeptLayer, in_words
+from unimem.models.families import KeptLayer, in_words
 from unimem.cli import terminal
 from unimem.cli.documents import document_head
 from unimem.cli.options import AsJson, path_or_url

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 import numpy.typing as npt
 
-from unimem.buffers.dims import ModelDims
+from unimem.models.dims import ModelDims
 from unimem.buffers.sets import DecodeBufferSet
 from unimem.cuda.block import refuse_placement
 from unimem.cuda.tape import Tape

@@ -9,7 +9,7 @@ from os import PathLike
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
 
-from unimem.buffers.dims import ModelDims
+from unimem.models.dims import ModelDims
 from unimem.cuda.block import Block, check_placement
 from unimem.cuda.tape import Tape
 from unimem.errors import CapacityError

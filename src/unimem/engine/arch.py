@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from unimem.buffers.dims import (
+from unimem.models.dims import (
     ARCHITECTURES,
     ArchMetadata,
     Experts,
     ModelDims,
     read_experts,
 )
-from unimem.buffers.families import KeptRows, layers_of, of_architecture
-from unimem.buffers.fields import MetadataFields
+from unimem.models.families import KeptRows, layers_of, of_architecture
+from unimem.models.fields import MetadataFields
 from unimem.engine.rotation import rotation_block
 from unimem.kv.arrays import block_values
 from unimem.planning.needs import least_window

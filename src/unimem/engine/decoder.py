@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from unimem._core import ledger
 from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
-from unimem.buffers.dims import ModelDims
+from unimem.models.dims import ModelDims
 from unimem.engine.accounting import list_parts, make_report
 from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
-from unimem.buffers.families import KeptState
+from unimem.models.families import KeptState
 from unimem.kv.arrays import kv_pair
 from unimem.kv.cache import KVCache
 from unimem.system import policy
@@ -19,8 +19,8 @@ from unimem.system.placement import Lock, Pages, PlacementOptions
 from unimem.weights.copies import choose_copies
 
 if TYPE_CHECKING:
-    from unimem.buffers.dims import Experts, ModelDims
-    from unimem.buffers.shapes import Layers, Shape
+    from unimem.models.dims import Experts, ModelDims
+    from unimem.models.shapes import Layers, Shape
     from unimem.system.hosts import Host
     from unimem.system.policy import Extent, NumaPolicy, Request
     from unimem.system.pressure import Pressure

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack
 
 from unimem.accounting.rows import Row, in_order
-from unimem.buffers.dims import ModelDims
+from unimem.models.dims import ModelDims
 from unimem.buffers.sets import DecodeBuffers
 from unimem.kv.arrays import kv_name, kv_pair
 from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from unimem.accounting.report_html import colors_of
 from unimem.accounting.rows import Row, find_row
-from unimem.buffers.families import KeptLayer, cache_layers, in_words
+from unimem.models.families import KeptLayer, cache_layers, in_words
 from unimem.errors import CapacityError
 from unimem.kv.layers import Layer
 from unimem.planning.needs import Mode

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem._core.block import Block
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.buffers import shapes
+from unimem.models import shapes
 from unimem.planning.device import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
 from unimem.planning.repacked import RepackedPart, find_gain, reason_of
@@ -25,8 +25,8 @@ from unimem.weights.repacked import arrange
 from unimem.weights.tensors import Contents, headers_of
 
 if TYPE_CHECKING:
-    from unimem.buffers.dims import ModelDims
-    from unimem.buffers.shapes import Shape
+    from unimem.models.dims import ModelDims
+    from unimem.models.shapes import Shape
     from unimem.system.placement import PlacementOptions
     from unimem.weights.files import ModelFile
     from unimem.weights.loading import EngineLoad, LoadChoice

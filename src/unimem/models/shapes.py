@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unimem.buffers import families
-from unimem.buffers.dims import (
+from unimem.models import families
+from unimem.models.dims import (
     ARCHITECTURES,
     KNOWN,
     MIXTURES,
@@ -24,8 +24,8 @@ from unimem.buffers.dims import (
     ModelDims,
     read_experts,
 )
-from unimem.buffers.families import KeptLayer, KeptRows
-from unimem.buffers.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
+from unimem.models.families import KeptLayer, KeptRows
+from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 from unimem.base.text import format_count
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
-from unimem.buffers.dims import ArchMetadata
+from unimem.models.dims import ArchMetadata
 from unimem.base.text import format_count
 
 __all__ = ["ConfigFields", "Fields", "Kind", "MetadataFields", "UnknownError"]

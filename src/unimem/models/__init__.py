@@ -1,0 +1,1 @@
+"""Models: their dimensions, families, fields and the shapes of their buffers."""
