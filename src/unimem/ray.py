@@ -30,7 +30,7 @@ from unimem.base.arguments import file_path, flag, integer, string
 from unimem.system.doctor import doctor
 from unimem.base.install_hint import install_hint
 from unimem.system.machine import MachineFacts
-from unimem.system.objects import Answer, Data, Server
+from unimem.remote.client import Answer, Data, Server
 from unimem.system.placement import PlacementOptions
 from unimem.base.text import format_bytes
 from unimem.weights.remote import is_url, open_remote

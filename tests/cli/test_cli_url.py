@@ -15,7 +15,7 @@ from model_server import serving
 from object_server import BUCKET, ObjectServer, serving_objects
 from screens import Screen, show
 from staging import TINY, read_elsewhere
-from unimem.system import transfers
+from unimem.remote import transfers
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.held import Held, drop, holders
 

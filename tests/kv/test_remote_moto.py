@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import unimem as um
-from unimem.system import objects, transfers
-from unimem.system.objects import Server, open_server
-from unimem.system.transfers import Version, read_range
+from unimem.remote import client, transfers
+from unimem.remote.client import Server, open_server
+from unimem.remote.transfers import Version, read_range
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.unfinished import find_unfinished
 from unimem_bench.suites.remote import BUCKET, moto
@@ -85,7 +85,7 @@ def test_a_model_is_staged_and_an_interrupted_stage_goes_on(
     data, url = MODEL.read_bytes(), ROOT + "/staged.gguf"
     server.put(url, data)
     asked: list[tuple[int, int]] = []
-    get = objects._StoreServer._get
+    get = client._StoreServer._get
 
     def noted(self: Any, path: str, first: int, end: int) -> Any:
         asked.append((first, end))
@@ -93,7 +93,7 @@ def test_a_model_is_staged_and_an_interrupted_stage_goes_on(
             raise KeyboardInterrupt
         return get(self, path, first, end)
 
-    monkeypatch.setattr(objects._StoreServer, "_get", noted)
+    monkeypatch.setattr(client._StoreServer, "_get", noted)
     with pytest.raises(KeyboardInterrupt):
         um.stage(url, resume=True)
     (held,) = find_unfinished(url)

@@ -18,7 +18,7 @@ from model_server import ModelServer, serving
 from project import ROOT
 from screens import show
 from unimem.engine import embedded_model
-from unimem.system import objects
+from unimem.remote import client
 from unimem.weights import remote
 from unimem.weights.files import open_model
 

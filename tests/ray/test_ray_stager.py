@@ -24,7 +24,7 @@ from one_process_ray import NODE_ID, OneProcessRay
 from staging import TINY, split  # noqa: F401 - a fixture
 from unimem import ray as ur
 from unimem.errors import CapacityError, ClosedError, GGUFError
-from unimem.system import transfers
+from unimem.remote import transfers
 from unimem.system.limits import Limit
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.unfinished import find_unfinished

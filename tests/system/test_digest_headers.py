@@ -15,9 +15,9 @@ import unimem as um
 from model_server import serving
 from object_server import ObjectServer, serving_objects
 from unimem.engine import embedded_model
-from unimem.system import transfers
-from unimem.system.digest_headers import find_digest, request_digest
-from unimem.system.object_hash import find_hashes
+from unimem.remote import transfers
+from unimem.remote.digest_headers import find_digest, request_digest
+from unimem.remote.hashes import find_hashes
 
 DATA = b"123456789"
 CRC = "e3069283"  # of these bytes, by RFC 3720 (check value of CRC-32C)

@@ -16,11 +16,11 @@ import pytest
 
 from forks import in_child, refuses
 from object_server import FAULTS, ObjectServer, serving_objects
-from unimem.system import objects, transfers
-from unimem.system.object_hash import find_hashes
-from unimem.system.objects import Server, open_server
-from unimem.system.transfers import RemoteBytes, Version, read_range, read_wanted, retried
-from unimem.system.url_errors import in_own_words
+from unimem.remote import client, transfers
+from unimem.remote.hashes import find_hashes
+from unimem.remote.client import Server, open_server
+from unimem.remote.transfers import RemoteBytes, Version, read_range, read_wanted, retried
+from unimem.remote.url_errors import in_own_words
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 

@@ -24,7 +24,7 @@ from staging import (
     read_elsewhere,
     split,  # noqa: F401
 )
-from unimem.system import transfers
+from unimem.remote import transfers
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging import child
 from unimem.weights.staging.held import Held, drop, holders

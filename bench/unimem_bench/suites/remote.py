@@ -149,8 +149,8 @@ def s3fs_gets(nbytes: int) -> Any:
 def get(measure: Measure) -> None:
     """Compare ranges read into a block of huge pages with those that clients give as bytes."""
     require_clients()
-    from unimem.system.objects import open_server
-    from unimem.system.transfers import RemoteBytes, Version, read_wanted
+    from unimem.remote.client import open_server
+    from unimem.remote.transfers import RemoteBytes, Version, read_wanted
 
     nbytes = QUICK_OBJECT_BYTES if measure.quick else OBJECT_BYTES
     measure.pin(None)

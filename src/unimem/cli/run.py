@@ -47,7 +47,7 @@ from unimem.planning.governor import Governor
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
 from unimem.base.atomic_file import NewFile
-from unimem.system.objects import shown
+from unimem.remote.client import shown
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
 from unimem.base.text import escape, fact_lines, format_count, table_lines

@@ -13,7 +13,7 @@ import typer
 
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
-from unimem.system.objects import is_url, shown
+from unimem.remote.client import is_url, shown
 from unimem.system.placement import Pages, sum_placements
 from unimem.base.text import escape, format_bytes
 from unimem.weights.files import ModelFiles, Version

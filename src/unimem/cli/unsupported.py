@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
-from unimem.system.objects import is_url, shown
+from unimem.remote.client import is_url, shown
 from unimem.base.text import format_bytes, format_count
 
 __all__ = ["other_ways"]

@@ -13,7 +13,7 @@ from unimem.engine.nodes import Reader
 from unimem.layout import Layout
 from unimem.system import policy
 from unimem.system.placement import PlacementOptions
-from unimem.system.transfers import TRIES
+from unimem.remote.transfers import TRIES
 from unimem.weights.loading import EngineLoad, Progress, check_load, way_of
 from unimem.weights.opened import (
     Weights,

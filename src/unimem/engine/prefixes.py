@@ -13,7 +13,7 @@ from unimem.errors import CapacityError
 from unimem.kv.cache import KVCache
 from unimem.kv.store import KVStore
 from unimem.system import policy
-from unimem.system.objects import is_url
+from unimem.remote.client import is_url
 from unimem.weights.opened import Weights
 
 __all__ = ["Prefixes", "model_name"]

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from unimem.kv.tiers import TierStat
 from unimem.system import policy
-from unimem.system.objects import open_server
-from unimem.system.transfers import RemoteBytes, Version, read_wanted, retried
+from unimem.remote.client import open_server
+from unimem.remote.transfers import RemoteBytes, Version, read_wanted, retried
 
 __all__ = ["RemoteTier"]
 

@@ -39,7 +39,7 @@ from unimem.kv.token_ids import Tokens, token_ids
 from unimem.base.arguments import file_path, flag, one_of
 from unimem.base.atomic_file import NewFile
 from unimem.base.descriptors import Descriptors
-from unimem.system.objects import is_url, open_server
+from unimem.remote.client import is_url, open_server
 from unimem.system.placement import PlacementOptions
 
 __all__ = [

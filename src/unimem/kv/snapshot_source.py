@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from unimem.errors import SnapshotError
 from unimem.base.descriptors import Descriptors
-from unimem.system.objects import Server, is_url, open_server
-from unimem.system.transfers import Version, read_range, retried
+from unimem.remote.client import Server, is_url, open_server
+from unimem.remote.transfers import Version, read_range, retried
 
 __all__ = ["LocalSnapshot", "RemoteSnapshot", "SnapshotBytes", "open_source"]
 

@@ -31,7 +31,7 @@ from unimem.kv.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
 from unimem.kv.token_ids import Tokens, token_ids
 from unimem.system import policy
 from unimem.base.arguments import file_path, integer, one_of
-from unimem.system.objects import is_url
+from unimem.remote.client import is_url
 from unimem.system.placement import Placement
 from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
 

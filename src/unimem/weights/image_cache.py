@@ -19,7 +19,7 @@ from unimem.errors import FormatError
 from unimem.system import policy
 from unimem.base.arguments import file_path
 from unimem.base.atomic_file import NewFile
-from unimem.system.objects import is_url
+from unimem.remote.client import is_url
 from unimem.base.text import format_bytes
 from unimem.base.cache_folder import OTHERS_WRITE, cache_folder, check_own_folder, default_bytes
 from unimem.weights.files import identity_of

@@ -18,7 +18,7 @@ from unimem._core.tape import Tape
 from unimem.errors import ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.base.arguments import check_callable, integer, one_of
-from unimem.system.arrivals import Arrivals
+from unimem.remote.arrivals import Arrivals
 from unimem.system.exposure import why_exposed
 from unimem.base.kernel_files import read_text
 from unimem.system.placement import PlacementOptions

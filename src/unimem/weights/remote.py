@@ -15,11 +15,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import FormatError
-from unimem.system import transfers
-from unimem.system.arrivals import Arrivals
-from unimem.system.objects import TOTAL_S, Answer, Server, is_url, open_server
+from unimem.remote import transfers
+from unimem.remote.arrivals import Arrivals
+from unimem.remote.client import TOTAL_S, Answer, Server, is_url, open_server
 from unimem.base.text import format_bytes
-from unimem.system.transfers import (
+from unimem.remote.transfers import (
     PATIENT_TRIES,
     Progress,
     RemoteBytes,
@@ -27,7 +27,7 @@ from unimem.system.transfers import (
     read_wanted,
     retried,
 )
-from unimem.system.url_errors import in_own_words
+from unimem.remote.url_errors import in_own_words
 from unimem.weights import files as model_files
 from unimem.weights.files import (
     Header,

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 from unimem.base.arguments import file_path
-from unimem.system.objects import shown
+from unimem.remote.client import shown
 from unimem.system.placement import PlacementOptions
 from unimem.weights.copies import nodes_for_copies
 from unimem.weights.loading import Progress

@@ -25,7 +25,7 @@ from unimem.errors import CapacityError, ClosedError, FormatError, PlacementErro
 from unimem.system import limits, policy
 from unimem.base.arguments import check_callable, file_path, flag, one_of
 from unimem.base.descriptors import Descriptors
-from unimem.system.objects import is_url, shown
+from unimem.remote.client import is_url, shown
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.base.text import format_bytes

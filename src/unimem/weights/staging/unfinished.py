@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from unimem.system.arrivals import Arrivals, Piece, give_back
+from unimem.remote.arrivals import Arrivals, Piece, give_back
 from unimem.base.kernel_files import read_text
 from unimem.weights.files import Version
 from unimem.weights.remote import RemoteFiles

@@ -2,7 +2,7 @@
 
 Only this module uses obstore, fsspec and what they bring, and imports them where a URL is opened.
 obstore is for S3, Google Cloud Storage and Azure; fsspec for the web, and for what else it knows.
-Each request is one try: `unimem.system.transfers` tries again.
+Each request is one try: `unimem.remote.transfers` tries again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from unimem.errors import ClosedError
-from unimem.system.digest_headers import find_digest, request_digest
+from unimem.remote.digest_headers import find_digest, request_digest
 from unimem.base.install_hint import install_hint
-from unimem.system.url_errors import in_own_words
+from unimem.remote.url_errors import in_own_words
 
 __all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]
 

@@ -1,0 +1,1 @@
+"""Remote: files on object stores and web servers, their transfers and hashes."""
