@@ -13,7 +13,7 @@ import pytest
 
 import unimem as um
 from bench_cases import uninstall
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 from unimem_bench import suites, weight_files
 from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure
@@ -28,7 +28,7 @@ TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suit
 
 @pytest.fixture
 def no_gpu(monkeypatch: Patch) -> str:
-    """A machine without a GPU, also where there is one; what `unimem.system.gpu` says of it."""
+    """A machine without a GPU, also where there is one; what `unimem.backends.cuda_driver` says of it."""
     said = "unimem.cuda needs an NVIDIA GPU, and there is none"
     monkeypatch.setattr(gpu, "require", Mock(side_effect=ImportError(said)))
     return said

@@ -230,7 +230,7 @@ def test_the_model_comes_into_memory_as_asked_for(model: Path) -> None:
 
 
 def test_a_repacked_model_is_planned_and_reported(tmp_path: Path) -> None:
-    ggml_repack = pytest.importorskip("unimem.system.ggml_repack", exc_type=ImportError)
+    ggml_repack = pytest.importorskip("unimem.backends.ggml_orders", exc_type=ImportError)
     if ggml_repack.find_order(2, (256, 64)) is None:
         pytest.skip("this build of ggml has no order for q4_0 on this CPU")
     path = write_model(tmp_path / "q4_0.gguf", shape=TINY, kind="q4_0")

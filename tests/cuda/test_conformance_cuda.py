@@ -12,7 +12,7 @@ from cache_kinds import Array, CudaBridge, OnDevice, all_kinds, own_counters, sp
 from conformance import suites
 from contracts_of_states import state_suites
 from host_gpu import HostDriver, array_of, numpy_of
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 
 pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
 
@@ -23,7 +23,7 @@ class HostBridge(CudaBridge):
     @property
     def driver(self) -> HostDriver:
         """That of this test."""
-        found = gpu.driver(0)
+        found = cuda_driver.driver(0)
         assert isinstance(found, HostDriver)
         return found
 

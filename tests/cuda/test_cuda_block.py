@@ -20,7 +20,7 @@ import unimem as um
 from forks import in_child
 from host_gpu import HostDriver, numpy_of
 from unimem._core.status import device_ledger, ledger
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -452,7 +452,7 @@ def test_a_forked_child_has_none(cuda: Any, host_gpu: HostDriver, owner: str, pi
                 ):
                     make(MIB)
             assert um.report().device_bytes == {}
-            assert gpu._left_out == [host_gpu]  # its kernels are not unloaded
+            assert cuda_driver._left_out == [host_gpu]  # its kernels are not unloaded
             # Nothing was told the driver.
             return (len(host_gpu.allocated), len(host_gpu.registered)) == there
 

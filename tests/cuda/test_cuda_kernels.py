@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import host_kernels
 import unimem as um
 from row_contract import FLOATS, STORED, Place, RowContract
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 
 Array = NDArray[Any]
 
@@ -109,7 +109,7 @@ def test_denormals_are_not_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_get_nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "createProgram", lambda *_: 0)
     monkeypatch.setattr(nvrtc, "compileProgram", compile_program)
-    driver = gpu.Driver.__new__(gpu.Driver)
+    driver = cuda_driver.Driver.__new__(cuda_driver.Driver)
     driver._cupy, driver._device = cupy, contextlib.nullcontext()
     with pytest.raises(AskedError) as asked:
         driver.module(SOURCE.read_text(), names_of_kernels())

@@ -171,7 +171,7 @@ def test_kernels_are_compiled_when_the_cache_is_made(cuda: Any) -> None:
     other = HostDriver()
     other.module = Mock(side_effect=RuntimeError("NVRTC is missing"))  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("unimem.system.gpu._drivers", {0: other})
+        patch.setattr("unimem.backends.cuda_driver._drivers", {0: other})
         with pytest.raises(RuntimeError, match="NVRTC"):
             cuda.KVCache(1, HEADS, DIM, ROWS)
     assert other.allocated == {}

@@ -26,7 +26,7 @@ import safetensors_files as sf
 import unimem as um
 from host_gpu import HostDriver, HostStream, numpy_of
 from unimem._core.status import ledger
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 from unimem.base import threads
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -359,7 +359,7 @@ class Upload:
 def up(cuda: Any, monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[Upload]:
     monkeypatch.setattr(gpu, "Driver", LateDriver)
     monkeypatch.setattr(gpu, "_drivers", {})
-    driver = gpu.driver(0)
+    driver = cuda_driver.driver(0)
     assert isinstance(driver, LateDriver)
     with um.open_weights(path) as weights, cuda.Tape(3 * weights.mapped_bytes) as tape:
         yield Upload(driver, Reads(monkeypatch), weights, tape)

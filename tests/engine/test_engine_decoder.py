@@ -273,7 +273,7 @@ def test_what_ggml_takes_from_malloc(run_python: Run) -> None:
         """
         import ctypes
         from unimem.engine import Decoder, embedded_model
-        from unimem.system import ggml
+        from unimem.backends import ggml
 
         names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
         Info = type("Info", (ctypes.Structure,), {

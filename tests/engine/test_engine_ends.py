@@ -15,7 +15,7 @@ from decoders import computing_by
 from forks import in_child
 from unimem.engine import Decoder, embedded_model
 from unimem.engine.turns import Turn
-from unimem.system import ggml
+from unimem.backends import ggml
 
 SECONDS = 100  # of what ends at once
 
@@ -123,7 +123,7 @@ AT_THE_END = """
     calls = []
     atexit.register(lambda: print(calls.count("begun"), calls.count("done")))
     from unimem.engine import Decoder, embedded_model, turns
-    from unimem.system import ggml
+    from unimem.backends import ggml
 
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
     compute, begun = kind(ggml.graph_compute_address), threading.Event()

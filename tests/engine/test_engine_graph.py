@@ -17,7 +17,7 @@ from models.make import TINY, Shape, write_model
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.graph import Graph, Headers
 from unimem.planning.needs import PREFILL_BATCH, scratch_parts
-from unimem.system import ggml
+from unimem.backends import ggml
 
 ARCHS = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
 

@@ -19,14 +19,15 @@ from tiers import slow_after
 from unimem.accounting import model_maps
 from unimem.engine import Decoder
 from unimem.planning import repacked as planned
-from unimem.system import ggml_repack, limits
+from unimem.backends import ggml_orders
+from unimem.system import limits
 from unimem.system.process import read_process
 from unimem.weights import image_use, repack
 from unimem.weights.image import IMAGE_NAME
 from unimem.weights.staging.held import Held, holders
 from weight_bytes import drop_from_cache
 
-if ggml_repack.find_order(2, (256, 64)) is None:
+if ggml_orders.find_order(2, (256, 64)) is None:
     pytest.skip("this build of ggml has no order for q4_0 on this CPU", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -271,7 +272,7 @@ def test_what_cannot_be_staged(arguments: list[str], code: int, said: str, model
 
 def test_a_model_without_such_weights(tmp_path: Path) -> None:
     path = write_model(tmp_path / "f16.gguf", kind="f16")
-    if ggml_repack.find_order(1, (256, 64)) is not None:
+    if ggml_orders.find_order(1, (256, 64)) is not None:
         pytest.skip("this CPU has an order for f16")
     with pytest.raises(ValueError, match="no tensor has an order of its own"):
         um.stage(path, repack=True)

@@ -15,7 +15,7 @@ from decoders import logits_of, tokens
 from models.make import SMALL, small, write_model
 from project import STORIES, needs_stories
 from unimem.engine import Decoder
-from unimem.system import ggml, ggml_repack
+from unimem.backends import ggml, ggml_orders
 from unimem.weights.loading import EngineLoad
 
 # Activations are quantized before each product, and both sides sum in another order where they were
@@ -64,7 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 # Of types that both sides repack, which is llama.cpp's default.
 KINDS = [
-    name for kind, name in ggml.MATMUL_TYPES.items() if ggml_repack.find_order(kind, (256, 64))
+    name for kind, name in ggml.MATMUL_TYPES.items() if ggml_orders.find_order(kind, (256, 64))
 ]
 OTHER_SEED = ("q4_K", "mxfp4")  # where the likeliest experts, or tokens, are in doubt
 REPACKED: dict[str, dict[str, Any]] = {

@@ -19,7 +19,7 @@ import tiers
 import unimem as um
 from conftest import Run
 from models.make import Shape, write_model
-from unimem.system import ggml
+from unimem.backends import ggml
 
 gguf = pytest.importorskip("gguf")
 

@@ -16,19 +16,20 @@ from models.make import SMALL, Shape, small, write_model
 from unimem.engine import Decoder
 from unimem.engine.graph import Headers
 from unimem.planning import repacked as planned
-from unimem.system import ggml, ggml_repack, limits
+from unimem.backends import ggml, ggml_orders
+from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.weights.loading import WHY_MAPPED
 from weight_bytes import cached_bytes, drop_from_cache
 
 Q4_0 = 2
-if ggml_repack.find_order(Q4_0, (256, 64)) is None:
+if ggml_orders.find_order(Q4_0, (256, 64)) is None:
     pytest.skip("this build of ggml has no order for q4_0 on this CPU", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 KINDS = [
-    name for kind, name in ggml.MATMUL_TYPES.items() if ggml_repack.find_order(kind, (256, 64))
+    name for kind, name in ggml.MATMUL_TYPES.items() if ggml_orders.find_order(kind, (256, 64))
 ]
 CTX = 200
 GAIN = 0.01  # so that the rounding of activations does not grow from layer to layer
@@ -196,7 +197,7 @@ def test_auto_leaves_what_gains_nothing(model: Path, tmp_path: Path, gains: None
     machine = {"memory": "16G"}
     q8_0 = write_model(tmp_path / "q8_0.gguf", kind="q8_0")
     # Other CPUs may repack it.
-    kinds: list[tuple[Path, Any]] = [] if ggml_repack.find_order(8, (256, 64)) else [(q8_0, {})]
+    kinds: list[tuple[Path, Any]] = [] if ggml_orders.find_order(8, (256, 64)) else [(q8_0, {})]
     for path, options in (*kinds, (model, {"lock": True}), (model, {"machine": machine})):
         plan = um.plan(path, **OPTIONS, **options)
         assert (plan.load, plan.load_reason, plan.unread_bytes) == ("map", WHY_MAPPED, 0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 pytest.importorskip(
-    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 from unimem.engine.sampling import Sampling, sample

@@ -15,7 +15,7 @@ import unimem as um
 from conftest import Run
 from models.make import SMALL, small, write_model
 from project import ROOT
-from unimem.system import ggml_repack
+from unimem.backends import ggml_orders
 
 SHIM = ROOT / "tests" / "support" / "shim" / "count_alloc.c"
 COMPILER = shutil.which("cc")
@@ -46,7 +46,7 @@ SCRIPT = """
         # The counters must count: a block is mapped by unimem, and a context allocated by ggml.
         shim.count_start()
         um.Block(4096).close()
-        from unimem.system import ggml
+        from unimem.backends import ggml
         ggml.free(ggml.new_context(decoder.addresses()["mask"], 16))
         shim.count_stop()
         seen = [shim.count_os_calls(1), shim.count_allocations(2)]
@@ -105,7 +105,7 @@ def test_steady_state(
     request: pytest.FixtureRequest,
 ) -> None:
     is_repacked = "load" in how
-    if is_repacked and ggml_repack.find_order(Q4_0, (256, 64)) is None:
+    if is_repacked and ggml_orders.find_order(Q4_0, (256, 64)) is None:
         pytest.skip("this build of ggml has no order for q4_0 on this CPU")
     shim = tmp_path / "count_alloc.so"
     subprocess.run(

@@ -25,7 +25,7 @@ if not cupy.cuda.is_available():
     pytest.skip("needs a GPU: make test-gpu", allow_module_level=True)
 
 from unimem import cuda
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 
 __all__ = ["DRIVERS_OWN", "MIB", "Counted", "bridge", "cuda", "cupy", "gpu", "held", "new_stream"]
 
@@ -129,18 +129,18 @@ class Counted(MemoryHook):  # type: ignore[misc]
         self.calls: Counter[str] = Counter()
         self.allocated: dict[int, int] = {}
         for cls, method in (
-            *((gpu.Driver, name) for name in ("synchronize", "register", "unregister", "module")),
-            *((gpu.Driver, name) for name in ("new_stream", "new_event")),
-            (gpu._Event, "synchronize"),
+            *((cuda_driver.Driver, name) for name in ("synchronize", "register", "unregister", "module")),
+            *((cuda_driver.Driver, name) for name in ("new_stream", "new_event")),
+            (cuda_driver._Event, "synchronize"),
         ):
             monkeypatch.setattr(cls, method, self._counting(getattr(cls, method)))
-        allocate = gpu.Driver.allocate
+        allocate = cuda_driver.Driver.allocate
 
         def counting(driver: Any, nbytes: int) -> Allocation:
             self.calls["allocate"] += 1
             return Allocation(self, nbytes, allocate(driver, nbytes))
 
-        monkeypatch.setattr(gpu.Driver, "allocate", counting)
+        monkeypatch.setattr(cuda_driver.Driver, "allocate", counting)
 
     def _counting(self, method: Any) -> Any:
         def counting(*arguments: Any) -> Any:

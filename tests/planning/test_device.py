@@ -16,7 +16,7 @@ from unimem.planning.device import (
     list_transfers,
     round_to_pages,
 )
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 
 MIB = 1 << 20
 

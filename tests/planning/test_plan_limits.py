@@ -234,9 +234,9 @@ print("ran", layout.plan.load)
 def test_most_of_a_cgroup_holds_a_model_that_is_repacked(tmp_path: Path) -> None:
     """Of the file, nothing that is repacked stays beside the result, whatever is asked for."""
     pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
-    from unimem.system import ggml_repack
+    from unimem.backends import ggml_orders
 
-    if ggml_repack.find_order(2, (256, 64)) is None:
+    if ggml_orders.find_order(2, (256, 64)) is None:
         pytest.skip("this build of ggml has no order for q4_0 on this CPU")
     path = write_hole(tmp_path / "large.gguf", "Q4_0", inner=8192, vocab=8000)
     with small_cgroup(192 * MIB) as cgroup:

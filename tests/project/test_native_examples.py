@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models")
 pytest.importorskip(
-    "unimem.system.ggml", reason="the engine needs ggml: its extra is 'run'", exc_type=ImportError
+    "unimem.backends.ggml", reason="the engine needs ggml: its extra is 'run'", exc_type=ImportError
 )
 
 from building import run, tool

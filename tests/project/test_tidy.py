@@ -17,10 +17,10 @@ from unittest import mock
 import pytest
 
 import unimem
-import unimem.system.gpu
+import unimem.backends.cuda_driver
 from project import ROOT
 
-with mock.patch.object(unimem.system.gpu, "require"):  # what is looked at here needs no device
+with mock.patch.object(unimem.backends.cuda_driver, "require"):  # what is looked at here needs no device
     import unimem.cuda
 
 # The larger tier has them, and `make check`.
@@ -253,7 +253,7 @@ ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers"}
 PROGRAMS = {
     *("unimem.__main__", "unimem.weights.staging.holder", "unimem.weights.staging.mount"),
 }
-BINDINGS = {"unimem.system.ggml"}  # names of ggml, taken over as they are
+BINDINGS = {"unimem.backends.ggml"}  # names of ggml, taken over as they are
 WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/vllm
 MODULES = sorted(
     {

@@ -1,4 +1,4 @@
-"""A driver over main memory, in place of `unimem.system.gpu.Driver`: the twin without a GPU.
+"""A driver over main memory, in place of `unimem.backends.cuda_driver.Driver`: the twin without a GPU.
 
 Allocations are NumPy arrays, copies are done at once, kernels are the same source compiled for the
 CPU, and arrays are real CuPy arrays over host addresses: their offsets, shapes and lifetimes are
@@ -18,8 +18,8 @@ import pytest
 from numpy.typing import NDArray
 
 from unimem.errors import CapacityError
-from unimem.system import gpu
-from unimem.system.gpu import Launcher
+from unimem.backends import cuda_driver
+from unimem.backends.cuda_driver import Launcher
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -65,8 +65,8 @@ class HostEvent:
         self._driver.calls.append(("wait",))
 
 
-class HostDriver(gpu.Driver):
-    """What `gpu.Driver` does, in main memory.
+class HostDriver(cuda_driver.Driver):
+    """What `cuda_driver.Driver` does, in main memory.
 
     Attributes
     ----------
@@ -213,6 +213,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
     monkeypatch.setattr(gpu, "require", lambda: None)
     monkeypatch.setattr(gpu, "Driver", HostDriver)
     monkeypatch.setattr(gpu, "_drivers", {})
-    driver = gpu.driver(0)
+    driver = cuda_driver.driver(0)
     assert isinstance(driver, HostDriver)
     return driver

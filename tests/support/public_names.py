@@ -50,7 +50,7 @@ def members(thing: Any) -> list[str]:
 def python_names() -> dict[str, dict[str, list[str]]]:
     """Public names of the documented modules; classes with their members."""
     # What is looked at here needs no device.
-    with mock.patch.object(importlib.import_module("unimem.system.gpu"), "require"):
+    with mock.patch.object(importlib.import_module("unimem.backends.cuda_driver"), "require"):
         modules = {name: importlib.import_module(name) for name in MODULES}
     return {
         name: {

@@ -14,7 +14,7 @@ __all__ = ["quantize"]
 
 @cache
 def _quantizer() -> Any:
-    from unimem.system import ggml
+    from unimem.backends import ggml
 
     function = ctypes.CDLL(ggml.LIBRARIES[0]).ggml_quantize_chunk
     function.argtypes = (
@@ -26,7 +26,7 @@ def _quantizer() -> Any:
 
 def quantize(values: NDArray[np.float32], kind: int) -> NDArray[np.uint8]:
     """Quantize rows to a type of this number; returns the bytes of each row."""
-    from unimem.system import ggml
+    from unimem.backends import ggml
 
     n_rows, width = values.shape
     data = np.zeros((n_rows, int(ggml.row_size(kind, width))), np.uint8)

@@ -19,16 +19,16 @@ import unimem as um
 from quantized import quantize
 
 pytest.importorskip(
-    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
-from unimem.system import ggml, ggml_repack, ggml_trial, ggml_verdict
+from unimem.backends import ggml, ggml_orders, ggml_trial_process, ggml_trial
 
 ALL_KINDS = tuple(ggml.MATMUL_TYPES)
-KINDS = [kind for kind in ALL_KINDS if ggml_repack.find_order(kind, (256, 64))]
+KINDS = [kind for kind in ALL_KINDS if ggml_orders.find_order(kind, (256, 64))]
 if not KINDS:
     pytest.skip("this build of ggml has no orders of its own on this CPU", allow_module_level=True)
-EXPERT_KINDS = [kind for kind in KINDS if ggml_repack.find_order(kind, (256, 64, 4))]
+EXPERT_KINDS = [kind for kind in KINDS if ggml_orders.find_order(kind, (256, 64, 4))]
 N_IN, N_OUT, N_EXPERTS = 512, 96, 3
 
 
@@ -108,12 +108,12 @@ def test_products_are_those_of_the_file_s_order(
     with Products(tape, kind, ne) as plain:
         ggml.TensorHeader.from_address(plain.weight).data = data.ctypes.data
         expected = plain.of(n, threads=1)
-    order = ggml_repack.find_order(kind, ne)
+    order = ggml_orders.find_order(kind, ne)
     assert order is not None
     assert order.nbytes >= data.nbytes
     repacked = tape.take_bytes(order.nbytes + 64)
     repacked[-64:] = 0x5A
-    with ggml_repack.Buffer(order.buffer_type, repacked.ctypes.data, order.nbytes) as buffer:
+    with ggml_orders.Buffer(order.buffer_type, repacked.ctypes.data, order.nbytes) as buffer:
         buffer.write(kind, ne, data.ctypes.data, repacked.ctypes.data)
         with Products(tape, kind, ne) as ours:
             buffer.adopt(ours.weight, repacked.ctypes.data)
@@ -127,7 +127,7 @@ def test_products_are_those_of_the_file_s_order(
     copy = tape.take_bytes(order.nbytes)
     copy[:] = repacked[:-64]
     with (
-        ggml_repack.Buffer(order.buffer_type, copy.ctypes.data, order.nbytes) as buffer,
+        ggml_orders.Buffer(order.buffer_type, copy.ctypes.data, order.nbytes) as buffer,
         Products(tape, kind, ne) as ours,
     ):
         buffer.adopt(ours.weight, copy.ctypes.data)
@@ -135,21 +135,21 @@ def test_products_are_those_of_the_file_s_order(
 
 
 def test_a_type_or_shape_without_an_order_has_none() -> None:
-    assert ggml_repack.find_order(ggml.F32, (256, 64)) is None
+    assert ggml_orders.find_order(ggml.F32, (256, 64)) is None
     for ne in ((256,), (256, 63), (256, 64, 1), (256, 64, 2, 2)):
-        assert ggml_repack.find_order(KINDS[0], ne) is None
-    assert ggml_repack.find_order(99, (256, 64)) is None
+        assert ggml_orders.find_order(KINDS[0], ne) is None
+    assert ggml_orders.find_order(99, (256, 64)) is None
 
 
 def test_what_does_not_suit_a_buffer_is_refused(tape: um.Tape) -> None:
     kind, ne = KINDS[0], (256, 64)
-    order = ggml_repack.find_order(kind, ne)
+    order = ggml_orders.find_order(kind, ne)
     assert order is not None
     at = tape.take_address(order.nbytes)
     with (
         Products(tape, kind, ne) as fits,
         Products(tape, kind, (256, 63)) as other,
-        ggml_repack.Buffer(order.buffer_type, at, order.nbytes) as buffer,
+        ggml_orders.Buffer(order.buffer_type, at, order.nbytes) as buffer,
     ):
         for data in (at - 64, at + 64, at + 1):
             with pytest.raises(ValueError, match=f"expected {order.nbytes} bytes .*got address"):
@@ -165,19 +165,19 @@ def test_a_buffer_that_knows_more_than_an_address_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ggml, "buffer_get_base", lambda _: 1 << 20)
-    monkeypatch.setattr(ggml_repack, "_interface", ggml_repack._interface.__wrapped__)
-    assert ggml_repack.all_types.__wrapped__() == ()
+    monkeypatch.setattr(ggml_repack, "_interface", ggml_orders._interface.__wrapped__)
+    assert ggml_orders.all_types.__wrapped__() == ()
 
 
 def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    types = ggml_repack.all_types()
-    assert ggml_repack.buffer_types.__wrapped__() == types
+    types = ggml_orders.all_types()
+    assert ggml_orders.buffer_types.__wrapped__() == types
     monkeypatch.setattr(ggml_repack, "_SOUND", frozenset())
-    assert ggml_repack.buffer_types.__wrapped__() == types  # they pass it
+    assert ggml_orders.buffer_types.__wrapped__() == types  # they pass it
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert ggml_repack.buffer_types.__wrapped__() == ()
+    assert ggml_orders.buffer_types.__wrapped__() == ()
     monkeypatch.setattr(sys, "executable", "/none")
-    assert ggml_repack.buffer_types.__wrapped__() == ()
+    assert ggml_orders.buffer_types.__wrapped__() == ()
 
 
 @pytest.mark.parametrize(
@@ -197,36 +197,36 @@ def test_a_trial_is_made_once_a_build(
 
     monkeypatch.setattr(subprocess, "run", run)
     for _ in range(2):
-        assert ggml_verdict.passes_trial("AMX", {"libraries": "1"}) == is_sound
+        assert ggml_trial.passes_trial("AMX", {"libraries": "1"}) == is_sound
     assert len(trials) == (1 if is_kept else 2)
     for path in (tmp_path / "cache").iterdir():
         path.write_text("")  # of no meaning: it is tried again
-    ggml_verdict.passes_trial("AMX", {"libraries": "1"})
-    ggml_verdict.passes_trial("AMX", {"libraries": "2"})
+    ggml_trial.passes_trial("AMX", {"libraries": "1"})
+    ggml_trial.passes_trial("AMX", {"libraries": "2"})
     (tmp_path / "cache").chmod(0o777)
-    ggml_verdict.passes_trial("AMX", {"libraries": "2"})  # what others may write is not believed
+    ggml_trial.passes_trial("AMX", {"libraries": "2"})  # what others may write is not believed
     assert len(trials) == (4 if is_kept else 5)
 
 
 def test_a_trial_sees_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    (name, *_) = [one.name for one in ggml_repack.all_types()]
-    assert ggml_trial.is_sound(name)
-    write = ggml_repack.Buffer.write_as
+    (name, *_) = [one.name for one in ggml_orders.all_types()]
+    assert ggml_trial_process.is_sound(name)
+    write = ggml_orders.Buffer.write_as
 
     def spoil(self: Any, order: Any, kind: int, ne: Any, source: int, data: int) -> None:
         write(self, order, kind, ne, source, data)
         ctypes.memset(data, 0, 32)
 
-    monkeypatch.setattr(ggml_repack.Buffer, "write_as", spoil)
-    assert not ggml_trial.is_sound(name)
+    monkeypatch.setattr(ggml_orders.Buffer, "write_as", spoil)
+    assert not ggml_trial_process.is_sound(name)
 
 
 def test_the_build_is_known_by_its_files_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ggml_repack.build()
+    found = ggml_orders.build()
     assert json.loads(json.dumps(found)) == found
     assert found["version"] == ggml.facts()["ggml"]
     assert len(found["libraries"]) == 64
     assert found["features"]
-    assert found["buffer_types"] == [each.name for each in ggml_repack.buffer_types()]
+    assert found["buffer_types"] == [each.name for each in ggml_orders.buffer_types()]
     monkeypatch.setattr(ggml, "LIBRARIES", ggml.LIBRARIES[:1])
-    assert ggml_repack.build.__wrapped__()["libraries"] != found["libraries"]
+    assert ggml_orders.build.__wrapped__()["libraries"] != found["libraries"]

@@ -17,8 +17,8 @@ import pytest
 import unimem as um
 from conftest import Run
 from host_gpu import array_of
-from unimem.system import gpu
-from unimem.system.gpu import Driver
+from unimem.backends import cuda_driver
+from unimem.backends.cuda_driver import Driver
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 without_gpu = pytest.mark.skipif(cupy.cuda.is_available(), reason="there is a GPU: tests/gpu")
@@ -130,8 +130,8 @@ class WithInterfaces(Unasked):
     def stream(self, stream: Any = None) -> int:
         return self.current
 
-    def new_event(self) -> gpu._Event:
-        return gpu._Event(self._runtime, SimpleNamespace(ptr=99))
+    def new_event(self) -> cuda_driver._Event:
+        return cuda_driver._Event(self._runtime, SimpleNamespace(ptr=99))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_threads_get_one_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "Driver", Slow)
     monkeypatch.setattr(gpu, "_drivers", {})
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(gpu.driver, [0] * 4))
+        found = list(pool.map(cuda_driver.driver, [0] * 4))
     assert len({id(driver) for driver in found}) == 1
 
 
@@ -176,7 +176,7 @@ def test_launches_remember_no_streams() -> None:
     for stream in (*range(1000), 5, 5, 0):
         launch((1,), (2,), (3,), stream)
     assert launched == [((1,), (2,), (3,), stream) for stream in (*range(1000), 5, 5, 0)]
-    assert sum(type(thing) is gpu._StreamAt for thing in gc.get_objects()) == 1
+    assert sum(type(thing) is cuda_driver._StreamAt for thing in gc.get_objects()) == 1
 
 
 def test_memory_that_is_not_registered_is_left_as_it_is() -> None:
@@ -216,7 +216,7 @@ def test_streams_of_everybody() -> None:
 def test_which_device() -> None:
     for wrong in ("0", 0.0, None):
         with pytest.raises(TypeError):
-            gpu.driver(wrong)  # type: ignore[arg-type]
+            cuda_driver.driver(wrong)  # type: ignore[arg-type]
 
 
 @without_gpu
@@ -250,7 +250,7 @@ def test_importing_the_twin_without_cupy_says_what_is_missing(run_python: Run) -
 def test_importing_unimem_never_imports_cupy(run_python: Run) -> None:
     result = run_python("""
         import contextlib, sys
-        import unimem, unimem.system.gpu
+        import unimem, unimem.backends.cuda_driver
         with contextlib.suppress(ImportError):  # of their extra
             import unimem.cli
         with contextlib.suppress(ImportError):

@@ -135,7 +135,7 @@ def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
     answer = run_python(
         """
         import os, sys
-        sys.modules["gguf"] = sys.modules["unimem.system.ggml"] = None
+        sys.modules["gguf"] = sys.modules["unimem.backends.ggml"] = None
         from unimem.weights.opened import open_weights
         with open_weights(os.environ["MODEL"]) as w:
             try:

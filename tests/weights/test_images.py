@@ -33,16 +33,16 @@ from weight_bytes import cached_bytes, drop_from_cache, leaves_nothing
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 import gguf
 
-from unimem.system import ggml, ggml_repack
+from unimem.backends import ggml, ggml_orders
 
 __all__ = ["leaves_nothing"]  # a fixture
 
-KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_repack.find_order(kind, (256, 64))]
+KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_orders.find_order(kind, (256, 64))]
 if not KINDS:
     pytest.skip("this build of ggml has no orders of its own on this CPU", allow_module_level=True)
 
@@ -279,7 +279,7 @@ def test_an_image_of_something_else_is_never_met(
             image, found = repacked_bytes(model)
         assert (image, found) == (None, expected_bytes(model))
         return
-    build = ggml_repack.build()
+    build = ggml_orders.build()
     if other == "build":
         build = build | {"libraries": "0"}
     elif other == "cpu":

@@ -32,14 +32,14 @@ from weight_bytes import cached_bytes, drop_from_cache
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.system.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
 )
 
 import gguf
 
-from unimem.system import ggml, ggml_repack
+from unimem.backends import ggml, ggml_orders
 
-KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_repack.find_order(kind, (256, 64))]
+KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_orders.find_order(kind, (256, 64))]
 if not KINDS:
     pytest.skip("this build of ggml has no orders of its own on this CPU", allow_module_level=True)
 
@@ -96,7 +96,7 @@ REPACKED = {
     f"{part}.{kind}.weight"
     for kind in KINDS
     for part in ("up", "wide", "down_exps")
-    if "exps" not in part or ggml_repack.find_order(kind, (256, 96, 5))
+    if "exps" not in part or ggml_orders.find_order(kind, (256, 96, 5))
 }
 
 
@@ -108,10 +108,10 @@ def expected(model: Path) -> dict[str, bytes]:
         for name in REPACKED:
             tensor = weights.tensors[name]
             assert tensor.ggml_type is not None
-            order = ggml_repack.find_order(tensor.ggml_type, tensor.ne)
+            order = ggml_orders.find_order(tensor.ggml_type, tensor.ne)
             assert order is not None
             at = tape.take_address(order.nbytes)
-            with ggml_repack.Buffer(order.buffer_type, at, order.nbytes) as buffer:
+            with ggml_orders.Buffer(order.buffer_type, at, order.nbytes) as buffer:
                 buffer.write(tensor.ggml_type, tensor.ne, tensor.address, at)
             found[name] = ctypes.string_at(at, order.nbytes)
     return found
@@ -183,10 +183,10 @@ def test_orders_that_need_the_whole_tensor_get_it(
 
 
 def test_pieces_are_of_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, find = KINDS[0], ggml_repack.find_order
+    kind, find = KINDS[0], ggml_orders.find_order
 
     def apart() -> bool:
-        return ggml_repack.are_rows_apart.__wrapped__(kind, (256, 256), 64)
+        return ggml_orders.are_rows_apart.__wrapped__(kind, (256, 256), 64)
 
     assert apart()
 
@@ -202,13 +202,13 @@ def test_pieces_are_of_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(ggml_repack, "find_order", other(field))
         assert not apart()
     monkeypatch.setattr(ggml_repack, "find_order", find)
-    write = ggml_repack.Buffer.write
+    write = ggml_orders.Buffer.write
 
     def by_columns(self: Any, kind: int, ne: Any, source: int, data: int) -> None:
         write(self, kind, ne, source, data)
         ctypes.memset(data, ne[1] % 251, 1)
 
-    monkeypatch.setattr(ggml_repack.Buffer, "write", by_columns)
+    monkeypatch.setattr(ggml_orders.Buffer, "write", by_columns)
     assert not apart()
 
 

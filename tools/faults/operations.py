@@ -393,10 +393,10 @@ def _repackable(folder: Path) -> Path:
     """Write a model that this CPU repacks."""
     try:
         from models.make import TINY, write_model
-        from unimem.system import ggml_repack
+        from unimem.backends import ggml_orders
     except ImportError as error:
         raise Absent(f"{error.name} is not installed") from None
-    if ggml_repack.find_order(2, (256, 64)) is None:
+    if ggml_orders.find_order(2, (256, 64)) is None:
         raise Absent("this build of ggml has no order for q4_0 on this CPU")
     (folder / "models").mkdir()
     return write_model(folder / "models" / "q4_0.gguf", shape=TINY, kind="q4_0")

@@ -17,7 +17,7 @@ import numpy as np
 
 import unimem as um
 from unimem._core.empty_call import EmptyCall
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 from unimem_bench.rounds import Side, stopwatch
 from unimem_bench.states import read_through
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
@@ -46,10 +46,10 @@ def require_gpu(measure: Measure) -> None:
     """
     measure.pin(None)
     try:
-        gpu.require()
+        cuda_driver.require()
     except ImportError as error:
         raise NotMeasured(str(error)) from None
-    gpu.driver(0).free_bytes()
+    cuda_driver.driver(0).free_bytes()
     measure.pin(1)
     for name, value in device_facts().items():
         measure.fact(name, value)
@@ -180,7 +180,7 @@ def idle(clear: Callable[[], object] | None = None) -> None:
 
 def synchronize() -> None:
     """Wait until the device has done what was queued: all of it is in the default stream."""
-    gpu.driver(0).synchronize(0)
+    cuda_driver.driver(0).synchronize(0)
 
 
 def append_token(measure: Measure, timed: Callable[[Statement], Side]) -> None:
@@ -415,7 +415,7 @@ def upload(measure: Measure) -> None:
 
     measure.pin(None)
     wanted = QUICK_TENSORS if measure.quick else N_TENSORS
-    on_device = gpu.driver(0).free_bytes() // (3 * TENSOR_BYTES)
+    on_device = cuda_driver.driver(0).free_bytes() // (3 * TENSOR_BYTES)
     n_tensors = min(tensors_that_fit(measure.folder, wanted), on_device)
     if n_tensors < 1:
         raise NotMeasured(f"wants {3 * TENSOR_BYTES / 1e6:.0f} MB of free memory on the device")

@@ -4,7 +4,7 @@ Needs CuPy (the extra ``cuda12`` or ``cuda13``) and a device. What a device cann
 `CAPABILITIES`, and raises NotImplementedError.
 """
 
-from unimem.system import gpu as _gpu
+from unimem.backends import cuda_driver as _gpu
 
 _gpu.require()
 

@@ -16,7 +16,7 @@ from unimem._core.arrays import array_within, checked_size
 from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry, row_name
 from unimem.errors import ClosedError
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, string
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.base.text import format_bytes
@@ -89,7 +89,7 @@ class _Memory:
 
     def __init__(
         self,
-        driver: gpu.Driver,
+        driver: cuda_driver.Driver,
         nbytes: int,
         name: str,
         category: str,
@@ -133,10 +133,10 @@ class _Memory:
 # CUDA has let go of it, whatever fails or is interrupted.
 _pinned: dict[int, tuple[HostBlock, memoryview]] = {}
 # What CUDA did not let go of, as while a stream is captured. The next pinned block tries again.
-_stuck: list[tuple[gpu.Driver, int]] = []
+_stuck: list[tuple[cuda_driver.Driver, int]] = []
 
 
-def _unpin(driver: gpu.Driver, address: int) -> None:
+def _unpin(driver: cuda_driver.Driver, address: int) -> None:
     # For destructors, which never raise: CUDA may be gone before the interpreter is.
     try:
         if address not in _pinned:
@@ -246,7 +246,7 @@ class Block:
                 f"Block '{self.name}': placing device memory ({', '.join(placement)})",
                 "leave it out, or take host memory with pinned=True",
             )
-        self._driver = gpu.driver(device)
+        self._driver = cuda_driver.driver(device)
         self.device = self._driver.id
         memory = _Memory(self._driver, size, self.name, category, pinned, placement)
         self._nbytes = memory.nbytes

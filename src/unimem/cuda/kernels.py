@@ -9,7 +9,7 @@ from importlib import resources
 
 import numpy as np
 
-from unimem.system.gpu import Driver, Launcher
+from unimem.backends.cuda_driver import Driver, Launcher
 
 FLOATS = ("f32", "f16", "bf16")
 # Of each type of rows, what is taken and what is made of it.

@@ -18,7 +18,7 @@ from unimem.kv import snapshot
 from unimem.kv.arrays import block_values, kv_type
 from unimem.kv.device import KVDevice
 from unimem.kv.layers import LayerState
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, integer, one_of
 from unimem.system.placement import PlacementOptions
 
@@ -148,7 +148,7 @@ class KVCache(KVDevice):
             if not isinstance(tape, Tape):
                 raise TypeError(f"tape: expected a cuda.Tape, got {type(tape).__name__}")
             refuse_placement("tape", tape.block.device, device, pinned, placement)
-        driver = gpu.driver(device) if tape is None else tape.block._driver
+        driver = cuda_driver.driver(device) if tape is None else tape.block._driver
         self._made_with: dict[str, Any] = {"device": driver.id, "pinned": pinned, **placement}
         # Compiled before anything is taken, so that a compiler that fails leaves nothing.
         self._kernels = RowKernels(driver, self.dtype)

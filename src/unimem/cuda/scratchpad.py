@@ -10,7 +10,7 @@ from unimem.cuda.block import refuse_placement
 from unimem.cuda.kernels import RowKernels
 from unimem.cuda.tape import Tape
 from unimem.kv.scratchpad import DeviceScratchpad
-from unimem.system import gpu
+from unimem.backends import cuda_driver
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["Scratchpad"]
@@ -76,7 +76,7 @@ class Scratchpad(DeviceScratchpad):
         nbytes, stored = self._prepare(max_seq_len, dim, dtype, name)
         if tape is None:
             # Compiled before anything is taken, so that a compiler that fails leaves nothing.
-            kernels = RowKernels(gpu.driver(device), stored)
+            kernels = RowKernels(cuda_driver.driver(device), stored)
             own = Tape(
                 nbytes,
                 name=self.name,

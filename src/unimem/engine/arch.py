@@ -21,7 +21,7 @@ from unimem.models.fields import MetadataFields
 from unimem.engine.rotation import rotation_block
 from unimem.kv.arrays import block_values
 from unimem.planning.needs import least_window
-from unimem.system import ggml
+from unimem.backends import ggml
 from unimem.base.arguments import flag
 from unimem.base.text import format_count
 

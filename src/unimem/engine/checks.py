@@ -19,7 +19,7 @@ from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
-from unimem.system import ggml
+from unimem.backends import ggml
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Contents

@@ -32,7 +32,7 @@ from unimem.kv.cache import KVCache
 from unimem.kv.store import KVStore
 from unimem.layout import Layout
 from unimem.planning.needs import PREFILL_BATCH
-from unimem.system import ggml
+from unimem.backends import ggml
 from unimem.base.arguments import flag
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights

@@ -8,7 +8,7 @@ import numpy as np
 
 from unimem.engine.sampling import Sampling, check_finite, sample
 from unimem.errors import CacheFull, ClosedError
-from unimem.system import ggml
+from unimem.backends import ggml
 
 cimport numpy as cnp
 from cpython.buffer cimport Py_buffer
@@ -49,7 +49,7 @@ cdef uint16_t HIDDEN = 0xFC00  # minus infinity, as float16
 cdef uint16_t SHOWN = 0
 
 
-cdef struct ComputePlan:  # ggml_cplan, whose layout system/ggml.py checks
+cdef struct ComputePlan:  # ggml_cplan, whose layout backends/ggml.py checks
     size_t work_size
     uint8_t *work_data
     int n_threads
@@ -59,7 +59,7 @@ cdef struct ComputePlan:  # ggml_cplan, whose layout system/ggml.py checks
     c_bool use_ref
 
 
-cdef struct Team:  # system/ggml.py
+cdef struct Team:  # backends/ggml.py
     c_bool is_kept, is_made, is_lost
 
 

@@ -19,7 +19,7 @@ from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.engine.arch import Model
 from unimem.engine.rotation import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
-from unimem.system import ggml
+from unimem.backends import ggml
 
 __all__ = ["Arrays", "Graph", "Headers", "Mask", "view"]
 

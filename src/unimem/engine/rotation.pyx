@@ -4,7 +4,7 @@
 A product with the matrix, which is how llama.cpp does it, would take as many products a value as a
 block has values. This takes their logarithm in sums, and gives the bits of `KVCache.append`.
 """
-from unimem.system import ggml
+from unimem.backends import ggml
 
 from libc.stdint cimport int64_t, uint32_t, uintptr_t
 

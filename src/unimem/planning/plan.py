@@ -543,9 +543,9 @@ class _Planner:
     # ---- a GPU ----------------------------------------------------------------------------------
 
     def _make_for_device(self, options: PlanOptions, number: int) -> Plan:
-        from unimem.system import gpu  # which few plans need
+        from unimem.backends import cuda_driver  # which few plans need
 
-        driver = gpu.driver(number)
+        driver = cuda_driver.driver(number)
         free, total = driver.mem_info()
         shape, n = self._source.shape, options.sessions
         types = {f"weights:{kind}": size for kind, size in self._source.by_type().items() if size}

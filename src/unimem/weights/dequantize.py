@@ -104,7 +104,7 @@ def _of_blocks(number: int | None, what: str) -> tuple[int, int, Convert]:
 def _by_ggml(number: int) -> Convert | str:
     """Return ggml's conversion, or why there is none."""
     try:
-        from unimem.system import ggml
+        from unimem.backends import ggml
     except ImportError as error:
         return str(error)
     to_float = ggml.to_float(number)

@@ -41,12 +41,12 @@ def identify(contents: Contents, found: Arrangement) -> dict[str, Any]:
     dict
         ``model``, ``files``, ``ggml`` and ``probe``, of what JSON can hold.
     """
-    from unimem.system import ggml_repack
+    from unimem.backends import ggml_orders
 
     return {
         "model": contents.fingerprint,
         "files": [list(part.file.identity) for part in contents._parts],
-        "ggml": ggml_repack.build(),
+        "ggml": ggml_orders.build(),
         "probe": _probe(found),
     }
 
@@ -67,7 +67,7 @@ def _probe(found: Arrangement) -> dict[str, str]:
 @functools.lru_cache(maxsize=1024)
 def _pattern_shape(kind: int, ne: tuple[int, ...]) -> tuple[int, ...]:
     """Return a small shape that the same code orders; that of the tensor, where there is none."""
-    from unimem.system.ggml_repack import find_order
+    from unimem.backends.ggml_orders import find_order
 
     wanted = find_order(kind, ne)
     assert wanted is not None
@@ -82,8 +82,8 @@ def _pattern_shape(kind: int, ne: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def _hash_pattern(kind: int, ne: tuple[int, ...]) -> str:
-    from unimem.system import ggml
-    from unimem.system.ggml_repack import Buffer, find_order
+    from unimem.backends import ggml
+    from unimem.backends.ggml_orders import Buffer, find_order
 
     order = find_order(kind, ne)
     assert order is not None

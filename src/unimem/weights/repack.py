@@ -120,7 +120,7 @@ def repack(
 
     Notes
     -----
-    The order is ggml's own (`unimem.system.ggml_repack`); docs/weights.md says which types have
+    The order is ggml's own (`unimem.backends.ggml_orders`); docs/weights.md says which types have
     one. Threads are pinned to the CPUs of the nodes that the memory is placed on.
 
     Examples
@@ -300,7 +300,7 @@ def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
 
 def _count_rows(slot: Slot, found: Arrangement, n_threads: int) -> tuple[int, int]:
     """Count the rows of a tensor, and those of its pieces: all where it stays whole."""
-    from unimem.system.ggml_repack import are_rows_apart
+    from unimem.backends.ggml_orders import are_rows_apart
 
     most = found.source_bytes // (STAGING_SHARE * n_threads)
     most = min(max(most, _LEAST_BYTES), _MOST_BYTES)

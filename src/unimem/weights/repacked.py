@@ -18,7 +18,7 @@ from unimem.weights.staging.repacked import LOOKED_UP
 from unimem.weights.tensors import Contents, Tensor
 
 if TYPE_CHECKING:
-    from unimem.system.ggml_repack import Buffer, Order
+    from unimem.backends.ggml_orders import Buffer, Order
 
 __all__ = ["Arrangement", "Repacked", "RepackedTensor", "Slot", "arrange"]
 
@@ -82,7 +82,7 @@ def arrange(contents: Contents) -> Arrangement:
     ImportError
         ggml-python is not installed.
     """
-    from unimem.system.ggml_repack import find_order  # ggml, which few need
+    from unimem.backends.ggml_orders import find_order  # ggml, which few need
 
     slots: list[Slot] = []
     at = source_bytes = 0
@@ -297,7 +297,7 @@ class Repacked:
 
 def new_buffers(arrangement: Arrangement, address: int) -> dict[str, Buffer]:
     """Make ggml's buffers over the memory of an arrangement, by the names of their types."""
-    from unimem.system.ggml_repack import Buffer
+    from unimem.backends.ggml_orders import Buffer
 
     types = {slot.order.buffer_type for slot in arrangement.slots}
     return {one.name: Buffer(one, address, arrangement.nbytes) for one in types}

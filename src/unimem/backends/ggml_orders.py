@@ -20,8 +20,8 @@ from ctypes import CFUNCTYPE, POINTER, c_char, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unimem.system import ggml
-from unimem.system.ggml_verdict import passes_trial
+from unimem.backends import ggml
+from unimem.backends.ggml_trial import passes_trial
 
 __all__ = [
     "Buffer",

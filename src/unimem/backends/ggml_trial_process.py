@@ -1,6 +1,6 @@
 """A trial of one of ggml's extra buffer types, in a process of its own.
 
-``python -m unimem.system.ggml_trial NAME`` ends with 0 where its products are those of the file's
+``python -m unimem.backends.ggml_trial_process NAME`` ends with 0 where its products are those of the file's
 order, and with `ggml_verdict.UNSOUND` where they are not. A build may have kernels that end the
 process instead: GCC 12.2 removes the stores that set AMX's tiles up (llama.cpp pull request 26954).
 """
@@ -13,8 +13,8 @@ import sys
 from array import array
 from collections.abc import Sequence
 
-from unimem.system import ggml, ggml_repack
-from unimem.system.ggml_verdict import UNSOUND
+from unimem.backends import ggml, ggml_orders
+from unimem.backends.ggml_trial import UNSOUND
 
 __all__ = ["is_sound"]
 
@@ -26,9 +26,9 @@ _ROOM = 1 << 18
 
 def is_sound(name: str) -> bool:
     """Tell whether products by a type of this name are right; it may end the process."""
-    (found,) = [one for one in ggml_repack.all_types() if one.name == name]
+    (found,) = [one for one in ggml_orders.all_types() if one.name == name]
     for kind in ggml.MATMUL_TYPES:
-        order = ggml_repack.order_of(found, kind, _NE)
+        order = ggml_orders.order_of(found, kind, _NE)
         if order is None:
             continue
         # Bytes of this range are small, positive scales.
@@ -37,7 +37,7 @@ def is_sound(name: str) -> bool:
         data = ctypes.create_string_buffer(bytes(rng.choices(range(32), k=nbytes)), nbytes)
         memory = ctypes.create_string_buffer(order.nbytes + 64)
         at = -(-ctypes.addressof(memory) // 64) * 64
-        with ggml_repack.Buffer(found, at, order.nbytes) as buffer:
+        with ggml_orders.Buffer(found, at, order.nbytes) as buffer:
             buffer.write_as(order, kind, _NE, ctypes.addressof(data), at)
             for n in _COLUMNS:
                 plain = _multiply(kind, n, ctypes.addressof(data), None)
@@ -48,7 +48,7 @@ def is_sound(name: str) -> bool:
     return True
 
 
-def _multiply(kind: int, n: int, data: int, buffer: ggml_repack.Buffer | None) -> Sequence[float]:
+def _multiply(kind: int, n: int, data: int, buffer: ggml_orders.Buffer | None) -> Sequence[float]:
     """Multiply n columns of any numbers with a weight, in ggml."""
     memory = ctypes.create_string_buffer(_ROOM)
     context = ggml.new_context(-(-ctypes.addressof(memory) // 64) * 64, _ROOM - 64)

@@ -68,7 +68,7 @@ def _path(name: str, build: dict[str, Any]) -> str | None:
 
 def _try(name: str) -> bool | None:
     """Make a trial; None where it came to no end of its own."""
-    command = [sys.executable, "-m", "unimem.system.ggml_trial", name]
+    command = [sys.executable, "-m", "unimem.backends.ggml_trial_process", name]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRIAL_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError):
