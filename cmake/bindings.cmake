@@ -18,20 +18,22 @@ endif()
 
 set(UNIMEM_UTILITY unimem._core.cyutility)
 
-file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd)
+file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd
+  ${CMAKE_SOURCE_DIR}/src/unimem/*/*/*.pxd)
 
 # Modules that are called when something is made or read, not once a token: they are made small.
 set(UNIMEM_COLD cyutility status dlpack foreign region mapping growth block header_bytes gguf
   safetensors load guard tmpfs device parts scratchpad thread_count)
 
-# Builds one module of the package unimem.ROOM from its C file.
+# Builds one module of the room ROOM, such as kv or kv/cache, from its C file.
 function(unimem_add_module room module c_file)
-  set(target ${room}_${module})
+  string(REPLACE / _ target ${room}_${module})
+  string(REGEX REPLACE "[^/]+" ".." up ${room})
   add_library(${target} MODULE ${c_file})
   set_target_properties(${target} PROPERTIES
     PREFIX "" OUTPUT_NAME ${module} SUFFIX .${SKBUILD_SOABI}.so
     LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bindings/${room}
-    INSTALL_RPATH "$ORIGIN/../lib" BUILD_WITH_INSTALL_RPATH ON)
+    INSTALL_RPATH "$ORIGIN/${up}/lib" BUILD_WITH_INSTALL_RPATH ON)
   target_compile_definitions(${target} PRIVATE NPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
     NPY_TARGET_VERSION=NPY_2_0_API_VERSION)
   if(module IN_LIST UNIMEM_COLD)
@@ -43,7 +45,7 @@ function(unimem_add_module room module c_file)
   install(TARGETS ${target} DESTINATION unimem/${room})
 endfunction()
 
-# Builds the named modules of the package unimem.ROOM, which is the folder src/unimem/ROOM. One call
+# Builds the named modules of the room ROOM, which is the folder src/unimem/ROOM. One call
 # of Cython translates a room: it reads what the modules share once.
 function(unimem_add_bindings room)
   set(folder ${CMAKE_BINARY_DIR}/bindings/${room})
@@ -57,10 +59,12 @@ function(unimem_add_bindings room)
             -I ${CMAKE_SOURCE_DIR}/src ${sources} --output-file ${folder}
     DEPENDS ${sources} ${UNIMEM_PXD}
     VERBATIM)
-  add_custom_target(${room}_bindings DEPENDS ${c_files})
+  string(REPLACE / _ bindings ${room}_bindings)
+  add_custom_target(${bindings} DEPENDS ${c_files})
   foreach(module ${ARGN})
     unimem_add_module(${room} ${module} ${folder}/${module}.c)
-    add_dependencies(${room}_${module} ${room}_bindings)
+    string(REPLACE / _ target ${room}_${module})
+    add_dependencies(${target} ${bindings})
   endforeach()
 endfunction()
 
@@ -72,6 +76,8 @@ add_custom_command(
   VERBATIM)
 unimem_add_module(_core cyutility ${UNIMEM_UTILITY_C})
 unimem_add_bindings(_core status dlpack arrays foreign region mapping growth block tape grid
-  header_bytes gguf safetensors load guard tmpfs empty_call)
-unimem_add_bindings(kv arrays rows memory cache states parts mixed device paged scratchpad rotation)
-unimem_add_bindings(engine thread_count turn rotation forward)
+  load guard tmpfs empty_call)
+unimem_add_bindings(kv arrays states paged scratchpad rotate_heads)
+unimem_add_bindings(kv/cache rows storage cache parts layered device)
+unimem_add_bindings(weights header_bytes gguf safetensors)
+unimem_add_bindings(engine thread_count turn rotation_op forward)

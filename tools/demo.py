@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import unimem as um
-from unimem.system.placement import sum_placements
 from unimem.base.text import Surface, format_bytes, table_lines
+from unimem.system.placement import sum_placements
 from unimem.weights.staging.held import Held, drop, hold
 from unimem_bench.suites.load import llama_start
 

@@ -90,12 +90,13 @@ class _Snapshots:
 
     def __init__(self) -> None:
         from unimem.errors import SnapshotError
-        from unimem.kv import snapshot, snapshot_format, snapshot_layers, snapshot_states
+        from unimem.kv import snapshot
+        from unimem.kv.snapshot import format_layers, format_rows, format_states
 
         self.reader, self.error = snapshot, SnapshotError
         numbers = (
-            *((snapshot_format, 1), (snapshot_layers, 2)),
-            *((snapshot_layers, 3), (snapshot_states, 1)),
+            *((format_rows, 1), (format_layers, 2)),
+            *((format_layers, 3), (format_states, 1)),
         )
         self.forms: dict[bytes, Any] = {
             form.MAGIC + struct.pack("<I", number): form for form, number in numbers
@@ -377,8 +378,8 @@ class Target(NamedTuple):
 TARGETS = {
     "snapshot": Target(
         (
-            *("unimem.kv.snapshot_format", "unimem.kv.snapshot_layers"),
-            *("unimem.kv.snapshot_states", "unimem.kv.layers"),
+            *("unimem.kv.snapshot.format_rows", "unimem.kv.snapshot.format_layers"),
+            *("unimem.kv.snapshot.format_states", "unimem.kv.layer_specs"),
         ),
         _Snapshots,
     ),

@@ -27,10 +27,10 @@ import numpy as np
 
 import unimem as um
 from unimem import ray as ur
-from unimem.engine import embedded_model
-from unimem.kv.chunk_format import ChunkShape, EqualLayers, find_fault, seal
-from unimem.kv.tiers import DiskTier
 from unimem.base.atomic_file import write_text
+from unimem.engine import embedded_model
+from unimem.kv.store.chunk import ChunkShape, EqualLayers, find_fault, seal
+from unimem.kv.store.tiers import DiskTier
 from unimem_bench.weight_files import weight_file
 
 ROOT = Path(__file__).parent.parent

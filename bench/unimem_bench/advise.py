@@ -21,13 +21,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from unimem.models.dims import ModelDims
+from unimem.base.text import format_count
 from unimem.engine.arch import Model
 from unimem.errors import CapacityError
+from unimem.models.dims import ModelDims
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system.limits import nodes
-from unimem.base.text import format_count
 from unimem.weights.opened import open_weights
 from unimem_bench import states
 from unimem_bench.decoders import DecoderProcess, SideError

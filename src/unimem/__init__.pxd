@@ -4,4 +4,4 @@ from unimem._core cimport native
 from unimem._core.block cimport Block
 from unimem._core.grid cimport Grid
 from unimem._core.tape cimport Tape
-from unimem.kv.cache cimport KVCache
+from unimem.kv.cache.cache cimport KVCache

@@ -17,7 +17,6 @@ from unimem._core.tape import Tape
 from unimem.accounting.measure import Measured, measure
 from unimem.accounting.report import Report, report
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
-from unimem.models.dims import ModelDims
 from unimem.buffers.sets import DecodeBuffers, ForwardScratch
 from unimem.errors import (
     CacheFull,
@@ -33,13 +32,14 @@ from unimem.errors import (
     SnapshotError,
     TapeFull,
 )
-from unimem.kv.cache import KVCache
-from unimem.kv.layers import LayerKV, LayerState
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.layer_specs import LayerKV, LayerState
 from unimem.kv.paged import PagedKVCache, Sequence
-from unimem.kv.rotation import rotate_heads
+from unimem.kv.rotate_heads import rotate_heads
 from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
-from unimem.kv.store import KVStore
+from unimem.kv.store.store import KVStore
 from unimem.layout import Layout, Stat
+from unimem.models.dims import ModelDims
 from unimem.planning.governor import Governor
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
 from unimem._core.tape import Bump, Tape
-from unimem.models.dims import ModelDims
+from unimem.base.arguments import flag
+from unimem.base.html import bar, fragment, heading, markup, size, table
 from unimem.errors import ClosedError
+from unimem.models.dims import ModelDims
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
-from unimem.base.arguments import flag
-from unimem.base.html import bar, fragment, heading, markup, size, table
 from unimem.system.python_heap import warm_python_heap
 from unimem.weights.copies import is_mirrored
 from unimem.weights.loading import EngineLoad, Progress, way_of

@@ -21,18 +21,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unimem.base.arguments import file_path, flag, integer, string
+from unimem.base.install_hint import install_hint
+from unimem.base.text import format_bytes
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.planning.plan import plans_of
 from unimem.planning.result import Plan
 from unimem.planning.search import find_largest
-from unimem.system import policy
-from unimem.base.arguments import file_path, flag, integer, string
-from unimem.system.doctor import doctor
-from unimem.base.install_hint import install_hint
-from unimem.system.machine import MachineFacts
 from unimem.remote.client import Answer, Data, Server
+from unimem.system import policy
+from unimem.system.doctor import doctor
+from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
-from unimem.base.text import format_bytes
 from unimem.weights.remote import is_url, open_remote
 from unimem.weights.staging.stage import Stage, stage, stage_files
 

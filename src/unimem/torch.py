@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from unimem._core.dlpack import exported
-from unimem.errors import ClosedError
 from unimem.base.install_hint import install_hint
+from unimem.errors import ClosedError
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Tensor
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.kv.engine_chunks import EngineChunks
-from unimem.kv.store import KVStore
-from unimem.system import policy
 from unimem.base.arguments import integer, string
+from unimem.kv.store.engine_chunks import EngineChunks
+from unimem.kv.store.store import KVStore
+from unimem.system import policy
 
 try:
     from vllm.v1.kv_offload.base import (

@@ -28,9 +28,9 @@ from conftest import Run
 from unimem._core.ledger import Entry
 from unimem.accounting import published as shown
 from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
+from unimem.base.kernel_files import parse_fields
 from unimem.system import memfds
 from unimem.system import process as processes
-from unimem.base.kernel_files import parse_fields
 from warm_python import run_script
 
 Patch = pytest.MonkeyPatch

@@ -23,8 +23,8 @@ from unimem._core import ledger
 from unimem._core.status import ledger as native_ledger
 from unimem.accounting.report import Report, Row
 from unimem.accounting.report_text import report_lines
-from unimem.system.malloc import malloc_bytes
 from unimem.base.text import Surface
+from unimem.system.malloc import malloc_bytes
 
 jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 

@@ -17,9 +17,9 @@ from running import running
 from unimem.accounting.growth import GrowthPoint
 from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import Sampler
+from unimem.base.text import format_bytes
 from unimem.engine import embedded_model
 from unimem.system import limits
-from unimem.base.text import format_bytes
 
 # A browser takes seconds to start, and may have to be installed; what a page says, test_report_page
 # shows without one.

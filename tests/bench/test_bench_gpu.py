@@ -28,9 +28,9 @@ TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suit
 
 @pytest.fixture
 def no_gpu(monkeypatch: Patch) -> str:
-    """A machine without a GPU, also where there is one; what `unimem.backends.cuda_driver` says of it."""
+    """Simulate a machine without a GPU; return the message of `cuda_driver.require`."""
     said = "unimem.cuda needs an NVIDIA GPU, and there is none"
-    monkeypatch.setattr(gpu, "require", Mock(side_effect=ImportError(said)))
+    monkeypatch.setattr(cuda_driver, "require", Mock(side_effect=ImportError(said)))
     return said
 
 

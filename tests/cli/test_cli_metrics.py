@@ -18,8 +18,8 @@ import pytest
 from running import running
 from screens import show, start_command
 from unimem.accounting.metrics import FAMILIES
-from unimem.cli.processes import ModelProcess, Processes
 from unimem.base.install_hint import install_hint
+from unimem.cli.processes import ModelProcess, Processes
 
 pytest.importorskip(
     "prometheus_client", reason="metrics need prometheus_client: pip install '.[metrics]'"

@@ -21,8 +21,8 @@ import typer
 
 from screens import run_anew, show
 from unimem import cli
-from unimem.cli.options import number_parser
 from unimem.base.install_hint import install_hint
+from unimem.cli.options import number_parser
 
 PROGRAM: Any = typer.main.get_command(cli._app())
 COMMANDS: dict[tuple[str, ...], Any] = {(): PROGRAM}

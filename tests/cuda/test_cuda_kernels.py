@@ -25,7 +25,7 @@ SOURCE = Path(um.__file__).parent / "cuda" / "rows.cu"
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin is imported without a GPU, and without CuPy."""
-    monkeypatch.setattr(gpu, "require", lambda: None)
+    monkeypatch.setattr(cuda_driver, "require", lambda: None)
 
 
 class CpuDriver:

@@ -357,8 +357,8 @@ class Upload:
 
 @pytest.fixture
 def up(cuda: Any, monkeypatch: pytest.MonkeyPatch, path: Path) -> Iterator[Upload]:
-    monkeypatch.setattr(gpu, "Driver", LateDriver)
-    monkeypatch.setattr(gpu, "_drivers", {})
+    monkeypatch.setattr(cuda_driver, "Driver", LateDriver)
+    monkeypatch.setattr(cuda_driver, "_drivers", {})
     driver = cuda_driver.driver(0)
     assert isinstance(driver, LateDriver)
     with um.open_weights(path) as weights, cuda.Tape(3 * weights.mapped_bytes) as tape:

@@ -13,9 +13,9 @@ import unimem as um
 from conftest import Run
 from decoders import computing_by
 from forks import in_child
+from unimem.backends import ggml
 from unimem.engine import Decoder, embedded_model
 from unimem.engine.turns import Turn
-from unimem.backends import ggml
 
 SECONDS = 100  # of what ends at once
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 import unimem as um
 from decoders import logits_of, tokens
 from models.make import TINY, Shape, write_model
+from unimem.backends import ggml
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.graph import Graph, Headers
 from unimem.planning.needs import PREFILL_BATCH, scratch_parts
-from unimem.backends import ggml
 
 ARCHS = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
 

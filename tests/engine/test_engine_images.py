@@ -17,9 +17,9 @@ from models.make import SMALL, Shape, write_model
 from screens import show
 from tiers import slow_after
 from unimem.accounting import model_maps
+from unimem.backends import ggml_orders
 from unimem.engine import Decoder
 from unimem.planning import repacked as planned
-from unimem.backends import ggml_orders
 from unimem.system import limits
 from unimem.system.process import read_process
 from unimem.weights import image_use, repack

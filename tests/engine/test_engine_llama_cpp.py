@@ -14,8 +14,8 @@ import llama_cpp
 from decoders import logits_of, tokens
 from models.make import SMALL, small, write_model
 from project import STORIES, needs_stories
-from unimem.engine import Decoder
 from unimem.backends import ggml, ggml_orders
+from unimem.engine import Decoder
 from unimem.weights.loading import EngineLoad
 
 # Activations are quantized before each product, and both sides sum in another order where they were

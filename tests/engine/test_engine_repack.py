@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 import unimem as um
 from decoders import logits_of, sizes, tokens
 from models.make import SMALL, Shape, small, write_model
+from unimem.backends import ggml, ggml_orders
 from unimem.engine import Decoder
 from unimem.engine.graph import Headers
 from unimem.planning import repacked as planned
-from unimem.backends import ggml, ggml_orders
 from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.weights.loading import WHY_MAPPED

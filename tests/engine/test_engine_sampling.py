@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 pytest.importorskip(
-    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml",
+    reason="the engine needs ggml: pip install '.[run]'",
+    exc_type=ImportError,
 )
 
 from unimem.engine.sampling import Sampling, sample

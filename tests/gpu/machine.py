@@ -27,7 +27,17 @@ if not cupy.cuda.is_available():
 from unimem import cuda
 from unimem.backends import cuda_driver
 
-__all__ = ["DRIVERS_OWN", "MIB", "Counted", "bridge", "cuda", "cupy", "gpu", "held", "new_stream"]
+__all__ = [
+    "DRIVERS_OWN",
+    "MIB",
+    "Counted",
+    "bridge",
+    "cuda",
+    "cuda_driver",
+    "cupy",
+    "held",
+    "new_stream",
+]
 
 MIB = 1 << 20
 # What the driver may take meanwhile for itself, as when it loads code that runs for the first time.
@@ -129,7 +139,10 @@ class Counted(MemoryHook):  # type: ignore[misc]
         self.calls: Counter[str] = Counter()
         self.allocated: dict[int, int] = {}
         for cls, method in (
-            *((cuda_driver.Driver, name) for name in ("synchronize", "register", "unregister", "module")),
+            *(
+                (cuda_driver.Driver, name)
+                for name in ("synchronize", "register", "unregister", "module")
+            ),
             *((cuda_driver.Driver, name) for name in ("new_stream", "new_event")),
             (cuda_driver._Event, "synchronize"),
         ):

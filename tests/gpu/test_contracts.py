@@ -10,7 +10,7 @@ from cache_kinds import Array, OnDevice, all_kinds
 from conformance import suites
 from contracts_of_states import state_suites
 from doc_examples import check_docs
-from gpu.machine import bridge, cuda, gpu
+from gpu.machine import bridge, cuda, cuda_driver
 from row_contract import Place, RowContract
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -25,7 +25,7 @@ class Device(Place):
     """The GPU."""
 
     def __init__(self) -> None:
-        self.driver = gpu.driver(0)
+        self.driver = cuda_driver.driver(0)
 
     def up(self, a: Array) -> OnDevice:
         return bridge.up(a)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from gpu.machine import DRIVERS_OWN, MIB, Interface, bridge, cupy, gpu, held, new_stream
+from gpu.machine import DRIVERS_OWN, MIB, Interface, bridge, cuda_driver, cupy, held, new_stream
 
 runtime = cupy.cuda.runtime
 
@@ -31,8 +31,8 @@ extern "C" __global__ void small(unsigned long long of, unsigned long long to, l
 
 
 @pytest.fixture
-def driver() -> gpu.Driver:
-    return gpu.driver(0)
+def driver() -> cuda_driver.Driver:
+    return cuda_driver.driver(0)
 
 
 @pytest.fixture
@@ -41,20 +41,20 @@ def host() -> Iterator[um.Block]:
         yield block
 
 
-def test_there_is_one_driver_a_device(driver: gpu.Driver) -> None:
-    gpu.require()
-    assert gpu.driver(0) is driver
+def test_there_is_one_driver_a_device(driver: cuda_driver.Driver) -> None:
+    cuda_driver.require()
+    assert cuda_driver.driver(0) is driver
     assert (driver.id, driver.name) == (0, "cuda:0")
     n = runtime.getDeviceCount()
     for wrong in (n, -1):
         with pytest.raises(ValueError, match=f"device: expected 0 to {n - 1}, got {wrong}"):
-            gpu.driver(wrong)
+            cuda_driver.driver(wrong)
 
 
 # ---- memory ----
 
 
-def test_memory_is_allocated_and_freed(driver: gpu.Driver) -> None:
+def test_memory_is_allocated_and_freed(driver: cuda_driver.Driver) -> None:
     gc.collect()
     free = driver.free_bytes()
     allocation = driver.allocate(256 * MIB)
@@ -66,7 +66,7 @@ def test_memory_is_allocated_and_freed(driver: gpu.Driver) -> None:
     assert driver.free_bytes() >= free - DRIVERS_OWN
 
 
-def test_no_room(driver: gpu.Driver) -> None:
+def test_no_room(driver: cuda_driver.Driver) -> None:
     free, total = runtime.memGetInfo()
     with pytest.raises(um.CapacityError, match="cuda:0: asked for") as caught:
         driver.allocate(total + MIB)
@@ -79,7 +79,7 @@ def test_no_room(driver: gpu.Driver) -> None:
     runtime.deviceSynchronize()
 
 
-def test_host_memory_is_pinned(driver: gpu.Driver, host: um.Block) -> None:
+def test_host_memory_is_pinned(driver: cuda_driver.Driver, host: um.Block) -> None:
     assert runtime.pointerGetAttributes(host.address).type == runtime.memoryTypeUnregistered
     driver.register(host.address, host.nbytes)
     try:
@@ -96,7 +96,7 @@ def test_host_memory_is_pinned(driver: gpu.Driver, host: um.Block) -> None:
 # ---- copies ----
 
 
-def test_copies_go_every_way(driver: gpu.Driver, host: um.Block) -> None:
+def test_copies_go_every_way(driver: cuda_driver.Driver, host: um.Block) -> None:
     driver.register(host.address, host.nbytes)
     try:
         bytes_ = host.as_array()
@@ -122,7 +122,7 @@ def test_copies_go_every_way(driver: gpu.Driver, host: um.Block) -> None:
 # ---- streams ----
 
 
-def test_an_event_is_a_point_in_a_stream(driver: gpu.Driver) -> None:
+def test_an_event_is_a_point_in_a_stream(driver: cuda_driver.Driver) -> None:
     first, second = new_stream(), new_stream()
     event = driver.new_event()
     event.record(first.ptr)
@@ -137,7 +137,7 @@ def test_an_event_is_a_point_in_a_stream(driver: gpu.Driver) -> None:
 # ---- kernels ----
 
 
-def test_products_and_sums_round_each(driver: gpu.Driver) -> None:
+def test_products_and_sums_round_each(driver: cuda_driver.Driver) -> None:
     kernel = driver.module(SOURCE, ["round_twice"])["round_twice"]
     values = np.array([1 + 2**-12, 1 + 2**-12, -1 - 2**-11, 0], np.float32)
     out = bridge.up(values)
@@ -146,7 +146,7 @@ def test_products_and_sums_round_each(driver: gpu.Driver) -> None:
     assert bridge.down(out)[3] == expected == 0  # fused it would be 2 ** -24
 
 
-def test_denormals_are_kept(driver: gpu.Driver) -> None:
+def test_denormals_are_kept(driver: cuda_driver.Driver) -> None:
     kernel = driver.module(SOURCE, ["small"])["small"]
     pairs = [(2.0**-140, 2.0**-3), (2.0**-100, -(2.0**-40)), (3 * 2.0**-149, 2.0**60), (1e-40, 7)]
     numbers = np.array(pairs, np.float32)
@@ -156,7 +156,7 @@ def test_denormals_are_kept(driver: gpu.Driver) -> None:
     assert bridge.down(out).tolist() == [(a * b).view("u4").tolist(), (a / b).view("u4").tolist()]
 
 
-def test_what_does_not_compile_says_so(driver: gpu.Driver) -> None:
+def test_what_does_not_compile_says_so(driver: cuda_driver.Driver) -> None:
     with pytest.raises(cupy.cuda.compiler.CompileException, match="nothing_like_that"):
         driver.module('extern "C" __global__ void f() { nothing_like_that(); }', ["f"])
 
@@ -164,7 +164,7 @@ def test_what_does_not_compile_says_so(driver: gpu.Driver) -> None:
 # ---- arrays of others ----
 
 
-def test_arrays_of_everybody(driver: gpu.Driver, torch: Any) -> None:
+def test_arrays_of_everybody(driver: cuda_driver.Driver, torch: Any) -> None:
     array = cupy.arange(24, dtype="float32").reshape(4, 6)[:, ::2]
     assert driver.is_array(array)
     assert driver.to_array(array) is array
@@ -182,7 +182,7 @@ def test_arrays_of_everybody(driver: gpu.Driver, torch: Any) -> None:
             driver.to_array(wrong)
 
 
-def test_the_stream_waits_for_the_maker_of_an_array(driver: gpu.Driver) -> None:
+def test_the_stream_waits_for_the_maker_of_an_array(driver: cuda_driver.Driver) -> None:
     maker, here = new_stream(), new_stream()
     array = bridge.up(np.zeros(8, np.uint8))
     with held(maker):

@@ -11,7 +11,7 @@ import pytest
 
 import unimem as um
 from forks import in_child
-from gpu.machine import MIB, Counted, bridge, cuda, cupy, gpu, held, new_stream
+from gpu.machine import MIB, Counted, bridge, cuda, cuda_driver, cupy, held, new_stream
 from unimem._core.status import device_ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -69,7 +69,7 @@ def test_both_see_pinned_memory(options: dict[str, Any], counted: Counted) -> No
 
 
 def test_copies_from_pinned_memory_do_not_wait() -> None:
-    driver, stream = gpu.driver(0), new_stream()
+    driver, stream = cuda_driver.driver(0), new_stream()
     with cuda.Block(MIB, pinned=True) as staging, cuda.Block(MIB) as block:
         assert staging.host is not None
         staging.host.as_array()[...] = 5

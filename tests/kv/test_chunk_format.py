@@ -15,7 +15,7 @@ import pytest
 import chunk_vectors
 from chunk_vectors import VECTORS, make
 from project import ROOT
-from unimem.kv.chunk_format import (
+from unimem.kv.store.chunk import (
     HEADER_BYTES,
     ChunkShape,
     EqualLayers,

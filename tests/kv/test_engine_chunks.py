@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from unimem.kv.engine_chunks import EngineChunks
+from unimem.kv.store.engine_chunks import EngineChunks
 
 SIZE = 5000  # no multiple of a page
 KEY = b"k" * 36

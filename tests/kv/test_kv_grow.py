@@ -17,8 +17,8 @@ from kv_caches import ONE_MORE, each_call_fails, meanwhile
 from kv_model import KV_DTYPES, Talk
 from os_faults import os_faults
 from unimem._core.status import counters, ledger
-from unimem.system import limits
 from unimem.base.threads import wait_until
+from unimem.system import limits
 
 __all__ = ["cgroup_512mb"]
 

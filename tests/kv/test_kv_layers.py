@@ -16,8 +16,8 @@ from kv_caches import each_call_fails
 from kv_model import as_float32, same_bits
 from unimem._core.status import ledger
 from unimem.kv import snapshot
-from unimem.kv.mixed import MixedKVCache
-from unimem.kv.parts import KVParts
+from unimem.kv.cache.layered import MixedKVCache
+from unimem.kv.cache.parts import KVParts
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from unimem.errors import SnapshotError
-from unimem.kv import snapshot_format as sf
+from unimem.kv.snapshot import format_rows as sf
 
 PAGE, MIB = 4096, 1 << 20
 FACTS: dict[str, Any] = {

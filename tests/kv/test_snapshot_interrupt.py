@@ -19,7 +19,8 @@ import interrupts
 import unimem as um
 from conftest import Run
 from snapshot_files import append, cache, rows, small_chunks
-from unimem.kv import snapshot, snapshot_chunks
+from unimem.kv import snapshot
+from unimem.kv.snapshot import chunk_threads
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -159,9 +160,9 @@ def test_interrupted_at_each_line_no_work_is_late(saved: Any) -> None:
 
     def each_chunk() -> None:
         with suppress(ValueError):
-            snapshot_chunks.for_each_chunk(saved, work)
+            chunk_threads.for_each_chunk(saved, work)
 
-    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot_chunks.py", "base/threads.py"):
+    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot/chunk_threads.py", "base/threads.py"):
         assert len(begun) == len(done)
     assert len(begun) == len(done) > 0
 
@@ -178,7 +179,7 @@ def test_of_several_errors_that_of_the_first_chunk_is_raised(saved: Any) -> None
             raise ValueError(chunk.number)
 
     with pytest.raises(ValueError, match="1"):
-        snapshot_chunks.for_each_chunk(saved, work)
+        chunk_threads.for_each_chunk(saved, work)
 
 
 def test_an_interrupt_after_an_error_is_not_lost(

@@ -18,7 +18,7 @@ import pytest
 
 import unimem as um
 from forks import in_child, refuses
-from unimem.kv.store import KVStore
+from unimem.kv.store.store import KVStore
 from unimem.system import limits
 
 N_LAYERS, HEADS, DIM, CHUNK = 2, 2, 32, 8
@@ -596,7 +596,7 @@ def test_a_chunk_that_cannot_be_placed_is_not_kept(tmp_path: Path, fault: str) -
     with opened(tmp_path / "s", **LARGE, numa="interleave") as store, large_cache() as kv:
         if fault == "no memory":
             error: Exception = um.CapacityError("none is left", 0, 0, 0)
-            broken = patch("unimem.kv.tiers.Block", Mock(_filled=Mock(side_effect=error)))
+            broken = patch("unimem.kv.store.tiers.Block", Mock(_filled=Mock(side_effect=error)))
         else:
             error = OSError(28, "No space left")
             broken = patch("os.posix_fallocate", Mock(side_effect=error))

@@ -14,8 +14,8 @@ import pytest
 import unimem as um
 from kv_model import as_float32, same_bits
 from tiers import examples
-from unimem.kv.chunk_format import LayerRows, MixedLayers, chunk_keys
-from unimem.kv.store import KVStore
+from unimem.kv.store.chunk import LayerRows, MixedLayers, chunk_keys
+from unimem.kv.store.store import KVStore
 
 CHUNK, MODEL = 8, "tiny"
 # A page holds one row of the sliding layers in f32, so that a ring has no row more than it must.

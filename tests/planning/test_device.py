@@ -8,6 +8,7 @@ import pytest
 
 import unimem as um
 from models.make import TINY, write_model
+from unimem.backends import cuda_driver
 from unimem.buffers.sets import DecodeBuffers
 from unimem.planning.device import (
     ALIGN,
@@ -16,7 +17,6 @@ from unimem.planning.device import (
     list_transfers,
     round_to_pages,
 )
-from unimem.backends import cuda_driver
 
 MIB = 1 << 20
 
@@ -44,8 +44,8 @@ def test_without_a_gpu_a_plan_for_one_says_what_is_missing(monkeypatch: pytest.M
     def require() -> None:
         raise ImportError("unimem.cuda needs an NVIDIA GPU")
 
-    monkeypatch.setattr(gpu, "require", require)
-    monkeypatch.setattr(gpu, "_drivers", {})
+    monkeypatch.setattr(cuda_driver, "require", require)
+    monkeypatch.setattr(cuda_driver, "_drivers", {})
     with pytest.raises(ImportError, match="needs an NVIDIA GPU"):
         um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512), device="cuda:0")
 

@@ -14,10 +14,10 @@ import gguf_files as gf
 import unimem as um
 from unimem._core.status import ledger
 from unimem.accounting.rows import Row
+from unimem.base.text import format_bytes
 from unimem.errors import CategoryError
 from unimem.planning.needs import PREFILL_BATCH, token_bytes
 from unimem.system.limits import Limit
-from unimem.base.text import format_bytes
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB = 1 << 30

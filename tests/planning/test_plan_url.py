@@ -232,7 +232,7 @@ def test_what_servers_do_wrong(
     server: ModelServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     change, kind, text = WRONG[name]
-    monkeypatch.setattr(objects, "WAIT_S", 0.5)
+    monkeypatch.setattr(client, "WAIT_S", 0.5)
     server.files[M] = Path(TINY).read_bytes()
     url = server.url + M
     change(server)
@@ -357,7 +357,7 @@ def test_what_s3_refuses(server: ModelServer, s3_url: str, monkeypatch: pytest.M
         um.plan(s3_url)
     with pytest.raises(FileNotFoundError, match="no such file: look at the address: 's3://b/no'"):
         um.plan("s3://b/no")
-    monkeypatch.setattr(objects, "WAIT_S", 0.5)
+    monkeypatch.setattr(client, "WAIT_S", 0.5)
     server.silent = True
     with pytest.raises(TimeoutError, match="did not answer within"):
         um.plan(s3_url)

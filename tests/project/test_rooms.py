@@ -152,7 +152,7 @@ def test_no_circle_of_modules(package: str) -> None:
         ("a.py", "if TYPE_CHECKING:\n    import unimem", [("unimem", "")]),
         ("a.pyx", "from unimem._core cimport (\n  a)", [("unimem._core", "a")]),
         ("a.pxd", "from unimem.kv cimport a as b", [("unimem.kv", "a")]),
-        ("a.pxd", "cimport unimem.kv.cache as um", [("unimem.kv.cache", "")]),
+        ("a.pxd", "cimport unimem.kv.cache.cache as um", [("unimem.kv.cache.cache", "")]),
         ("a.pyx", "def f():\n    import unimem.cli", [("unimem.cli", "")]),
         ("a.pyx", ">>> import unimem", []),
     ],

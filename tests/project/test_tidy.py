@@ -20,7 +20,9 @@ import unimem
 import unimem.backends.cuda_driver
 from project import ROOT
 
-with mock.patch.object(unimem.backends.cuda_driver, "require"):  # what is looked at here needs no device
+with mock.patch.object(
+    unimem.backends.cuda_driver, "require"
+):  # what is looked at here needs no device
     import unimem.cuda
 
 # The larger tier has them, and `make check`.

@@ -60,7 +60,7 @@ def make() -> dict[str, list[str]]:
     """Return the identities of each row, and the hash of a chunk's bytes."""
     import numpy as np
 
-    from unimem.kv.chunk_format import (
+    from unimem.kv.store.chunk import (
         ChunkShape,
         EqualLayers,
         LayerRows,

@@ -1,4 +1,4 @@
-"""A driver over main memory, in place of `unimem.backends.cuda_driver.Driver`: the twin without a GPU.
+"""A driver over main memory in place of `cuda_driver.Driver`: the twin without a GPU.
 
 Allocations are NumPy arrays, copies are done at once, kernels are the same source compiled for the
 CPU, and arrays are real CuPy arrays over host addresses: their offsets, shapes and lifetimes are
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from unimem.errors import CapacityError
 from unimem.backends import cuda_driver
 from unimem.backends.cuda_driver import Launcher
+from unimem.errors import CapacityError
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
@@ -210,9 +210,9 @@ def numpy_of(a: Any) -> Array:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> HostDriver:
     """Put a new one in the place of device 0, until the end of the test."""
-    monkeypatch.setattr(gpu, "require", lambda: None)
-    monkeypatch.setattr(gpu, "Driver", HostDriver)
-    monkeypatch.setattr(gpu, "_drivers", {})
+    monkeypatch.setattr(cuda_driver, "require", lambda: None)
+    monkeypatch.setattr(cuda_driver, "Driver", HostDriver)
+    monkeypatch.setattr(cuda_driver, "_drivers", {})
     driver = cuda_driver.driver(0)
     assert isinstance(driver, HostDriver)
     return driver

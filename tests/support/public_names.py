@@ -34,7 +34,7 @@ CYTHON: Final = (
     "unimem._core.block",
     "unimem._core.grid",
     "unimem._core.tape",
-    "unimem.kv.cache",
+    "unimem.kv.cache.cache",
     "unimem.kv.paged",
     "unimem.kv.scratchpad",
 )

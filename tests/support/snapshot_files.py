@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import unimem as um
-from unimem.kv import snapshot
 from unimem.base import atomic_file
+from unimem.kv import snapshot
 
 #: What saving asks of the system, by the module that it asks.
 CALLS = {

@@ -15,8 +15,8 @@ import pytest
 
 import unimem as um
 from project import ROOT
-from unimem.system import cgroups, limits
 from unimem.base import kernel_files
+from unimem.system import cgroups, limits
 
 GIB = 1 << 30
 THP = "/sys/kernel/mm/transparent_hugepage"

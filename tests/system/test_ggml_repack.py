@@ -19,10 +19,12 @@ import unimem as um
 from quantized import quantize
 
 pytest.importorskip(
-    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml",
+    reason="the engine needs ggml: pip install '.[run]'",
+    exc_type=ImportError,
 )
 
-from unimem.backends import ggml, ggml_orders, ggml_trial_process, ggml_trial
+from unimem.backends import ggml, ggml_orders, ggml_trial, ggml_trial_process
 
 ALL_KINDS = tuple(ggml.MATMUL_TYPES)
 KINDS = [kind for kind in ALL_KINDS if ggml_orders.find_order(kind, (256, 64))]
@@ -165,14 +167,14 @@ def test_a_buffer_that_knows_more_than_an_address_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ggml, "buffer_get_base", lambda _: 1 << 20)
-    monkeypatch.setattr(ggml_repack, "_interface", ggml_orders._interface.__wrapped__)
+    monkeypatch.setattr(ggml_orders, "_interface", ggml_orders._interface.__wrapped__)
     assert ggml_orders.all_types.__wrapped__() == ()
 
 
 def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     types = ggml_orders.all_types()
     assert ggml_orders.buffer_types.__wrapped__() == types
-    monkeypatch.setattr(ggml_repack, "_SOUND", frozenset())
+    monkeypatch.setattr(ggml_orders, "_SOUND", frozenset())
     assert ggml_orders.buffer_types.__wrapped__() == types  # they pass it
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert ggml_orders.buffer_types.__wrapped__() == ()

@@ -162,8 +162,8 @@ def test_threads_get_one_driver(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.05)
             super().__init__()
 
-    monkeypatch.setattr(gpu, "Driver", Slow)
-    monkeypatch.setattr(gpu, "_drivers", {})
+    monkeypatch.setattr(cuda_driver, "Driver", Slow)
+    monkeypatch.setattr(cuda_driver, "_drivers", {})
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(cuda_driver.driver, [0] * 4))
     assert len({id(driver) for driver in found}) == 1

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
+from unimem.base import kernel_files
 from unimem.errors import CapacityError
 from unimem.system import cgroups, limits, pressure
-from unimem.base import kernel_files
 from unimem.system.cgroups import Cgroup, cgroups_above
 from unimem.system.hosts import CgroupHost
 from unimem.system.pressure import Pressure

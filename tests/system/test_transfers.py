@@ -17,8 +17,8 @@ import pytest
 from forks import in_child, refuses
 from object_server import FAULTS, ObjectServer, serving_objects
 from unimem.remote import client, transfers
-from unimem.remote.hashes import find_hashes
 from unimem.remote.client import Server, open_server
+from unimem.remote.hashes import find_hashes
 from unimem.remote.transfers import RemoteBytes, Version, read_range, read_wanted, retried
 from unimem.remote.url_errors import in_own_words
 
@@ -32,7 +32,7 @@ DATA = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8)
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(transfers, "PIECE_BYTES", 50_000)
-    monkeypatch.setattr(objects, "_STREAM_BYTES", 1)
+    monkeypatch.setattr(client, "_STREAM_BYTES", 1)
     monkeypatch.setattr(transfers, "_LEAST_BYTES", 1000)
     with serving_objects(monkeypatch) as state:
         state.add(PATH, DATA.tobytes())
@@ -87,7 +87,7 @@ def test_tries_end(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
 ) -> None:
     monkeypatch.setattr(transfers, "TRIES", 3)
-    monkeypatch.setattr(objects, "WAIT_S", 0.2)
+    monkeypatch.setattr(client, "WAIT_S", 0.2)
     store.choose_fault = lambda *_: fault
     server, _ = open_server(URL)
     with pytest.raises(OSError, match=text) as caught:
@@ -168,7 +168,7 @@ def test_damage_that_stays_is_an_error(store: ObjectServer, server: Server) -> N
 
 def inject(store: ObjectServer, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """Read again and again while every third answer is wrong, until n were."""
-    monkeypatch.setattr(objects, "WAIT_S", 0.3)
+    monkeypatch.setattr(client, "WAIT_S", 0.3)
     store.slow_s = 0.6
     rng = random.Random(n)
     store.choose_fault = lambda *_: rng.choice(FAULTS) if rng.random() < 0.3 else ""

@@ -216,7 +216,7 @@ def test_what_has_no_room_and_what_fails_is_said(
         def fail(*_: Any) -> bool:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("unimem.kv.tiers.FolderTier.write", fail)
+        monkeypatch.setattr("unimem.kv.store.tiers.FolderTier.write", fail)
         with pytest.warns(um.PlacementWarning, match="Input/output error"):
             assert not small.run(KEYS[:1], [0], load=False).success
 

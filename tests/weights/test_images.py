@@ -33,7 +33,9 @@ from weight_bytes import cached_bytes, drop_from_cache, leaves_nothing
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml",
+    reason="the engine needs ggml: pip install '.[run]'",
+    exc_type=ImportError,
 )
 
 import gguf
@@ -286,7 +288,7 @@ def test_an_image_of_something_else_is_never_met(
         build = build | {"features": {}}
     else:
         monkeypatch.setattr(image_identity, "_hash_pattern", lambda *_: "0")
-    monkeypatch.setattr(ggml_repack, "build", lambda: build)
+    monkeypatch.setattr(ggml_orders, "build", lambda: build)
     assert repacked_bytes(model)[0] is None
     assert len(repacks) == 2
     assert len(cache.images()) == 2

@@ -16,8 +16,8 @@ import unimem as um
 from model_server import serving
 from object_server import ObjectServer, serving_objects
 from unimem.engine import embedded_model
-from unimem.system import limits
 from unimem.remote import transfers
+from unimem.system import limits
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 

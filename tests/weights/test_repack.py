@@ -22,8 +22,8 @@ import gguf_files as gf
 import interrupts
 import unimem as um
 from unimem._core.status import ledger
-from unimem.system import limits
 from unimem.base.threads import wait_until
+from unimem.system import limits
 from unimem.weights import repack as repacking
 from unimem.weights.page_cache import Dropper
 from unimem.weights.repack import repack, warm_rest
@@ -32,7 +32,9 @@ from weight_bytes import cached_bytes, drop_from_cache
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
-    "unimem.backends.ggml", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
+    "unimem.backends.ggml",
+    reason="the engine needs ggml: pip install '.[run]'",
+    exc_type=ImportError,
 )
 
 import gguf
@@ -170,7 +172,7 @@ def test_what_is_repacked_is_what_ggml_writes(
 def test_orders_that_need_the_whole_tensor_get_it(
     model: Path, expected: dict[str, bytes], small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ggml_repack, "are_rows_apart", lambda *_: False)
+    monkeypatch.setattr(ggml_orders, "are_rows_apart", lambda *_: False)
     with um.open_weights(model) as weights:
         most = max(tensor.nbytes for tensor in weights.tensors.values())
         assert {piece.ne for piece in repacking._cut(arrange(weights), 5)} == {
@@ -199,9 +201,9 @@ def test_pieces_are_of_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch
         return found
 
     for field in ("kernel", "nbytes"):
-        monkeypatch.setattr(ggml_repack, "find_order", other(field))
+        monkeypatch.setattr(ggml_orders, "find_order", other(field))
         assert not apart()
-    monkeypatch.setattr(ggml_repack, "find_order", find)
+    monkeypatch.setattr(ggml_orders, "find_order", find)
     write = ggml_orders.Buffer.write
 
     def by_columns(self: Any, kind: int, ne: Any, source: int, data: int) -> None:

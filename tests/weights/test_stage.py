@@ -219,7 +219,9 @@ def test_safetensors_opens_what_is_staged(indexed: Path) -> None:
 
 def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> None:
     pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
-    pytest.importorskip("unimem.backends.ggml", reason="the engine needs ggml", exc_type=ImportError)
+    pytest.importorskip(
+        "unimem.backends.ggml", reason="the engine needs ggml", exc_type=ImportError
+    )
     import llama_cpp
     from unimem.engine import Decoder
 

@@ -27,5 +27,5 @@ PYTHON_FILES = {
         "tests/planning/test_needs.py",
     ),
     "planning/result.py": ("tests/planning/test_plan*.py", "tests/cli/test_cli_plan.py"),
-    "kv/snapshot_format.py": ("tests/kv/test_snapshot*.py", "tests/project/test_upgrades.py"),
+    "kv/snapshot/format_rows.py": ("tests/kv/test_snapshot*.py", "tests/project/test_upgrades.py"),
 }

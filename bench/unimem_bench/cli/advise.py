@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from unimem.cli import terminal
 from unimem.base.text import (
     Surface,
     escape,
@@ -17,6 +16,7 @@ from unimem.base.text import (
     item_lines,
     table_lines,
 )
+from unimem.cli import terminal
 from unimem_bench import texts
 from unimem_bench.advise import Advised, Factor, Variant, advise, flag
 from unimem_bench.stats import Ratio

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import typer
 
-from unimem.cli import terminal
-from unimem.cli.exits import FAILED, INTERRUPTED
 from unimem.base.atomic_file import NewFile, write_text
 from unimem.base.install_hint import install_hint
 from unimem.base.text import shorten
+from unimem.cli import terminal
+from unimem.cli.exits import FAILED, INTERRUPTED
 from unimem_bench import markdown, page
 from unimem_bench.cli.view import difference_lines, record_lines, suite_lines
 from unimem_bench.compare import compare

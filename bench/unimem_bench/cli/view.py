@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from unimem.cli import terminal
 from unimem.base.text import Surface, escape, fact_lines, table_lines, wrap
+from unimem.cli import terminal
 from unimem_bench import tables
 from unimem_bench.compare import ENOUGH, Differences, change_table, pair_table, suite_table, summary
 from unimem_bench.record import CaseRecord, Record

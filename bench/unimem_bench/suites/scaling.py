@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
-from unimem.system.placement import Pages
 from unimem.base.text import format_bytes
+from unimem.system.placement import Pages
 from unimem_bench import files, plain, states
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem_bench.suite import OURS, Measure, NotMeasured, Suite, grows

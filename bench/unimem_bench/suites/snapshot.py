@@ -18,8 +18,8 @@ from typing import Literal
 import numpy as np
 
 import unimem as um
-from unimem.kv import snapshot
 from unimem.base.install_hint import install_hint
+from unimem.kv import snapshot
 from unimem_bench import models, states
 from unimem_bench.kv_sides import SHAPE, Array, check_holds, stored, tokens
 from unimem_bench.rounds import Side, milliseconds

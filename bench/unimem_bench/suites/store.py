@@ -182,7 +182,7 @@ def make_chunks(folder: Path, keys: Sequence[bytes], n: int, nbytes: int) -> Non
 )
 def lookup(measure: Measure) -> None:
     """Look for a prompt of which all chunks are there, and for one of which none is."""
-    from unimem.kv.chunk_format import ChunkShape, EqualLayers, chunk_keys
+    from unimem.kv.store.chunk import ChunkShape, EqualLayers, chunk_keys
 
     n = N_CHUNKS_QUICK if measure.quick else N_CHUNKS
     ids, others = prompt_of(2048)[:2048], prompt_of(2049)[:2048]

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple
 from unimem.accounting.report import Report
 from unimem.accounting.rows import Row
 from unimem.accounting.samples import Sample, Sampler
-from unimem.system.placement import Placement
 from unimem.base.text import escape
+from unimem.system.placement import Placement
 
 __all__ = [
     "FAMILIES",

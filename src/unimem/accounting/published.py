@@ -27,8 +27,8 @@ from unimem._core.block import Block
 from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
 from unimem.accounting import placed
-from unimem.system import process
 from unimem.base.descriptors import Descriptors
+from unimem.system import process
 from unimem.system.memfds import find_memfds, new_memfd
 
 __all__ = [

@@ -15,9 +15,9 @@ from unimem.accounting.attribution import attribute
 from unimem.accounting.model_maps import MappedModel, models
 from unimem.accounting.published import failure, published
 from unimem.accounting.rows import Mapping, Row, find_row, in_order, plain
+from unimem.base.text import Surface
 from unimem.system.malloc import malloc_bytes
 from unimem.system.process import Process, counters, read_process
-from unimem.base.text import Surface
 
 __all__ = ["Mapping", "Report", "Row", "report"]
 

@@ -23,10 +23,10 @@ from unimem.base.html import (
     size,
     table,
 )
+from unimem.base.text import format_bytes, format_change, format_count
 from unimem.system.limits import Limit
 from unimem.system.placement import Placement
 from unimem.system.pressure import Pressure
-from unimem.base.text import format_bytes, format_change, format_count
 
 __all__ = ["report_page"]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from unimem.accounting.rows import Mapping as MappedRange
 from unimem.accounting.rows import Row
-from unimem.system.placement import Placement, sum_placements
 from unimem.base.text import (
     Bar,
     Surface,
@@ -17,6 +16,7 @@ from unimem.base.text import (
     shorten_path,
     table_lines,
 )
+from unimem.system.placement import Placement, sum_placements
 
 __all__ = ["kind_of_mapping", "memory_lines", "report_facts", "report_lines"]
 

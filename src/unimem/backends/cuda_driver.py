@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.base.arguments import integer
 from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
+from unimem.errors import CapacityError, ClosedError, PlacementError
 
 __all__ = ["Driver", "Launcher", "driver", "require"]
 

@@ -30,9 +30,9 @@ from ctypes import (
 from pathlib import Path
 from typing import Any
 
+from unimem.base.install_hint import install_hint
 from unimem.errors import ClosedError
 from unimem.system import limits
-from unimem.base.install_hint import install_hint
 
 PACKAGE_VERSION = "0.0.45"
 INSTALL = install_hint("run")

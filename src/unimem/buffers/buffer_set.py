@@ -15,9 +15,9 @@ import numpy as np
 
 from unimem._core import ledger
 from unimem._core.dlpack import exported
-from unimem.models.dims import ModelDims
-from unimem.errors import ClosedError
 from unimem.base.text import format_bytes
+from unimem.errors import ClosedError
+from unimem.models.dims import ModelDims
 
 __all__ = [
     "ALIGN",

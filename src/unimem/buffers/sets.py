@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from unimem._core.arrays import as_dtype
 from unimem._core.tape import Tape
+from unimem.base.arguments import flag, integer, string
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers.buffer_set import (
     BufferArrays,
@@ -25,7 +26,6 @@ from unimem.buffers.buffer_set import (
     total_bytes,
 )
 from unimem.models.dims import MAX_SPLITS, ModelDims
-from unimem.base.arguments import flag, integer, string
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["DecodeBatch", "DecodeBufferSet", "DecodeBuffers", "ForwardScratch"]

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
 from unimem.base.install_hint import install_hint
 from unimem.base.text import escape
+from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
 
 if TYPE_CHECKING:
     import typer

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 import typer
 
 from unimem._core.block import Block
+from unimem.base.text import escape
 from unimem.cli.exits import DOES_NOT_FIT
 from unimem.cli.options import NumaNodes, check_numa, number_parser
 from unimem.errors import PlacementError
 from unimem.system import limits
 from unimem.system.placement import Pages
 from unimem.system.policy import NumaPolicy, Request, decide, parse_numa
-from unimem.base.text import escape
 from unimem_command.launch import (
     MIN_BYTES,
     NOT_EXECUTABLE,

@@ -6,9 +6,9 @@ import re
 import warnings
 from typing import Any, Self
 
+from unimem.base.text import format_bytes, shorten
 from unimem.errors import PlacementWarning
 from unimem.planning.result import Plan
-from unimem.base.text import format_bytes, shorten
 
 __all__ = ["Fallbacks"]
 

@@ -14,11 +14,6 @@ import numpy as np
 import typer
 
 from unimem._core.gguf import GGUFHeader
-from unimem.models.families import KeptLayer, in_words
-from unimem.cli import terminal
-from unimem.cli.documents import document_head
-from unimem.cli.options import AsJson, path_or_url
-from unimem.planning.sources import shape_of
 from unimem.base.text import (
     Bar,
     escape,
@@ -27,6 +22,11 @@ from unimem.base.text import (
     table_lines,
     wrap,
 )
+from unimem.cli import terminal
+from unimem.cli.documents import document_head
+from unimem.cli.options import AsJson, path_or_url
+from unimem.models.families import KeptLayer, in_words
+from unimem.planning.sources import shape_of
 from unimem.weights.files import ModelFiles, Value
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.remote import open_remote

@@ -13,11 +13,11 @@ import typer
 
 from unimem.accounting.metrics import MetricsCollector, serve, write_metrics
 from unimem.accounting.report import report
+from unimem.base.atomic_file import write_text
+from unimem.base.install_hint import install_hint
 from unimem.cli import terminal
 from unimem.cli.processes import find
 from unimem.cli.report import process_number
-from unimem.base.atomic_file import write_text
-from unimem.base.install_hint import install_hint
 
 __all__ = ["metrics"]
 

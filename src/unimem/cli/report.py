@@ -13,10 +13,6 @@ import typer
 from unimem.accounting.report import report as make_report
 from unimem.accounting.report_text import report_lines
 from unimem.accounting.samples import Sampler
-from unimem.cli import terminal
-from unimem.cli.html_page import write_page
-from unimem.cli.options import AsJson
-from unimem.cli.processes import ModelProcess, Processes, find
 from unimem.base.text import (
     Surface,
     format_bytes,
@@ -25,6 +21,10 @@ from unimem.base.text import (
     table_lines,
     wrap,
 )
+from unimem.cli import terminal
+from unimem.cli.html_page import write_page
+from unimem.cli.options import AsJson
+from unimem.cli.processes import ModelProcess, Processes, find
 
 __all__ = ["process_number", "report"]
 

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from unimem._core.status import counters
 from unimem.accounting.report import Report
 from unimem.accounting.report_text import memory_lines
+from unimem.base.atomic_file import NewFile
+from unimem.base.text import escape, fact_lines, format_count, table_lines
 from unimem.cli import terminal
 from unimem.cli.documents import document_head
 from unimem.cli.fallbacks import Fallbacks
@@ -41,16 +43,14 @@ from unimem.cli.unsupported import other_ways
 from unimem.errors import CacheFull
 from unimem.kv import snapshot
 from unimem.kv.arrays import kv_pair
-from unimem.kv.store import KVStore
+from unimem.kv.store.store import KVStore
 from unimem.layout import Layout
 from unimem.planning.governor import Governor
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
-from unimem.base.atomic_file import NewFile
 from unimem.remote.client import shown
 from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
-from unimem.base.text import escape, fact_lines, format_count, table_lines
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights, warm_where_it_fits
 from unimem.weights.remote import open_files

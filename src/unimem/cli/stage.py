@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from unimem.base.text import escape, format_bytes
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
 from unimem.remote.client import is_url, shown
 from unimem.system.placement import Pages, sum_placements
-from unimem.base.text import escape, format_bytes
 from unimem.weights.files import ModelFiles, Version
 from unimem.weights.opened import open_weights
 from unimem.weights.remote import open_files

@@ -6,10 +6,10 @@ import os
 import shlex
 from pathlib import Path
 
+from unimem.base.text import format_bytes, format_count
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.remote.client import is_url, shown
-from unimem.base.text import format_bytes, format_count
 
 __all__ = ["other_ways"]
 

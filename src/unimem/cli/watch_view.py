@@ -14,10 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from unimem.accounting.samples import Sample
-from unimem.cli.processes import mapped_models
-from unimem.cli.screen import Fitted, grid, line_of
-from unimem.cli.watch_state import SORTS, Line, Sort, State
-from unimem.system.limits import Limit
 from unimem.base.text import (
     draw_bar,
     escape,
@@ -27,6 +23,10 @@ from unimem.base.text import (
     shorten,
     text_width,
 )
+from unimem.cli.processes import mapped_models
+from unimem.cli.screen import Fitted, grid, line_of
+from unimem.cli.watch_state import SORTS, Line, Sort, State
+from unimem.system.limits import Limit
 
 __all__ = ["LEAST_HEIGHT", "LEAST_WIDTH", "frame", "whole"]
 

@@ -15,11 +15,11 @@ from typing import Any, NoReturn, Self, Unpack
 from unimem._core.arrays import array_within, checked_size
 from unimem._core.block import Block as HostBlock
 from unimem._core.status import DeviceEntry, row_name
-from unimem.errors import ClosedError
 from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, string
-from unimem.system.placement import Placement, PlacementOptions
 from unimem.base.text import format_bytes
+from unimem.errors import ClosedError
+from unimem.system.placement import Placement, PlacementOptions
 
 __all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
 

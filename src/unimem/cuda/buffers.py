@@ -6,10 +6,10 @@ from typing import Any, Unpack
 
 import numpy.typing as npt
 
-from unimem.models.dims import ModelDims
 from unimem.buffers.sets import DecodeBufferSet
 from unimem.cuda.block import refuse_placement
 from unimem.cuda.tape import Tape
+from unimem.models.dims import ModelDims
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["DecodeBuffers"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Unpack
 
 from unimem._core.grid import DeviceGrid
-from unimem.cuda.tape import Tape
 from unimem.base.arguments import string
+from unimem.cuda.tape import Tape
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["Grid"]

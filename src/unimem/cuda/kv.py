@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from unimem._core.block import Block
+from unimem.backends import cuda_driver
+from unimem.base.arguments import flag, integer, one_of
 from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
 from unimem.kv.arrays import block_values, kv_type
-from unimem.kv.device import KVDevice
-from unimem.kv.layers import LayerState
-from unimem.backends import cuda_driver
-from unimem.base.arguments import flag, integer, one_of
+from unimem.kv.cache.device import KVDevice
+from unimem.kv.layer_specs import LayerState
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]

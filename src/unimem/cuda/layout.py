@@ -9,17 +9,17 @@ from os import PathLike
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, Unpack
 
-from unimem.models.dims import ModelDims
+from unimem.base.arguments import integer
+from unimem.base.text import format_bytes
 from unimem.cuda.block import Block, check_placement
 from unimem.cuda.tape import Tape
 from unimem.errors import CapacityError
 from unimem.layout import Lifetimes
+from unimem.models.dims import ModelDims
 from unimem.planning.device import RESERVE_BYTES, bytes_needed
 from unimem.planning.plan import plan
 from unimem.planning.result import Check
-from unimem.base.arguments import integer
 from unimem.system.placement import PlacementOptions
-from unimem.base.text import format_bytes
 from unimem.weights.opened import Weights, open_weights
 
 __all__ = ["Layout"]

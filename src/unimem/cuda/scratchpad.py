@@ -6,11 +6,11 @@ from typing import Unpack
 
 import numpy.typing as npt
 
+from unimem.backends import cuda_driver
 from unimem.cuda.block import refuse_placement
 from unimem.cuda.kernels import RowKernels
 from unimem.cuda.tape import Tape
 from unimem.kv.scratchpad import DeviceScratchpad
-from unimem.backends import cuda_driver
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["Scratchpad"]

@@ -7,9 +7,9 @@ from typing import Any, Unpack
 from unimem._core.arrays import checked_size
 from unimem._core.block import Block as HostBlock
 from unimem._core.tape import DeviceTape
+from unimem.base.arguments import string
 from unimem.cuda import upload
 from unimem.cuda.block import LEFT_OUT, Block, refuse_placement
-from unimem.base.arguments import string
 from unimem.system.placement import PlacementOptions
 from unimem.weights.tensors import Contents
 

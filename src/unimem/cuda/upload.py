@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from unimem._core.arrays import array_within
 from unimem._core.tape import DeviceTape
+from unimem.backends.cuda_driver import Driver
+from unimem.base.arguments import integer
+from unimem.base.threads import run_in_threads
 from unimem.cuda.block import Block
 from unimem.planning.device import ALIGN, N_SLOTS, STAGING_BYTES, Transfer, list_transfers
 from unimem.system import limits
-from unimem.base.arguments import integer
-from unimem.backends.cuda_driver import Driver
-from unimem.base.threads import run_in_threads
 from unimem.weights.files import check_version, reopen
 from unimem.weights.loading import Progress
 from unimem.weights.tensors import Contents, Tensor

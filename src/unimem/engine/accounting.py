@@ -12,14 +12,14 @@ from unimem._core.ledger import Part, entries
 from unimem.accounting.attribution import attribute
 from unimem.accounting.published import NAME
 from unimem.accounting.report import Report
+from unimem.backends import ggml
+from unimem.base.text import format_bytes, format_ranges
 from unimem.engine.arch import Model
 from unimem.engine.history import History
 from unimem.engine.model_memory import ModelMemory
 from unimem.kv.arrays import kv_name
 from unimem.layout import Layout
-from unimem.backends import ggml
 from unimem.system.process import read_process
-from unimem.base.text import format_bytes, format_ranges
 from unimem.weights.opened import Weights, WeightsCopy
 
 __all__ = ["DecoderMemory", "list_parts", "make_report"]

@@ -9,6 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from unimem.backends import ggml
+from unimem.base.arguments import flag
+from unimem.base.text import format_count
+from unimem.engine.rotation import rotation_block
+from unimem.kv.arrays import block_values
 from unimem.models.dims import (
     ARCHITECTURES,
     ArchMetadata,
@@ -18,12 +23,7 @@ from unimem.models.dims import (
 )
 from unimem.models.families import KeptRows, layers_of, of_architecture
 from unimem.models.fields import MetadataFields
-from unimem.engine.rotation import rotation_block
-from unimem.kv.arrays import block_values
 from unimem.planning.needs import least_window
-from unimem.backends import ggml
-from unimem.base.arguments import flag
-from unimem.base.text import format_count
 
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents

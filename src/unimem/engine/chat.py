@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from unimem.engine.tokenizer import Tokenizer
 from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
+from unimem.engine.tokenizer import Tokenizer
 
 if find_spec("jinja2") is None:
     raise ImportError(f"unimem.engine needs jinja2: {install_hint('run')}")

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.backends import ggml
 from unimem.engine.arch import Model
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot
 from unimem.kv.arrays import kv_pair
-from unimem.kv.cache import KVCache
-from unimem.kv.mixed import MixedKVCache
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.cache.layered import MixedKVCache
 from unimem.kv.snapshot import Snapshot
 from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
-from unimem.backends import ggml
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights
 from unimem.weights.tensors import Contents

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from unimem._core import ledger
 from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
-from unimem.models.dims import ModelDims
+from unimem.backends import ggml
+from unimem.base.arguments import flag
 from unimem.engine.accounting import list_parts, make_report
 from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass
@@ -28,12 +29,11 @@ from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
 from unimem.kv.arrays import kv_pair
-from unimem.kv.cache import KVCache
-from unimem.kv.store import KVStore
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.store.store import KVStore
 from unimem.layout import Layout
+from unimem.models.dims import ModelDims
 from unimem.planning.needs import PREFILL_BATCH
-from unimem.backends import ggml
-from unimem.base.arguments import flag
 from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights
 

@@ -8,7 +8,7 @@ from unimem.engine.graph import Arrays, Graph
 from unimem.engine.sampling import Sampling
 from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turn import Ownership
-from unimem.kv.cache import KVCache
+from unimem.kv.cache.cache import KVCache
 
 class ForwardPass:
     def __init__(

@@ -21,7 +21,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from unimem._core cimport native as um
 from unimem.engine.thread_count cimport ThreadCount
 from unimem.engine.turn cimport Ownership
-from unimem.kv.cache cimport KVCache
+from unimem.kv.cache.cache cimport KVCache
 
 cdef extern from "<stdbool.h>":
     ctypedef bint c_bool "bool"

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem.backends import ggml
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.engine.arch import Model
 from unimem.engine.rotation import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
-from unimem.backends import ggml
 
 __all__ = ["Arrays", "Graph", "Headers", "Mask", "view"]
 

@@ -13,9 +13,9 @@ from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.engine.arch import Model
 from unimem.engine.graph import view
-from unimem.kv.cache import KVCache
-from unimem.kv.layers import LayerKV, kinds_of, places_of
-from unimem.kv.mixed import MixedKVCache
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.cache.layered import MixedKVCache
+from unimem.kv.layer_specs import LayerKV, kinds_of, places_of
 
 __all__ = ["History"]
 

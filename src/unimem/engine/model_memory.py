@@ -11,9 +11,9 @@ from unimem.engine.checks import check_model
 from unimem.engine.graph import Headers
 from unimem.engine.nodes import Reader
 from unimem.layout import Layout
+from unimem.remote.transfers import TRIES
 from unimem.system import policy
 from unimem.system.placement import PlacementOptions
-from unimem.remote.transfers import TRIES
 from unimem.weights.loading import EngineLoad, Progress, check_load, way_of
 from unimem.weights.opened import (
     Weights,

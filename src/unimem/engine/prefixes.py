@@ -10,10 +10,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem.errors import CapacityError
-from unimem.kv.cache import KVCache
-from unimem.kv.store import KVStore
-from unimem.system import policy
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.store.store import KVStore
 from unimem.remote.client import is_url
+from unimem.system import policy
 from unimem.weights.opened import Weights
 
 __all__ = ["Prefixes", "model_name"]

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from unimem._core.block import Block
 from unimem._core.foreign import AnyArray
-from unimem.kv.snapshot_format import DType
+from unimem.kv.snapshot.format_rows import DType
 from unimem.system.placement import Placement, PlacementOptions
 
 _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
@@ -88,7 +88,7 @@ class Sequence:
     def extend(self, ids: AnySequence[int] | npt.NDArray[Any]) -> None: ...
     def fork(self) -> Sequence: ...
     def crop(self, n: int) -> None: ...
-    # For unimem.kv.chunk_rows.
+    # For unimem.kv.store.copy_rows.
     def _told_ids(self) -> npt.NDArray[np.int32]: ...
     def rollback(self) -> None: ...
     @overload

@@ -5,7 +5,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.block import Block
-from unimem.kv.layers import LayerState
+from unimem.kv.layer_specs import LayerState
 from unimem.system.placement import PlacementOptions
 
 class LayerStates:

@@ -19,7 +19,7 @@ from unimem._core.block cimport Block
 from unimem._core.lock cimport hold, let_go
 from unimem._core.region cimport Region, enter_holder, new_window, n_references
 from unimem.kv.arrays cimport number_of_type, numpy_type
-from unimem.kv.rows cimport round_up
+from unimem.kv.cache.rows cimport round_up
 
 cnp.import_array()
 

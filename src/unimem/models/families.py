@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-from unimem.models.fields import Fields, Kind, UnknownError
-from unimem.kv.layers import Layer, LayerKV, LayerState
 from unimem.base.text import format_bytes, format_count
+from unimem.kv.layer_specs import Layer, LayerKV, LayerState
+from unimem.models.fields import Fields, Kind, UnknownError
 
 __all__ = [
     "FAMILIES",

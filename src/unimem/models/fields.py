@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol, TypeAlias
 
-from unimem.models.dims import ArchMetadata
 from unimem.base.text import format_count
+from unimem.models.dims import ArchMetadata
 
 __all__ = ["ConfigFields", "Fields", "Kind", "MetadataFields", "UnknownError"]
 

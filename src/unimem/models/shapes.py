@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from unimem.base.text import format_count
 from unimem.models import families
 from unimem.models.dims import (
     ARCHITECTURES,
@@ -26,7 +27,6 @@ from unimem.models.dims import (
 )
 from unimem.models.families import KeptLayer, KeptRows
 from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
-from unimem.base.text import format_count
 
 if TYPE_CHECKING:
     from unimem.weights.tensors import Contents

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, runtime_checkable
 
-from unimem.errors import ClosedError
-from unimem.kv.cache import KVCache
-from unimem.kv.paged import PagedKVCache
 from unimem.base import kernel_files
-from unimem.system import limits
 from unimem.base.arguments import integer
-from unimem.system.limits import Limit
-from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
 from unimem.base.text import format_bytes
 from unimem.base.threads import starting_threads
+from unimem.errors import ClosedError
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.paged import PagedKVCache
+from unimem.system import limits
+from unimem.system.limits import Limit
+from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
 from unimem.weights.opened import Weights
 from unimem.weights.page_cache import drop_files
 from unimem.weights.staging.stage import Stage

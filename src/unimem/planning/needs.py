@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
-from unimem.models.families import KeptState
 from unimem.kv.arrays import kv_pair
-from unimem.kv.cache import KVCache
+from unimem.kv.cache.cache import KVCache
+from unimem.models.families import KeptState
 from unimem.system import policy
 from unimem.system.hosts import pressures_on
 from unimem.system.limits import HugePool, Limit, Node

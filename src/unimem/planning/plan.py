@@ -10,9 +10,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack
 
 from unimem.accounting.rows import Row, in_order
-from unimem.models.dims import ModelDims
+from unimem.base.arguments import integer
+from unimem.base.text import format_bytes, format_ranges
 from unimem.buffers.sets import DecodeBuffers
 from unimem.kv.arrays import kv_name, kv_pair
+from unimem.models.dims import ModelDims
 from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.needs import (
     Budget,
@@ -29,12 +31,10 @@ from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
 from unimem.system import limits, policy
-from unimem.base.arguments import integer
 from unimem.system.hosts import DescribedHost, Host, find_host
 from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
-from unimem.base.text import format_bytes, format_ranges
 from unimem.weights import loading
 from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFiles, open_model

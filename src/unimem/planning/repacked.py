@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from unimem.planning.needs import Budget, Need, Storage
 from unimem.base.text import format_bytes
+from unimem.planning.needs import Budget, Need, Storage
 from unimem.weights.image import Image
 from unimem.weights.image_use import is_mapped
 from unimem.weights.repack import staging_bytes

@@ -10,12 +10,7 @@ from typing import Any, Literal
 
 from unimem.accounting.report_html import colors_of
 from unimem.accounting.rows import Row, find_row
-from unimem.models.families import KeptLayer, cache_layers, in_words
-from unimem.errors import CapacityError
-from unimem.kv.layers import Layer
-from unimem.planning.needs import Mode
 from unimem.base.html import Html, bar, facts, fragment, heading, join, size, stack, table
-from unimem.system.placement import Pages
 from unimem.base.text import (
     Bar,
     Surface,
@@ -28,6 +23,11 @@ from unimem.base.text import (
     table_lines,
     wrap,
 )
+from unimem.errors import CapacityError
+from unimem.kv.layer_specs import Layer
+from unimem.models.families import KeptLayer, cache_layers, in_words
+from unimem.planning.needs import Mode
+from unimem.system.placement import Pages
 
 __all__ = [
     "Advice",

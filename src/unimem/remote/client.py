@@ -18,9 +18,9 @@ from datetime import timedelta
 from typing import Any, TypeAlias, TypeGuard
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+from unimem.base.install_hint import install_hint
 from unimem.errors import ClosedError
 from unimem.remote.digest_headers import find_digest, request_digest
-from unimem.base.install_hint import install_hint
 from unimem.remote.url_errors import in_own_words
 
 __all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.remote.arrivals import Arrivals, Piece
-from unimem.remote.hashes import ObjectHash, find_hashes
-from unimem.remote.client import Answer, Server
 from unimem.base.threads import run_in_threads
+from unimem.remote.arrivals import Arrivals, Piece
+from unimem.remote.client import Answer, Server
+from unimem.remote.hashes import ObjectHash, find_hashes
 from unimem.remote.url_errors import in_own_words, is_final
 
 __all__ = ["Progress", "RemoteBytes", "Version", "read_range", "read_wanted", "retried"]

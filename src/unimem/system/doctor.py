@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from unimem.base import kernel_files
+from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
-from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.system.machine import (
     Capabilities,
     Cpu,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from unimem.base.text import format_bytes
 from unimem.system.limits import Limit
 from unimem.system.pressure import Pressure
-from unimem.base.text import format_bytes
 
 __all__ = ["why_exposed"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unimem.system.machine import Finding, MachineFacts
 from unimem.base.text import format_bytes, format_count
+from unimem.system.machine import Finding, MachineFacts
 
 __all__ = ["judge"]
 

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from unimem.system import cgroups, limits
 from unimem.base import kernel_files
 from unimem.base.arguments import integer
 from unimem.base.kernel_files import parse_list
+from unimem.base.text import format_bytes, format_count, parse_bytes
+from unimem.system import cgroups, limits
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.machine import MachineFacts
 from unimem.system.policy import HUGETLB, MAX_NODES
 from unimem.system.pressure import Pressure, memory_pressure
-from unimem.base.text import format_bytes, format_count, parse_bytes
 
 __all__ = ["CgroupHost", "DescribedHost", "Host", "find_host", "pressures_on"]
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import compress
 
-from unimem.errors import CapacityError
 from unimem.base import kernel_files
-from unimem.system.cgroups import Cgroup, cgroups_above
 from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.base.text import format_bytes
+from unimem.errors import CapacityError
+from unimem.system.cgroups import Cgroup, cgroups_above
 
 __all__ = [
     "CpuQuota",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from unimem.system.limits import Limit
-from unimem.system.machine import Finding, MachineFacts
 from unimem.base.text import (
     Surface,
     escape,
@@ -18,6 +16,8 @@ from unimem.base.text import (
     text_width,
     wrap,
 )
+from unimem.system.limits import Limit
+from unimem.system.machine import Finding, MachineFacts
 
 __all__ = ["render"]
 

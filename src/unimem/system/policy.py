@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args
 
-from unimem.errors import PlacementError, PlacementWarning
 from unimem.base.arguments import flag, integer, one_of
+from unimem.base.text import format_bytes, format_count, format_ranges
+from unimem.errors import PlacementError, PlacementWarning
 from unimem.system.limits import SHM, HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
-from unimem.base.text import format_bytes, format_count, format_ranges
 
 __all__ = [
     "Extent",

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.base import kernel_files
-from unimem.system import limits
 from unimem.base.arguments import integer
 from unimem.base.kernel_files import parse_fields
+from unimem.system import limits
 
 __all__ = ["Area", "Counters", "Process", "counters", "identity", "read_process"]
 

@@ -14,10 +14,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwargs
 
-from unimem.kv import arrays
-from unimem.kv.cache import KVCache as CoreCache
-from unimem.kv.store import KVStore
 from unimem.base.arguments import flag, integer
+from unimem.kv import arrays
+from unimem.kv.cache.cache import KVCache as CoreCache
+from unimem.kv.store.store import KVStore
 from unimem.system.placement import PlacementOptions
 from unimem.transformers import prefixes, sessions
 from unimem.transformers.layers import CacheOptions, Group, Layer

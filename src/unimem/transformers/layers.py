@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from unimem.kv.arrays import block_values
-from unimem.kv.cache import KVCache
+from unimem.kv.cache.cache import KVCache
 
 __all__ = ["CacheOptions", "Group", "Layer"]
 

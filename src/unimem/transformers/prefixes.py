@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
-from unimem.kv.store import KVStore
+from unimem.kv.store.store import KVStore
 from unimem.transformers.layers import Group
 
 __all__ = ["check_store", "first_keys", "put", "restore"]

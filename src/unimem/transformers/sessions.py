@@ -19,10 +19,10 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
+from unimem.base.arguments import file_path
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
-from unimem.kv.cache import KVCache
-from unimem.base.arguments import file_path
+from unimem.kv.cache.cache import KVCache
 from unimem.transformers.layers import Group
 
 __all__ = ["fingerprint", "one_stream", "restore", "save"]

@@ -30,9 +30,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from unimem._core import guard
-from unimem.system import limits
 from unimem.base.arguments import check_callable, integer
 from unimem.base.threads import run_in_threads
+from unimem.system import limits
 from unimem.weights.files import check_version
 from unimem.weights.loading import Progress
 from unimem.weights.tensors import Contents, Tensor

@@ -12,12 +12,12 @@ import numpy as np
 
 from unimem._core.block import Block
 from unimem._core.tmpfs import huge_page_bytes
+from unimem.base.threads import run_in_threads
 from unimem.errors import PlacementError
 from unimem.system import limits, policy
 from unimem.system.limits import Node
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
-from unimem.base.threads import run_in_threads
 
 __all__ = [
     "Copies",

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from unimem._core.gguf import GGUFHeader
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.errors import GGUFError, SafetensorsError
 from unimem.base.arguments import file_path
 from unimem.base.descriptors import Descriptors
+from unimem.errors import GGUFError, SafetensorsError
 
 __all__ = [
     "Header",

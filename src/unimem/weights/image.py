@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from unimem._core import guard
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
-from unimem.errors import FormatError
-from unimem.system import limits
 from unimem.base.atomic_file import NewFile
 from unimem.base.descriptors import Descriptors
 from unimem.base.threads import run_in_threads
+from unimem.errors import FormatError
+from unimem.system import limits
 from unimem.weights import loading
 from unimem.weights.image_format import (
     ALIGN,

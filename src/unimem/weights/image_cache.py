@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from unimem.errors import FormatError
-from unimem.system import policy
 from unimem.base.arguments import file_path
 from unimem.base.atomic_file import NewFile
-from unimem.remote.client import is_url
-from unimem.base.text import format_bytes
 from unimem.base.cache_folder import OTHERS_WRITE, cache_folder, check_own_folder, default_bytes
+from unimem.base.text import format_bytes
+from unimem.errors import FormatError
+from unimem.remote.client import is_url
+from unimem.system import policy
 from unimem.weights.files import identity_of
 from unimem.weights.image import Image, is_for, pack_image
 from unimem.weights.image_format import image_bytes, key_of

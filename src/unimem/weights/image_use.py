@@ -10,8 +10,8 @@ from typing import Any
 
 from unimem._core.block import Block
 from unimem.errors import FormatError, PlacementError
-from unimem.system import policy
 from unimem.remote.client import is_url
+from unimem.system import policy
 from unimem.system.placement import Pages
 from unimem.weights.image import IMAGE_NAME, Image, is_for, write_image
 from unimem.weights.image_cache import CacheChoice, choose_cache

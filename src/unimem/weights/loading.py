@@ -15,15 +15,15 @@ from weakref import WeakKeyDictionary
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
-from unimem.errors import ClosedError, PlacementError
-from unimem.system import limits, policy
 from unimem.base.arguments import check_callable, integer, one_of
-from unimem.remote.arrivals import Arrivals
-from unimem.system.exposure import why_exposed
 from unimem.base.kernel_files import read_text
+from unimem.base.text import format_bytes
+from unimem.errors import ClosedError, PlacementError
+from unimem.remote.arrivals import Arrivals
+from unimem.system import limits, policy
+from unimem.system.exposure import why_exposed
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure
-from unimem.base.text import format_bytes
 from unimem.weights.copies import (
     choose_copies,
     copy_from,

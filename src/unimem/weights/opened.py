@@ -13,11 +13,11 @@ from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.load import move_pages
 from unimem._core.tape import DeviceTape, Tape
+from unimem.base.arguments import flag, integer
+from unimem.base.text import format_ranges
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
-from unimem.base.arguments import flag, integer
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
-from unimem.base.text import format_ranges
 from unimem.weights.copies import find_nearest, is_mirrored
 from unimem.weights.files import ModelFile
 from unimem.weights.loading import (

@@ -14,11 +14,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unimem.base.text import format_bytes
 from unimem.errors import FormatError
 from unimem.remote import transfers
 from unimem.remote.arrivals import Arrivals
 from unimem.remote.client import TOTAL_S, Answer, Server, is_url, open_server
-from unimem.base.text import format_bytes
 from unimem.remote.transfers import (
     PATIENT_TRIES,
     Progress,

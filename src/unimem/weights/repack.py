@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem._core.tape import Tape
+from unimem.base.arguments import check_callable
+from unimem.base.threads import run_in_threads
 from unimem.errors import CapacityError, FormatError, PlacementError
 from unimem.system import limits, policy
-from unimem.base.arguments import check_callable
 from unimem.system.placement import PlacementOptions
-from unimem.base.threads import run_in_threads
 from unimem.weights.files import reopen
 from unimem.weights.image import Image
 from unimem.weights.image_cache import CacheChoice, check_cache

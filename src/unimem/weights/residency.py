@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core.block import Block
-from unimem.system import limits
 from unimem.base.arguments import check_callable, integer
-from unimem.system.placement import Lock
 from unimem.base.text import format_bytes
+from unimem.system import limits
+from unimem.system.placement import Lock
 from unimem.weights.files import reopen
 from unimem.weights.loading import Progress
 from unimem.weights.page_cache import runs_beside, write_back

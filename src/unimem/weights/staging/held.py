@@ -21,11 +21,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
-from unimem.errors import PlacementError
 from unimem.base import kernel_files
 from unimem.base.descriptors import Descriptors
-from unimem.system.memfds import CANNOT_LOOK, find_memfds
+from unimem.errors import PlacementError
 from unimem.remote.client import is_url
+from unimem.system.memfds import CANNOT_LOOK, find_memfds
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
 from unimem.weights.files import Version, identity_of

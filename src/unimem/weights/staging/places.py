@@ -15,8 +15,8 @@ from typing import Literal
 
 from unimem._core import tmpfs
 from unimem._core.library import get_library
-from unimem.errors import PlacementError
 from unimem.base.descriptors import Descriptors
+from unimem.errors import PlacementError
 from unimem.system.limits import SHM
 from unimem.system.memfds import new_memfd
 

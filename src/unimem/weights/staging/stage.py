@@ -21,14 +21,14 @@ from unimem._core import tmpfs
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.safetensors import SafetensorsHeader
-from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
-from unimem.system import limits, policy
 from unimem.base.arguments import check_callable, file_path, flag, one_of
 from unimem.base.descriptors import Descriptors
+from unimem.base.text import format_bytes
+from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
 from unimem.remote.client import is_url, shown
+from unimem.system import limits, policy
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
-from unimem.base.text import format_bytes
 from unimem.weights import loading
 from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFile, ModelFiles, Version

@@ -14,8 +14,8 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
-from unimem.remote.arrivals import Arrivals, Piece, give_back
 from unimem.base.kernel_files import read_text
+from unimem.remote.arrivals import Arrivals, Piece, give_back
 from unimem.weights.files import Version
 from unimem.weights.remote import RemoteFiles
 from unimem.weights.staging.held import Held, drop, hold_unfinished, holders

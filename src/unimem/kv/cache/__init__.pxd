@@ -1,0 +1,1 @@
+from unimem.kv.cache.cache cimport KVCache

@@ -1,0 +1,410 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
+"""KV caches in memory that the CPU cannot touch: what `cuda.KVCache` does for every token."""
+import warnings
+
+from unimem.errors import ClosedError
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+
+from unimem._core cimport native as um
+from unimem._core.arrays cimport dtype_of
+from unimem.kv.arrays cimport (
+    Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number, on_device,
+    refuse_tokens,
+)
+from unimem.kv.cache.rows cimport KVRows, is_v
+from unimem._core.region cimport Region, new_window
+from unimem._core.tape cimport DeviceTape
+
+cnp.import_array()
+
+# What kernels call the types, and NumPy those that are no blocks.
+cdef dict _KERNEL_TYPES = {um.UM_F32: "f32", um.UM_F16: "f16", um.UM_BF16: "bf16",
+                           um.UM_Q8_0: "q8_0"}
+cdef dict _FLOATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+# Which axes of what is given are layers, streams, heads, tokens and values.
+cdef dict _AXES = {um.UM_KV_TOKEN_MAJOR: (None, None, 1, 0, 2),
+                   um.UM_KV_HEAD_MAJOR: (None, 0, 1, 2, 3)}
+cdef tuple _OF_ALL_LAYERS = (0, None, 1, None, 2)
+
+
+cdef um.um_status _move(void *context, void *to, const void *from_, size_t nbytes) noexcept:
+    cdef KVDevice cache = <KVDevice>context
+    try:
+        cache.move_bytes(<uintptr_t>to, <uintptr_t>from_, nbytes)
+    except BaseException as error:
+        cache._held_back = error
+        return um.UM_E_IO
+    return um.UM_OK
+
+
+cdef class KVDevice(KVRows):
+    """What `cuda.KVCache` stands on: fixed storage on a device's tape.
+
+    A subclass calls `_plan`, and `_place` with a tape. It queues what is no plain copy:
+    ``_write(k, v, given, axes, n, layer, n_layers, row, row_address, stream)`` writes the rows of n
+    tokens of so many layers.
+    """
+
+    def _plan(self, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name):
+        """Check what the cache is to be, and return the bytes of its storage."""
+        self.describe(&self._spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None,
+                      budget_bytes, name)
+        return self.plan_fixed(&self._spec, &self._storage)
+
+    def _place(self, DeviceTape tape not None, driver, *, bint owns_tape):
+        """Take the storage, where `_plan` has said how much."""
+        self._storage.base = tape.take_raw(self._storage_bytes, 256)
+        self._driver = driver
+        self._device = driver.id
+        self._views = Region.__new__(Region)
+        self.start(&self._spec, &self._storage)
+        um.um_kv_set_mover(&self.kv, _move, <void *>self)
+        self._tape = tape
+        self._owns_tape = owns_tape
+
+    # ---- where its memory is ----
+
+    cdef Region open_region(self):
+        if self._closed or self._tape is None:
+            raise ClosedError(f"KVCache '{self.name}' is closed")
+        if not self._tape._open:
+            if self._owns_tape and self._tape._left_out is not None:
+                raise ClosedError(f"KVCache '{self.name}' {self._tape._left_out}")
+            self._tape.check_open()
+        if self._is_torn:
+            raise RuntimeError(f"KVCache '{self.name}' has lost tokens: the device failed while "
+                               "they were moved. Close it, and compute them again in a new one")
+        return self._views
+
+    cdef Py_ssize_t n_users(self):
+        cdef Py_ssize_t n = self._tape._n_views() if self._owns_tape and self._tape._open else 0
+        return n + (self._writing or self._n_busy > 0)
+
+    cdef object end(self):
+        self._closed = True
+        if self._owns_tape:
+            self._tape.__exit__()
+
+    # ---- tokens that move ----
+
+    cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1:
+        # No device says in which order it copies: in pieces as long as the way is.
+        cdef size_t most = to - from_ if to > from_ else from_ - to, left = nbytes, n, at
+        if self._moving is None:  # what runs Python comes before the first byte
+            if self._stream is None:
+                self._stream = self._driver.stream()
+            self._moving = self._tape._memory
+        while left > 0:
+            n = min(left, most)
+            left -= n
+            at = left if to > from_ else nbytes - left - n
+            self.move_piece(to + at, from_ + at, n)
+            self._has_moved = True
+        return 0
+
+    cdef int move_piece(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1:
+        # What a signal's handler raises may come before the copy or behind it. A piece that is
+        # copied once more is the same, and half a move is none: so it is kept until all is moved.
+        # The driver's own error comes again.
+        try:
+            self._driver.copy(to, from_, nbytes, self._stream)
+        except BaseException as error:
+            self._held_back = error
+            self._driver.copy(to, from_, nbytes, self._stream)
+        return 0
+
+    cdef object end_move(self, um.um_status status, um.um_error *err, str doing):
+        error, self._held_back = self._held_back, None
+        self._is_torn = status != um.UM_OK and self._has_moved
+        self._has_moved = self._writing = False
+        self._moving = self._stream = None
+        if error is not None:
+            raise error
+        KVRows.end_move(self, status, err, doing)
+
+    # ---- appending ----
+
+    cdef object as_array(self, object x, str what):
+        # The driver's own type of arrays is learnt. Where they are `find_apart` looks at.
+        if type(x) is self._array_type:
+            return x
+        found = on_device(self._driver, x, what)
+        if found is x:
+            self._array_type = type(x)
+        return found
+
+    cdef object number_of_stream(self, object stream):
+        return stream if type(stream) is int else self._driver.stream(stream)
+
+    cdef tuple check_given(self, Given *out, object k, object v, str doing):
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef cnp.npy_intp[4] sizes
+        cdef tuple k_shape = k.shape, v_shape = v.shape
+        cdef int n_dims = <int>min(len(k_shape), 5), i
+        check_types(out, k.dtype, v.dtype, s.type, doing)
+        for i in range(min(n_dims, 4)):
+            sizes[i] = k_shape[i]
+        if (not fits_tokens(out, n_dims, sizes, s.batch, s.n_kv_heads, s.head_dim)
+                or k_shape != v_shape):
+            refuse_tokens(out, s.batch, s.n_kv_heads, s.head_dim, doing, k_shape, v_shape)
+        return k_shape
+
+    cdef int find_apart(self, Bytes *out, object a, tuple shape, str doing) except -1:
+        cdef uintptr_t base = <uintptr_t>self.kv.base
+        data = a.data
+        if <int>data.device_id != self._device:
+            self._driver.to_array(a)  # raises, unless it is empty
+        find_bytes(out, data.ptr, shape, a.strides, (<cnp.dtype>a.dtype).itemsize)
+        # On a device there is no order in which what overlaps is read and written.
+        if out.low < base + self._storage_bytes and base < out.end:
+            raise ValueError(f"{doing}: expected tokens in memory of their own, got a view of this "
+                             "cache: append a copy")
+        return 0
+
+    cdef int find_rows_on(self, object stream, um.um_error *err, uint64_t n) except -1:
+        self._stream = stream
+        try:
+            return self.find_rows(err, n)
+        finally:
+            self._stream = None
+
+    @cython.critical_section
+    def append(self, layer, k, v, *, stream=None):
+        """Append tokens to one layer.
+
+        Parameters
+        ----------
+        layer : int
+            Which.
+        k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
+            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
+            (batch 1), or ``[batch, n_kv_heads, n, head_dim]``, with any strides. Tokens of the
+            cache's dtype that lie as they are stored (``[n, n_kv_heads, head_dim]`` without gaps)
+            are two asynchronous copies; all others are one launch of a kernel, which converts,
+            rounding to nearest even. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
+            They may be changed or dropped as soon as the stream has come so far.
+        stream : object, optional
+            A CUDA stream; CuPy's current one by default.
+
+        Raises
+        ------
+        CacheFull
+            There is no room for all n.
+        ValueError, TypeError
+            A wrong layer, shape, dtype or byte order; tokens that lie in this cache's own memory,
+            which a device would read and write in no order.
+        RuntimeError
+            Rows are reserved, or another thread appends; the cache has lost tokens.
+        BufferError
+            Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
+        ClosedError
+
+        Notes
+        -----
+        When it raises, no token was appended. In a CUDA graph an append writes the same rows at
+        every replay, and counts once: see `append_at`.
+        """
+        cdef um.um_error err
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef Given given
+        cdef Bytes k_bytes, v_bytes
+        cdef uint64_t row = 0
+        cdef size_t nbytes
+        cdef uintptr_t out
+        cdef uint32_t index
+        cdef tuple shape
+        self.open_region()  # in a forked child the driver is not there to be asked
+        k, v = self.as_array(k, "k"), self.as_array(v, "v")
+        stream = self.number_of_stream(stream)
+        index = layer_number(layer, s.n_layers, "layer")
+        shape = self.check_given(&given, k, v, "KVCache.append")
+        self.begin_change()
+        self.find_apart(&k_bytes, k, shape, "KVCache.append")
+        self.find_apart(&v_bytes, v, shape, "KVCache.append")
+        while um.um_kv_append_begin(&self.kv, index, given.n, &row, &err) != um.UM_OK:
+            if not self.find_rows_on(stream, &err, given.n):
+                self.fail(&err, "append")
+        if given.n == 0:
+            return
+        _held = self._tape._memory  # a call of CUDA lets other threads run, which may close
+        self._writing = True
+        try:
+            if (given.type == s.type and s.batch == 1 and k_bytes.in_order and v_bytes.in_order
+                    and (given.order == um.UM_KV_TOKEN_MAJOR or given.n == 1)):
+                nbytes = given.n * self.kv.row_bytes
+                out = <uintptr_t>um.um_kv_lane(&self.kv, index, 0, 0) + row * self.kv.row_bytes
+                copy = self._driver.copy
+                copy(out, k_bytes.at, nbytes, stream)
+                copy(out + self.kv.lane_stride, v_bytes.at, nbytes, stream)
+            else:
+                self._write(k, v, _KERNEL_TYPES[given.type], _AXES[given.order], given.n, index, 1,
+                            row, 0, stream)
+        finally:
+            self._writing = False
+        um.um_kv_append_end(&self.kv, index, given.n)
+
+    @cython.critical_section
+    def _append_all(self, k, v, stream):
+        """Append one token of all layers."""
+        cdef um.um_error err
+        cdef Given given
+        cdef Bytes k_bytes, v_bytes
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef uint64_t row = 0
+        cdef str doing = "KVCache.append_all"
+        self.open_region()
+        k, v = self.as_array(k, "k"), self.as_array(v, "v")
+        stream = self.number_of_stream(stream)
+        check_types(&given, k.dtype, v.dtype, s.type, doing)
+        check_token_shapes(&given, k.shape, v.shape, s.n_layers, s.n_kv_heads, s.head_dim,
+                           s.head_dim, doing)
+        if s.batch != 1:
+            raise ValueError("KVCache.append_all: batch is not 1")
+        self.begin_change()
+        self.find_apart(&k_bytes, k, k.shape, doing)
+        self.find_apart(&v_bytes, v, v.shape, doing)
+        while um.um_kv_reserve(&self.kv, 1, &row, &err) != um.UM_OK:
+            if not self.find_rows_on(stream, &err, 1):
+                self.fail(&err, "append_all")
+        _held = self._tape._memory
+        self._writing = True
+        try:
+            self._write(k, v, _KERNEL_TYPES[given.type], _OF_ALL_LAYERS, 1, 0, s.n_layers, row, 0,
+                        stream)
+        except BaseException:
+            um.um_kv_rollback(&self.kv)
+            raise
+        finally:
+            self._writing = False
+        if um.um_kv_commit(&self.kv, 1, &err) != um.UM_OK:
+            self.fail(&err, "append_all")
+
+    @cython.critical_section
+    def _append_at(self, layer, k, v, row, stream):
+        """Write tokens of one layer at the row that an int32 says when the device gets there."""
+        cdef Given given
+        cdef Bytes k_bytes, v_bytes
+        cdef str doing = "KVCache.append_at"
+        cdef uint32_t index
+        self.open_region()
+        row = self._driver.to_array(row)
+        if row.dtype != dtype_of("int32") or row.size != 1:
+            raise TypeError(f"row: expected one int32, got {row.dtype} of shape {row.shape}")
+        k, v = self.as_array(k, "k"), self.as_array(v, "v")
+        stream = self.number_of_stream(stream)
+        index = layer_number(layer, self.kv.spec.n_layers, "layer")
+        shape = self.check_given(&given, k, v, doing)
+        self.begin_change()
+        self.find_apart(&k_bytes, k, shape, doing)
+        self.find_apart(&v_bytes, v, shape, doing)
+        if given.n == 0:
+            return
+        _held = self._tape._memory
+        self._writing = True
+        try:
+            self._write(k, v, _KERNEL_TYPES[given.type], _AXES[given.order], given.n, index, 1, 0,
+                        row.data.ptr, stream)
+        finally:
+            self._writing = False
+
+    # ---- reading ----
+
+    @cython.critical_section
+    def _span(self, i):
+        """A layer's number, the row of the first token that it holds, and how many there are."""
+        cdef uint64_t first = 0, n
+        cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers, "i")
+        self.open_region()
+        n = um.um_kv_layer_len(&self.kv, layer, &first)
+        return layer, um.um_kv_row(&self.kv, first), n
+
+    @cython.critical_section
+    def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n):
+        """Where n rows of K or V begin, and what a view of them holds: it knows of their memory."""
+        cdef Region region = self.open_region()
+        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0) + row * self.kv.row_bytes
+        # In the first stream alone: rows lie, and move, in all of them alike.
+        window = new_window(region, data - <char *>self.kv.base, n * self.kv.row_bytes)
+        return <uintptr_t>data, (window, self._tape._memory)
+
+    @cython.critical_section
+    def _lane(self, layer, part, stream):
+        """Where row 0 of a lane is."""
+        self.open_region()
+        return <uintptr_t>um.um_kv_lane(&self.kv, layer, is_v(part), stream)
+
+    def _first_row(self):
+        """The row of the first token that all layers hold."""
+        return self.first_row()
+
+    def _check_whole(self, str doing):
+        """Raise unless all layers hold the same tokens, and nothing is reserved."""
+        self.open_region()
+        self.check_whole(doing)
+
+    def _while_held(self, read):
+        """Call what reads rows: meanwhile none of them moves, and the memory stays."""
+        self.open_region()
+        _held = self._tape._memory
+        self._n_busy += 1
+        try:
+            return read()
+        finally:
+            self.end_busy()
+
+    def _wanted(self, dtype):
+        """A dtype that rows can be converted to, and what kernels call it."""
+        wanted = dtype_of(dtype)
+        if wanted.name not in _FLOATS or not wanted.isnative:
+            raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {wanted}")
+        return wanted, _FLOATS[wanted.name]
+
+    # ---- figures and the end ----
+
+    @property
+    def tape(self):
+        """The tape that was given, or None."""
+        return None if self._owns_tape else self._tape
+
+    @property
+    def block(self):
+        """The block of the cache's own, or None where it lies on a tape."""
+        return self._tape.block if self._owns_tape else None
+
+    @property
+    def lane_stride(self):
+        """Bytes from K or V of one stream to the next, of one layer to V, and of V to the next."""
+        return self.kv.lane_stride
+
+    @property
+    def resident_bytes(self):
+        """Bytes of the storage: memory of a device, and pinned memory, are always there."""
+        self.open_region()
+        return self._storage_bytes
+
+    @property
+    def granted(self):
+        """Where the memory under the cache is, as `cuda.Block.granted`."""
+        self.open_region()
+        return self._tape.block.granted
+
+    @property
+    def closed(self):
+        """Whether the cache was closed, or is in a forked child."""
+        return self._closed or self._tape is None or not self._tape._open
+
+    def warm(self, threads=None):
+        """Do nothing: the memory is always there."""
+        self.open_region()
+
+    def _freeze(self, bint frozen):
+        """Do nothing: no memory is ever committed."""
+
+    def __del__(self):
+        if not self._closed and self._owns_tape and self._tape._open:
+            warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1,
+                          source=self)
+            self.end()

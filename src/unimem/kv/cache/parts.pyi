@@ -1,0 +1,59 @@
+from typing import Any
+
+import numpy.typing as npt
+
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.layer_specs import Layer
+from unimem.kv.states import LayerStates
+from unimem.system.placement import Placement
+
+# The members that differ in kind from those of KVCache have one value for each layer.
+class KVParts(KVCache):
+    def state(self, layer: int) -> npt.NDArray[Any]: ...
+    def checkpoint(self) -> int: ...
+    @property
+    def checkpoints(self) -> tuple[int, ...]: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def next_position(self) -> int: ...
+    @property
+    def memory_usage_bytes(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def resident_bytes(self) -> int: ...
+    @property
+    def granted(self) -> Placement: ...
+    @property
+    def layers(self) -> tuple[Layer, ...]: ...
+    @property
+    def n_layers(self) -> int: ...
+    @property
+    def n_kv_heads(self) -> tuple[int, ...]: ...  # type: ignore[override]
+    @property
+    def head_dim(self) -> tuple[int, ...]: ...  # type: ignore[override]
+    @property
+    def v_head_dim(self) -> tuple[int, ...]: ...  # type: ignore[override]
+    @property
+    def max_seq_len(self) -> int: ...
+    @property
+    def n_rows(self) -> tuple[int, ...]: ...  # type: ignore[override]
+    @property
+    def row_bytes(self) -> tuple[int, ...]: ...  # type: ignore[override]
+    @property
+    def v_row_bytes(self) -> tuple[int, ...]: ...  # type: ignore[override]
+    @property
+    def n_growths(self) -> int: ...
+    def warm(self, threads: int | None = None) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    # For unimem.kv.snapshot and unimem.kv.store.copy_rows.
+    _first: int
+    @property
+    def _parts(self) -> tuple[KVCache, ...]: ...
+    @property
+    def _states(self) -> LayerStates | None: ...
+    # For unimem.layout: all that has memory.
+    @property
+    def _pieces(self) -> tuple[KVCache | LayerStates, ...]: ...

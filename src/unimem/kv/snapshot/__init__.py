@@ -1,0 +1,29 @@
+"""Snapshots of KV caches: files written whole or not at all, and checked when they are read."""
+
+from unimem.kv.snapshot.restore import (
+    LayersSnapshot,
+    OpenSnapshot,
+    Snapshot,
+    check,
+    describe,
+    opened,
+    read_into,
+    restore,
+    save,
+    save_layers,
+    verify,
+)
+
+__all__ = [
+    "LayersSnapshot",
+    "OpenSnapshot",
+    "Snapshot",
+    "check",
+    "describe",
+    "opened",
+    "read_into",
+    "restore",
+    "save",
+    "save_layers",
+    "verify",
+]

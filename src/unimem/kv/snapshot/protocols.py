@@ -1,0 +1,145 @@
+"""What snapshots ask of caches, in main memory or on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem.kv.layer_specs import Layer
+from unimem.kv.states import LayerStates
+
+__all__ = ["Cache", "CacheOfLayers", "HostCache"]
+
+
+class Cache(Protocol):
+    """What of a cache is saved and restored, in main memory or on a device."""
+
+    _snapshot: Any
+
+    @property
+    def _file(self) -> str | None:
+        """The file that its rows are mapped from, or None."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a lane."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that fit."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that all layers hold."""
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next token."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of a ring, or None."""
+
+    @property
+    def order(self) -> Literal["token", "head"]:
+        """What lies side by side in a lane."""
+
+    def crop(self, n: int) -> None:
+        """Keep the first tokens."""
+
+    def clear(self) -> None:
+        """Drop all tokens."""
+
+    def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> NDArray[np.uint8]:
+        """Return the bytes of the tokens of one lane."""
+
+    def _begin_restore(self, next_position: int, n: int) -> None:
+        """Prepare for n tokens that end at a position."""
+
+    def _restore_rows(
+        self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
+    ) -> NDArray[np.uint8]:
+        """Return the memory into which the tokens of one lane are read."""
+
+    def _finish_restore(self, next_position: int, n: int) -> None:
+        """Take over the tokens that were read."""
+
+
+@runtime_checkable
+class CacheOfLayers(Protocol):
+    """A cache whose layers differ: one for each kind of them."""
+
+    _snapshot: Any
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What each layer keeps."""
+
+    @property
+    def _parts(self) -> Sequence[Any]:
+        """The caches."""
+
+    @property
+    def _states(self) -> LayerStates | None:
+        """The states of layers that keep no tokens."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that all layers hold."""
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that fit."""
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next token."""
+
+    def crop(self, n: int) -> None:
+        """Keep the first tokens."""
+
+    def clear(self) -> None:
+        """Drop all tokens."""
+
+    def _finish_restore(self, next_position: int, n: int) -> None:
+        """Take over the tokens that were read into the parts."""
+
+
+class HostCache(Cache, Protocol):
+    """A cache in main memory, which can be made of a snapshot."""
+
+    def __init__(self, **options: Any) -> None:
+        """Make an empty one."""
+
+    @classmethod
+    def _mapped(
+        cls,
+        fields: dict[str, Any],
+        fd: int,
+        path: str,
+        offsets: list[int],
+        n: int,
+        next_position: int,
+    ) -> Self:
+        """Make one whose rows are mapped from a file."""
+
+    @staticmethod
+    def _of_layers(
+        layers: tuple[Layer, ...],
+        parts: list[Any],
+        max_seq_len: int,
+        states: LayerStates | None = None,
+    ) -> Any:
+        """Make one of layers that differ, of its parts and states."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        """Close it to new use."""

@@ -1,0 +1,1 @@
+"""The store of prefixes, its tiers and its chunks."""

@@ -1,0 +1,275 @@
+"""Rows of chunks, copied from caches and into them: plain caches and paged sequences."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core import guard
+from unimem.errors import CacheFull
+from unimem.kv.arrays import kv_pair
+from unimem.kv.cache.cache import KVCache
+from unimem.kv.cache.layered import MixedKVCache
+from unimem.kv.layer_specs import Layer, LayerState, kinds_of, places_of
+from unimem.kv.paged import Sequence
+from unimem.kv.store.chunk import EqualLayers, Kind, LayerRows, MixedLayers
+
+__all__ = ["Holder", "Rows", "rows_of"]
+
+Holder = KVCache | Sequence
+Lanes = list[NDArray[np.uint8]]
+
+
+class Rows(Protocol):
+    """The tokens of a cache from position 0 on.
+
+    Lanes are those of a group of its layers, each ``uint8 [tokens, row bytes]``.
+
+    Attributes
+    ----------
+    kind : Kind
+        Of the cache.
+    """
+
+    kind: Kind
+
+    def check_tokens(self, ids: NDArray[np.int32]) -> None:
+        """Refuse ids that are known to be others than those of its tokens."""
+
+    def check_source(self) -> int:
+        """Return how many tokens can be read; refuse what holds none from position 0 on."""
+
+    def first_held(self, group: int) -> int:
+        """Return the first position that the layers of a group still have."""
+
+    def read(self, group: int, first: int, lanes: Lanes) -> None:
+        """Copy the tokens from a position on."""
+
+    def check_target(self) -> tuple[int, int]:
+        """Return how many tokens it holds and can hold; refuse what cannot go on from there."""
+
+    def begin(self, n: int) -> None:
+        """Prepare for n tokens in all."""
+
+    def write(self, group: int, first: int, lanes: Lanes) -> bool:
+        """Take the tokens from a position on, but those that it holds; False where it is full."""
+
+    def finish(self, n: int) -> None:
+        """Keep the first n tokens."""
+
+    def abandon(self) -> None:
+        """Leave no token half restored."""
+
+
+def rows_of(kv: Holder) -> Rows:
+    """Return the rows of a cache.
+
+    Raises
+    ------
+    TypeError
+        It is neither a `KVCache` nor a `Sequence`.
+    ValueError
+        It has several streams, or layers that keep a state.
+    """
+    if isinstance(kv, KVCache):
+        return _CacheRows(kv)
+    if isinstance(kv, Sequence):
+        return _SequenceRows(kv)
+    raise TypeError(f"kv: expected a KVCache or a Sequence of a PagedKVCache, got {kv!r:.60}")
+
+
+class _Lane(NamedTuple):
+    """K or V of a layer, in the cache that has its rows."""
+
+    cache: KVCache
+    layer: int
+    part: Literal["k", "v"]
+
+    def rows(self, first: int, n: int) -> Iterator[NDArray[np.uint8]]:
+        """View the bytes of n tokens from a position on: all heads, or one after the other."""
+        n_streams = self.cache.n_kv_heads if self.cache.order == "head" else 1
+        for stream in range(n_streams):
+            yield self.cache._rows_at(self.layer, self.part, stream, first, n)
+
+
+def _lanes_of(cache: KVCache, layer: int) -> list[_Lane]:
+    return [_Lane(cache, layer, part) for part in get_args(Literal["k", "v"])]
+
+
+class _CacheRows:
+    """Those of a `KVCache`, whose layers may differ."""
+
+    def __init__(self, kv: KVCache) -> None:
+        if kv.batch != 1:
+            raise ValueError(f"kv: expected a cache of one stream, got one of batch={kv.batch}")
+        self._kv = kv
+        rotation = "hadamard" if kv.rotate else "none"
+        self.kind: Kind
+        if isinstance(kv, MixedKVCache):
+            self.kind = MixedLayers(tuple(map(_rows_kind, range(kv.n_layers), kv.layers)), rotation)
+            self._parts = kv._parts
+            of_kind = dict(zip(kinds_of(kv.layers), kv._parts, strict=True))
+            self._lanes: list[list[_Lane]] = [[] for _ in self.kind.groups]
+            windows = [group.window for group in self.kind.groups]
+            for place in places_of(kv.layers):
+                if place.is_own:
+                    assert place.kind is not None
+                    group = self._lanes[windows.index(place.kind.window)]
+                    group += _lanes_of(of_kind[place.kind], place.number)
+        else:
+            dims = kv.n_layers, kv.n_kv_heads, kv.head_dim
+            self.kind = EqualLayers(*dims, kv.dtype, kv.v_dtype, rotation, kv.v_head_dim)
+            self._parts = (kv,)
+            self._lanes = [[lane for i in range(kv.n_layers) for lane in _lanes_of(kv, i)]]
+
+    def check_tokens(self, ids: NDArray[np.int32]) -> None:
+        pass  # it knows none
+
+    def check_source(self) -> int:
+        kv = self._kv
+        kv.crop(kv.seq_len)  # drops nothing, and refuses reserved rows and layers that differ
+        dropped = kv._first if isinstance(kv, MixedKVCache) else kv.next_position - kv.seq_len
+        if dropped:
+            raise ValueError(
+                f"kv: expected a cache that holds its first tokens, got one in which {dropped} "
+                "were dropped: put it before it is trimmed, or before its window is full"
+            )
+        return kv.next_position
+
+    def first_held(self, group: int) -> int:
+        return max(lane.cache._oldest_position() for lane in self._lanes[group])
+
+    def read(self, group: int, first: int, lanes: Lanes) -> None:
+        for lane, out in zip(self._lanes[group], lanes, strict=True):
+            n, file = len(out), lane.cache._file
+            parts = list(lane.rows(first, n))
+            for rows, to in zip(parts, np.split(out, len(parts), axis=1), strict=True):
+                if file is not None:  # its pages may be lost
+                    kept = np.empty_like(rows)
+                    guard.copy(kept, rows.ctypes.data, rows.nbytes, file)
+                    to[:] = kept.reshape(n, -1)
+                else:
+                    to[:] = rows.reshape(n, -1)
+
+    def check_target(self) -> tuple[int, int]:
+        kv = self._kv
+        kv.crop(kv.seq_len)
+        if kv.next_position:
+            raise ValueError(
+                f"kv: expected a cleared cache, got one at position {kv.next_position}: call "
+                "clear() first"
+            )
+        is_mixed = isinstance(kv, MixedKVCache)
+        # Windows of a cache whose layers differ go on without end.
+        parts = [part for part in self._parts if not (is_mixed and part.window)]
+        return 0, min(map(_most_tokens, parts), default=sys.maxsize)
+
+    def begin(self, n: int) -> None:
+        self._kv.clear()
+        for part in self._parts:
+            part._begin_restore(n, min(n, part.window or n))
+
+    def write(self, group: int, first: int, lanes: Lanes) -> bool:
+        for lane, given in zip(self._lanes[group], lanes, strict=True):
+            parts = list(lane.rows(first, len(given)))
+            for into, rows in zip(parts, np.split(given, len(parts), axis=1), strict=True):
+                into.reshape(len(given), -1)[:] = rows
+        return True
+
+    def finish(self, n: int) -> None:
+        if n == 0:
+            self._kv.clear()
+            return
+        for part in self._parts:
+            part._finish_restore(n, min(n, part.window or n))
+        if isinstance(self._kv, MixedKVCache):
+            self._kv._finish_restore(n, n)
+
+    def abandon(self) -> None:
+        self._kv.clear()
+
+
+def _rows_kind(number: int, layer: Layer) -> LayerRows:
+    if isinstance(layer, LayerState):
+        raise ValueError(
+            f"kv: expected layers of keys and values, got a state in layer {number}: save() keeps "
+            "a snapshot of states and their checkpoints"
+        )
+    types, kept = kv_pair(layer.dtype), (layer.window, layer.share_of)
+    return LayerRows(layer.n_kv_heads, layer.head_dim, *types, *kept, layer.v_head_dim)
+
+
+def _most_tokens(part: KVCache) -> int:
+    """Return how many tokens a cache, or a part of one, can take from position 0 on."""
+    if part.window is not None or part.grow:
+        return part.window or part.max_seq_len
+    return min(part.max_seq_len, part.n_rows)  # fewer rows for its budget_bytes
+
+
+class _SequenceRows:
+    """Those of a sequence, whose blocks are taken and put whole."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence, self._pool = sequence, sequence.cache
+        pool = self._pool
+        dims = pool.n_layers, pool.n_kv_heads, pool.head_dim
+        self.kind: Kind = EqualLayers(*dims, pool.dtype, pool.v_dtype)
+
+    def check_tokens(self, ids: NDArray[np.int32]) -> None:
+        # Its pool gives blocks to others by the ids that it was told.
+        told = self._sequence._told_ids()
+        n = min(len(told), len(ids))
+        different = np.flatnonzero(told[:n] != ids[:n])
+        if different.size:
+            i = different[0]
+            raise ValueError(
+                f"tokens: expected those of the sequence, which was told {told[i]} for position "
+                f"{i}, got {ids[i]}: make a sequence of these tokens"
+            )
+
+    def check_source(self) -> int:
+        self._sequence.fork().close()  # which refuses layers that differ, and changes nothing
+        return len(self._sequence)
+
+    def first_held(self, group: int) -> int:
+        return 0
+
+    def read(self, group: int, first: int, lanes: Lanes) -> None:
+        n, size = len(lanes[0]), self._pool.block_tokens
+        skipped = first % size
+        blocks = self._sequence.block_table[first // size : -(-(first + n) // size)]
+        for layer in range(self._pool.n_layers):
+            for part, rows in enumerate(self._pool.layer(layer)):
+                tokens = rows[blocks].reshape(-1, *rows.shape[2:])[skipped : skipped + n]
+                lanes[2 * layer + part][:] = tokens.reshape(-1).view(np.uint8).reshape(n, -1)
+
+    def check_target(self) -> tuple[int, int]:
+        held = self.check_source()
+        # Its tail block may have room, and what is shared is copied: `write` sees what fits.
+        return held, held + (self._pool.n_blocks_available + 1) * self._pool.block_tokens
+
+    def begin(self, n: int) -> None:
+        pass
+
+    def write(self, group: int, first: int, lanes: Lanes) -> bool:
+        held = len(self._sequence) - first
+        try:
+            for layer in range(self._pool.n_layers):
+                k, v = lanes[2 * layer : 2 * layer + 2]
+                self._sequence._append_stored(layer, k[held:], v[held:])
+        except CacheFull:
+            self._sequence.rollback()
+            return False
+        return True
+
+    def finish(self, n: int) -> None:
+        pass
+
+    def abandon(self) -> None:
+        with suppress(RuntimeError):  # it was closed meanwhile
+            self._sequence.rollback()

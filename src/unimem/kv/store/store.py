@@ -1,0 +1,678 @@
+"""A store of prefixes: chunks of KV that any process finds again by the tokens they were made of.
+
+``docs/store.md`` says how chunks are known, and what a folder of them looks like.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, Self, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unimem._core.block import Block
+from unimem.base.arguments import file_path, integer, one_of
+from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
+from unimem.errors import ClosedError, PlacementError
+from unimem.kv.store.chunk import ChunkShape, DataShape, Kind, chunk_keys, find_fault, seal
+from unimem.kv.store.copy_rows import Holder, Rows, rows_of
+from unimem.kv.store.huge_tier import HugeTier
+from unimem.kv.store.remote_tier import RemoteTier
+from unimem.kv.store.tiers import DiskTier, RamPages, RamTier, Tier, TierStat
+from unimem.kv.token_ids import Tokens, token_ids
+from unimem.remote.client import is_url
+from unimem.system import policy
+from unimem.system.placement import Placement
+
+__all__ = ["KVStore", "StoreStat"]
+
+_MOST_CHUNK_TOKENS = 1 << 20
+# What says nothing of a chunk that is read.
+_BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStat:
+    """What a store holds, and what was done with it by this object.
+
+    Attributes
+    ----------
+    tiers : tuple of TierStat
+        The fastest first.
+    put_chunks : int
+        Chunks that were written to a tier that did not have them.
+    known_chunks : int
+        Chunks that were put and are there already.
+    refused_chunks : int
+        Chunks for which no tier had room.
+    restored_chunks : int
+        Chunks that were restored.
+    damaged_chunks : int
+        Chunks that were read, were not what they should be, and were removed.
+    """
+
+    tiers: tuple[TierStat, ...]
+    put_chunks: int
+    known_chunks: int
+    refused_chunks: int
+    restored_chunks: int
+    damaged_chunks: int
+
+
+class _GroupChunk(NamedTuple):
+    """A chunk of one group of layers.
+
+    Attributes
+    ----------
+    number, first : int
+        Which of the conversation, and the position of its first token.
+    group : int
+        Which group of the cache's layers.
+    key : bytes
+        Its identity.
+    """
+
+    number: int
+    first: int
+    group: int
+    key: bytes
+
+
+class _Chunks:
+    """The chunks of a conversation, of each group of a cache's layers.
+
+    A cache that ends at some token needs all chunks before it of layers that keep all tokens, and
+    of those of a window only the last ones. vLLM and SGLang find prefixes by the same rule.
+    """
+
+    def __init__(self, kind: Kind, model: str, ids: NDArray[np.int32], size: int) -> None:
+        self.keys = list(chunk_keys(kind, model, ids, size))
+        self._size = size
+        self._groups = kind.groups
+        self.windows = [group.window for group in kind.groups]
+        self.shapes = [ChunkShape(group, size) for group in kind.groups]
+
+    def _piece(self, group: int, i: int) -> _GroupChunk:
+        return _GroupChunk(i, i * self._size, group, self._groups[group].key(self.keys[i]))
+
+    def pieces(self) -> Iterator[_GroupChunk]:
+        """Give all, in the order of the tokens."""
+        for i in range(len(self.keys)):
+            for group in range(len(self._groups)):
+                yield self._piece(group, i)
+
+    def first_needed(self, group: int, n: int) -> int:
+        """Return the first position whose rows are needed to end behind n chunks."""
+        return self._groups[group].first_needed(n * self._size)
+
+    def needed(self, first: int, n: int) -> list[_GroupChunk]:
+        """List what is needed to end behind n chunks; of layers that keep all, from `first` on."""
+        return [
+            self._piece(group, i)
+            for group, window in enumerate(self.windows)
+            for i in range(
+                first if window is None else self.first_needed(group, n) // self._size, n
+            )
+        ]
+
+    def longest(
+        self,
+        most: int,
+        has: Callable[[bytes], bool],
+        look_up: Callable[[list[bytes]], None],
+    ) -> int:
+        """Return behind how many chunks, of at most so many, a cache can end.
+
+        Parameters
+        ----------
+        most : int
+            Of the first chunks.
+        has : callable
+            Whether there is a chunk of an identity.
+        look_up : callable
+            Prepares for such questions.
+        """
+        n = most
+        for group, window in enumerate(self.windows):
+            if window is None:
+                keys = [self._piece(group, i).key for i in range(n)]
+                look_up(keys)
+                n = next((i for i, key in enumerate(keys) if not has(key)), n)
+        while n:
+            last = self.needed(n, n)[::-1]  # those of windows
+            look_up([piece.key for piece in last])
+            lacking = next((piece for piece in last if not has(piece.key)), None)
+            if lacking is None:
+                break
+            n = lacking.number
+        return n
+
+
+class KVStore:
+    """Chunks of KV caches in RAM, on disk and on a server, found by the tokens they were made of.
+
+    A conversation that begins as another one did takes its first tokens from here, in any process
+    and after any restart. Chunks are the same for all conversations that begin alike, and are kept
+    once. Each is checked by its hash before it is used; one that is damaged is removed, with a
+    warning, and is a miss.
+
+    Any number of threads and processes may use one folder. A process that is killed, or a machine
+    that stops, loses at most the chunk that is being written. In a forked child the store is
+    closed.
+
+    Parameters
+    ----------
+    where : path-like
+        A folder of this user alone; it is made where there is none. Or the URL of a prefix, such as
+        ``s3://bucket/prefix`` (``http://`` is read-only): then the folder is one of this user's
+        cache, in front of the server. See docs/remote.md.
+    ram_bytes : int
+        The most that chunks take in shared memory (``/dev/shm``), for all processes of this user
+        that have the folder open as a store; it goes with the last of them. 0 for none.
+    disk_bytes : int, optional
+        The most that chunks take in the folder, 0 for none. By default a tenth of its file system.
+        Where processes give different figures, each keeps to its own when it writes.
+    chunk_tokens : int, default 256
+        Tokens of a chunk. Stores that shall find each other's chunks have the same.
+    pages : {"4k", "thp", "2m"}
+        Of the chunks that this object puts into RAM. Of ``"thp"``, a chunk of 2 MiB or more lies in
+        huge pages as far as it has whole ones; where the kernel has none, a `PlacementWarning` says
+        so. ``"2m"`` are pages of the hugetlb pool, on a hugetlbfs: processes that ask for them
+        share a RAM tier of their own. Where they cannot be had, chunks are ``"thp"``, and a
+        `PlacementWarning` says why.
+    numa : str, optional
+        The nodes of these chunks, as for `PlacementOptions`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        An argument is out of range, or both figures are 0 of a folder; a URL that nothing reads.
+    ImportError
+        A URL needs the extra ``remote``.
+    CapacityError
+        ``/dev/shm`` is smaller than `ram_bytes`.
+    OSError
+        The folder cannot be made, written or locked; PermissionError where others may write to it,
+        since who writes it decides what is restored.
+
+    Attributes
+    ----------
+    folder : str
+        The absolute path of the folder; "" where a URL has none in front of it.
+    url : str
+        The URL as it is shown, without what may be secret; "" of a folder.
+    chunk_tokens : int
+        As given.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> import unimem as um
+    >>> prompt = list(range(100))
+    >>> with (
+    ...     tempfile.TemporaryDirectory() as folder,
+    ...     um.KVStore(folder, ram_bytes=0, disk_bytes=1 << 24, chunk_tokens=32) as store,
+    ...     um.KVCache(1, 2, 8, 128) as kv,
+    ... ):
+    ...     kv.append(0, *np.ones((2, 100, 2, 8), "f4"))
+    ...     stored = store.put(kv, prompt, model="tiny")
+    ...     kv.clear()
+    ...     stored, store.restore_into(kv, [*prompt[:70], 7], model="tiny"), kv.seq_len
+    (96, 64, 64)
+    """
+
+    def __init__(
+        self,
+        where: str | os.PathLike[str],
+        *,
+        ram_bytes: int,
+        disk_bytes: int | None = None,
+        chunk_tokens: int = 256,
+        pages: RamPages = "4k",
+        numa: str | None = None,
+    ) -> None:
+        self._tiers: tuple[Tier, ...] = ()
+        path = file_path(where, "where")
+        if not path:
+            raise ValueError(f"where: expected a folder or a URL, got {path!r:.60}")
+        self.chunk_tokens = integer(chunk_tokens, "chunk_tokens", 1, _MOST_CHUNK_TOKENS)
+        ram = integer(ram_bytes, "ram_bytes", 0)
+        disk = None if disk_bytes is None else integer(disk_bytes, "disk_bytes", 0)
+        if ram == 0 and disk == 0 and not is_url(path):
+            raise ValueError("ram_bytes, disk_bytes: expected one that is not 0, got 0 and 0")
+        one_of(pages, "pages", get_args(RamPages))
+        policy.parse_numa(numa)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # of the counts
+        self._counts = dict.fromkeys(("put", "known", "refused", "restored", "damaged"), 0)
+        tiers: list[Tier] = []
+        with ExitStack() as undo:
+            remote = RemoteTier(path) if is_url(path) else None
+            if remote:
+                undo.callback(remote.close)
+            self.url = remote.path if remote else ""
+            self.folder = _folder_before(self.url, ram, disk) if remote else os.path.abspath(path)
+            if self.folder:
+                check_own_folder(self.folder, create=True, instead="another folder")
+            if ram:
+                tiers.append(_ram_tier(self.folder, ram, pages, numa))
+                undo.callback(tiers[-1].close)
+            if self.folder and disk != 0:
+                most = default_bytes(self.folder) if disk is None else disk
+                tiers.append(DiskTier(self.folder, most))
+                undo.callback(tiers[-1].close)
+            if remote:
+                tiers.append(remote)
+            undo.pop_all()
+        self._tiers = tuple(tiers)
+        # At the end of the interpreter, too: shared memory is not to stay behind.
+        self._end = weakref.finalize(self, _close_all, self._tiers)
+
+    # ---- chunks ----
+
+    def put(self, kv: Holder, tokens: Tokens, *, model: str) -> int:
+        """Keep the whole chunks of a cache's tokens.
+
+        Parameters
+        ----------
+        kv : KVCache or Sequence
+            Of one stream, holding its tokens from position 0 on.
+        tokens : sequence of int
+            The ids of its tokens, from position 0 on. Those that it does not hold yet do not count,
+            nor do those that are not told.
+        model : str
+            What tells models apart, such as ``weights.content_hash()``.
+
+        Returns
+        -------
+        int
+            Tokens of this conversation that the store has now, from the first one on: fewer than
+            were put where there is no room.
+
+        Raises
+        ------
+        ValueError, TypeError
+            `kv` is none of these, or was trimmed; `tokens` are no ids, or not those that a sequence
+            was told; `model` is no text.
+        RuntimeError
+            Rows are reserved, or layers differ in length.
+        OSError
+            A chunk cannot be written; those before it are kept.
+        ClosedError
+        """
+        self._check_open()
+        rows, ids = _given(kv, tokens)
+        chunks = _Chunks(rows.kind, _text(model), ids[: rows.check_source()], self.chunk_tokens)
+        firsts = [rows.first_held(group) for group in range(len(chunks.shapes))]
+        # The rest of a window was overwritten.
+        held = [piece for piece in chunks.pieces() if piece.first >= firsts[piece.group]]
+        now = self._touch([piece.key for piece in held])
+        there: set[bytes] = set()
+        n_whole = len(chunks.keys)
+        with _blob_of(chunks) as blob:
+            for i, piece in enumerate(held):
+                if piece.number >= n_whole:
+                    break
+                if self._put_piece(chunks.shapes[piece.group], piece, rows, blob, now - i):
+                    there.add(piece.key)
+                elif chunks.windows[piece.group] is None:
+                    n_whole = piece.number
+        return self._longest(chunks, n_whole, there) * self.chunk_tokens
+
+    def longest(self, tokens: Tokens, *, model: str, kv: Holder) -> int:
+        """Return how many of the first tokens the store has.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            The ids of a conversation, from position 0 on.
+        model : str
+            As it was put.
+        kv : KVCache or Sequence
+            A cache of the kind that they would be restored into: kinds have chunks of their own.
+
+        Returns
+        -------
+        int
+            A multiple of `chunk_tokens`. Whether the chunks are whole is seen when they are read.
+
+        Raises
+        ------
+        ValueError, TypeError, OSError, ClosedError
+            As `put`.
+        """
+        self._check_open()
+        chunks = _Chunks(rows_of(kv).kind, _text(model), token_ids(tokens), self.chunk_tokens)
+        return self._longest(chunks, len(chunks.keys)) * self.chunk_tokens
+
+    def restore_into(self, kv: Holder, tokens: Tokens, *, model: str) -> int:
+        """Read the first tokens of a conversation, as far as the store has them and they fit.
+
+        Parameters
+        ----------
+        kv : KVCache or Sequence
+            A cleared cache of one stream; or a sequence, which may hold first ones of `tokens`.
+        tokens : sequence of int
+            The ids of the conversation, from position 0 on. The logits of a token are not stored:
+            leave out the last one to have one left that is computed.
+        model : str
+            As it was put.
+
+        Returns
+        -------
+        int
+            The tokens that `kv` holds now; the first to be computed is ``tokens[n]``.
+
+        Raises
+        ------
+        ValueError, TypeError
+            `kv` is none of these, or not cleared; `tokens` are no ids, or not those that a sequence
+            was told; `model` is no text.
+        MemoryError, BufferError
+            There is no memory for a chunk, or for the tokens.
+        ClosedError
+
+        Notes
+        -----
+        When it raises, a cache is as empty as before, and a sequence holds whole chunks.
+        """
+        self._check_open()
+        rows, ids = _given(kv, tokens)
+        held, most = rows.check_target()
+        ids = ids[: most // self.chunk_tokens * self.chunk_tokens]
+        chunks = _Chunks(rows.kind, _text(model), ids, self.chunk_tokens)
+        n = self._longest(chunks, len(chunks.keys))
+        if n * self.chunk_tokens <= held:
+            return held
+        with _blob_of(chunks) as blob:
+            try:
+                rows.begin(n * self.chunk_tokens)
+                n = self._fill(rows, chunks, held // self.chunk_tokens, n, blob)
+                rows.finish(n * self.chunk_tokens)
+            except BaseException:
+                rows.abandon()
+                raise
+        return max(held, n * self.chunk_tokens)
+
+    def _fill(
+        self, rows: Rows, chunks: _Chunks, first: int, n: int, blob: NDArray[np.uint8]
+    ) -> int:
+        """Read chunks from the first on up to n, or as many as can be had; return how many."""
+        read: set[bytes] = set()
+        lacking: set[bytes] = set()  # what was there when it was looked for
+        done = first
+        while n > first:
+            wanted = chunks.needed(done, n)
+            now = self._touch([piece.key for piece in wanted])
+            for i, piece in enumerate(wanted):
+                shape = chunks.shapes[piece.group]
+                if not self._load(shape, piece.key, blob[: shape.nbytes], now - i):
+                    lacking.add(piece.key)
+                    break
+                start = max(piece.first, chunks.first_needed(piece.group, n))
+                lanes = [lane[start - piece.first :] for lane in shape.lanes(blob)]
+                if not rows.write(piece.group, start, lanes):
+                    return piece.number
+                self._count("restored")
+                if chunks.windows[piece.group] is None:  # others are read anew for another end
+                    read.add(piece.key)
+                    done = piece.number + 1
+            else:
+                return n
+            n = self._longest(chunks, n, read, lacking)
+        return n
+
+    def _has(self, key: bytes) -> bool:
+        return any(tier.has(key) for tier in self._tiers)
+
+    def _longest(
+        self,
+        chunks: _Chunks,
+        most: int,
+        there: Set[bytes] = frozenset(),
+        lacking: Set[bytes] = frozenset(),
+    ) -> int:
+        """Return behind how many of the first chunks a cache can end; of some it is known."""
+        *faster, slowest = self._tiers
+
+        def has(key: bytes) -> bool:
+            return key in there or (key not in lacking and self._has(key))
+
+        def look_up(keys: list[bytes]) -> None:
+            if isinstance(slowest, RemoteTier):  # of which each question takes a while
+                unknown = (key for key in keys if key not in there and key not in lacking)
+                slowest.look_up([key for key in unknown if not any(t.has(key) for t in faster)])
+
+        return chunks.longest(most, has, look_up)
+
+    def _touch(self, keys: list[bytes]) -> int:
+        """Keep what is there of a prefix from making room for the rest; return when it was used.
+
+        Of its chunks, later ones count as used earlier: without the first ones they are of no use.
+        """
+        now = time.time_ns()
+        for tier in self._tiers:
+            tier.touch(keys, now)
+        return now
+
+    def _put_piece(
+        self,
+        shape: ChunkShape,
+        piece: _GroupChunk,
+        rows: Rows,
+        blob: NDArray[np.uint8],
+        used_ns: int,
+    ) -> bool:
+        """Write a chunk to the tiers that do not have it; False where none has it then."""
+        lacking = [tier for tier in self._tiers if not tier.has(piece.key)]
+        if not lacking:
+            self._count("known")
+            return True
+        blob = blob[: shape.nbytes]
+        rows.read(piece.group, piece.first, shape.lanes(blob))
+        seal(shape, piece.key, blob)
+        written = [tier.write(piece.key, blob, used_ns) for tier in lacking]
+        if any(written):
+            self._count("put")
+        elif len(lacking) == len(self._tiers):
+            self._count("refused")
+            return False
+        return True
+
+    def _load(self, chunk: DataShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
+        """Read a chunk from the first tier that has it whole, and keep it in those before."""
+        for i, tier in enumerate(self._tiers):
+            fault: str | None
+            try:
+                n = tier.read(key, blob)
+                if n == 0:
+                    continue
+                fault = _find_fault(chunk, key, blob, n)
+                if fault and isinstance(tier, RemoteTier):  # it may have been damaged on its way
+                    n = tier.read(key, blob)
+                    if n == 0:
+                        continue
+                    fault = _find_fault(chunk, key, blob, n)
+            except OSError as error:
+                fault = error.strerror or str(error)
+                if error.errno in _BUSY:
+                    policy.warn(f"a chunk of the store {self.folder} cannot be read now: {fault}")
+                    continue
+            if fault is None:
+                for faster in self._tiers[:i]:
+                    with suppress(OSError):  # it is read from here again
+                        faster.write(key, blob, used_ns)
+                return True
+            with suppress(OSError):
+                tier.remove(key)
+            self._count("damaged")
+            where = tier.path if isinstance(tier, RemoteTier) else self.folder
+            policy.warn(f"a chunk of the store {where} was removed: {key.hex()}: {fault}")
+        return False
+
+    # ---- what there is ----
+
+    def stat(self) -> StoreStat:
+        """Count what the tiers hold; this lists all of their files.
+
+        Returns
+        -------
+        StoreStat
+
+        Raises
+        ------
+        OSError
+            They cannot be listed.
+        ClosedError
+        """
+        self._check_open()
+        tiers = tuple(tier.stat() for tier in self._tiers)
+        with self._lock:
+            counts = {f"{name}_chunks": n for name, n in self._counts.items()}
+        return StoreStat(tiers, **counts)
+
+    @property
+    def granted(self) -> Placement | None:
+        """How the chunks in RAM lie, as the kernel says, whoever put them there; None without any.
+
+        Each is mapped for it: the more there are, the longer it takes.
+        """
+        self._check_open()
+        for tier in self._tiers:
+            if isinstance(tier, RamTier):
+                return tier.granted()
+        return None
+
+    def give_back(self) -> int:
+        """Drop the chunks in RAM that nobody reads. A `Governor` calls it.
+
+        Returns
+        -------
+        int
+            The bytes that this frees; 0 for a store that is closed.
+        """
+        if self.closed:
+            return 0
+        return sum(tier.give_back() for tier in self._tiers if isinstance(tier, RamTier))
+
+    def _count(self, name: str, n: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += n
+
+    # ---- the end ----
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or this is a forked child."""
+        return not self._tiers or not self._end.alive or os.getpid() != self._pid
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ClosedError("the KVStore is closed, or was opened before a fork: open it anew")
+
+    def close(self) -> None:
+        """Close it. Chunks on disk stay; those in RAM go with the last process that has them.
+
+        Closing twice is no error. No other thread may use it meanwhile.
+        """
+        if self._tiers:
+            self._end()
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._tiers and not self.closed:
+            warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError("a KVStore cannot be pickled: open the folder in the other process")
+
+    def __repr__(self) -> str:
+        state = ", closed" if self.closed else ""
+        return f"KVStore({self.url or self.folder!r}, chunk_tokens={self.chunk_tokens}{state})"
+
+
+def _ram_tier(folder: str, ram_bytes: int, pages: RamPages, numa: str | None) -> RamTier:
+    """Open the tier in RAM, in the pages that were asked for or the next best."""
+    if pages == "2m":
+        try:
+            return HugeTier(folder, ram_bytes, numa=numa)
+        except PlacementError as error:
+            policy.warn(f"chunks of {folder} in RAM: {error}; they get pages='thp'")
+            pages = "thp"
+    return RamTier(folder, ram_bytes, pages=pages, numa=numa)
+
+
+def _close_all(tiers: Sequence[Tier]) -> None:
+    for tier in tiers:
+        tier.close()
+
+
+def _folder_before(url: str, ram_bytes: int, disk_bytes: int | None) -> str:
+    """Return the folder in front of a server; "" for none."""
+    if ram_bytes == 0 and disk_bytes == 0:
+        return ""
+    cache = cache_folder()
+    if cache is None:
+        if ram_bytes or disk_bytes:
+            raise ValueError(
+                f"ram_bytes, disk_bytes: expected 0 and 0 for {url}, got {ram_bytes} and "
+                f"{disk_bytes}: UNIMEM_CACHE=off leaves no folder for them; set it to a folder"
+            )
+        return ""
+    return os.path.join(cache, "kv", hashlib.sha256(url.encode()).hexdigest()[:32])
+
+
+def _find_fault(chunk: DataShape, key: bytes, blob: NDArray[np.uint8], nbytes: int) -> str | None:
+    if nbytes != blob.nbytes:
+        return f"it has {nbytes} bytes, not {blob.nbytes}"
+    return find_fault(chunk, key, blob)
+
+
+def _given(kv: Holder, tokens: Tokens) -> tuple[Rows, NDArray[np.int32]]:
+    rows, ids = rows_of(kv), token_ids(tokens)
+    rows.check_tokens(ids)
+    return rows, ids
+
+
+def _text(model: str) -> str:
+    if not isinstance(model, str):
+        raise TypeError(f"model: expected a string, got {model!r:.60}")
+    try:
+        model.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"model: expected text in UTF-8, got {model!r:.60}") from None
+    return model
+
+
+@contextmanager
+def _blob_of(chunks: _Chunks) -> Iterator[NDArray[np.uint8]]:
+    """Give memory for one chunk, where there is one."""
+    if not chunks.keys:
+        yield np.empty(0, np.uint8)  # nobody looks at it
+        return
+    nbytes = max(shape.nbytes for shape in chunks.shapes)
+    with Block(nbytes, pages="4k", name="chunk", category="staging") as block:
+        yield block.as_array("uint8", nbytes)
