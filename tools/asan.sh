@@ -40,7 +40,7 @@ modules = {
     for name, module in sys.modules.items()
     if name.startswith("unimem.") and getattr(module, "__file__", "").endswith(".so")
 }
-assert {"unimem._core.gguf", "unimem.kv.cache.storage", "unimem.kv.paged"} < set(modules), modules
+assert {"unimem.weights.gguf", "unimem.kv.cache.storage", "unimem.kv.paged"} < set(modules), modules
 for path in modules.values():
     assert path.startswith(sys.argv[1]), path
     assert b"__asan_init" in open(path, "rb").read(), f"{path} is not sanitized"

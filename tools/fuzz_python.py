@@ -297,7 +297,7 @@ def process() -> Run:
 def image() -> Run:
     """Read what is in front of the data of a repacked image."""
     from unimem.errors import FormatError
-    from unimem.weights import image_format as fmt
+    from unimem.weights.repack.repack import image_format as fmt
 
     codes = {name: f"<{code}" for name, code in fmt._FIELDS}
 
@@ -386,7 +386,7 @@ TARGETS = {
     "ledger": Target(("unimem.accounting.published", "unimem.accounting.placed"), ledger),
     "note": Target(("unimem.weights.staging.held",), note),
     "process": Target(("unimem.system.process",), process),
-    "image": Target(("unimem.weights.image_format",), image),
+    "image": Target(("unimem.weights.repack.image_format",), image),
     "index": Target(("unimem.weights.files",), index),
 }
 

@@ -174,7 +174,7 @@ def note_files() -> Iterator[bytes]:
 
 def image_files() -> Iterator[bytes]:
     """Write what is in front of the data of images."""
-    fmt = import_module("unimem.weights.image_format")
+    fmt = import_module("unimem.weights.repack.image_format")
     slots = [
         fmt.ImageTensor(f"b{i}", "q4_0", (32, 4, 2)[: 2 + i], "CPU_REPACK", 128 * i, 72, "0" * 32)
         for i in range(2)

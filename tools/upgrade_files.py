@@ -29,7 +29,7 @@ import unimem as um
 from unimem._core import ledger
 from unimem.accounting import placed, published
 from unimem.system.placement import Placement
-from unimem.weights import image_format
+from unimem.weights.repack.repack import image_format
 from unimem.weights.staging import held
 
 FOLDER = Path(__file__).parent.parent / "tests/upgrades"

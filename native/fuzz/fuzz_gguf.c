@@ -32,7 +32,7 @@ static void decode_numbers(const uint8_t *bytes, um_gguf_type type, uint64_t at,
     }
 }
 
-/* Decodes as _core/gguf.pyx does, which relies on the parser for the bounds. Returns the end of the
+/* Decodes as weights/gguf.pyx does, which relies on the parser for the bounds. Returns the end of the
  * items. */
 static uint64_t decode_items(const uint8_t *bytes, um_gguf_type type, uint64_t at, uint64_t n) {
     if (type != UM_GGUF_STRING && type != UM_GGUF_ARRAY) {

@@ -12,7 +12,7 @@ _Static_assert(sizeof(um_safetensors_tensor) == 2 * sizeof(uint64_t) + 6 * sizeo
 
 /* ---- texts ---- */
 
-/* Writes as _core/safetensors.pyx does: into memory of the size of the text. */
+/* Writes as weights/safetensors.pyx does: into memory of the size of the text. */
 static fuzz_text write_text(const uint8_t *bytes, um_safetensors_text text,
                             uint64_t header_nbytes) {
     PROMISED(text.offset > LENGTH_NBYTES);

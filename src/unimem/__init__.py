@@ -46,8 +46,8 @@ from unimem.planning.result import Plan
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights.opened import Weights, open_weights
-from unimem.weights.repack import repack
-from unimem.weights.repacked import Repacked
+from unimem.weights.repack.repack import repack
+from unimem.weights.repack.repacked import Repacked
 from unimem.weights.staging.stage import Stage, stage
 from unimem.weights.tensors import Tensor
 

@@ -18,10 +18,10 @@ from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
 from unimem.system.python_heap import warm_python_heap
-from unimem.weights.copies import is_mirrored
 from unimem.weights.loading import EngineLoad, Progress, way_of
+from unimem.weights.node_copies import is_mirrored
 from unimem.weights.opened import Weights, open_planned
-from unimem.weights.remote import is_url
+from unimem.weights.remote_files import is_url
 
 if TYPE_CHECKING:
     from unimem.system.placement import PlacementOptions

@@ -33,7 +33,7 @@ from unimem.system import policy
 from unimem.system.doctor import doctor
 from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
-from unimem.weights.remote import is_url, open_remote
+from unimem.weights.remote_files import is_url, open_remote
 from unimem.weights.staging.stage import Stage, stage, stage_files
 
 __all__ = ["NodePlan", "Stager"]

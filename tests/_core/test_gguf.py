@@ -17,9 +17,9 @@ import gguf_files as gf
 import tiers
 from every_type import METADATA, SCALARS, TENSOR_TYPES, M, gguf, tensors, write_every_type
 from project import ROOT
-from unimem._core.gguf import tensor_type
 from unimem._core.status import counters, ledger
 from unimem.errors import GGUFError
+from unimem.weights.gguf import tensor_type
 from unimem.weights.opened import Weights, open_weights
 
 

@@ -22,12 +22,12 @@ from at_once import at_once
 from forks import in_child
 from tiers import examples
 from unimem._core import ledger, status
-from unimem._core.gguf import GGUFHeader
 from unimem._core.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 from unimem._core.region import holder_parts
-from unimem._core.safetensors import SafetensorsHeader
 from unimem.accounting import published
 from unimem.weights import opened
+from unimem.weights.gguf import GGUFHeader
+from unimem.weights.safetensors import SafetensorsHeader
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -17,9 +17,9 @@ import safetensors_files as sf
 import unimem as um
 from mutations import file_of
 from project import ROOT
-from unimem._core.safetensors import SafetensorsHeader
 from unimem._core.status import counters, ledger
 from unimem.errors import SafetensorsError
+from unimem.weights.safetensors import SafetensorsHeader
 
 MANUAL = (ROOT / "docs" / "safetensors.md").read_text()
 
@@ -168,7 +168,7 @@ def test_header(reference: Any) -> None:
 
 
 def test_ggml_types() -> None:
-    from unimem._core.gguf import tensor_type
+    from unimem.weights.gguf import tensor_type
 
     header = header_of(sf.everything())
     found = {kind: number for _, kind, number, *_ in map(header.tensor, range(len(sf.BITS)))}

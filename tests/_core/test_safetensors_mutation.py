@@ -14,8 +14,8 @@ import safetensors_files as sf
 import unimem as um
 from mutations import Mutation, cut, file_of, mutations, places, put
 from tiers import examples
-from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import SafetensorsError
+from unimem.weights.safetensors import SafetensorsHeader
 
 SMALL = sf.write({"t": ("F32", (2, 3)), "e": ("U8", (0,)), "f": ("F4", (2, 3))}, {"k": "\\ü\n"})
 VALID = [sf.everything(), SMALL]

@@ -27,10 +27,10 @@ from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from models.make import TINY, write_model
 from proc_maps import PAGE
 from staging import may_mount
-from unimem._core.gguf import GGUFHeader
 from unimem.accounting import model_maps
 from unimem.accounting.model_maps import MappedModel, library_files, models
 from unimem.system.process import Area, read_process
+from unimem.weights.gguf import GGUFHeader
 from unimem.weights.staging import held as stage_held
 
 Patch = pytest.MonkeyPatch

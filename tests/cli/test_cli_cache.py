@@ -16,7 +16,7 @@ pytest.importorskip("typer", reason="the command line needs typer: pip install '
 
 from screens import show
 from unimem.weights.files import identity_of
-from unimem.weights.image_format import ImageTensor, key_of, pack
+from unimem.weights.repack.image_format import ImageTensor, key_of, pack
 
 jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 SCHEMA = json.loads((ROOT / "docs/schemas/cache-1.json").read_text())

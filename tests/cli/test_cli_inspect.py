@@ -21,11 +21,11 @@ import pytest
 import gguf_files as g
 import unimem as um
 from screens import CONTROL, Screen, show
-from unimem._core.gguf import GGUFHeader
-from unimem._core.safetensors import SafetensorsHeader
 from unimem.cli import inspect as command
 from unimem.cli import terminal
+from unimem.weights.gguf import GGUFHeader
 from unimem.weights.residency import Residency
+from unimem.weights.safetensors import SafetensorsHeader
 
 PAGE = mmap.PAGESIZE
 BIG = 3 << 20

@@ -16,7 +16,7 @@ from object_server import BUCKET, ObjectServer, serving_objects
 from screens import Screen, show
 from staging import TINY, read_elsewhere
 from unimem.remote import transfers
-from unimem.weights.remote import RemoteFiles
+from unimem.weights.remote_files import RemoteFiles
 from unimem.weights.staging.held import Held, drop, holders
 
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"

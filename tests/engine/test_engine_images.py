@@ -22,8 +22,8 @@ from unimem.engine import Decoder
 from unimem.planning import repacked as planned
 from unimem.system import limits
 from unimem.system.process import read_process
-from unimem.weights import image_use, repack
-from unimem.weights.image import IMAGE_NAME
+from unimem.weights.repack.image import IMAGE_NAME
+from unimem.weights.repack.repack import repack
 from unimem.weights.staging.held import Held, holders
 from weight_bytes import drop_from_cache
 

@@ -19,7 +19,7 @@ from snapshot_bytes import MODES
 from unimem.accounting import published
 from unimem.errors import FormatError, SnapshotError
 from unimem.kv import snapshot
-from unimem.weights.image import Image
+from unimem.weights.repack.image import Image
 from unimem.weights.staging import held
 
 VERSIONS = sorted((ROOT / "tests/upgrades").iterdir())

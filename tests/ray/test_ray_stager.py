@@ -26,7 +26,7 @@ from unimem import ray as ur
 from unimem.errors import CapacityError, ClosedError, GGUFError
 from unimem.remote import transfers
 from unimem.system.limits import Limit
-from unimem.weights.remote import RemoteFiles
+from unimem.weights.remote_files import RemoteFiles
 from unimem.weights.staging.unfinished import find_unfinished
 
 CTX = 64

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 import gguf_files as gf
 import safetensors_files as sf
 import unimem.weights.dequantize as module
-from unimem._core.gguf import tensor_type
 from unimem.errors import ClosedError
+from unimem.weights.gguf import tensor_type
 from unimem.weights.loading import Load
 from unimem.weights.opened import open_weights
 from unimem.weights.tensors import Tensor

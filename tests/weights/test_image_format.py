@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from unimem.errors import FormatError
-from unimem.weights.image_format import HEADER_BYTES, ImageTensor, pack, parse
+from unimem.weights.repack.image_format import HEADER_BYTES, ImageTensor, pack, parse
 
 
 def reseal(raw: bytearray, **changed: int | bytes) -> bytearray:

@@ -23,12 +23,12 @@ from at_once import at_once
 from forks import fork
 from unimem.base.atomic_file import NewFile
 from unimem.base.cache_folder import cache_folder
-from unimem.weights import image_identity, image_keep, image_use, repack
 from unimem.weights.files import version_of
-from unimem.weights.image import IMAGE_NAME, Image, write_image
-from unimem.weights.image_cache import ImageCache
-from unimem.weights.image_format import key_of
-from unimem.weights.repacked import arrange
+from unimem.weights.repack.image import IMAGE_NAME, Image, write_image
+from unimem.weights.repack.image_cache import ImageCache
+from unimem.weights.repack.image_format import key_of
+from unimem.weights.repack.repack import image_identity, image_writer, repack
+from unimem.weights.repack.repacked import arrange
 from weight_bytes import cached_bytes, drop_from_cache, leaves_nothing
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -432,7 +432,7 @@ def test_what_is_repacked_is_ready_before_it_is_kept(
         if waiter == "closing":
             made.close()
         else:
-            image_keep._end_all()
+            image_writer._end_all()
         (first,) = cache.images()
         made.close()
     assert writing == [10]
@@ -533,7 +533,7 @@ def test_two_at_once_have_one_result(
         assert second_waits.wait(60)
         counted(*arguments)
 
-    monkeypatch.setattr("unimem.weights.image_cache.fcntl.flock", ask)
+    monkeypatch.setattr("unimem.weights.repack.image_cache.fcntl.flock", ask)
     monkeypatch.setattr(repack, "repack_into", repack_slowly)
     found: list[Any] = [None, None]
 

@@ -18,8 +18,8 @@ from unimem.engine import Decoder, embedded_model
 from unimem.engine.nodes import Reader
 from unimem.system import limits
 from unimem.system.limits import Node
-from unimem.weights.copies import find_nearest
 from unimem.weights.loading import ONE_COPY
+from unimem.weights.node_copies import find_nearest
 from unimem.weights.opened import WeightsCopy
 from weight_bytes import READS, check, write
 
@@ -145,7 +145,7 @@ def test_what_was_copied_goes_when_a_copy_fails(
     def refuse(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("unimem.weights.copies.run_in_threads", refuse)
+    monkeypatch.setattr("unimem.weights.node_copies.run_in_threads", refuse)
     with pytest.raises(KeyboardInterrupt):
         um.open_weights(model, numa="mirror", load="copy", pages="4k")
     assert "weights:i8" not in [row.category for row in um.report().rows if row.nbytes]

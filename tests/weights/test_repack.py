@@ -24,10 +24,10 @@ import unimem as um
 from unimem._core.status import ledger
 from unimem.base.threads import wait_until
 from unimem.system import limits
-from unimem.weights import repack as repacking
 from unimem.weights.page_cache import Dropper
-from unimem.weights.repack import repack, warm_rest
-from unimem.weights.repacked import arrange
+from unimem.weights.repack.repack import repack, warm_rest
+from unimem.weights.repack.repack import repack as repacking
+from unimem.weights.repack.repacked import arrange
 from weight_bytes import cached_bytes, drop_from_cache
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
@@ -455,7 +455,7 @@ def test_an_interrupt_anywhere_leaves_the_tape_as_it_was(model: Path) -> None:
     with um.Tape(8 * MIB) as tape, um.open_weights(model) as weights:
         left: list[int] = []
         for _ in interrupts.at_each_line(
-            lambda: repack(weights, tape=tape), "weights/repack.py", "weights/loading.py"
+            lambda: repack(weights, tape=tape), "weights/repack/repack.py", "weights/loading.py"
         ):
             assert not interrupts.others_in(repacking)
             left.append(tape.used_bytes)

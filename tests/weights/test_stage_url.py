@@ -25,7 +25,7 @@ from staging import (
     split,  # noqa: F401
 )
 from unimem.remote import transfers
-from unimem.weights.remote import RemoteFiles
+from unimem.weights.remote_files import RemoteFiles
 from unimem.weights.staging import child
 from unimem.weights.staging.held import Held, drop, holders
 from unimem.weights.staging.unfinished import find_unfinished

@@ -22,12 +22,12 @@ import safetensors_files as sf
 from conftest import Run
 from models.make import TINY, write_model
 from project import STORIES, needs_stories
-from unimem._core.gguf import GGUFHeader
-from unimem._core.safetensors import SafetensorsHeader
 from unimem._core.status import ledger
 from unimem.errors import ClosedError, FormatError, GGUFError, SafetensorsError
 from unimem.weights.files import open_model, reopen
+from unimem.weights.gguf import GGUFHeader
 from unimem.weights.opened import Weights, open_weights
+from unimem.weights.safetensors import SafetensorsHeader
 from weight_bytes import LOADS, open_folder
 
 __all__ = ["open_folder"]  # fixtures

@@ -13,15 +13,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem._core.gguf import GGUFHeader
 from unimem._core.ledger import Part
-from unimem._core.safetensors import SafetensorsHeader
 from unimem.errors import FormatError, PlacementError
 from unimem.system.limits import SHM
 from unimem.system.process import Area, Process
 from unimem.weights.files import Header, version_of
-from unimem.weights.image import read_image_header
-from unimem.weights.image_format import ImageHeader, is_image
+from unimem.weights.gguf import GGUFHeader
+from unimem.weights.repack.image import read_image_header
+from unimem.weights.repack.image_format import ImageHeader, is_image
+from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.staging.held import Held, holders, holders_of
 
 __all__ = ["MappedModel", "library_files", "models"]

@@ -15,7 +15,7 @@ from unimem.cli import terminal
 from unimem.cli.documents import document_head
 from unimem.cli.exits import FAILED
 from unimem.cli.options import AsJson
-from unimem.weights.image_cache import CachedImage, ImageCache
+from unimem.weights.repack.image_cache import CachedImage, ImageCache
 
 __all__ = ["cache"]
 

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from unimem._core.gguf import GGUFHeader
 from unimem.base.text import (
     Bar,
     escape,
@@ -28,8 +27,9 @@ from unimem.cli.options import AsJson, path_or_url
 from unimem.models.families import KeptLayer, in_words
 from unimem.planning.sources import shape_of
 from unimem.weights.files import ModelFiles, Value
+from unimem.weights.gguf import GGUFHeader
 from unimem.weights.opened import Weights, open_weights
-from unimem.weights.remote import open_remote
+from unimem.weights.remote_files import open_remote
 from unimem.weights.residency import Residency, map_resident
 from unimem.weights.tensors import Contents, headers_of
 

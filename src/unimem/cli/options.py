@@ -16,7 +16,7 @@ from unimem.planning.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
 from unimem.weights.loading import EngineLoad
-from unimem.weights.remote import is_url
+from unimem.weights.remote_files import is_url
 
 __all__ = [
     "AsJson",

@@ -53,7 +53,7 @@ from unimem.system.placement import Pages
 from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights, warm_where_it_fits
-from unimem.weights.remote import open_files
+from unimem.weights.remote_files import open_files
 from unimem.weights.tensors import headers_of
 
 if TYPE_CHECKING:

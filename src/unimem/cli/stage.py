@@ -18,7 +18,7 @@ from unimem.remote.client import is_url, shown
 from unimem.system.placement import Pages, sum_placements
 from unimem.weights.files import ModelFiles, Version
 from unimem.weights.opened import open_weights
-from unimem.weights.remote import open_files
+from unimem.weights.remote_files import open_files
 from unimem.weights.staging.held import Held, drop, exclude_others, hold, hold_files, holders
 from unimem.weights.staging.places import sweep
 from unimem.weights.staging.repacked import cpu_features, find_repacked

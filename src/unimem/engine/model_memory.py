@@ -22,9 +22,9 @@ from unimem.weights.opened import (
     open_weights,
     warm_where_it_fits,
 )
-from unimem.weights.remote import is_url, open_remote
-from unimem.weights.repack import repack_and_warm
-from unimem.weights.repacked import Repacked
+from unimem.weights.remote_files import is_url, open_remote
+from unimem.weights.repack.repack import repack_and_warm
+from unimem.weights.repack.repacked import Repacked
 from unimem.weights.tensors import Tensor, headers_of
 
 __all__ = ["ModelMemory"]

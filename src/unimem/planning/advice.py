@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from unimem._core.gguf import tensor_type
 from unimem.base.text import format_bytes, format_count
 from unimem.planning.result import Advice, Plan, find_worst_check, is_as_asked
 from unimem.planning.search import find_largest
+from unimem.weights.gguf import tensor_type
 
 __all__ = ["advise", "saved_bytes"]
 

@@ -16,7 +16,7 @@ from unimem.system import policy
 from unimem.system.hosts import pressures_on
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, PlacementOptions
-from unimem.weights.copies import choose_copies
+from unimem.weights.node_copies import choose_copies
 
 if TYPE_CHECKING:
     from unimem.models.dims import Experts, ModelDims

@@ -36,11 +36,11 @@ from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
 from unimem.weights import loading
-from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFiles, open_model
 from unimem.weights.loading import EngineLoad
+from unimem.weights.node_copies import is_mirrored, without_lone_mirror
 from unimem.weights.opened import Weights
-from unimem.weights.remote import is_url, open_remote
+from unimem.weights.remote_files import is_url, open_remote
 
 __all__ = ["plan", "plans_of"]
 

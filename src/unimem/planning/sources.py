@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem._core.block import Block
-from unimem._core.safetensors import SafetensorsHeader
 from unimem.models import shapes
 from unimem.planning.device import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
@@ -16,12 +15,13 @@ from unimem.planning.repacked import RepackedPart, find_gain, reason_of
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
-from unimem.weights.copies import is_mirrored
 from unimem.weights.files import ModelFiles
-from unimem.weights.image_use import look
-from unimem.weights.remote import RemoteFiles
-from unimem.weights.repack import why_nothing
-from unimem.weights.repacked import arrange
+from unimem.weights.node_copies import is_mirrored
+from unimem.weights.remote_files import RemoteFiles
+from unimem.weights.repack.image_search import look
+from unimem.weights.repack.repack import why_nothing
+from unimem.weights.repack.repacked import arrange
+from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.tensors import Contents, headers_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from unimem.weights.files import ModelFile
     from unimem.weights.loading import EngineLoad, LoadChoice
     from unimem.weights.opened import Weights
-    from unimem.weights.repacked import Arrangement
+    from unimem.weights.repack.repacked import Arrangement
 
 __all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource", "shape_of"]
 

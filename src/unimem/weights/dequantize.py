@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem._core import guard
-from unimem._core.gguf import tensor_type
+from unimem.weights.gguf import tensor_type
 
 __all__ = ["dequantize"]
 

@@ -17,11 +17,11 @@ from typing import Any, NoReturn, Protocol, Self, TypeAlias, Union
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem._core.gguf import GGUFHeader
-from unimem._core.safetensors import SafetensorsHeader
 from unimem.base.arguments import file_path
 from unimem.base.descriptors import Descriptors
 from unimem.errors import GGUFError, SafetensorsError
+from unimem.weights.gguf import GGUFHeader
+from unimem.weights.safetensors import SafetensorsHeader
 
 __all__ = [
     "Header",

@@ -24,15 +24,15 @@ from unimem.system import limits, policy
 from unimem.system.exposure import why_exposed
 from unimem.system.placement import PlacementOptions
 from unimem.system.pressure import Pressure, memory_pressure
-from unimem.weights.copies import (
+from unimem.weights.files import ModelFile, ModelFiles
+from unimem.weights.node_copies import (
     choose_copies,
     copy_from,
     is_mirrored,
     nodes_for_copies,
     without_lone_mirror,
 )
-from unimem.weights.files import ModelFile, ModelFiles
-from unimem.weights.remote import RemoteFiles, is_url
+from unimem.weights.remote_files import RemoteFiles, is_url
 
 __all__ = [
     "EngineLoad",

@@ -18,7 +18,6 @@ from unimem.base.text import format_ranges
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
-from unimem.weights.copies import find_nearest, is_mirrored
 from unimem.weights.files import ModelFile
 from unimem.weights.loading import (
     AccessPattern,
@@ -29,11 +28,12 @@ from unimem.weights.loading import (
     load_model,
     why_model_exposed,
 )
-from unimem.weights.remote import open_files
+from unimem.weights.node_copies import find_nearest, is_mirrored
+from unimem.weights.remote_files import open_files
 from unimem.weights.tensors import Contents, ModelPart, Tensor
 
 if TYPE_CHECKING:
-    from unimem.weights.repacked import Repacked
+    from unimem.weights.repack.repacked import Repacked
     from unimem.weights.residency import Residency
 
 __all__ = [

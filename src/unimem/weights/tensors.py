@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from unimem._core.arrays import as_dtype
 from unimem._core.dlpack import exported
-from unimem._core.gguf import tensor_type
 from unimem.weights.files import Header, ModelFile, ModelFiles, Value
+from unimem.weights.gguf import tensor_type
 from unimem.weights.loading import LoadMemory, unloaded_memory
 
 __all__ = ["Contents", "ModelPart", "Tensor", "headers_of"]

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from unimem.base.arguments import file_path
 from unimem.remote.client import shown
 from unimem.system.placement import PlacementOptions
-from unimem.weights.copies import nodes_for_copies
 from unimem.weights.loading import Progress
-from unimem.weights.remote import open_files
+from unimem.weights.node_copies import nodes_for_copies
+from unimem.weights.remote_files import open_files
 
 __all__ = ["stage_copies"]
 

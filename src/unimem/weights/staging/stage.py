@@ -20,7 +20,6 @@ import numpy as np
 from unimem._core import tmpfs
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
-from unimem._core.safetensors import SafetensorsHeader
 from unimem.base.arguments import check_callable, file_path, flag, one_of
 from unimem.base.descriptors import Descriptors
 from unimem.base.text import format_bytes
@@ -30,17 +29,18 @@ from unimem.system import limits, policy
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.weights import loading
-from unimem.weights.copies import is_mirrored, without_lone_mirror
 from unimem.weights.files import ModelFile, ModelFiles, Version
-from unimem.weights.image import IMAGE_NAME, pack_image
-from unimem.weights.image_cache import choose_cache
-from unimem.weights.image_format import image_bytes
-from unimem.weights.image_identity import identify
 from unimem.weights.loading import Progress
+from unimem.weights.node_copies import is_mirrored, without_lone_mirror
 from unimem.weights.opened import Weights, open_weights
-from unimem.weights.remote import RemoteFiles, open_files
-from unimem.weights.repack import repack_into, why_nothing
-from unimem.weights.repacked import arrange
+from unimem.weights.remote_files import RemoteFiles, open_files
+from unimem.weights.repack.image import IMAGE_NAME, pack_image
+from unimem.weights.repack.image_cache import choose_cache
+from unimem.weights.repack.image_format import image_bytes
+from unimem.weights.repack.image_identity import identify
+from unimem.weights.repack.repack import repack_into, why_nothing
+from unimem.weights.repack.repacked import arrange
+from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.staging.each_node import stage_copies
 from unimem.weights.staging.held import show
 from unimem.weights.staging.places import (

@@ -8,7 +8,7 @@ from libc.stdint cimport uint64_t
 from libc.string cimport memchr
 
 from unimem._core cimport native as um
-from unimem._core.header_bytes cimport HeaderBytes, join_runs
+from unimem.weights.header_bytes cimport HeaderBytes, join_runs
 from unimem._core.region cimport Region
 
 # Headers of some 500 tensors fit into the first read. A longer one is read anew, from its start.

@@ -13,12 +13,12 @@ from unimem.errors import FormatError, PlacementError
 from unimem.remote.client import is_url
 from unimem.system import policy
 from unimem.system.placement import Pages
-from unimem.weights.image import IMAGE_NAME, Image, is_for, write_image
-from unimem.weights.image_cache import CacheChoice, choose_cache
-from unimem.weights.image_format import key_of
-from unimem.weights.image_identity import identify
-from unimem.weights.image_keep import Keeping
-from unimem.weights.repacked import Arrangement
+from unimem.weights.repack.image import IMAGE_NAME, Image, is_for, write_image
+from unimem.weights.repack.image_cache import CacheChoice, choose_cache
+from unimem.weights.repack.image_format import key_of
+from unimem.weights.repack.image_identity import identify
+from unimem.weights.repack.image_writer import Keeping
+from unimem.weights.repack.repacked import Arrangement
 from unimem.weights.staging.held import holders
 from unimem.weights.tensors import Contents
 

@@ -87,7 +87,7 @@ class ImageHeader:
     key : str
         SHA-256 of `identity` in its canonical form, in hexadecimal.
     identity : dict
-        What the bytes are of and for: see `unimem.weights.image_identity`.
+        What the bytes are of and for: see `unimem.weights.repack.image_identity`.
     model : str
         The model's first file when the image was made, as an absolute path: for people.
     tensors : tuple of ImageTensor

@@ -12,7 +12,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
-from unimem._core.header_bytes cimport HeaderBytes, join_runs
+from unimem.weights.header_bytes cimport HeaderBytes, join_runs
 from unimem._core.region cimport Region
 
 # Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.

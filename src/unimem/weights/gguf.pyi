@@ -3,7 +3,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem._core.header_bytes import HeaderBytes
+from unimem.weights.header_bytes import HeaderBytes
 
 _Value: TypeAlias = (
     int | float | bool | str | NDArray[np.number[Any] | np.bool_] | list[str] | list[_Value]

@@ -1,6 +1,6 @@
 # GGUF headers for Cython callers.
 from unimem._core cimport native as um
-from unimem._core.header_bytes cimport HeaderBytes
+from unimem.weights.header_bytes cimport HeaderBytes
 
 cdef class GGUFHeader(HeaderBytes):
     cdef um.um_gguf _gguf

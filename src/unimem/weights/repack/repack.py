@@ -22,9 +22,6 @@ from unimem.errors import CapacityError, FormatError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
 from unimem.weights.files import reopen
-from unimem.weights.image import Image
-from unimem.weights.image_cache import CacheChoice, check_cache
-from unimem.weights.image_use import Images, is_mapped
 from unimem.weights.loading import (
     MOSTLY,
     Lifetime,
@@ -43,7 +40,10 @@ from unimem.weights.page_cache import (
     runs_beside,
     write_back,
 )
-from unimem.weights.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
+from unimem.weights.repack.image import Image
+from unimem.weights.repack.image_cache import CacheChoice, check_cache
+from unimem.weights.repack.image_search import Images, is_mapped
+from unimem.weights.repack.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
 from unimem.weights.tensors import Contents
 
 __all__ = [

@@ -1,6 +1,6 @@
 # Safetensors headers for Cython callers.
 from unimem._core cimport native as um
-from unimem._core.header_bytes cimport HeaderBytes
+from unimem.weights.header_bytes cimport HeaderBytes
 
 cdef class SafetensorsHeader(HeaderBytes):
     cdef um.um_safetensors _safetensors

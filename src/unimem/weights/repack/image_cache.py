@@ -23,9 +23,9 @@ from unimem.errors import FormatError
 from unimem.remote.client import is_url
 from unimem.system import policy
 from unimem.weights.files import identity_of
-from unimem.weights.image import Image, is_for, pack_image
-from unimem.weights.image_format import image_bytes, key_of
-from unimem.weights.repacked import Arrangement
+from unimem.weights.repack.image import Image, is_for, pack_image
+from unimem.weights.repack.image_format import image_bytes, key_of
+from unimem.weights.repack.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
 __all__ = [

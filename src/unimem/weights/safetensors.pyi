@@ -1,4 +1,4 @@
-from unimem._core.header_bytes import HeaderBytes
+from unimem.weights.header_bytes import HeaderBytes
 
 class SafetensorsHeader(HeaderBytes):
     def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...

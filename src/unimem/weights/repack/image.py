@@ -28,7 +28,8 @@ from unimem.base.threads import run_in_threads
 from unimem.errors import FormatError
 from unimem.system import limits
 from unimem.weights import loading
-from unimem.weights.image_format import (
+from unimem.weights.loading import Progress
+from unimem.weights.repack.image_format import (
     ALIGN,
     HEADER_BYTES,
     ImageHeader,
@@ -36,8 +37,7 @@ from unimem.weights.image_format import (
     pack,
     parse,
 )
-from unimem.weights.loading import Progress
-from unimem.weights.repacked import Arrangement
+from unimem.weights.repack.repacked import Arrangement
 
 __all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header", "write_image"]
 
