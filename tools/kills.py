@@ -28,8 +28,8 @@ import numpy as np
 import unimem as um
 from recorded import put
 from unimem.kv import snapshot
+from unimem.staging.backings import sweep
 from unimem.weights.repack.image_cache import ImageCache
-from unimem.weights.staging.places import sweep
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "hardening.md"

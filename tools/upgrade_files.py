@@ -28,9 +28,9 @@ import xxhash
 import unimem as um
 from unimem._core import ledger
 from unimem.accounting import placed, published
+from unimem.staging import keeper
 from unimem.system.placement import Placement
 from unimem.weights.repack.repack import image_format
-from unimem.weights.staging import held
 
 FOLDER = Path(__file__).parent.parent / "tests/upgrades"
 N_TOKENS, MODEL = 6, "upgraded"
@@ -146,7 +146,7 @@ def _image(folder: Path) -> dict[str, Any]:
 def _stage(folder: Path) -> dict[str, Any]:
     placement = Placement("2m", 2 << 20, 4 << 20, 4 << 20, 0, 0, 4 << 20, {0: 4 << 20})
     note = {
-        **{"schema": held.SCHEMA, "path": "fd/3", "paths": ["fd/3"]},
+        **{"schema": keeper.SCHEMA, "path": "fd/3", "paths": ["fd/3"]},
         **{"source": "/models/model.gguf", "versions": [["/models/model.gguf", [1, 2, 3, 4]]]},
         **{"asked": {"pages": "2m", "numa": None}, "backing": "memfd", "nbytes": 4 << 20},
         **{"granted": asdict(placement), "warnings": []},

@@ -43,12 +43,12 @@ from unimem.models.dims import ModelDims
 from unimem.planning.governor import Governor
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
+from unimem.staging.stage import Stage, stage
 from unimem.system.doctor import Machine, doctor
 from unimem.system.placement import Placement, PlacementOptions
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.repack.repack import repack
 from unimem.weights.repack.repacked import Repacked
-from unimem.weights.staging.stage import Stage, stage
 from unimem.weights.tensors import Tensor
 
 __all__ = [

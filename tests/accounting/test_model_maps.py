@@ -29,9 +29,9 @@ from proc_maps import PAGE
 from staging import may_mount
 from unimem.accounting import model_maps
 from unimem.accounting.model_maps import MappedModel, library_files, models
+from unimem.staging import keeper as stage_held
 from unimem.system.process import Area, read_process
 from unimem.weights.gguf import GGUFHeader
-from unimem.weights.staging import held as stage_held
 
 Patch = pytest.MonkeyPatch
 MIB = 1 << 20

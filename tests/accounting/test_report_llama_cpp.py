@@ -18,7 +18,7 @@ import unimem as um
 from models.make import SMALL, write_model
 from running import running
 from unimem.accounting.report import Report, Row
-from unimem.weights.staging import held
+from unimem.staging import keeper
 
 _HEAD = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) *(.*)")
 _FIELD = re.compile(r"^(Rss|Pss|Size|Private_Hugetlb|Shared_Hugetlb|Swap): +(\d+) kB$")
@@ -130,14 +130,14 @@ def test_llama_cpp_of_split_files(model: Path) -> None:
 
 
 def test_llama_cpp_of_a_staged_model(model: Path) -> None:
-    with held.hold(um.stage(model), str(model), {"lock": False}, []) as staged:
+    with keeper.hold(um.stage(model), str(model), {"lock": False}, []) as staged:
         pass
     try:
         with llama_cpp.holding(staged.path) as pid:
             report, sums = read(pid, Path(staged.path))
             assert_is_the_kernel_s(report, sums, [Path(staged.path)])
     finally:
-        held.drop(staged)
+        keeper.drop(staged)
     (known,) = report.facts["models"]
     assert (known["format"], known["architecture"]) == ("GGUF", "llama")
     assert (known["path"], known["staged_from"]) == (staged.path, str(model))

@@ -50,11 +50,11 @@ from staging import (
     stop,
 )
 from unimem.errors import CapacityError
+from unimem.staging import keeper as stage_held
+from unimem.staging.keeper import SCHEMA, Held, drop, holders
+from unimem.staging.llama_cpp import RepackedByLlamaCpp
 from unimem.system import limits, policy
 from unimem.system.process import read_process
-from unimem.weights.staging import held as stage_held
-from unimem.weights.staging.held import SCHEMA, Held, drop, holders
-from unimem.weights.staging.repacked import RepackedByLlamaCpp
 from warm_python import start
 
 cli_stage = importlib.import_module("unimem.cli.stage")

@@ -16,8 +16,8 @@ from object_server import BUCKET, ObjectServer, serving_objects
 from screens import Screen, show
 from staging import TINY, read_elsewhere
 from unimem.remote import transfers
+from unimem.staging.keeper import Held, drop, holders
 from unimem.weights.remote_files import RemoteFiles
-from unimem.weights.staging.held import Held, drop, holders
 
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 HEADER = "0-262143"

@@ -20,11 +20,11 @@ from unimem.accounting import model_maps
 from unimem.backends import ggml_orders
 from unimem.engine import Decoder
 from unimem.planning import repacked as planned
+from unimem.staging.keeper import Held, holders
 from unimem.system import limits
 from unimem.system.process import read_process
 from unimem.weights.repack.image import IMAGE_NAME
 from unimem.weights.repack.repack import repack
-from unimem.weights.staging.held import Held, holders
 from weight_bytes import drop_from_cache
 
 if ggml_orders.find_order(2, (256, 64)) is None:
@@ -197,7 +197,7 @@ def test_who_stages_is_asked_once(
         asked.append("who stages")
         return []
 
-    monkeypatch.setattr(image_use, "holders", nobody)
+    monkeypatch.setattr(image_search, "holders", nobody)
     with um.open_weights(large) as weights, um.repack(weights) as made:
         assert made.image is None
     assert len(asked) == 1

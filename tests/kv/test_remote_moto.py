@@ -15,8 +15,8 @@ import unimem as um
 from unimem.remote import client, transfers
 from unimem.remote.client import Server, open_server
 from unimem.remote.transfers import Version, read_range
+from unimem.staging.unfinished import find_unfinished
 from unimem.weights.remote_files import RemoteFiles
-from unimem.weights.staging.unfinished import find_unfinished
 from unimem_bench.suites.remote import BUCKET, moto
 
 pytestmark = pytest.mark.slow

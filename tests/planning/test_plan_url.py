@@ -99,7 +99,7 @@ def test_a_plan_as_of_the_file(
 def test_a_range_grows_until_the_header_is_whole(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "FIRST_BYTES", 10_000)
+    monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
     path = long_header(tmp_path / "long.gguf")
     with open_model(path) as model:
         assert 40_000 < model.files[0].header.nbytes < 80_000
@@ -146,14 +146,14 @@ def test_an_index_of_safetensors_and_its_config(server: ModelServer, tmp_path: P
 def test_a_server_without_ranges_does_not_send_a_model(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "FIRST_BYTES", 10_000)
+    monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
     path = long_header(tmp_path / "long.gguf")
     url = server.add(path)
     server.files["/long.gguf"] += bytes(64 << 20)
     server.has_ranges = False
     assert um.plan(url).facts["read_bytes"] == 80_000
     assert len(server.asked) == 1
-    monkeypatch.setattr(remote, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(remote_files, "MOST_BYTES", 20_000)
     with pytest.raises(OSError, match="no ranges but the whole file: download the file") as caught:
         um.plan(url)
     assert caught.value.filename == url
@@ -163,8 +163,8 @@ def test_a_server_without_ranges_does_not_send_a_model(
 def test_a_header_that_does_not_end(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "FIRST_BYTES", 10_000)
-    monkeypatch.setattr(remote, "MOST_BYTES", 30_000)
+    monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
+    monkeypatch.setattr(remote_files, "MOST_BYTES", 30_000)
     url = server.add(long_header(tmp_path / "long.gguf"))
     with pytest.raises(OSError, match=r"does not end within 29\.3 KiB, and no more is read"):
         um.plan(url)
@@ -185,9 +185,9 @@ def test_a_model_of_too_many_files(
 ) -> None:
     paths = safetensors_of_two(tmp_path)
     # The index and one file pass it together.
-    monkeypatch.setattr(remote, limit, paths[0].stat().st_size + 1)
+    monkeypatch.setattr(remote_files, limit, paths[0].stat().st_size + 1)
     seconds = iter([0, 1, 1 << 30])
-    monkeypatch.setattr(remote, "monotonic", lambda: next(seconds))
+    monkeypatch.setattr(remote_files, "monotonic", lambda: next(seconds))
     with pytest.raises(error, match=text) as caught:
         um.plan(escaped_files(server, paths))
     assert str(caught.value).endswith(("part%20%231.safetensors'", "/second.safetensors'"))
@@ -260,7 +260,7 @@ def test_no_server(server: ModelServer) -> None:
 def test_a_server_that_changes_meanwhile(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr(remote, "FIRST_BYTES", 10_000)
+    monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
     url = server.add(long_header(tmp_path / "long.gguf"))
 
     class Changing(dict[str, bytes]):
@@ -329,7 +329,7 @@ def s3_url(server: ModelServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         "AWS_SECRET_ACCESS_KEY": "key",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(remote, "FIRST_BYTES", 10_000)
+    monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
     server.headers |= {"ETag": '"1"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
     server.add(long_header(tmp_path / "long.gguf"), folder="/bucket/models/")
     return "s3://bucket/models/long.gguf"

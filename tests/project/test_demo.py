@@ -24,7 +24,7 @@ from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
 from models.make import small, write_model
 from proc_maps import huge_page_bytes
 from project import ROOT
-from unimem.weights.staging.held import holders
+from unimem.staging.keeper import holders
 
 MIB = 1 << 20
 DEMO = ROOT / "tools" / "demo.py"

@@ -19,7 +19,7 @@ from huge_pages import leave_the_pool
 from model_server import serving
 from project import ROOT
 from unimem.engine import embedded_model
-from unimem.weights.staging.held import drop, holders
+from unimem.staging.keeper import drop, holders
 from warm_python import run_script
 
 # How many Python examples each has.

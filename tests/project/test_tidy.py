@@ -253,7 +253,7 @@ def module_name(path: Path) -> str:
 ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers"}
 # These are programs, and nothing imports them.
 PROGRAMS = {
-    *("unimem.__main__", "unimem.weights.staging.holder", "unimem.weights.staging.mount"),
+    *("unimem.__main__", "unimem.staging.keeper_process", "unimem.staging.mount_process"),
 }
 BINDINGS = {"unimem.backends.ggml"}  # names of ggml, taken over as they are
 WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/vllm

@@ -25,9 +25,9 @@ from staging import TINY, split  # noqa: F401 - a fixture
 from unimem import ray as ur
 from unimem.errors import CapacityError, ClosedError, GGUFError
 from unimem.remote import transfers
+from unimem.staging.unfinished import find_unfinished
 from unimem.system.limits import Limit
 from unimem.weights.remote_files import RemoteFiles
-from unimem.weights.staging.unfinished import find_unfinished
 
 CTX = 64
 LABELS = {"a": {"zone": "x"}, "b": {"zone": "x"}, "c": {"zone": "y"}}

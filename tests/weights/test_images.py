@@ -180,7 +180,7 @@ def test_a_staged_image_is_mapped_by_all(
 
 def test_staging_takes_what_is_kept(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:
     expected = repacked_bytes(model)[1]
-    monkeypatch.setattr("unimem.weights.staging.stage.repack_into", None)
+    monkeypatch.setattr("unimem.staging.stage.repack_into", None)
     with um.stage(model, repack=True, backing="shm") as staged:
         assert repacked_bytes(staged.path) == (staged.paths[0], expected)
     # Damaged, it is repacked: what would do that is none here.
@@ -423,7 +423,7 @@ def test_what_is_repacked_is_ready_before_it_is_kept(
         writing.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         plain(*arguments)
 
-    monkeypatch.setattr(image_use, "write_image", write_later)
+    monkeypatch.setattr(image_search, "write_image", write_later)
     with um.open_weights(model, load="map") as weights:
         made = um.repack(weights)
         assert made.image is None
@@ -453,7 +453,7 @@ def test_what_is_not_kept_leaves_nothing(
             check()
             block.as_array("uint8", 1, base)
 
-    monkeypatch.setattr(image_use, "write_image", write_for_ever)
+    monkeypatch.setattr(image_search, "write_image", write_for_ever)
     raised: dict[str, type[BaseException]] = {
         "an exception": ZeroDivisionError,
         "an interrupt": KeyboardInterrupt,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from models.make import Shape, write_model
+from unimem.staging.llama_cpp import RepackedByLlamaCpp, cpu_features, find_repacked
 from unimem.weights.files import open_model
-from unimem.weights.staging.repacked import RepackedByLlamaCpp, cpu_features, find_repacked
 
 SHAPE = Shape(hidden=256, layers=1, heads=8, kv_heads=4, inner=256, vocab=512, ctx=256)
 AVX2, AVX512, AMX = {"avx2"}, {"avx2", "avx512f"}, {"avx2", "avx512f", "amx_int8"}

@@ -42,9 +42,9 @@ from staging import (
 )
 from unimem._core import tmpfs
 from unimem.errors import PlacementError
+from unimem.staging import backings
+from unimem.staging.backings import BACKINGS
 from unimem.system import limits
-from unimem.weights.staging import places
-from unimem.weights.staging.places import BACKINGS
 from weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder  # noqa: F401
 
 PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
@@ -342,17 +342,17 @@ def test_another_user_stages_and_root_may_read(model: Path, open_folder: Path) -
     if python is None:
         pytest.skip("there is no Python that other users may run")
     # What the other user reads lies where that one may read it.
-    files = (places._CHILD, um.get_library(), model)
+    files = (backings._CHILD, um.get_library(), model)
     child, library, copied = (str(shutil.copy(file, open_folder)) for file in files)
     script = f"""
 import ctypes, os, sys
 import shutil, socket, subprocess  # which that user may not be allowed to read
 import unimem as um
 from unimem.weights import loading
-from unimem.weights.staging import places
+from unimem.staging import backings
 from unimem.system import limits
-sys.executable, places._CHILD = {python!r}, {child!r}
-places.get_library = lambda: {library!r}
+sys.executable, backings._CHILD = {python!r}, {child!r}
+backings.get_library = lambda: {library!r}
 os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process that began as this user
 with um.stage({copied!r}) as staged:
@@ -383,7 +383,7 @@ def no_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     # ENOSPC: no user namespaces are allowed.
     child.write_text("import os, sys\nos.write(int(sys.argv[4]), b'28 unshare')\n")
     monkeypatch.setattr(tmpfs, "open_mount", refuse)
-    monkeypatch.setattr(places, "_CHILD", str(child))
+    monkeypatch.setattr(backings, "_CHILD", str(child))
     return child
 
 
@@ -430,7 +430,7 @@ for backing in ("auto", "tmpfs", "memfd", "shm"):
 def test_without_dev_shm(
     monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
 ) -> None:
-    for module in (limits, places):
+    for module in (limits, backings):
         monkeypatch.setattr(module, "SHM", str(tmp_path / "none"))
     with um.stage(model) as staged:
         assert staged.backing == "memfd"
@@ -568,7 +568,7 @@ def test_the_end_of_the_process_ends_it(model: Path, run_python: Run) -> None:
 def own_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in the place of /dev/shm: what is stale there, no other process removes."""
     with tempfile.TemporaryDirectory(dir=limits.SHM) as folder:
-        for module in (limits, places):
+        for module in (limits, backings):
             monkeypatch.setattr(module, "SHM", folder)
         yield Path(folder)
 
@@ -578,8 +578,8 @@ def in_shm(folder: Path) -> str:
     return f"""
 import os, signal, sys, unimem as um
 from unimem.system import limits
-from unimem.weights.staging import places
-limits.SHM = places.SHM = {str(folder)!r}
+from unimem.staging import backings
+limits.SHM = backings.SHM = {str(folder)!r}
 """
 
 
@@ -607,7 +607,7 @@ def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
     (folder / "a" / "file").touch()
     (folder / "z").touch()
     (own_shm / "of somebody else").touch()
-    places.sweep()
+    backings.sweep()
     assert os.listdir(own_shm) == ["of somebody else"]
 
 
@@ -620,15 +620,15 @@ um.stage({str(model)!r}, backing="shm", progress=kill)
 """)
     assert ended.returncode == -signal.SIGTERM
     assert len(list(own_shm.iterdir())) == 1
-    places.sweep()
+    backings.sweep()
     assert not list(own_shm.iterdir())
 
 
 def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run) -> None:
     with um.stage(model, backing="shm") as staged:
-        swept = run_python("from unimem.weights.staging.places import sweep; sweep()")
+        swept = run_python("from unimem.staging.backings import sweep; sweep()")
         assert swept.returncode == 0, swept.stderr
-        places.sweep()
+        backings.sweep()
         assert read_elsewhere(staged.path) == model.read_bytes()
 
 

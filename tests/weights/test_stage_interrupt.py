@@ -8,11 +8,11 @@ import interrupts
 import unimem as um
 from staging import TINY, left, may_mount
 from unimem._core.status import ledger
-from unimem.weights.staging.held import Held, drop, hold
+from unimem.staging.keeper import Held, drop, hold
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-FILES = ("weights/staging/", "base/descriptors.py", "system/memfds.py")
+FILES = ("staging/", "base/descriptors.py", "system/memfds.py")
 
 
 def mapped() -> dict[str, int]:
@@ -50,7 +50,7 @@ def test_interrupted_at_each_line_of_handing_over_nothing_is_left() -> None:
     keep()
     drop(given.pop())
     before, n = (left(), mapped()), 0
-    for _ in interrupts.at_each_line(keep, "weights/staging/held.py", "weights/staging/places.py"):
+    for _ in interrupts.at_each_line(keep, "staging/keeper.py", "staging/backings.py"):
         n += 1
         while given:  # it was handed over by then, or never
             drop(given.pop())

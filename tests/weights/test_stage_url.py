@@ -25,10 +25,10 @@ from staging import (
     split,  # noqa: F401
 )
 from unimem.remote import transfers
+from unimem.staging import child
+from unimem.staging.keeper import Held, drop, holders
+from unimem.staging.unfinished import find_unfinished
 from unimem.weights.remote_files import RemoteFiles
-from unimem.weights.staging import child
-from unimem.weights.staging.held import Held, drop, holders
-from unimem.weights.staging.unfinished import find_unfinished
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 

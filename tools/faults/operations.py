@@ -15,7 +15,7 @@ import numpy as np
 
 import unimem as um
 from unimem.accounting import published
-from unimem.weights.staging.held import Held, drop, hold
+from unimem.staging.keeper import Held, drop, hold
 
 __all__ = ["OPERATIONS", "Absent", "Call", "Operation"]
 

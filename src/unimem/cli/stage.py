@@ -15,15 +15,15 @@ from unimem.base.text import escape, format_bytes
 from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
 from unimem.remote.client import is_url, shown
+from unimem.staging.backings import sweep
+from unimem.staging.keeper import Held, drop, exclude_others, hold, hold_files, holders
+from unimem.staging.llama_cpp import cpu_features, find_repacked
+from unimem.staging.stage import stage as make_stage
+from unimem.staging.unfinished import find_unfinished
 from unimem.system.placement import Pages, sum_placements
 from unimem.weights.files import ModelFiles, Version
 from unimem.weights.opened import open_weights
 from unimem.weights.remote_files import open_files
-from unimem.weights.staging.held import Held, drop, exclude_others, hold, hold_files, holders
-from unimem.weights.staging.places import sweep
-from unimem.weights.staging.repacked import cpu_features, find_repacked
-from unimem.weights.staging.stage import stage as make_stage
-from unimem.weights.staging.unfinished import find_unfinished
 
 __all__ = ["stage", "stage_for"]
 

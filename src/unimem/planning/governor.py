@@ -21,12 +21,12 @@ from unimem.base.threads import starting_threads
 from unimem.errors import ClosedError
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.paged import PagedKVCache
+from unimem.staging.stage import Stage
 from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
 from unimem.weights.opened import Weights
 from unimem.weights.page_cache import drop_files
-from unimem.weights.staging.stage import Stage
 
 __all__ = ["GivesBack", "Governor", "GovernorEvent"]
 

@@ -12,9 +12,9 @@ from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError
+from unimem.staging.llama_cpp import LOOKED_UP
 from unimem.weights.loading import Lifetime
 from unimem.weights.repack.image_writer import Keeping
-from unimem.weights.staging.repacked import LOOKED_UP
 from unimem.weights.tensors import Contents, Tensor
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from typing import Any, Self
 
 from unimem.base.kernel_files import read_text
 from unimem.remote.arrivals import Arrivals, Piece, give_back
+from unimem.staging.backings import Place
+from unimem.staging.keeper import Held, drop, hold_unfinished, holders
 from unimem.weights.files import Version
 from unimem.weights.remote_files import RemoteFiles
-from unimem.weights.staging.held import Held, drop, hold_unfinished, holders
-from unimem.weights.staging.places import Place
 
 __all__ = ["Unfinished", "find_unfinished"]
 

@@ -25,11 +25,11 @@ from unimem.base import kernel_files
 from unimem.base.descriptors import Descriptors
 from unimem.errors import PlacementError
 from unimem.remote.client import is_url
+from unimem.staging.backings import Folder, Memfd, Place, proc_folder, sweep
 from unimem.system.memfds import CANNOT_LOOK, find_memfds
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
 from unimem.weights.files import Version, identity_of
-from unimem.weights.staging.places import Folder, Memfd, Place, proc_folder, sweep
 
 __all__ = [
     "Held",
@@ -375,7 +375,7 @@ def _started(
     import socket
     from subprocess import DEVNULL
 
-    from unimem.weights.staging.child import Child
+    from unimem.staging.child import Child
 
     text = json.dumps(note).encode()
     ours, its = socket.socketpair()

@@ -25,6 +25,20 @@ from unimem.base.descriptors import Descriptors
 from unimem.base.text import format_bytes
 from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
 from unimem.remote.client import is_url, shown
+from unimem.staging.backings import (
+    ACCESS_MODE,
+    BACKINGS,
+    Backing,
+    Folder,
+    Memfd,
+    Mount,
+    Place,
+    proc_folder,
+    sweep,
+)
+from unimem.staging.each_node import stage_copies
+from unimem.staging.keeper import show
+from unimem.staging.unfinished import Unfinished
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
@@ -41,20 +55,6 @@ from unimem.weights.repack.image_identity import identify
 from unimem.weights.repack.repack import repack_into, why_nothing
 from unimem.weights.repack.repacked import arrange
 from unimem.weights.safetensors import SafetensorsHeader
-from unimem.weights.staging.each_node import stage_copies
-from unimem.weights.staging.held import show
-from unimem.weights.staging.places import (
-    ACCESS_MODE,
-    BACKINGS,
-    Backing,
-    Folder,
-    Memfd,
-    Mount,
-    Place,
-    proc_folder,
-    sweep,
-)
-from unimem.weights.staging.unfinished import Unfinished
 
 __all__ = ["Stage", "stage", "stage_files"]
 
