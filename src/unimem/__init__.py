@@ -17,7 +17,7 @@ from unimem._core.tape import Tape
 from unimem.accounting.measure import Measured, measure
 from unimem.accounting.report import Report, report
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
-from unimem.buffers.sets import DecodeBuffers, ForwardScratch
+from unimem.buffers.decode_buffers import DecodeBuffers, ForwardScratch
 from unimem.errors import (
     CacheFull,
     CapacityError,

@@ -213,7 +213,7 @@ def test_the_largest_dimensions_have_a_size() -> None:
 
 def test_it_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = mock.Mock(wraps=um.BufferPlan)
-    monkeypatch.setattr("unimem.buffers.sets.BufferPlan", planned)
+    monkeypatch.setattr("unimem.buffers.decode_buffers.BufferPlan", planned)
     with um.Tape(1 << 20) as tape:
         um.ForwardScratch(DIMS, tape=tape, overlap=True).close()
     assert planned.call_count == 1

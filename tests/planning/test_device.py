@@ -9,7 +9,7 @@ import pytest
 import unimem as um
 from models.make import TINY, write_model
 from unimem.backends import cuda_driver
-from unimem.buffers.sets import DecodeBuffers
+from unimem.buffers.decode_buffers import DecodeBuffers
 from unimem.planning.device import (
     ALIGN,
     RESERVE_BYTES,

@@ -11,7 +11,7 @@ import pytest
 
 import unimem as um
 from interrupts import is_interrupted
-from unimem.buffers import buffer_set, sets
+from unimem.buffers import buffer_set, decode_buffers
 
 # The names of the interface, with the values of each for dimensions.
 BY_HIDDEN = (
@@ -112,7 +112,7 @@ def check_buffers(db: Any, d: um.ModelDims, dtype: str) -> None:
 
 def interrupted(call: Callable[[], object], number: int) -> bool:
     """Call, with Ctrl-C at the line of this number of the module's; whether it got so far."""
-    return is_interrupted(call, number, buffer_set.__file__, sets.__file__)
+    return is_interrupted(call, number, buffer_set.__file__, decode_buffers.__file__)
 
 
 def check_interrupts_of_swaps(db: Any, address_of: Callable[[Any], int]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 import numpy.typing as npt
 
-from unimem.buffers.sets import DecodeBufferSet
+from unimem.buffers.decode_buffers import DecodeBufferSet
 from unimem.cuda.block import refuse_placement
 from unimem.cuda.tape import Tape
 from unimem.models.dims import ModelDims

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 from unimem.accounting.rows import Row, in_order
 from unimem.base.arguments import integer
 from unimem.base.text import format_bytes, format_ranges
-from unimem.buffers.sets import DecodeBuffers
+from unimem.buffers.decode_buffers import DecodeBuffers
 from unimem.kv.arrays import kv_name, kv_pair
 from unimem.models.dims import ModelDims
 from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
