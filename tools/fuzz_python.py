@@ -187,7 +187,7 @@ def set_expected(
 
 def ledger() -> Run:
     """Read what another process shows of its memory, engine or under `unimem exec`."""
-    from unimem.accounting import placed
+    from unimem.accounting import exec_table
     from unimem.accounting import published as shown
 
     pid, started = 7, 11
@@ -226,9 +226,9 @@ def ledger() -> Run:
         head = (shown._MAGIC, shown._VERSION, pid, started, len(shown._COLUMNS), file[0] % 100)
         shown._HEAD.pack_into(file, 0, *head, len(text), zlib.crc32(text))
         read(bytes(file))
-        n_records = (len(file) - placed._HEAD_BYTES) // placed._RECORD.size
-        head = (shown._MAGIC, placed.FORMAT, pid, started, n_records, placed._RECORD.size)
-        placed._HEAD.pack_into(file, 0, *head, file[0] % 65, 1, 2)
+        n_records = (len(file) - exec_table._HEAD_BYTES) // exec_table._RECORD.size
+        head = (shown._MAGIC, exec_table.FORMAT, pid, started, n_records, exec_table._RECORD.size)
+        exec_table._HEAD.pack_into(file, 0, *head, file[0] % 65, 1, 2)
         read(bytes(file))
 
     return run
@@ -383,7 +383,7 @@ TARGETS = {
         ),
         _Snapshots,
     ),
-    "ledger": Target(("unimem.accounting.published", "unimem.accounting.placed"), ledger),
+    "ledger": Target(("unimem.accounting.published", "unimem.accounting.exec_table"), ledger),
     "note": Target(("unimem.staging.keeper",), note),
     "process": Target(("unimem.system.process",), process),
     "image": Target(("unimem.weights.repack.image_format",), image),

@@ -27,7 +27,7 @@ import xxhash
 
 import unimem as um
 from unimem._core import ledger
-from unimem.accounting import placed, published
+from unimem.accounting import exec_table, published
 from unimem.staging import keeper
 from unimem.system.placement import Placement
 from unimem.weights.repack.repack import image_format
@@ -173,12 +173,12 @@ def _ledger(folder: Path) -> dict[str, Any]:
 
 
 def _placed(folder: Path) -> dict[str, Any]:
-    head = placed._HEAD.pack(
-        published._MAGIC, placed.FORMAT, 7, 11, 1, placed._RECORD.size, 0, 1, 2
+    head = exec_table._HEAD.pack(
+        published._MAGIC, exec_table.FORMAT, 7, 11, 1, exec_table._RECORD.size, 0, 1, 2
     )
     head += struct.pack("=9Q", *range(1, 10)) + b"1 pages=2m min=65536 lock=1".ljust(1024, b"\0")
-    raw = head.ljust(placed._HEAD_BYTES, b"\0")
-    raw += placed._RECORD.pack(64 << 20, 4 << 20, 3 << 20, 0, 2)
+    raw = head.ljust(exec_table._HEAD_BYTES, b"\0")
+    raw += exec_table._RECORD.pack(64 << 20, 4 << 20, 3 << 20, 0, 2)
     (folder / "placed").write_bytes(raw.ljust(published.NBYTES, b"\0"))
     return {"pid": 7, "started": 11, "names": ["malloc"], "n_placed": 1}
 

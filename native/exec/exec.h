@@ -116,7 +116,7 @@ typedef struct um_counts {
     uint64_t prefaulted_bytes;      /* of what is mapped now */
 } um_counts;
 
-/* What others read, see src/unimem/accounting/placed.py. The first fields are those of the ledger
+/* What others read, see src/unimem/accounting/exec_table.py. The first fields are those of the ledger
  * that unimem's engines show (src/unimem/accounting/published.py), in version 2. */
 typedef struct um_table {
     char magic[8];

@@ -23,8 +23,8 @@ from tiers import examples
 from unimem._core.ledger import Entry, Part
 from unimem.accounting import attribution
 from unimem.accounting.attribution import apportion, attribute, kind_of
-from unimem.accounting.model_maps import models
-from unimem.accounting.rows import Mapping, Row
+from unimem.accounting.mapped_models import models
+from unimem.accounting.row import Mapping, Row
 from unimem.system.placement import Placement
 from unimem.system.process import Area, Process, read_process
 

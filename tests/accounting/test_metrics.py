@@ -17,8 +17,7 @@ import pytest
 import unimem as um
 from project import ROOT
 from running import running
-from unimem.accounting import metrics
-from unimem.accounting.metrics import (
+from unimem.accounting.prometheus import (
     FAMILIES,
     LLAMA_FAMILIES,
     MetricsCollector,

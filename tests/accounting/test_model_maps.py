@@ -27,8 +27,8 @@ from huge_pages import eight_huge_pages  # noqa: F401 - a fixture
 from models.make import TINY, write_model
 from proc_maps import PAGE
 from staging import may_mount
-from unimem.accounting import model_maps
-from unimem.accounting.model_maps import MappedModel, library_files, models
+from unimem.accounting import mapped_models
+from unimem.accounting.mapped_models import MappedModel, library_files, models
 from unimem.staging import keeper as stage_held
 from unimem.system.process import Area, read_process
 from unimem.weights.gguf import GGUFHeader
@@ -56,7 +56,7 @@ needs_areas = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known_yet() -> None:
-    model_maps._headers.clear()
+    mapped_models._headers.clear()
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_few_files_are_remembered(tmp_path: Path, mapped: Mapped, monkeypatch: P
     for i in range(5):
         mapped(f"{i}.gguf", g.everything())
     assert [each.format for each in found(str(tmp_path))] == ["GGUF"] * 5
-    assert len(model_maps._headers) == 2
+    assert len(mapped_models._headers) == 2
 
 
 @pytest.mark.parametrize("kind", ["GGUF", "safetensors"])
@@ -265,7 +265,7 @@ def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: Patch) ->
     code = [area for area in process.areas if area.inode and "x" in area.access]
     assert {(area.device, area.inode) for area in code} <= files
     assert all(inode for _, inode in files)
-    look = Mock(side_effect=model_maps._find_file)
+    look = Mock(side_effect=mapped_models._find_file)
     monkeypatch.setattr(model_maps, "_find_file", look)
     models(process)
     assert files.isdisjoint((call.args[1].device, call.args[1].inode) for call in look.mock_calls)
@@ -303,7 +303,7 @@ def test_a_hidden_model_is_known_by_its_name(model: Path, maps: Maps, monkeypatc
     for path in (model, unnamed):
         maps(path)
         path.unlink()
-    plain = model_maps._open_same
+    plain = mapped_models._open_same
 
     def without_root(path: str, area: Area, **options: bool) -> int:
         return -1 if "map_files" in path else plain(path, area, **options)
@@ -406,7 +406,7 @@ def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
         fields = {"st_mode": info.st_mode, "st_ino": info.st_ino, "st_dev": device}
         with monkeypatch.context() as patch:
             patch.setattr(os, "fstat", lambda fd: SimpleNamespace(**fields))
-            fd = model_maps._open_same(path, area._replace(device=(smaps_major, 5)), **options)
+            fd = mapped_models._open_same(path, area._replace(device=(smaps_major, 5)), **options)
         if fd >= 0:
             os.close(fd)
         return fd >= 0

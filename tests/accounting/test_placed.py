@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from unimem._core.ledger import Entry, Part
-from unimem.accounting import placed, published
+from unimem.accounting import exec_table, published
 from unimem.accounting.published import Published
 
 MIB = 1 << 20
@@ -46,9 +46,9 @@ def fd() -> Iterator[int]:
     os.close(made)
 
 
-def read(fd: int, data: bytes) -> placed.PlacedTable | None:
+def read(fd: int, data: bytes) -> exec_table.PlacedTable | None:
     os.pwrite(fd, data, 0)
-    return placed.read_table(fd, data[:8192])
+    return exec_table.read_table(fd, data[:8192])
 
 
 def test_a_table_is_read(fd: int) -> None:
@@ -100,7 +100,7 @@ def test_what_the_library_never_writes_is_refused(fd: int, data: bytes) -> None:
 def test_a_table_that_is_being_written_is_read_later(fd: int) -> None:
     assert read(fd, table(n_changes=5)) is None
     os.pwrite(fd, table(n_changes=6), 0)
-    assert placed.read_table(fd, table(n_changes=4)[:8192]) is None
+    assert exec_table.read_table(fd, table(n_changes=4)[:8192]) is None
 
 
 def test_options_of_others_do_no_harm(fd: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from running import running
 from screens import show, start_command
-from unimem.accounting.metrics import FAMILIES
+from unimem.accounting.prometheus import FAMILIES
 from unimem.base.install_hint import install_hint
 from unimem.cli.processes import ModelProcess, Processes
 

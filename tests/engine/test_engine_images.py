@@ -16,7 +16,7 @@ from decoders import logits_of, sizes, tokens
 from models.make import SMALL, Shape, write_model
 from screens import show
 from tiers import slow_after
-from unimem.accounting import model_maps
+from unimem.accounting import mapped_models
 from unimem.backends import ggml_orders
 from unimem.engine import Decoder
 from unimem.planning import repacked as planned
@@ -229,12 +229,12 @@ def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert json.loads(show("stage", "--repack", model, "--json")[1])["reused"] is True
         assert is_current(path)
         # What keeps it has it in a report as staged; who maps it, by its types.
-        (kept,) = model_maps.models(read_process(held.pid))
+        (kept,) = mapped_models.models(read_process(held.pid))
         assert {part.category for area in kept.areas for part in kept.parts(area)} == {"staging"}
         image = held.paths[0]
         with um.Block.map(image) as block:
             block.as_array()[::4096].sum()
-            (mapped,) = [m for m in model_maps.models(read_process()) if m.path == image]
+            (mapped,) = [m for m in mapped_models.models(read_process()) if m.path == image]
             assert (mapped.state, mapped.source) == ("staged", str(model))
             rows = {part.category for area in mapped.areas for part in mapped.parts(area)}
             assert rows == {"weights:q4_0 repacked", "weights:padding"}

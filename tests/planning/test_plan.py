@@ -13,7 +13,7 @@ import pytest
 import gguf_files as gf
 import unimem as um
 from unimem._core.status import ledger
-from unimem.accounting.rows import Row
+from unimem.accounting.row import Row
 from unimem.base.text import format_bytes
 from unimem.errors import CategoryError
 from unimem.planning.needs import PREFILL_BATCH, token_bytes

@@ -15,7 +15,7 @@ import pytest
 import unimem as um
 from html_pages import HtmlPage
 from project import ROOT
-from unimem.accounting.metrics import FAMILIES, MetricsCollector
+from unimem.accounting.prometheus import FAMILIES, MetricsCollector
 
 EXAMPLES = ROOT / "examples"
 MIB = 1 << 20

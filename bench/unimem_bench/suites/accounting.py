@@ -24,7 +24,7 @@ import numpy as np
 
 import unimem as um
 from unimem._core.ledger import entries
-from unimem.accounting.metrics import MetricsCollector, write_metrics
+from unimem.accounting.prometheus import MetricsCollector, write_metrics
 from unimem_bench.files import FLOAT16, TensorEntry, gguf_header, made_once, number, text
 from unimem_bench.rounds import Side, milliseconds, stopwatch, warm_stopwatch
 from unimem_bench.suite import Measure, Suite, at_most, costs

@@ -12,8 +12,8 @@ import numpy as np
 
 from unimem._core.ledger import Entry
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.accounting.model_maps import MappedModel, library_files
-from unimem.accounting.rows import Mapping, Row, in_order
+from unimem.accounting.mapped_models import MappedModel, library_files
+from unimem.accounting.row import Mapping, Row, in_order
 from unimem.system.placement import Placement, sum_placements
 from unimem.system.process import Area, Process
 

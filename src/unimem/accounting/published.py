@@ -26,7 +26,7 @@ from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.ledger import Entry, Part
 from unimem._core.status import counters as native_counters
-from unimem.accounting import placed
+from unimem.accounting import exec_table
 from unimem.base.descriptors import Descriptors
 from unimem.system import process
 from unimem.system.memfds import find_memfds, new_memfd
@@ -359,7 +359,7 @@ def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | 
             return None
         if magic != _MAGIC:
             raise _BrokenError("it does not begin as one")
-        if version == placed.FORMAT:
+        if version == exec_table.FORMAT:
             if (shown := _read_placed(fd, data)) is not None:
                 return shown
             time.sleep(_PATIENCE_SECONDS)
@@ -380,7 +380,7 @@ def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | 
 
 def _read_placed(fd: int, data: bytes) -> Published | None:
     try:
-        table = placed.read_table(fd, data)
+        table = exec_table.read_table(fd, data)
     except ValueError as error:
         raise _BrokenError(str(error)) from None
     return None if table is None else Published(table.entries, {}, 0, table.facts)

@@ -12,9 +12,9 @@ from unimem._core import ledger
 from unimem._core.ledger import Entry
 from unimem._core.status import device_ledger, row_name
 from unimem.accounting.attribution import attribute
-from unimem.accounting.model_maps import MappedModel, models
+from unimem.accounting.mapped_models import MappedModel, models
 from unimem.accounting.published import failure, published
-from unimem.accounting.rows import Mapping, Row, find_row, in_order, plain
+from unimem.accounting.row import Mapping, Row, find_row, in_order, plain
 from unimem.base.text import Surface
 from unimem.system.malloc import malloc_bytes
 from unimem.system.process import Process, counters, read_process

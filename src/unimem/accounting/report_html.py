@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from unimem.accounting.report_text import report_facts
-from unimem.accounting.rows import Row
+from unimem.accounting.row import Row
 from unimem.base.html import Html, bar, facts, fragment, heading, size, stack, table
 from unimem.system.placement import Placement, sum_placements
 

@@ -8,7 +8,7 @@ from typing import Any
 from unimem.accounting.growth import GrowthPoint
 from unimem.accounting.report_html import colors_of, report_parts
 from unimem.accounting.report_text import kind_of_mapping
-from unimem.accounting.rows import Mapping as MappedRange
+from unimem.accounting.row import Mapping as MappedRange
 from unimem.accounting.samples import Sample
 from unimem.base.html import (
     Html,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from unimem.accounting.rows import Mapping as MappedRange
-from unimem.accounting.rows import Row
+from unimem.accounting.row import Mapping as MappedRange
+from unimem.accounting.row import Row
 from unimem.base.text import (
     Bar,
     Surface,

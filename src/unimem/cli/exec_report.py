@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from unimem.accounting.placed import CATEGORY
+from unimem.accounting.exec_table import CATEGORY
 from unimem.accounting.report import report
 from unimem.accounting.report_text import report_lines
 from unimem.base.atomic_file import write_text

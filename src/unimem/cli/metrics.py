@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from unimem.accounting.metrics import MetricsCollector, serve, write_metrics
+from unimem.accounting.prometheus import MetricsCollector, serve, write_metrics
 from unimem.accounting.report import report
 from unimem.base.atomic_file import write_text
 from unimem.base.install_hint import install_hint

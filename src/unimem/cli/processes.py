@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from unimem.accounting.model_maps import models
+from unimem.accounting.mapped_models import models
 from unimem.accounting.published import published
 from unimem.accounting.report import Report
 from unimem.system.process import read_process

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack
 
-from unimem.accounting.rows import Row, in_order
+from unimem.accounting.row import Row, in_order
 from unimem.base.arguments import integer
 from unimem.base.text import format_bytes, format_ranges
 from unimem.buffers.decode_buffers import DecodeBuffers

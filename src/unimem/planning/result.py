@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from unimem.accounting.report_html import colors_of
-from unimem.accounting.rows import Row, find_row
+from unimem.accounting.row import Row, find_row
 from unimem.base.html import Html, bar, facts, fragment, heading, join, size, stack, table
 from unimem.base.text import (
     Bar,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from unimem.accounting.report import Report
-from unimem.accounting.rows import Row
+from unimem.accounting.row import Row
 from unimem.accounting.samples import Sample, Sampler
 from unimem.base.text import escape
 from unimem.system.placement import Placement
