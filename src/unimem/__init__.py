@@ -32,6 +32,7 @@ from unimem.errors import (
     SnapshotError,
     TapeFull,
 )
+from unimem.governor import Governor
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.layer_specs import LayerKV, LayerState
 from unimem.kv.paged import PagedKVCache, Sequence
@@ -40,7 +41,6 @@ from unimem.kv.scratchpad import PagedScratchpad, Scratchpad
 from unimem.kv.store.store import KVStore
 from unimem.layout import Layout, Stat
 from unimem.models.dims import ModelDims
-from unimem.planning.governor import Governor
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.staging.stage import Stage, stage

@@ -19,7 +19,7 @@ from tiers import slow_after
 from unimem.accounting import mapped_models
 from unimem.backends import ggml_orders
 from unimem.engine import Decoder
-from unimem.planning import repacked as planned
+from unimem.planning import repack_gain as planned
 from unimem.staging.keeper import Held, holders
 from unimem.system import limits
 from unimem.system.process import read_process

@@ -16,7 +16,7 @@ from models.make import SMALL, Shape, small, write_model
 from unimem.backends import ggml, ggml_orders
 from unimem.engine import Decoder
 from unimem.engine.graph import Headers
-from unimem.planning import repacked as planned
+from unimem.planning import repack_gain as planned
 from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.weights.loading import WHY_MAPPED

@@ -10,7 +10,7 @@ import unimem as um
 from models.make import TINY, write_model
 from unimem.backends import cuda_driver
 from unimem.buffers.decode_buffers import DecodeBuffers
-from unimem.planning.device import (
+from unimem.planning.gpu_bytes import (
     ALIGN,
     RESERVE_BYTES,
     bytes_needed,

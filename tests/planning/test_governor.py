@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 import unimem as um
+from unimem import governor as module
 from unimem.engine import embedded_model
-from unimem.planning import governor as module
-from unimem.planning.governor import GovernorEvent, find_shortage
+from unimem.governor import GovernorEvent, find_shortage
 from unimem.system import limits, memory_events
 from unimem.system.cgroups import Cgroup
 from unimem.system.limits import Limit

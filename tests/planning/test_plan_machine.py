@@ -13,10 +13,10 @@ import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from unimem.base.text import parse_bytes
 from unimem.engine import embedded_model
+from unimem.planning.hosts import CgroupHost
 from unimem.planning.plan import plans_of
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
-from unimem.system.hosts import CgroupHost
 from unimem.system.limits import Limit
 from unimem.weights.files import open_model
 

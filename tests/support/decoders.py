@@ -22,7 +22,6 @@ pytest.importorskip(
 import unimem as um
 from models.make import TINY, Shape
 from unimem.engine import Decoder
-from unimem.planning import repacked
 
 # Heads are whole blocks of q8_0, and contexts are long.
 WIDE_HEADS = Shape(

@@ -16,9 +16,9 @@ import pytest
 from cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
 from unimem.base import kernel_files
 from unimem.errors import CapacityError
+from unimem.planning.hosts import CgroupHost
 from unimem.system import cgroups, limits, pressure
 from unimem.system.cgroups import Cgroup, cgroups_above
-from unimem.system.hosts import CgroupHost
 from unimem.system.pressure import Pressure
 
 __all__ = ["cgroup_512mb"]  # fixtures

@@ -10,7 +10,7 @@ import pytest
 import unimem as um
 from cgroups import SmallCgroup, cgroup_512mb
 from unimem.engine import Decoder
-from unimem.planning import repacked as planned
+from unimem.planning import repack_gain as planned
 from unimem.system import exposure, limits
 from unimem.system.exposure import why_exposed
 from unimem.system.limits import HugePool, Limit, Node

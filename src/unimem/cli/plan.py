@@ -23,10 +23,10 @@ from unimem.cli.options import (
     check_window,
     path_or_url,
 )
+from unimem.planning.hosts import find_host
 from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
 from unimem.planning.result import plan_lines
-from unimem.system.hosts import find_host
 
 __all__ = ["plan"]
 

@@ -16,7 +16,7 @@ from unimem.cuda.tape import Tape
 from unimem.errors import CapacityError
 from unimem.layout import Lifetimes
 from unimem.models.dims import ModelDims
-from unimem.planning.device import RESERVE_BYTES, bytes_needed
+from unimem.planning.gpu_bytes import RESERVE_BYTES, bytes_needed
 from unimem.planning.plan import plan
 from unimem.planning.result import Check
 from unimem.system.placement import PlacementOptions

@@ -22,7 +22,7 @@ from unimem.backends.cuda_driver import Driver
 from unimem.base.arguments import integer
 from unimem.base.threads import run_in_threads
 from unimem.cuda.block import Block
-from unimem.planning.device import ALIGN, N_SLOTS, STAGING_BYTES, Transfer, list_transfers
+from unimem.planning.gpu_bytes import ALIGN, N_SLOTS, STAGING_BYTES, Transfer, list_transfers
 from unimem.system import limits
 from unimem.weights.files import check_version, reopen
 from unimem.weights.loading import Progress

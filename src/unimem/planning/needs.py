@@ -12,8 +12,8 @@ from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
 from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
 from unimem.models.families import KeptState
+from unimem.planning.hosts import pressures_on
 from unimem.system import policy
-from unimem.system.hosts import pressures_on
 from unimem.system.limits import HugePool, Limit, Node
 from unimem.system.placement import Lock, Pages, PlacementOptions
 from unimem.weights.node_copies import choose_copies
@@ -21,7 +21,7 @@ from unimem.weights.node_copies import choose_copies
 if TYPE_CHECKING:
     from unimem.models.dims import Experts, ModelDims
     from unimem.models.shapes import Layers, Shape
-    from unimem.system.hosts import Host
+    from unimem.planning.hosts import Host
     from unimem.system.policy import Extent, NumaPolicy, Request
     from unimem.system.pressure import Pressure
 

@@ -15,7 +15,8 @@ from unimem.base.text import format_bytes, format_ranges
 from unimem.buffers.decode_buffers import DecodeBuffers
 from unimem.kv.arrays import kv_name, kv_pair
 from unimem.models.dims import ModelDims
-from unimem.planning.device import RESERVE_BYTES, STAGING_BYTES, round_to_pages
+from unimem.planning.gpu_bytes import RESERVE_BYTES, STAGING_BYTES, round_to_pages
+from unimem.planning.hosts import DescribedHost, Host, find_host
 from unimem.planning.needs import (
     Budget,
     MachineBudget,
@@ -26,12 +27,11 @@ from unimem.planning.needs import (
     default_threads,
     diagnostics_need,
 )
-from unimem.planning.repacked import NO_ROOM, NO_ROOM_TO_COPY
+from unimem.planning.repack_gain import NO_ROOM, NO_ROOM_TO_COPY
 from unimem.planning.result import Check, Plan, is_as_asked
 from unimem.planning.search import find_largest
 from unimem.planning.sources import DimsSource, FileSource, ModelSource, WeightsSource
 from unimem.system import limits, policy
-from unimem.system.hosts import DescribedHost, Host, find_host
 from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy

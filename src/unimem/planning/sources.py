@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem._core.block import Block
 from unimem.models import shapes
-from unimem.planning.device import bytes_needed
+from unimem.planning.gpu_bytes import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
-from unimem.planning.repacked import RepackedPart, find_gain, reason_of
+from unimem.planning.repack_gain import RepackedPart, find_gain, reason_of
 from unimem.system import policy
 from unimem.system.policy import lock_refusal
 from unimem.weights import loading
