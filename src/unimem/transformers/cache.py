@@ -19,7 +19,7 @@ from unimem.kv import arrays
 from unimem.kv.cache.cache import KVCache as CoreCache
 from unimem.kv.store.store import KVStore
 from unimem.system.placement import PlacementOptions
-from unimem.transformers import prefixes, sessions
+from unimem.transformers import sessions, stored_prefixes
 from unimem.transformers.layers import CacheOptions, Group, Layer
 
 __all__ = ["KVCache"]
@@ -504,8 +504,8 @@ class KVCache(Cache):  # type: ignore[misc]
         known = self._known_model(model, "put_into")
         self._check_whole("put_into")
         ids = sessions.one_stream(tokens)
-        return prefixes.put(
-            self._groups, prefixes.check_store(store), ids, sessions.fingerprint(known)
+        return stored_prefixes.put(
+            self._groups, stored_prefixes.check_store(store), ids, sessions.fingerprint(known)
         )
 
     def restore_from(
@@ -542,18 +542,18 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         known = self._known_model(model, "restore_from")
         ids = sessions.one_stream(tokens)[:-1]
-        prefixes.check_store(store)
+        stored_prefixes.check_store(store)
         if length := self._length():
             raise ValueError(
                 f"KVCache.restore_from: expected an empty cache, got one of {length} tokens: "
                 "reset() first"
             )
-        keys = prefixes.first_keys(known)
+        keys = stored_prefixes.first_keys(known)
         try:
             for group in self._groups:
                 if group.kv is None or not group.takes(keys):
                     self._start(group, keys, keys)
-            return prefixes.restore(self._groups, store, ids, sessions.fingerprint(known))
+            return stored_prefixes.restore(self._groups, store, ids, sessions.fingerprint(known))
         except BaseException:
             self.reset()
             raise
