@@ -12,7 +12,7 @@ import numpy as np
 
 import unimem as um
 from unimem.engine import embedded_model
-from unimem.engine.tokenizer import Tokenizer
+from unimem.engine.text.tokenizer import Tokenizer
 
 NAMES = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"]
 NAMES += ["ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from unimem.base.text import format_count
-from unimem.engine.arch import Model
+from unimem.engine.model import Model
 from unimem.errors import CapacityError
 from unimem.models.dims import ModelDims
 from unimem.planning.plan import plan

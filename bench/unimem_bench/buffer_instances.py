@@ -208,8 +208,8 @@ def engine_graphs() -> dict[str, tuple[um.BufferUse, ...]]:
 def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferUse, ...]:
     """Values of the engine's graph of a model of which there are only dimensions."""
     from unimem.backends import ggml
-    from unimem.engine.arch import Model, Rope
     from unimem.engine.graph import Arrays, Graph, Headers
+    from unimem.engine.model import Model, Rope
 
     model = Model(arch, dims, 1e-5, Rope(0, 10000.0, 1.0, 0.0, 1.0, CTX), None)
     hidden, inner, q, kv = dims.hidden_size, dims.intermediate_size, dims.q_size, dims.kv_size

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tokenizer_models import Vocab, bpe_vocab, spm_vocab
-from unimem.engine import chat as chat_module
-from unimem.engine import chat_template
-from unimem.engine.chat import ChatTemplateError, chat_prompt, render_chat
-from unimem.engine.tokenizer import Tokenizer
+from unimem.engine.text import chat as chat_module
+from unimem.engine.text import chat_template
+from unimem.engine.text.chat import ChatTemplateError, chat_prompt, render_chat
+from unimem.engine.text.tokenizer import Tokenizer
 
 TALK = [
     *({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi! "}),

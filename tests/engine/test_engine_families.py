@@ -15,7 +15,7 @@ import unimem as um
 from decoders import logits_of, sizes, tokens
 from models.make import Shape, write_model
 from unimem.engine import Decoder, UnsupportedModel
-from unimem.engine.arch import Model
+from unimem.engine.model import Model
 
 CTX, WINDOW = 2600, 48
 SHAPE = Shape(

@@ -16,7 +16,7 @@ from decoders import WIDE_HEADS as SHAPE
 from decoders import interrupted, logits_of, tokens
 from models.make import write_model
 from unimem.engine import Decoder, UnsupportedModel
-from unimem.engine.prefixes import model_name
+from unimem.engine.stored_prefixes import model_name
 
 PROMPT = tokens(300)
 

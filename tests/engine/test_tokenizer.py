@@ -29,8 +29,8 @@ from tokenizer_models import (
     spm_vocab,
     write_model,
 )
-from unimem.engine import tokenizer as tokenizer_module
-from unimem.engine.tokenizer import Tokenizer, UnsupportedTokenizer
+from unimem.engine.text import tokenizer as tokenizer_module
+from unimem.engine.text.tokenizer import Tokenizer, UnsupportedTokenizer
 
 
 def odd_texts() -> list[str]:

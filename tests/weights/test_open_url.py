@@ -155,7 +155,7 @@ def test_what_is_refused(store: ObjectServer) -> None:
 
 def test_an_engine_of_a_url(store: ObjectServer) -> None:
     engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
-    from unimem.engine.prefixes import model_name
+    from unimem.engine.stored_prefixes import model_name
 
     found = []
     for path in (str(TINY), URL):

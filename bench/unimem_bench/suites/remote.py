@@ -197,7 +197,7 @@ def first_token(measure: Measure) -> None:
     require_clients()
     require_engine()
     from unimem.engine import Decoder
-    from unimem.engine.prefixes import Prefixes, model_name
+    from unimem.engine.stored_prefixes import Prefixes, model_name
 
     n = (2 << 10) // (QUICK_SHARE if measure.quick else 1)
     path, cpus = decoding.prepared(measure, "q4_k_m", 2)

@@ -50,7 +50,7 @@ class Stores:
 
     def __init__(self, measure: Measure, n: int, undo: ExitStack) -> None:
         from unimem.engine import Decoder
-        from unimem.engine.prefixes import Prefixes, model_name
+        from unimem.engine.stored_prefixes import Prefixes, model_name
 
         path, cpus = decoding.prepared(measure, "q4_k_m", 2)
         self.ids = prompt_of(n)

@@ -342,7 +342,7 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
 
 def _load(path: Path | str, options: Options, **cache: Any) -> Layout:
     """Make the layout, and read the model into memory of its own, or map it."""
-    from unimem.engine.arch import Model, UnsupportedModel
+    from unimem.engine.model import Model, UnsupportedModel
 
     try:
         with open_files(path) as files:
@@ -427,7 +427,7 @@ def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Tal
         n_restored = saved.seq_len
         used = saved.next_position if decoder.window else n_restored
     if options.chat:
-        from unimem.engine.chat import chat_prompt
+        from unimem.engine.text.chat import chat_prompt
 
         messages = [{"role": "user", "content": prompt}]
         prompt = chat_prompt(decoder.weights.metadata, decoder.tokenizer, messages)

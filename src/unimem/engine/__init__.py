@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from unimem.engine.arch import UnsupportedModel
 from unimem.engine.decoder import Decoder
+from unimem.engine.model import UnsupportedModel
 
 __all__ = ["Decoder", "UnsupportedModel", "embedded_model"]
 

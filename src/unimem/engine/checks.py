@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem.backends import ggml
-from unimem.engine.arch import Model
+from unimem.engine.model import Model
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot
 from unimem.kv.arrays import kv_pair

@@ -16,14 +16,14 @@ from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.backends import ggml
 from unimem.base.arguments import flag
-from unimem.engine.accounting import list_parts, make_report
 from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.history import History
+from unimem.engine.memory_report import list_parts, make_report
 from unimem.engine.model_memory import ModelMemory
-from unimem.engine.prefixes import Prefixes
 from unimem.engine.sampling import Sampling
+from unimem.engine.stored_prefixes import Prefixes
 from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
@@ -38,7 +38,7 @@ from unimem.weights.loading import EngineLoad, Progress
 from unimem.weights.opened import Weights
 
 if TYPE_CHECKING:
-    from unimem.engine.tokenizer import Tokenizer
+    from unimem.engine.text.tokenizer import Tokenizer
     from unimem.kv.snapshot import LayersSnapshot, Snapshot
 
 __all__ = ["Decoder"]
@@ -462,7 +462,7 @@ class Decoder:
             The file's tokenizer is not supported; token ids work nevertheless.
         """
         if self._tokenizer is None:
-            from unimem.engine.tokenizer import Tokenizer
+            from unimem.engine.text.tokenizer import Tokenizer
 
             self._tokenizer = Tokenizer.from_metadata(self.weights.metadata)
         return self._tokenizer

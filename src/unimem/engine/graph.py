@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from unimem.backends import ggml
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
-from unimem.engine.arch import Model
-from unimem.engine.rotation import node_address, rotation_block
+from unimem.engine.model import Model
+from unimem.engine.rotation_op import node_address, rotation_block
 from unimem.planning.needs import nodes_bound
 
 __all__ = ["Arrays", "Graph", "Headers", "Mask", "view"]

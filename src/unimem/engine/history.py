@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem._core.tape import Tape
-from unimem.engine.arch import Model
 from unimem.engine.graph import view
+from unimem.engine.model import Model
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.cache.layered import MixedKVCache
 from unimem.kv.layer_specs import LayerKV, kinds_of, places_of

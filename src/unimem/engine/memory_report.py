@@ -14,8 +14,8 @@ from unimem.accounting.published import NAME
 from unimem.accounting.report import Report
 from unimem.backends import ggml
 from unimem.base.text import format_bytes, format_ranges
-from unimem.engine.arch import Model
 from unimem.engine.history import History
+from unimem.engine.model import Model
 from unimem.engine.model_memory import ModelMemory
 from unimem.kv.arrays import kv_name
 from unimem.layout import Layout

@@ -12,7 +12,7 @@ import numpy as np
 from unimem.backends import ggml
 from unimem.base.arguments import flag
 from unimem.base.text import format_count
-from unimem.engine.rotation import rotation_block
+from unimem.engine.rotation_op import rotation_block
 from unimem.kv.arrays import block_values
 from unimem.models.dims import (
     ARCHITECTURES,

@@ -1,6 +1,6 @@
 """Chats: messages made into the prompt that a model file's chat template makes of them.
 
-The template is somebody else's program (`unimem.engine.chat_template`). It is run by a process of
+The template is somebody else's program (`unimem.engine.text.chat_template`). It is run by a process of
 its own, whose memory and time are limited: Python has no other way to bound what an expression may
 take, such as strings that double. Each prompt has a new process, which starts in about 0.15 s, and
 so none takes what is left of another's limits.
@@ -19,12 +19,12 @@ from typing import Any
 
 from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
-from unimem.engine.tokenizer import Tokenizer
+from unimem.engine.text.tokenizer import Tokenizer
 
 if find_spec("jinja2") is None:
     raise ImportError(f"unimem.engine needs jinja2: {install_hint('run')}")
 
-from unimem.engine.chat_template import ChatTemplateError
+from unimem.engine.text.chat_template import ChatTemplateError
 
 __all__ = ["ChatTemplateError", "chat_prompt", "render_chat"]
 

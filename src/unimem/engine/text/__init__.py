@@ -1,0 +1,1 @@
+"""Text: tokens and templates of chats. Knows nothing of tensors."""
