@@ -90,10 +90,9 @@ class _Snapshots:
 
     def __init__(self) -> None:
         from unimem.errors import SnapshotError
-        from unimem.kv import snapshot
-        from unimem.kv.snapshot import format_layers, format_rows, format_states
+        from unimem.kv.snapshot import format_layers, format_rows, format_states, reader
 
-        self.reader, self.error = snapshot, SnapshotError
+        self.reader, self.error = reader, SnapshotError
         numbers = (
             *((format_rows, 1), (format_layers, 2)),
             *((format_layers, 3), (format_states, 1)),
@@ -297,7 +296,7 @@ def process() -> Run:
 def image() -> Run:
     """Read what is in front of the data of a repacked image."""
     from unimem.errors import FormatError
-    from unimem.weights.repack.repack import image_format as fmt
+    from unimem.weights.repack import image_format as fmt
 
     codes = {name: f"<{code}" for name, code in fmt._FIELDS}
 

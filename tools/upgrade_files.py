@@ -30,7 +30,7 @@ from unimem._core import ledger
 from unimem.accounting import exec_table, published
 from unimem.staging import keeper
 from unimem.system.placement import Placement
-from unimem.weights.repack.repack import image_format
+from unimem.weights.repack import image_format
 
 FOLDER = Path(__file__).parent.parent / "tests/upgrades"
 N_TOKENS, MODEL = 6, "upgraded"

@@ -29,6 +29,7 @@ from unimem._core import guard
 from unimem._core.status import counters
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
+from unimem.kv.snapshot import reader
 from unimem.weights.opened import Weights
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -239,13 +240,13 @@ def test_a_snapshot_is_read_into_a_cache_whose_file_was_lost(file: Path, tmp_pat
 
 
 def test_a_file_truncated_before_it_is_mapped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked = snapshot._check_wanted
+    checked = reader._check_wanted
 
     def cut(*args: Any) -> None:
         checked(*args)
         keep_one_lane(file)
 
-    monkeypatch.setattr(snapshot, "_check_wanted", cut)
+    monkeypatch.setattr(reader, "_check_wanted", cut)
     with lost(file):
         um.KVCache.restore(file)
 

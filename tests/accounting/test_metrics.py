@@ -17,6 +17,7 @@ import pytest
 import unimem as um
 from project import ROOT
 from running import running
+from unimem.accounting import prometheus
 from unimem.accounting.prometheus import (
     FAMILIES,
     LLAMA_FAMILIES,
@@ -57,7 +58,7 @@ def invented(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
             assert isinstance(found, Sample)
             return found
 
-    monkeypatch.setattr(metrics, "Sampler", Invented)
+    monkeypatch.setattr(prometheus, "Sampler", Invented)
     return there
 
 

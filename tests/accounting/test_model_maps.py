@@ -185,7 +185,7 @@ def test_a_long_table_is_read_once_while_the_file_stays(mapped: Mapped, monkeypa
     tensors = [g.tensor(f"t{i}", (32,), g.F32, 128 * i) for i in range(n)]
     path = mapped("long.gguf", g.with_data(g.head(n, 0), *tensors, nbytes=128 * n)[0])
     read = Mock(side_effect=GGUFHeader)
-    monkeypatch.setattr(model_maps, "GGUFHeader", read)
+    monkeypatch.setattr(mapped_models, "GGUFHeader", read)
     for _ in range(3):
         one = only(path)
         first, second, *_ = one.parts(one.areas[0])
@@ -197,7 +197,7 @@ def test_a_long_table_is_read_once_while_the_file_stays(mapped: Mapped, monkeypa
 
 
 def test_few_files_are_remembered(tmp_path: Path, mapped: Mapped, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(model_maps, "_HEADERS_MAX", 2)
+    monkeypatch.setattr(mapped_models, "_HEADERS_MAX", 2)
     for i in range(5):
         mapped(f"{i}.gguf", g.everything())
     assert [each.format for each in found(str(tmp_path))] == ["GGUF"] * 5
@@ -244,7 +244,7 @@ def test_an_unreadable_file_is_tried_again(model: Path, maps: Maps, monkeypatch:
     maps(model)
     with monkeypatch.context() as patch:
         error = OSError(5, "Input/output error")
-        patch.setattr(model_maps, "GGUFHeader", Mock(side_effect=error))
+        patch.setattr(mapped_models, "GGUFHeader", Mock(side_effect=error))
         assert only(model).problem == "[Errno 5] Input/output error"
     assert only(model).problem is None
 
@@ -266,7 +266,7 @@ def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: Patch) ->
     assert {(area.device, area.inode) for area in code} <= files
     assert all(inode for _, inode in files)
     look = Mock(side_effect=mapped_models._find_file)
-    monkeypatch.setattr(model_maps, "_find_file", look)
+    monkeypatch.setattr(mapped_models, "_find_file", look)
     models(process)
     assert files.isdisjoint((call.args[1].device, call.args[1].inode) for call in look.mock_calls)
 
@@ -308,7 +308,7 @@ def test_a_hidden_model_is_known_by_its_name(model: Path, maps: Maps, monkeypatc
     def without_root(path: str, area: Area, **options: bool) -> int:
         return -1 if "map_files" in path else plain(path, area, **options)
 
-    monkeypatch.setattr(model_maps, "_open_same", without_root)
+    monkeypatch.setattr(mapped_models, "_open_same", without_root)
     one = only(model)
     assert (one.state, one.format) == ("deleted", None)
     assert one.problem == (

@@ -23,6 +23,7 @@ from unimem.planning import repack_gain as planned
 from unimem.staging.keeper import Held, holders
 from unimem.system import limits
 from unimem.system.process import read_process
+from unimem.weights.repack import image_search
 from unimem.weights.repack.image import IMAGE_NAME
 from unimem.weights.repack.repack import repack
 from weight_bytes import drop_from_cache

@@ -14,7 +14,7 @@ import pytest
 
 import unimem as um
 from object_server import FAULTS, Handler, ObjectServer, serving_objects
-from unimem.kv.store.store import remote_tier
+from unimem.kv.store import remote_tier
 from unimem.remote import transfers
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")

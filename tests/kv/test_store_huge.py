@@ -14,7 +14,8 @@ import pytest
 
 import unimem as um
 from huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
-from unimem.kv.store.store import KVStore, huge_tier
+from unimem.kv.store import huge_tier
+from unimem.kv.store.store import KVStore
 from unimem.system import limits
 
 MODEL, CHUNK = "tiny", 512

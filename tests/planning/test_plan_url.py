@@ -19,6 +19,7 @@ from project import ROOT
 from screens import show
 from unimem.engine import embedded_model
 from unimem.remote import client
+from unimem.weights import remote_files
 from unimem.weights.files import open_model
 
 pytest.importorskip("fsspec", reason="fsspec reads URLs: pip install '.[remote]'")

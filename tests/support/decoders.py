@@ -22,6 +22,7 @@ pytest.importorskip(
 import unimem as um
 from models.make import TINY, Shape
 from unimem.engine import Decoder
+from unimem.planning import repack_gain
 
 # Heads are whole blocks of q8_0, and contexts are long.
 WIDE_HEADS = Shape(
@@ -33,8 +34,8 @@ WIDE_HEADS = Shape(
 def small_models_gain() -> Iterator[None]:
     """Have `auto` repack small models, where a test module imports this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repacked, "_LEAST_BYTES", 0)
-        patch.setattr(repacked, "_LEAST_SHARE", 0.0)
+        patch.setattr(repack_gain, "_LEAST_BYTES", 0)
+        patch.setattr(repack_gain, "_LEAST_SHARE", 0.0)
         yield
 
 

@@ -24,10 +24,10 @@ from forks import fork
 from unimem.base.atomic_file import NewFile
 from unimem.base.cache_folder import cache_folder
 from unimem.weights.files import version_of
+from unimem.weights.repack import image_identity, image_search, image_writer, repack
 from unimem.weights.repack.image import IMAGE_NAME, Image, write_image
 from unimem.weights.repack.image_cache import ImageCache
 from unimem.weights.repack.image_format import key_of
-from unimem.weights.repack.repack import image_identity, image_writer, repack
 from unimem.weights.repack.repacked import arrange
 from weight_bytes import cached_bytes, drop_from_cache, leaves_nothing
 

@@ -25,8 +25,8 @@ from unimem._core.status import ledger
 from unimem.base.threads import wait_until
 from unimem.system import limits
 from unimem.weights.page_cache import Dropper
+from unimem.weights.repack import repack as repacking
 from unimem.weights.repack.repack import repack, warm_rest
-from unimem.weights.repack.repack import repack as repacking
 from unimem.weights.repack.repacked import arrange
 from weight_bytes import cached_bytes, drop_from_cache
 

@@ -1,6 +1,6 @@
 """Snapshots of KV caches: files written whole or not at all, and checked when they are read."""
 
-from unimem.kv.snapshot.restore import (
+from unimem.kv.snapshot.reader import (
     LayersSnapshot,
     OpenSnapshot,
     Snapshot,
