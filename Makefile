@@ -17,7 +17,7 @@ NATIVE := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] ben
           CMakeLists.txt $(wildcard cmake/*) pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] native/tests/*.[ch]) \
            $(wildcard native/fuzz/*.[ch]) \
-           $(wildcard bench/native/*.[ch] tests/support/shim/*.c) \
+           $(wildcard bench/native/*.[ch] tests/support/kernel/shim/*.c) \
            $(wildcard examples/c/*.[ch] examples/cpp/*.[ch]pp) \
            $(wildcard src/unimem/cuda/*.cu)
 

@@ -15,11 +15,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-import in_threads
-import known_state
-import tiers
-from huge_pages import sharing_the_pool
-from project import ROOT
+from support.kernel import known_state
+from support.kernel.huge_pages import sharing_the_pool
+from support.project import in_threads, tiers
+from support.project.checkout import ROOT
 from unimem._core.status import device_ledger, ledger
 from unimem.accounting import published
 from unimem.system import limits
@@ -40,26 +39,42 @@ def pytest_testnodedown(node: Any) -> None:
 
 # Fixtures that take what all processes of the machine share, or look at it; and modules that do.
 MACHINE = {
-    *("cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages"),
+    "cgroup_1gb",
+    "cgroup_512mb",
+    "eight_huge_pages",
+    "no_huge_pages",
     "leaves_nothing",
 }
 MACHINE_MODULES = {
-    *("test_accounting", "test_bench_repack", "test_block_cgroup", "test_block_grow"),
-    "test_block_lock",
-    *("test_block_pages", "test_cli_report", "test_cli_stage", "test_cli_watch_terminal"),
-    *(
-        "test_demo",
-        "test_engine_images",
-        "test_engine_weights",
-        "test_governor",
-        "test_governor_cgroup",
-        "test_kv_grow",
-        "test_kv_memory",
-        "test_limits",
-    ),
-    *("test_model_maps", "test_plan_limits", "test_process", "test_published", "test_report"),
-    *("test_report_llama_cpp", "test_residency", "test_stage", "test_weights_load"),
-    *("test_cli_url", "test_stage_interrupt", "test_stage_url"),
+    "_core/test_block_cgroup",
+    "_core/test_block_grow",
+    "_core/test_block_lock",
+    "_core/test_block_pages",
+    "accounting/test_mapped_models",
+    "accounting/test_published",
+    "accounting/test_report",
+    "accounting/test_report_accounting",
+    "accounting/test_report_llama_cpp",
+    "bench/test_bench_repack",
+    "cli/test_report",
+    "cli/test_stage",
+    "cli/test_stage_url",
+    "cli/test_watch_terminal",
+    "engine/test_model_memory",
+    "engine/test_model_memory_images",
+    "kv/cache/test_storage",
+    "kv/cache/test_storage_grow",
+    "planning/test_plan_limits",
+    "project/test_demo",
+    "staging/test_stage",
+    "staging/test_stage_interrupt",
+    "staging/test_stage_url",
+    "system/test_limits",
+    "system/test_process",
+    "test_governor",
+    "test_governor_cgroup",
+    "weights/test_loading",
+    "weights/test_residency",
 }
 
 # What tests lock at most that are marked `locks`; the usual limit of a user.
@@ -67,12 +82,19 @@ LOCKED_BYTES = 8 << 20
 
 # Modules whose tests reserve huge pages by themselves.
 POOL_MODULES = {
-    *("test_bench_decoders", "test_bench_plain", "test_bench_suites_load"),
-    "test_block_pages",
+    "_core/test_block_pages",
+    "bench/test_bench_decoders",
+    "bench/test_bench_plain",
+    "bench/test_bench_suites_load",
 }
 
 # Folders that are in the larger tier as a whole: what they import takes longer than most tests.
 SLOW_FOLDERS = {ROOT / "tests/transformers"}
+
+
+def module_of(path: Path) -> str:
+    """Return the path of a test file below `tests`, without its suffix."""
+    return path.relative_to(ROOT / "tests").with_suffix("").as_posix()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -105,7 +127,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         fixtures = set(getattr(item, "fixturenames", ()))
-        if MACHINE & fixtures or item.path.stem in MACHINE_MODULES:
+        if MACHINE & fixtures or module_of(item.path) in MACHINE_MODULES:
             item.add_marker(pytest.mark.xdist_group("machine"))
     if str(getattr(config.option, "parallel_threads", 1)) != "1":  # under pytest-run-parallel
         for item in items:
@@ -141,7 +163,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def pool_of_huge_pages(request: pytest.FixtureRequest) -> Iterator[None]:
     """Nobody else takes the huge pages that a test reserves."""
-    with sharing_the_pool(alone=request.node.path.stem in POOL_MODULES):
+    with sharing_the_pool(alone=module_of(request.node.path) in POOL_MODULES):
         yield
 
 
@@ -190,9 +212,9 @@ def gives_memory_back() -> Iterator[None]:
 
 @pytest.fixture
 def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A driver over main memory in the place of device 0: tests/support/host_gpu.py."""
+    """A driver over main memory in the place of device 0: tests/support/gpu/host_gpu.py."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    import host_gpu
+    from support.gpu import host_gpu
 
     return host_gpu.install(monkeypatch)
 
@@ -207,8 +229,8 @@ def cuda(host_gpu: Any) -> Any:
 
 @pytest.fixture(params=["host", "cuda"])
 def device(request: pytest.FixtureRequest) -> Any:
-    """Main memory, then a GPU's: tests/support/devices.py."""
-    import devices
+    """Main memory, then a GPU's: tests/support/gpu/devices.py."""
+    from support.gpu import devices
 
     gc.collect()  # memory that earlier tests have left
     if request.param == "host":

@@ -86,8 +86,11 @@ RUNS = (
     Run(
         "nobody",
         (
-            *("an unprivileged user", "the distribution's Python", "a read-only home"),
-            *("`ulimit -n 256`", "64 KiB of locked memory"),
+            "an unprivileged user",
+            "the distribution's Python",
+            "a read-only home",
+            "`ulimit -n 256`",
+            "64 KiB of locked memory",
         ),
         python="/usr/bin/python3",
         before="ulimit -n 256 && ulimit -l 64 &&",

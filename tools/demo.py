@@ -170,7 +170,7 @@ def demonstrate(
 
 
 def _own_model(stack: ExitStack, say: Callable[[str], None]) -> Path:
-    from models.make import Shape, write_model
+    from support.models.make import Shape, write_model
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="unimem-demo-")))
     say("A model of random weights is written first...")
@@ -205,7 +205,7 @@ def _stage(model: Path, say: Callable[[str], None], stack: ExitStack) -> Held:
 
 
 def _start_two(path: str, say: Callable[[str], None], stack: ExitStack) -> list[int]:
-    import llama_cpp
+    from support.models import llama_cpp
 
     say("3. Two llama.cpp processes load that path")
     pids = [stack.enter_context(llama_cpp.holding(path)) for _ in range(2)]
@@ -272,5 +272,5 @@ def _sum_up(facts: Facts, say: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    sys.path.insert(0, str(ROOT / "tests"))
     sys.exit(main())

@@ -29,9 +29,11 @@ from xml.etree import ElementTree
 CPYTHON = ("mmap", "array", "bytes", "threading", "subprocess")
 # Of multiprocessing, by the way that it starts processes. Some Pythons lack these three files.
 STARTS = ("fork", "spawn", "forkserver")
-NUMPY = (
-    *("numpy._core", "numpy.lib", "numpy.linalg", "numpy.fft", "numpy.random", "numpy.ma"),
-    *("numpy.polynomial", "numpy.matrixlib", "numpy.testing"),
+NUMPY = tuple(
+    """
+    numpy._core numpy.lib numpy.linalg numpy.fft numpy.random numpy.ma numpy.polynomial
+    numpy.matrixlib numpy.testing
+""".split()
 )
 SHIM = """
 from test._test_multiprocessing import install_tests_in_module_dict as install

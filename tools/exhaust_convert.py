@@ -25,8 +25,12 @@ FORMATS: dict[str, tuple[int, npt.DTypeLike]] = {
 }
 LIBRARY = ctypes.CDLL(um.get_library())
 LIBRARY.um_convert.argtypes = [
-    *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
-    *(ctypes.c_size_t, ctypes.c_void_p),
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
 ]
 LIBRARY.um_convert_isa.restype = ctypes.c_char_p
 

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
-from apt_packages import UnavailableError, apt
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.project.apt_packages import UnavailableError, apt
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build/free-threaded"
@@ -37,8 +37,7 @@ TESTERS = ("pytest>=8,<9.2", "pytest-timeout", "hypothesis", "jsonschema", "pyte
 # What some tests compare with, or lend their arrays: those that lack it are skipped, and say so.
 WANTED = ("gguf", "safetensors", "fsspec")
 
-# What is tested as a whole, and in several threads: tests/support/in_threads.py says which tests
-# run in one thread all the same.
+# Folders tested in several threads; tests/support/project/in_threads.py keeps some tests in one.
 TESTED = ("tests/_core", "tests/kv", "tests/buffers")
 # In several threads on this Python, where the extras are that they need.
 TESTED_HERE = (*TESTED, "tests/weights", "tests/accounting", "tests/system")

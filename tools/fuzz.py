@@ -216,7 +216,9 @@ def _run(name: str, build: str, seconds: int) -> Figures | None:
         f"-max_total_time={max(seconds, 1)}",  # 0 is for ever
         f"-max_len={MAX_NBYTES_OF.get(name, MAX_NBYTES)}",
         "-print_final_stats=1",
-        *(folder("inputs", name), corpus(name), folder("seeds", name)),
+        folder("inputs", name),
+        corpus(name),
+        folder("seeds", name),
     )
     log = BUILD / f"{name}.{build}.log"
     with log.open("wb") as output:

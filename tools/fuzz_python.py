@@ -94,8 +94,10 @@ class _Snapshots:
 
         self.reader, self.error = reader, SnapshotError
         numbers = (
-            *((format_rows, 1), (format_layers, 2)),
-            *((format_layers, 3), (format_states, 1)),
+            (format_rows, 1),
+            (format_layers, 2),
+            (format_layers, 3),
+            (format_states, 1),
         )
         self.forms: dict[bytes, Any] = {
             form.MAGIC + struct.pack("<I", number): form for form, number in numbers
@@ -376,9 +378,11 @@ class Target(NamedTuple):
 
 TARGETS = {
     "snapshot": Target(
-        (
-            *("unimem.kv.snapshot.format_rows", "unimem.kv.snapshot.format_layers"),
-            *("unimem.kv.snapshot.format_states", "unimem.kv.layer_specs"),
+        tuple(
+            """
+            unimem.kv.snapshot.format_rows unimem.kv.snapshot.format_layers
+            unimem.kv.snapshot.format_states unimem.kv.layer_specs
+        """.split()
         ),
         _Snapshots,
     ),

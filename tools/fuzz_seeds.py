@@ -40,7 +40,7 @@ def gguf_files() -> Iterator[bytes]:
     yield from halved(import_module("test_gguf_mutation").VALID)
     yield from (raw for _, _, (raw, _) in import_module("test_gguf").RULES)
     # What the least slip in a bound would let pass.
-    gf = import_module("gguf_files")
+    gf = import_module("support.files.gguf_files")
     i8, iq1_s = 24, 19
     for kind, ne, nbytes in (
         (i8, (256,), 255),
@@ -55,7 +55,7 @@ def gguf_files() -> Iterator[bytes]:
 
 def safetensors_files() -> Iterator[bytes]:
     """Files that are read, in full and cut, and those for each way to break a rule."""
-    files = import_module("safetensors_files")
+    files = import_module("support.files.safetensors_files")
     yield from halved([files.everything(), files.everything(pad=3), files.write({})])
     yield from (case.raw for case in import_module("test_safetensors").RULES.values())
     # What the least slip in a bound would let pass.
@@ -160,7 +160,7 @@ def ledger_files() -> Iterator[bytes]:
     head = head.ljust(64, b"\0") + struct.pack("=15Q", *(1, 2, 50, 3, 8192) * 3)
     for body in (text, text.replace(b"8192", b"4097"), text.replace(b"[", b"[[", 1)):
         yield from halved([fuzz_python.pack(head.ljust(4096, b"\0") + body)])
-    placed = import_module("test_placed")
+    placed = import_module("test_exec_table")
     for table in (placed.table(), placed.table(n_changes=5), placed.table([])):
         yield from halved([fuzz_python.pack(table)])
 
@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
-    sys.path[:0] = [str(TESTS / folder) for folder in ("support", "_core", "accounting")]
+    sys.path[:0] = [str(TESTS / folder) for folder in ("", "weights", "accounting")]
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for raw in TARGETS[arguments.target]():
         if len(raw) <= MAX_NBYTES:

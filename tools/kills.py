@@ -299,9 +299,9 @@ def make_cases(folder: Path) -> list[Case]:
         return folder / name
 
     cases: list[Case] = [_Save(own("save")), _Stage(own("stage"))]
-    sys.path += [str(ROOT / "tests" / "support"), str(ROOT / "bench")]
+    sys.path += [str(ROOT / "tests"), str(ROOT / "bench")]
     try:
-        from models.make import TINY, write_model
+        from support.models.make import TINY, write_model
 
         model = write_model(own("model") / "q4_0.gguf", shape=TINY, kind="q4_0")
         cases.append(_Repack(own("repack"), model))

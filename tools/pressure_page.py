@@ -54,8 +54,16 @@ def lines(record: Record) -> Iterator[str]:
 
 def _table(token: CaseRecord, slowest: dict[str, float], mean: dict[str, float]) -> Table:
     head = (
-        *("ms a token", "alone: p50", "p99.9", "beside neighbours: p50", "p99", "p99.9", "worst"),
-        *("reads from the disk", "p99.9, of alone", "mean, of alone"),
+        "ms a token",
+        "alone: p50",
+        "p99.9",
+        "beside neighbours: p50",
+        "p99",
+        "p99.9",
+        "worst",
+        "reads from the disk",
+        "p99.9, of alone",
+        "mean, of alone",
     )
     rows = []
     for name, both in token.facts["figures_ms"].items():

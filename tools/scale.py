@@ -139,7 +139,7 @@ def chunk_rates(folder: Path) -> dict[str, float]:
 def receive_rate(path: Path) -> float | None:
     """Take a file from a neighbour: two Ray nodes on this machine, in processes of their own."""
     run = subprocess.run(
-        [sys.executable, ROOT / "tests/support/two_ray_copies.py", path],
+        [sys.executable, ROOT / "tests/support/servers/two_ray_copies.py", path],
         capture_output=True,
         text=True,
         check=False,

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "wheels"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import pythons
-from chunk_vectors import make
+from support.files.chunk_vectors import make
 
 ROOT = Path(__file__).parents[1]
 VERSION = "3.11"
@@ -47,7 +47,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return UNAVAILABLE
     answer = subprocess.run(
-        [python, ROOT / "tests/support/chunk_vectors.py", ROOT / "src/unimem"],
+        [python, ROOT / "tests/support/files/chunk_vectors.py", ROOT / "src/unimem"],
         env={"PYTHONPATH": str(wheels), "PYTHONHASHSEED": "3"},
         capture_output=True,
         text=True,

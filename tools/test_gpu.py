@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     tests = [*python, "pytest", "-q", "-o", "faulthandler_timeout=60"]
     tests += ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin"]
     host = [ROOT / "tests/cuda"]
-    host += [ROOT / "tests/system/test_gpu_driver.py", ROOT / "tests/bench/test_bench_gpu.py"]
+    host += [ROOT / "tests/backends/test_cuda_driver.py", ROOT / "tests/bench/test_bench_gpu.py"]
     begin = time.time()
     statuses = {TESTS: step(TESTS, [*tests, "tests/gpu"], environment, GPU_S)}
     if statuses[TESTS] != NOTHING_COLLECTED:

@@ -132,7 +132,12 @@ def _image(folder: Path) -> dict[str, Any]:
     data = bytes(range(64)) * 4
     tensors = [
         image_format.ImageTensor(
-            *(f"blk.{i}.weight", "q4_0", (32, 4), "CPU_REPACK", 128 * i, 72),
+            f"blk.{i}.weight",
+            "q4_0",
+            (32, 4),
+            "CPU_REPACK",
+            128 * i,
+            72,
             hash=xxhash.xxh3_128_hexdigest(data[128 * i : 128 * i + 72]),
         )
         for i in range(2)

@@ -25,7 +25,8 @@ QUESTIONS = (
     Question("Is decode as fast as llama.cpp's?", "decode/decode-q8_0", "llama.cpp"),
     Question(
         "And with Q4_K_M weights, which both bring into a faster order?",
-        *("decode/decode-q4_k_m", "llama.cpp"),
+        "decode/decode-q4_k_m",
+        "llama.cpp",
     ),
     Question(
         "Is a prompt computed as fast, with such weights?", "decode/prefill-q4_k_m", "llama.cpp"
@@ -35,7 +36,8 @@ QUESTIONS = (
     Question("How long until a model on the disk is in memory?", "load/cold", BEST),
     Question(
         "How soon does llama.cpp start from a staged model?",
-        *("load/staged", "the file, as it was written"),
+        "load/staged",
+        "the file, as it was written",
     ),
     Question("How fast is a snapshot saved?", "snapshot/save", "write, fsync"),
     Question("How soon does a saved conversation go on?", "snapshot/first-token", "prefill"),

@@ -21,10 +21,12 @@ __all__ = [
 ENOUGH = 0.9
 
 # What two machines have to have in common, by its place in the document of `unimem doctor`.
-_MACHINE = (
-    *("cpu.model", "cpu.allowed_cores", "cpu.allowed_threads", "cpu.usable_cores", "cpu.governors"),
-    *("memory.total_bytes", "kernel.release", "kernel.architecture"),
-    *("thp.enabled", "thp.defrag", "thp.shmem_enabled", "thp.shm_mount", "numa.balancing"),
+_MACHINE = tuple(
+    """
+    cpu.model cpu.allowed_cores cpu.allowed_threads cpu.usable_cores cpu.governors
+    memory.total_bytes kernel.release kernel.architecture thp.enabled thp.defrag
+    thp.shmem_enabled thp.shm_mount numa.balancing
+""".split()
 )
 
 _AGREES, _DIFFERS = "agree", "differ"

@@ -29,9 +29,11 @@ from unimem_bench.suites import load_suite
 __all__ = ["Interrupted", "Pass", "merge", "run", "schedule"]
 
 # What is measured, or takes part in it.
-_PACKAGES = (
-    *("unimem-llm", "numpy", "torch", "safetensors", "gguf", "ggml-python", "cyllama", "cupy"),
-    *("cupy-cuda12x", "cupy-cuda13x", "pyperf"),
+_PACKAGES = tuple(
+    """
+    unimem-llm numpy torch safetensors gguf ggml-python cyllama cupy cupy-cuda12x cupy-cuda13x
+    pyperf
+""".split()
 )
 _END_S = 10.0  # what a child has to end in order when it is interrupted
 

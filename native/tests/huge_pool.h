@@ -34,7 +34,7 @@ static inline uint64_t huge_pages_available(void) {
 }
 
 /* Tests share the pool, and one that borrows pages has it alone: a block of UM_PAGES_AUTO takes
- * them, whoever has reserved them. tests/support/huge_pages.py has the same locks, of two files
+ * them, whoever has reserved them. tests/support/kernel/huge_pages.py has the same locks, of two files
  * that everybody may open. Who waits to have it alone holds the gate: others wait behind it. */
 #define HUGE_POOL_LOCK "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
 #define HUGE_POOL_GATE "/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages"

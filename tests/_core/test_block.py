@@ -14,13 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import proc_maps
 import unimem as um
-from at_once import at_once
-from child_checks import CHECKS
 from conftest import Run
-from forks import counts_faults, in_child
-from huge_pages import no_huge_pages
+from support.kernel import proc_maps
+from support.kernel.huge_pages import no_huge_pages
+from support.processes.at_once import at_once
+from support.processes.child_checks import CHECKS
+from support.processes.forks import counts_faults, in_child
 from unimem._core.status import counters, ledger
 
 __all__ = ["no_huge_pages"]
@@ -76,8 +76,11 @@ def test_the_ledger_is_what_smaps_says(category: str, file: Path) -> None:
     ("options", "error"),
     [
         ({"nbytes": 2**63 - 1}, (ValueError, MemoryError)),
-        *(({"pages": "3k"}, ValueError), ({"category": "sundries"}, ValueError)),
-        *(({"warm": -1}, ValueError), ({"warm": 1.5}, ValueError), ({"colour": "red"}, TypeError)),
+        ({"pages": "3k"}, ValueError),
+        ({"category": "sundries"}, ValueError),
+        ({"warm": -1}, ValueError),
+        ({"warm": 1.5}, ValueError),
+        ({"colour": "red"}, TypeError),
     ],
 )
 def test_a_refused_block_leaves_nothing(options: dict[str, Any], error: Any) -> None:
@@ -190,15 +193,26 @@ def test_the_default_shape_is_all_that_fits() -> None:
         *(
             (ValueError, arguments)
             for arguments in (
-                *(("uint8", PAGE + 1), ("uint8", (2**40, 2**40)), ("uint8", (0, 2**70))),
-                *(("uint8", (np.int64(2**40), np.int64(2**40))), ("uint8", (1,) * 33)),
-                *(("uint8", -1), ("uint8", (2, -1)), ("uint8", None, PAGE + 1)),
-                *(("uint8", None, -1), ("uint8", None, 2**70), ("float32", 1, 2)),
-                *(("float64", 1, PAGE - 4), ("<f16", 1), (object, 1), ("V0", 1)),
+                ("uint8", PAGE + 1),
+                ("uint8", (2**40, 2**40)),
+                ("uint8", (0, 2**70)),
+                ("uint8", (np.int64(2**40), np.int64(2**40))),
+                ("uint8", (1,) * 33),
+                ("uint8", -1),
+                ("uint8", (2, -1)),
+                ("uint8", None, PAGE + 1),
+                ("uint8", None, -1),
+                ("uint8", None, 2**70),
+                ("float32", 1, 2),
+                ("float64", 1, PAGE - 4),
+                ("<f16", 1),
+                (object, 1),
+                ("V0", 1),
                 ([("a", object)], 1),
             )
         ),
-        *((TypeError, ("uint8", 1.5)), (TypeError, ("number", 1))),
+        (TypeError, ("uint8", 1.5)),
+        (TypeError, ("number", 1)),
     ],
 )
 def test_arrays_that_do_not_fit(error: type[Exception], arguments: tuple[Any, ...]) -> None:
@@ -359,9 +373,16 @@ def test_a_part_of_a_file_and_a_private_one(file: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"offset": 1}, {"offset": -PAGE}, {"offset": 2**70}, {"offset": 100 * PAGE}),
-        *({"nbytes": 0}, {"nbytes": -1}, {"nbytes": 64 * 256 + 4}, {"mode": "w"}),
-        *({"offset": PAGE, "nbytes": 2**63 - 1}, {"category": "sundries"}),
+        {"offset": 1},
+        {"offset": -PAGE},
+        {"offset": 2**70},
+        {"offset": 100 * PAGE},
+        {"nbytes": 0},
+        {"nbytes": -1},
+        {"nbytes": 64 * 256 + 4},
+        {"mode": "w"},
+        {"offset": PAGE, "nbytes": 2**63 - 1},
+        {"category": "sundries"},
     ],
     ids=str,
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cgroups import SmallCgroup, cgroup_512mb
-from child_checks import CHECKS
-from huge_pages import no_huge_pages
-from tiers import slow_after
+from support.kernel.cgroups import SmallCgroup, cgroup_512mb
+from support.kernel.huge_pages import no_huge_pages
+from support.processes.child_checks import CHECKS
+from support.project.tiers import slow_after
 
 __all__ = ["cgroup_512mb", "no_huge_pages"]
 

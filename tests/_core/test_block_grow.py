@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-import proc_maps
 import unimem as um
-from huge_pages import count, eight_huge_pages
+from support.kernel import proc_maps
+from support.kernel.huge_pages import count, eight_huge_pages
 from unimem._core.status import ledger
 
 __all__ = ["eight_huge_pages"]
@@ -214,7 +214,11 @@ def test_users_of_all_of_it_refuse(make: Views) -> None:
 def test_wrong_ranges_and_reserves(tmp_path: Path) -> None:
     with um.Block(10 * PAGE, pages="4k") as block:
         for offset, nbytes in (
-            *((-1, 1), (0, -1), (10 * PAGE, PAGE), (0, 10 * PAGE + 1), (2**63 - 1, 1)),
+            (-1, 1),
+            (0, -1),
+            (10 * PAGE, PAGE),
+            (0, 10 * PAGE + 1),
+            (2**63 - 1, 1),
             (11 * PAGE, None),
         ):
             with pytest.raises(ValueError, match=r"offset|nbytes|range|outside"):

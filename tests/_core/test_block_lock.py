@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-import proc_maps
 import unimem as um
-from child_checks import CHECKS
 from conftest import Run
-from forks import SANITIZED
-from memlock import DROP_LOCK
+from support.kernel import proc_maps
+from support.kernel.memlock import DROP_LOCK
+from support.processes.child_checks import CHECKS
+from support.processes.forks import SANITIZED
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import proc_maps
 import unimem as um
-from forks import in_child, refuses
-from huge_pages import count, eight_huge_pages
-from os_faults import os_faults
+from support.kernel import proc_maps
+from support.kernel.huge_pages import count, eight_huge_pages
+from support.kernel.os_faults import os_faults
+from support.processes.forks import in_child, refuses
 from unimem._core.status import ledger
 from unimem.system import limits
 
@@ -145,8 +145,12 @@ def test_what_cannot_be_had_is_told() -> None:
 @pytest.mark.parametrize(
     ("nbytes", "piece", "pages"),
     [
-        *((4 * PAGE, PAGE + 1, "auto"), (4 * PAGE, 3 * PAGE, "4k"), (4 * MIB, MIB, "2m")),
-        *((4 * MIB, 2 * MIB, "1g"), (0, PAGE, "auto"), (PAGE, 0, "auto")),
+        (4 * PAGE, PAGE + 1, "auto"),
+        (4 * PAGE, 3 * PAGE, "4k"),
+        (4 * MIB, MIB, "2m"),
+        (4 * MIB, 2 * MIB, "1g"),
+        (0, PAGE, "auto"),
+        (PAGE, 0, "auto"),
     ],
 )
 def test_pieces_are_whole(nbytes: int, piece: int, pages: Any) -> None:
@@ -317,12 +321,11 @@ def test_files_that_do_not_fit_or_shrink(path: Path) -> None:
     with um.Block(PAGE, pages="4k", reserve=16 * PAGE) as block, path.open("r+b") as file:
         fd = file.fileno()
         for offset, start, nbytes, match in (
-            *((0, 0, PAGE, "committed"), (PAGE, 0, 9 * PAGE, "end of the file")),
-            *(
-                (PAGE, 0, 100, "step"),
-                (PAGE, 100, PAGE, "page size"),
-                (1 << 16, 0, PAGE, "reserved"),
-            ),
+            (0, 0, PAGE, "committed"),
+            (PAGE, 0, 9 * PAGE, "end of the file"),
+            (PAGE, 0, 100, "step"),
+            (PAGE, 100, PAGE, "page size"),
+            (1 << 16, 0, PAGE, "reserved"),
         ):
             with pytest.raises(ValueError, match=match):
                 block._overlay(offset, fd, start, nbytes)

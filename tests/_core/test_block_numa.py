@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-import proc_maps
 import unimem as um
-from child_checks import CHECKS
 from conftest import Run
-from huge_pages import eight_huge_pages
+from support.kernel import proc_maps
+from support.kernel.huge_pages import eight_huge_pages
+from support.processes.child_checks import CHECKS
 from unimem.system import limits
 
 __all__ = ["eight_huge_pages"]

@@ -14,13 +14,20 @@ from typing import Any
 
 import pytest
 
-import proc_maps
-import tiers
 import unimem as um
-from child_checks import CHECKS
 from conftest import Run
-from huge_pages import PAGE_BYTES, POOL, count, eight_huge_pages, no_huge_pages, reserved
-from tiers import slow_after
+from support.kernel import proc_maps
+from support.kernel.huge_pages import (
+    PAGE_BYTES,
+    POOL,
+    count,
+    eight_huge_pages,
+    no_huge_pages,
+    reserved,
+)
+from support.processes.child_checks import CHECKS
+from support.project import tiers
+from support.project.tiers import slow_after
 
 __all__ = ["eight_huge_pages", "no_huge_pages"]
 
@@ -104,7 +111,8 @@ def test_without_a_pool(warm: bool) -> None:
     with pytest.raises(um.PlacementError) as caught:
         um.Block(7 * MIB, pages="2m", strict=True, warm=warm, name="weights")
     for part in (
-        *("Block 'weights' of 7.0 MiB", "needs 4 hugetlb pages of 2.0 MiB"),
+        "Block 'weights' of 7.0 MiB",
+        "needs 4 hugetlb pages of 2.0 MiB",
         f"the pool has {count('nr_hugepages')} in all, 0 free",
         f"echo {wanted} > /proc/sys/vm/nr_hugepages",
     ):

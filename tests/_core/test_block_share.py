@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import proc_maps
 import unimem as um
 from conftest import Run
-from forks import in_child, refuses
+from support.kernel import proc_maps
+from support.processes.forks import in_child, refuses
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -265,10 +265,21 @@ def test_shared_memory_is_left_out_of_a_child(shared: Any) -> None:
         with um.Tape(block) as tape, um.Block(PAGE) as private:
             tape.take_bytes(8)[:] = 5
             uses: list[Callable[[], Any]] = [
-                *(lambda: block.address, lambda: block.nbytes, lambda: block.granted),
-                *(block.as_array, lambda: memoryview(block), block.verify, block.warm),
-                *(block.fileno, block.release, lambda: block.commit(PAGE), block.sealed_copy),
-                *(lambda: tape.take(8), lambda: tape.take_address(8), tape.clear, tape.mark),
+                lambda: block.address,
+                lambda: block.nbytes,
+                lambda: block.granted,
+                block.as_array,
+                lambda: memoryview(block),
+                block.verify,
+                block.warm,
+                block.fileno,
+                block.release,
+                lambda: block.commit(PAGE),
+                block.sealed_copy,
+                lambda: tape.take(8),
+                lambda: tape.take_address(8),
+                tape.clear,
+                tape.mark,
             ]
             assert in_child(lambda: [use for use in uses if not refuses(use)] == [])
             assert in_child(lambda: block.closed and "closed" in repr(block))

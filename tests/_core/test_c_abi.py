@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import c_abi
 import unimem as um
-from building import run, tool
-from project import ROOT
+from support.project import c_abi
+from support.project.building import run, tool
+from support.project.checkout import ROOT
 from unimem._core.status import SOVERSION
 
 INCLUDE = ROOT / "native" / "include"
@@ -25,7 +25,7 @@ def recorded() -> list[str]:
 def test_the_interface_is_the_recorded_one(recorded: list[str]) -> None:
     found = c_abi.describe(INCLUDE)
     assert c_abi.lost(recorded, found) == [], "programs would break: raise UM_SOVERSION"
-    new = "python tests/support/c_abi.py --record notes what is new"
+    new = "PYTHONPATH=tests python -m support.project.c_abi --record notes what is new"
     assert found == recorded, new
 
 

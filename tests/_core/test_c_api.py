@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import unimem as um
-from building import run, tool
+from support.project.building import run, tool
 
 PROGRAM = r"""
 #include <stdio.h>

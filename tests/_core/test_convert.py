@@ -21,8 +21,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 import unimem as um
-from project import ROOT
-from tiers import examples
+from support.project.checkout import ROOT
+from support.project.tiers import examples
 
 Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", (32,))])
 BLOCK = 32
@@ -75,8 +75,12 @@ class _Code(ctypes.Structure):
 
 
 ARGUMENTS: list[Any] = [
-    *(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
-    *(ctypes.c_size_t, ctypes.c_void_p),
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_void_p,
+    ctypes.c_int,
+    ctypes.c_size_t,
+    ctypes.c_void_p,
 ]
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import proc_maps
 import unimem as um
-from building import run, tool
-from os_faults import os_faults
-from project import ROOT
+from support.kernel import proc_maps
+from support.kernel.os_faults import os_faults
+from support.project.building import run, tool
+from support.project.checkout import ROOT
 
 PAGE = ROOT / "docs" / "native.md"
 SOURCE = Path(__file__).parent / "cython_user" / "user.pyx"

@@ -25,9 +25,9 @@ from hypothesis.stateful import (
 )
 
 import unimem as um
-from at_once import at_once
-from devices import Device
-from tiers import examples
+from support.gpu.devices import Device
+from support.processes.at_once import at_once
+from support.project.tiers import examples
 from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

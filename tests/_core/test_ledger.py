@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gguf_files as gf
 import unimem as um
-from at_once import at_once
-from forks import in_child
-from tiers import examples
+from support.files import gguf_files as gf
+from support.processes.at_once import at_once
+from support.processes.forks import in_child
+from support.project.tiers import examples
 from unimem._core import ledger, status
 from unimem._core.ledger import Entry, Part, entries, high_water, resolve, sizes_of
 from unimem._core.region import holder_parts
@@ -179,7 +179,13 @@ def test_what_an_entry_says() -> None:
     with um.Block(MIB + 1, pages="4k", name="mine", category="staging") as block:
         size = MIB + PAGE
         assert of(block) == Entry(
-            *("staging", "mine", block.address, size, size, dict(block.requested), None),
+            "staging",
+            "mine",
+            block.address,
+            size,
+            size,
+            dict(block.requested),
+            None,
             parts=(Part("staging", block.address, size),),
         )
     with um.Block.map(TINY) as block:
@@ -541,8 +547,10 @@ def test_runs_of_tensors_are_looked_for_once(tmp_path: Path) -> None:
         assert found == {f"weights:{kind}": n for kind, n in weights.by_type().items()}
     # Neighbours of one type are one run, whatever their order in the table.
     tensors = [
-        *(gf.tensor("c", (8,), gf.F32, 96), gf.tensor("a", (8,), gf.F32, 0)),
-        *(gf.tensor("empty", (0,), gf.F32, 32), gf.tensor("b", (16,), gf.F16, 64)),
+        gf.tensor("c", (8,), gf.F32, 96),
+        gf.tensor("a", (8,), gf.F32, 0),
+        gf.tensor("empty", (0,), gf.F32, 32),
+        gf.tensor("b", (16,), gf.F16, 64),
         gf.tensor("d", (8,), gf.F32, 32),
     ]
     path.write_bytes(gf.with_data(gf.head(len(tensors), 0), *tensors, nbytes=128)[0])

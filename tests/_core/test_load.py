@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import proc_maps
 import unimem as um
-from at_once import at_once
-from forks import needs_fork
+from support.kernel import proc_maps
+from support.processes.at_once import at_once
+from support.processes.forks import needs_fork
 from unimem._core.load import load
 from unimem._core.status import counters
 
@@ -116,11 +116,10 @@ def test_parts_of_files(file: Path, tmp_path: Path) -> None:
         with um.Block(4 * MIB) as block, um.Block(PAGE) as small:
             load(
                 [
-                    *((other_fd, 255, block, 1, 3, "other"), (fd, 77, block, MIB + 3, MIB, "file")),
-                    *(
-                        (fd, 0, small, 0, 0, "file"),
-                        (other_fd, 256, small, PAGE - 256, 256, "other"),
-                    ),
+                    (other_fd, 255, block, 1, 3, "other"),
+                    (fd, 77, block, MIB + 3, MIB, "file"),
+                    (fd, 0, small, 0, 0, "file"),
+                    (other_fd, 256, small, PAGE - 256, 256, "other"),
                 ]
             )
             assert bytes(block.as_array()[:5]) == b"\0\xff\0\1\0"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from at_once import at_once
+from support.processes.at_once import at_once
 from unimem._core.ledger import entries
 
 N_THREADS = 8
@@ -164,9 +164,17 @@ def test_many_write_to_one_cache(kind: str) -> None:
             kv.copy().close()
 
         in_turn(
-            *(lambda: kv.append(0, token, token), read, large, reserve),
-            *(lambda: kv.trim_to(10), kv.give_back, crop, kv.clear),
-            *(lambda: kv.enforce_memory_limit(1 << 20), copy, entries),
+            lambda: kv.append(0, token, token),
+            read,
+            large,
+            reserve,
+            lambda: kv.trim_to(10),
+            kv.give_back,
+            crop,
+            kv.clear,
+            lambda: kv.enforce_memory_limit(1 << 20),
+            copy,
+            entries,
         )
         kv.rollback()
         kv.clear()
@@ -180,8 +188,14 @@ def test_layers_that_differ_share_one_position() -> None:
     token = np.ones((2, 2, 32), "float32")
     with um.KVCache(layers=layers, max_seq_len=512, dtype="f32", pages="4k", checkpoints=2) as kv:
         in_turn(
-            *(lambda: kv.append_all(token, token), lambda: kv.layer(1), kv.checkpoint, entries),
-            *(lambda: kv.state(2), kv.give_back, kv.clear, lambda: kv.seq_len),
+            lambda: kv.append_all(token, token),
+            lambda: kv.layer(1),
+            kv.checkpoint,
+            entries,
+            lambda: kv.state(2),
+            kv.give_back,
+            kv.clear,
+            lambda: kv.seq_len,
         )
         kv.clear()
         kv.append_all(token, token)

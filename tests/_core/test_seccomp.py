@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from child_checks import CHECKS
 from conftest import Run
+from support.processes.child_checks import CHECKS
 
 # What Docker forbids without a capability, and `SystemCallFilter=~@resources @mount @privileged`.
 FILTER = """

@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 )
 
 import unimem as um
-from at_once import at_once
-from devices import Device
-from tiers import examples
+from support.gpu.devices import Device
+from support.processes.at_once import at_once
+from support.project.tiers import examples
 from unimem._core.status import ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -51,7 +51,15 @@ def figures(tape: Any) -> tuple[int, int, int, int]:
 
 
 SHAPES: list[Any] = [
-    *(5, (), (2, 3), [2, 3], (2, 0, 3), 0, (1,) * 32, np.int64(4), (np.int32(4), np.uint8(1))),
+    5,
+    (),
+    (2, 3),
+    [2, 3],
+    (2, 0, 3),
+    0,
+    (1,) * 32,
+    np.int64(4),
+    (np.int32(4), np.uint8(1)),
     np.array([2, 2]),
 ]
 
@@ -70,9 +78,22 @@ def test_shapes(device: Device, tape: Any, shape: Any) -> None:
 @pytest.mark.parametrize(
     "dtype",
     [
-        *("float16", "float32", "float64", "uint8", "int64", "bool", "complex64", ">f4", "e"),
-        *(np.float16, np.dtype("int16"), np.dtype([("d", "<f2"), ("qs", "i1", 32)]), int),
-        *("bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)),
+        "float16",
+        "float32",
+        "float64",
+        "uint8",
+        "int64",
+        "bool",
+        "complex64",
+        ">f4",
+        "e",
+        np.float16,
+        np.dtype("int16"),
+        np.dtype([("d", "<f2"), ("qs", "i1", 32)]),
+        int,
+        "bfloat16",
+        ml_dtypes.bfloat16,
+        np.dtype(ml_dtypes.bfloat16),
     ],
 )
 def test_dtypes(device: Device, tape: Any, dtype: Any) -> None:
@@ -111,21 +132,40 @@ def test_take_bytes_and_take_address(device: Device, tape: Any) -> None:
 
 REFUSED: dict[type[Exception], list[tuple[Any, Any, Any]]] = {
     um.TapeFull: [
-        *((64 * KIB + 1, "uint8", 64), (16 * KIB + 1, "float32", 64), (2**61, "float64", 64)),
-        *((2**62, "float32", 64), (2**63 - 1, "uint8", 64), (2**64, "uint8", 64)),
-        *((2**200, "uint8", 64), ((2**32, 2**32), "uint8", 64), (1, "uint8", 1 << 62)),
+        (64 * KIB + 1, "uint8", 64),
+        (16 * KIB + 1, "float32", 64),
+        (2**61, "float64", 64),
+        (2**62, "float32", 64),
+        (2**63 - 1, "uint8", 64),
+        (2**64, "uint8", 64),
+        (2**200, "uint8", 64),
+        ((2**32, 2**32), "uint8", 64),
+        (1, "uint8", 1 << 62),
         ((2**31, 2**31, 4), "float32", 64),
         ((np.int64(2**40), np.int64(2**40)), "float32", 64),
         ((np.int32(2**30), np.int32(2**30)), "uint8", 64),
     ],
     ValueError: [
-        *(((0, 2**63), "uint8", 64), ((2**62, 0, 2**62), "uint8", 64), ((1,) * 33, "uint8", 64)),
-        *((-1, "uint8", 64), ((3, -1), "uint8", 64), ((-3, -1), "uint8", 64), (1, object, 64)),
-        *((1, "V0", 64), (1, "U", 64), (1, "uint8", 0), (1, "uint8", 3), (1, "uint8", -64)),
+        ((0, 2**63), "uint8", 64),
+        ((2**62, 0, 2**62), "uint8", 64),
+        ((1,) * 33, "uint8", 64),
+        (-1, "uint8", 64),
+        ((3, -1), "uint8", 64),
+        ((-3, -1), "uint8", 64),
+        (1, object, 64),
+        (1, "V0", 64),
+        (1, "U", 64),
+        (1, "uint8", 0),
+        (1, "uint8", 3),
+        (1, "uint8", -64),
     ],
     TypeError: [
-        *((1.0, "uint8", 64), ((1, 1.5), "uint8", 64), ("3", "uint8", 64), (None, "uint8", 64)),
-        *((1, "no such type", 64), (1, "uint8", 1.5)),
+        (1.0, "uint8", 64),
+        ((1, 1.5), "uint8", 64),
+        ("3", "uint8", 64),
+        (None, "uint8", 64),
+        (1, "no such type", 64),
+        (1, "uint8", 1.5),
     ],
 }
 

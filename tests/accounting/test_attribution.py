@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from project import ROOT
-from running import running
-from tiers import examples
+from support.processes.running import running
+from support.project.checkout import ROOT
+from support.project.tiers import examples
 from unimem._core.ledger import Entry, Part
 from unimem.accounting import attribution
 from unimem.accounting.attribution import apportion, attribute, kind_of
@@ -193,8 +193,11 @@ def test_parts_have_what_of_them_is_in_ram() -> None:
     process = invented([area(0, 4, 2)], [BASE // PAGE, BASE // PAGE + 2])
     # Of f32 all but 100 bytes are in the first page; of q8_0 100 bytes are in the third.
     known = entry(
-        *(("weights:padding", 100), ("weights:f32", PAGE), ("weights:padding", PAGE - 150)),
-        *(("weights:q8_0", 150), ("weights:padding", 2 * PAGE - 100)),
+        ("weights:padding", 100),
+        ("weights:f32", PAGE),
+        ("weights:padding", PAGE - 150),
+        ("weights:q8_0", 150),
+        ("weights:padding", 2 * PAGE - 100),
         **{"category": "weights:padding", "name": "w", "path": "/m.gguf"},
     )
     (mapping,), rows = attribute(process, [known])
@@ -328,8 +331,12 @@ KINDS = {
     ("rw-p", "anonymous"): ["", "[anon:a name]", "/dev/zero", "/anon_hugepage (deleted)"],
     ("r--p", "files"): ["/usr/lib/locale/C.utf8/LC_CTYPE", "/usr/lib/libm.so.6 (deleted)"],
     ("rw-s", "shared"): [
-        *("[anon_shmem:a name]", "/memfd:a name (deleted)", "/dev/shm/psm_1"),
-        *("/SYSV00000000 (deleted)", "/dev/zero (deleted)", "/anon_hugepage (deleted)"),
+        "[anon_shmem:a name]",
+        "/memfd:a name (deleted)",
+        "/dev/shm/psm_1",
+        "/SYSV00000000 (deleted)",
+        "/dev/zero (deleted)",
+        "/anon_hugepage (deleted)",
     ],
 }
 

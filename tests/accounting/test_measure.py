@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from warm_python import run_script
+from support.processes.warm_python import run_script
 
 MIB = 1 << 20
 PAGE = mmap.PAGESIZE

@@ -25,13 +25,13 @@ import pytest
 
 import unimem as um
 from conftest import Run
+from support.processes.warm_python import run_script
 from unimem._core.ledger import Entry
 from unimem.accounting import published as shown
 from unimem.accounting.published import COUNTERS, NAME, NBYTES, Published, published
 from unimem.base.kernel_files import parse_fields
 from unimem.system import memfds
 from unimem.system import process as processes
-from warm_python import run_script
 
 Patch = pytest.MonkeyPatch
 MIB = 1 << 20

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from project import ROOT
 from pytest_unimem import SteadyState
+from support.project.checkout import ROOT
 
 HEAD = """
     import gc, mmap, threading, unittest

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-import tiers
 import unimem as um
-from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
-from proc_maps import huge_page_bytes
-from project import ROOT
-from running import running
+from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from support.kernel.proc_maps import huge_page_bytes
+from support.processes.running import running
+from support.project import tiers
+from support.project.checkout import ROOT
 from unimem._core import ledger
 from unimem._core.status import ledger as native_ledger
 from unimem.accounting.report import Report, Row

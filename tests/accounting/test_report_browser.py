@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import llama_cpp
-from apt_packages import UnavailableError
-from chromium import find_chromium, look_at
-from running import running
+from support.models import llama_cpp
+from support.processes.running import running
+from support.project.apt_packages import UnavailableError
+from support.terminal.chromium import find_chromium, look_at
 from unimem.accounting.growth import GrowthPoint
 from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import Sampler

@@ -12,11 +12,11 @@ import pytest
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
 
-import gguf_files as gf
-import llama_cpp
 import unimem as um
-from models.make import SMALL, write_model
-from running import running
+from support.files import gguf_files as gf
+from support.models import llama_cpp
+from support.models.make import SMALL, write_model
+from support.processes.running import running
 from unimem.accounting.report import Report, Row
 from unimem.staging import keeper
 

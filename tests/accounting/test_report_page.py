@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-import llama_cpp
 import unimem as um
-from html_pages import HtmlPage
-from running import running
-from screens import CONTROL, HOSTILE
+from support.models import llama_cpp
+from support.processes.running import running
+from support.terminal.html_pages import HtmlPage
+from support.terminal.screens import CONTROL, HOSTILE
+from support.terminal.watch_samples import CGROUP, GIB, KIB, MACHINE, MIB, placed, report, sample
 from unimem.accounting.growth import GrowthPoint
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.accounting.report_html import color_of
@@ -25,7 +26,6 @@ from unimem.accounting.samples import Sampler
 from unimem.engine import embedded_model
 from unimem.system import process as system_process
 from unimem.system.pressure import Pressure
-from watch_samples import CGROUP, GIB, KIB, MACHINE, MIB, placed, report, sample
 
 MOST_BYTES = 300_000
 # Neighbours that differ in access are mappings of their own.

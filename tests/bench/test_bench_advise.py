@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from project import ROOT
-from screens import CONTROL, show
+from support.project.checkout import ROOT
+from support.terminal.screens import CONTROL, show
 from unimem.engine import embedded_model
 from unimem.errors import CapacityError, GGUFError
 from unimem.planning.plan import plan

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from bench_records import at_most, costs, faster, grows, record, sample_record, suite
+from support.project.bench_records import (
+    at_most,
+    costs,
+    faster,
+    grows,
+    record,
+    sample_record,
+    suite,
+)
 from unimem_bench.answers import QUESTIONS, answers
 from unimem_bench.record import BEST, CaseRecord, SideRecord
 from unimem_bench.suites import NAMES, load_suite
@@ -45,30 +53,30 @@ LLAMA = {"llama.cpp": 40.0}
         (
             case("decode/decode-q8_0", "tokens/s", 40, LLAMA,
                  targets=[faster("llama.cpp", 0.9, 2)]),
-            *("40 tokens/s: no difference from llama.cpp", "met", "plain"),
+            "40 tokens/s: no difference from llama.cpp", "met", "plain",
         ),
         (
             case("decode/prefill-q4_k_m", "tokens/s", 20, LLAMA,
                  targets=[faster("llama.cpp", 0.9, 2)]),
-            *("20 tokens/s: 2x slower than llama.cpp", "missed", "bad"),
+            "20 tokens/s: 2x slower than llama.cpp", "missed", "bad",
         ),
         (
             case("load/staged", "ms", 50, {"the file, as it was written": 125},
                  targets=[costs("the file, as it was written", 0.6, 6)]),
-            *("50 ms: 2.50x faster than the file, as it was written", "met", "plain"),
+            "50 ms: 2.50x faster than the file, as it was written", "met", "plain",
         ),
         (
             case("load/cold", "ms", 1500, {"C": 3000, "C, io_uring": 2250},
                  targets=[faster(BEST, 0.95, 6)], facts={"file_bytes": 3 << 30}),
-            *("1.50 s for 3 GiB: 1.50x faster than C, io_uring", "met", "plain"),
+            "1.50 s for 3 GiB: 1.50x faster than C, io_uring", "met", "plain",
         ),
         (
             case("decode/python-q8_0", "% of a token's time", 0.5, {}, targets=[at_most(0.25, 2)]),
-            *("0.500 % of a token's time", "missed", "bad"),
+            "0.500 % of a token's time", "missed", "bad",
         ),
         (
             scaled({10.0: 70.0, 1000.0: 70.0}),
-            *("constant, n^0.00 (0.00 to 0.00), up to 1,000 tokens", "met", "plain"),
+            "constant, n^0.00 (0.00 to 0.00), up to 1,000 tokens", "met", "plain",
         ),
     ],
     ids=lambda value: value.name if isinstance(value, CaseRecord) else "",

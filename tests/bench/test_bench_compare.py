@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench_records import MACHINE, record, sample_record, suite
+from support.project.bench_records import MACHINE, record, sample_record, suite
 from unimem_bench import markdown
 from unimem_bench.cli.view import difference_lines
 from unimem_bench.compare import (
@@ -70,7 +70,9 @@ def test_what_differs_most_comes_first() -> None:
     assert [pair.agrees for pair in found.pairs] == [False, False, True, True]
     assert found.share == 0.5
     assert [(each.name, each.a.median, each.b.median) for each in found.changes] == [
-        *[("calls/one", 10, 20), ("calls/two 1 KiB", 10, 11), ("calls/three", 10, 10)]
+        ("calls/one", 10, 20),
+        ("calls/two 1 KiB", 10, 11),
+        ("calls/three", 10, 10),
     ]
 
 
@@ -129,7 +131,9 @@ DIFFERENCES = Differences(
         change("a/b", Spread(2e3, 1e3, 3e3), Spread(1e3, 1e3, 1e3)),
         change("a/c", Spread(0, 0, 0), Spread(1, 1, 1), "faults"),
     ],
-    *(["x/y"], [], ["a|b"]),
+    ["x/y"],
+    [],
+    ["a|b"],
 )
 
 
@@ -155,7 +159,9 @@ def test_suites_keep_the_order_of_the_record() -> None:
     changes = [change(f"{name}/b", figure, figure) for name in "yaz"]
     rows = suite_table(DIFFERENCES._replace(pairs=pairs, changes=changes)).rows
     assert [row.cells for row in rows] == [
-        *[("y", "", "1 of 1"), ("a", "1 of 1", "1 of 1"), ("z", "0 of 1", "1 of 1")]
+        ("y", "", "1 of 1"),
+        ("a", "1 of 1", "1 of 1"),
+        ("z", "0 of 1", "1 of 1"),
     ]
 
 
@@ -180,6 +186,8 @@ def test_a_terminal_of_80_columns_cuts_no_name_and_shows_what_differs() -> None:
         "words, with a size 1,000:",
         "unimem, plain cache / C",
         "memcpy of all tokens",
-        *("suite", "buffers", "calls"),
+        "suite",
+        "buffers",
+        "calls",
         "1 of 2 ratios (50%) are within each other's intervals.",
     ]

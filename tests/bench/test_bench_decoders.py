@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-import llama_cpp
 import unimem as um
-from bench_cases import case_of, cases_of, check_case, run_case
-from tiers import slow_after
+from support.models import llama_cpp
+from support.project.bench_cases import case_of, cases_of, check_case, run_case
+from support.project.tiers import slow_after
 from unimem.system import limits
 from unimem_bench import decoders, decoding, huge_pages, models, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError, different_builds, peer_python

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
 from unimem.engine import embedded_model
 from unimem_bench import decoding, states
 from unimem_bench.suite import Case, Measure, NotMeasured

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from bench_cases import uninstall
+from support.project.bench_cases import uninstall
 from unimem.backends import cuda_driver
 from unimem_bench import suites, weight_files
 from unimem_bench.rounds import Side
@@ -70,7 +70,7 @@ def test_arrays_of_a_tape_again_and_for_the_first_time() -> None:
 @pytest.mark.usefixtures("gives_memory_back")
 @pytest.mark.parametrize("timed", [suite.call_time, suite.until_done])
 def test_appends_begin_empty_and_wait_for_the_device(cuda: Any, host_gpu: Any, timed: Any) -> None:
-    from host_gpu import array_of, numpy_of
+    from support.gpu.host_gpu import array_of, numpy_of
 
     with cuda.KVCache(1, *suite.SHAPE, suite.N_TOKENS, dtype="f16") as kv:
         names = {"append": kv.append, "k": array_of(TOKEN)[None], "v": array_of(TOKEN + 1)[None]}
@@ -101,7 +101,7 @@ def test_a_rate_is_of_all_bytes_until_the_device_has_them(host_gpu: Any) -> None
 
 @pytest.mark.usefixtures("gives_memory_back")
 def test_uploads_have_the_sum(cuda: Any, host_gpu: Any, tmp_path: Path, monkeypatch: Patch) -> None:
-    from host_gpu import numpy_of
+    from support.gpu.host_gpu import numpy_of
 
     monkeypatch.setattr(weight_files, "SHAPE", (16, 64))
     monkeypatch.setattr(weight_files, "TENSOR_BYTES", 16 * 64 * 2)

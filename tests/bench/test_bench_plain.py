@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import huge_pages
 import unimem as um
-from project import ROOT
+from support.kernel import huge_pages
+from support.project.checkout import ROOT
 from unimem._core.empty_call import EmptyCall
 from unimem_bench import plain, states
 from unimem_bench.suite import NotMeasured
@@ -159,10 +159,15 @@ def test_errors_name_the_function(name: str, call: Callable[[], object]) -> None
 
 
 WAYS: list[tuple[plain.Way, dict[str, Any]]] = [
-    *(("read", {}), ("read", {"populate": True}), ("touch", {})),
-    *(("pread", {"threads": 3}), ("pread", {"threads": 2, "populate": True})),
-    *(("pread", {"threads": 3, "direct": True}), ("memcpy", {"threads": 2})),
-    *(("stream", {"threads": 2}), ("io_uring", {"depth": 1})),
+    ("read", {}),
+    ("read", {"populate": True}),
+    ("touch", {}),
+    ("pread", {"threads": 3}),
+    ("pread", {"threads": 2, "populate": True}),
+    ("pread", {"threads": 3, "direct": True}),
+    ("memcpy", {"threads": 2}),
+    ("stream", {"threads": 2}),
+    ("io_uring", {"depth": 1}),
     ("io_uring", {"depth": 7, "direct": True}),
 ]
 

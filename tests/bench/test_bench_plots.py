@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench_records import (
+from conftest import Run
+from support.project.bench_records import (
     EXACTLY_ONE,
     at_most,
     case,
@@ -29,8 +30,7 @@ from bench_records import (
     scaling_case,
     suite,
 )
-from conftest import Run
-from tiers import slow_after
+from support.project.tiers import slow_after
 from unimem_bench import stats
 from unimem_bench.record import CaseRecord, Record, SuiteRecord
 
@@ -380,7 +380,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_files(saved: tuple[Path, Any]) -> None:
     folder, returned = saved
     assert [(plot.name, plot.suite) for plot in returned] == [
-        *[("overview", None), ("targets", None), ("calls", "calls"), ("scaling", "scaling")]
+        ("overview", None),
+        ("targets", None),
+        ("calls", "calls"),
+        ("scaling", "scaling"),
     ]
     paths = [folder / f"{plot.name}.svg" for plot in returned]
     assert sorted(paths) == sorted(folder.iterdir())

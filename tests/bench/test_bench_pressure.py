@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench_cases import case_of, run_case
+from support.project.bench_cases import case_of, run_case
 from unimem.engine import embedded_model
 from unimem_bench import decoding, timed, timed_side
 from unimem_bench.record import CaseRecord, SideRecord

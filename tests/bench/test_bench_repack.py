@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 import unimem as um
-from bench_cases import case_of, cases_of, check_case, roles, run_case
+from support.project.bench_cases import case_of, cases_of, check_case, roles, run_case
 from unimem_bench import decoders, decoding, memory, plain, states
 from unimem_bench.memory import PeakMemory, private_bytes, pss_bytes
 from unimem_bench.suite import Case, NotMeasured

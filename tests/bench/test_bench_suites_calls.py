@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from bench_cases import case_of, cases_of, check_case, roles, run_case, uninstall
+from support.project.bench_cases import case_of, cases_of, check_case, roles, run_case, uninstall
 from unimem._core.ledger import entries
 from unimem.engine import Decoder, embedded_model
 from unimem.system import limits

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
 from unimem.engine import Decoder
 from unimem_bench import kv_rings, models
 from unimem_bench.kv_sides import SHAPE, check_holds, tokens
@@ -79,13 +79,17 @@ class WithoutRows(um.Scratchpad):
 # What does something else, in which cases, and what is said.
 IMPOSTORS: list[tuple[str, Any, str, str]] = [
     (
-        *("unimem.KVCache", WithoutValues, "does not hold what was appended"),
+        "unimem.KVCache",
+        WithoutValues,
+        "does not hold what was appended",
         "append paged-append convert convert-batch dtypes batch batch-large ring-append "
         "ring-append-batch ring-read trim trim-moved",
     ),
     ("unimem.Scratchpad", WithoutRows, "unimem does not hold", "scratchpad"),
     (
-        *("unimem_bench.plain.copy", lambda table: 1e-3, "C memcpy.* does not hold"),
+        "unimem_bench.plain.copy",
+        lambda table: 1e-3,
+        "C memcpy.* does not hold",
         "append scratchpad paged-append convert batch ring-append trim gather fork",
     ),
     # Half of it.

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import unimem as um
-from bench_cases import case_of, cases_of, check_case, run_case, uninstall
-from tiers import slow_after
+from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from support.project.tiers import slow_after
 from unimem_bench import plain, weight_files
 from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import first_touch, load

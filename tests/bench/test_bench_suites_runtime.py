@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_cases import case_of, check_case, run_case
+from support.project.bench_cases import case_of, check_case, run_case
 from unimem.engine import embedded_model
 from unimem_bench.suites import runtime as suite
 from unimem_bench.suites.runtime import Runtime, runtimes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_cases import cases_of, check_case, run_case
+from support.project.bench_cases import cases_of, check_case, run_case
 from unimem_bench import decoding
 from unimem_bench.suite import Case
 from unimem_bench.suites import store as suite

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench_cases import case_of, cases_of, check_case, run_case, uninstall
+from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
 from unimem_bench.suite import Case, NotMeasured
 from unimem_bench.suites import transformers as suite
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from bench_records import MACHINE, at_most, costs, faster, grows, record, sample_record, suite
+from support.project.bench_records import (
+    MACHINE,
+    at_most,
+    costs,
+    faster,
+    grows,
+    record,
+    sample_record,
+    suite,
+)
 from unimem_bench import markdown
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.tables import (
@@ -151,8 +160,11 @@ def test_a_row_a_case_with_the_nearest_peer_and_limit() -> None:
     assert made.head == ("case", "question", "unimem", "peer", "limit")
     assert [row.cells for row in made.rows] == [
         (
-            *("take", "What does take cost?", "50 ns (40 to 60)"),
-            *("a faster peer: 2x slower", "C memcpy: 1.25x slower"),
+            "take",
+            "What does take cost?",
+            "50 ns (40 to 60)",
+            "a faster peer: 2x slower",
+            "C memcpy: 1.25x slower",
         ),
         ("alone", "What does take cost?", "5 ns", "", ""),
     ]

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench_records import (
+from support.project.bench_records import (
     Rounds,
     case,
     failed_case,
@@ -30,8 +30,8 @@ from bench_records import (
     sample_record,
     suite,
 )
-from project import ROOT
-from screens import CONTROL, Screen, show
+from support.project.checkout import ROOT
+from support.terminal.screens import CONTROL, Screen, show
 from unimem.base.install_hint import install_hint
 from unimem_bench import markdown
 from unimem_bench.answers import answers
@@ -173,7 +173,7 @@ def test_a_record_on_a_terminal_and_without_one(file: Path) -> None:
 
 def test_the_example_of_the_document(tmp_path: Path) -> None:
     documented = case(
-        *("calls/append", "What does one token of 2 KiB of K and 2 KiB of V cost?", "ns"),
+        "calls/append", "What does one token of 2 KiB of K and 2 KiB of V cost?", "ns",
         levels(152, {"keys[i] = k": 311}, {"C memcpy": 61}), Rounds(noise=0.06),
         left_out={"torch": "torch is not installed"}, rounds_dropped=3,
     )  # fmt: skip

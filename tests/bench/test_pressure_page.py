@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bench_records import MACHINE, VERSIONS
-from project import ROOT
+from support.project.bench_records import MACHINE, VERSIONS
+from support.project.checkout import ROOT
 from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord
 
 pytest.importorskip("unimem_bench.plots", reason="matplotlib is not installed")

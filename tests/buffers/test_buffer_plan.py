@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import unimem as um
 from conftest import Run
-from tiers import examples
+from support.project.tiers import examples
 from unimem_bench.buffer_instances import FAMILIES, greedy_by_order, greedy_by_size, instances
 
 

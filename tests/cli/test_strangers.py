@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
 
-from screens import Screen, show
+from support.terminal.screens import Screen, show
 from unimem.engine import embedded_model
 
 # An exception that got through without a sentence of its own.

@@ -11,14 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cache_kinds
-import proc_maps
 import unimem as um
-from cache_kinds import Array, Bridge, PadKind, all_kinds, each_dtype, own_counters
-from conformance import Kind, fill, suites, tokens_of
-from contracts_of_states import state_suites
-from kv_model import as_float32, memory
-from pad_model import TAKEN
+from support.contracts import cache_kinds
+from support.contracts.cache_kinds import (
+    Array,
+    Bridge,
+    PadKind,
+    all_kinds,
+    each_dtype,
+    own_counters,
+)
+from support.contracts.conformance import Kind, fill, suites, tokens_of
+from support.contracts.kv_model import as_float32, memory
+from support.contracts.pad_model import TAKEN
+from support.contracts.states import state_suites
+from support.kernel import proc_maps
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_kinds import Array, CudaBridge, OnDevice, all_kinds, own_counters, span
-from conformance import suites
-from contracts_of_states import state_suites
-from host_gpu import HostDriver, array_of, numpy_of
+from support.contracts.cache_kinds import Array, CudaBridge, OnDevice, all_kinds, own_counters, span
+from support.contracts.conformance import suites
+from support.contracts.states import state_suites
+from support.gpu.host_gpu import HostDriver, array_of, numpy_of
 from unimem.backends import cuda_driver
 
 pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")

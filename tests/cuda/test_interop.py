@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import gguf_files as gf
-import safetensors_files as sf
+from support.files import gguf_files as gf
+from support.files import safetensors_files as sf
 from unimem._core import dlpack
 from unimem.weights.loading import Load
 from unimem.weights.opened import Weights, open_weights
@@ -194,7 +194,7 @@ def plain(value: Any) -> Any:
 
 def test_what_is_read_of_a_file_by_gguf_py_makes_the_same_file(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
-    import every_type
+    from support.files import every_type
 
     first, second = tmp_path / "first.gguf", tmp_path / "second.gguf"
     every_type.write_every_type(first)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-import decoders  # noqa: F401 - skips where something is missing
+from support.models import decoders  # noqa: F401 - skips where something is missing
 from unimem.engine.thread_count import ThreadCount
 
 MS = 1_000_000

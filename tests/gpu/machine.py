@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_kinds import Array, CudaBridge, OnDevice, own_counters, span
+from support.contracts.cache_kinds import Array, CudaBridge, OnDevice, own_counters, span
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of other packages, about each other

@@ -10,7 +10,7 @@ import pytest
 
 import unimem as um
 from gpu.machine import bridge, cuda
-from kv_model import KV_DTYPES, given
+from support.contracts.kv_model import KV_DTYPES, given
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -6,12 +6,12 @@ import inspect
 
 import pytest
 
-from cache_kinds import Array, OnDevice, all_kinds
-from conformance import suites
-from contracts_of_states import state_suites
-from doc_examples import check_docs
 from gpu.machine import bridge, cuda, cuda_driver
-from row_contract import Place, RowContract
+from support.contracts.cache_kinds import Array, OnDevice, all_kinds
+from support.contracts.conformance import suites
+from support.contracts.states import state_suites
+from support.gpu.row_contract import Place, RowContract
+from support.project.doc_examples import check_docs
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -10,7 +10,7 @@ import pytest
 
 import unimem as um
 from gpu.machine import DRIVERS_OWN, Counted, bridge, cuda, cupy, new_stream
-from kv_model import KV_DTYPES, as_float32
+from support.contracts.kv_model import KV_DTYPES, as_float32
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpu.machine import MIB, Interface, bridge, cuda, cupy, held
-from kv_model import KV_DTYPES, as_float32, given, stored
+from support.contracts.kv_model import KV_DTYPES, as_float32, given, stored
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import unimem as um
-from forks import in_child
 from gpu.machine import MIB, Counted, bridge, cuda, cuda_driver, cupy, held, new_stream
+from support.processes.forks import in_child
 from unimem._core.status import device_ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

@@ -11,7 +11,7 @@ import pytest
 
 import unimem as um
 from gpu.machine import DRIVERS_OWN, MIB, Counted, bridge, cuda, cupy, held, new_stream
-from kv_model import KV_DTYPES, given
+from support.contracts.kv_model import KV_DTYPES, given
 from unimem._core.status import counters
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-import gguf_files as gf
 import unimem as um
 from gpu.machine import MIB, Counted, bridge, cuda, cupy, held, new_stream
-from interrupts import others_in
+from support.files import gguf_files as gf
+from support.processes.interrupts import others_in
 from unimem._core.status import ledger
 from unimem.cuda import upload
 

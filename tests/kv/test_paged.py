@@ -1,6 +1,6 @@
 """Sequences in shared blocks hold what NumPy would hold, and blocks are where they should be.
 
-What they share with all caches is in the contract: tests/support/conformance.py.
+What they share with all caches is in the contract: tests/support/contracts/conformance.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,26 @@ import numpy as np
 import pytest
 
 import unimem as um
-from kv_model import GIVEN_DTYPES, KV_DTYPES, NUMPY_DTYPES, as_float32, given, same_bits, stored
-from paged_tokens import append, fed, feed, heads_first, holds_tokens, n_cached, rows, state, table
+from support.contracts.kv_model import (
+    GIVEN_DTYPES,
+    KV_DTYPES,
+    NUMPY_DTYPES,
+    as_float32,
+    given,
+    same_bits,
+    stored,
+)
+from support.contracts.paged_tokens import (
+    append,
+    fed,
+    feed,
+    heads_first,
+    holds_tokens,
+    n_cached,
+    rows,
+    state,
+    table,
+)
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-import proc_maps
 import unimem as um
-from kv_caches import meanwhile
-from kv_model import same_bits
-from paged_tokens import append, heads_first, rows
+from support.contracts.kv_caches import meanwhile
+from support.contracts.kv_model import same_bits
+from support.contracts.paged_tokens import append, heads_first, rows
+from support.kernel import proc_maps
 from unimem._core.status import counters, ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -49,8 +49,11 @@ def test_the_pool_is_one_block_of_history(pg: um.PagedKVCache) -> None:
 
 REFUSED: list[dict[str, Any]] = [
     *({name: 0} for name in ("n_layers", "head_dim", "n_blocks", "block_tokens")),
-    *({"n_kv_heads": -1}, {"n_blocks": 2**31 - 1}, {"pages": "5m"}),
-    *({"dtype": "int8"}, {"dtype": "q8_0"}),
+    {"n_kv_heads": -1},
+    {"n_blocks": 2**31 - 1},
+    {"pages": "5m"},
+    {"dtype": "int8"},
+    {"dtype": "q8_0"},
     {"head_dim": 2**31 - 2, "n_kv_heads": 2**31 - 2},
     {"n_blocks": 2**31 - 2, "block_tokens": 2**30, "n_layers": 64},
 ]
@@ -106,9 +109,16 @@ def test_closed_things_say_so() -> None:
 
     def uses(s: um.Sequence) -> list[Callable[[], Any]]:
         return [
-            *(lambda: s.append(0, k, v), lambda: s.append_all(k, v), lambda: s.extend([1])),
-            *(s.fork, lambda: s.crop(0), s.rollback, lambda: s.gather(0)),
-            *(lambda: s.block_table, lambda: len(s), s.__enter__),
+            lambda: s.append(0, k, v),
+            lambda: s.append_all(k, v),
+            lambda: s.extend([1]),
+            s.fork,
+            lambda: s.crop(0),
+            s.rollback,
+            lambda: s.gather(0),
+            lambda: s.block_table,
+            lambda: len(s),
+            s.__enter__,
         ]
 
     for use in uses(closed):
@@ -121,9 +131,15 @@ def test_closed_things_say_so() -> None:
     assert pg.closed
     assert s.closed
     of_cache: list[Callable[[], Any]] = [
-        *(pg.sequence, lambda: pg.layer(0), lambda: pg.n_blocks_in_use, pg.warm, pg.__enter__),
-        *(lambda: pg.n_blocks_available, lambda: pg.memory_usage_bytes),
-        *(lambda: pg.resident_bytes, lambda: pg.granted),
+        pg.sequence,
+        lambda: pg.layer(0),
+        lambda: pg.n_blocks_in_use,
+        pg.warm,
+        pg.__enter__,
+        lambda: pg.n_blocks_available,
+        lambda: pg.memory_usage_bytes,
+        lambda: pg.resident_bytes,
+        lambda: pg.granted,
     ]
     for use in (*uses(s), *of_cache):
         with pytest.raises(um.ClosedError, match="PagedKVCache 'paged' is closed"):

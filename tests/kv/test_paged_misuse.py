@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from kv_model import Array
+from support.contracts.kv_model import Array
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import unimem as um
-from kv_caches import check_that_making_it_may_fail
-from kv_model import GIVEN_DTYPES, KV_DTYPES, Array, same_bits, stored
-from os_faults import os_faults
-from paged_tokens import state
-from tiers import examples
+from support.contracts.kv_caches import check_that_making_it_may_fail
+from support.contracts.kv_model import GIVEN_DTYPES, KV_DTYPES, Array, same_bits, stored
+from support.contracts.paged_tokens import state
+from support.kernel.os_faults import os_faults
+from support.project.tiers import examples
 from unimem._core.status import ledger
 from unimem.kv import prefix
 

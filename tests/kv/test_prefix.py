@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tiers import examples
+from support.project.tiers import examples
 from unimem.kv import prefix
 from unimem.kv.prefix import Node, PrefixIndex
 

@@ -1,6 +1,6 @@
 """Scratchpads, in one piece and paged, hold the rows that NumPy would hold, where they were first.
 
-What they share with all caches is in the contract: tests/support/conformance.py.
+What they share with all caches is in the contract: tests/support/contracts/conformance.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 from numpy.typing import NDArray
 
-import pad_model as pm
-import proc_maps
 import unimem as um
 from conftest import Run
-from kv_caches import check_that_making_it_may_fail
-from pad_model import DTYPES, converted, dtype_of, same_bits
-from tiers import examples
+from support.contracts import pad_model as pm
+from support.contracts.kv_caches import check_that_making_it_may_fail
+from support.contracts.pad_model import DTYPES, converted, dtype_of, same_bits
+from support.kernel import proc_maps
+from support.project.tiers import examples
 from unimem._core.status import counters, ledger
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
@@ -124,7 +124,8 @@ WRONG: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "None": (TypeError, "NumPy array, .*got NoneType", lambda p: p.append_batch(None)),
     "too many": (um.CacheFull, "6 tokens.*3 of 8", lambda p: p.append_batch(rows(6))),
     "far too many": (
-        *(um.CacheFull, "tokens"),
+        um.CacheFull,
+        "tokens",
         lambda p: p.append_batch(np.broadcast_to(GOOD[0], (2**44, 4))),
     ),
     "crop": (ValueError, "0 to 3, got 4", lambda p: p.crop(4)),

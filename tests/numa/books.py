@@ -60,7 +60,9 @@ def _move_pages(address: int, nbytes: int, step: int, node: int | None) -> NDArr
     statuses = np.full(addresses.size, _NOT_THERE, np.int32)
     arrays = (None if a is None else a.ctypes.data for a in (addresses, targets, statuses))
     result = _libc.syscall(
-        *(ctypes.c_long(_MOVE_PAGES), ctypes.c_int(0), ctypes.c_ulong(addresses.size)),
+        ctypes.c_long(_MOVE_PAGES),
+        ctypes.c_int(0),
+        ctypes.c_ulong(addresses.size),
         *(ctypes.c_void_p(array) for array in arrays),
         ctypes.c_int(_MPOL_MF_MOVE),
     )

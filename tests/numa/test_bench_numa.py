@@ -8,7 +8,7 @@ from typing import Any, Self
 import pytest
 
 import unimem as um
-from bench_cases import cases_of, check_case, run_case
+from support.project.bench_cases import cases_of, check_case, run_case
 from unimem.system.placement import sum_placements
 from unimem_bench import decoding
 from unimem_bench.record import CaseRecord

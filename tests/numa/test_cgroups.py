@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import unimem as um
-from cgroups import SmallCgroup, small_cgroup
-from lowered_limit import lower, start, used_bytes
+from support.kernel.cgroups import SmallCgroup, small_cgroup
+from support.kernel.lowered_limit import lower, start, used_bytes
 
 MIB = 1 << 20
 TINY = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"

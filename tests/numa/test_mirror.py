@@ -16,9 +16,9 @@ import pytest
 
 import unimem as um
 from numa.books import drop_page_tables, move, node_bytes, page_nodes
+from support.files.weight_bytes import check, write, write_hole
 from unimem.system import limits
 from unimem.system.placement import Pages
-from weight_bytes import check, write, write_hole
 
 MB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -13,10 +13,10 @@ import pytest
 
 import unimem as um
 from numa.books import node_bytes, page_nodes
+from support.files.weight_bytes import write
 from unimem.system import limits
 from unimem.system.placement import Pages
 from unimem.weights.opened import Weights
-from weight_bytes import write
 
 MB = 1 << 20
 PAGE = os.sysconf("SC_PAGE_SIZE")

@@ -355,9 +355,12 @@ def test_a_pool_is_full_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("numa", "named", "among"),
     [
-        *(("bind:5", "5", None), ("preferred:1023", "1023", None)),
+        ("bind:5", "5", None),
+        ("preferred:1023", "1023", None),
         ("interleave:5,700-702", "5,700", None),
-        *(("bind:1,5", "5", {1}), ("interleave:0,1,5", "5", {0, 1}), ("preferred:2,5", "5", {2})),
+        ("bind:1,5", "5", {1}),
+        ("interleave:0,1,5", "5", {0, 1}),
+        ("preferred:2,5", "5", {2}),
     ],
 )
 def test_nodes_that_do_not_exist(numa: str, named: str, among: set[int] | None) -> None:

@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 
 import unimem as um
-from cgroups import small_cgroup
 from numa.books import node_bytes
+from support.kernel.cgroups import small_cgroup
 from unimem.system.placement import Pages
 
 MB = 1 << 20
 TESTS = Path(__file__).parent.parent
-SUPPORT = TESTS / "support"
 
 
 def run(script: str, *arguments: str, cgroup: Path | None = None, fd: int | None = None) -> Any:
@@ -29,7 +28,7 @@ def run(script: str, *arguments: str, cgroup: Path | None = None, fd: int | None
     enter = f"echo $$ >{cgroup}/cgroup.procs && " if cgroup else ""
     ended = subprocess.run(
         ["sh", "-c", enter + 'exec "$@"', "sh", sys.executable, "-c", script, *arguments],
-        env=os.environ | {"PYTHONPATH": f"{TESTS}:{SUPPORT}"},
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
         pass_fds=() if fd is None else (fd,),
         capture_output=True,
         text=True,

@@ -27,8 +27,8 @@ import tempfile
 import threading
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))  # where this is run as a program
-from apt_packages import UnavailableError, apt, install, update_lists
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is run as a program
+from support.project.apt_packages import UnavailableError, apt, install, update_lists
 
 CACHE = Path(__file__).parent.parent.parent / "build/numa"
 # The first one that apt knows is taken; linux-image-amd64 is 6.12 in Debian 13. No -cloud kernel:
@@ -215,19 +215,46 @@ def qemu_command(folder: Path, output: int) -> list[str]:
     """QEMU's command line; `output` is the descriptor that the guest's output goes to."""
     boot = f"console=ttyS0 quiet panic=-1 mitigations=off numa_balancing=disable {HUGE_PAGES}"
     return [
-        *(QEMU, "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none"),
+        QEMU,
+        "-nodefaults",
+        "-no-user-config",
+        "-no-reboot",
+        "-display",
+        "none",
         # In one thread: with a thread for each CPU one kernel in 30 died while it patched itself.
-        *("-machine", "pc", "-accel", "tcg,thread=single,tb-size=512", "-cpu", "max,la57=off"),
-        *("-smp", str(sum(NODE_CPUS)), "-m", f"{sum(NODE_MB)}M", *nodes()),
-        *("-kernel", str(CACHE / "vmlinux"), "-initrd", str(folder / "ram_disk"), "-append", boot),
+        "-machine",
+        "pc",
+        "-accel",
+        "tcg,thread=single,tb-size=512",
+        "-cpu",
+        "max,la57=off",
+        "-smp",
+        str(sum(NODE_CPUS)),
+        "-m",
+        f"{sum(NODE_MB)}M",
+        *nodes(),
+        "-kernel",
+        str(CACHE / "vmlinux"),
+        "-initrd",
+        str(folder / "ram_disk"),
+        "-append",
+        boot,
         "-virtfs",
         "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
-        *("-chardev", f"file,id=log,path={folder / 'log'}", "-serial", "chardev:log"),
-        *("-device", "virtio-serial-pci"),
-        *("-chardev", f"file,id=output,path=/dev/fd/{output}"),
-        *("-device", "virtserialport,chardev=output,name=output"),
-        *("-chardev", f"file,id=status,path={folder / 'status'}"),
-        *("-device", "virtserialport,chardev=status,name=status"),
+        "-chardev",
+        f"file,id=log,path={folder / 'log'}",
+        "-serial",
+        "chardev:log",
+        "-device",
+        "virtio-serial-pci",
+        "-chardev",
+        f"file,id=output,path=/dev/fd/{output}",
+        "-device",
+        "virtserialport,chardev=output,name=output",
+        "-chardev",
+        f"file,id=status,path={folder / 'status'}",
+        "-device",
+        "virtserialport,chardev=status,name=status",
     ]
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-import gguf_files as gf
 import unimem as um
-from huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
-from proc_maps import PAGE, huge_page_bytes
+from support.files import gguf_files as gf
+from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from support.kernel.proc_maps import PAGE, huge_page_bytes
 from unimem.models import shapes
 from unimem.models.dims import Experts
 from unimem.planning.needs import Budget, MachineBudget, Need, Storage, scratch_parts
@@ -217,7 +217,7 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", SCRATCH)
 def test_each_term_of_the_scratch_that_is_planned(name: str) -> None:
-    """That they bound what is taken is shown by tests/engine/test_engine_graph.py."""
+    """That they bound what is taken is shown by tests/engine/test_graph.py."""
     given, parts = SCRATCH[name]
     assert scratch_parts(*given) == parts
 
@@ -324,8 +324,12 @@ def test_safetensors_beside_a_config(safetensors: Path) -> None:
 
 
 UNKNOWN_CONFIGS: list[dict[str, Any]] = [
-    *({"kv_lora_rank": 512}, {"is_encoder_decoder": True}, {"hidden_size": 2}),
-    *({"num_hidden_layers": -3}, {"num_hidden_layers": "3"}, {"num_attention_heads": 10**30}),
+    {"kv_lora_rank": 512},
+    {"is_encoder_decoder": True},
+    {"hidden_size": 2},
+    {"num_hidden_layers": -3},
+    {"num_hidden_layers": "3"},
+    {"num_attention_heads": 10**30},
     {"layer_types": ["linear_attention", "full_attention"]},
     # Fields of their own, no cache, or what is left out since it is the default.
     {"model_type": "falcon", "multi_query": True},
@@ -365,7 +369,7 @@ def test_a_config_that_is_none(safetensors: Path, text: str) -> None:
 
 
 def test_a_gpu(cuda: Any, host_gpu: Any, tmp_path: Path) -> None:
-    from models.make import TINY, write_model
+    from support.models.make import TINY, write_model
 
     host_gpu.page_bytes = 2 * MIB
     path = write_model(tmp_path / "m.gguf", shape=TINY)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import gguf_files as gf
 import unimem as um
+from support.files import gguf_files as gf
 from unimem._core.status import ledger
 from unimem.accounting.row import Row
 from unimem.base.text import format_bytes
@@ -38,7 +38,7 @@ def available(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
-    from models.make import SMALL, write_model
+    from support.models.make import SMALL, write_model
 
     return write_model(tmp_path / "m.gguf", shape=SMALL)
 
@@ -133,8 +133,12 @@ def test_types_of_the_cache() -> None:
 @pytest.mark.parametrize(
     ("kv_dtype", "window", "ctx"),
     [
-        *(("f32", 1, 100), ("f16", 77, 100), ("q8_0", 77, 100)),
-        *(("bf16", 1000, 5000), ("q8_0", 1000, 5000), ("q8_0,q4_0", 1000, 5000)),
+        ("f32", 1, 100),
+        ("f16", 77, 100),
+        ("q8_0", 77, 100),
+        ("bf16", 1000, 5000),
+        ("q8_0", 1000, 5000),
+        ("q8_0,q4_0", 1000, 5000),
     ],
 )
 def test_a_window_is_planned_as_its_ring_will_be(kv_dtype: str, window: int, ctx: int) -> None:
@@ -413,8 +417,12 @@ def test_small_models_take_few_threads(monkeypatch: pytest.MonkeyPatch, model: P
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        *(("ctx", [0, -5, 2**31, 1.5]), ("window", [0, True, "all", 2**31])),
-        *(("batch", [0]), ("threads", [0, True]), ("load", ["mmap"]), ("kv_dtype", ["q9"])),
+        ("ctx", [0, -5, 2**31, 1.5]),
+        ("window", [0, True, "all", 2**31]),
+        ("batch", [0]),
+        ("threads", [0, True]),
+        ("load", ["mmap"]),
+        ("kv_dtype", ["q9"]),
     ],
 )
 def test_options_out_of_range(name: str, values: list[Any]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import unimem as um
-from cgroups import SmallCgroup, cgroup_1gb, small_cgroup  # noqa: F401 - a fixture
-from project import ROOT
+from support.kernel.cgroups import SmallCgroup, cgroup_1gb, small_cgroup  # noqa: F401 - a fixture
+from support.project.checkout import ROOT
 from unimem.accounting import published
 from unimem.planning.result import is_as_asked
 from unimem.system import limits

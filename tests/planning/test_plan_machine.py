@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 import unimem as um
-from cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from unimem.base.text import parse_bytes
 from unimem.engine import embedded_model
 from unimem.planning.hosts import CgroupHost

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-import gguf_files
 import unimem as um
-from huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
-from models.make import small, write_model
-from proc_maps import huge_page_bytes
-from project import ROOT
+from support.files import gguf_files
+from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from support.kernel.proc_maps import huge_page_bytes
+from support.models.make import small, write_model
+from support.project.checkout import ROOT
 from unimem.staging.keeper import holders
 
 MIB = 1 << 20
@@ -161,8 +161,8 @@ def test_the_demo_is_one_screen(model: Path) -> None:
 # The demo, but the model that it writes is a small one.
 SMALL_DEMO = f"""
 import sys
-sys.path[:0] = {[str(DEMO.parent), str(ROOT / "tests" / "support")]!r}
-from models import make
+sys.path[:0] = {[str(DEMO.parent), str(ROOT / "tests")]!r}
+from support.models import make
 write_model = make.write_model
 make.write_model = lambda path, shape: write_model(path, shape=make.SMALL)
 import demo

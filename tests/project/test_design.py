@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 GENERATED = ROOT / "docs/benchmarks.md"
 DOCUMENTS = sorted(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import unimem
-from doc_examples import check_example
+from support.project.doc_examples import check_example
 
 MISSING: dict[str, str] = {}
 

@@ -24,8 +24,8 @@ pytest.importorskip(
 import gguf
 
 import unimem as um
-from models.make import TINY, write_model
-from project import ROOT
+from support.models.make import TINY, write_model
+from support.project.checkout import ROOT
 from unimem._core.status import counters
 from unimem.engine import Decoder, embedded_model
 
@@ -158,8 +158,11 @@ def test_every_address_stays(llama: Any) -> None:
     assert logits.ctypes.data == before["logits"]
 
     steps: list[Callable[[], Any]] = [
-        *(lambda: llama.prefill(prompt), llama.generate_next_token),
-        *(lambda: llama.generate(prompt, 3), llama.layout.clear_pass, llama.generate_next_token),
+        lambda: llama.prefill(prompt),
+        llama.generate_next_token,
+        lambda: llama.generate(prompt, 3),
+        llama.layout.clear_pass,
+        llama.generate_next_token,
     ]
     for step in steps:
         step()
@@ -192,9 +195,13 @@ class _Handler(ctypes.Structure):
     _calloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
     _realloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     _fields_ = (
-        *(("name", ctypes.c_char * 127), ("version", ctypes.c_uint8)),
-        *(("context", ctypes.c_void_p), ("malloc", _malloc), ("calloc", _calloc)),
-        *(("realloc", _realloc), ("free", ctypes.c_void_p)),
+        ("name", ctypes.c_char * 127),
+        ("version", ctypes.c_uint8),
+        ("context", ctypes.c_void_p),
+        ("malloc", _malloc),
+        ("calloc", _calloc),
+        ("realloc", _realloc),
+        ("free", ctypes.c_void_p),
     )
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import unimem as um
-from html_pages import HtmlPage
-from project import ROOT
+from support.project.checkout import ROOT
+from support.terminal.html_pages import HtmlPage
 from unimem.accounting.prometheus import FAMILIES, MetricsCollector
 
 EXAMPLES = ROOT / "examples"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 sys.path.insert(0, str(ROOT / "tools" / "faults"))
 import faults

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 TOOL = ROOT / "tools" / "fuzz.py"
 CORPUS = ROOT / "native" / "fuzz" / "corpus"

@@ -13,13 +13,13 @@ from unittest.mock import Mock
 import pytest
 
 import conftest
-import known_state
-from project import ROOT
+from support.kernel import known_state
+from support.project.checkout import ROOT
 
 # Prints the handlers of a process that begins as all tests do, and how its children end of them.
 BEGIN = """
 import json, os, resource, signal, subprocess, sys
-import known_state
+from support.kernel import known_state
 known_state.begin()
 ended = {}
 for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -64,11 +64,9 @@ def test_what_was_not_tested_is_told_once_a_reason(monkeypatch: pytest.MonkeyPat
     skipped = [
         Mock(nodeid=f"tests/{name}", longrepr=("tests/a.py", 1, f"Skipped: {reason}"))
         for name, reason in (
-            *(
-                ("b.py::one", "needs a GPU"),
-                ("a.py::two", "needs root"),
-                ("b.py::two", "needs a GPU"),
-            ),
+            ("b.py::one", "needs a GPU"),
+            ("a.py::two", "needs root"),
+            ("b.py::two", "needs a GPU"),
             ("a.py::last", "needs a GPU"),
         )
     ]

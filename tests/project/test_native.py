@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from building import tool
-from native_page import FIRST, IN_CHECKOUT, MODEL, PRINTED, blocks, runs, write_programs
-from project import ROOT
+from support.project.building import tool
+from support.project.checkout import ROOT
+from support.project.native_page import (
+    FIRST,
+    IN_CHECKOUT,
+    MODEL,
+    PRINTED,
+    blocks,
+    runs,
+    write_programs,
+)
 
 NEEDED = ("CMakeLists.txt", "cmake", "native/include", "native/src", "native/exec", "examples")
 

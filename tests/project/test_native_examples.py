@@ -17,10 +17,10 @@ pytest.importorskip(
     "unimem.backends.ggml", reason="the engine needs ggml: its extra is 'run'", exc_type=ImportError
 )
 
-from building import run, tool
-from decoders import greedy
-from models.make import TINY, write_model
-from project import ROOT
+from support.models.decoders import greedy
+from support.models.make import TINY, write_model
+from support.project.building import run, tool
+from support.project.checkout import ROOT
 from unimem.engine import Decoder, embedded_model
 
 EXAMPLES = ROOT / "examples"
@@ -81,7 +81,7 @@ def test_tokens_in_c_are_those_of_the_decoder(llama: Path, tmp_path: Path, kind:
 def test_more_tokens_make_no_more_allocations(llama: Path, tmp_path: Path) -> None:
     """Of anybody's in the process: the C library's included."""
     shim = tmp_path / "shim.so"
-    source = ROOT / "tests" / "support" / "shim" / "total_alloc.c"
+    source = ROOT / "tests" / "support" / "kernel" / "shim" / "total_alloc.c"
     run(tool("cc"), "-O2", "-shared", "-fPIC", source, "-o", shim)
     totals = []
     for n in (2, 60):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import unimem as um
-from things import DIMS, MODEL, Things
+from support.contracts.things import DIMS, MODEL, Things
 from unimem.kv.arrays import kv_type
 
 
@@ -27,7 +27,10 @@ NAMES: dict[str, tuple[Any, ...]] = {
     "float16": ("f16", "float16", "half", np.float16, np.dtype("float16"), torch_dtype("float16")),
     "float32": ("f32", "float32", np.float32, np.dtype("float32"), torch_dtype("float32")),
     "bfloat16": (
-        *("bf16", "bfloat16", ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)),
+        "bf16",
+        "bfloat16",
+        ml_dtypes.bfloat16,
+        np.dtype(ml_dtypes.bfloat16),
         torch_dtype("bfloat16"),
     ),
 }

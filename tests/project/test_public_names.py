@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from project import ROOT
-from public_names import public_names
+from support.project.checkout import ROOT
+from support.project.public_names import public_names
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 LISTED = json.loads((ROOT / "tests/project/data/public_names.json").read_text())

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from huge_pages import leave_the_pool
-from model_server import serving
-from project import ROOT
+from support.kernel.huge_pages import leave_the_pool
+from support.processes.warm_python import run_script
+from support.project.checkout import ROOT
+from support.servers.model_server import serving
 from unimem.engine import embedded_model
 from unimem.staging.keeper import drop, holders
-from warm_python import run_script
 
 # How many Python examples each has.
 N_EXAMPLES = {

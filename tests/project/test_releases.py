@@ -17,8 +17,8 @@ import pytest
 import release_check
 import sbom
 from index_readme import absolute, dynamic_metadata
-from project import ROOT
 from release_check import OpenError, Row, WrongError
+from support.project.checkout import ROOT
 from unimem._core.status import VERSION
 
 ADDRESS = "https://example.org/owner/unimem"

@@ -14,20 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 PACKAGES = {"unimem": ROOT / "src/unimem", "unimem_bench": ROOT / "bench/unimem_bench"}
 # From the ground up. A room imports rooms of lines above its own; those of one line know nothing of
 # each other.
 FLOORS = (
-    *({"errors"}, {"system"}, {"_core"}, {"kv"}, {"weights"}, {"buffers", "accounting"}),
-    *(
-        {"planning"},
-        {"layout"},
-        {"cuda", "ray", "torch", "transformers", "vllm"},
-        {"engine"},
-        {"cli", "__main__"},
-    ),
+    {"errors"},
+    {"system"},
+    {"_core"},
+    {"kv"},
+    {"weights"},
+    {"buffers", "accounting"},
+    {"planning"},
+    {"layout"},
+    {"cuda", "ray", "torch", "transformers", "vllm"},
+    {"engine"},
+    {"cli", "__main__"},
 )
 # The same of the benchmarks, but those of one line may know each other.
 BENCH_FLOORS = (

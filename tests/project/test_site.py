@@ -12,9 +12,9 @@ import pytest
 import unimem as um
 import unimem.engine
 import unimem.errors
-from apt_packages import UnavailableError
-from chromium import find_chromium, look_at
-from project import ROOT
+from support.project.apt_packages import UnavailableError
+from support.project.checkout import ROOT
+from support.terminal.chromium import find_chromium, look_at
 
 # Building takes ten seconds, a browser seconds more; two workers would build in one folder.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]

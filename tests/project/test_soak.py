@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 MIB = 1 << 20
 
@@ -47,7 +47,9 @@ def test_what_grows_is_told_from_what_varies_and_from_the_warm_up(soak: Any) -> 
     }
     run = soak.Run(800, times, series, 0, {}, [])
     assert [each.name for each in soak.growths(run) if each.drifts] == [
-        *("a: rss_bytes", "b: descriptors", "shm_names"),
+        "a: rss_bytes",
+        "b: descriptors",
+        "shm_names",
     ]
     text = "\n".join(soak.lines(run, soak.growths(run), "abcd1234"))
     assert "what grows: a: rss_bytes, b: descriptors, shm_names" in text

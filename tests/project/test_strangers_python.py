@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 import unimem
-from forks import in_child
-from things import DIMS, MODEL, Things
+from support.contracts.things import DIMS, MODEL, Things
+from support.processes.forks import in_child
 
 um: Any = unimem  # what is called wrongly is nothing for a type checker
 F32 = np.float32

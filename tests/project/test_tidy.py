@@ -18,7 +18,7 @@ import pytest
 
 import unimem
 import unimem.backends.cuda_driver
-from project import ROOT
+from support.project.checkout import ROOT
 
 with mock.patch.object(
     unimem.backends.cuda_driver, "require"
@@ -253,7 +253,9 @@ def module_name(path: Path) -> str:
 ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers"}
 # These are programs, and nothing imports them.
 PROGRAMS = {
-    *("unimem.__main__", "unimem.staging.keeper_process", "unimem.staging.mount_process"),
+    "unimem.__main__",
+    "unimem.staging.keeper_process",
+    "unimem.staging.mount_process",
 }
 BINDINGS = {"unimem.backends.ggml"}  # names of ggml, taken over as they are
 WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/vllm
@@ -310,8 +312,16 @@ def public_things() -> Iterator[tuple[str, Any]]:
 
 THINGS = dict(public_things())
 SECTIONS = {
-    *("Parameters", "Returns", "Yields", "Raises", "Warns", "Attributes", "Notes", "Examples"),
-    *("See Also", "References"),
+    "Parameters",
+    "Returns",
+    "Yields",
+    "Raises",
+    "Warns",
+    "Attributes",
+    "Notes",
+    "Examples",
+    "See Also",
+    "References",
 }
 
 

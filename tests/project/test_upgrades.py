@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import unimem as um
-from project import ROOT
-from snapshot_bytes import MODES
+from support.files.snapshot_bytes import MODES
+from support.project.checkout import ROOT
 from unimem.accounting import published
 from unimem.errors import FormatError, SnapshotError
 from unimem.kv import snapshot
@@ -147,7 +147,8 @@ def test_the_note_of_a_stage_is_read(folder: Path) -> None:
         return
     found = keeper._held(os.getpid(), 0, note)
     assert (found.source, found.nbytes, found.granted.pages) == (
-        *(said["source"], said["nbytes"]),
+        said["source"],
+        said["nbytes"],
         said["pages"],
     )
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from building import run, tool
-from native_page import IN_CHECKOUT, MODEL, PRINTED, blocks, runs, write_programs
-from project import ROOT
+from support.project.building import run, tool
+from support.project.checkout import ROOT
+from support.project.native_page import IN_CHECKOUT, MODEL, PRINTED, blocks, runs, write_programs
 from unimem._core.status import VERSION
 
 # Building it takes more than a minute; that all of it is there without the checkout, nothing else
@@ -25,15 +25,20 @@ pytestmark = pytest.mark.slow
 
 NEEDED = {
     *(f"{package}/py.typed" for package in ("pytest_unimem", "unimem", "unimem_command")),
-    *("pytest_unimem/__init__.py", "unimem_command/__init__.py", "unimem/cuda/rows.cu"),
+    "pytest_unimem/__init__.py",
+    "unimem_command/__init__.py",
+    "unimem/cuda/rows.cu",
     *(f"unimem/include/unimem{part}.h" for part in ("", "_formats", "_kv")),
     *(f"unimem/lib/libunimem-{part}.so" for part in ("bench", "bench-runtime", "exec")),
     "unimem/lib/libunimem.so.0",
     *(f"unimem/lib/cmake/unimem/unimem-config{part}.cmake" for part in ("", "-version")),
-    *("unimem/lib/pkgconfig/unimem.pc", "unimem/engine/models/tiny.gguf"),
+    "unimem/lib/pkgconfig/unimem.pc",
+    "unimem/engine/models/tiny.gguf",
     f"unimem_llm-{VERSION}.dist-info/licenses/LICENSE",
     f"unimem_llm-{VERSION}.dist-info/sboms/sbom.cdx.json",
-    *("unimem/__init__.pxd", "unimem/_core/tape.pxd", "unimem/_core/tape.pyi"),
+    "unimem/__init__.pxd",
+    "unimem/_core/tape.pxd",
+    "unimem/_core/tape.pyi",
 }
 
 # The embedded model is 1.1 MB of both.

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads workflows: pip install '.[check]'")
 

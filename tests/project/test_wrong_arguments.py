@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import unimem as um
-from public_names import python_names
-from things import DIMS, MODEL, Things
+from support.contracts.things import DIMS, MODEL, Things
+from support.contracts.wrong_arguments import Call, unclear
+from support.project.public_names import python_names
 from unimem.kv import snapshot
-from wrong_arguments import Call, unclear
 
 ROWS = np.zeros((1, 2, 8), np.float32)
 TOKEN = np.zeros((2, 2, 8), np.float32)
@@ -273,10 +273,12 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),
 }
 # Made by other calls, or of plain values that nobody checks.
-DATA = {
-    *("Machine", "Measured", "Placement", "PlacementOptions", "Report", "Stage", "Stat", "Tensor"),
-    *("Weights", "Plan", "Cell", "Sequence", "Repacked"),
-}
+DATA = set(
+    """
+    Machine Measured Placement PlacementOptions Report Stage Stat Tensor Weights Plan Cell
+    Sequence Repacked
+""".split()
+)
 
 
 @pytest.mark.parametrize(

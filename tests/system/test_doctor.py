@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import unimem as um
-from project import ROOT
+from support.project.checkout import ROOT
 from unimem.base import kernel_files
 from unimem.system import cgroups, limits
 
@@ -344,8 +344,19 @@ def test_large_pages_are_proposed_to_large_machines(machine: Invented) -> None:
 
 def test_findings_come_by_their_effect(machine: Invented) -> None:
     names = (
-        *("memory of a cgroup", "overcommit", "thp never", "quota", "cpuset", "balancing", "swap"),
-        *("memlock", "shmem never", "mount of shm", "maps", "governor", "no pool"),
+        "memory of a cgroup",
+        "overcommit",
+        "thp never",
+        "quota",
+        "cpuset",
+        "balancing",
+        "swap",
+        "memlock",
+        "shmem never",
+        "mount of shm",
+        "maps",
+        "governor",
+        "no pool",
     )
     cases = NEEDED | OPTIONAL
     for name in reversed(names):
@@ -379,11 +390,13 @@ def test_it_describes_the_machine(machine: Invented) -> None:
     for line in (
         r"kernel    Linux 6\.12\.43-amd64, ",
         r"cpu       A CPU: 2 sockets, 4 cores, 8 threads; 4 cores for this process",
-        *(r"limits    locking without limit", r"          mTHP 64\.0 KiB madvise"),
+        r"limits    locking without limit",
+        r"          mTHP 64\.0 KiB madvise",
         r"hugetlb   2m: 100 pages, 100 free; 1g: 0 pages, 0 free",
         r"numa      2 nodes; automatic balancing off; vm\.zone_reclaim_mode 0",
         r"node  CPUs +memory +available +2m free +1g free +weight",
-        *(r"0      0-3  128\.0 GiB  100\.0 GiB +50 +0 +3", r"distance   0   1"),
+        r"0      0-3  128\.0 GiB  100\.0 GiB +50 +0 +3",
+        r"distance   0   1",
         r"1         21  10",
     ):
         assert re.search(f"^{line}", shown, re.M), line

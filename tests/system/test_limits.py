@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
+from support.kernel.cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
 from unimem.base import kernel_files
 from unimem.errors import CapacityError
 from unimem.planning.hosts import CgroupHost

@@ -78,10 +78,14 @@ def tells(text: str, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "nodes"),
     [
-        *(("bind:0", "bind", (0,)), ("bind:0,2-3", "bind", (0, 2, 3))),
-        *(("bind:3,0,3-4", "bind", (0, 3, 4)), ("interleave", "interleave", ())),
-        *(("interleave:0,1", "interleave", (0, 1)), ("weighted", "weighted", ())),
-        *(("weighted:1023", "weighted", (1023,)), ("preferred:1", "preferred", (1,))),
+        ("bind:0", "bind", (0,)),
+        ("bind:0,2-3", "bind", (0, 2, 3)),
+        ("bind:3,0,3-4", "bind", (0, 3, 4)),
+        ("interleave", "interleave", ()),
+        ("interleave:0,1", "interleave", (0, 1)),
+        ("weighted", "weighted", ()),
+        ("weighted:1023", "weighted", (1023,)),
+        ("preferred:1", "preferred", (1,)),
         ("bind:0-1023", "bind", tuple(range(1024))),
     ],
 )
@@ -95,9 +99,27 @@ def test_numa_grammar(text: str, mode: str, nodes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "bind", "preferred", "bind:", "interleave:", "bind:1024", "bind:0-1024", "bind:3-1"),
-        *("bind:-1", "bind:1,", "bind:,1", "bind:1--2", "bind:a", "spread:0", "bind: 0"),
-        *("bind:0 ", "bind:0\n", "BIND:0", "bind:99999999999999999999", "bind:\u0661", "bind:0x1"),
+        "",
+        "bind",
+        "preferred",
+        "bind:",
+        "interleave:",
+        "bind:1024",
+        "bind:0-1024",
+        "bind:3-1",
+        "bind:-1",
+        "bind:1,",
+        "bind:,1",
+        "bind:1--2",
+        "bind:a",
+        "spread:0",
+        "bind: 0",
+        "bind:0 ",
+        "bind:0\n",
+        "BIND:0",
+        "bind:99999999999999999999",
+        "bind:\u0661",
+        "bind:0x1",
     ],
 )
 def test_numa_grammar_errors_show_the_grammar(text: str) -> None:
@@ -136,15 +158,21 @@ def test_a_name_is_a_path(name: str) -> None:
     ("nbytes", "pools", "options", "pages"),
     [
         (MIB, None, {}, "auto"),  # too small: the pools are not even asked
-        *((2 * MIB - 1, None, {}, "auto"), (2 * MIB, POOLS, {}, "2m")),
-        *((2 * MIB, EMPTY, {}, "auto"), (2 * MIB, {}, {}, "auto")),
-        *((2 * MIB, {"2m": pool(2 * MIB, 4, reserved=4)}, {}, "auto"), (GIB - 1, POOLS, {}, "2m")),
-        *((GIB, POOLS, {}, "1g"), (4 * GIB, POOLS, {}, "1g")),
+        (2 * MIB - 1, None, {}, "auto"),
+        (2 * MIB, POOLS, {}, "2m"),
+        (2 * MIB, EMPTY, {}, "auto"),
+        (2 * MIB, {}, {}, "auto"),
+        (2 * MIB, {"2m": pool(2 * MIB, 4, reserved=4)}, {}, "auto"),
+        (GIB - 1, POOLS, {}, "2m"),
+        (GIB, POOLS, {}, "1g"),
+        (4 * GIB, POOLS, {}, "1g"),
         (4 * GIB + 1, POOLS, {}, "auto"),  # too much for either pool
         (GIB + 1, POOLS, {}, "2m"),  # half of the second page would be wasted
         (16 * GIB // 9, POOLS, {}, "2m"),  # a little more than an eighth of it would be wasted
-        *((16 * GIB // 9 + 1, POOLS, {}, "1g"), (2 * GIB - GIB // 8, POOLS, {}, "1g")),
-        *((GIB, {"2m": pool(2 * MIB, 512)}, {}, "2m"), (GIB, POOLS, {"shared": True}, "1g")),
+        (16 * GIB // 9 + 1, POOLS, {}, "1g"),
+        (2 * GIB - GIB // 8, POOLS, {}, "1g"),
+        (GIB, {"2m": pool(2 * MIB, 512)}, {}, "2m"),
+        (GIB, POOLS, {"shared": True}, "1g"),
         (GIB, POOLS, {"shared": "name"}, "auto"),
         (2 * MIB, {"2m": pool(2 * MIB, 4)}, {"reserve": 8 * MIB}, "2m"),
         (2 * MIB, {"2m": pool(2 * MIB, 4)}, {"reserve": 8 * MIB + 1}, "auto"),

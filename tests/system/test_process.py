@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 
 from conftest import Run
-from huge_pages import PAGE_BYTES, eight_huge_pages  # noqa: F401 - a fixture
-from proc_maps import PAGE, hugetlb_bytes, mappings
+from support.kernel.huge_pages import PAGE_BYTES, eight_huge_pages  # noqa: F401 - a fixture
+from support.kernel.proc_maps import PAGE, hugetlb_bytes, mappings
 from unimem.base import kernel_files
 from unimem.system import limits, process
 from unimem.system.process import Area, counters, read_process

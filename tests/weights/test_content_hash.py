@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import xxhash
 
-import gguf_files as gf
-import interrupts
 from conftest import Run
-from forks import needs_fork
+from support.files import gguf_files as gf
+from support.processes import interrupts
+from support.processes.forks import needs_fork
 from unimem.engine import embedded_model
 from unimem.errors import ClosedError
 from unimem.weights import content_hash
@@ -159,8 +159,10 @@ def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
 def test_any_change_shows(tmp_path: Path, small: Path) -> None:
     path = tmp_path / "other.gguf"
     hashes = [
-        *(hash_of(small), hash_of(model(path, SMALL[:-1] + b"\0"))),
-        *(hash_of(model(path, SMALL, key=b"\x08")), hash_of(model(path, SMALL, name="c"))),
+        hash_of(small),
+        hash_of(model(path, SMALL[:-1] + b"\0")),
+        hash_of(model(path, SMALL, key=b"\x08")),
+        hash_of(model(path, SMALL, name="c")),
         hash_of(model(path, SMALL[:-4])),
     ]
     assert len(set(hashes)) == len(hashes)
@@ -347,7 +349,7 @@ def test_a_child_that_progress_forks_is_told(large: Path, run_python: Run) -> No
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     """
     here = Path(__file__).parent
-    path = f"{here}:{here.parent}:{here.parent / 'support'}"
+    path = f"{here}:{here.parent}"
     done = run_python(script, "-W", "ignore", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import gguf_files as gf
-import safetensors_files as sf
 import unimem.weights.dequantize as module
+from support.files import gguf_files as gf
+from support.files import safetensors_files as sf
 from unimem.errors import ClosedError
 from unimem.weights.gguf import tensor_type
 from unimem.weights.loading import Load
@@ -218,7 +218,9 @@ def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "n", "nbytes", "why"),
     [
-        *(("C64", 1, 8, "complex"), ("F4", 2, 1, "packed"), ("F6_E2M3", 4, 3, "packed")),
+        ("C64", 1, 8, "complex"),
+        ("F4", 2, 1, "packed"),
+        ("F6_E2M3", 4, 3, "packed"),
         ("F6_E3M2", 4, 3, "packed"),
     ],
 )

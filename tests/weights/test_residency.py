@@ -20,17 +20,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import gguf_files as gf
 import unimem as um
 from conftest import Run
-from huge_pages import eight_huge_pages
-from memlock import DROP_LOCK
-from project import ROOT
+from support.files import gguf_files as gf
+from support.files.weight_bytes import MIB, drop_from_cache, locked_bytes, open_folder, write
+from support.kernel.huge_pages import eight_huge_pages
+from support.kernel.memlock import DROP_LOCK
+from support.project.checkout import ROOT
 from unimem.system import limits
 from unimem.weights import residency
 from unimem.weights.opened import Weights
 from unimem.weights.residency import Residency
-from weight_bytes import MIB, drop_from_cache, locked_bytes, open_folder, write
 
 __all__ = ["eight_huge_pages", "open_folder"]  # fixtures
 
@@ -485,7 +485,7 @@ def test_all_files_are_locked_or_none(split: list[Path], run_python: Run) -> Non
     run = run_python(
         f"""{DROP_LOCK}
 import pytest
-from weight_bytes import locked_bytes
+from support.files.weight_bytes import locked_bytes
 
 weights = um.open_weights({str(split[0])!r}, load="map")
 sizes = [-(-block.nbytes // {PAGE}) * {PAGE} for block in weights.blocks]
@@ -517,7 +517,7 @@ refusal(True)
 assert locked_bytes() == sizes[0], "what was locked before stays so"
 weights.close()
 """,
-        PYTHONPATH=str(ROOT / "tests/support"),
+        PYTHONPATH=str(ROOT / "tests"),
     )
     assert run.returncode == 0, run.stderr
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from recorded import put
 
 ROOT = Path(__file__).parents[2]
-SHIM = ROOT / "tests" / "support" / "shim" / "fail_call.c"
+SHIM = ROOT / "tests" / "support" / "kernel" / "shim" / "fail_call.c"
 SWEEP = Path(__file__).parent / "sweep.py"
 PAGE = ROOT / "docs" / "hardening.md"
 BEGIN, END = "<!-- made by make faults -->\n", "<!-- end of the faults -->"
@@ -58,7 +58,7 @@ def sweep(folder: Path, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
         A row for each operation.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT / name) for name in ("tests/support", "bench", "tools")]
+    paths = [str(ROOT / name) for name in ("tests", "bench", "tools")]
     paths += [path for path in [os.environ.get("PYTHONPATH")] if path]
     more = {"LD_PRELOAD": str(build(folder)), "PYTHONPATH": os.pathsep.join(paths)}
     more |= {"UNIMEM_CACHE": str(folder / "cache")}

@@ -392,7 +392,7 @@ def _(_: Path) -> Iterator[Call]:
 def _repackable(folder: Path) -> Path:
     """Write a model that this CPU repacks."""
     try:
-        from models.make import TINY, write_model
+        from support.models.make import TINY, write_model
         from unimem.backends import ggml_orders
     except ImportError as error:
         raise Absent(f"{error.name} is not installed") from None

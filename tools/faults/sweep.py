@@ -1,6 +1,6 @@
 """Lets each call of the system fail once in each operation, and looks what is lost.
 
-Run by ``faults.py`` in a process that has loaded ``tests/support/shim/fail_call.c``.
+Run by ``faults.py`` in a process that has loaded ``tests/support/kernel/shim/fail_call.c``.
 Prints a JSON document: a row for each operation.
 """
 

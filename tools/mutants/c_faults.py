@@ -32,10 +32,12 @@ _OPERATORS = {
     **{"&&": "||", "||": "&&", "&": "|", "|": "&", "+=": "-=", "-=": "+="},
 }
 # Constants of the language, and what is evaluated when it is compiled.
-_CONSTANT = {
-    *("array_declarator", "bitfield_clause", "case_statement", "enumerator"),
-    *("preproc_def", "preproc_function_def", "preproc_if", "sizeof_expression", "static_assert"),
-}
+_CONSTANT = set(
+    """
+    array_declarator bitfield_clause case_statement enumerator preproc_def preproc_function_def
+    preproc_if sizeof_expression static_assert
+""".split()
+)
 _PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_c.language()))
 
 

@@ -5,27 +5,31 @@ from __future__ import annotations
 # Files of native/src, and the Python tests of what they do. The C tests are those of their name,
 # then all others.
 C_FILES = {
-    "tape.c": ("tests/_core/test_tape.py", "tests/planning/test_layout.py"),
+    "tape.c": ("tests/_core/test_tape.py", "tests/test_layout.py"),
     "kv.c": ("tests/kv/test_kv*.py",),
     "paged.c": ("tests/kv/test_paged*.py",),
-    "gguf.c": ("tests/_core/test_gguf*.py", "tests/weights/test_weights.py"),
+    "gguf.c": ("tests/_core/test_gguf*.py", "tests/weights/test_opened.py"),
     "safetensors.c": ("tests/_core/test_safetensors*.py",),
     "placement.c": ("tests/_core/test_block*.py",),
-    "grow.c": ("tests/_core/test_block_grow.py", "tests/kv/test_kv_grow.py"),
+    "grow.c": ("tests/_core/test_block_grow.py", "tests/kv/cache/test_storage_grow.py"),
 }
 
 # Modules of src/unimem, and the tests of their rooms.
 PYTHON_FILES = {
     "system/limits.py": ("tests/system/test_limits*.py", "tests/planning/test_plan_limits.py"),
-    "planning/needs.py": (
-        *("tests/planning/test_needs.py", "tests/planning/test_families.py"),
-        *("tests/planning/test_plan.py", "tests/engine/test_engine_graph.py"),
+    "planning/needs.py": tuple(
+        """
+        tests/planning/test_needs.py tests/models/test_families.py tests/planning/test_plan.py
+        tests/engine/test_graph.py
+    """.split()
     ),
     "planning/search.py": ("tests/planning/test_search.py",),
-    "planning/plan.py": (
-        *("tests/planning/test_plan*.py", "tests/planning/test_device.py"),
-        "tests/planning/test_needs.py",
+    "planning/plan.py": tuple(
+        """
+        tests/planning/test_plan*.py tests/planning/test_gpu_bytes.py
+        tests/planning/test_needs.py
+    """.split()
     ),
-    "planning/result.py": ("tests/planning/test_plan*.py", "tests/cli/test_cli_plan.py"),
+    "planning/result.py": ("tests/planning/test_plan*.py", "tests/cli/test_plan.py"),
     "kv/snapshot/format_rows.py": ("tests/kv/test_snapshot*.py", "tests/project/test_upgrades.py"),
 }

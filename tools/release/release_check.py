@@ -112,13 +112,15 @@ def check_address() -> str:
 
 def check_abi() -> str:
     """Check that the record of the binary interface is that of the headers."""
-    found = run(sys.executable, "tests/support/c_abi.py")
+    found = run("env", "PYTHONPATH=tests", sys.executable, "-m", "support.project.c_abi")
     header = (ROOT / "native" / "include" / "unimem.h").read_text()
     number = re.search(r"^#define UM_SOVERSION (\d+)$", header, re.M)
     assert number is not None
     record = ROOT / "native" / "abi" / f"{number[1]}.txt"
     if not record.exists() or record.read_text() != found:
-        raise WrongError(f"{record.name} is another: python tests/support/c_abi.py --record")
+        raise WrongError(
+            f"{record.name} is another: PYTHONPATH=tests python -m support.project.c_abi --record"
+        )
     return f"interface {number[1]}, {len(found.splitlines())} lines"
 
 

@@ -13,12 +13,9 @@ project = "unimem"
 author = copyright = "The unimem authors"
 version = release = unimem.__version__
 
-extensions = [
-    "myst_parser",
-    "sphinx.ext.autodoc",
-    "numpydoc",
-    *("stub_signatures", "c_headers", "command_help"),
-]
+extensions = """
+    myst_parser sphinx.ext.autodoc numpydoc stub_signatures c_headers command_help
+""".split()
 html_theme = "furo"
 html_title = f"unimem {release}"
 html_copy_source = False

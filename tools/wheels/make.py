@@ -108,8 +108,14 @@ def build(version: str, machine: str, programs: Path) -> Path:
     options = [word for key, value in settings.items() for word in ("-C", f"{key}={value}")]
     run(
         programs / "pip",
-        *("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", DIST),
-        *(*options, "."),
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        DIST,
+        *options,
+        ".",
         PATH=f"{programs}:{os.environ['PATH']}",
         SETUPTOOLS_EXT_SUFFIX=pythons.suffix(version, machine),
     )

@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from threading import Lock
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/support"))
-from apt_packages import Packages, UnavailableError
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from support.project.apt_packages import Packages, UnavailableError
 
 __all__ = [
     "CACHE",

@@ -9,10 +9,11 @@ from unimem_bench.suite import Suite
 __all__ = ["NAMES", "load_suite"]
 
 # In the order in which they run.
-NAMES = (
-    *("calls", "accounting", "gguf", "buffers", "scaling", "verify", "first-touch", "kv"),
-    *("snapshot", "load", "decode", "runtime", "pages", "repack", "exec", "pressure"),
-    *("store", "remote", "transformers", "numa", "gpu"),
+NAMES = tuple(
+    """
+    calls accounting gguf buffers scaling verify first-touch kv snapshot load decode runtime
+    pages repack exec pressure store remote transformers numa gpu
+""".split()
 )
 
 

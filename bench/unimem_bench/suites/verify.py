@@ -48,10 +48,10 @@ class ScanArguments(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
-        for name in (
-            *("size", "flags", "start", "end", "walk_end", "vec", "vec_len", "max_pages"),
-            *("category_inverted", "category_mask", "category_anyof_mask", "return_mask"),
-        )
+        for name in """
+            size flags start end walk_end vec vec_len max_pages category_inverted category_mask
+            category_anyof_mask return_mask
+        """.split()
     )
 
 

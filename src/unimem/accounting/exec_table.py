@@ -23,9 +23,11 @@ _MOST_RECORDS = 65536
 # Magic, version, pid, start, records, bytes of one, kinds that ended, whether malloc is the hook's,
 # count of changes; then the counts.
 _HEAD = struct.Struct("=8sIIQIIIIQ")
-_COUNTS = (
-    *("n_placed", "placed_bytes", "most_bytes", "n_fallback", "n_stalled"),
-    *("n_passed_on", "n_unbound", "n_unlocked", "prefaulted_bytes"),
+_COUNTS = tuple(
+    """
+    n_placed placed_bytes most_bytes n_fallback n_stalled n_passed_on n_unbound n_unlocked
+    prefaulted_bytes
+""".split()
 )
 _TEXT_AT = _HEAD.size + 8 * len(_COUNTS)
 _TEXT_BYTES, _NEXT_BYTES = 1024, 256

@@ -12,10 +12,11 @@ from unimem.system.placement import Placement
 __all__ = ["Mapping", "Row", "find_row", "in_order", "plain"]
 
 # What a runtime needs of it comes first, then what else there is.
-_ORDER = (
-    *("weights", "kv", "scratch", "logits", "tokens", "staging", "diagnostics", "other"),
-    "placed",
-    *("allocator", "anonymous", "libraries", "stacks", "files", "shared", "kernel"),
+_ORDER = tuple(
+    """
+    weights kv scratch logits tokens staging diagnostics other placed allocator anonymous
+    libraries stacks files shared kernel
+""".split()
 )
 
 

@@ -71,9 +71,13 @@ def rates(before: Sample | None, now: Sample) -> Rates:
 def _counts(sample: Sample) -> tuple[float | None, ...]:
     done, shown = sample.counters, sample.published
     return (
-        *(done.minor_faults, done.major_faults, done.read_bytes),
-        *(sample.paged_in_bytes, done.cpu_seconds),
-        *(shown.get("n_prompt_tokens"), shown.get("n_generated_tokens")),
+        done.minor_faults,
+        done.major_faults,
+        done.read_bytes,
+        sample.paged_in_bytes,
+        done.cpu_seconds,
+        shown.get("n_prompt_tokens"),
+        shown.get("n_generated_tokens"),
     )
 
 

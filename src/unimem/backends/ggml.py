@@ -113,10 +113,10 @@ class BufferInterface(Structure):
 
     _fields_ = tuple(
         (name, c_void_p)
-        for name in (
-            *("free_buffer", "get_base", "init_tensor", "memset_tensor", "set_tensor"),
-            *("get_tensor", "set_tensor_2d", "get_tensor_2d", "cpy_tensor", "clear", "reset"),
-        )
+        for name in """
+            free_buffer get_base init_tensor memset_tensor set_tensor get_tensor set_tensor_2d
+            get_tensor_2d cpy_tensor clear reset
+        """.split()
     )
 
 

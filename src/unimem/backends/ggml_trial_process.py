@@ -1,8 +1,9 @@
 """A trial of one of ggml's extra buffer types, in a process of its own.
 
-``python -m unimem.backends.ggml_trial_process NAME`` exits with 0 if its products equal those of the file's
-order, and with `ggml_trial.UNSOUND` where they are not. A build may have kernels that end the
-process instead: GCC 12.2 removes the stores that set AMX's tiles up (llama.cpp pull request 26954).
+``python -m unimem.backends.ggml_trial_process NAME`` exits with 0 if its products equal those of
+the file's order, and with `ggml_trial.UNSOUND` where they are not. A build may have kernels that
+end the process instead: GCC 12.2 removes the stores that set AMX's tiles up (llama.cpp pull request
+26954).
 """
 
 from __future__ import annotations

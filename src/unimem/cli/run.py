@@ -255,8 +255,18 @@ def run(
     check_numa(numa, mirror=True)
     sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(
-        *(model is None, ctx, rotate, load, pages, numa, governed, chat),
-        *(resume, save_session, store, sampling),
+        model is None,
+        ctx,
+        rotate,
+        load,
+        pages,
+        numa,
+        governed,
+        chat,
+        resume,
+        save_session,
+        store,
+        sampling,
     )
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT

@@ -428,7 +428,10 @@ class KVCache(KVDevice):
         self._check_whole("copy")
         n, position = self.seq_len, self.next_position
         other = type(self)(
-            *(self.n_layers, self.n_kv_heads, self.head_dim, self.max_seq_len),
+            self.n_layers,
+            self.n_kv_heads,
+            self.head_dim,
+            self.max_seq_len,
             batch=self.batch,
             dtype=self.dtype,
             budget_bytes=self.budget_bytes,
@@ -521,7 +524,10 @@ class KVCache(KVDevice):
                 what = f"KVCache.restore of {there.dtype} and {there.v_dtype}"
                 unsupported("fewer bits", what, "restore it with unimem.KVCache")
             kv = cls(
-                *(there.n_layers, there.n_kv_heads, there.head_dim, there.max_seq_len),
+                there.n_layers,
+                there.n_kv_heads,
+                there.head_dim,
+                there.max_seq_len,
                 batch=there.batch,
                 dtype=there.dtype,
                 order=there.order,

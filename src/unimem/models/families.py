@@ -381,7 +381,9 @@ def cache_layers(layers: Iterable[KeptLayer]) -> list[Layer]:
         LayerState(layer.shape)
         if isinstance(layer, KeptState)
         else LayerKV(
-            *(layer.n_kv_heads, layer.k_size, layer.v_size),
+            layer.n_kv_heads,
+            layer.k_size,
+            layer.v_size,
             window=layer.window,
             share_of=layer.share_of,
         )

@@ -17,7 +17,12 @@ _OF_URL = re.compile(r"[a-z]+://\S+")
 _MOST_DETAIL = 160
 # What another try does not change.
 _FINAL = {
-    *(errno.ENOENT, errno.EACCES, errno.ESTALE, errno.EINVAL, errno.ELOOP, errno.EROFS),
+    errno.ENOENT,
+    errno.EACCES,
+    errno.ESTALE,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.EROFS,
     errno.EOPNOTSUPP,
 }
 

@@ -143,8 +143,14 @@ class _Namespace:
 
         ours, its = socket.socketpair()
         command = [
-            *(sys.executable, "-I", "-S", _CHILD),
-            *(get_library(), str(nbytes), str(int(huge)), str(its.fileno())),
+            sys.executable,
+            "-I",
+            "-S",
+            _CHILD,
+            get_library(),
+            str(nbytes),
+            str(int(huge)),
+            str(its.fileno()),
         ]
         try:
             self._process = subprocess.Popen(

@@ -389,8 +389,15 @@ def _started(
             # It leaves the work to a child, whose end the socket tells.
             Child(
                 [
-                    *(sys.executable, "-I", "-S", _HOLDER, str(its.fileno()), str(memory.fd)),
-                    *(str(lock), str(kept if is_folder else -1), *map(str, fds)),
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    _HOLDER,
+                    str(its.fileno()),
+                    str(memory.fd),
+                    str(lock),
+                    str(kept if is_folder else -1),
+                    *map(str, fds),
                 ],
                 pass_fds=passed,
                 cwd="/",

@@ -144,7 +144,7 @@ class Unfinished:
             for number, name in enumerate(names):
                 self._give_back_gaps(place, name, [row[1:3] for row in arrived if row[0] == number])
             with hold_unfinished(
-                *(place, backing, names, self._source, self._versions, asked, arrived)
+                place, backing, names, self._source, self._versions, asked, arrived
             ):
                 pass
 

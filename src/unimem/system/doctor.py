@@ -32,11 +32,12 @@ __all__ = ["Machine", "doctor"]
 _CPUS = "/sys/devices/system/cpu"
 
 # What kernels of matrix products and conversions use, in the kernel's own names, and 1 GiB pages.
-_FEATURES = (
-    *("ssse3", "avx", "f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512vl"),
-    *("avx512vbmi", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
-    *("amx_tile", "amx_int8", "amx_bf16", "pdpe1gb"),
-    *("asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "svei8mm", "svebf16", "sve2", "sme"),
+_FEATURES = tuple(
+    """
+    ssse3 avx f16c fma avx2 avx_vnni avx512f avx512bw avx512vl avx512vbmi avx512_vnni
+    avx512_bf16 avx512_fp16 amx_tile amx_int8 amx_bf16 pdpe1gb asimd asimdhp asimddp i8mm bf16
+    sve svei8mm svebf16 sve2 sme
+""".split()
 )
 _CAP_IPC_LOCK, _CAP_SYS_NICE = 14, 23  # <linux/capability.h>
 _SECCOMP_FILTER = 2

@@ -34,10 +34,9 @@ class _MallInfo(ctypes.Structure):
 
     _fields_ = [
         (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
+        for name in """
+            arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost
+        """.split()
     ]
 
 

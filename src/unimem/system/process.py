@@ -33,8 +33,15 @@ _NODE = re.compile(rb" N(\d+)=(\d+)")
 _KERNEL_PAGE = re.compile(rb" kernelpagesize_kB=(\d+)")
 # Lines of smaps that say a size; several of them are added up in one field of an area.
 _SIZES = (
-    *(b"Rss", b"Pss", b"Shared_Hugetlb", b"Private_Hugetlb"),
-    *(b"AnonHugePages", b"ShmemPmdMapped", b"FilePmdMapped", b"Swap", b"KernelPageSize"),
+    b"Rss",
+    b"Pss",
+    b"Shared_Hugetlb",
+    b"Private_Hugetlb",
+    b"AnonHugePages",
+    b"ShmemPmdMapped",
+    b"FilePmdMapped",
+    b"Swap",
+    b"KernelPageSize",
 )
 # An entry of smaps or maps: its head, then lines in any order, those of unknown names left out.
 # Reading a process is mostly this, and one expression for all of it is the fastest way in Python.

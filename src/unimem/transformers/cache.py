@@ -456,7 +456,10 @@ class KVCache(Cache):  # type: ignore[misc]
         """
         made = cls.for_model(model)
         restored = sessions.restore(
-            *(made._groups, path, tokens, sessions.fingerprint(model)),
+            made._groups,
+            path,
+            tokens,
+            sessions.fingerprint(model),
             mode=mode,
             verify=verify,
             **placement,

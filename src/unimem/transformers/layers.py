@@ -127,7 +127,10 @@ class Group:
             kind = {"window": self.window, "spare_rows": options.spare_rows}
             max_seq_len = max(max_seq_len, self.window)
         return KVCache(
-            *(len(self.layers), heads, head_dim, max_seq_len),
+            len(self.layers),
+            heads,
+            head_dim,
+            max_seq_len,
             batch=batch,
             dtype=dtype,
             order="head",

@@ -185,8 +185,13 @@ class ModelFiles:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
         self.files.append(
             ModelFile(
-                *(path, absolute_path, version_of(info), info.st_size, header),
-                *(_is_in_memory(fd), info.st_ctime_ns),
+                path,
+                absolute_path,
+                version_of(info),
+                info.st_size,
+                header,
+                _is_in_memory(fd),
+                info.st_ctime_ns,
             )
         )
         return self.files[-1]

@@ -1,0 +1,1 @@
+"""Small models, tokenizers and the peers that load them."""

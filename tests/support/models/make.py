@@ -1,6 +1,6 @@
 """Writes GGUF models of random weights that unimem and llama.cpp both load.
 
-python tests/support/models/make.py OUT.gguf [llama|qwen2|qwen3|gemma3|qwen3moe] [small|1.1b] [TYPE]
+PYTHONPATH=tests python -m support.models.make OUT.gguf [ARCHITECTURE] [small|1.1b] [TYPE]
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def write_model(
             try:
                 data = gguf.quants.quantize(values, number)
             except NotImplementedError:  # gguf makes only the simple types
-                from quantized import quantize
+                from support.files.quantized import quantize
 
                 data = quantize(values, number)
             if dequantized:

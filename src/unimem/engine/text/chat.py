@@ -1,9 +1,9 @@
 """Chats: messages made into the prompt that a model file's chat template makes of them.
 
-The template is somebody else's program (`unimem.engine.text.chat_template`). It is run by a process of
-its own, whose memory and time are limited: Python has no other way to bound what an expression may
-take, such as strings that double. Each prompt has a new process, which starts in about 0.15 s, and
-so none takes what is left of another's limits.
+The template is somebody else's program. A process of its own runs it (`chat_template`), with limits
+of memory and time: Python has no other way to bound an expression, such as strings that double.
+Each prompt has a new process, which starts in about 0.15 s, and so none takes what is left of
+another's limits.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A template is a Jinja program in the model file. It gets the environment that Hugging Face's
 ``apply_chat_template`` gives it (``transformers/utils/chat_template_utils.py`` in
 https://github.com/huggingface/transformers). Since it is somebody else's program, it runs in
-Jinja's sandbox, with so many steps and so much output at most. `unimem.engine.text.chat` runs this file
-as a process of its own, whose memory and time are limited, too.
+Jinja's sandbox, with a limit of steps and of output. `unimem.engine.text.chat` runs this
+file as a process of its own, with limits of memory and time.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _ENVIRONMENT = _environment()
 
 
 def render(template: str, messages: Sequence[Mapping[str, str]], **variables: str | bool) -> str:
-    """Write messages as a template says, in this process, as `unimem.engine.text.chat.render_chat` does.
+    """Render messages by a template, in this process.
 
     The template is given `variables` beside the messages.
     """

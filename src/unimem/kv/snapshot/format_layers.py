@@ -40,9 +40,15 @@ MAX_LAYERS = 1 << 16
 _NOBODY = 0xFFFFFFFF
 
 _FIELDS = (
-    *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
-    *(("data_offset", "Q"), ("n_layers", "I"), ("n_parts", "I")),
-    *(("tables_checksum", "Q"), ("header_checksum", "Q")),
+    ("magic", "8s"),
+    ("version", "I"),
+    ("header_bytes", "I"),
+    ("file_bytes", "Q"),
+    ("data_offset", "Q"),
+    ("n_layers", "I"),
+    ("n_parts", "I"),
+    ("tables_checksum", "Q"),
+    ("header_checksum", "Q"),
 )
 _HEADER = struct.Struct("<" + "".join(code for _, code in _FIELDS))
 HEADER_BYTES = _HEADER.size
@@ -199,8 +205,15 @@ def encode(
     tables = table.tobytes() + np.array(rows, _LAYER).tobytes()
     out[HEADER_BYTES : HEADER_BYTES + len(tables)] = np.frombuffer(tables, np.uint8)
     header = _HEADER.pack(
-        *(MAGIC, version, HEADER_BYTES, parts[-1].base + parts[-1].file_bytes, len(out)),
-        *(len(layers), len(parts), xxhash.xxh3_64_intdigest(out[HEADER_BYTES:].data), 0),
+        MAGIC,
+        version,
+        HEADER_BYTES,
+        parts[-1].base + parts[-1].file_bytes,
+        len(out),
+        len(layers),
+        len(parts),
+        xxhash.xxh3_64_intdigest(out[HEADER_BYTES:].data),
+        0,
     )
     out[:HEADER_BYTES] = np.frombuffer(seal_header(header), np.uint8)
 

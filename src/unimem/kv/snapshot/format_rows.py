@@ -60,12 +60,29 @@ MAX_CACHE_BYTES = 1 << 44
 _LANES = "2 * n_layers * batch, with rows by head times n_kv_heads"
 
 _FIELDS = (
-    *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
-    *(("data_offset", "Q"), ("lane_stride", "Q"), ("row_bytes", "Q"), ("chunk_bytes", "Q")),
-    *(("seq_len", "Q"), ("next_position", "Q"), ("max_seq_len", "Q"), ("window", "Q")),
-    *(("spare_rows", "Q"), ("n_layers", "I"), ("n_kv_heads", "I"), ("head_dim", "I")),
-    *(("batch", "I"), ("dtype", "I"), ("flags", "I"), ("alignment", "I"), ("model_bytes", "I")),
-    *(("tables_checksum", "Q"), ("header_checksum", "Q")),
+    ("magic", "8s"),
+    ("version", "I"),
+    ("header_bytes", "I"),
+    ("file_bytes", "Q"),
+    ("data_offset", "Q"),
+    ("lane_stride", "Q"),
+    ("row_bytes", "Q"),
+    ("chunk_bytes", "Q"),
+    ("seq_len", "Q"),
+    ("next_position", "Q"),
+    ("max_seq_len", "Q"),
+    ("window", "Q"),
+    ("spare_rows", "Q"),
+    ("n_layers", "I"),
+    ("n_kv_heads", "I"),
+    ("head_dim", "I"),
+    ("batch", "I"),
+    ("dtype", "I"),
+    ("flags", "I"),
+    ("alignment", "I"),
+    ("model_bytes", "I"),
+    ("tables_checksum", "Q"),
+    ("header_checksum", "Q"),
 )
 _HEADER = struct.Struct("<" + "".join(code for _, code in _FIELDS))
 #: Bytes of the header.
@@ -624,19 +641,12 @@ def checked_tables(
     begin = 8 * n_chunks
     tokens = tokens_of(tables, begin, n_tokens, HEADER_BYTES, path)
     model = model_of(tables, begin + 4 * n_tokens, values["model_bytes"], HEADER_BYTES, path)
-    same = (
-        *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "v_dtype"),
-        *("v_head_dim", "rotate"),
-        *(
-            "spare_rows",
-            "seq_len",
-            "next_position",
-            "row_bytes",
-            "alignment",
-            "data_offset",
-            "lane_stride",
-        ),
-        *("chunk_bytes", "file_bytes", "order"),
+    same = tuple(
+        """
+        n_layers n_kv_heads head_dim max_seq_len batch dtype v_dtype v_head_dim rotate
+        spare_rows seq_len next_position row_bytes alignment data_offset lane_stride
+        chunk_bytes file_bytes order
+    """.split()
     )
     return Snapshot(
         path=path,

@@ -51,12 +51,28 @@ _MAX_SEQ_LEN = 1 << 32
 _FLOATS = ("f32", "f16", "bf16")
 
 _FIELDS = (
-    *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
-    *(("data_offset", "Q"), ("lane_stride", "Q"), ("state_bytes", "Q"), ("chunk_bytes", "Q")),
-    *(("seq_len", "Q"), ("next_position", "Q"), ("max_seq_len", "Q"), ("every", "Q")),
-    *(("max_checkpoints", "I"), ("n_checkpoints", "I"), ("n_states", "I"), ("batch", "I")),
-    *(("flags", "I"), ("alignment", "I"), ("model_bytes", "I"), ("reserved", "I")),
-    *(("tables_checksum", "Q"), ("header_checksum", "Q")),
+    ("magic", "8s"),
+    ("version", "I"),
+    ("header_bytes", "I"),
+    ("file_bytes", "Q"),
+    ("data_offset", "Q"),
+    ("lane_stride", "Q"),
+    ("state_bytes", "Q"),
+    ("chunk_bytes", "Q"),
+    ("seq_len", "Q"),
+    ("next_position", "Q"),
+    ("max_seq_len", "Q"),
+    ("every", "Q"),
+    ("max_checkpoints", "I"),
+    ("n_checkpoints", "I"),
+    ("n_states", "I"),
+    ("batch", "I"),
+    ("flags", "I"),
+    ("alignment", "I"),
+    ("model_bytes", "I"),
+    ("reserved", "I"),
+    ("tables_checksum", "Q"),
+    ("header_checksum", "Q"),
 )
 _HEADER = struct.Struct("<" + "".join(code for _, code in _FIELDS))
 HEADER_BYTES = _HEADER.size
@@ -355,9 +371,11 @@ def checked_tables(
     end += 8 * n_chunks
     tokens = tokens_of(tables, end, n_tokens, HEADER_BYTES, path)
     model = model_of(tables, end + 4 * n_tokens, values["model_bytes"], HEADER_BYTES, path)
-    same = (
-        *("batch", "seq_len", "next_position", "max_seq_len", "max_checkpoints", "state_bytes"),
-        *("alignment", "data_offset", "lane_stride", "chunk_bytes", "file_bytes"),
+    same = tuple(
+        """
+        batch seq_len next_position max_seq_len max_checkpoints state_bytes alignment
+        data_offset lane_stride chunk_bytes file_bytes
+    """.split()
     )
     return StatesSnapshot(
         path=path,

@@ -281,16 +281,19 @@ def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8]) -
 
 
 # The constructor's arguments, which a snapshot has as fields of these names.
-_DIMS = (
-    *("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch", "dtype", "window"),
-    *("spare_rows", "grow", "order", "v_dtype", "v_head_dim", "rotate"),
+_DIMS = tuple(
+    """
+    n_layers n_kv_heads head_dim max_seq_len batch dtype window spare_rows grow order v_dtype
+    v_head_dim rotate
+""".split()
 )
 
 
 # What a cache that a snapshot is read into has in common with it.
-_SAME = (
-    *("n_layers", "n_kv_heads", "head_dim", "v_head_dim", "batch", "dtype", "v_dtype", "window"),
-    *("order", "rotate"),
+_SAME = tuple(
+    """
+    n_layers n_kv_heads head_dim v_head_dim batch dtype v_dtype window order rotate
+""".split()
 )
 
 
@@ -435,8 +438,12 @@ def _restored(
             check_data(snapshot, source)
         offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
         return cls._mapped(
-            *(fields, file.fd, snapshot.path, offsets),
-            *(snapshot.seq_len, snapshot.next_position),
+            fields,
+            file.fd,
+            snapshot.path,
+            offsets,
+            snapshot.seq_len,
+            snapshot.next_position,
         )
     kv = cls(**fields, **placement)
     try:

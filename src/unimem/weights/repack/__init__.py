@@ -1,1 +1,1 @@
-"""Repacking: weights in the order that the kernels of a CPU read fastest, and their images on disk."""
+"""Repacking: weights in the order that a CPU's kernels read fastest, and their images."""

@@ -37,9 +37,17 @@ _MOST_TABLE_BYTES = 64 << 20
 _TENSOR_ALIGN = 64
 _MOST_BYTES = 1 << 46  # of address space there are 47 bits
 _FIELDS = (
-    *(("magic", "8s"), ("version", "I"), ("header_bytes", "I"), ("file_bytes", "Q")),
-    *(("data_offset", "Q"), ("data_bytes", "Q"), ("table_bytes", "Q"), ("n_tensors", "Q")),
-    *(("key", "32s"), ("table_checksum", "Q"), ("header_checksum", "Q")),
+    ("magic", "8s"),
+    ("version", "I"),
+    ("header_bytes", "I"),
+    ("file_bytes", "Q"),
+    ("data_offset", "Q"),
+    ("data_bytes", "Q"),
+    ("table_bytes", "Q"),
+    ("n_tensors", "Q"),
+    ("key", "32s"),
+    ("table_checksum", "Q"),
+    ("header_checksum", "Q"),
 )
 _HEADER = struct.Struct("<" + "".join(code for _, code in _FIELDS))
 HEADER_BYTES = _HEADER.size
@@ -162,9 +170,17 @@ def pack(
         )
     data_offset = _round_up(HEADER_BYTES + len(table))
     head = _HEADER.pack(
-        *(_MAGIC, VERSION, HEADER_BYTES, data_offset + _round_up(data_bytes)),
-        *(data_offset, data_bytes, len(table), len(tensors)),
-        *(bytes.fromhex(key_of(identity)), xxhash.xxh3_64_intdigest(table), 0),
+        _MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        data_offset + _round_up(data_bytes),
+        data_offset,
+        data_bytes,
+        len(table),
+        len(tensors),
+        bytes.fromhex(key_of(identity)),
+        xxhash.xxh3_64_intdigest(table),
+        0,
     )
     head = head[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head[:-8]))
     return (head + table).ljust(data_offset, b"\0")
@@ -220,8 +236,13 @@ def parse(head: bytes, file_bytes: int, path: str) -> ImageHeader:
     if key_of(identity) != values["key"].hex():
         refuse("the key is not that of the identity", "key")
     return ImageHeader(
-        *(values["key"].hex(), identity, model, tensors),
-        *(values["data_offset"], data_bytes, file_bytes),
+        values["key"].hex(),
+        identity,
+        model,
+        tensors,
+        values["data_offset"],
+        data_bytes,
+        file_bytes,
     )
 
 

@@ -1,0 +1,43 @@
+"""Descriptors that are closed whatever comes in between."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from support.processes import interrupts
+from unimem.base.descriptors import Descriptors
+
+
+def is_open(fd: int) -> bool:
+    return os.path.exists(f"/proc/self/fd/{fd}")
+
+
+def test_all_are_closed_though_one_cannot_be() -> None:
+    with Descriptors() as fds:
+        opened = [fds.add(os.open, os.devnull, os.O_RDONLY) for _ in range(3)]
+        assert fds == opened
+        with pytest.raises(FileNotFoundError):
+            fds.add(os.open, "/nowhere/at/all", os.O_RDONLY)
+        os.close(opened[1])
+    assert not any(map(is_open, opened))
+    assert fds == []
+
+
+def test_interrupted_at_each_line_nothing_stays_open() -> None:
+    opened = []
+
+    def opens() -> int:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+        return opened[-1]
+
+    def use() -> None:
+        with Descriptors() as fds:
+            fds.add(opens)
+
+    n = 0
+    for _ in interrupts.at_each_line(use, "base/descriptors.py"):
+        n += 1
+        assert not any(map(is_open, opened))
+    assert n >= 4

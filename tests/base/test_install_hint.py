@@ -1,0 +1,41 @@
+"""What is missing is installed from a checkout or from a wheel's file: no index has unimem."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+
+from support.project.checkout import ROOT
+from unimem.base.install_hint import install_hint
+
+
+def test_both_ways_are_said() -> None:
+    assert install_hint("run") == (
+        "install unimem-llm with the extra 'run': "
+        "pip install '.[run]' in a checkout, or pip install './FILE.whl[run]' of its wheel"
+    )
+    assert install_hint("remote", "ray") == (
+        "install unimem-llm with the extras 'remote' and 'ray': pip install '.[remote,ray]' "
+        "in a checkout, or pip install './FILE.whl[remote,ray]' of its wheel"
+    )
+
+
+def test_messages_take_the_words_from_here_and_name_extras_that_there_are() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named: set[str] = set()
+    literal = []
+    for path in sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "bench").rglob("*.py")]):
+        text = path.read_text(encoding="utf-8")
+        if "install unimem-llm with" in text and path.name != "install.py":
+            literal.append(path.name)
+        if "install_hint(" in text:
+            named |= {
+                value.value
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "install_hint"
+                for value in node.args
+                if isinstance(value, ast.Constant) and isinstance(value.value, str)
+            }
+    assert literal == []
+    assert {"run", "remote", "bench", "ray", "torch"} <= named
+    assert named <= set(extras["optional-dependencies"])

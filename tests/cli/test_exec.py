@@ -1,0 +1,553 @@
+"""`unimem exec`: what it places, shows and refuses, and how a program ends under it."""
+
+# ruff: noqa: F811 - fixtures that are imported, and asked for by their names
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+
+import unimem as um
+from support.kernel.huge_pages import no_huge_pages  # noqa: F401 -- a fixture
+from support.project.building import run, tool
+from support.project.checkout import ROOT
+from support.terminal.screens import run_anew, show
+from unimem.system.policy import parse_numa
+from unimem_command import launch
+
+cli_exec = importlib.import_module("unimem.cli.exec")
+LIBRARY = launch.find_library()
+pytestmark = pytest.mark.skipif(
+    LIBRARY is None, reason="libunimem-exec.so is not installed: make install"
+)
+
+MIB = 1 << 20
+MAIN = "import sys; from unimem_command import main; sys.exit(main())"
+PYTHON = (sys.executable, "-I", "-S", "-c")
+TINY = ROOT / "src/unimem/engine/models/tiny.gguf"
+HAS_THP = launch._thp_bytes() != 0
+
+# The C library's functions, as a program has them that never heard of unimem.
+C = """
+import ctypes, mmap, os, sys
+c = ctypes.CDLL(None)
+for name in ("malloc", "calloc", "realloc", "aligned_alloc"):
+    getattr(c, name).restype = ctypes.c_void_p
+c.free.argtypes = [ctypes.c_void_p]
+c.realloc.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+c.malloc_usable_size.argtypes = [ctypes.c_void_p]
+MIB = 1 << 20
+def fill(at, nbytes):
+    ctypes.memset(at, 7, nbytes)
+    return at
+"""
+HOLD = """
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def start(script: str, *options: str, **rest: Any) -> subprocess.Popen[str]:
+    words = [sys.executable, "-c", MAIN, "exec", *options, "--", *PYTHON, C + script]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(words, text=True, **(pipes | rest))
+
+
+@contextmanager
+def holding(script: str, *options: str) -> Iterator[int]:
+    """A process under exec that has run the script, and is still there."""
+    with start(script + HOLD, *options) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def of_script(script: str, *options: str, **rest: Any) -> str:
+    """What a script prints that ends well."""
+    with start(script, *options, **rest) as process:
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    return out
+
+
+ALLOCATIONS = """
+kept = [
+    fill(c.malloc(33 * MIB), 33 * MIB), fill(c.calloc(5, 7 * MIB), 35 * MIB),
+    fill(c.aligned_alloc(4096, 40 * MIB), 40 * MIB),
+]
+at = ctypes.c_void_p()
+c.posix_memalign(ctypes.byref(at), 64, 50 * MIB)
+fill(at, 50 * MIB)
+mapped = mmap.mmap(-1, 60 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for i in range(0, 60 * MIB, 4096):
+    mapped[i] = 1
+"""
+
+
+def test_large_memory_is_placed_and_seen() -> None:
+    with holding(ALLOCATIONS) as pid:
+        report = um.report(pid)
+    placed = [each for each in report.mappings if each.category == "placed"]
+    asked = {each.requested["nbytes"] // MIB for each in placed if each.requested}
+    assert asked >= {33, 35, 40, 50, 60}
+    assert {each.name for each in placed} >= {"malloc", "calloc", "aligned_alloc", "mmap"}
+    row = next(row for row in report.rows if row.category == "placed")
+    assert row.granted is not None
+    assert row.resident_bytes is not None
+    assert row.resident_bytes >= 218 * MIB
+    if HAS_THP:
+        assert row.granted.huge_bytes >= 0.9 * row.resident_bytes
+    facts = report.facts["exec"]
+    assert facts["malloc_is_placed"]
+    assert facts["n_mappings"] == len(placed)
+    assert "libc" in facts["allocator"]
+    assert "placed" in str(report)
+    assert "exec" in str(report)
+
+
+def test_a_program_works_as_without() -> None:
+    script = textwrap.dedent("""
+    at = fill(c.malloc(20 * MIB), 20 * MIB)
+    at = c.realloc(at, 90 * MIB)
+    grown = ctypes.string_at(at, 20 * MIB) == b"\\7" * (20 * MIB)
+    child = os.fork()
+    if child == 0:
+        c.free(at)
+        other = fill(c.malloc(30 * MIB), 30 * MIB)
+        os._exit(9 if ctypes.string_at(other, 9) == b"\\7" * 9 else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    at = c.realloc(at, 100)
+    print(grown, status, ctypes.string_at(at, 100) == b"\\7" * 100, c.malloc_usable_size(at) < MIB)
+    c.free(at)
+    """)
+    assert of_script(script) == "True 9 True True\n"
+    assert of_script(script, "--min-bytes", "4096") == "True 9 True True\n"
+
+
+FORK_SERVER = """
+import socketserver
+shared = fill(c.malloc(20 * MIB), 20 * MIB)
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self):
+        number = int(self.rfile.readline())
+        own = c.realloc(fill(c.malloc(3 * MIB), 3 * MIB), 9 * MIB)
+        ctypes.memset(own, number, 3 * MIB)
+        ctypes.memset(shared, number, MIB)
+        good = ctypes.string_at(own, 3 * MIB) == bytes([number]) * (3 * MIB)
+        good &= ctypes.string_at(shared + MIB, 19 * MIB) == b"\\7" * (19 * MIB)
+        c.free(own)
+        c.free(shared)
+        self.wfile.write(b"%d %d\\n" % (number, good))
+with socketserver.ForkingTCPServer(("127.0.0.1", 0), Handler) as server:
+    print(server.server_address[1], flush=True)
+    for _ in range(20):
+        c.free(fill(c.malloc(2 * MIB), 2 * MIB))  # what a child has is not what its parent frees
+        server.handle_request()
+print(ctypes.string_at(shared, 20 * MIB) == b"\\7" * (20 * MIB))
+"""
+
+
+def test_a_fork_server_answers_from_memory_of_its_children() -> None:
+    with start(FORK_SERVER, "--min-bytes", "4096") as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        links = []
+        for number in range(20):
+            links.append(socket.create_connection(("127.0.0.1", port)))
+            links[-1].sendall(b"%d\n" % number)
+        answers = [link.makefile().read() for link in links]
+        for link in links:
+            link.close()
+        out, err = process.communicate()
+    assert answers == [f"{number} 1\n" for number in range(20)]
+    assert (process.returncode, out) == (0, "True\n"), err
+
+
+def without_the_right_to_lock(nbytes: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does who may lock so much."""
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("taking rights away from root needs setpriv")
+        words = ("setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *words)
+    elif hard != resource.RLIM_INFINITY and hard < nbytes:
+        pytest.skip(f"this user may lock {hard >> 10} KiB of memory: ulimit -l")
+    limit = f'ulimit -l {nbytes >> 10} && exec "$@"'
+    return subprocess.run(
+        ["sh", "-c", limit, "sh", *words], capture_output=True, text=True, check=False
+    )
+
+
+LOCKS = """
+def locked():
+    return next(int(l.split()[1]) >> 10 for l in open("/proc/self/status") if "VmLck" in l)
+before = locked()  # of the interpreter
+fill(c.malloc(4 * MIB), 4 * MIB)
+print(locked() - before)
+for _ in range(4):
+    fill(c.malloc(4 * MIB), 4 * MIB)
+print(locked() <= 8)
+"""
+
+
+def test_a_user_locks_as_much_as_is_allowed() -> None:
+    words = [sys.executable, "-c", MAIN, "exec", "--lock", "--", *PYTHON, C + LOCKS]
+    done = without_the_right_to_lock(8 * MIB, *words)
+    assert (done.returncode, done.stdout) == (0, "4\nTrue\n"), done.stderr
+    assert done.stderr.count("the limit on locked memory was reached (ulimit -l)") == 1
+
+
+def test_a_lock_that_is_not_allowed_is_refused() -> None:
+    done = without_the_right_to_lock(
+        64 << 10, sys.executable, "-c", MAIN, "exec", "--lock", "--", "true"
+    )
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "ulimit -l" in done.stderr
+
+
+def test_children_are_placed_too() -> None:
+    child = "print('libunimem-exec' in open('/proc/self/maps').read())"
+    script = f"import subprocess; subprocess.run({[*PYTHON, child]!r})"
+    assert of_script(script) == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--", "sh", "-c", "exit 7"], 7, ""),
+        (["sh", "-c", "exit 5"], 5, ""),
+        (["--", "/etc/passwd"], 126, "Permission denied"),
+    ],
+)
+def test_the_exit_code_is_the_programs(words: list[str], code: int, said: str) -> None:
+    screen = run_anew("exec", *words, code=MAIN)
+    assert (screen.code, screen.out) == (code, "")
+    assert said in screen.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--", "no-such-program"], 127, "no such program"),
+        (["--numa", "bind:1000", "--", "true"], 3, "node 1000"),
+        (["--numa", "nonsense", "--", "true"], 2, "expected 'bind:NODES'"),
+        (["--min-bytes", "10", "--", "true"], 2, "expected a whole number from 4096"),
+        (["--pages", "4k", "--", "true"], 2, "4k"),
+        (["--report", "/no/file", "--", "true"], 1, "/no/file: No such file"),
+        ([], 2, "COMMAND"),
+    ],
+)
+def test_what_is_refused_never_starts(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, said: str
+) -> None:
+    monkeypatch.setattr(cli_exec, "become", never)
+    screen = show("exec", *words)
+    assert (screen.code, screen.out) == (code, "")
+    assert said in " ".join(screen.err.split())
+
+
+def never(*_: object) -> None:
+    raise AssertionError("it was started")
+
+
+def test_signals_reach_the_program() -> None:
+    with start(HOLD, stderr=None) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait() == -signal.SIGTERM
+    # Python ignores this one, and a program that is started from it must not.
+    words = [sys.executable, "-c", MAIN, "exec", "--", "sh", "-c", "kill -PIPE $$"]
+    assert subprocess.run(words, check=False).returncode == -signal.SIGPIPE
+
+
+def test_a_pool_that_is_empty_is_refused(
+    monkeypatch: pytest.MonkeyPatch, no_huge_pages: None
+) -> None:
+    monkeypatch.setattr(cli_exec, "become", never)
+    screen = show("exec", "--pages", "2m", "--", "true")
+    assert screen.code == 3
+    assert "nr_hugepages" in screen.err
+
+
+@pytest.mark.parametrize(
+    ("numa", "text"),
+    [
+        ("bind:0", "2:1"),
+        ("preferred:3", "1:8"),
+        ("preferred:0-1", "5:3"),
+        ("interleave:0,64", "3:1:1"),
+        ("weighted:1", "6:2"),
+    ],
+)
+def test_policies_are_the_kernels_numbers(numa: str, text: str) -> None:
+    policy = parse_numa(numa)
+    assert policy is not None
+    assert cli_exec._policy_text(policy) == text
+
+
+# ---- what it cannot do --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("programs")
+    source = folder / "main.c"
+    source.write_text("int main(void) { return 4; }\n")
+    static, own = folder / "static", folder / "dynamic"
+    run(tool("gcc"), "-static", "-o", static, source)
+    run(tool("gcc"), "-o", own, source)
+    privileged = folder / "privileged"
+    shutil.copy(own, privileged)
+    privileged.chmod(0o755 | stat.S_ISUID)
+    script = folder / "script"
+    script.write_text(f"#!{static}\n")
+    script.chmod(0o755)
+    foreign = folder / "foreign"
+    foreign.write_bytes(own.read_bytes()[:18] + b"\x08\0" + own.read_bytes()[20:])
+    foreign.chmod(0o755)
+    return {path.name: path for path in (static, own, privileged, script, foreign)}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("static", "linked statically"),
+        ("script", "linked statically"),
+        ("privileged", "set-uid"),
+        ("foreign", "another machine"),
+        ("dynamic", None),
+    ],
+)
+def test_what_cannot_be_loaded_into_is_said(
+    programs: dict[str, Path], name: str, said: str | None
+) -> None:
+    found = launch.obstacle(str(programs[name]))
+    assert (found is None) == (said is None)
+    assert said is None or said in (found or "")
+
+
+def test_a_static_program_runs_unless_strict(programs: dict[str, Path]) -> None:
+    screen = run_anew("exec", "--", programs["static"], code=MAIN)
+    assert (screen.code, "linked statically" in screen.err) == (4, True)
+    screen = show("exec", "--strict", "--", programs["static"])
+    assert (screen.code, "linked statically" in screen.err) == (3, True)
+
+
+def test_another_allocator_keeps_the_small_allocations(tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stddef.h>\nstatic int n;\n"
+        "int other_calls(void) { return n; }\n"
+        "void *malloc(size_t m) { static void *(*real)(size_t); "
+        'if (!real) real = (void *(*)(size_t))dlsym(RTLD_NEXT, "malloc"); n++; return real(m); }\n'
+    )
+    other = tmp_path / "libother.so"
+    run(tool("gcc"), "-shared", "-fPIC", "-o", other, source)
+    script = C + "before = c.other_calls(); c.malloc(100); small = c.other_calls(); "
+    script += "c.malloc(30 * MIB); print(small > before, c.other_calls() == small)\n"
+    script += "print([p.rpartition('/')[2] for p in os.environ['LD_PRELOAD'].split(':')])"
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "exec", "--", *PYTHON, script],
+        env=os.environ | {"LD_PRELOAD": str(other)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["True True", "['libunimem-exec.so', 'libother.so']"]
+
+
+# ---- the report at the end ----------------------------------------------------------------------
+
+
+# A library that begins before this one, and places memory.
+EARLY = """
+#include <stdlib.h>
+void *volatile kept;
+__attribute__((constructor)) static void begin(void) { kept = malloc(20 << 20); }
+"""
+
+
+def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the document")
+    source, early, file = tmp_path / "early.c", tmp_path / "libearly.so", tmp_path / "report.json"
+    source.write_text(EARLY)
+    run(tool("gcc"), "-shared", "-fPIC", "-o", early, source)
+    script = "at = fill(c.malloc(40 * MIB), 40 * MIB); kept = fill(c.malloc(30 * MIB), 30 * MIB)\n"
+    of_script(
+        script + "c.free(at); os._exit(0)",
+        "--report",
+        str(file),
+        env=os.environ | {"LD_PRELOAD": str(early)},
+    )
+    document = json.loads(file.read_text())
+    jsonschema.validate(document, json.loads((ROOT / "docs/schemas/report-1.json").read_text()))
+    facts = document["facts"]["exec"]
+    (ended,) = (each for each in facts["ended"] if each["requested_bytes"] == 40 * MIB)
+    assert (ended["via"], ended["n"]) == ("malloc", 1)
+    assert ended["resident_bytes"] in (None, 40 * MIB)
+    of_size = {(each["requested"] or {}).get("nbytes"): each for each in document["mappings"]}
+    kept = of_size[30 * MIB]
+    assert kept["granted"]["resident_bytes"] == 30 * MIB
+    assert 20 * MIB in of_size
+    assert facts["malloc_is_placed"]
+    assert "libc" in facts["allocator"]
+
+
+@pytest.mark.slow  # two programs in Python: the document above shows the same
+def test_the_report_is_a_page_on_standard_error() -> None:
+    with start("kept = fill(c.malloc(30 * MIB), 30 * MIB)", "--report", "-") as process:
+        out, err = process.communicate()
+    assert (process.returncode, out) == (0, "")
+    assert "placed" in err
+    assert "30.0 MiB" in err
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+def test_models_among_the_arguments_are_staged() -> None:
+    script = "import sys; print(sys.argv[1:])"
+    words = ["exec", "--stage", "--", *PYTHON, script, TINY, f"--model={TINY}", "other.gguf"]
+    screen = run_anew(*words, code=MAIN)
+    assert screen.code == 0, screen.err
+    first, second, third = ast.literal_eval(screen.out)
+    try:
+        assert Path(first).read_bytes()[:4] == b"GGUF"
+        assert Path(first).stat().st_size == TINY.stat().st_size
+        assert (second, third) == (f"--model={first}", "other.gguf")
+        assert first != str(TINY)
+        assert screen.err.count("is staged as") == 2
+    finally:
+        run_anew("stage", "--drop", first, code=MAIN)
+
+
+# ---- the quick way ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "is_quick"),
+    [
+        (["--", "true"], True),
+        (["--min-bytes", "65536", "--", "true", "--help"], True),
+        (["--pages", "auto", "--", "true"], True),
+        (["true"], False),
+        (["--min-bytes", "64k", "--", "true"], False),
+        (["--min-bytes", "1", "--", "true"], False),
+        (["--lock", "--", "true"], False),
+        (["--pages", "2m", "--", "true"], False),
+        (["--"], False),
+        (["--pages"], False),
+        (["--", "no-such-program"], False),
+    ],
+)
+def test_the_quick_way_is_for_what_needs_no_machine(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], is_quick: bool
+) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch, "start", lambda *found: started.append(found))
+    launch.quick(words)
+    assert bool(started) == is_quick
+    if is_quick:
+        program, command, variables = started[0]
+        assert program.endswith("/true")
+        assert command == words[words.index("--") + 1 :]
+        assert variables["LD_PRELOAD"] == LIBRARY
+
+
+def test_unimem_is_not_imported_for_it() -> None:
+    script = "import os, sys\nos.execve = lambda *_: sys.exit(str('unimem' in sys.modules))\n"
+    script += "sys.argv[1:] = ['exec', '--', 'true']\nfrom unimem_command import main\nmain()"
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env
+    )
+    assert (done.returncode, done.stderr) == (1, "False\n")
+
+
+# ---- llama.cpp ----------------------------------------------------------------------------------
+
+TESTS = Path(__file__).parents[1]
+LLAMA = """
+import json, sys
+sys.path.insert(0, sys.argv[2])
+from cyllama.llama import llama_cpp
+from support.models.llama_cpp import open_model
+model, context = open_model(sys.argv[1], 4096, "f16", repack=True, threads=2)
+batch, tokens = [1, 300, 301], []
+for past in range(6):
+    assert context.decode(llama_cpp.llama_batch_get_one(batch, past + 2 if past else 0)) == 0
+    logits = context.get_logits_ith(-1)
+    batch = [max(range(len(logits)), key=logits.__getitem__)]
+    tokens += batch
+sums = dict.fromkeys(("Anonymous", "AnonHugePages"), 0)
+for line in open("/proc/self/smaps_rollup"):
+    name, _, value = line.partition(":")
+    if name in sums:
+        sums[name] = int(value.split()[0])
+print("RESULT", json.dumps([tokens, sums]))
+"""
+
+
+@pytest.mark.slow  # servers are started, with it and without
+@pytest.mark.parametrize(("name", "needs"), [("redis", "redis-benchmark"), ("server", "cyllama")])
+def test_servers_of_others_answer_the_same(name: str, needs: str) -> None:
+    if shutil.which(needs) is None and importlib.util.find_spec(needs) is None:
+        pytest.skip(f"{needs} is not installed")
+    words = [name, "--requests", "500", "--chats", "5"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools/exec_suites.py", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\| .* \| \d+ \| [1-9]\d* \| 0 \|$", done.stdout, re.M), done.stdout
+
+
+@pytest.mark.uncounted
+@pytest.mark.slow  # a model of 0.7 GB is written, and read twice
+def test_llama_cpp_says_the_same_in_huge_pages(tmp_path: Path) -> None:
+    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+    pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+    if not HAS_THP:
+        pytest.skip("this kernel has no transparent huge pages, or they are off")
+    from unimem_bench.models import write_model
+
+    model = str(write_model(tmp_path, "1.1b", "q4_k_m"))
+    results = []
+    for prefix in ([], [sys.executable, "-c", MAIN, "exec", "--"]):
+        done = subprocess.run(
+            [*prefix, sys.executable, "-c", LLAMA, model, str(TESTS)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+        results.append(json.loads(line.removeprefix("RESULT ")))
+    (plain, _), (tokens, sums) = results
+    assert tokens == plain
+    assert sums["AnonHugePages"] >= 0.95 * sums["Anonymous"], sums

@@ -1,0 +1,414 @@
+"""`unimem plan`: what it shows of a plan, and which plan it makes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from support.files import gguf_files as g
+from support.project.checkout import ROOT
+from support.terminal.html_pages import HtmlPage
+from support.terminal.screens import CONTROL, HOSTILE, run_anew, show, show_on_terminal
+from unimem.accounting.report import Row
+from unimem.cli import _app
+from unimem.engine import embedded_model
+from unimem.planning.result import Advice, Check, Plan
+
+jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
+
+command = importlib.import_module("unimem.cli.plan")
+
+MIB, GIB = 2**20, 2**30
+
+PLAN = Plan(
+    rows=(
+        Row("weights:q4_k", 3 * GIB), Row("weights:q6_k", 512 * MIB),
+        Row("weights:padding", 12 << 10), Row("kv", 512 * MIB), Row("scratch", 128 * MIB),
+        Row("logits", 125 << 10),
+    ),
+    checks=(
+        Check("memory of the machine", 640 * MIB, 22 * GIB, 24 * GIB, "more memory"),
+        Check("cgroup /llm", 640 * MIB, 15 * GIB, 16 * GIB, "raise memory.max"),
+    ),
+    advice=(),
+    unknown=(),
+    facts={"name": "Mistral 7B", "architecture": "llama", "format": "GGUF", "ggml": "3 MiB more"},
+    ctx=4096, batch=1, kv_dtype="f16", window=None, threads=4, sessions=1, load="map",
+    load_reason="a mapping shares the page cache", pages="auto", numa=None, max_ctx=22 * 1024,
+    required_bytes=640 * MIB, spilled_bytes=0, available_bytes=15 * GIB,
+    scratch_bytes=128 * MIB, history_bytes=512 * MIB, model_ctx=32 * 1024,
+)  # fmt: skip
+TOO_LARGE = replace(
+    PLAN,
+    checks=(
+        PLAN.checks[0],
+        Check("cgroup /llm", 4 * GIB + 128 * MIB, GIB, GIB, "echo max > memory.max"),
+        Check("locked memory (memlock)", 5 * GIB, 8 * MIB, 8 * MIB, "ulimit -l unlimited", False),
+    ),
+    advice=(
+        Advice("map the file instead of copying it", 3 * GIB, {"load": "map"}, True),
+        Advice("a KV cache of q8_0", 240 * MIB, {"kv_dtype": "q8_0", "ctx": 512}, False),
+        Advice("a smaller model", -5, {}, False),
+    ),
+    unknown=("the KV cache: 'mamba' has none that unimem knows",),
+    load="copy",
+    max_ctx=0,
+    available_bytes=GIB,
+)
+SPILLS = replace(PLAN, spilled_bytes=GIB, available_bytes=3 * GIB)
+FALLS_BACK = replace(PLAN, checks=(*PLAN.checks, TOO_LARGE.checks[2]))
+ON_GPU = replace(
+    PLAN,
+    rows=tuple(replace(row, device="cuda:0") for row in PLAN.rows[:4]) + PLAN.rows[4:],
+    checks=(PLAN.checks[0], Check("cuda:0", 4 * GIB, 8 * GIB, 8 * GIB, "another GPU")),
+)
+
+CODES = {"fits": 0, "reads from disk": 4, "does not fit": 3}
+
+PAGE = """\
+Fits: 4.1 of 15.0 GiB. Largest context 22k.
+
+model     Mistral 7B: llama, GGUF
+file      some/mistral.gguf
+context   4,096 tokens (model's own: 32,768, fits: 22,528), KV f16, 4 threads
+load      map: a mapping shares the page cache
+
+memory                 size
+weights:q4_k        3.0 GiB  █████████████████████████████████████
+weights:q6_k      512.0 MiB  ██████
+weights:padding    12.0 KiB
+kv                512.0 MiB  ██████
+scratch           128.0 MiB  █▌
+logits            125.0 KiB
+total               4.1 GiB
+must stay in RAM  640.0 MiB
+
+limit                     needed  available  fits
+memory of the machine  640.0 MiB   22.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+cgroup /llm            640.0 MiB   15.0 GiB   yes  █░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+
+ggml      3 MiB more
+"""
+
+
+Planned = Callable[[Plan], dict[str, Any]]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """Have the command get this plan; gives what it was asked for."""
+
+    def give(made: Plan) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+
+        def plan(model: Path, **options: Any) -> Plan:
+            asked.update(options, model=model)
+            return made
+
+        monkeypatch.setattr(command, "make_plan", plan)
+        return asked
+
+    return give
+
+
+def test_the_page(planned: Planned) -> None:
+    planned(PLAN)
+    assert show("plan", "some/mistral.gguf") == (0, PAGE, "")
+    blocks = str.maketrans("█▌░", "##.")
+    in_ascii = show("plan", "some/mistral.gguf", encoding="ascii")
+    assert in_ascii == (0, PAGE.translate(blocks), "")
+    wide = show("plan", "some/mistral.gguf", columns=120)
+    assert (wide.widest, wide.lines[0]) == (120, PAGE.splitlines()[0])
+
+
+def test_colours_are_for_terminals_that_want_them(planned: Planned) -> None:
+    planned(PLAN)
+    screen = show("plan", "some/mistral.gguf", columns=80)
+    assert screen.plain == PAGE
+    styles = {"0", "1", "2", "32", "36"}  # bold heads, dim names, green, the colour of bars
+    assert set(re.findall(r"\x1b\[(\d+)m", screen.out)) == styles
+    assert "\x1b[32mFits: 4.1 of 15.0 GiB. Largest context 22k.\x1b[0m" in screen.out
+    assert show("plan", "some/mistral.gguf", columns=80, NO_COLOR="1").out == PAGE
+    assert show("plan", "some/mistral.gguf", columns=80, TERM="dumb").out == PAGE
+
+
+def test_what_does_not_fit(planned: Planned) -> None:
+    planned(TOO_LARGE)
+    screen = show("plan", "m.gguf", columns=80)
+    assert (screen.code, screen.err) == (3, "")
+    page = screen.plain
+    for line in (
+        r"context   4,096 tokens \(model's own: 32,768, none fits\), KV f16, 4 threads",
+        r"cgroup /llm +4\.1 GiB    1\.0 GiB    no  █+",
+        r"-  the KV cache: 'mamba' has none that unimem knows",
+        r"1\. Map the file instead of copying it \(saves 3\.0 GiB, then it fits\):\n   --load map",
+        r"2\. A KV cache of q8_0 \(saves 240\.0 MiB\):\n   --kv-dtype q8_0 --ctx 512",
+        r"3\. A smaller model",
+        # What would end the process comes before what is only asked for.
+        r"Does not fit: 4\.1 of 1\.0 GiB \(cgroup /llm\)\. No context fits\.",
+    ):
+        assert re.search(f"^{line}$", page, re.M), f"{line}\n{page}"
+    assert f"\x1b[33m{screen.lines[0]}\x1b[0m" in screen.out
+
+
+def test_a_command_that_helps_is_a_line_of_its_own(planned: Planned) -> None:
+    command = "echo max > /sys/fs/cgroup/" + "a/" * 40 + "memory.max"
+    check = Check("cgroup /a", 2 * GIB, GIB, GIB, command)
+    advice = Advice(f"1.0 GiB more in cgroup /a: {command}", 0, {}, False)
+    planned(replace(TOO_LARGE, checks=(check,), advice=(advice,)))
+    lines = show("plan", "m.gguf", columns=80).lines
+    number = lines.index("1. 1.0 GiB more in cgroup /a:")
+    assert lines[number + 1 : number + 3] == ["   " + command, ""]
+
+
+def test_a_long_name_is_cut_where_it_leaves_room(planned: Planned) -> None:
+    check = Check("cgroup /" + "x" * 200, 2 * GIB, GIB, GIB, "more")
+    planned(replace(TOO_LARGE, checks=(check,)))
+    screen = show("plan", "m.gguf", columns=80)
+    assert len(screen.lines[0]) == 80
+    assert re.fullmatch(
+        r"Does not fit: 2\.0 of 1\.0 GiB \(cgroup /x+\.\.\.x+\)\. .*", screen.lines[0]
+    )
+    assert re.search(r"^cgroup /x+\.\.\.x+  2\.0 GiB +1\.0 GiB    no  █{9,}$", screen.plain, re.M)
+
+
+def test_in_a_notebook() -> None:
+    empty = Check("node 1", 0, 0, 0, "-")
+    page = HtmlPage(replace(TOO_LARGE, checks=(*TOO_LARGE.checks, empty))._repr_html_())
+    memory = page.table("memory")
+    assert memory.rows == [[row.category, row.nbytes, ""] for row in PLAN.rows]
+    in_ram = ["must stay in RAM", 640 * MIB, ""]
+    assert memory.foot == [["total", PLAN.total_bytes, ""], in_ram]
+    styles = [value or "" for name, value in page.attributes if name == "style"]
+    bars = [style.split(";")[0] for style in styles if style.startswith("width:")]
+    shares = [row.nbytes / PLAN.total_bytes for row in PLAN.rows] + [640 / 22 / 1024, 1, 1, 1]
+    assert bars[len(PLAN.rows) :] == [f"width:{share:.1%}" for share in shares]
+    assert "A KV cache of q8_0 (saves 240.0 MiB): --kv-dtype q8_0 --ctx 512" in page.text
+    all_of_it = replace(PLAN, required_bytes=PLAN.total_bytes)
+    assert HtmlPage(all_of_it._repr_html_()).table("memory").foot == memory.foot[:1]
+
+
+def test_a_page_without_figures(planned: Planned) -> None:
+    facts = {"name": None, "architecture": None, "format": "safetensors"}
+    planned(
+        replace(
+            PLAN, ctx=None, max_ctx=None, model_ctx=None, facts=facts, rows=(Row("weights", 0),)
+        )
+    )
+    screen = show("plan", "folder/model.safetensors")
+    assert screen.code == 0
+    assert screen.lines[2] == "model     model: architecture unknown, safetensors"
+    assert "context   unknown, KV f16, 4 threads" in screen.lines
+    assert "total     0 B" in screen.lines
+    assert screen.lines[0] == "Fits: 0 B of 15.0 GiB. Largest context unknown."
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"batch": 4, "sessions": 2, "window": 512, "pages": "2m", "numa": "bind:0"},
+     ["KV f16, attention sees the last 512, 4 streams, 2 sessions, 4 threads",
+      "pages 2m numa bind:0"]),
+    ({"spilled_bytes": GIB},
+     ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
+    ({"checks": FALLS_BACK.checks},
+     ["Not as asked for: locked memory (memlock). Memory falls back to what there is."]),
+    ({"ctx": 40_000}, ["40,000 tokens (beyond the model's own: 32,768, fits: 22,528)"]),
+], ids=["asked", "spills", "falls back", "beyond the model"])  # fmt: skip
+def test_what_is_said_of_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:
+    planned(replace(PLAN, **changes))
+    text = " ".join(show("plan", "m.gguf").plain.split())
+    assert all(each in text for each in said)
+
+
+def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
+    planned(ON_GPU)
+    page = show("plan", "m.gguf").plain
+    assert re.search(r"^weights:q4_k on cuda:0 +3\.0 GiB  █+", page, re.M)
+    assert re.search(r"^total +128\.1 MiB$", page, re.M)
+    assert re.search(r"^total on cuda:0 +4\.0 GiB$", page, re.M)
+
+
+@pytest.mark.parametrize(("made", "line"), [
+    (replace(PLAN, max_ctx=1500), "Fits: 4.1 of 15.0 GiB. Largest context 1,500."),
+    (replace(PLAN, max_ctx=2048), "Fits: 4.1 of 15.0 GiB. Largest context 2k."),
+    (replace(PLAN, max_ctx=22_700), "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
+    (SPILLS, "Reads from disk: 1.0 GiB with every token. Largest context 22k."),
+    (ON_GPU, "Fits: 128.1 MiB of 15.0 GiB, 4.0 of 8.0 GiB on cuda:0. Largest context 22k."),
+    (FALLS_BACK, "Fits: 4.1 of 15.0 GiB. Largest context 22k."),
+    (replace(TOO_LARGE, checks=TOO_LARGE.checks[1:2], max_ctx=300),
+     "Does not fit: 4.1 of 1.0 GiB (cgroup /llm). Largest context 300."),
+])  # fmt: skip
+def test_the_first_line(planned: Planned, made: Plan, line: str) -> None:
+    planned(made)
+    screen = show("plan", "m.gguf")
+    assert (screen.code, screen.lines[0]) == (CODES[made.verdict], line)
+    assert made.verdict == line.partition(":")[0].lower()
+
+
+@pytest.mark.parametrize("columns", [None, 60, 80, 120, 240])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_no_line_is_wide_or_obeyed(planned: Planned, columns: int | None, encoding: str) -> None:
+    check = Check(f"cgroup /{HOSTILE}", 4 * GIB, GIB, GIB, HOSTILE)
+    planned(replace(
+        TOO_LARGE, rows=(*PLAN.rows, Row("weights:" + "y" * 100, 1), *ON_GPU.rows[:1]),
+        checks=(*TOO_LARGE.checks, check), unknown=(HOSTILE,), load_reason=HOSTILE,
+        advice=(Advice(HOSTILE, 1, {"numa": "z" * 100}, False),),
+        facts={"name": HOSTILE, "architecture": HOSTILE, "format": "GGUF", "ggml": HOSTILE},
+    ))  # fmt: skip
+    screen = show("plan", HOSTILE, columns=columns, encoding=encoding)
+    assert screen.code == 3
+    options = "   --numa " + "z" * 100  # what is to be typed is whole
+    assert options in screen.lines
+    assert screen._replace(out=screen.out.replace(options, "")).widest <= (columns or 80)
+    assert not CONTROL.search(screen.plain)
+    assert screen.lines[0].startswith("Does not fit: 4.")
+    assert screen.lines[0].endswith("). No context fits.")
+
+
+def test_options_are_those_of_the_library(planned: Planned) -> None:
+    asked = planned(PLAN)
+    show("plan", "m.gguf")
+    assert asked == {
+        "model": Path("m.gguf"), "ctx": None, "batch": 1, "kv_dtype": "f16", "window": None,
+        "threads": None, "sessions": 1, "load": "auto", "device": None, "machine": None,
+        "pages": "auto", "numa": None, "lock": False,
+    }  # fmt: skip
+    words = (
+        "--ctx 8 --batch 2 --kv-dtype q8_0 --window 4 --threads 3 --sessions 5 --load copy "
+        "--device cuda:1 --pages 2m --numa bind:0 --lock"
+    )
+    show("plan", *words.split())
+    assert asked == {
+        "model": embedded_model(), "ctx": 8, "batch": 2, "kv_dtype": "q8_0", "window": 4,
+        "threads": 3, "sessions": 5, "load": "copy", "device": "cuda:1", "machine": None,
+        "pages": "2m", "numa": "bind:0", "lock": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "machine"), [
+    ("--memory 16G", {"memory": "16G"}),
+    ("--memory 16G --cpus 8 --pool 2m=4096 --pool 1g=0 --nodes 2",
+     {"memory": "16G", "cpus": 8, "pools": {"2m": 4096, "1g": 0}, "nodes": 2}),
+])  # fmt: skip
+def test_another_machine(planned: Planned, words: str, machine: dict[str, Any]) -> None:
+    asked = planned(PLAN)
+    assert show("plan", *words.split()).code == 0
+    assert asked["machine"] == machine
+
+
+def test_the_answer_is_about_the_other_machine() -> None:
+    large = show("plan", "--memory", "4G", "--cpus", "3")
+    assert (large.code, large.err) == (0, "")
+    assert re.search(r"^memory of the machine +\S+ MiB +4\.0 GiB", large.plain, re.M)
+    for memory, code, verdict in (("1M", 4, "Reads from disk"), ("100K", 3, "Does not fit")):
+        small = show("plan", "--memory", memory)
+        assert (small.code, small.lines[0].partition(":")[0]) == (code, verdict)
+
+
+def test_options_mean_what_they_mean_for_run() -> None:
+    import typer
+
+    commands = typer.main.get_command(_app()).commands  # type: ignore[attr-defined]
+    run, plan = ({each.name: each for each in commands[name].params} for name in ("run", "plan"))
+    same = ("ctx", "threads", "kv_dtype", "window", "load", "pages", "numa", "as_json")
+    for name in same:
+        assert (plan[name].opts, plan[name].help) == (run[name].opts, run[name].help)
+        assert plan[name].default == run[name].default
+
+
+@pytest.mark.parametrize("words", [
+    "--ctx 0", "--batch 0", "--kv-dtype q3_K", "--kv-dtype q8_0,", "--device gpu",
+    "--numa nowhere", "--sessions 0",
+    "--memory much", "--memory 0", "--cpus 4", "--cpus 0 --memory 1G", "--pool 2m", "--nodes 2",
+    "--pool 2m=x --memory 1G", "--pool 3m=4 --memory 1G", "--pool 2m=513 --memory 1G",
+    "--nodes 0 --memory 1G", "--cgroup /nowhere", "--cgroup / --memory 1G",
+    "--device cuda:0 --memory 1G",
+])  # fmt: skip
+def test_wrong_usage_ends_with_2(words: str) -> None:
+    screen = show("plan", *words.split())
+    assert (screen.code, screen.out) == (2, "")
+    assert words.split(maxsplit=1)[0] in screen.err
+
+
+def test_the_document_is_that_of_the_library(planned: Planned) -> None:
+    for made in (PLAN, SPILLS, FALLS_BACK, TOO_LARGE):
+        planned(made)
+        screen = show("plan", "m.gguf", "--json", columns=80)
+        assert (screen.code, screen.err) == (CODES[made.verdict], "")
+        assert screen.out == made.to_json() + "\n"
+        assert json.loads(screen.out)["verdict"] == made.verdict
+
+
+def test_the_model_in_the_package() -> None:
+    screen = show("plan", "--json")
+    assert (screen.code, screen.err) == (0, "")
+    document = json.loads(screen.out)
+    schema = json.loads((ROOT / "docs" / "schemas" / "plan-1.json").read_text())
+    jsonschema.validate(document, schema)
+    for kv_dtype in ("q4_0", "q8_0,iq4_nl"):
+        other = json.loads(show("plan", "--json", "--kv-dtype", kv_dtype).out)
+        jsonschema.validate(other, schema)
+        assert other["kv_dtype"] == kv_dtype
+    # These change from moment to moment.
+    now = {name: document[name] for name in ("checks", "available_bytes")}
+    assert document == um.plan(embedded_model()).to_dict() | now
+    page = show("plan").plain
+    assert re.match(r"Fits: \d\.\d MiB of .*iB\. Largest context 512\.\n\nmodel     unimem-", page)
+
+
+def test_of_any_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "odd.gguf"
+    kvs = [g.kv("general.architecture", g.STRING, g.string("no\x1b[2Jne"))]
+    tensors = [g.tensor("one", (64,), g.Q8_0, 0)]
+    path.write_bytes(g.with_data(g.head(1, 1), *kvs, *tensors, nbytes=96)[0])
+    screen = show("plan", path)
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.lines[2] == r"model     odd: no\x1b[2Jne, GGUF"
+    assert "Not known:" in screen.lines
+    assert re.search(r"^weights:q8_0 +68 B  ", screen.plain, re.M)
+    assert screen.lines[0].endswith(" Largest context unknown.")
+
+
+def test_what_cannot_fit_ends_with_3() -> None:
+    screen = show("plan", "--ctx", 2**30, "--kv-dtype", "f32", "--batch", 2**10)
+    assert (screen.code, screen.err) == (3, "")
+    assert "What helps, the cheapest first:" in screen.lines
+    assert screen.lines[0].startswith("Does not fit: ")
+
+
+def test_files_that_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\3")
+    for name in ("broken.gguf", "none.gguf"):
+        screen = show("plan", tmp_path / name, "--json")
+        assert (screen.code, screen.out) == (1, "")
+        assert screen.err.startswith("unimem: ")
+        assert name in screen.err
+        assert screen.err.count("\n") == 1
+
+
+def test_a_path_that_is_no_text(tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\n.gguf")
+    shutil.copy(embedded_model(), path)
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for screen in (show("plan", path), run_anew("plan", path, env=env)):
+        assert (screen.code, screen.err) == (0, "")
+        assert screen.lines[3].startswith("file ")
+        assert screen.lines[3].endswith("/m?\\n.gguf")
+        assert screen.lines[0].startswith("Fits: ")
+
+
+def test_on_a_terminal() -> None:
+    screen = show_on_terminal("plan")
+    assert screen.code == 0
+    assert "\x1b[1mmemory" in screen.out
+    assert screen.widest <= 80
+    assert len(screen.lines) <= 24

@@ -1,0 +1,188 @@
+"""What all commands share: the version, help that is whole, completion, and sizes as people write
+them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.project.tiers import slow_after
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[cli]'")
+
+import typer
+
+from support.terminal.screens import run_anew, show
+from unimem import cli
+from unimem.base.install_hint import install_hint
+from unimem.cli.options import number_parser
+
+PROGRAM: Any = typer.main.get_command(cli._app())
+COMMANDS: dict[tuple[str, ...], Any] = {(): PROGRAM}
+COMMANDS |= {(name,): command for name, command in PROGRAM.commands.items()}
+
+
+def test_the_version() -> None:
+    version = importlib.metadata.version("unimem-llm")
+    assert show("--version") == (0, f"unimem {version}\n", "")
+    assert show("--version", "plan", "none.gguf").out == f"unimem {version}\n"
+
+
+@pytest.mark.parametrize("columns", [80, None], ids=["terminal", "pipe"])
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0] if words else "unimem")
+def test_help_is_whole_at_80_columns(command: tuple[str, ...], columns: int | None) -> None:
+    """No word is cut or broken, and each option has its whole text."""
+    screen = show(*command, "--help", columns=columns, COLUMNS="80")
+    assert (screen.code, screen.err) == (0, "")
+    assert screen.widest <= 80
+    _, *lines = screen.lines
+    assert not any("…" in line or "..." in line for line in lines)
+    text = " ".join(screen.plain.split())
+    for each in COMMANDS[command].params:
+        assert all(name in text for name in each.opts if name.startswith("-"))
+        assert " ".join((getattr(each, "help", None) or "").split()) in text
+    for name, sub in getattr(COMMANDS[command], "commands", {}).items():
+        summary = sub.help.split("\n\n")[0].rstrip(".")
+        assert f"{name} {' '.join(summary.split())}" in text
+
+
+# ---- completion ---------------------------------------------------------------------------------
+
+# What bash does after `eval "$(unimem --show-completion)"` and a press of the tabulator.
+COMPLETE = """
+eval "$(_UNIMEM_COMPLETE=source_bash unimem)"
+complete -p unimem
+COMP_WORDS=(unimem run --kv-dtype "") COMP_CWORD=3
+_unimem_completion unimem
+echo "${COMPREPLY[@]}"
+"""
+
+
+def test_bash_completes_what_the_command_says(tmp_path: Path) -> None:
+    program = tmp_path / "unimem"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nfrom unimem_command import main\nsys.exit(main())\n"
+    )
+    program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    made = subprocess.run(
+        ["bash", "--norc", "-c", COMPLETE],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert made.stderr == ""
+    how, completions = made.stdout.splitlines()
+    assert "-o default" in how  # where there is no completion, names of files
+    assert completions == "f16 f32 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl"
+
+
+@pytest.mark.parametrize(("words", "completions"), [
+    ("unimem pl", ["plan"]),
+    ("unimem run --kv", ["--kv-dtype"]),
+    ("unimem plan some/fil", []),
+])  # fmt: skip
+def test_commands_and_options_are_completed(words: str, completions: list[str]) -> None:
+    last = str(len(words.split()) - 1)
+    screen = show(_UNIMEM_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=last)
+    assert (screen.code, screen.out.split(), screen.err) == (0, completions, "")
+
+
+def test_completion_can_be_installed() -> None:
+    assert "--install-completion" in show("--help").out
+    shown = show("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_UNIMEM_COMPLETE=complete_bash" in shown.out
+
+
+# ---- tokens and bytes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "value"), [
+    ("1", 1), ("8192", 8192), ("8k", 8192), ("8K", 8192), ("1.5k", 1536), ("16G", 16 << 30),
+    ("16GiB", 16 << 30), ("2mb", 2 << 20), ("1t", 1 << 40),
+])  # fmt: skip
+def test_numbers_as_people_write_them(text: str, value: int) -> None:
+    assert number_parser(1, 1 << 40, "16G")(text) == value
+
+
+@pytest.mark.parametrize("text", [
+    "", " ", "0", "-1", "-8k", "nan", "inf", "1e3", "k", "8kk", "8 k", "1.5", "0.3k", "1.", "2t",
+    "\uff10", "+8", "0x10", "9" * 5000, "8" + "0" * 17 + "t",
+], ids=lambda text: text[:8])  # fmt: skip
+def test_what_is_no_number_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(typer.BadParameter) as refused:
+        number_parser(1, 1 << 40, "512M or 16G")(text)
+    said = str(refused.value)
+    assert said.startswith("expected a whole number from 1 to 1099511627776, as 512M or 16G; got ")
+    assert len(said) < 130
+
+
+def test_options_of_tokens_take_units() -> None:
+    said = " ".join(show("plan", "--ctx", "1k", "--window", "0.25k").out.split())
+    assert "context 1,024 tokens" in said
+    assert "attention sees the last 256," in said
+    screen = show("run", "-n", "64k", "--ctx", "1K", "-p", "Hi", "--threads", 1)
+    assert screen.code == 3
+    assert "65,536 more do not fit in the context of 1,024" in screen.err
+    for command, option in (("plan", "--ctx"), ("plan", "--window"), ("run", "--tokens")):
+        screen = show(command, option, "many")
+        assert screen.code == 2
+        said = " ".join(screen.err.split())
+        assert f"'{option}'" in said
+        assert "as 512, 8192 or 8k; got 'many'" in said
+
+
+# ---- extras -------------------------------------------------------------------------------------
+
+# A command without some packages: what it said, and that nothing but a sentence was said.
+WITHOUT = """
+import importlib.metadata, sys
+sys.modules |= dict.fromkeys(MISSING)
+def version(name, of=importlib.metadata.version):
+    if name in MISSING:
+        raise importlib.metadata.PackageNotFoundError(name)
+    return of(name)
+importlib.metadata.version = version
+from unimem_command import main
+sys.exit(main())
+"""
+ENGINE = ("ggml", "ggml-python", "tokenizers", "sentencepiece", "jinja2")
+
+
+@pytest.mark.parametrize(("missing", "command", "extra"), slow_after(2, [
+    (("typer", *ENGINE), "doctor", "cli"),
+    (ENGINE, "run", "run"),
+    (("rich",), "plan", "cli"),
+    (("typer", *ENGINE), "run", "run"),
+    (("ggml", "ggml-python"), "run", "run"),
+]))  # fmt: skip
+def test_what_is_not_installed_is_named_with_its_extra(
+    missing: tuple[str, ...], command: str, extra: str
+) -> None:
+    screen = run_anew(command, code=WITHOUT.replace("MISSING", repr(missing)))
+    assert (screen.code, screen.out) == (1, "")
+    assert screen.err.endswith(f": {install_hint(extra)}\n")
+    assert screen.err.count("\n") == 1
+
+
+# ---- one and several ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["plan", "--ctx", "1"], "context 1 token ("),
+    (["plan", "--ctx", "1", "--batch", "2"], "2 streams"),
+    (["run", "-n", "1", "--ctx", "9"], "text 1 token (the limit)"),
+    (["run", "-n", "1", "--threads", "1"], "4 layers, KV f16, 1 thread "),
+])  # fmt: skip
+def test_what_is_one_is_not_called_several(arguments: list[str], words: str) -> None:
+    screen = show(*arguments)
+    assert screen.code == 0
+    assert words in " ".join(screen.out.split())

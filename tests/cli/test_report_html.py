@@ -1,0 +1,77 @@
+"""`unimem report --html`: one file, also of a watch, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.processes.running import running
+from support.terminal.html_pages import HtmlPage
+from support.terminal.screens import show, start_command
+
+HOLD = "import sys; print('ready', flush=True); sys.stdin.read()"
+
+
+def test_a_page_of_a_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    path.write_text("what was there")
+    with running(HOLD) as pid:
+        assert show("report", pid, "--html", path) == (0, "", "")
+    page = HtmlPage(path.read_text())
+    assert f"process {pid}" in page.text
+    assert "by unimem" in page.text
+    assert {"Limits", "How it is placed"} <= set(page.texts)
+    assert page.table("memory", "in RAM", "most").column("in RAM")["total"] != 0
+    assert [each.name for each in tmp_path.iterdir()] == ["a.html"]
+
+
+def test_a_watch_ends_with_a_page_of_what_has_grown(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    options = ("--watch", "--interval", 0.1, "--json", "--html", path)
+    with running(HOLD) as pid, start_command("report", pid, *options) as process:
+        assert process.stdout is not None
+        n_reports = 0
+        while n_reports < 2:  # reading memory has a share of a core, and is not done each time
+            n_reports += json.loads(process.stdout.readline())["report_age_seconds"] == 0
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode == 130
+    page = HtmlPage(path.read_text())
+    assert "svg" in page.tags
+    assert page.table("growth").foot[0][0] == "total"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.html"]
+
+
+def test_no_watch_is_in_vain(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "a.html"
+    screen = show("report", os.getpid(), "--watch", "--html", path)
+    assert (screen.code, screen.out) == (1, "")
+    assert "none/a.html: No such file or directory" in screen.err
+
+
+def test_of_no_process_there_is_no_page(tmp_path: Path) -> None:
+    path = tmp_path / "a.html"
+    with subprocess.Popen(["true"]) as process:
+        pass
+    for more in ([], ["--watch"]):
+        screen = show("report", process.pid, "--html", path, *more)
+        assert (screen.code, screen.out) == (1, "")
+        assert "There is no process" in screen.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--html", "a"], "--html needs PID"),
+    (["1", "--html", ""], "expected the path of a file, got ''"),
+    (["1", "--html", "a", "--mappings"], "the page has them"),
+    (["1", "--html", "a", "--json"], "--json is not for --html"),
+])  # fmt: skip
+def test_wrong_usage(words: list[str], said: str) -> None:
+    screen = show("report", *words)
+    assert (screen.code, screen.out) == (2, "")
+    assert said in " ".join(screen.err.split())

@@ -1,0 +1,791 @@
+"""`unimem stage`: what it prints, and the small processes that keep what it has staged."""
+
+# ruff: noqa: F811 - fixtures that are imported, and asked for by their names
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gc
+import hashlib
+import importlib
+import io
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+import unimem as um
+from support.project.tiers import slow_after
+
+pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
+
+from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixture
+from support.processes.staged_models import (
+    MIB,
+    TINY,
+    indexed,  # noqa: F401 - a fixture
+    left,
+    look,
+    model,  # noqa: F401 - a fixture
+    read_elsewhere,
+    split,  # noqa: F401 - a fixture
+    start_reader,
+    stop,
+)
+from support.processes.warm_python import start
+from support.terminal.screens import MAIN, Screen, run_command, show, start_command
+from unimem.errors import CapacityError
+from unimem.staging import keeper as stage_held
+from unimem.staging.keeper import SCHEMA, Held, drop, holders
+from unimem.staging.llama_cpp import RepackedByLlamaCpp
+from unimem.system import limits, policy
+from unimem.system.process import read_process
+
+cli_stage = importlib.import_module("unimem.cli.stage")
+Patch = pytest.MonkeyPatch
+NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
+
+pytestmark = [
+    pytest.mark.usefixtures("gives_memory_back", "nothing_is_left"),
+    # Of processes that have threads, which Python warns of.
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+]
+
+
+def run(*arguments: object) -> Screen:
+    return show("stage", *arguments)
+
+
+def stage(*arguments: object) -> str:
+    code, out, err = run(*arguments)
+    assert code == 0, err
+    path, end = out.split("\n")
+    assert end == ""
+    return path
+
+
+def kept(folder: Path) -> list[Held]:
+    """What is staged of the models in a folder: others of this user are not ours to end."""
+    return [held for held in holders() if held.source.startswith(f"{folder}/")]
+
+
+def only(folder: Path) -> Held:
+    (held,) = kept(folder)
+    return held
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _commands_can_be_run() -> None:
+    start()
+
+
+@pytest.fixture
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    before = left()
+    yield
+    for held in kept(tmp_path):
+        drop(held)
+    if left() != before:
+        gc.collect()
+    assert left() == before
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Another process reads it before and after this, and reads the same."""
+    reader = start_reader(path)
+    try:
+        yield
+        look(reader)
+    finally:
+        stop(reader)
+
+
+def await_end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            assert select.select([fd], [], [], 60)[0], f"process {pid} goes on"
+        finally:
+            os.close(fd)
+
+
+def status(pid: int, name: str) -> str:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return text.split(f"{name}:")[1].splitlines()[0].strip()
+
+
+def open_sockets(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/fd"
+    with suppress(FileNotFoundError):
+        return [fd for fd in os.listdir(folder) if "socket" in os.readlink(f"{folder}/{fd}")]
+    return ["one that was just closed"]
+
+
+def kib(pid: int, name: str) -> int:
+    return int(status(pid, name).split()[0])
+
+
+def test_only_the_path_goes_to_standard_output(model: Path, tmp_path: Path) -> None:
+    code, out, err = run(model)
+    assert code == 0
+    held = only(tmp_path)
+    assert out == f"{held.path}\n"
+    assert f"{model} is staged: 6.0 MiB" in err
+    assert f"process {held.pid} keeps it, until: unimem stage --drop {held.path}" in err
+    assert read_elsewhere(held.path) == model.read_bytes()
+
+
+def test_a_shell_passes_it_on_whatever_its_name(model: Path, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/caf\xe9.gguf"
+    os.rename(model, name)
+    script = 'path=$("$0" -c "$2" stage "$1") && echo "$path" && cat "$path"'
+    words: list[str | bytes] = ["sh", "-c", script, sys.executable, name, MAIN]
+    path, _, text = subprocess.check_output(words, stderr=subprocess.DEVNULL).partition(b"\n")
+    assert path.endswith(b"/caf\xe9.gguf")
+    assert text == Path(os.fsdecode(name)).read_bytes()
+
+
+def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
+    stage(model, "--backing", "memfd")
+    held = only(tmp_path)
+    assert held.pid == os.getsid(held.pid) == os.getpgid(held.pid), "no terminal's"
+    assert int(status(held.pid, "PPid")) != os.getpid(), "nobody's zombie"
+    assert os.readlink(f"/proc/{held.pid}/cwd") == "/"
+    folder = f"/proc/{held.pid}/fd"
+    while open_sockets(held.pid):  # until it has read that it shall keep it
+        time.sleep(0.01)
+    files = {os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
+    memfds = {"/memfd:model.gguf (deleted)", "/memfd:unimem-stage (deleted)"}
+    assert files == {"/dev/null", *memfds}
+    assert kib(held.pid, "VmRSS") < 20 << 10
+    maps = Path(f"/proc/{held.pid}/maps").read_text()
+    for module in (um, np):
+        assert f"{os.path.dirname(str(module.__file__))}/" not in maps
+    assert um.get_library() not in maps
+
+
+def test_what_llama_cpp_does_not_share_is_told(model: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(3 * MIB, 4 * MIB))
+    for _ in range(2):  # what was staged already, too
+        code, out, err = run(model)
+        assert (code, out.count("\n")) == (0, 1)
+        assert "a copy of its own of up to 3.0 MiB of it (75% of the tensors)" in err
+        assert "--no-repack keeps all of it shared" in err
+    monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(0, 4 * MIB))
+    assert "repack" not in run(model).err
+
+
+def test_a_second_start_reads_nothing(model: Path) -> None:
+    def read_bytes() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+    path = stage(model)
+    before = read_bytes()
+    assert stage(model) == path
+    assert read_bytes() - before < model.stat().st_size // 2
+    assert stage(os.path.relpath(model)) == path
+
+
+def test_a_changed_model_is_staged_anew(model: Path, tmp_path: Path) -> None:
+    old = stage(model)
+    with reading(old):
+        with model.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+        code, new, err = run(model)
+        assert code == 0
+        assert f"{model} was written to or replaced: what was staged of it is dropped" in err
+        assert not os.path.exists(old)
+        assert read_elsewhere(new.strip()) == model.read_bytes()
+        assert len(kept(tmp_path)) == 1
+
+
+def test_other_options_are_another_stage(model: Path, tmp_path: Path) -> None:
+    paths = [
+        stage(model, *options)
+        for options in ((), ("--pages", "4k"), ("--backing", "memfd"), ("--numa", "bind:0"))
+    ]
+    assert len(set(paths)) == 4
+    assert sorted(held.path for held in kept(tmp_path)) == sorted(paths)
+    assert stage(model, "--pages", "4k") == paths[1]
+
+
+def test_two_at_once_stage_it_once(model: Path, tmp_path: Path) -> None:
+    both = [start_command("stage", model) for _ in range(2)]
+    paths = {process.communicate()[0] for process in both}
+    assert paths == {f"{only(tmp_path).path}\n"}
+
+
+def test_split_models_and_indices(split: list[Path], indexed: Path) -> None:
+    assert os.path.basename(stage(split[2])) == split[0].name
+    assert os.path.basename(stage(indexed)) == indexed.name
+    assert [len(held.paths) for held in kept(indexed.parent)] == [3, 3]
+
+
+def test_llama_cpp_starts_from_the_printed_path(tmp_path: Path) -> None:
+    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+    from support.models import llama_cpp
+
+    shutil.copy(TINY, tmp_path / "tiny.gguf")
+    path = stage(tmp_path / "tiny.gguf")
+    expected, _ = llama_cpp.greedy(TINY, [1, 5, 9], 8)
+    assert llama_cpp.greedy(Path(path), [1, 5, 9], 8)[0] == expected
+
+
+def test_json(model: Path) -> None:
+    code, out, _ = run(model, "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["schema"] == SCHEMA
+    assert document["path"] in document["paths"]
+    assert (document["source"], document["nbytes"]) == (str(model), model.stat().st_size)
+    assert (document["reused"], document["current"]) == (False, True)
+    assert document["granted"]["resident_bytes"] >= model.stat().st_size
+    assert json.loads(run(model, "--json").out) == document | {"reused": True}
+
+
+@pytest.mark.parametrize("options", [(), ("--backing", "memfd"), ("--page-cache",)])
+def test_the_lock_is_the_holders(options: tuple[str, ...], model: Path, tmp_path: Path) -> None:
+    if limits.memlock() is not None:
+        pytest.skip("the limit on locked memory is too small")
+    stage(model, "--lock", *options)
+    held = only(tmp_path)
+    assert kib(held.pid, "VmLck") << 10 >= model.stat().st_size
+    assert held.granted.locked_bytes >= model.stat().st_size
+    assert kib(os.getpid(), "VmLck") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_pages_of_a_pool_need_no_lock(model: Path, tmp_path: Path) -> None:
+    """Where users have a limit on locked memory, they would not get a model into the pool."""
+    stage(model, "--backing", "hugetlb")
+    held = only(tmp_path)
+    assert held.granted.locked_bytes >= model.stat().st_size
+    assert sum(area.hugetlb_bytes for area in read_process(held.pid).areas) == 8 * MIB
+    assert kib(held.pid, "VmLck") == 0
+
+
+def test_the_page_cache_needs_no_holder(model: Path, tmp_path: Path) -> None:
+    with model.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert stage(model, "--page-cache") == str(model)
+    assert kept(tmp_path) == []
+    with cli_stage.open_weights(model, load="map") as weights:
+        assert weights.residency().resident_bytes >= model.stat().st_size // 4096 * 4096
+
+
+def test_the_list(model: Path, tmp_path: Path) -> None:
+    path = stage(model)
+    code, out, _ = run("--list")
+    held = only(tmp_path)
+    assert code == 0
+    assert f"{path}\n    {model}: 6.0 MiB, {held.backing}, " in out
+    assert f"; process {held.pid}\n" in out
+    documents = json.loads(run("--list", "--json").out)
+    (document,) = [each for each in documents if each["pid"] == held.pid]
+    assert document["current"]
+    os.utime(model)
+    assert f"; {model} was written to or replaced\n" in run("--list").out
+    documents = json.loads(run("--list", "--json").out)
+    assert [each["current"] for each in documents if each["pid"] == held.pid] == [False]
+
+
+def test_nothing_staged(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(cli_stage, "holders", list)
+    assert run("--list") == (0, "", "unimem: nothing is staged\n")
+    assert run("--list", "--json") == (0, "[]\n", "")
+    assert run("--drop", "all") == (0, "", "")
+
+
+def test_drop(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    paths = [stage(model), stage(model, "--pages", "4k"), stage(model, "--backing", "shm")]
+    assert run("--drop", paths[1]) == (0, "", f"unimem: dropped {paths[1]}, of {model}\n")
+    assert [os.path.exists(path) for path in paths] == [True, False, True]
+    code, out, _ = run("--drop", model, "--json")
+    assert code == 0
+    assert {document["path"] for document in json.loads(out)} == {paths[0], paths[2]}
+    assert not any(map(os.path.exists, paths))
+    code, out, err = run("--drop", model)
+    assert (code, out) == (1, "")
+    assert "nothing is staged under this name: unimem stage --list" in err
+    stage(model)
+    monkeypatch.setattr(cli_stage, "holders", lambda: kept(tmp_path))
+    assert run("--drop", "all")[0] == 0
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "code", "dropped"),
+    slow_after(
+        4,
+        [
+            ((), "y\n", 0, True),
+            ((), "\n", 1, False),
+            (("--yes",), None, 0, True),
+            (("--dry-run",), None, 0, False),
+            ((), "Yes\n", 0, True),
+            ((), "no\n", 1, False),
+            ((), "", 1, False),  # the end of the input
+        ],
+    ),
+)
+def test_drop_all_asks_on_a_terminal(
+    options: tuple[str, ...],
+    answer: str | None,
+    code: int,
+    dropped: bool,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: Patch,
+) -> None:
+    path = stage(model)
+    monkeypatch.setattr(cli_stage, "holders", lambda: kept(tmp_path))
+    monkeypatch.setattr(cli_stage, "_is_asked", lambda: True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(answer or ""))
+    found, out, err = run("--drop", "all", *options)
+    assert (found, out) == (code, "")
+    assert ("Drop 1 model? [y/N] " in err) == (answer is not None)
+    assert ("nothing was dropped" in err) == (code == 1)
+    assert (f"would drop {path}, of {model}" in err) == (options == ("--dry-run",))
+    assert bool(kept(tmp_path)) != dropped
+
+
+def test_only_a_terminal_is_asked(monkeypatch: Patch) -> None:
+    answers = {name: Mock(isatty=Mock(return_value=True)) for name in ("stdin", "stderr")}
+    for name, stream in answers.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert cli_stage._is_asked()
+    for name, stream in answers.items():
+        for other in (None, Mock(isatty=Mock(return_value=False))):
+            monkeypatch.setattr(sys, name, other)
+            assert not cli_stage._is_asked()
+        monkeypatch.setattr(sys, name, stream)
+
+
+def test_a_holder_that_is_stuck_is_killed(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(stage_held, "_PATIENCE_SECONDS", 0.1)
+    path = stage(model, "--backing", "shm")
+    held = only(tmp_path)
+    os.kill(held.pid, signal.SIGSTOP)
+    assert run("--drop", path)[0] == 0
+    assert kept(tmp_path) == []
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("backing", ["auto", "memfd", "shm"])
+def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> None:
+    path = stage(model, "--backing", backing)
+    pid = only(tmp_path).pid
+    with reading(path):
+        os.kill(pid, signal.SIGKILL)
+        await_end(pid)
+        assert str(model) not in run("--list").out
+        assert not os.path.exists(path), "what was left in /dev/shm, --list has removed"
+    again = stage(model, "--backing", backing)
+    assert read_elsewhere(again) == model.read_bytes()
+
+
+@pytest.mark.parametrize(("script", "said"), [
+    ("raise SystemExit(1)", "its process has ended"),
+    ("import os, sys; os.write(int(sys.argv[1]), b'12 no memory'); sys.exit(1)", "no memory"),
+])  # fmt: skip
+@pytest.mark.parametrize("backing", slow_after(1, ["auto", "shm"]))
+def test_a_holder_that_fails_at_its_start(
+    script: str, said: str, backing: str, model: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    (tmp_path / "stage_holder.py").write_text(script)
+    monkeypatch.setattr(stage_held, "_HOLDER", str(tmp_path / "stage_holder.py"))
+    code, out, err = run(model, "--backing", backing)
+    assert (code, out) == (1, "")
+    assert f"keeping {model}: {said}" in err
+    assert kept(tmp_path) == []
+
+
+def test_an_interrupt_ends_the_holder(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    seen = []
+
+    def interrupted(path: str) -> None:
+        held = only(tmp_path)
+        assert path == held.path
+        assert os.path.exists(path)
+        seen.append(held.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_stage.terminal, "show_path", interrupted)
+    assert run(model, "--backing", "shm")[:2] == (130, "")
+    await_end(seen[0])
+    assert kept(tmp_path) == []
+
+
+def test_a_lock_that_the_holder_is_refused(tmp_path: Path) -> None:
+    """Asked for by a process that may lock nothing."""
+    script = (
+        "import os, resource, runpy, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); "
+        "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    command = [sys.executable, "-c", script, stage_held._HOLDER]
+    if shutil.which("setpriv") and os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", *command]
+    ours, its = os.pipe()
+    with (tmp_path / "file").open("wb+") as file, open(ours) as answer:
+        file.write(bytes(MIB))
+        file.flush()
+        words = [*command, str(its), "-1", "True", "-1", str(file.fileno())]
+        subprocess.run(words, pass_fds=[its, file.fileno()], check=True)
+        os.close(its)
+        said = answer.read()
+    assert "locking in RAM" in said
+    assert "ulimit -l" in said
+
+
+def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(100))
+    assert run(bad)[:2] == (1, "")
+    code, out, err = run(tmp_path / "none.gguf")
+    assert (code, out) == (1, "")
+    assert "none.gguf: No such file" in err
+    does_not_fit = CapacityError("it does not fit", 0, 0, 0)
+    monkeypatch.setattr(limits, "require", Mock(side_effect=does_not_fit))
+    code, out, err = run(model, "--backing", "memfd")
+    assert (code, out) == (3, "")
+    assert "does not fit" in err
+
+
+@pytest.mark.parametrize("words", [
+    "", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere",
+    "m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm",
+    "m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m",
+    "m.gguf --yes", "--list --dry-run",
+])  # fmt: skip
+def test_wrong_usage(words: str) -> None:
+    code, out, err = run(*words.split())
+    assert (code, out) == (2, "")
+    assert "Usage: unimem stage" in err
+
+
+def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:
+    keeps: dict[str, Any] = {
+        "schema": SCHEMA, "path": __file__, "paths": [__file__], "source": f"{__file__}.gguf",
+        "versions": [], "asked": {}, "backing": "memfd", "nbytes": 0, "warnings": [],
+        "granted": asdict(um.Placement("4k", 4096, 0, 0, 0, 0, 0)),
+    }  # fmt: skip
+    fd = os.memfd_create("unimem-stage", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    os.write(fd, json.dumps(keeps | changed).encode())
+    if owner is not None:
+        os.fchown(fd, owner, owner)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@contextmanager
+def with_descriptor(fd: int, *command: str) -> Iterator[int]:
+    """Another process that has a descriptor."""
+    words, pipe = [*command, "sh", "-c", "echo ready; read line"], subprocess.PIPE
+    with subprocess.Popen(words, pass_fds=[fd], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process.pid
+        process.communicate("\n")
+
+
+@pytest.mark.parametrize(("options", "listed"), [
+    ({}, True),                            ({"owner": 65534}, False),
+    ({"seals": fcntl.F_SEAL_GROW}, False), ({"schema": "other"}, False),
+    ({"granted": []}, False),              ({"more": 1}, False),
+    ({"program": [1, 1]}, False),          ({"program": "me"}, False),
+])  # fmt: skip
+def test_only_our_sealed_note_counts(options: dict[str, Any], listed: bool) -> None:
+    """A setuid program runs as root with the descriptors of whoever started it."""
+    if "owner" in options and os.geteuid() != 0:
+        pytest.skip("only root may give a file to another user")
+    with open(note(**options), "rb") as file, with_descriptor(file.fileno()) as pid:
+        assert (pid in {held.pid for held in holders()}) is listed
+
+
+def test_who_looks_at_a_note_is_no_holder() -> None:
+    """At this moment it has the same memory open, and `--drop` would end it."""
+    with (
+        open(note(), "rb") as file,
+        open(f"/proc/self/fd/{file.fileno()}", "rb") as looked_at,
+        with_descriptor(looked_at.fileno()) as pid,
+    ):
+        found = {held.pid for held in holders()}
+    assert os.getpid() in found
+    assert pid not in found
+
+
+def test_a_setuid_program_of_another_user_is_no_holder() -> None:
+    if os.geteuid() != 0 or not shutil.which("setpriv") or not shutil.which("su"):
+        pytest.skip("needs root, setpriv and su")
+    null = subprocess.DEVNULL
+    with (
+        open(note(owner=65534), "rb") as file,
+        subprocess.Popen(
+            [*NOBODY, "su", "-", "root"], pass_fds=[file.fileno()],
+            stdin=subprocess.PIPE, stdout=null, stderr=null, cwd="/",
+        ) as process,
+    ):  # fmt: skip
+        try:
+            cmdline = Path(f"/proc/{process.pid}/cmdline")
+            while not cmdline.read_bytes().startswith(b"su\0"):
+                assert process.poll() is None
+            assert process.pid not in {held.pid for held in holders()}
+        finally:
+            process.kill()
+
+
+def test_what_a_program_has_staged_is_listed_and_stays(model: Path) -> None:
+    with um.stage(model, backing="memfd") as staged:
+        goes = f"{staged.path} goes with process {os.getpid()}, which has staged it"
+        listed = run("--list").out
+        assert f"{staged.path}\n    {model}: 6.0 MiB, memfd, " in listed
+        assert f"; process {os.getpid()}, which has staged it itself\n" in listed
+        path = stage(model, "--backing", "memfd")
+        assert path != staged.path, "it would go with the program"
+        dropped = f"dropped {path}, of {model}"
+        assert run("--drop", model) == (0, "", f"unimem: {goes}\nunimem: {dropped}\n")
+        for what in (staged.path, model):
+            code, out, err = run("--drop", what)
+            assert (code, out) == (1, "")
+            assert goes in err
+        assert read_elsewhere(staged.path) == model.read_bytes()
+
+
+def test_what_is_gone_is_staged_anew(model: Path, tmp_path: Path) -> None:
+    path = stage(model, "--backing", "shm")
+    shutil.rmtree(os.path.dirname(path))
+    assert f"; {path}: No such file or directory\n" in run("--list").out
+    code, out, err = run(model, "--backing", "shm")
+    assert code == 0
+    assert f"{path}: No such file or directory: what was staged of it is dropped" in err
+    assert read_elsewhere(out.strip()) == model.read_bytes()
+    assert len(kept(tmp_path)) == 1
+
+
+def test_the_only_copy_stays_when_the_model_is_gone(model: Path) -> None:
+    path = stage(model)
+    expected = model.read_bytes()
+    model.unlink()
+    code, out, err = run(model)
+    assert (code, out) == (1, "")
+    assert f"{model}: No such file" in err
+    model.write_bytes(b"GGUF" + bytes(100))
+    assert run(model)[0] == 1
+    assert read_elsewhere(path) == expected
+
+
+@pytest.mark.filterwarnings("always::unimem.PlacementWarning")
+def test_what_was_not_granted_is_told_each_time(model: Path, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(policy, "pool_shortfall", lambda *_: "the pool has no room")
+        first = run(model, "--pages", "2m")
+    second = run(model, "--pages", "2m")
+    warning = f"staging {model}: the pool has no room"
+    for screen in (first, second):
+        assert screen.code == 0
+        assert screen.err.endswith(f"unimem: warning: {warning}\n")  # the answer comes before
+    assert "was staged already" in second.err
+    assert json.loads(run(model, "--pages", "2m", "--json").out)["warnings"] == [warning]
+
+
+def test_standard_output_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    done = run_command("stage", model, "--backing", "shm", stdout="/dev/full")
+    assert done.code == 1
+    assert "standard output" in done.err
+    for held in kept(tmp_path):  # which may be about to end
+        await_end(held.pid)
+    assert kept(tmp_path) == []
+
+
+def test_standard_error_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+    done = run_command("stage", model, stderr="/dev/full")
+    assert done.code == 0
+    assert done.out == f"{only(tmp_path).path}\n"
+
+
+@pytest.mark.parametrize(
+    "closed", ["<&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", "2>&-"))]
+)
+def test_standard_streams_that_are_closed(closed: str, model: Path, tmp_path: Path) -> None:
+    lock = "" if limits.memlock() is not None else "--lock"
+    script = f'"$0" -c "$1" stage "$2" --backing memfd {lock} {closed}'
+    path = subprocess.check_output(["sh", "-c", script, sys.executable, MAIN, model], text=True)
+    assert read_elsewhere(path.strip()) == model.read_bytes()
+    assert len(kept(tmp_path)) == 1
+
+
+def test_a_note_may_be_long(model: Path) -> None:
+    """Longer than an argument of a command line may be, as of an index with hundreds of files."""
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 3100:
+        pytest.skip("a note of 3,000 files needs as many descriptors (ulimit -n)")
+    with cli_stage.make_stage(model) as staged:
+        versions = staged._versions * 3000
+        staged._versions = versions
+        staged._names *= 3000
+        with stage_held.hold(staged, str(model), {"lock": False}, []) as held:
+            assert len(held.to_dict()["paths"]) == 3000
+            assert held in holders()
+        drop(held)
+
+
+def test_a_process_that_cannot_be_started_is_waited_for(model: Path, monkeypatch: Patch) -> None:
+    """Its pipe cannot be read, when it runs already."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    before = children.read_text()
+    fails = Mock(side_effect=OSError(errno.EIO, "no answer"))
+    held = stage_held.hold(cli_stage.make_stage(model), str(model), {"lock": False}, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "read", fails)
+        with pytest.raises(OSError, match="no answer"), held:
+            pass
+    fails.assert_called_once()
+    assert children.read_text() == before
+
+
+def test_a_process_that_has_come_to_the_number_is_left_alone(model: Path, tmp_path: Path) -> None:
+    stage(model)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        held = only(tmp_path)
+        # As one that kept a model before: processes of one tick cannot have one number.
+        drop(replace(held, pid=other.pid, began=held.began - 1))
+        assert other.poll() is None
+        other.kill()
+    assert len(kept(tmp_path)) == 1
+
+
+@contextmanager
+def descriptors_left(n: int) -> Iterator[None]:
+    """Let this process open n files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(n + 1)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(opened) + 1, hard))
+        with suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        for _ in range(n):
+            os.close(opened.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in opened:
+            os.close(fd)
+
+
+def test_who_keeps_a_model_is_not_taken_for_gone_when_it_cannot_be_seen(
+    model: Path, tmp_path: Path
+) -> None:
+    path = stage(model, "--backing", "memfd")
+    held = only(tmp_path)
+    for n in range(2):
+        with (
+            descriptors_left(n),
+            pytest.raises(um.PlacementError, match=f"{held.pid} still keeps {path}.*ulimit -n"),
+        ):
+            drop(held)
+        assert kept(tmp_path) == [held]
+    for n in range(8):
+        with descriptors_left(n):
+            code, out, err = run("--drop", path)
+        assert (code, out) in ((0, ""), (1, ""))
+        assert "nothing is staged" not in err
+        assert kept(tmp_path) == ([] if code == 0 else [held])
+        if code == 0:
+            break
+    assert code == 0
+
+
+def name_of(model: Path) -> str:
+    key = hashlib.sha256(os.fsencode(model)).hexdigest()[:32]
+    return f"\0unimem-stage-{os.geteuid()}-{key}"
+
+
+def test_who_waits_says_for_whom(model: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(name_of(model))
+        other.listen()
+        waiting = start_command("stage", model)
+        assert waiting.stderr is not None
+        said = f"unimem: {model}: waiting for a process that stages it, {os.getpid()}\n"
+        assert waiting.stderr.readline() == said
+        assert waiting.poll() is None
+    out, err = waiting.communicate()
+    assert waiting.returncode == 0, err
+    assert read_elsewhere(out.strip()) == model.read_bytes()
+
+
+@pytest.mark.parametrize("listens", slow_after(1, [
+    "pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
+]))  # fmt: skip
+def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
+    """Neither with a lock of the model file, nor with the name that commands of this user take."""
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv")
+    script = (
+        "import socket, sys; n = '\\0' + sys.argv[1]; s = socket.socket(socket.AF_UNIX); "
+        f"s.bind(n); {listens}; print('ready', flush=True); input()"
+    )
+    with (
+        model.open() as file,
+        subprocess.Popen(
+            [*NOBODY, "/usr/bin/env", "python3", "-c", script, name_of(model)[1:]],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) as other,
+    ):  # fmt: skip
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _, err = run(model)
+        assert code == 0
+        assert "waiting" not in err
+        other.communicate("\n")
+
+
+def test_a_holder_removes_its_own_folder_alone(model: Path, tmp_path: Path) -> None:
+    folder = os.path.dirname(stage(model, "--backing", "shm"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "precious").touch()
+    os.rename(folder, f"{folder}-moved")
+    os.symlink(other, folder)
+    try:
+        held = only(tmp_path)
+        drop(held)
+        assert (other / "precious").exists()
+        assert not os.path.exists(f"{folder}-moved")
+    finally:
+        os.unlink(folder)
+
+
+def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
+    """What is printed is the path in that /proc, and a drop ends the process that it is of."""
+    script = f'path=$("$0" -c "{MAIN}" stage "$1") && cat "$path" | cmp - "$1" && ' + (
+        f'"$0" -c "{MAIN}" stage --drop "$1" && ! test -e "$path"'
+    )
+    unshare = ["unshare", "--pid", "--fork"]
+    if subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("this process may not make a PID namespace")
+    words = [*unshare, "sh", "-c", script, sys.executable, str(model)]
+    done = subprocess.run(words, capture_output=True, check=False, text=True)
+    assert done.returncode == 0, done.stderr
+    assert kept(tmp_path) == []

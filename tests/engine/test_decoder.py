@@ -1,0 +1,522 @@
+"""What the decoder promises beside the right numbers: memory, failures, conversations."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from conftest import Run
+from support.models.decoders import (
+    append_foreign,
+    greedy,
+    interrupted,
+    sizes,
+    small_models_gain,
+    tokens,
+)
+from support.models.make import TINY, write_model
+from unimem.accounting import published
+from unimem.engine import Decoder
+from unimem.planning.needs import token_bytes
+from unimem.system.limits import Limit
+
+__all__ = ["small_models_gain"]  # a fixture
+
+PROMPT = [1, 270, 280, 290]
+CTX = 300
+GAIN = 0.05  # so that the rounding of activations does not grow from layer to layer
+
+
+@pytest.fixture(scope="module", params=["f32", "q4_0"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is mapped, and one that `auto` repacks here."""
+    folder = tmp_path_factory.mktemp("model")
+    return write_model(folder / f"{request.param}.gguf", shape=TINY, kind=request.param, gain=GAIN)
+
+
+@pytest.fixture
+def decoder(model: Path) -> Iterator[Decoder]:
+    with Decoder(model, ctx=CTX, threads=1) as decoder:
+        yield decoder
+
+
+def after(decoder: Decoder, prompt: list[int], n: int) -> list[int]:
+    """The n tokens that follow a prompt in a new conversation."""
+    decoder.reset()
+    decoder.prefill(prompt)
+    return greedy(decoder, n)
+
+
+# ---- conversations -----------------------------------------------------------------------
+
+
+def test_batches_of_any_size_give_what_single_tokens_give(decoder: Decoder) -> None:
+    prompt = tokens(290)
+    for token in prompt:
+        one_by_one = decoder.prefill([token])
+    expected, then = one_by_one.copy(), greedy(decoder, 8)
+    for cut in (1, 2, 127, 128, 129, 256, 290):
+        decoder.reset()
+        for part in filter(None, (prompt[:cut], prompt[cut:])):
+            logits = decoder.prefill(part)
+        np.testing.assert_allclose(logits, expected, atol=1e-2 * expected.std())
+        assert greedy(decoder, 8) == then
+
+
+def test_what_is_not_computed_yet_has_no_influence(model: Path, decoder: Decoder) -> None:
+    # Rows beyond the conversation are masked, and hold what an earlier one left there.
+    first = decoder.prefill([5]).copy()
+    decoder.reset()
+    expected = decoder.prefill(PROMPT).copy()
+    later = greedy(decoder, 20)
+    with um.Layout.for_model(model, ctx=CTX, threads=1) as layout:
+        # NaN in every byte that the decoder will get.
+        for tape in (layout.scratch, layout.history):
+            tape.block.as_array()[:] = 0xFF
+        with Decoder(model, ctx=CTX, threads=1, layout=layout) as other:
+            np.testing.assert_array_equal(other.prefill([5]), first)
+            after(other, tokens(250, seed=1), 40)
+            other.reset()
+            np.testing.assert_array_equal(other.prefill(PROMPT), expected)
+            assert greedy(other, 20) == later
+            other.reset()
+            np.testing.assert_array_equal(other.prefill([5]), first)
+
+
+def test_logits_of_another_cache_choose_no_token(decoder: Decoder) -> None:
+    prompt, kv = tokens(20), decoder.kv
+
+    def replace() -> None:
+        kv.crop(19)
+        append_foreign(decoder, 1)
+
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: None,  # nothing was prefilled yet
+        decoder.reset,
+        kv.clear,
+        decoder.layout.clear_talk,
+        replace,
+        lambda: kv.crop(19),
+        lambda: kv.trim_to(0),
+        lambda: append_foreign(decoder, 1),
+    )
+    for change in changes:
+        change()
+        held = kv.seq_len
+        with pytest.raises(RuntimeError, match="no logits to choose by: prefill"):
+            decoder.generate_next_token()
+        assert kv.seq_len == held
+        decoder.reset()
+        likeliest = int(decoder.prefill(prompt).argmax())
+    # What leaves the last token where it is leaves its logits, too.
+    kv.trim_to(10)
+    append_foreign(decoder, 2)
+    kv.crop(10)
+    assert decoder.generate_next_token() == likeliest
+
+
+def test_clear_talk_begins_a_new_conversation(decoder: Decoder) -> None:
+    expected = after(decoder, PROMPT, 12)
+    decoder.layout.clear_pass()
+    decoder.layout.clear_talk()
+    assert decoder.kv.seq_len == 0
+    decoder.prefill(PROMPT)
+    assert greedy(decoder, 12) == expected
+
+
+def test_a_new_conversation_ends_an_old_generator(decoder: Decoder) -> None:
+    old = decoder.generate(PROMPT, 50, stop_at_eog=False)
+    next(old)
+    decoder.reset()
+    with pytest.raises(RuntimeError, match="new conversation"):
+        list(old)
+
+
+def test_seeds(decoder: Decoder) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "top_k": 0}
+
+    def text(seed: int | None) -> str:
+        return "".join(decoder.generate(PROMPT, 40, seed=seed, **options))
+
+    assert text(1) == text(1)
+    assert len({text(seed) for seed in range(4)}) == 4
+    assert text(None) != text(None)
+    decoder.reset()
+    decoder.prefill(PROMPT)
+    stream, pieces = decoder.tokenizer.stream(), []
+    for _ in range(40):
+        token = decoder.generate_next_token(seed=1, **options)
+        if token in decoder.tokenizer.eog_ids:
+            break
+        pieces.append(stream.push(token))
+    assert "".join(pieces) + stream.flush() == text(1)
+
+
+def test_generate_stops_where_the_file_says(decoder: Decoder, tmp_path: Path) -> None:
+    third = after(decoder, PROMPT, 3)[-1]
+    whole = "".join(decoder.generate(PROMPT, 6))
+    kind = Path(decoder.weights.files[0]).stem
+    stopping = write_model(tmp_path / "stop.gguf", shape=TINY, kind=kind, eos=third, gain=GAIN)
+    with Decoder(stopping, ctx=CTX, threads=1) as other:
+        assert other.tokenizer.eos_id == third
+        short = "".join(other.generate(PROMPT, 6))
+        assert whole.startswith(short)
+        assert len(short) < len(whole)
+        assert "".join(other.generate(PROMPT, 6, stop_at_eog=False)) == whole
+
+
+def test_two_decoders_at_once(model: Path, decoder: Decoder) -> None:
+    with Decoder(model, ctx=50, threads=2, kv_dtype="f32") as other:
+        for _ in range(2):
+            for each in (decoder, other):
+                each.reset()
+                each.prefill(PROMPT)
+            pairs = [(decoder.generate_next_token(), other.generate_next_token()) for _ in range(9)]
+            assert all(a == b for a, b in pairs)
+
+
+def test_token_ids_need_no_tokenizer(model: Path, decoder: Decoder, tmp_path: Path) -> None:
+    name = b"\x05\0\0\0\0\0\0\0llama"
+    # The first is the architecture, the second the tokenizer.
+    before, between, behind = model.read_bytes().split(name)
+    path = tmp_path / "m.gguf"
+    path.write_bytes(before + name + between + name.replace(b"llama", b"lllll") + behind)
+    with Decoder(path, ctx=CTX, threads=1) as other:
+        assert after(other, PROMPT, 5) == after(decoder, PROMPT, 5)
+        for use in (lambda: other.tokenize("x"), lambda: other.generate(PROMPT, 5)):
+            with pytest.raises(ValueError, match="lllll"):
+                use()
+        assert other.kv.seq_len == len(PROMPT) + 5
+
+
+# ---- memory ------------------------------------------------------------------------------
+
+
+def test_one_logits_vector(decoder: Decoder) -> None:
+    logits = decoder.prefill(PROMPT)
+    address, before = logits.ctypes.data, logits.copy()
+    decoder.generate_next_token()
+    assert decoder.logits.ctypes.data == address
+    assert decoder.prefill([5]).ctypes.data == address
+    assert decoder.layout.scratch.owns(logits)
+    assert not np.array_equal(logits, before)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_nothing_moves_and_nothing_is_taken(model: Path, window: int | None) -> None:
+    with Decoder(model, ctx=CTX, window=window, threads=1) as decoder:
+        decoder.prefill(PROMPT)
+        layout = decoder.layout
+        layout.freeze()
+
+        def state() -> tuple[Any, ...]:
+            takes = layout.scratch.n_takes, layout.history.n_takes
+            return decoder.addresses(), layout.stat(), takes
+
+        before = state()
+        decoder.prefill(tokens(200))
+        greedy(decoder, 90)
+        decoder.reset()
+        decoder.prefill(tokens(7))
+        assert state() == before
+
+
+def test_every_buffer_lies_on_a_tape(decoder: Decoder) -> None:
+    scratch, history = decoder.layout.scratch, decoder.layout.history
+    for name, address in decoder.addresses().items():
+        # Nodes that write to the cache, or look at it, lie there.
+        in_cache = name[:2] in ("k.", "v.") or name.startswith("value.")
+        assert scratch.owns(address) or (in_cache and history.owns(address)), name
+
+
+def test_the_report_accounts_for_every_mapping(decoder: Decoder) -> None:
+    decoder.prefill(PROMPT)
+    report, layout, weights = decoder.report(), decoder.layout, decoder.weights
+    scratch, history = layout.scratch.block, layout.history.block
+    beside = {"other": weights._parts[0].file.header.copied_bytes, "diagnostics": published.NBYTES}
+    in_blocks = report.total_bytes - sum(beside.values())
+    repacked = decoder._memory.repacked
+    mapped = [*decoder._memory.blocks, scratch, history]
+    assert in_blocks == sum(block.committed_bytes for block in mapped)
+    vectors = {"logits": 4 * TINY.vocab, "tokens": token_bytes(CTX)}
+    kinds = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
+    if repacked is not None:
+        kinds |= {f"weights:{kind} repacked": n for kind, n in repacked.types.items()}
+    in_weights = sum(block.committed_bytes for block in decoder._memory.blocks)
+    assert sizes(report) == {
+        **kinds,
+        "weights:padding": in_weights - sum(kinds.values()),
+        "kv": history.nbytes,
+        "scratch": scratch.nbytes - sum(vectors.values()),
+        **vectors,
+        **beside,
+    }
+    if repacked is None:
+        assert all(row.resident_bytes == row.nbytes for row in report.rows)
+    rows = {row.category: row for row in report.rows}
+    kv = rows["kv"]
+    assert kv.active_bytes == kv.high_water_bytes == decoder.kv.memory_usage_bytes
+    used = layout.scratch.used_bytes - sum(vectors.values())
+    assert rows["scratch"].active_bytes == rows["scratch"].high_water_bytes == used
+    decoder.reset()
+    (row,) = [row for row in decoder.report().rows if row.category == "kv"]
+    assert (row.active_bytes, row.high_water_bytes) == (0, kv.active_bytes)
+    facts = decoder.report().facts
+    assert facts["ggml"]
+    assert facts["cpu_features"]
+    assert ("advice" in facts) is not facts["tinyblas"]
+    assert "6.0 KiB from malloc" in facts["ggml_own"]
+    assert "the stacks of 0 threads;" in facts["ggml_own"]  # beside the one that calls
+
+
+def test_what_ggml_takes_from_malloc(run_python: Run) -> None:
+    """What its calls add to what malloc has handed out, without malloc's caches of threads."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("this C library has no mallinfo2 (glibc 2.33 has it)")
+    done = run_python(
+        """
+        import ctypes
+        from unimem.engine import Decoder, embedded_model
+        from unimem.backends import ggml
+
+        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+        Info = type("Info", (ctypes.Structure,), {
+            "_fields_": [(name, ctypes.c_size_t) for name in names.split()]})
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        mallinfo2.restype = Info
+
+        def handed_out():
+            info = mallinfo2()
+            return info.uordblks + info.hblkhd
+
+        def counted(call):
+            def wrapped(*arguments):
+                before = handed_out()
+                result = call(*arguments)
+                taken[0] += handed_out() - before
+                return result
+            return wrapped
+
+        taken = [0]
+        for name in ("init", "_threadpool_new", "graph_plan"):
+            setattr(ggml, name, counted(getattr(ggml, name)))
+        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        compute = kind(counted(kind(ggml.graph_compute_address)))
+        ggml.graph_compute_address = ctypes.cast(compute, ctypes.c_void_p).value
+        for n in (1, 2, 16):
+            taken[0] = 0
+            with Decoder(embedded_model(), ctx=128, threads=n) as decoder:
+                "".join(decoder.generate("Once upon a time", 4))
+            assert 0 < taken[0] <= ggml.own_bytes(n), (n, taken[0])
+        """,
+        GLIBC_TUNABLES="glibc.malloc.tcache_count=0",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- what is refused ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        *((prompt, ValueError) for prompt in ([], [-1], [1, TINY.vocab], [1.5], [True], [[1, 2]])),
+        *((prompt, ValueError) for prompt in (["a"], [2**70])),
+        ([1] * (CTX + 1), um.CacheFull),
+    ],
+    ids=repr,
+)
+def test_a_bad_prompt_is_refused(decoder: Decoder, prompt: Any, error: type[Exception]) -> None:
+    logits = decoder.prefill(PROMPT).copy()
+    for use in (lambda: decoder.prefill(prompt), lambda: decoder.generate(prompt, 4)):
+        with pytest.raises(error):
+            use()
+    assert decoder.kv.seq_len == len(PROMPT)
+    np.testing.assert_array_equal(decoder.logits, logits)
+    assert greedy(decoder, 5) == after(decoder, PROMPT, 5)
+
+
+def test_bad_options_leave_the_conversation(decoder: Decoder) -> None:
+    logits = decoder.prefill(PROMPT).copy()
+    options: dict[str, Any] = {"temperature": -1, "top_k": 1.5, "top_p": 0, "seed": "x"}
+    for name, value in options.items():
+        for use in (decoder.generate_next_token, lambda **o: decoder.generate(PROMPT, 4, **o)):
+            with pytest.raises(ValueError, match=name):
+                use(**{name: value})
+    for n in (-1, 1.5, True, "many"):
+        with pytest.raises(ValueError, match="n:"):
+            decoder.generate(PROMPT, n)  # type: ignore[arg-type]
+    assert decoder.kv.seq_len == len(PROMPT)
+    np.testing.assert_array_equal(decoder.logits, logits)
+
+
+@pytest.mark.parametrize("ctx", [1, CTX])
+def test_full(model: Path, ctx: int) -> None:
+    with Decoder(model, ctx=ctx, threads=1) as decoder:
+        logits = decoder.prefill(tokens(ctx)).copy()
+        with pytest.raises(um.CacheFull, match="no room for 1 more token:") as caught:
+            decoder.generate_next_token()
+        assert (caught.value.limit, caught.value.used, caught.value.asked) == (ctx, ctx, 1)
+        np.testing.assert_array_equal(decoder.logits, logits)
+
+
+def test_lengths_are_checked_first(decoder: Decoder) -> None:
+    logits = decoder.prefill(PROMPT).copy()
+    with pytest.raises(um.CacheFull, match=f"a prompt of {len(PROMPT)} tokens and {CTX} more"):
+        decoder.generate(PROMPT, CTX)
+    assert decoder.kv.seq_len == len(PROMPT)
+    np.testing.assert_array_equal(decoder.logits, logits)
+    list(decoder.generate(PROMPT, CTX - len(PROMPT) + 1, stop_at_eog=False))
+    assert decoder.kv.seq_len == CTX
+
+
+def test_interrupted_batches_leave_no_token(decoder: Decoder) -> None:
+    expected = after(decoder, PROMPT, 6)
+    decoder.kv.crop(len(PROMPT))
+    with interrupted(decoder, 2):
+        decoder.prefill(tokens(200))
+    assert decoder.kv.seq_len == len(PROMPT)
+    with pytest.raises(RuntimeError, match="prefill"):
+        decoder.generate_next_token()
+    decoder.kv.crop(len(PROMPT) - 1)
+    decoder.prefill(PROMPT[-1:])
+    assert greedy(decoder, 6) == expected
+
+
+def test_an_interrupted_step_leaves_no_half_mask(decoder: Decoder) -> None:
+    logits = []
+    for is_interrupted in (False, True):
+        decoder.reset()
+        decoder.prefill(tokens(255))
+        decoder.prefill([3])
+        if is_interrupted:
+            # With the 257th row attention reads more of them, and the mask is made anew.
+            with interrupted(decoder):
+                decoder.prefill([4])
+            assert decoder.kv.seq_len == 256
+        logits.append(decoder.prefill([4]).copy())
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
+def test_views_in_the_way_leave_the_logits(model: Path) -> None:
+    with Decoder(model, ctx=20, threads=1) as decoder:
+        decoder.prefill(tokens(20))
+        k, v = decoder.kv.layer(0)
+        decoder.kv.trim_to(10)
+        logits = decoder.logits.copy()
+        # The rows are used up, and the tokens cannot move to the front.
+        with pytest.raises(BufferError, match="views"):
+            decoder.generate_next_token()
+        np.testing.assert_array_equal(decoder.logits, logits)
+        del k, v
+        assert decoder.generate_next_token() == int(logits.argmax())
+
+
+@pytest.mark.parametrize(
+    "options", [{"ctx": 0}, {"ctx": 1.5}, {"threads": 0}, {"kv_dtype": "q3"}, {"threads": 10**6}]
+)
+def test_bad_options_of_the_decoder(model: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options)).removeprefix("kv_")):
+        Decoder(model, **options)
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+def test_a_layout_that_is_too_small(model: Path) -> None:
+    needed = um.plan(model, ctx=CTX, threads=1)
+    for scratch, history in (
+        (needed.scratch_bytes - 4096, needed.history_bytes),
+        (needed.scratch_bytes, needed.history_bytes - 64),
+    ):
+        with um.Layout(4096, scratch, history) as layout:
+            with pytest.raises(um.TapeFull) as caught:
+                Decoder(model, ctx=CTX, threads=1, layout=layout)
+            assert caught.value.asked + caught.value.used > caught.value.limit
+            assert layout.scratch.used_bytes == layout.history.used_bytes == 0
+
+
+def test_too_large_for_the_machine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(um.CapacityError, match="available"):
+        Decoder(model, ctx=2**30)
+    # A layout is only address space until it is used.
+    needed = um.plan(model, ctx=CTX, threads=1)
+    used = needed.total_bytes - needed.required_bytes // 2
+    room = Limit("a cgroup", needed.total_bytes, used, "")
+    with um.Layout.for_model(model, ctx=CTX, threads=1) as layout:
+        monkeypatch.setattr("unimem.system.limits.memory_limits", lambda: (room,))
+        with pytest.raises(um.CapacityError, match="available"):
+            Decoder(model, ctx=CTX, threads=1, layout=layout)
+        assert layout.scratch.used_bytes == layout.history.used_bytes == 0
+        layout.scratch.warm()
+        layout.history.warm()
+        Decoder(model, ctx=CTX, threads=1, layout=layout).close()
+
+
+# ---- the end -----------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+def test_closing(model: Path, tmp_path: Path) -> None:
+    decoder, session = Decoder(model, ctx=CTX, threads=1), tmp_path / "talk"
+    assert repr(decoder).endswith(f"layers, 0 of {CTX} tokens, 1 thread)")
+    with pytest.raises(TypeError, match="pickled"):
+        pickle.dumps(decoder)
+    logits = decoder.prefill(PROMPT)
+    with pytest.raises(BufferError):
+        decoder.close()
+    assert decoder.generate_next_token() >= 0  # nothing was closed
+    del logits
+    gc.collect()
+    decoder.close()
+    decoder.close()
+    assert repr(decoder) == "Decoder(closed)"
+    for use in (
+        decoder.reset,
+        decoder.report,
+        decoder.addresses,
+        decoder.generate_next_token,
+        decoder.__enter__,
+        lambda: decoder.logits,
+        lambda: decoder.prefill(PROMPT),
+        lambda: decoder.generate("x", 1),
+        lambda: decoder.save_session(session),
+        lambda: decoder.resume(session),
+    ):
+        with pytest.raises(um.ClosedError):
+            use()
+    # Leaving a `with` never raises.
+    with Decoder(model, ctx=CTX, threads=1) as decoder:
+        logits = decoder.prefill(PROMPT)
+        expected = logits.copy()
+    np.testing.assert_array_equal(logits, expected)
+    assert not session.exists()
+
+
+@pytest.mark.usefixtures("gives_memory_back")
+@pytest.mark.parametrize("load", ["map", "copy", "direct"])
+def test_what_is_borrowed_is_not_closed(model: Path, load: Any) -> None:
+    with um.open_weights(model, load=load) as weights:
+        layout = um.Layout.for_model(weights, ctx=CTX, threads=1)
+        decoder = Decoder(weights, ctx=CTX, threads=1, layout=layout)
+        expected = after(decoder, PROMPT, 4)
+        for borrowed in (layout, weights):
+            with pytest.raises(BufferError):
+                borrowed.close()
+        assert after(decoder, PROMPT, 4) == expected
+        decoder.close()
+        assert not weights.closed
+        assert not layout.closed
+        layout.close()
+
+
+def test_left_open_warns(model: Path) -> None:
+    decoder = Decoder(model, ctx=10, threads=1)
+    with pytest.warns(ResourceWarning, match=r"unclosed Decoder of .*\.gguf"):
+        del decoder

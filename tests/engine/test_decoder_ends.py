@@ -1,0 +1,233 @@
+"""What ends while a decoder computes: the decoder, the interpreter; and what a fork leaves out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import unimem as um
+from conftest import Run
+from support.models.decoders import computing_by
+from support.processes.forks import in_child
+from unimem.backends import ggml
+from unimem.engine import Decoder, embedded_model
+from unimem.engine.turns import Turn
+
+SECONDS = 100  # of what ends at once
+
+
+@contextmanager
+def computing(decoder: Decoder) -> Iterator[tuple[Any, list[Any]]]:
+    """Another thread is within ggml, until the event is set; then what it has raised is noted."""
+    begun, go, raised = threading.Event(), threading.Event(), []
+
+    def wait_first(compute: Callable[[], int], _graph: int) -> int:
+        begun.set()
+        assert go.wait(SECONDS)
+        return compute()
+
+    def work() -> None:
+        try:
+            for _ in range(1000):
+                decoder.prefill([1, 5])
+                decoder.reset()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    with computing_by(decoder, wait_first):
+        thread.start()
+        try:
+            assert begun.wait(SECONDS)
+            yield go, raised
+        finally:
+            go.set()
+            thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_close_refuses_while_another_thread_computes() -> None:
+    with Decoder(embedded_model(), ctx=64) as decoder:
+        with computing(decoder) as (go, raised):
+            with pytest.raises(BufferError, match="another thread computes"):
+                decoder.close()
+            assert not decoder.layout.closed
+            assert decoder.addresses()
+            go.set()
+            decoder.__exit__()
+        (error,) = raised
+        assert isinstance(error, um.ClosedError)
+
+
+def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
+    decoder = Decoder(embedded_model(), ctx=64)
+    with computing(decoder) as (go, raised):
+        leaves = threading.Thread(target=decoder.__exit__)
+        leaves.start()
+        leaves.join(0.05)
+        assert not decoder.layout.closed
+        go.set()
+        leaves.join(SECONDS)
+        assert decoder.layout.closed
+    (error,) = raised
+    assert isinstance(error, um.ClosedError)
+
+
+def test_who_waits_is_next() -> None:
+    """Though the thread that has it would take it again at once, and first."""
+    turn = Turn()
+    order: list[object] = []
+    turn.take()
+
+    def wait() -> None:
+        with turn:
+            order.append("other")
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not turn.n_waiting:
+        thread.join(0.001)
+    turn.give()
+    with turn:
+        order.append("first")
+    thread.join(SECONDS)
+    assert order == ["other", "first"]
+    assert turn.take(0)
+    waits = threading.Thread(target=lambda: order.append(turn.take(0.001)))
+    waits.start()
+    waits.join(SECONDS)
+    assert (order[2:], turn.n_waiting) == ([False], 0)
+
+
+def test_a_forked_child_waits_for_nobody() -> None:
+    def ends() -> bool:
+        decoder.__exit__()
+        return decoder.layout.closed
+
+    with (
+        Decoder(embedded_model(), ctx=64, threads=1) as decoder,
+        computing(decoder) as (go, _),
+    ):
+        assert in_child(ends)
+        go.set()
+        decoder.__exit__()
+
+
+# The first `atexit` function runs last: behind the engine's.
+AT_THE_END = """
+    import atexit, ctypes, threading, time
+    calls = []
+    atexit.register(lambda: print(calls.count("begun"), calls.count("done")))
+    from unimem.engine import Decoder, embedded_model, turns
+    from unimem.backends import ggml
+
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    compute, begun = kind(ggml.graph_compute_address), threading.Event()
+
+    @kind
+    def slow(*arguments):
+        calls.append("begun")
+        begun.set()
+        time.sleep({seconds})
+        status = compute(*arguments)
+        calls.append("done")
+        return status
+
+    ggml.graph_compute_address = ctypes.cast(slow, ctypes.c_void_p).value
+    turns._END_SECONDS = {bound}
+    decoder = Decoder(embedded_model(), ctx=256, threads=2)
+    work = lambda: list(decoder.generate("Once upon a time", 200))
+    threading.Thread(target=work, daemon=True).start()
+    begun.wait()
+"""
+
+
+def test_the_interpreter_waits_for_the_token_of_a_daemon_thread(run_python: Run) -> None:
+    ended = run_python(AT_THE_END.format(seconds=0.1, bound=60))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    begun, done = ended.stdout.split()
+    assert begun == done
+
+
+def test_the_interpreter_waits_no_longer_than_a_minute(run_python: Run) -> None:
+    ended = run_python(AT_THE_END.format(seconds=1000, bound=0.1))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1 0\n", "")
+
+
+DAEMON = """
+    import threading
+    from unimem.engine import Decoder, embedded_model
+
+    def work(decoder):
+        for _ in range(1000):
+            for _ in decoder.generate("Once upon a time", 200):
+                begun.set()
+
+    begun = threading.Event()
+    threading.excepthook = lambda _: None  # that the decoder is closed
+    {make}
+        threading.Thread(target=work, args=(decoder,), daemon=True).start()
+        begun.wait()
+"""
+
+
+@pytest.mark.parametrize(("make", "threads"), [
+    ("with {}as decoder:", 2),
+    ("if decoder := {}:", 1),
+    pytest.param("with {}as decoder:", 1, marks=pytest.mark.slow),
+    pytest.param("if decoder := {}:", 2, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_daemon_thread_kills_no_process(run_python: Run, make: str, threads: int) -> None:
+    made = make.format(f"Decoder(embedded_model(), ctx=256, threads={threads}) ")
+    ended = run_python(DAEMON.format(make=made))
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+FORKS = """
+    import os, signal, sys
+    import unimem as um
+    from unimem.engine import Decoder, embedded_model
+
+    def text(threads):
+        with Decoder(embedded_model(), ctx=64, threads=threads) as decoder:
+            return "".join(decoder.generate("Once", 4))
+
+    def in_child(use, *arguments):
+        ours, theirs = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(100)  # where it would wait for ever
+            try:
+                said = use(*arguments)
+            except um.ClosedError as error:
+                said = str(error)
+            os.write(theirs, said.encode())
+            os._exit(0)
+        os.close(theirs)
+        assert os.waitpid(child, 0)[1] == 0
+        return os.read(ours, 4096).decode()
+
+    with Decoder(embedded_model(), ctx=64, threads={threads}) as decoder:
+        again = lambda: "".join(decoder.generate("Once", 4))
+        unused = in_child(text, 2)
+        first = again()
+        assert unused == first
+        refused = {threads} > 1
+        assert in_child(text, 1) == first
+        for said in (in_child(text, 2), in_child(again)):
+            assert "spawn" in said and "threads=1" in said if refused else said == first, said
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_forked_child_computes_or_is_told_at_once(run_python: Run, threads: int) -> None:
+    """OpenMP's threads are not in the child, which would wait for them."""
+    if not ggml._team.is_kept:
+        pytest.skip("this ggml has no libgomp, whose threads a fork leaves out")
+    # Newer versions of Python warn of the other threads.
+    ended = run_python(FORKS.format(threads=threads), "-W", "ignore::DeprecationWarning")
+    assert (ended.returncode, ended.stderr) == (0, "")

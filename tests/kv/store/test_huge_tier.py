@@ -1,0 +1,158 @@
+"""A store whose chunks in RAM lie in pages of the hugetlb pool, and what it does without them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from support.kernel.huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from unimem.kv.store import huge_tier
+from unimem.kv.store.store import KVStore
+from unimem.system import limits
+
+MODEL, CHUNK = "tiny", 512
+# A chunk of 4 MiB and its header takes three huge pages, and what is counted for its file.
+COST = 3 * PAGE_BYTES + 8192
+# Of two chunks, and of what is made free beyond one of them; the pool has eight pages.
+BUDGET = COST * 5 // 2
+
+
+@contextmanager
+def opened(folder: Path, **options: Any) -> Iterator[KVStore]:
+    given: dict[str, Any] = {
+        "ram_bytes": BUDGET,
+        "disk_bytes": 0,
+        "chunk_tokens": CHUNK,
+        "pages": "2m",
+    } | options
+    with um.KVStore(folder, **given) as store:
+        yield store
+
+
+@contextmanager
+def cache(value: int | None = None) -> Iterator[um.KVCache]:
+    with um.KVCache(2, 8, 128, CHUNK, pages="4k") as kv:
+        if value is not None:
+            kv.reserve(CHUNK)
+            for lane in kv._lanes():
+                kv._restore_rows(*lane, CHUNK, CHUNK)[:] = value
+            kv.commit(CHUNK)
+        yield kv
+
+
+def bytes_of(kv: um.KVCache) -> bytes:
+    return b"".join(kv._rows(*lane).tobytes() for lane in kv._lanes())
+
+
+@pytest.fixture
+def hugetlbfs(tmp_path: Path, eight_huge_pages: None) -> Iterator[Path]:  # noqa: F811
+    """A hugetlbfs, mounted at a path with a blank."""
+    path = tmp_path / "huge pages"
+    path.mkdir()
+    command = ["mount", "-t", "hugetlbfs", "-o", "pagesize=2M,mode=700", "none", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this process may not mount: {done.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.fixture
+def there(hugetlbfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same, and no other one that the machine has."""
+    mounts = Path("/proc/self/mounts").read_text().splitlines()
+    own = [line for line in mounts if str(hugetlbfs).replace(" ", "\\040") in line]
+    monkeypatch.setattr(huge_tier, "read_text", lambda _: "\n".join(own))
+    return hugetlbfs
+
+
+@pytest.mark.parametrize("numa", [None, "node"])
+def test_chunks_lie_in_pages_of_the_pool(tmp_path: Path, there: Path, numa: str | None) -> None:
+    if numa and not limits.nodes():
+        pytest.skip("this kernel has no NUMA")
+    options = {"numa": f"bind:{min(limits.nodes())}"} if numa else {}
+    free = count("free_hugepages")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with opened(tmp_path / "s", **options) as store, opened(tmp_path / "s") as other:
+            for value in range(3):
+                with cache(value) as kv:
+                    kept = store.put(kv, [value, *range(CHUNK - 1)], model=MODEL)
+                    assert kept == CHUNK
+                    expected = bytes_of(kv)
+            # There was room for two, and the first had to go.
+            tier = other.stat().tiers[0]
+            assert (tier.n_chunks, tier.nbytes) == (2, 2 * COST)
+            assert Path(tier.path).parent == there
+            assert count("free_hugepages") == free - 6
+            granted = other.granted
+            assert granted is not None
+            assert (granted.pages, granted.huge_bytes) == ("2m", 6 * PAGE_BYTES)
+            with cache() as kv:
+                assert other.restore_into(kv, [0, *range(CHUNK - 1)], model=MODEL) == 0
+                assert other.restore_into(kv, [2, *range(CHUNK - 1)], model=MODEL) == CHUNK
+                assert bytes_of(kv) == expected
+            assert store.give_back() == 2 * COST
+            assert count("free_hugepages") == free
+    assert list(there.iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, there: Path) -> None:
+    left = there / f"unimem-kv-{os.geteuid()}-1-2"
+    left.mkdir()
+    with opened(tmp_path / "s"):
+        assert not left.exists()
+
+
+def test_a_damaged_chunk_is_a_miss(tmp_path: Path, there: Path) -> None:
+    tokens = range(CHUNK)
+    with opened(tmp_path / "s") as store, cache(7) as kv:
+        store.put(kv, tokens, model=MODEL)
+        (path,) = there.glob("*/*.kv")
+        with um.Block.map(path, mode="r+") as block:
+            block.as_array("uint8", 4 << 20)[100_000] ^= 1
+        kv.clear()
+        with pytest.warns(um.PlacementWarning, match="was removed"):
+            assert store.restore_into(kv, tokens, model=MODEL) == 0
+
+
+def falls_back(folder: Path, match: str) -> None:
+    """The tier has the next best pages, in shared memory, and says why."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with opened(folder) as store, cache(5) as kv:
+            assert store.put(kv, range(CHUNK), model=MODEL) == CHUNK
+            assert store.stat().tiers[0].path.startswith(limits.SHM)
+            kv.clear()
+            assert store.restore_into(kv, range(CHUNK), model=MODEL) == CHUNK
+    text = str(said[0].message)
+    assert said[0].category is um.PlacementWarning
+    assert match in text
+    assert "they get pages='thp'" in text
+
+
+def test_without_a_file_system_there_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_tier, "read_text", lambda _: "none /x hugetlbfs rw,pagesize=1024M 0 0")
+    falls_back(tmp_path / "s", "'mount -t hugetlbfs -o pagesize=2M,mode=700,uid=")
+
+
+@pytest.mark.usefixtures("no_huge_pages")
+def test_without_room_in_the_pool_there_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mount").mkdir()
+    monkeypatch.setattr(huge_tier, "_mount_point", lambda: str(tmp_path / "mount"))
+    falls_back(tmp_path / "s", "pages='2m'")
+    assert list((tmp_path / "mount").iterdir()) == []

@@ -1,0 +1,652 @@
+"""The store of prefixes: what was put is restored, by any process, and by no other tokens."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import numpy as np
+import pytest
+
+import unimem as um
+from support.processes.forks import in_child, refuses
+from unimem.kv.store.store import KVStore
+from unimem.system import limits
+
+N_LAYERS, HEADS, DIM, CHUNK = 2, 2, 32, 8
+MODEL = "tiny"
+TOKENS = list(range(100, 145))  # five chunks, and five tokens more
+CHUNK_COST = 4096 + 4096 + 8192  # a header, data, and what the file system adds
+ROOM = 16384
+
+
+@pytest.fixture
+def shm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder instead of ``/dev/shm``, which others use as well."""
+    path = tmp_path_factory.mktemp("shm")
+    monkeypatch.setattr("unimem.system.limits.SHM", str(path))
+    return path
+
+
+@contextmanager
+def opened(folder: Path, **options: Any) -> Iterator[KVStore]:
+    given = {"ram_bytes": 0, "disk_bytes": 1 << 24, "chunk_tokens": CHUNK} | options
+    with um.KVStore(folder, **given) as store:
+        yield store
+
+
+def rows(n: int, seed: int = 0) -> np.ndarray:
+    """K and V of n tokens in all layers."""
+    shape = (N_LAYERS, 2, n, HEADS, DIM)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def of_v(kv: um.KVCache, v: np.ndarray) -> np.ndarray:
+    """V of these rows with heads as the cache has them."""
+    return np.concatenate([v, -v], -1)[..., : kv.v_head_dim]
+
+
+@contextmanager
+def cache(n: int = 0, seed: int = 0, **options: Any) -> Iterator[um.KVCache]:
+    with um.KVCache(N_LAYERS, HEADS, DIM, 64, pages="4k", **options) as kv:
+        if n:
+            for layer, (k, v) in enumerate(rows(n, seed)):
+                kv.append(layer, k, of_v(kv, v))
+        yield kv
+
+
+def bytes_of(kv: um.KVCache, n: int) -> bytes:
+    """The bytes of the first n tokens."""
+    heads = kv.n_kv_heads if kv.order == "head" else 1
+    sizes = {"k": n * kv.row_bytes // heads, "v": n * kv.v_row_bytes // heads}
+    return b"".join(kv._rows(*lane)[: sizes[lane[1]]].tobytes() for lane in kv._lanes())
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    **{dtype: {"dtype": dtype} for dtype in ("f32", "f16", "bf16", "q8_0")},
+    "grow": {"grow": True},
+    "ring": {"window": 48, "spare_rows": 8},
+    **{f"head, {dtype}": {"dtype": dtype, "order": "head"} for dtype in ("f16", "q8_0")},
+    "head, grow": {"order": "head", "grow": True},
+    "two types": {"k_dtype": "q8_0", "v_dtype": "q4_0"},
+    "head, two types, grow": {"v_dtype": "q5_1", "order": "head", "grow": True},
+    "two types, ring": {"v_dtype": "q4_0", "window": 48},
+    "head, ring": {"order": "head", "window": 48},
+    "short V": {"v_head_dim": 16},
+    "long V": {"v_head_dim": 64, "dtype": "q8_0"},
+    "no V": {"v_head_dim": 0},
+    "no V, head, quantized": {"v_head_dim": 0, "order": "head", "dtype": "q4_0"},
+    "no V, ring": {"v_head_dim": 0, "window": 48},
+    "short V, head, ring": {"v_head_dim": 16, "order": "head", "window": 48},
+    "long V, head, two types, grow": {
+        **{"v_head_dim": 64, "order": "head", "v_dtype": "q5_1", "grow": True},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ram_bytes", [0, 1 << 22])
+def test_what_was_put_is_restored_bit_for_bit(
+    tmp_path: Path, shm: Path, kind: str, ram_bytes: int
+) -> None:
+    with cache(45, **KINDS[kind]) as kv:
+        expected = bytes_of(kv, 40)
+        with opened(tmp_path / "s", ram_bytes=ram_bytes) as store:
+            assert store.put(kv, TOKENS, model=MODEL) == 40
+    with opened(tmp_path / "s", ram_bytes=ram_bytes) as store, cache(**KINDS[kind]) as kv:
+        assert store.longest(TOKENS, model=MODEL, kv=kv) == 40
+        assert store.restore_into(kv, TOKENS, model=MODEL) == 40
+        assert (kv.seq_len, kv.next_position) == (40, 40)
+        assert bytes_of(kv, 40) == expected
+        k, v = rows(1).transpose(1, 2, 0, 3, 4)[:, 0]
+        kv.append_all(k, of_v(kv, v))
+        assert kv.seq_len == 41
+
+
+@pytest.mark.parametrize(
+    ("tokens", "n"),
+    [
+        (TOKENS[:39], 32),
+        (TOKENS[:7], 0),
+        ([], 0),
+        ([*TOKENS[:20], 5, *TOKENS[21:]], 16),
+        ([5, *TOKENS[1:]], 0),
+        ([*TOKENS, *range(40)], 40),
+    ],
+)
+def test_a_hit_may_be_partial(tmp_path: Path, tokens: list[int], n: int) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv, cache() as other:
+        store.put(kv, TOKENS, model=MODEL)
+        assert store.longest(tokens, model=MODEL, kv=other) == n
+        assert store.restore_into(other, tokens, model=MODEL) == n
+        assert other.seq_len == other.next_position == n
+        assert bytes_of(other, n) == bytes_of(kv, n)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "other"},
+        {"dtype": "bf16"},
+        {"v_dtype": "bf16"},
+        {"chunk_tokens": 4},
+        {"v_head_dim": 16},
+        {"v_head_dim": 0},
+    ],
+)
+def test_others_get_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv:
+        store.put(kv, TOKENS, model=MODEL)
+    chunk = {"chunk_tokens": change.get("chunk_tokens", CHUNK)}
+    kind = {key: change[key] for key in ("dtype", "v_dtype", "v_head_dim") if key in change}
+    with opened(tmp_path / "s", **chunk) as store, cache(**kind) as kv:
+        assert store.restore_into(kv, TOKENS, model=change.get("model", MODEL)) == 0
+        assert kv.is_empty
+
+
+@pytest.mark.parametrize("dtype", ["f16", "q8_0"])
+@pytest.mark.parametrize("order", ["token", "head"])
+def test_orders_share_their_chunks(tmp_path: Path, dtype: str, order: Any) -> None:
+    with (
+        opened(tmp_path / "s") as store,
+        cache(45, dtype=dtype, order=order) as kv,
+        cache(45, dtype=dtype, order="head" if order == "token" else "token") as other,
+    ):
+        store.put(kv, TOKENS, model=MODEL)
+        assert store.put(other, TOKENS, model=MODEL) == 40
+        assert store.stat().known_chunks == 5
+        expected = bytes_of(other, 40)
+        other.clear()
+        assert store.restore_into(other, TOKENS, model=MODEL) == 40
+        assert bytes_of(other, 40) == expected
+
+
+def test_chunks_are_kept_once(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store, opened(tmp_path / "s") as again, cache(45) as kv:
+        store.put(kv, TOKENS, model=MODEL)
+        assert again.put(kv, [*TOKENS[:16], *range(29)], model=MODEL) == 40
+        stat = again.stat()
+        assert (stat.known_chunks, stat.put_chunks) == (2, 3)
+        assert stat.tiers[0].n_chunks == 8
+
+
+@pytest.mark.parametrize("room", [17, 24])
+def test_only_what_fits_is_restored(tmp_path: Path, room: int) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv:
+        store.put(kv, TOKENS, model=MODEL)
+        with um.KVCache(N_LAYERS, HEADS, DIM, room, pages="4k") as small:
+            assert store.restore_into(small, TOKENS, model=MODEL) == room // CHUNK * CHUNK
+
+
+def test_a_chunk_of_other_heads_is_refused(tmp_path: Path) -> None:
+    """One of as many bytes, where the cache has no V and heads of K of twice the size."""
+    with (
+        opened(tmp_path / "s") as store,
+        cache(CHUNK) as kv,
+        um.KVCache(N_LAYERS, HEADS, 2 * DIM, 64, v_head_dim=0, pages="4k") as other,
+    ):
+        store.put(kv, TOKENS, model=MODEL)
+        (written,) = files_of(tmp_path / "s")
+        for layer in range(N_LAYERS):
+            other.append(layer, *np.split(np.ones((CHUNK, HEADS, 2 * DIM), "f4"), [2 * DIM], -1))
+        store.put(other, TOKENS, model=MODEL)
+        (path,) = {*files_of(tmp_path / "s")} - {written}
+        assert path.stat().st_size == written.stat().st_size
+        shutil.copy(written, path)
+        other.clear()
+        with pytest.warns(um.PlacementWarning, match="it is another chunk than its name says"):
+            assert store.restore_into(other, TOKENS, model=MODEL) == 0
+        assert other.is_empty
+        assert files_of(tmp_path / "s") == [written]
+
+
+# ---- paged caches ----
+
+
+@contextmanager
+def pool(n_blocks: int = 16, **types: Any) -> Iterator[um.PagedKVCache]:
+    with um.PagedKVCache(
+        N_LAYERS, HEADS, DIM, n_blocks=n_blocks, block_tokens=4, pages="4k", **types
+    ) as pg:
+        yield pg
+
+
+@pytest.mark.parametrize(
+    "types",
+    [*({"dtype": dtype} for dtype in ("f32", "f16", "bf16", "q8_0")), {"v_dtype": "q4_0"}],
+    ids=lambda types: "-".join(types.values()),
+)
+def test_caches_and_sequences_read_each_other(tmp_path: Path, types: dict[str, Any]) -> None:
+    with opened(tmp_path / "s") as store, cache(45, **types) as kv, pool(**types) as pg:
+        store.put(kv, TOKENS, model=MODEL)
+        with pg.sequence(TOKENS) as s:
+            assert store.restore_into(s, TOKENS, model=MODEL) == 40 == len(s)
+            assert store.put(s, TOKENS, model="again") == 40
+    with opened(tmp_path / "s") as store, cache(45, **types) as kv, cache(**types) as out:
+        assert store.restore_into(out, TOKENS, model="again") == 40
+        assert bytes_of(out, 40) == bytes_of(kv, 40)
+
+
+def test_a_sequence_goes_on_from_the_blocks_of_its_pool(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv, pool() as pg:
+        store.put(kv, TOKENS, model=MODEL)
+        with pg.sequence(TOKENS[:13]) as first:
+            for layer, (k, v) in enumerate(rows(45)[:, :, :13]):
+                first.append(layer, k, v)
+        with pg.sequence(TOKENS) as s:
+            assert s.n_cached == 12
+            assert store.restore_into(s, TOKENS, model=MODEL) == 40 == len(s)
+            k, _ = s.gather(1)
+            expected = kv.layer(1)[0][0][:, :40]
+            assert np.array_equal(k, expected)
+        with pg.sequence(TOKENS) as s:  # its ids were known
+            assert s.n_cached == 40
+
+
+def test_a_sequence_takes_no_rows_of_other_tokens(tmp_path: Path) -> None:
+    # Its pool would give them to others, as blocks of the tokens that it was told.
+    with opened(tmp_path / "s") as store, cache(45) as kv, pool() as pg:
+        store.put(kv, TOKENS, model=MODEL)
+        with pg.sequence([*TOKENS[:9], 5]) as s:
+            for call in (store.restore_into, store.put):
+                with pytest.raises(ValueError, match="told 5 for position 9, got 109"):
+                    call(s, TOKENS, model=MODEL)
+            assert len(s) == 0
+            assert store.restore_into(s, TOKENS[:9], model=MODEL) == 8
+
+
+def test_a_full_pool_takes_what_fits(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv, pool(n_blocks=5) as pg:
+        store.put(kv, TOKENS, model=MODEL)
+        with pg.sequence(TOKENS) as s:
+            assert store.restore_into(s, TOKENS, model=MODEL) == 16 == len(s)
+            s.append(0, *rows(1)[0])  # whole, and going on
+
+
+# ---- what is refused ----
+
+
+def trimmed(kv: um.KVCache) -> um.KVCache:
+    kv.trim_to(20)
+    return kv
+
+
+def reserved(kv: um.KVCache) -> um.KVCache:
+    kv.reserve(1)
+    return kv
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (trimmed, ValueError, "were dropped"),
+        (reserved, RuntimeError, "reserved"),
+        (lambda _: object(), TypeError, "kv: expected a KVCache or a Sequence"),
+    ],
+)
+def test_a_cache_that_cannot_be_put_is_refused(
+    tmp_path: Path, make: Callable[[um.KVCache], Any], error: type[Exception], match: str
+) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv:
+        with pytest.raises(error, match=match):
+            store.put(make(kv), TOKENS, model=MODEL)
+        assert store.stat().tiers[0].n_chunks == 0
+
+
+@pytest.mark.parametrize("order", ["token", "head"])
+@pytest.mark.parametrize("v_dim", [0, 16, DIM])
+def test_a_cache_that_is_mapped_from_a_file_is_put(tmp_path: Path, order: Any, v_dim: int) -> None:
+    with opened(tmp_path / "s") as store, cache(45, order=order, v_head_dim=v_dim) as kv:
+        kv.save(tmp_path / "talk.kv")
+        with um.KVCache.restore(tmp_path / "talk.kv") as mapped, cache(v_head_dim=v_dim) as out:
+            store.put(mapped, TOKENS, model=MODEL)
+            assert store.restore_into(out, TOKENS, model=MODEL) == 40
+            for restored, part in zip(out.layer(1), kv.layer(1), strict=True):
+                assert np.array_equal(restored, part[:, :, :40])
+
+
+def test_a_cache_that_has_tokens_keeps_them(tmp_path: Path) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv:
+        store.put(kv, TOKENS, model=MODEL)
+        before = bytes_of(kv, 45)
+        with pytest.raises(ValueError, match="clear"):
+            store.restore_into(kv, TOKENS, model=MODEL)
+        assert bytes_of(kv, 45) == before
+
+
+def test_several_streams_are_refused(tmp_path: Path) -> None:
+    with (
+        opened(tmp_path / "s") as store,
+        um.KVCache(1, 2, 32, 16, pages="4k", batch=2) as kv,
+        pytest.raises(ValueError, match="one stream"),
+    ):
+        store.put(kv, TOKENS, model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"ram_bytes": 0, "disk_bytes": 0}, "not 0"),
+        ({"ram_bytes": -1}, "ram_bytes"),
+        ({"chunk_tokens": 0}, "chunk_tokens"),
+        ({"pages": "1g"}, "pages: expected one of 4k, thp, 2m, got '1g'"),
+        ({"numa": "node 1"}, "numa"),
+    ],
+)
+def test_wrong_figures_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match), opened(tmp_path / "s", **options):
+        pass
+    with pytest.raises(ValueError, match="where: expected a folder or a URL"):
+        um.KVStore("", ram_bytes=0)
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s").chmod(0o777)
+    with pytest.raises(PermissionError, match="another folder"), opened(tmp_path / "s"):
+        pass
+
+
+# ---- damage ----
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.kv"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3000] ^= 16
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 5000)
+
+
+def lengthen(path: Path) -> None:
+    os.truncate(path, 1 << 14)
+
+
+def swap(path: Path) -> None:
+    other = next(each for each in files_of(path.parent) if each != path)
+    shutil.copy(other, path)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, lengthen, swap])
+def test_a_damaged_chunk_is_a_miss_and_goes(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    with opened(tmp_path / "s") as store, cache(45) as kv, cache() as out:
+        store.put(kv, TOKENS[:16], model=MODEL)
+        first = files_of(tmp_path / "s")
+        store.put(kv, TOKENS, model=MODEL)
+        third = next(path for path in files_of(tmp_path / "s") if path not in first)
+        damage(third)
+        with pytest.warns(um.PlacementWarning, match=third.stem):
+            n = store.restore_into(out, TOKENS, model=MODEL)
+        assert n in (16, 24, 32)
+        assert bytes_of(out, n) == bytes_of(kv, n)
+        assert not third.exists()
+        assert store.stat().damaged_chunks == 1
+        # It is made anew, and found again.
+        out.clear()
+        assert store.put(kv, TOKENS, model=MODEL) == 40
+        assert store.restore_into(out, TOKENS, model=MODEL) == 40
+
+
+def test_what_is_damaged_in_ram_is_read_from_disk(tmp_path: Path, shm: Path) -> None:
+    with opened(tmp_path / "s", ram_bytes=1 << 22) as store, cache(45) as kv, cache() as out:
+        store.put(kv, TOKENS, model=MODEL)
+        (folder,) = shm.iterdir()
+        flip(files_of(folder)[0])
+        with pytest.warns(um.PlacementWarning, match="was removed"):
+            assert store.restore_into(out, TOKENS, model=MODEL) == 40
+        assert bytes_of(out, 40) == bytes_of(kv, 40)
+        assert len(files_of(folder)) == 5  # it came back from disk
+
+
+# ---- budgets ----
+
+
+def taken(folder: Path) -> int:
+    """What ``du`` says."""
+    paths = [folder, *folder.iterdir()]
+    return sum(path.lstat().st_blocks * 512 for path in paths)
+
+
+def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+    budget = ROOM + 10 * CHUNK_COST
+    with opened(tmp_path / "s", disk_bytes=budget) as store, cache(45) as kv, cache() as out:
+        a, b, c = ([n, *TOKENS[1:]] for n in (1, 2, 3))
+        for tokens in (a, b):
+            assert store.put(kv, tokens, model=MODEL) == 40
+        assert store.restore_into(out, a, model=MODEL) == 40  # b is older now
+        assert store.put(kv, c[:24], model=MODEL) == 24
+        assert store.longest(a, model=MODEL, kv=kv) == 40
+        # Of b, the last chunks have gone first; what is left is a prefix.
+        assert store.longest(b, model=MODEL, kv=kv) == 8
+        stat = store.stat().tiers[0]
+        assert taken(tmp_path / "s") <= stat.nbytes + ROOM <= budget
+
+
+@pytest.mark.parametrize("known", [0, 16])
+def test_of_what_is_too_long_the_beginning_is_kept(tmp_path: Path, known: int) -> None:
+    with opened(tmp_path / "s", disk_bytes=ROOM + 3 * CHUNK_COST) as store, cache(45) as kv:
+        store.put(kv, TOKENS[:known], model=MODEL)
+        assert store.put(kv, TOKENS, model=MODEL) == 24
+        assert store.longest(TOKENS, model=MODEL, kv=kv) == 24
+        assert store.put(kv, TOKENS, model="next") == 24
+
+
+def test_chunks_of_a_clock_that_was_wrong_make_room(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST) as store, cache(45) as kv:
+        store.put(kv, TOKENS[:8], model=MODEL)
+        (path,) = files_of(tmp_path / "s")
+        os.utime(path, (4e9, 4e9))
+        assert store.put(kv, TOKENS[:8], model="other") == 8
+
+
+def test_a_budget_for_less_than_a_chunk_keeps_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST - 1) as store, cache(45) as kv:
+        assert store.put(kv, TOKENS, model=MODEL) == 0
+        assert store.stat().refused_chunks == 1
+
+
+def test_blocks_of_a_file_system_are_counted_whole(tmp_path: Path) -> None:
+    with cache(45) as kv:
+        given = os.statvfs(tmp_path)
+        large = os.statvfs_result((1 << 16, 1 << 16, *given[2:]))
+        with (
+            patch.object(os, "fstatvfs", return_value=large),
+            opened(tmp_path / "s", disk_bytes=ROOM + 2 * ((1 << 16) + 8192)) as store,
+        ):
+            assert store.put(kv, TOKENS, model=MODEL) == 16
+            assert store.stat().tiers[0].nbytes == 2 * ((1 << 16) + 8192)
+
+
+def test_a_chunk_that_is_read_stays(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST) as store, cache(45) as kv:
+        assert store.put(kv, TOKENS[:8], model=MODEL) == 8
+        (path,) = files_of(tmp_path / "s")
+        with path.open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_SH)  # as a reader does
+            assert store.put(kv, [7, *TOKENS[1:8]], model=MODEL) == 0
+        assert path.exists()
+        assert store.put(kv, [7, *TOKENS[1:8]], model=MODEL) == 8
+        assert not path.exists()
+
+
+def test_what_a_killed_writer_left_makes_room(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST) as store, cache(45) as kv:
+        (tmp_path / "s/.0123456789abcdef.unimem-tmp").write_bytes(bytes(8192))
+        (tmp_path / "s/.lock").write_bytes(b"unimem KV chunks 1 99999999 another-boot")
+        assert store.put(kv, TOKENS[:8], model=MODEL) == 8
+        assert {path.name for path in (tmp_path / "s").iterdir()} == {
+            ".lock",
+            files_of(tmp_path / "s")[0].name,
+        }
+
+
+# ---- shared memory ----
+
+
+def test_ram_is_shared_and_goes_with_the_last(tmp_path: Path, shm: Path) -> None:
+    ram: dict[str, Any] = {"ram_bytes": 1 << 22, "disk_bytes": 0}
+    with opened(tmp_path / "s", **ram) as second, cache() as out:
+        with opened(tmp_path / "s", **ram) as first, cache(45) as kv:
+            first.put(kv, TOKENS, model=MODEL)
+        assert second.restore_into(out, TOKENS, model=MODEL) == 40
+        (folder,) = shm.iterdir()
+        assert folder.stat().st_mode & 0o077 == 0
+        assert second.give_back() > 0 == second.longest(TOKENS, model=MODEL, kv=out)
+    assert list(shm.iterdir()) == []
+
+
+def test_ram_of_killed_processes_goes_when_the_next_store_is_opened(
+    tmp_path: Path, shm: Path
+) -> None:
+    with opened(tmp_path / "s", ram_bytes=1 << 22), opened(tmp_path / "t", ram_bytes=1 << 22):
+        kept, _ = sorted(shm.iterdir())
+        stale = kept.with_name(kept.name + "0")
+        stale.mkdir()
+        (stale / "chunk").write_bytes(b"x")
+        with opened(tmp_path / "u", ram_bytes=1 << 22):
+            assert kept.exists()
+            assert not stale.exists()
+
+
+def test_a_budget_beyond_shared_memory_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(um.CapacityError, match="ram_bytes"),
+        opened(tmp_path / "s", ram_bytes=1 << 60),
+    ):
+        pass
+
+
+# ---- placement of the chunks in RAM, in the /dev/shm that there is ----
+
+LARGE = {"ram_bytes": 1 << 24, "disk_bytes": 0, "chunk_tokens": 512}
+LARGE_BYTES = 4096 + (4 << 20)
+
+
+@contextmanager
+def large_cache() -> Iterator[um.KVCache]:
+    """A cache of one chunk of 4 MiB."""
+    with um.KVCache(2, 8, 128, 512, pages="4k") as kv:
+        kv.reserve(512)
+        for lane in kv._lanes():
+            kv._restore_rows(*lane, 512, 512)[:] = 7
+        kv.commit(512)
+        yield kv
+
+
+def test_chunks_lie_in_huge_pages_where_they_are_asked_to(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", **LARGE, pages="thp") as store, large_cache() as kv:
+        assert store.granted is None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert store.put(kv, range(512), model=MODEL) == 512
+        placement = store.granted
+        assert placement is not None
+        assert placement.resident_bytes == LARGE_BYTES
+        assert placement.huge_bytes == (0 if said else 4 << 20)
+        if said:
+            pytest.skip(str(said[0].message))
+        store.put(kv, [7, *range(511)], model=MODEL)
+        assert store.granted.huge_bytes == 8 << 20
+        # What the folder takes is what it was, and rows are.
+        tier = store.stat().tiers[0]
+        assert taken(Path(tier.path)) <= tier.nbytes + ROOM
+        expected = bytes_of(kv, 512)
+        kv.clear()
+        assert store.restore_into(kv, range(512), model=MODEL) == 512
+        assert bytes_of(kv, 512) == expected
+
+
+def test_the_policy_of_a_chunk_is_set_before_its_memory_is_taken(tmp_path: Path) -> None:
+    node = min(limits.nodes(), default=None)
+    if node is None:
+        pytest.skip("this kernel has no NUMA")
+    before = []
+
+    def look(fd: int, nbytes: int) -> None:
+        with um.Block.map(f"/proc/self/fd/{fd}") as block:
+            before.append((os.fstat(fd).st_blocks, numa_policy(block.address)))
+        posix_fallocate(fd, 0, nbytes)
+
+    posix_fallocate = os.posix_fallocate
+    with opened(tmp_path / "s", **LARGE, numa=f"bind:{node}") as store, large_cache() as kv:
+        with patch.object(os, "posix_fallocate", side_effect=lambda fd, _, n: look(fd, n)):
+            store.put(kv, range(512), model=MODEL)
+        assert before == [(0, f"bind:{node}")]
+        assert store.granted is not None
+        assert store.granted.nodes == {node: LARGE_BYTES}
+
+
+def numa_policy(address: int) -> str:
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{address:x} "))
+
+
+@pytest.mark.parametrize("fault", ["no memory", "no room"])
+def test_a_chunk_that_cannot_be_placed_is_not_kept(tmp_path: Path, fault: str) -> None:
+    with opened(tmp_path / "s", **LARGE, numa="interleave") as store, large_cache() as kv:
+        if fault == "no memory":
+            error: Exception = um.CapacityError("none is left", 0, 0, 0)
+            broken = patch("unimem.kv.store.tiers.Block", Mock(_filled=Mock(side_effect=error)))
+        else:
+            error = OSError(28, "No space left")
+            broken = patch("os.posix_fallocate", Mock(side_effect=error))
+        with broken:
+            assert store.put(kv, range(512), model=MODEL) == 0
+        tier = store.stat().tiers[0]
+        assert (tier.nbytes, tier.n_chunks) == (0, 0)
+        assert store.put(kv, range(512), model=MODEL) == 512
+
+
+# ---- its end ----
+
+
+def test_a_closed_store_and_a_forked_child_say_so(tmp_path: Path, shm: Path) -> None:
+    with opened(tmp_path / "s", ram_bytes=1 << 22) as store, cache(45) as kv:
+        store.put(kv, TOKENS, model=MODEL)
+
+        def is_closed() -> bool:
+            refused = refuses(lambda: store.longest(TOKENS, model=MODEL, kv=kv), "fork")
+            store.close()
+            return refused and store.closed
+
+        assert in_child(is_closed)
+        assert store.longest(TOKENS, model=MODEL, kv=kv) == 40
+        store.close()
+        store.close()
+        assert store.closed
+        assert store.give_back() == 0
+        with pytest.raises(um.ClosedError):
+            store.longest(TOKENS, model=MODEL, kv=kv)
+
+
+def test_what_cannot_be_read_just_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a process may open no more files, nothing is wrong with a chunk."""
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with opened(tmp_path) as store, cache(40) as kv, cache() as out:
+        assert store.put(kv, TOKENS, model=MODEL) == 40
+        with monkeypatch.context() as context:
+            context.setattr(os, "open", refuse)
+            with pytest.warns(um.PlacementWarning, match="cannot be read now: Too many open"):
+                assert store.restore_into(out, TOKENS, model=MODEL) == 0
+        assert store.stat().damaged_chunks == 0
+        assert store.restore_into(out, TOKENS, model=MODEL) == 40
+        assert bytes_of(out, 40) == bytes_of(kv, 40)

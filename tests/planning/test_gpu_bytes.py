@@ -1,0 +1,79 @@
+"""A GPU's arithmetic: whole pages, and where each file's data goes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from support.models.make import TINY, write_model
+from unimem.backends import cuda_driver
+from unimem.buffers.decode_buffers import DecodeBuffers
+from unimem.planning.gpu_bytes import (
+    ALIGN,
+    RESERVE_BYTES,
+    bytes_needed,
+    list_transfers,
+    round_to_pages,
+)
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "rounded"), [(0, 0), (1, 2 * MIB), (2 * MIB, 2 * MIB), (2 * MIB + 1, 4 * MIB)]
+)
+def test_an_allocation_takes_whole_pages(nbytes: int, rounded: int) -> None:
+    assert round_to_pages(nbytes) == rounded
+
+
+def test_all_tensors_lie_in_what_is_transferred(tmp_path: Path) -> None:
+    with um.open_weights(write_model(tmp_path / "m.gguf", shape=TINY)) as weights:
+        transfers = {transfer.file.path: transfer for transfer in list_transfers(weights)}
+        assert list(transfers) == list(weights.files)
+        for tensor in weights.tensors.values():
+            of_file = transfers[tensor.file]
+            assert of_file.begin <= tensor.offset
+            assert tensor.offset + tensor.nbytes <= of_file.begin + of_file.nbytes
+        assert all(transfer.at % ALIGN == 0 for transfer in transfers.values())
+        assert bytes_needed(weights) == max(transfer.end for transfer in transfers.values())
+
+
+def test_without_a_gpu_a_plan_for_one_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def require() -> None:
+        raise ImportError("unimem.cuda needs an NVIDIA GPU")
+
+    monkeypatch.setattr(cuda_driver, "require", require)
+    monkeypatch.setattr(cuda_driver, "_drivers", {})
+    with pytest.raises(ImportError, match="needs an NVIDIA GPU"):
+        um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512), device="cuda:0")
+
+
+def test_what_sessions_take_of_a_gpu_and_how_long_they_can_be(host_gpu: Any) -> None:
+    dims = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 8192)
+    token = 2 * 5 * 4 * 8 * 2  # K and V, in two bytes
+    n = 100  # so that they take more than the reserve
+    options: dict[str, Any] = {"sessions": n, "device": "cuda:0"}
+
+    def figures(**more: Any) -> tuple[um.Plan, dict[str, int], int]:
+        plan = um.plan(dims, **options, **more)
+        (needed,) = (one.needed_bytes for one in plan.checks if one.name == "cuda:0")
+        return plan, {row.category: row.nbytes for row in plan.rows if row.device}, needed
+
+    host_gpu.total_bytes = 8 << 30
+    plan, rows, needed = figures(ctx=4096)
+    assert (rows["kv"], plan.history_bytes) == (n * 4 * MIB, 4096 * token)
+    assert rows["scratch"] == n * round_to_pages(plan.scratch_bytes)
+    assert needed == sum(rows.values())
+    batched = figures(ctx=4096, batch=8)[0].scratch_bytes
+    assert batched == DecodeBuffers.bytes_needed(replace(dims, max_batch_size=8))
+    # Without a context, the usual one, beside a reserve for others.
+    chosen, rows, needed = figures()
+    assert (chosen.ctx, chosen.max_ctx, rows["kv"]) == (4096, 8192, n * 4 * MIB)
+    assert needed == sum(rows.values()) + RESERVE_BYTES
+    assert sum(rows.values()) & RESERVE_BYTES
+    # Room for one page of history of each session.
+    for more, reserve in (({}, RESERVE_BYTES), ({"ctx": 9}, 0)):
+        host_gpu.total_bytes += reserve + sum(rows.values()) - n * 2 * MIB - host_gpu.free_bytes()
+        assert figures(**more)[0].max_ctx == 2 * MIB // token

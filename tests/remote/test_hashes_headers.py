@@ -1,0 +1,201 @@
+"""Hashes that servers tell of whole files: which count, and that wrong bytes are noticed."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unimem as um
+from support.servers.model_server import serving
+from support.servers.object_server import ObjectServer, serving_objects
+from unimem.engine import embedded_model
+from unimem.remote import transfers
+from unimem.remote.digest_headers import find_digest, request_digest
+from unimem.remote.hashes import find_hashes
+
+DATA = b"123456789"
+CRC = "e3069283"  # of these bytes, by RFC 3720 (check value of CRC-32C)
+TINY = Path(embedded_model())
+
+needs_crc32c = pytest.mark.skipif(
+    importlib.util.find_spec("crc32c") is None, reason="crc32c is missing: pip install '.[remote]'"
+)
+
+
+def base64_of(kind: str, data: bytes = DATA) -> str:
+    return base64.b64encode(hashlib.new(kind, data).digest()).decode()
+
+
+MD5, SHA256, SHA512 = (hashlib.new(kind, DATA).hexdigest() for kind in ("md5", "sha256", "sha512"))
+MD5_64, SHA256_64, SHA512_64 = map(base64_of, ("md5", "sha256", "sha512"))
+CRC_64 = base64.b64encode(bytes.fromhex(CRC)).decode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "of_part", "of_whole"),
+    [
+        ([("Repr-Digest", f"sha-256=:{SHA256_64}:")], SHA256, SHA256),
+        ([("Repr-Digest", f"sha-512=:{SHA512_64}:, sha-256=:{SHA256_64}:;q=1")], SHA256, SHA256),
+        ([("repr-digest", f"sha-512=:{SHA512_64}:")], SHA512, SHA512),
+        ([("Digest", f"SHA-256={SHA256_64},md5={MD5_64}")], SHA256, SHA256),
+        ([("Digest", f"unixsum=1,MD5={MD5_64}")], MD5, MD5),
+        ([("x-goog-hash", f"md5={MD5_64}")], MD5, MD5),
+        ([("x-ms-blob-content-md5", MD5_64), ("Content-MD5", base64_of("md5", b""))], MD5, None),
+        ([("Content-MD5", MD5_64)], "", MD5),
+        ([("Content-Digest", f"sha-256=:{SHA256_64}:")], "", SHA256),
+        ([("x-goog-hash", f"md5={MD5_64}"), ("x-goog-stored-content-encoding", "gzip")], "", ""),
+        ([("Repr-Digest", "sha-256=:AAAA:")], "", ""),
+        ([("Repr-Digest", "sha-256=:???:"), ("Digest", ",,=")], "", ""),
+        ([("ETag", f'"{MD5}"')], "", ""),
+    ],
+)
+def test_which_headers_count(
+    headers: list[tuple[str, str]], of_part: str, of_whole: str | None
+) -> None:
+    assert find_digest(headers, is_whole=False) == of_part
+    if of_whole is not None:
+        assert find_digest(headers, is_whole=True) == of_whole
+
+
+@needs_crc32c
+def test_crc32c_goes_before_md5_and_after_what_is_stronger() -> None:
+    both = [("x-goog-hash", f"crc32c={CRC_64}"), ("x-goog-hash", f"md5={MD5_64}")]
+    assert find_digest(both, is_whole=False) == f"crc32c={CRC}"
+    stronger = [*both, ("Repr-Digest", f"sha-256=:{SHA256_64}:")]
+    assert find_digest(stronger, is_whole=False) == SHA256
+
+
+def test_without_the_package_crc32c_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert find_digest([("x-goog-hash", f"crc32c={CRC_64}")], is_whole=True) == ""
+    both = [("x-goog-hash", f"crc32c={CRC_64},md5={MD5_64}")]
+    assert find_digest(both, is_whole=True) == MD5
+
+
+@pytest.mark.parametrize(
+    "digest", [MD5, SHA256, SHA512, pytest.param(f"crc32c={CRC}", marks=needs_crc32c)]
+)
+def test_each_is_computed(digest: str) -> None:
+    (found,) = find_hashes(digest, len(DATA))
+    hasher = found.new()
+    hasher.update(memoryview(DATA)[:4])
+    hasher.update(memoryview(bytearray(DATA))[4:])
+    assert found.matches([hasher])
+    hasher.update(b"\0")
+    assert not found.matches([hasher])
+
+
+# ---- of servers ----
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    pytest.importorskip("obstore", reason="obstore reads gs:// and az://: pip install '.[remote]'")
+    monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
+    with serving_objects(monkeypatch) as state:
+        here = f"http://127.0.0.1:{state.port}"
+        for name, value in {
+            "GOOGLE_BASE_URL": here, "GOOGLE_SKIP_SIGNATURE": "true", "AZURE_ENDPOINT": here,
+            "AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_USE_HTTP": "true",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        yield state
+
+
+def wrong(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+GOOD = TINY.read_bytes()
+SKIP = {"AZURE_SKIP_SIGNATURE": "true"}
+KEY = {"AZURE_STORAGE_ACCOUNT_KEY": base64.b64encode(b"k" * 32).decode()}
+
+
+def crc_of(data: bytes) -> str:
+    crc32c = pytest.importorskip("crc32c", reason="crc32c is missing: pip install '.[remote]'")
+    return base64.b64encode(crc32c.crc32c(data).to_bytes(4, "big")).decode()
+
+
+@pytest.mark.parametrize(
+    ("url", "header", "environment"),
+    [
+        ("gs://bucket/tiny.gguf", "md5", {}),
+        ("gs://bucket/tiny.gguf", "crc32c", {}),
+        ("az://bucket/tiny.gguf", "Content-MD5", SKIP),
+        ("az://bucket/tiny.gguf", "Content-MD5", KEY),
+    ],
+)
+def test_wrong_bytes_of_stores_are_noticed(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, url: str, header: str, environment: Any
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    told = crc_of(GOOD) if header == "crc32c" else base64_of("md5", GOOD)
+    named = {"Content-MD5": told} if url.startswith("az") else {"x-goog-hash": f"{header}={told}"}
+    for path in ("/bucket/tiny.gguf", "/account/bucket/tiny.gguf"):
+        store.add(path, GOOD, "tag")
+        store.headers[path] = named
+    with um.open_weights(url) as weights, um.open_weights(TINY) as file:
+        assert weights.content_hash() == file.content_hash()
+    assert [method for method, *_ in store.asked].count("HEAD") == 1
+    for path in list(store.objects):
+        store.add(path, wrong(GOOD), "tag")
+    with pytest.raises(OSError, match="not those of the hash") as caught:
+        um.open_weights(url)
+    assert caught.value.filename == url
+    um.open_weights(url, verify=False).close()
+    store.headers.clear()  # a server that tells none
+    um.open_weights(url).close()
+
+
+def test_damage_on_the_way_from_a_store_is_healed(store: ObjectServer) -> None:
+    store.add("/bucket/tiny.gguf", GOOD, "tag")
+    store.headers["/bucket/tiny.gguf"] = {"x-goog-hash": f"md5={base64_of('md5', GOOD)}"}
+    gets = iter(range(10**6))
+    store.choose_fault = lambda method, _: (
+        "wrong bytes" if method == "GET" and next(gets) == 1 else ""
+    )
+    with um.open_weights("gs://bucket/tiny.gguf") as weights, um.open_weights(TINY) as file:
+        assert weights.content_hash() == file.content_hash()
+
+
+@pytest.mark.parametrize("header", ["Repr-Digest", "Digest", "Content-MD5"])
+def test_wrong_bytes_of_the_web_are_noticed(monkeypatch: pytest.MonkeyPatch, header: str) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    told = {
+        "Repr-Digest": f"sha-256=:{base64_of('sha256', GOOD)}:",
+        "Digest": f"sha-512={base64_of('sha512', GOOD)}",
+        "Content-MD5": base64_of("md5", GOOD),
+    }
+    with serving() as server:
+        url = server.add(TINY)
+        server.headers |= {"ETag": '"tag"', header: told[header]}
+        um.open_weights(url).close()
+        server.files["/tiny.gguf"] = wrong(GOOD)
+        with pytest.raises(OSError, match="not those of the hash"):
+            um.open_weights(url)
+        server.headers.pop(header)
+        um.open_weights(url).close()
+
+
+def test_a_request_for_headers_is_not_followed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving() as first, serving() as second:
+        second.add(TINY)
+        second.headers |= {"ETag": "tag", "Content-MD5": base64_of("md5", GOOD)}
+        first.redirects["/tiny.gguf"] = f"{second.url}/tiny.gguf"
+        secret = {"Authorization": "Bearer s3cret"}
+        assert request_digest(f"{first.url}/tiny.gguf", "tag", 5, secret) == ""
+        assert second.asked == []
+        direct = f"{second.url}/tiny.gguf"
+        assert request_digest(direct, "tag", 5) == hashlib.md5(GOOD).hexdigest()
+        assert request_digest(direct, "another", 5) == ""
+        assert request_digest(f"{second.url}/none", "tag", 5) == ""
+    assert request_digest(direct, "tag", 5) == ""

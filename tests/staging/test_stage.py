@@ -1,0 +1,687 @@
+"""Staged models: what others get of them, what they are sealed against, what is left of them."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from conftest import Run
+from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder  # noqa: F401
+from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from support.kernel.proc_maps import huge_page_bytes
+from support.processes.forks import in_child
+from support.processes.staged_models import (
+    MIB,
+    TINY,
+    indexed,  # noqa: F401
+    leaves_nothing,  # noqa: F401
+    look,
+    may_mount,
+    model,  # noqa: F401
+    read_elsewhere,
+    split,  # noqa: F401
+    start_reader,
+    stop,
+)
+from unimem._core import tmpfs
+from unimem.errors import PlacementError
+from unimem.staging import backings
+from unimem.staging.backings import BACKINGS
+from unimem.system import limits
+
+PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
+
+needs_mount = pytest.mark.skipif(not may_mount(), reason="this process may not mount a tmpfs")
+
+
+@pytest.fixture(params=[pytest.param("tmpfs", marks=needs_mount), "memfd", "shm"])
+def backing(request: pytest.FixtureRequest) -> Any:
+    """Each kind but hugetlb, which needs a pool."""
+    return request.param
+
+
+@contextmanager
+def process(script: str, *wrapper: str, status: int = 0) -> Iterator[Callable[[], str]]:
+    """A script in a process of its own, to read its lines of; it may wait for the end of input."""
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*wrapper, sys.executable, "-c", script], **pipes) as started:
+        lines = started.stdout
+        assert lines is not None
+        yield lambda: lines.readline().rstrip("\n")
+        started.communicate("")
+        assert started.returncode == status
+
+
+# ---- what others get ----
+
+
+def test_others_read_the_same_and_nobody_else_may(backing: Any, model: Path) -> None:
+    model.chmod(0o644)  # which may lie in a private folder
+    with um.stage(model, backing=backing) as staged:
+        assert (staged.backing, staged.reason) == (backing, "it was asked for")
+        assert staged.nbytes == os.path.getsize(staged.path) == model.stat().st_size
+        assert read_elsewhere(staged.path) == model.read_bytes()
+        assert staged.granted.resident_bytes >= staged.nbytes
+        assert (staged.paths, staged.source) == ((staged.path,), str(model))
+        assert os.stat(staged.path).st_mode & 0o777 == 0o400
+        if backing == "shm":
+            assert os.stat(os.path.dirname(staged.path)).st_mode & 0o777 == 0o700
+        with um.open_weights(model) as here:
+            for load in ("map", "copy"):
+                with um.open_weights(staged.path, load=load) as there:
+                    assert there.fingerprint == here.fingerprint
+                    assert there.content_hash() == here.content_hash()
+        path = staged.path
+    assert not os.path.exists(path)
+
+
+@needs_mount
+def test_the_first_choice_is_a_tmpfs_of_its_own(model: Path) -> None:
+    before = Path("/proc/self/mountinfo").read_text()
+    with um.stage(model) as staged:
+        assert (staged.backing, staged.reason) == ("tmpfs", "the first choice")
+        assert staged.path == f"/proc/{os.getpid()}/fd/{staged.fd}/model.gguf"
+        assert Path("/proc/self/mountinfo").read_text() == before, "it is mounted nowhere"
+
+
+@needs_mount
+@pytest.mark.parametrize("pages", ["thp", "4k"])
+def test_pages_are_huge_for_every_reader_of_a_tmpfs(model: Path, pages: Any) -> None:
+    huge = huge_page_bytes()
+    if not huge:
+        pytest.skip("this kernel gives no transparent huge pages")
+    expected = model.stat().st_size // huge * huge if pages == "thp" else 0
+    with um.stage(model, backing="tmpfs", pages=pages, strict=True) as staged:
+        assert (staged.granted.pages, staged.granted.huge_bytes) == (pages, expected)
+        assert plain_reader(staged.path)["ShmemPmdMapped"] == expected
+
+
+@pytest.mark.parametrize("backing", ["memfd", "shm"])
+def test_huge_pages_that_only_some_readers_get_are_told(backing: Any, model: Path) -> None:
+    """Without shmem_enabled, programs get them only where they align their mapping."""
+    switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    if not huge_page_bytes() or "[never]" not in switch:
+        pytest.skip("shared memory gets huge pages here, or none")
+    if any("huge=" in mount for mount in mounts if mount.split()[1] == "/dev/shm"):
+        pytest.skip("/dev/shm is mounted with huge pages")
+    with um.stage(model, backing=backing) as staged:
+        assert plain_reader(staged.path)["ShmemPmdMapped"] == 0
+        assert staged.granted.huge_bytes == 6 * MIB
+    with pytest.raises(PlacementError, match=r"gets 0 B of 6\.0 MiB in huge pages"):
+        um.stage(model, backing=backing, pages="thp", strict=True)
+    with pytest.warns(um.PlacementWarning, match=r"gets 0 B of 6\.0 MiB in huge pages"):
+        um.stage(model, backing=backing, pages="thp").close()
+
+
+def plain_reader(path: str) -> dict[str, int]:
+    reader = start_reader(path)
+    try:
+        return look(reader)
+    finally:
+        stop(reader)
+
+
+def test_two_readers_share_the_pages(backing: Any, model: Path) -> None:
+    with um.stage(model, backing=backing) as staged:
+        readers = [start_reader(staged.path) for _ in range(2)]
+        for reader in readers:
+            fields = look(reader)
+            assert fields["Rss"] >= staged.nbytes
+            # The process that keeps it has its share, too.
+            assert fields["Pss"] == pytest.approx(fields["Rss"] / 3, abs=2 * mmap.PAGESIZE)
+        for reader in readers:
+            stop(reader)
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_hugetlb_pages(model: Path) -> None:
+    with um.stage(model, pages="2m", strict=True) as staged:
+        assert (staged.backing, staged.granted.pages) == ("hugetlb", "2m")
+        assert staged.granted.huge_bytes == os.path.getsize(staged.path) == 8 * MIB
+        # hugetlb files cannot be read by programs whose buffer is less than a page: mapped then.
+        fields = plain_reader(staged.path)
+        assert fields["Shared_Hugetlb"] + fields["Private_Hugetlb"] == 8 * MIB
+        with um.open_weights(staged.path) as there, um.open_weights(model) as here:
+            assert there.content_hash() == here.content_hash()
+        with pytest.raises(PlacementError, match="sealed"):
+            um.Block.attach(staged.fd, writable=True)
+
+
+@pytest.mark.usefixtures("no_huge_pages")
+def test_an_empty_pool_is_told(model: Path) -> None:
+    options: list[Any] = [{"pages": "2m", "strict": True}, {"backing": "hugetlb"}]
+    for asked in options:
+        with pytest.raises(PlacementError, match="needs 4 hugetlb pages"):
+            um.stage(model, **asked)
+    with pytest.warns(um.PlacementWarning, match="needs 4 hugetlb pages"):
+        staged = um.stage(model, pages="2m")
+    with staged:
+        assert staged.backing != "hugetlb"
+
+
+@pytest.mark.parametrize("backing", [pytest.param("tmpfs", marks=needs_mount), "shm"])
+def test_split_models_keep_their_names(split: list[Path], backing: Any) -> None:
+    with um.stage(split[1], backing=backing) as staged:
+        assert [os.path.basename(path) for path in staged.paths] == [p.name for p in split]
+        assert len({os.path.dirname(path) for path in staged.paths}) == 1
+        assert staged.path == staged.paths[0]
+        with um.open_weights(staged.path) as there, um.open_weights(split[0]) as here:
+            assert there.fingerprint == here.fingerprint
+
+
+@pytest.mark.parametrize("backing", ["memfd", "hugetlb"])
+def test_what_has_no_names_takes_one_file(split: list[Path], backing: Any) -> None:
+    with pytest.raises(ValueError, match="names side by side"):
+        um.stage(split[0], backing=backing)
+
+
+def test_an_index_is_staged_with_its_files(indexed: Path) -> None:
+    with um.stage(indexed) as staged:
+        assert (os.path.basename(staged.path), len(staged.paths)) == (indexed.name, 3)
+        assert {os.stat(path).st_mode & 0o777 for path in staged.paths} == {0o400}
+        with um.open_weights(staged.path) as w:
+            assert (w.tensors["t1"].as_array() == np.arange(1000, dtype=np.float32) + 1).all()
+
+
+def test_safetensors_opens_what_is_staged(indexed: Path) -> None:
+    safetensors = pytest.importorskip("safetensors", reason="safetensors (extra test) is missing")
+    file = indexed.with_name("model-00001-of-00002.safetensors")
+    for backing in PLAIN if may_mount() else PLAIN[1:]:
+        with (
+            um.stage(file, backing=backing) as staged,
+            safetensors.safe_open(staged.path, framework="np") as opened,
+        ):
+            assert (opened.get_tensor("t0") == np.arange(1000, dtype=np.float32)).all()
+    with pytest.raises(ValueError, match="ends exactly"):
+        um.stage(file, backing="hugetlb")
+
+
+def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> None:
+    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
+    pytest.importorskip(
+        "unimem.backends.ggml", reason="the engine needs ggml", exc_type=ImportError
+    )
+    from support.models import llama_cpp
+    from unimem.engine import Decoder
+
+    prompt = [1, 5, 9]
+    expected, _ = llama_cpp.greedy(TINY, prompt, 8)
+    for source in (TINY, split[0]):
+        with um.stage(source) as staged:
+            assert llama_cpp.greedy(Path(staged.path), prompt, 8)[0] == expected
+            with Decoder(staged.path, ctx=64, threads=1) as decoder:
+                decoder.prefill(prompt)
+                assert [decoder.generate_next_token() for _ in range(8)] == expected
+
+
+# ---- what it is sealed against ----
+
+
+def test_nobody_can_write_to_a_memfd(model: Path) -> None:
+    with um.stage(model, backing="memfd") as staged:
+        with open(staged.path, "rb") as file:
+            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+        all_seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        assert seals & all_seals == all_seals
+        with pytest.raises(PermissionError):
+            os.pwrite(staged.fd, b"x", 0)
+
+
+@needs_mount
+def test_a_sealed_tmpfs_is_read_only_for_root(model: Path) -> None:
+    with um.stage(model, backing="tmpfs") as staged:
+        for attempt in (
+            lambda: os.open(staged.path, os.O_RDWR),
+            lambda: os.unlink(staged.path),
+            lambda: os.truncate(staged.path, 0),
+            lambda: os.chmod(staged.path, 0o666),
+            lambda: os.mkdir(os.path.join(os.path.dirname(staged.path), "more")),
+        ):
+            with pytest.raises(OSError, match="Read-only") as caught:
+                attempt()
+            assert caught.value.errno == errno.EROFS
+
+
+@needs_mount
+def test_clearing_an_attribute_of_the_mount_undoes_nothing(model: Path) -> None:
+    attributes = (ctypes.c_uint64 * 4)(0, 1)  # to be cleared: MOUNT_ATTR_RDONLY
+    with um.stage(model, backing="tmpfs") as staged:
+        libc = ctypes.CDLL(None, use_errno=True)
+        at_empty_path, number = 0x1000, 442
+        if libc.syscall(number, staged.fd, b"", at_empty_path, attributes, 32):
+            pytest.skip(f"mount_setattr: {os.strerror(ctypes.get_errno())}")
+        with pytest.raises(OSError, match="Read-only"):
+            os.open(staged.path, os.O_RDWR)
+
+
+# ---- in namespaces ----
+
+
+def test_the_path_is_of_the_proc_that_is_there(model: Path) -> None:
+    """In a PID namespace without a /proc of its own, others find it under the outer PID."""
+    unshare = ("unshare", "--pid", "--fork")
+    refused = subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode
+    if os.geteuid() or refused:
+        pytest.skip("a PID namespace needs root and unshare")
+    script = f"""
+import os, sys, unimem as um
+with um.stage({str(model)!r}) as staged:
+    print(os.getpid(), staged.path, flush=True)
+    sys.stdin.read()
+"""
+    with process(script, *unshare) as line:
+        pid, path = line().split()
+        assert pid == "1"
+        assert read_elsewhere(path) == model.read_bytes()
+
+
+def test_without_a_proc_nothing_is_read(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def refuse(path: str) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+
+    monkeypatch.setattr(os, "readlink", refuse)
+    with pytest.raises(PlacementError, match=r"/proc/self: No such file.*mount -t proc"):
+        um.stage(model, progress=lambda *now: pytest.fail("it was read"))
+
+
+# ---- where it cannot be ----
+
+
+@needs_mount
+def test_without_the_right_to_mount_a_namespace_of_its_own_serves(model: Path) -> None:
+    """Root without CAP_SYS_ADMIN, which a container has."""
+    if os.geteuid() or shutil.which("setpriv") is None:
+        pytest.skip("taking rights away needs root and setpriv")
+    script = f"""
+import os, unimem as um
+from unimem._core import tmpfs
+try:
+    tmpfs.open_mount(4096, False)
+except um.PlacementError as error:
+    print(error.errno)
+with um.stage({str(model)!r}) as staged:
+    print(staged.backing, staged.reason)
+    print(open(staged.path, "rb").read() == open({str(model)!r}, "rb").read())
+    try:
+        os.open(staged.path, os.O_RDWR)
+    except OSError as error:
+        print(error.strerror, flush=True)
+"""
+    with process(script, "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin") as line:
+        assert int(line()) == errno.EPERM
+        backing, *sealed = line(), line(), line()
+    if not backing.startswith("tmpfs"):
+        pytest.skip(f"user namespaces are refused here: {backing}")
+    assert sealed == ["True", "Read-only file system"]
+
+
+@needs_mount
+def test_another_user_stages_and_root_may_read(model: Path, open_folder: Path) -> None:
+    if os.geteuid():
+        pytest.skip("becoming another user needs root")
+    python = shutil.which("python3", path="/usr/bin")
+    if python is None:
+        pytest.skip("there is no Python that other users may run")
+    # What the other user reads lies where that one may read it.
+    files = (backings._CHILD, um.get_library(), model)
+    child, library, copied = (str(shutil.copy(file, open_folder)) for file in files)
+    script = f"""
+import ctypes, os, sys
+import shutil, socket, subprocess  # which that user may not be allowed to read
+import unimem as um
+from unimem.weights import loading
+from unimem.staging import backings
+from unimem.system import limits
+sys.executable, backings._CHILD = {python!r}, {child!r}
+backings.get_library = lambda: {library!r}
+os.setgroups([]), os.setresgid(65534, 65534, 65534), os.setresuid(65534, 65534, 65534)
+ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: as a process that began as this user
+with um.stage({copied!r}) as staged:
+    print(staged.backing, staged.path, flush=True)
+    try:
+        os.chmod(staged.path, 0o666)
+        print("it was changed", flush=True)
+    except OSError as error:
+        print(error.strerror, flush=True)
+    sys.stdin.read()
+"""
+    with process(script) as line:
+        backing, path = line().split()
+        refused, same = line(), Path(path).read_bytes() == model.read_bytes()
+    if backing != "tmpfs":
+        pytest.skip("user namespaces are refused here")
+    assert (same, refused) == (True, "Read-only file system")
+
+
+@pytest.fixture
+def no_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing can be mounted; returns the program that would try it in a user namespace."""
+
+    def refuse(nbytes: int, huge: bool) -> int:
+        raise PlacementError(errno.EPERM, "mounting a tmpfs: fsopen: Operation not permitted")
+
+    child = tmp_path / "child.py"
+    # ENOSPC: no user namespaces are allowed.
+    child.write_text("import os, sys\nos.write(int(sys.argv[4]), b'28 unshare')\n")
+    monkeypatch.setattr(tmpfs, "open_mount", refuse)
+    monkeypatch.setattr(backings, "_CHILD", str(child))
+    return child
+
+
+@pytest.mark.usefixtures("no_huge_pages", "no_mount")
+def test_where_nothing_is_mounted_the_next_kind_is_taken(model: Path, split: list[Path]) -> None:
+    with um.stage(model) as staged:
+        assert staged.backing == "memfd"
+        assert "not tmpfs: mounting a tmpfs in a user namespace: unshare: No space" in staged.reason
+        assert "not hugetlb: pages='2m' needs 4" in staged.reason
+        assert read_elsewhere(staged.path) == model.read_bytes()
+    with um.stage(split[0]) as staged:
+        assert staged.backing == "shm"
+        assert "not memfd: several files" in staged.reason
+    with pytest.raises(PlacementError, match="user namespace"):
+        um.stage(model, backing="tmpfs")
+
+
+def test_a_child_that_dies(monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path) -> None:
+    no_mount.write_text("raise SystemExit(1)")
+    with pytest.raises(PlacementError, match="child"):
+        um.stage(model, backing="tmpfs")
+    monkeypatch.setattr(sys, "executable", str(no_mount.with_name("no-python")))
+    with pytest.raises(PlacementError, match="no-python"):
+        um.stage(model, backing="tmpfs")
+
+
+def test_no_room_is_told_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
+    model = Path(shutil.copy(TINY, tmp_path / "large.gguf"))
+    os.truncate(model, 600 * MIB)
+    said = cgroup_512mb.run(f"""
+import os, unimem as um
+for backing in ("auto", "tmpfs", "memfd", "shm"):
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        um.stage({str(model)!r}, backing=backing)
+    except um.CapacityError as error:
+        print(error)
+    assert len(os.listdir("/proc/self/fd")) == before
+""")
+    assert said.count(f"{cgroup_512mb.name} has room for") == 4
+
+
+@pytest.mark.usefixtures("no_huge_pages", "no_mount")
+def test_without_dev_shm(
+    monkeypatch: pytest.MonkeyPatch, model: Path, split: list[Path], tmp_path: Path
+) -> None:
+    for module in (limits, backings):
+        monkeypatch.setattr(module, "SHM", str(tmp_path / "none"))
+    with um.stage(model) as staged:
+        assert staged.backing == "memfd"
+    with pytest.raises(PlacementError, match=r"there is no .*none"):
+        um.stage(model, backing="shm")
+    with pytest.raises(PlacementError, match=r"not shm: there is no .*none"):
+        um.stage(split[0])
+
+
+def full(nbytes: int, what: str) -> None:
+    raise um.CapacityError(f"{what}: {nbytes} do not fit", 0, 0, nbytes)
+
+
+def test_a_dev_shm_that_is_full_or_closed(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    def refuse(path: str, mode: int) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "mkdir", refuse)
+        with pytest.raises(PlacementError, match="/dev/shm: Permission denied"):
+            um.stage(model, backing="shm")
+    monkeypatch.setattr(limits, "require_shm", full)
+    with pytest.raises(um.CapacityError, match=f"{model.stat().st_size} do not fit"):
+        um.stage(model, backing="shm")
+
+
+@pytest.mark.usefixtures("eight_huge_pages")
+def test_a_pool_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(limits, "require", full)
+    with um.stage(model) as staged:
+        assert staged.backing == "hugetlb"
+        assert "do not fit" in staged.reason
+
+
+def test_what_happens_meanwhile_ends_it(backing: Any, model: Path) -> None:
+    def cancel(done: int, total: int) -> None:
+        assert 0 < done <= total == model.stat().st_size
+        raise KeyboardInterrupt
+
+    def write(done: int, total: int) -> None:
+        with model.open("ab") as file:
+            file.write(b"more")
+
+    with pytest.raises(KeyboardInterrupt):
+        um.stage(model, backing=backing, progress=cancel)
+    with pytest.raises(OSError, match="written to") as caught:
+        um.stage(model, backing=backing, progress=write)
+    assert caught.value.errno == errno.ESTALE
+
+
+def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
+    """Not even where it looks as if the file system had no reads past the page cache."""
+    drop_from_cache(model)
+    seen = []
+
+    def fail(done: int, total: int) -> None:
+        seen.append(done)
+        raise OSError(errno.EINVAL, "mine")
+
+    with pytest.raises(OSError, match="mine"):
+        um.stage(model, progress=fail)
+    assert len(seen) == 1
+
+
+def test_progress_counts_all_parts(split: list[Path]) -> None:
+    seen: list[tuple[int, int]] = []
+    um.stage(split[0], progress=lambda *now: seen.append(now)).close()
+    total = sum(part.stat().st_size for part in split)
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+    assert {of for _, of in seen} == {total}
+
+
+def test_bad_files_are_never_staged(tmp_path: Path, split: list[Path]) -> None:
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(um.GGUFError):
+        um.stage(bad)
+    with pytest.raises(FileNotFoundError):
+        um.stage(tmp_path / "none.gguf")
+    with pytest.raises(IsADirectoryError):
+        um.stage(tmp_path)
+    split[2].unlink()
+    with pytest.raises(FileNotFoundError, match="Part 3 of 3"):
+        um.stage(split[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backing": "disk"}, "backing: expected"),
+        ({"pages": "8k"}, "pages: expected"),
+        ({"numa": "everywhere"}, "numa: expected"),
+        ({"lock": "maybe"}, "lock: expected"),
+        ({"backing": "shm", "pages": "2m"}, "come from a pool"),
+        ({"backing": "hugetlb", "pages": "4k"}, "come from no pool"),
+    ],
+)
+def test_wrong_options(options: Any, message: str, model: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        um.stage(model, **options)
+
+
+# ---- how long it lives ----
+
+
+def test_a_closed_stage(model: Path) -> None:
+    staged = um.stage(model)
+    assert repr(staged).startswith(f"Stage('{model}', {staged.backing}, 6.0 MiB, ")
+    with pytest.raises(TypeError, match="pass its path"):
+        pickle.dumps(staged)
+    staged.close()
+    staged.close()
+    assert staged.closed
+    assert repr(staged) == f"Stage('{model}', closed)"
+    for name in ("path", "paths", "fd", "__enter__"):
+        with pytest.raises(um.ClosedError, match="is closed"):
+            getattr(staged, name)()
+
+
+def test_who_forgets_it_is_told(model: Path) -> None:
+    staged = um.stage(model, backing="shm")
+    path = staged.path
+    with pytest.warns(ResourceWarning, match="unclosed Stage"):
+        del staged
+    assert not os.path.exists(path)
+
+
+def test_the_end_of_the_process_ends_it(model: Path, run_python: Run) -> None:
+    script = f"import unimem as um; s = um.stage({str(model)!r}, backing='shm'); print(s.path)"
+    path = run_python(script).stdout.strip()
+    assert path.startswith("/dev/shm/")
+    assert not os.path.exists(path)
+
+
+@pytest.fixture
+def own_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in the place of /dev/shm: what is stale there, no other process removes."""
+    with tempfile.TemporaryDirectory(dir=limits.SHM) as folder:
+        for module in (limits, backings):
+            monkeypatch.setattr(module, "SHM", folder)
+        yield Path(folder)
+
+
+def in_shm(folder: Path) -> str:
+    """The beginning of a script that stages there."""
+    return f"""
+import os, signal, sys, unimem as um
+from unimem.system import limits
+from unimem.staging import backings
+limits.SHM = backings.SHM = {str(folder)!r}
+"""
+
+
+def test_readers_go_on_when_the_holder_is_killed(backing: Any, model: Path, own_shm: Path) -> None:
+    script = f"""{in_shm(own_shm)}
+staged = um.stage({str(model)!r}, backing={backing!r})
+print(staged.path, flush=True)
+sys.stdin.read()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with process(script, status=-signal.SIGKILL) as line:
+        path = line()
+        reader = start_reader(path)
+    assert look(reader)["Rss"] >= model.stat().st_size
+    stop(reader)
+    assert os.path.exists(path) == (backing == "shm")
+    # What is left of it goes with the next call.
+    um.stage(model).close()
+    assert not os.path.exists(path)
+
+
+def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
+    folder = own_shm / "unimem-stage-test"
+    (folder / "a" / "deeper").mkdir(parents=True)
+    (folder / "a" / "file").touch()
+    (folder / "z").touch()
+    (own_shm / "of somebody else").touch()
+    backings.sweep()
+    assert os.listdir(own_shm) == ["of somebody else"]
+
+
+def test_the_next_call_removes_what_was_left(model: Path, run_python: Run, own_shm: Path) -> None:
+    ended = run_python(f"""{in_shm(own_shm)}
+def kill(*now):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+um.stage({str(model)!r}, backing="shm", progress=kill)
+""")
+    assert ended.returncode == -signal.SIGTERM
+    assert len(list(own_shm.iterdir())) == 1
+    backings.sweep()
+    assert not list(own_shm.iterdir())
+
+
+def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run) -> None:
+    with um.stage(model, backing="shm") as staged:
+        swept = run_python("from unimem.staging.backings import sweep; sweep()")
+        assert swept.returncode == 0, swept.stderr
+        backings.sweep()
+        assert read_elsewhere(staged.path) == model.read_bytes()
+
+
+def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> None:
+    with um.stage(model, backing=backing) as staged:
+        path = staged.path
+
+        def reads_and_closes() -> bool:
+            same = staged.path == path and Path(path).read_bytes() == model.read_bytes()
+            staged.close()
+            return same and staged.closed
+
+        assert in_child(reads_and_closes)
+        assert read_elsewhere(path) == model.read_bytes()
+
+
+# ---- how it is placed ----
+
+
+def test_a_lock_lasts_as_long_as_the_stage(backing: Any, model: Path) -> None:
+    if limits.memlock() is not None:
+        pytest.skip("the limit on locked memory is too small")
+    before = locked_bytes()
+    with um.stage(model, backing=backing, lock=True, strict=True) as staged:
+        assert staged.granted.locked_bytes >= staged.nbytes
+        assert locked_bytes() - before >= staged.nbytes
+    assert locked_bytes() == before
+
+
+def test_a_lock_that_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    limit = limits.Limit("locked memory (memlock)", 4096, 0, "ulimit -l unlimited")
+    monkeypatch.setattr(limits, "memlock", lambda: limit)
+    with pytest.raises(PlacementError, match="ulimit -l"):
+        um.stage(model, lock=True, strict=True)
+    with pytest.warns(um.PlacementWarning, match="ulimit -l"):
+        staged = um.stage(model, lock=True)
+    with staged:
+        assert staged.granted.locked_bytes == 0
+
+
+def test_a_node_is_asked_of_the_kernel(backing: Any, model: Path) -> None:
+    with um.stage(model, backing=backing, numa="bind:0", strict=True) as staged:
+        assert set(staged.granted.nodes) <= {0}
+    with pytest.raises(PlacementError, match="node 1000"):
+        um.stage(model, backing=backing, numa="bind:1000", strict=True)
+
+
+def test_what_is_not_in_the_page_cache_does_not_come_there(model: Path) -> None:
+    drop_from_cache(model)
+    with um.stage(model) as staged:
+        assert cached_bytes(model) < 2 * MIB, "the header, and what was read ahead"
+        assert read_elsewhere(staged.path) == model.read_bytes()

@@ -1,0 +1,1 @@
+"""Contracts that several classes keep, and plain models to compare them with."""

@@ -1,0 +1,1 @@
+"""Files that tests write: models, snapshots, weights, and damaged ones."""

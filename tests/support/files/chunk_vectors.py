@@ -1,0 +1,111 @@
+"""Identities and bytes of chunks, as the page on the store has them.
+
+As a program it prints them, made by the modules of unimem that need no compiled one: so it runs
+wherever Python, NumPy and xxhash do. Its argument is the folder of the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+# From a row of the page to what it is of: what `EqualLayers` has (or of each layer what `LayerRows`
+# has of it); model, tokens, and tokens of a chunk.
+VECTORS: dict[str, tuple[Any, str, list[int], int]] = {
+    "2 layers, 4 heads of 64, `f16`": ((2, 4, 64, "f16", "f16"), "tiny", list(range(8)), 4),
+    "2 layers, 4 heads of 64, `q8_0`": ((2, 4, 64, "q8_0", "q8_0"), "tiny", list(range(8)), 4),
+    "32 layers, 8 heads of 128, `bf16`": (
+        (32, 8, 128, "bf16", "bf16"),
+        "modèle",
+        [1, 15043, 29892, 2147483647],
+        2,
+    ),
+    "22 layers, 4 heads of 64, `f16`": ((22, 4, 64, "f16", "f16"), "", list(range(256)), 256),
+    "2 layers, 4 heads of 64, of V 32, `f16`": (
+        (2, 4, 64, "f16", "f16", "none", 32),
+        "tiny",
+        list(range(8)),
+        4,
+    ),
+    "all tokens with 1 head of 576 and no V, the rows of layer 0": (
+        [(1, 576, "f16", "f16", None, None, 0), (1, 576, "f16", "f16", None, 0, 0)],
+        "tiny",
+        list(range(8)),
+        4,
+    ),
+    "2 layers, 4 heads of 64, K `q8_0`, V `q4_0`": (
+        (2, 4, 64, "q8_0", "q4_0"),
+        "tiny",
+        list(range(8)),
+        4,
+    ),
+    "a window of 6, all tokens, the rows of layer 0": (
+        [
+            (4, 64, "f16", "f16", 6),
+            (2, 128, "q8_0", "q8_0"),
+            (4, 64, "f16", "f16", 6, 0),
+        ],
+        "tiny",
+        list(range(8)),
+        4,
+    ),
+}
+
+
+def lanes_of(chunk: Any) -> Any:
+    """Return a chunk whose byte i of the data is i modulo 251, before it is sealed."""
+    import numpy as np
+
+    blob: Any = np.zeros(chunk.nbytes, np.uint8)
+    first = 0
+    for lane in chunk.lanes(blob):
+        lane[:] = np.arange(first, first + lane.size).reshape(lane.shape) % 251
+        first += lane.size
+    return blob
+
+
+def make() -> dict[str, list[str]]:
+    """Return the identities of each row, and the hash of a chunk's bytes."""
+    import numpy as np
+
+    from unimem.kv.store.chunk import (
+        ChunkShape,
+        EqualLayers,
+        LayerRows,
+        MixedLayers,
+        chunk_keys,
+        seal,
+    )
+
+    found: dict[str, list[str]] = {}
+    hashes = []
+    for row, (given, model, ids, n) in VECTORS.items():
+        kind: Any = (
+            MixedLayers(tuple(LayerRows(*layer) for layer in given))
+            if isinstance(given, list)
+            else EqualLayers(*given)
+        )
+        keys = list(chunk_keys(kind, model, np.array(ids, np.int32), n))
+        found[row] = [group.key(key).hex() for key in keys for group in kind.groups]
+        chunk = ChunkShape(kind.groups[-1], n)
+        blob = lanes_of(chunk)
+        seal(chunk, kind.groups[-1].key(keys[0]), blob)
+        hashes.append(hashlib.sha256(blob.tobytes()).hexdigest())
+    return found | {"bytes of a chunk": [hashes[0], *hashes[-2:]]}
+
+
+def main() -> None:
+    """Run without the packages themselves, whose import loads compiled modules."""
+    import types
+
+    for name in ("unimem", "unimem.kv"):
+        package = types.ModuleType(name)
+        package.__path__ = [sys.argv[1] + name.removeprefix("unimem").replace(".", "/")]
+        sys.modules[name] = package
+    print(json.dumps(make()))
+
+
+if __name__ == "__main__":
+    main()

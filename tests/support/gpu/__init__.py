@@ -1,0 +1,1 @@
+"""A GPU, or what stands in for it."""

@@ -1,0 +1,1 @@
+"""The kernel and its limits: huge pages, cgroups, locks, failing calls."""

@@ -1,0 +1,111 @@
+"""What tests do with decoders. Who imports it is skipped where gguf or ggml is missing."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+pytest.importorskip(
+    "unimem.backends.ggml",
+    reason="the engine needs ggml: pip install '.[run]'",
+    exc_type=ImportError,
+)
+
+import unimem as um
+from support.models.make import TINY, Shape
+from unimem.engine import Decoder
+from unimem.planning import repack_gain
+
+# Heads are whole blocks of q8_0, and contexts are long.
+WIDE_HEADS = Shape(
+    hidden=64, layers=2, heads=4, kv_heads=4, inner=128, vocab=TINY.vocab, ctx=2000, head_dim=64
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_models_gain() -> Iterator[None]:
+    """Have `auto` repack small models, where a test module imports this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repack_gain, "_LEAST_BYTES", 0)
+        patch.setattr(repack_gain, "_LEAST_SHARE", 0.0)
+        yield
+
+
+def tokens(n: int, seed: int = 0, first: int = 0, vocab: int = TINY.vocab) -> list[int]:
+    """A prompt of any n tokens."""
+    return [int(token) for token in np.random.default_rng(seed).integers(first, vocab, n)]
+
+
+def greedy(decoder: Decoder, n: int) -> list[int]:
+    return [decoder.generate_next_token() for _ in range(n)]
+
+
+def logits_of(decoder: Decoder, prompt: list[int], n: int) -> tuple[list[int], NDArray[Any]]:
+    """The n tokens that follow a prompt, and the logits that each was chosen by."""
+    chosen, rows = [], []
+    decoder.prefill(prompt)
+    for _ in range(n):
+        rows.append(decoder.logits.copy())
+        chosen.append(decoder.generate_next_token())
+    return chosen, np.array(rows)
+
+
+def append_foreign(decoder: Decoder, n: int) -> None:
+    """Append n tokens to its cache that it did not compute."""
+    kv = decoder.kv
+    rows = np.zeros((n, kv.n_kv_heads, kv.head_dim), "float32")
+    for layer in range(kv.n_layers):
+        kv.append(layer, rows, rows)
+
+
+@contextmanager
+def computing_by(
+    decoder: Decoder, compute: Callable[[Callable[[], int], int], int]
+) -> Iterator[None]:
+    """Have it compute by a function of what computes the graph, and of the graph's address.
+
+    It returns the status. What it raises does not come out.
+    """
+    forward = decoder._forward
+    address = forward.graph_compute_address
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    call = kind(address)
+    ours = kind(lambda *given: compute(lambda: call(*given), given[0]))
+    forward.graph_compute_address = ctypes.cast(ours, ctypes.c_void_p).value or 0
+    try:
+        yield
+    finally:
+        forward.graph_compute_address = address
+
+
+@contextmanager
+def interrupted(
+    decoder: Decoder, n: int = 1, *, raised: type[BaseException] = KeyboardInterrupt
+) -> Iterator[None]:
+    """Send SIGINT, as it were, while the nth graph is computed."""
+    interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p).value or 0
+    calls = count(2)
+
+    def compute(call: Callable[[], int], _graph: int) -> int:
+        if next(calls) == n:
+            decoder._forward.graph_compute_address = interrupt
+        return call()
+
+    with computing_by(decoder, compute):
+        if n == 1:
+            decoder._forward.graph_compute_address = interrupt
+        with pytest.raises(raised):
+            yield
+
+
+def sizes(of: um.Plan | um.Report) -> dict[str, int]:
+    """Bytes by category."""
+    return {row.category: row.nbytes for row in of.rows}

@@ -1,0 +1,1 @@
+"""Processes and threads that tests start, interrupt and fork."""

@@ -1,0 +1,1 @@
+"""The checkout: its files, its tiers, its public names and its builds."""

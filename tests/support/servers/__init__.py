@@ -1,0 +1,1 @@
+"""Servers, clusters and engines of others, in small."""

@@ -1,0 +1,89 @@
+"""The definitions of vLLM's secondary tiers, out of its sources: without the packages they need.
+
+`make test-all` puts the sources into build/vllm. Importing ``vllm`` itself would want a hundred
+packages; so the packages above the definitions are made here, empty, and point to the sources.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from support.project.checkout import ROOT
+
+FETCHED = ROOT / "build/vllm"
+# Packages whose own __init__ wants more than definitions do.
+EMPTY = tuple(
+    """
+    vllm vllm.v1 vllm.v1.kv_offload vllm.v1.metrics vllm.distributed
+    vllm.distributed.kv_transfer vllm.distributed.kv_transfer.kv_connector
+    vllm.distributed.kv_transfer.kv_connector.v1
+    vllm.distributed.kv_transfer.kv_connector.v1.offloading vllm.utils
+""".split()
+)
+# Modules of which definitions want names that no tier uses: metrics, and what belongs to GPUs.
+UNUSED = {
+    "vllm.v1.kv_offload.cpu.shared_offload_region": "SharedOffloadRegion",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": "OffloadingConnectorStats",
+    "vllm.v1.kv_hints": "KvHintsEnvelope",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping": (
+        "canonical_format_id"
+    ),
+}
+
+
+def sources() -> Path:
+    """Where they are; skips where they could not be had."""
+    found = importlib.util.find_spec("vllm")
+    if found is not None and found.origin is not None:
+        return Path(found.origin).parent
+    if not (FETCHED / "vllm/v1/kv_offload/tiering/base.py").exists():
+        pytest.skip("vLLM's sources are not in build/vllm: `make test-all` fetches them")
+    return FETCHED / "vllm"
+
+
+@contextmanager
+def imported() -> Iterator[None]:
+    """Make the definitions importable, and what they import; afterwards all is as it was."""
+    root = sources()
+    before = set(sys.modules)
+    for name in EMPTY:
+        module: Any = types.ModuleType(name)
+        module.__path__ = [str(root.parent.joinpath(*name.split(".")))]
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = module
+    log: Any = types.ModuleType("vllm.logger")
+    logger: Any = logging.getLogger("vllm")
+    log.init_logger = lambda _: types.SimpleNamespace(
+        **{name: getattr(logger, name) for name in ("debug", "info", "warning", "error")},
+        warning_once=logger.warning,
+    )
+    sys.modules["vllm.logger"] = log
+    for name, unused in UNUSED.items():
+        sys.modules[name] = types.ModuleType(name)
+        setattr(sys.modules[name], unused, MagicMock)
+    ours = ["vllm", "unimem.vllm"]
+    if importlib.util.find_spec("torch") is None:  # of which definitions want the names of types
+        torch: Any = types.ModuleType("torch")
+        torch.__getattr__ = lambda _: object
+        sys.modules["torch"] = torch
+        ours.append("torch")
+    try:
+        yield
+    finally:
+        for name in set(sys.modules) - before:
+            if name in ours or name.startswith("vllm."):
+                del sys.modules[name]
+        import unimem
+
+        vars(unimem).pop("vllm", None)

@@ -1,0 +1,110 @@
+"""A real browser: headless Chromium looks at a page, at the width of a phone or a desktop.
+
+``PYTHONPATH=tests python -m support.terminal.chromium PAGE PNG WIDTH HEIGHT`` photographs a page.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from support.project.apt_packages import UnavailableError, install, update_lists
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+# The page is in a frame, since no window is as narrow as a phone. What is in the frame is of the
+# same origin, so that it can be measured; its own policy lets no script of its own run.
+_FRAME = """<!doctype html><body style="margin:0"><iframe width={width} height={height}
+style="border:0" srcdoc="{page}"></iframe><pre></pre>"""
+_MEASURE = """<script>
+onload = () => {
+  const frame = document.querySelector("iframe"), page = frame.contentDocument
+  const root = page.documentElement, view = frame.contentWindow
+  const colors = scheme => {
+    root.style.colorScheme = scheme
+    const style = view.getComputedStyle(page.body)
+    return [style.backgroundColor, style.color]
+  }
+  const cells = [...page.querySelectorAll("td,th,dd,dt,li,p")]
+  const found = {
+    overflow: root.scrollWidth - root.clientWidth,
+    cut: [...page.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).length,
+    smallest: Math.min(...cells.map(cell => parseFloat(view.getComputedStyle(cell).fontSize))),
+    text: page.body.innerText,
+    light: colors("light"),
+    dark: colors("dark"),
+  }
+  document.querySelector("pre").textContent = JSON.stringify(found)
+  frame.remove()
+}
+</script>"""
+
+
+@cache
+def find_chromium() -> str:
+    """Give the program, which is installed where it is missing and this is root.
+
+    Raises
+    ------
+    UnavailableError
+        It cannot be had.
+    """
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        update_lists()
+        install({"chromium": "chromium"})
+        found = shutil.which("chromium")
+    if found is None:
+        raise UnavailableError("chromium is not there, though it was installed")
+    return found
+
+
+def _run(page: Path, *options: str) -> str:
+    command = [find_chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+    command += ["--disable-dev-shm-usage", "--hide-scrollbars", *options]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*command, f"--user-data-dir={folder}", page.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+    return done.stdout
+
+
+def _framed(page: Path, width: int, height: int, more: str = "") -> Path:
+    text = _FRAME.format(width=width, height=height, page=html.escape(page.read_text()))
+    framed = page.with_suffix(f".{width}.html")
+    framed.write_text(text + more)
+    return framed
+
+
+def look_at(page: Path, width: int, height: int = 800) -> Any:
+    """Lay a page out, and measure it.
+
+    Returns
+    -------
+    dict
+        ``overflow`` (pixels that the page is wider than its window), ``cut`` (tables of which a
+        part is seen only after scrolling), ``smallest`` (font, in pixels), ``text`` (what is seen),
+        ``light`` and ``dark`` (background and text).
+    """
+    dom = _run(_framed(page, width, height, _MEASURE), "--dump-dom")
+    return json.loads(html.unescape(dom.partition("<pre>")[2].partition("</pre>")[0]))
+
+
+def take_picture(page: Path, picture: Path, width: int, height: int) -> None:
+    """Take a picture of a page as a PNG."""
+    framed = _framed(page, width, height)
+    _run(framed, f"--screenshot={picture}", f"--window-size={max(width, 500)},{height}")
+
+
+if __name__ == "__main__":
+    take_picture(Path(sys.argv[1]).resolve(), Path(sys.argv[2]), *map(int, sys.argv[3:5]))

@@ -1,0 +1,315 @@
+"""Tensors of torch over unimem's memory, and in it: caches, tapes, the tensors of a model."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import unimem as um
+import unimem.torch as ut
+from support.files import gguf_files as gf
+from support.files import safetensors_files as sf
+
+pytestmark = pytest.mark.slow  # importing torch takes seconds
+
+N, HEADS, DIM = 3, 2, 32
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+# Of the types of both torch and unimem, those that tapes are taken of.
+TAKEN = tuple(
+    """
+    float32 float16 bfloat16 float64 int8 uint8 int32 int64 bool uint16 complex64 float8_e4m3fn
+    float8_e5m2 float8_e8m0fnu
+""".split()
+)
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="torch (extra torch) is not installed")
+
+
+def tokens(torch: Any, dtype: str, *shape: int) -> Any:
+    return torch.linspace(-1, 1, int(np.prod(shape))).reshape(shape).to(getattr(torch, dtype))
+
+
+# ---- into caches ----
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_tensors_go_in(torch: Any, kind: str) -> None:
+    k = tokens(torch, DTYPES[kind], N, HEADS, DIM)
+    layouts = {
+        "plain": k,
+        "strides": tokens(torch, DTYPES[kind], HEADS, N, DIM).transpose(0, 1),
+        "a part": tokens(torch, DTYPES[kind], N + 2, HEADS, DIM + 8)[2:, :, 8:],
+        "expanded": k[:1].expand(N, -1, -1),
+        "a parameter": torch.nn.Parameter(k.clone()),
+        "in a graph": torch.nn.Parameter(k.clone()) * 1,
+        "no token": k[:0],
+    }
+    for given in layouts.values():
+        want = given.detach()
+        with (
+            um.KVCache(1, HEADS, DIM, 8, dtype=kind) as kv,
+            um.PagedKVCache(1, HEADS, DIM, n_blocks=2, dtype=kind) as pool,
+            pool.sequence() as sequence,
+            um.Scratchpad(8, DIM, DTYPES[kind]) as pad,
+        ):
+            kv.append(0, given, given)
+            sequence.append(0, given, given)
+            pad.append_batch(given[:, 0])
+            found = torch.from_dlpack(kv.layer(0)[0])[0].transpose(0, 1)
+            assert torch.equal(found, want)
+            assert torch.equal(ut.tensor(sequence.gather(0)[1]).transpose(0, 1), want)
+            assert torch.equal(torch.from_dlpack(pad.as_array()), want[:, 0])
+            del found
+            gc.collect()
+
+
+def test_an_append_takes_no_capsule_and_holds_nothing(torch: Any, monkeypatch: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("__dlpack__ was called")
+
+    if getattr(torch.Tensor, "__dlpack_c_exchange_api__", None) is None:
+        pytest.skip("this torch has no C exchange API: tensors go through __dlpack__")
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", refuse)
+    k = tokens(torch, "bfloat16", 100, HEADS, DIM)  # copied without the interpreter's lock
+    before = sys.getrefcount(k)
+    with um.KVCache(1, HEADS, DIM, 100, dtype="bf16") as kv:
+        kv.append(0, k, k)
+        assert (kv.seq_len, sys.getrefcount(k)) == (100, before)
+
+
+def fake(torch: Any) -> Any:
+    """A tensor of main memory, by what it says, as torch traces programs with."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.ones(N, HEADS, DIM)
+
+
+# Each with a word of what is said.
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "on no device": (lambda torch: torch.empty(N, HEADS, DIM, device="meta"), "says: "),
+    "traced": (fake, "got one without memory"),
+    "sparse": (lambda torch: torch.ones(N, HEADS, DIM).to_sparse(), "got a Tensor that says"),
+    "integers": (lambda torch: torch.ones(N, HEADS, DIM, dtype=torch.int32), "got int32"),
+    "a list": (lambda torch: list(torch.ones(N, HEADS, DIM)), "got list"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(torch: Any, case: str) -> None:
+    make, said = REFUSED[case]
+    with um.KVCache(1, HEADS, DIM, 8) as kv:
+        with pytest.raises(TypeError, match=f"k: expected .*{said}"):
+            kv.append(0, make(torch), make(torch))
+        assert kv.seq_len == 0
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_copies_go_out(torch: Any, kind: str) -> None:
+    k = tokens(torch, "float32", N, HEADS, DIM)
+    dtype = getattr(torch, DTYPES[kind])
+    with um.KVCache(1, HEADS, DIM, 8, dtype="f32") as kv:
+        kv.append(0, k, k)
+        out = torch.empty(2, 1, HEADS, N, DIM, dtype=dtype)
+        pair = out[0], out[1]
+        assert kv.layer(0, dtype, out=pair) is pair
+        assert torch.equal(out[1][0].transpose(0, 1), k.to(dtype))
+
+
+# ---- out of them ----
+
+
+@pytest.mark.parametrize("dtype", TAKEN)
+def test_a_take_like_torch(torch: Any, dtype: str) -> None:
+    with um.Tape(4096) as tape:
+        before = tape.take_address(0)
+        taken = tape.take((2, 3), getattr(torch, dtype), like=torch)
+        assert (taken.dtype, tuple(taken.shape)) == (getattr(torch, dtype), (2, 3))
+        assert taken.data_ptr() == before
+        assert tape.owns(taken)
+        taken.view(torch.uint8).fill_(1)
+        assert (np.asarray(tape.block)[: taken.nbytes] == 1).all()
+        with pytest.raises(BufferError, match="live view"):
+            tape.close()
+        del taken
+        gc.collect()
+        tape.close()
+
+
+def test_a_take_of_what_torch_has_not(torch: Any) -> None:
+    with um.Tape(4096) as tape:
+        with pytest.raises(TypeError, match=r"^like: expected .*float8_e3m4.*says: "):
+            tape.take(8, "float8_e3m4", like=torch)
+        assert (tape.used_bytes, tape.n_takes) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+def test_a_view_is_a_tensor(torch: Any, kind: str) -> None:
+    with um.KVCache(1, HEADS, DIM, 8, dtype=kind) as kv:
+        k = tokens(torch, DTYPES[kind], N, HEADS, DIM)
+        kv.append(0, k, k)
+        view = kv.layer(0)[0]
+        for given in (view, np.asarray(view), view[:, 1:, ::2], np.asarray(view)[:, 1:, ::2]):
+            found = ut.tensor(given)
+            assert (found.data_ptr(), tuple(found.shape)) == (given.ctypes.data, given.shape)
+            assert found.stride() == tuple(step // given.itemsize for step in given.strides)
+            assert found.dtype == k.dtype
+        whole = ut.tensor(view)
+        kv.clear()
+        kv.append(0, -k, -k)  # to the same rows
+        assert torch.equal(whole[0].transpose(0, 1), -k)
+        del view, given, found
+        with pytest.raises(BufferError):
+            kv.close()
+        with kv:  # leaving it closes the cache, and the tensor keeps its memory
+            pass
+        assert torch.equal(whole[0].transpose(0, 1), -k)
+
+
+def test_other_arrays_are_tensors(torch: Any) -> None:
+    array = np.arange(6, dtype=ml_dtypes.bfloat16)
+    for given in (array, torch.from_numpy(array.view("u2")).view(torch.bfloat16)):
+        assert ut.tensor(given).tolist() == [0, 1, 2, 3, 4, 5]
+    assert ut.tensor(array).data_ptr() == array.ctypes.data
+    with um.Block(4096) as block:
+        assert ut.tensor(block).data_ptr() == block.address
+        gc.collect()
+
+
+def test_what_is_no_tensor(torch: Any) -> None:
+    with um.KVCache(1, HEADS, DIM, 8, dtype="q8_0") as kv:
+        cases = {
+            "blocks of q8_0": kv.layer(0)[0],
+            "big-endian": np.zeros(2, ">f4"),
+            "backwards": np.zeros(3, "f4")[::-1],
+            "text": "text",
+            "a list": [1.0],
+            "none": None,
+        }
+        for given in cases.values():
+            with pytest.raises(TypeError, match=r"^view: expected an array .*, got "):
+                ut.tensor(given)
+
+
+# ---- weights ----
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A model of two layers: weights in bfloat16, one bias in float32, one that nobody asks for."""
+    shapes: dict[str, tuple[str, sf.Shape]] = {
+        "0.bias": ("F32", (4,)),
+        "0.weight": ("BF16", (4, 6)),
+        "1.weight": ("BF16", (2, 4)),
+    }
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(sf.write(shapes))
+    return path
+
+
+@pytest.fixture
+def weights(path: Path) -> Iterator[um.Weights]:
+    with um.open_weights(path) as w:
+        yield w
+
+
+def module(torch: Any, device: str = "cpu") -> Any:
+    with torch.device(device):
+        layers = torch.nn.Linear(6, 4), torch.nn.Linear(4, 2, bias=False)
+        return torch.nn.Sequential(*layers).to(torch.bfloat16)
+
+
+def same_bits(torch: Any, found: Any, tensor: Any) -> bool:
+    bits: bytes = tensor.as_array().tobytes()
+    return bytes(found.detach().view(torch.uint8).flatten().tolist()) == bits
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_module_takes_a_model(torch: Any, weights: um.Weights, device: str) -> None:
+    net = module(torch, device)
+    assert ut.load_state_dict(net, weights) == ["0.bias"]
+    for name in ("0.weight", "1.weight"):
+        parameter = net.state_dict()[name]
+        assert parameter.data_ptr() == weights.tensors[name].address
+        assert same_bits(torch, parameter, weights.tensors[name])
+        assert not net.get_parameter(name).requires_grad
+    bias = net[0].bias
+    assert (bias.dtype, bias.requires_grad, bias.device.type) == (torch.bfloat16, True, "cpu")
+    assert torch.equal(bias, ut.tensor(weights.tensors["0.bias"]).to(torch.bfloat16))
+    del bias, parameter
+    with pytest.raises(BufferError):
+        weights.close()
+    net[0].weight.sum().item()
+    del net
+    gc.collect()
+    weights.close()
+
+
+def test_names_that_differ_and_parameters_that_are_shared(torch: Any, weights: um.Weights) -> None:
+    class Tied(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(4, 6, dtype=torch.bfloat16)
+            self.head = torch.nn.Linear(6, 4, bias=False, dtype=torch.bfloat16)
+            self.head.weight = self.embed.weight
+
+    net = Tied()
+    names = {"embed.weight": "0.weight"}
+    with pytest.raises(ValueError, match=r"^names: .*2 that the model has and .*: 0.bias, 1.w"):
+        ut.load_state_dict(net, weights, names=names)
+    assert ut.load_state_dict(net, weights, names=names, strict=False) == []
+    assert net.head.weight is net.embed.weight
+    assert net.head.weight.data_ptr() == weights.tensors["0.weight"].address
+
+
+def test_what_does_not_fit_leaves_the_module_as_it_was(
+    torch: Any, weights: um.Weights, tmp_path: Path
+) -> None:
+    (tmp_path / "file.gguf").write_bytes(gf.everything())
+    with um.open_weights(tmp_path / "file.gguf") as blocks:
+        assert blocks.tensors["one"].type == "q8_0"
+        linear = torch.nn.Linear(6, 4)
+        of_one = {"names": {"weight": "one"}, "strict": False}
+        of_0 = {"names": {"weight": "0.weight"}, "strict": False}
+        cases: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
+            (module(torch), None, {}, TypeError, "weights: expected what open_weights"),
+            ("net", weights, {}, TypeError, "module: expected a torch.nn.Module, got str"),
+            (linear, weights, {}, ValueError, "names: .*2 that the module has .*: bias, weight;"),
+            (linear, weights, {"names": 3}, TypeError, "names: expected a mapping.*got int"),
+            (linear, weights, {"names": {"x": "0.bias"}}, ValueError, "module has not: x; names="),
+            (linear, weights, {"names": {"bias": "y"}}, ValueError, "model has not: y; names="),
+            (
+                torch.nn.Linear(3, 4),
+                weights,
+                of_0,
+                ValueError,
+                r"'0.weight' of shape \(4, 3\), as .* 'weight', got \(4, 6\)",
+            ),
+            (torch.nn.LayerNorm(64), blocks, of_one, TypeError, "'one' in a type .*, got q8_0"),
+        ]
+        for net, given, options, error, said in cases:
+            before = dict(net.named_parameters()) if isinstance(net, torch.nn.Module) else {}
+            with pytest.raises(error, match=said):
+                ut.load_state_dict(net, given, **options)
+            after = dict(net.named_parameters()) if isinstance(net, torch.nn.Module) else {}
+            assert all(after[name] is value for name, value in before.items())
+
+
+def test_closed_weights_say_so(torch: Any, path: Path) -> None:
+    w = um.open_weights(path)
+    tensor = w.tensors["0.weight"]
+    w.close()
+    with pytest.raises(um.ClosedError):
+        ut.tensor(tensor)
+    with pytest.raises(um.ClosedError):
+        ut.load_state_dict(module(torch), w)

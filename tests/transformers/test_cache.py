@@ -1,0 +1,307 @@
+"""The cache beside transformers' own, layer by layer: what is given is shown, where it lies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="the extra transformers needs torch")
+pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
+
+import torch
+import transformers
+
+import unimem as um
+from support.models import tiny_transformers as tiny
+from support.project.doc_examples import check_docs
+from unimem.transformers import KVCache
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("gives_memory_back")]
+
+LAYERS, HEADS, DIM = 3, 2, 8
+
+
+def states(n: int, batch: int = 2, seed: int = 0, dtype: Any = torch.float32) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, batch, HEADS, n, DIM, generator=generator).to(dtype)
+    return k, v
+
+
+def both(kind: str, **options: Any) -> tuple[KVCache, Any]:
+    config = tiny.config(kind)
+    return KVCache(config, **options), transformers.DynamicCache(config=config)
+
+
+def step(ours: Any, theirs: Any, n: int, **given: Any) -> None:
+    """n tokens in all layers: masks, keys and values are the same."""
+    for layer in range(LAYERS):
+        assert ours.get_mask_sizes(n, layer) == theirs.get_mask_sizes(n, layer)
+    for layer in range(LAYERS):
+        k, v = states(n, seed=1000 * layer + ours.get_seq_length(layer), **given)
+        got, expected = ours.update(k, v, layer), theirs.update(k, v, layer)
+        for one, other in zip(got, expected, strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+
+
+STEPS = {"a prompt": (12, 1, 1, 1), "token by token": (1,) * 20, "long": (700, 1, 300, 5, 1)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma", "chunks"])
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_update_shows_what_dynamic_cache_shows(kind: str, steps: str, dtype: Any) -> None:
+    ours, theirs = both(kind, max_seq_len=2000)
+    with ours:
+        for n in STEPS[steps]:
+            step(ours, theirs, n, dtype=dtype)
+        assert ours.is_sliding == theirs.is_sliding
+        for layer, other in zip(ours.layers, theirs.layers, strict=True):
+            assert torch.equal(layer.keys, other.keys)
+            assert torch.equal(layer.values, other.values)
+
+
+def test_keys_are_views_that_never_move() -> None:
+    cache = KVCache(tiny.config("llama"), 1000)
+    with cache:
+        k, _ = cache.update(*states(1), 0)
+        (kv,) = cache.caches
+        assert k.data_ptr() == kv.address(0, "k")
+        for seed in range(600):
+            last, _ = cache.update(*states(1, seed=seed), 0)
+        assert kv.n_growths > 1
+        assert last.data_ptr() == k.data_ptr()
+        assert last.shape == (2, HEADS, 601, DIM)
+        assert last.stride()[2:] == (DIM, 1)
+        assert torch.equal(last[:, :, :1], k)
+        first = k.clone()
+        cache.close()
+        assert torch.equal(k, first)  # a view keeps the memory
+        assert torch.equal(last[:, :, :1], first)
+        del k, last
+
+
+TOKENS = {
+    "one after the other": lambda k: k.contiguous(),
+    "as a projection leaves them": lambda k: k.transpose(1, 2).contiguous().transpose(1, 2),
+    "of one head for all": lambda k: k[:, :1].expand(-1, HEADS, -1, -1),
+    "of one stream for all": lambda k: k[:1].expand(2, -1, -1, -1),
+    "negated lazily": lambda k: torch.complex(k, k).conj().imag,
+    "of a class of its own": lambda k: k.as_subclass(torch.nn.Buffer),
+}
+
+
+@pytest.mark.parametrize("given", TOKENS)
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_tokens_lie_in_any_way(given: str, kind: str, n: int) -> None:
+    ours, theirs = both(kind)
+    with ours:
+        for seed in range(30):
+            k, v = states(n, seed=seed)
+            for tokens in ((TOKENS[given](k), v), (v, TOKENS[given](k))):
+                expected = theirs.update(*tokens, 0)
+                for one, other in zip(ours.update(*tokens, 0), expected, strict=True):
+                    assert torch.equal(one, other)
+
+
+def test_crop_and_go_on() -> None:
+    ours, theirs = both("gemma", spare_rows=16)
+    theirs.activate_past_recording()
+    with ours:
+        for n, dropped in ((30, 0), (6, 4), (1, 0), (6, 6), (5, 1)):
+            step(ours, theirs, n)
+            ours.crop(-dropped)
+            theirs.crop(-dropped)
+            assert ours.get_seq_length() == theirs.get_seq_length()
+        with pytest.raises(ValueError, match="at most 37 tokens to drop, got 38"):
+            ours.crop(-38)
+        with pytest.raises(ValueError, match="cannot be dropped, since a window"):
+            ours.crop(-37)
+        assert ours.get_seq_length() == 37
+        ours.reset()
+        assert (ours.get_seq_length(), ours.memory_usage_bytes) == (0, 0)
+        fresh = transformers.DynamicCache(config=tiny.config("gemma"))
+        step(ours, fresh, 9, batch=3)  # of another number of streams
+        with pytest.raises(ValueError, match="minus the number of tokens to drop, got 2"):
+            ours.crop(2)
+
+
+def test_what_interrupts_a_forward_pass_costs_its_tokens_alone(tmp_path: Path) -> None:
+    """The first layer has a window, and the second, which is full, is what has no room."""
+    ours, theirs = both("gemma", max_seq_len=20)
+    calls: dict[str, Callable[[], object]] = {
+        "crop": lambda: ours.crop(-1),
+        "copy": ours.copy,
+        "save": lambda: ours.save(tmp_path / "chat.kv", model=tiny.model("gemma")),
+        "batch_select_indices": lambda: ours.batch_select_indices(torch.tensor([0])),
+    }
+    with ours:
+        step(ours, theirs, 17)
+        for n in (17, 18):
+            ours.update(*states(4), 0)
+            with pytest.raises(um.CacheFull):
+                ours.update(*states(4), 1)
+            for call, work in calls.items():
+                with pytest.raises(RuntimeError, match=f"{call}: .*from {n} to {n + 4} .*rollback"):
+                    work()
+            ours.rollback()
+            assert {layer.length for layer in ours.layers} == {n}
+            step(ours, theirs, 1)
+        assert os.listdir(tmp_path) == []
+        # More tokens than the window's ring has rows leave nothing of those before.
+        ours.update(*states(600), 0)
+        with pytest.raises(ValueError, match="cannot be dropped, since a window"):
+            ours.rollback()
+        assert (ours.get_seq_length(), ours.memory_usage_bytes) == (0, 0)
+        ours.update(*states(600), 0)
+        ours.rollback()
+        step(ours, transformers.DynamicCache(config=tiny.config("gemma")), 9, batch=3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("dtype", [None, "q8_0"])
+def test_streams_are_reordered_repeated_and_selected(kind: str, dtype: str | None) -> None:
+    config = tiny.config(kind, head_dim=32)
+    ours, theirs = KVCache(config), transformers.DynamicCache(config=config)
+    stored = KVCache(config, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+
+    def add(n: int, batch: int) -> None:
+        for layer in range(LAYERS):
+            k, v = torch.randn(2, batch, HEADS, n, 32, generator=generator)
+            for cache in (ours, theirs, stored):
+                cache.update(k, v, layer)
+
+    changes: list[tuple[int, int, Callable[[Any], None]]] = [
+        (11, 4, lambda cache: cache.reorder_cache(torch.tensor([2, 1, 1, 0]))),
+        (1, 4, lambda cache: cache.batch_repeat_interleave(2)),
+        (1, 8, lambda cache: cache.batch_select_indices(torch.tensor([5, 0, 3]))),
+        (1, 3, lambda cache: cache.reorder_cache(torch.arange(3))),
+    ]
+    with ours, stored:
+        for n, batch, change in changes:
+            add(n, batch)
+            for cache in (ours, theirs, stored):
+                change(cache)
+            for layer, other in enumerate(theirs.layers):
+                assert torch.equal(ours.layers[layer].keys, other.keys)
+                assert torch.equal(ours.layers[layer].values, other.values)
+                assert torch.allclose(stored.layers[layer].keys, other.keys, atol=0.03)
+        with pytest.raises(ValueError, match="expected 3 streams, got 2"):
+            ours.reorder_cache(torch.tensor([0, 1]))
+
+
+def test_a_copy_has_memory_of_its_own() -> None:
+    ours, theirs = both("gemma")
+    with ours:
+        step(ours, theirs, 13)
+        with copy.deepcopy(ours) as other:
+            before = [layer.keys.clone() for layer in other.layers]
+            step(ours, theirs, 9)
+            assert other.get_seq_length() == 13
+            for layer, keys in zip(other.layers, before, strict=True):
+                assert torch.equal(layer.keys, keys)
+        step(ours, theirs, 1)
+        # A copy has what the window shows, and goes back no further.
+        with ours.copy() as other, pytest.raises(ValueError, match="has not kept those before"):
+            other.crop(-2)
+
+
+def test_other_types_are_converted() -> None:
+    """What attention sees is of the model's type; bytes are those of the stored one."""
+    config = tiny.config("gemma", head_dim=32)
+    theirs = transformers.DynamicCache(config=config)
+    small, half = KVCache(config, dtype="q8_0"), KVCache(config, dtype="f16")
+    with small, half, KVCache(config, dtype="q4_0") as least:
+        for n in (30, 1, 2):
+            for layer in range(LAYERS):
+                k, v = torch.randn(2, 1, HEADS, n, 32).to(torch.bfloat16)
+                expected = theirs.update(k, v, layer)
+                for cache, atol in ((small, 0.06), (half, 0.02), (least, 0.5)):
+                    for one, other in zip(cache.update(k, v, layer), expected, strict=True):
+                        assert one.dtype == torch.bfloat16
+                        assert torch.allclose(one.float(), other.float(), atol=atol)
+        assert small.memory_usage_bytes * 64 == half.memory_usage_bytes * 34
+        assert least.memory_usage_bytes * 64 == half.memory_usage_bytes * 18
+
+
+def test_a_budget_holds_for_all_layers_together() -> None:
+    ours = KVCache(tiny.config("gemma"), 4000, budget_bytes=256 << 10)
+    capacities = []
+
+    def fill() -> None:
+        for n in range(4000):
+            for layer in range(LAYERS):
+                ours.update(*states(1, seed=n), layer)
+            capacities.append(ours.capacity_bytes)
+
+    with ours, pytest.raises(um.CacheFull, match="budget_bytes"):
+        fill()
+    assert max(capacities) <= 256 << 10
+    assert len(capacities) > 300
+    with pytest.raises(um.CacheFull), KVCache(tiny.config("llama"), 4, grow=False) as full:
+        full.update(*states(5), 0)
+
+
+WRONG = {
+    "another batch": (
+        ValueError,
+        r"expected \[2, 2, n, 8\] as before, got \[1, 2, 1, 8\]",
+        lambda: states(1, batch=1),
+    ),
+    "values of another shape": (
+        ValueError,
+        "keys and values of one shape",
+        lambda: (states(1)[0], states(2)[1]),
+    ),
+    "gradients": (RuntimeError, "no_grad", lambda: (states(1)[0].requires_grad_(), states(1)[1])),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_refused_changes_nothing(wrong: str) -> None:
+    error, said, given = WRONG[wrong]
+    with KVCache(tiny.config("llama")) as cache:
+        cache.update(*states(3), 0)
+        with pytest.raises(error, match=said):
+            cache.update(*given(), 0)  # type: ignore[no-untyped-call]
+        assert cache.get_seq_length() == 3
+        assert torch.equal(cache.layers[0].keys, states(3)[0])
+
+
+def test_what_cannot_be_cached_is_said() -> None:
+    with pytest.raises(NotImplementedError, match="has linear_attention: use transformers' Dyn"):
+        KVCache(tiny.config("llama", layer_types=["linear_attention"] * 3))
+    for options, error in (
+        ({"max_seq_len": 0}, ValueError),
+        ({"dtype": "int8"}, ValueError),
+        ({"grow": "no"}, ValueError),
+        ({"spare_rows": -1}, ValueError),
+    ):
+        with pytest.raises(error, match=next(iter(options))):
+            KVCache(tiny.config("llama"), **options)
+    with KVCache(tiny.config("llama")) as cache, pytest.raises(TypeError, match="float64"):
+        cache.update(*states(1, dtype=torch.float64), 0)
+
+
+def test_memory_goes_with_the_cache() -> None:
+    cache = KVCache(tiny.config("gemma"))
+    cache.update(*states(3), 1)
+    assert cache.capacity_bytes > 0
+    assert "0 tokens" not in repr(cache.layers[1])
+    del cache
+    gc.collect()
+    assert np.all([row.category != "kv" or not row.nbytes for row in um.report().rows])
+
+
+def test_the_example_runs() -> None:
+    check_docs(KVCache, "KVCache")

@@ -1,0 +1,153 @@
+"""First tokens of a conversation that a store has are not computed again, and mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("torch", reason="the extra transformers needs torch")
+pytest.importorskip("transformers.cache_utils", reason="the extra transformers")
+
+import torch
+
+import unimem as um
+from support.models import tiny_transformers as tiny
+from unimem.transformers import KVCache
+
+pytestmark = pytest.mark.slow
+
+N = 40
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[um.KVStore]:
+    with um.KVStore(tmp_path / "s", ram_bytes=0, disk_bytes=1 << 26, chunk_tokens=16) as store:
+        yield store
+
+
+def talk(model: Any, cache: Any, ids: Any, n: int = 6) -> Any:
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=n,
+        do_sample=False,
+        pad_token_id=0,
+    )
+
+
+def model_of(kind: str, dtype: str) -> Any:
+    """A model whose windows, where it has some, are as long as these conversations."""
+    if kind != "gemma":
+        return tiny.model(kind, dtype)
+    with patch.dict(tiny.CONFIGS["gemma"][1], sliding_window=64):
+        return tiny.model.__wrapped__(kind, dtype)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_known_tokens_are_restored_and_generate_says_the_same(
+    kind: str, dtype: str, store: um.KVStore
+) -> None:
+    model, ids = model_of(kind, dtype), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        assert cache.restore_from(store, ids) == 0
+        expected = talk(model, cache, ids)
+        assert cache.put_into(store, expected) == 32  # of 45 tokens, whole chunks
+    # Another question after the same beginning, and the same in a cache that was used before.
+    other = torch.cat([ids[:, :35], tiny.prompts(1, 9, seed=5)], 1)
+    with KVCache.for_model(model) as cache:
+        said = talk(model, cache, other).tolist()
+    with KVCache.for_model(model) as cache:
+        for given, answer in ((ids, expected.tolist()), (other, said)):
+            assert cache.restore_from(store, given[0].tolist()) == 32 == cache.get_seq_length()
+            assert talk(model, cache, given).tolist() == answer
+            cache.reset()
+        # The last token is left to compute.
+        assert cache.restore_from(store, ids[:, :32]) == 16
+    assert store.stat().restored_chunks == 5 * len(cache._groups)
+
+
+def test_restored_keys_are_the_bytes_that_were_computed(store: um.KVStore) -> None:
+    model, ids = tiny.model("llama"), tiny.prompts(1, N)
+    with KVCache.for_model(model) as first, KVCache.for_model(model) as second:
+        talk(model, first, ids)
+        first.put_into(store, ids)
+        second.restore_from(store, ids)
+        for one, two in zip(first.layers, second.layers, strict=True):
+            assert torch.equal(one.keys[:, :, :32], two.keys)
+            assert torch.equal(one.values[:, :, :32], two.values)
+
+
+def test_what_one_kind_of_layers_lacks_is_computed(store: um.KVStore) -> None:
+    model, ids = model_of("gemma", "float32"), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        expected = talk(model, cache, ids)
+        cache.put_into(store, ids)
+    # One chunk of either kind is damaged: both have one chunk less then, or none.
+    for path in sorted(Path(store.folder).glob("*.kv"))[::3]:
+        path.write_bytes(bytes(path.stat().st_size))
+    with KVCache.for_model(model) as cache:
+        with pytest.warns(um.PlacementWarning, match="was removed"):
+            n = cache.restore_from(store, ids)
+        assert n in (0, 16)
+        assert {layer.get_seq_length() for layer in cache.layers} == {n}
+        assert talk(model, cache, ids).tolist() == expected.tolist()
+
+
+def test_what_does_not_belong_here_is_refused_or_not_found(store: um.KVStore) -> None:
+    model, ids = tiny.model("llama"), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        talk(model, cache, ids)
+        cache.put_into(store, ids)
+        with pytest.raises(ValueError, match=r"reset\(\) first"):
+            cache.restore_from(store, ids)
+        with pytest.raises(TypeError, match=r"expected a unimem\.KVStore"):
+            cache.put_into("folder", ids)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"of shape \[1, n\]"):
+            cache.put_into(store, torch.cat([ids, ids]))
+        with pytest.raises(ValueError, match="ids of one stream, got None"):
+            cache.put_into(store, None)
+        assert cache.get_seq_length() == N + 5
+    for other, dtype in ((tiny.model("llama", seed=3), None), (model, "bf16")):
+        with KVCache.for_model(other, dtype=dtype) as cache:
+            assert cache.restore_from(store, ids) == 0
+    with KVCache(model.config) as cache, pytest.raises(ValueError, match="expected model="):
+        cache.restore_from(store, ids)
+    with KVCache.for_model(model) as cache:
+        talk(model, cache, tiny.prompts(2, N))
+        with pytest.raises(ValueError, match="one stream, got one of batch=2"):
+            cache.put_into(store, ids)
+    windowed = tiny.model("mistral")
+    with KVCache.for_model(windowed, spare_rows=0) as cache:
+        talk(windowed, cache, ids)
+        with pytest.raises(ValueError, match="before its window is full"):
+            cache.put_into(store, ids)
+
+
+def test_what_is_interrupted_leaves_no_token(store: um.KVStore) -> None:
+    model, ids = model_of("gemma", "float32"), tiny.prompts(1, N)
+    with KVCache.for_model(model) as cache:
+        expected = talk(model, cache, ids)
+        cache.put_into(store, ids)
+        cache.reset()
+        restore_into = store.restore_into
+        restored: list[int] = []
+
+        def interrupted(*args: Any, **options: Any) -> int:
+            if restored:
+                raise KeyboardInterrupt
+            restored.append(restore_into(*args, **options))
+            return restored[0]
+
+        with (
+            patch.object(um.KVStore, "restore_into", side_effect=interrupted),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            cache.restore_from(store, ids)
+        assert cache.get_seq_length() == 0
+        assert talk(model, cache, ids).tolist() == expected.tolist()

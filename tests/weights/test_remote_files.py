@@ -1,0 +1,289 @@
+"""Weights of a URL: read by ranges into memory that is there, the same as of a file."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from support.files import safetensors_files as st
+from support.servers.model_server import serving
+from support.servers.object_server import ObjectServer, serving_objects
+from unimem.engine import embedded_model
+from unimem.remote import transfers
+from unimem.system import limits
+
+pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
+
+TINY = Path(embedded_model())
+URL, PATH = "s3://bucket/tiny.gguf", "/bucket/tiny.gguf"
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
+    monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
+    with serving_objects(monkeypatch) as state:
+        state.add(PATH, TINY.read_bytes())
+        yield state
+
+
+def bytes_of(weights: um.Weights) -> dict[str, bytes]:
+    return {name: tensor.as_array().tobytes() for name, tensor in weights.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"load": "direct", "pages": "thp"}, {"load": "copy", "verify": False}]
+)
+def test_the_same_as_of_the_file(store: ObjectServer, options: dict[str, Any]) -> None:
+    with um.open_weights(TINY) as file, um.open_weights(URL, **options) as weights:
+        assert bytes_of(weights) == bytes_of(file)
+        assert (weights.load, weights.load_reason) == ("direct", "it is read from a server")
+        assert weights.fingerprint == file.fingerprint
+        assert weights.content_hash() == file.content_hash()
+        assert weights.files == (URL,)
+        assert len(weights.blocks) == 1
+
+
+def test_onto_a_tape(store: ObjectServer) -> None:
+    with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
+        with um.open_weights(URL, tape=tape) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+        tape.clear()
+        store.choose_fault = lambda *_: "503" if len(store.asked) > 1 else ""
+        used = tape.used_bytes
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape)
+        assert tape.used_bytes == used, "nothing stays taken"
+
+
+def test_all_files_of_an_index(store: ObjectServer, tmp_path: Path) -> None:
+    names = {"a": "first.safetensors", "b": "second.safetensors"}
+    for tensor, name in names.items():
+        (tmp_path / name).write_bytes(st.write({tensor: ("F32", (64, 64))}))
+        store.add(f"/bucket/m/{name}", (tmp_path / name).read_bytes())
+    index = b'{"weight_map": {"a": "first.safetensors", "b": "second.safetensors"}}'
+    (tmp_path / "m.index.json").write_bytes(index)
+    store.add("/bucket/m/m.index.json", index)
+    with (
+        um.open_weights(tmp_path / "m.index.json") as files,
+        um.open_weights("s3://bucket/m/m.index.json") as weights,
+    ):
+        assert bytes_of(weights) == bytes_of(files)
+
+
+def test_of_the_web(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving() as server, um.open_weights(TINY) as file:
+        with um.open_weights(server.add(TINY)) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+        server.has_ranges = False
+        with pytest.raises(OSError, match="sends no ranges"):
+            um.open_weights(server.url + "/tiny.gguf")
+
+
+def test_of_hugging_face_with_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub", reason="for hf://: pip install '.[remote]'")
+    import hashlib
+
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HF_TOKEN", "")
+    with serving() as hub, serving() as cdn:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.redirects["/me/stories/resolve/main/tiny.gguf"] = cdn.add(TINY)
+        hub.headers["X-Linked-ETag"] = hashlib.sha256(TINY.read_bytes()).hexdigest()
+        with um.open_weights("hf://me/stories/tiny.gguf") as weights:
+            assert weights.content_hash()
+        hub.headers["X-Linked-ETag"] = "0" * 64
+        with pytest.raises(OSError, match="not those of the hash"):
+            um.open_weights("hf://me/stories/tiny.gguf")
+
+
+def test_damage_and_cuts_are_healed(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    # The first answer has the header; a wrong one of the rest is found by the ETag.
+    faults = chain(["503", "", "short", "wrong bytes", "reset", "503"], repeat(""))
+    store.choose_fault = lambda *_: next(faults)
+    with um.open_weights(TINY) as file, um.open_weights(URL) as weights:
+        assert bytes_of(weights) == bytes_of(file)
+
+
+@pytest.mark.parametrize("is_format", [False, True])
+def test_a_header_that_is_damaged_on_its_way(store: ObjectServer, is_format: bool) -> None:
+    data = TINY.read_bytes()
+    at = 0 if is_format else data.index(b"llama.context_length") + 24  # its value
+    starts = iter([data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]])
+
+    def change(*_: str) -> str:
+        store.objects[PATH] = next(starts, data)  # with the ETag of the right one
+        return ""
+
+    store.choose_fault = change
+    if is_format:  # it is read again
+        with um.open_weights(URL) as weights:
+            assert weights.content_hash()
+    else:
+        with pytest.raises(OSError, match="header was damaged on its way: open the file again"):
+            um.open_weights(URL)
+
+
+def test_what_is_refused(store: ObjectServer) -> None:
+    with pytest.raises(ValueError, match=r"load='map' of s3://.*load='direct'"):
+        um.open_weights(URL, load="map")
+    with pytest.raises(ValueError, match="verify"):
+        um.open_weights(URL, verify="no")  # type: ignore[arg-type]
+    with pytest.raises(FileNotFoundError, match="no such file: look at the address: 's3://b/no'"):
+        um.open_weights("s3://b/no")
+    answered = iter(range(9))
+
+    def replaced(*_: str) -> str:
+        if next(answered) == 1:
+            store.add(PATH, TINY.read_bytes()[::-1])
+        return ""
+
+    store.choose_fault = replaced
+    with pytest.raises(OSError, match="replaced while it was read") as caught:
+        um.open_weights(URL)
+    assert caught.value.errno == errno.ESTALE
+
+
+def test_an_engine_of_a_url(store: ObjectServer) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    from unimem.engine.stored_prefixes import model_name
+
+    found = []
+    for path in (str(TINY), URL):
+        with um.open_weights(path) as weights, engine.Decoder(weights, ctx=32, threads=1) as dec:
+            found.append(("".join(dec.generate("Once upon", 8)), model_name(weights)))
+    assert found[0] == found[1]
+    with engine.Decoder(URL, ctx=32, threads=1) as dec:
+        assert "".join(dec.generate("Once upon", 8)) == found[0][0]
+    with um.Layout.for_model(URL, ctx=32) as layout:
+        assert isinstance(layout.weights, um.Weights)
+        assert layout.plan is not None
+        assert (layout.plan.load, layout.weights.load) == ("direct", "direct")
+
+
+@pytest.mark.parametrize("by_layout", [False, True])
+def test_an_engine_repacks_what_came_from_a_url(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_layout: bool
+) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    from support.models.make import write_model
+
+    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path))
+    model = write_model(tmp_path / "q4.gguf", kind="q4_0")
+    store.add(PATH, model.read_bytes())
+    with engine.Decoder(model, ctx=32, threads=1, load="repack") as dec:
+        if dec._memory.load != "repack":
+            pytest.skip("this CPU repacks nothing")
+        logits = dec.prefill([1, 2, 3]).copy()
+    kept = sorted(tmp_path.rglob("*"))
+    planned = um.plan(URL, ctx=32, threads=1, load="repack")
+    if by_layout:
+        with (
+            um.Layout.for_model(URL, ctx=32, threads=1, load="repack") as layout,
+            engine.Decoder(layout.weights, ctx=32, threads=1, layout=layout) as dec,
+        ):
+            assert layout.plan is not None
+            assert (dec._memory.load, layout.plan.load) == ("repack", "repack")
+            assert np.array_equal(dec.prefill([1, 2, 3]), logits)
+    else:
+        with engine.Decoder(URL, ctx=32, threads=1, load="repack") as dec:
+            assert dec._memory.load == "repack"
+            assert np.array_equal(dec.prefill([1, 2, 3]), logits)
+            assert rows_of(planned) == rows_of(dec.report()), "planned as it is taken"
+    assert sorted(tmp_path.rglob("*")) == kept, "nothing lies on a disk"
+
+
+def rows_of(report: Any) -> dict[str, int]:
+    return {row.category: row.nbytes for row in report.rows if row.category.startswith("weights")}
+
+
+@pytest.mark.parametrize("load", ["auto", "repack"])
+def test_an_engine_of_a_url_that_does_not_fit_reads_no_data(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, load: Any
+) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    limit = limits.Limit("memory of the machine", 1 << 20, 0, "a larger one")
+    monkeypatch.setattr(limits, "memory_limits", lambda: (limit,))
+    monkeypatch.setattr(limits, "available_bytes", lambda: 1 << 20)
+    with pytest.raises(um.CapacityError):
+        engine.Decoder(URL, ctx=32, load=load)
+    assert {asked for _, _, asked in store.asked} == {"0-262143"}
+
+
+# ---- a load that was broken off ----
+
+
+def begins(store: ObjectServer) -> list[int]:
+    """Which ranges of data were asked for, by their first bytes, since the last time."""
+    asked = [int(wanted.split("-")[0]) for _, _, wanted in store.asked]
+    store.asked.clear()
+    return sorted(asked)
+
+
+def break_off(store: ObjectServer, after: int) -> None:
+    answered = iter(range(10**6))
+    store.choose_fault = lambda *_: "503" if next(answered) >= after else ""
+
+
+def test_a_load_onto_a_tape_goes_on(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
+        break_off(store, 7)  # the header, then six ranges
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape, threads=1, verify=False)
+        assert tape.used_bytes == 0, "nothing stays taken"
+        had = sorted(set(begins(store)))
+        store.choose_fault = lambda *_: ""
+        with um.open_weights(URL, tape=tape, threads=1, verify=False) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+            rest = begins(store)
+            assert rest[0] == 0, "the header"
+            assert set(rest[1:]).isdisjoint(had[1:-1]), "what was there was not read again"
+            assert len(rest) + len(had) - 2 == 12, "and nothing else was left out"
+
+
+def test_what_was_written_over_meanwhile_is_read_again(
+    store: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
+    with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
+        break_off(store, 7)
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape, threads=1)
+        had = begins(store)
+        tape.take(250_000, "uint8")[:] = 1
+        tape.clear()
+        store.choose_fault = lambda *_: ""
+        with um.open_weights(URL, tape=tape, threads=1) as weights:
+            assert bytes_of(weights) == bytes_of(file)
+        assert len(begins(store)) > 12 - len(set(had)), "some of it came twice"
+        tape.clear()
+        break_off(store, 7)
+        with pytest.raises(OSError, match="503"):
+            um.open_weights(URL, tape=tape, threads=1)
+        changed = bytearray(TINY.read_bytes())
+        changed[-1] ^= 1
+        store.add(PATH, bytes(changed))
+        store.choose_fault = lambda *_: ""
+        store.asked.clear()
+        with um.open_weights(URL, tape=tape, threads=1) as weights:
+            assert bytes_of(weights) != bytes_of(file), "another version is another file"
+        assert len(begins(store)) == 13
+
+
+def test_an_engine_refuses_before_it_reads(store: ObjectServer) -> None:
+    engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
+    data = TINY.read_bytes().replace(b"llama", b"camel")
+    store.add(PATH, data)
+    with pytest.raises(ValueError, match="architecture 'camel' is not supported"):
+        engine.Decoder(URL, ctx=32)
+    assert {asked for _, _, asked in store.asked} == {"0-262143"}

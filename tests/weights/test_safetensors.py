@@ -1,0 +1,519 @@
+"""The safetensors reader agrees with the format's library, and names the rule a file breaks."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import unimem as um
+from support.files import safetensors_files as sf
+from support.files.mutations import file_of
+from support.project.checkout import ROOT
+from unimem._core.status import counters, ledger
+from unimem.errors import SafetensorsError
+from unimem.weights.safetensors import SafetensorsHeader
+
+MANUAL = (ROOT / "docs" / "safetensors.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    return pytest.importorskip(
+        "safetensors", reason="safetensors (extra test) is the other side of the comparison"
+    )
+
+
+def header_of(raw: bytes, path: str = "model.safetensors") -> SafetensorsHeader:
+    with file_of(raw) as (fd, _):
+        return SafetensorsHeader(fd, len(raw), path)
+
+
+@contextmanager
+def opened(tmp_path: Path, raw: bytes) -> Iterator[um.Weights]:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw)
+    with um.open_weights(path) as w:
+        yield w
+
+
+# ---- agreement with the library of the format ----
+
+
+def check_same(raw: bytes, reference: Any) -> int:
+    """The header says of a file what the library says; how many tensors there are."""
+    header = header_of(raw)
+    theirs = dict(reference.deserialize(raw))
+    names = header.tensor_names()
+    assert set(names) == set(theirs)
+    for name, i in names.items():
+        ne, kind, _, offset, nbytes = header.tensor(i)
+        assert kind.upper() == theirs[name]["dtype"]
+        assert list(ne[::-1]) == theirs[name]["shape"]
+        assert raw[offset : offset + nbytes] == theirs[name]["data"]
+    return len(names)
+
+
+def test_dtypes_are_those_of_the_library(reference: Any) -> None:
+    with pytest.raises(reference.SafetensorError) as caught:
+        reference.deserialize(sf.marked("{'t':{'dtype':^'X'}}")[0])
+    assert set(re.findall("`([A-Z0-9_]+)`", str(caught.value))) - {"X"} == set(sf.BITS)
+
+
+NUMPY = ["float64", "float32", "float16", "int64", "uint64", "int32", "uint32", "int16", "uint16"]
+NUMPY += ["int8", "uint8", "bool", "complex64"]
+
+
+def test_what_its_numpy_writer_writes(tmp_path: Path, reference: Any) -> None:
+    from safetensors.numpy import save
+
+    arrays: dict[str, Any] = {name: np.arange(30).reshape(5, 3, 2).astype(name) for name in NUMPY}
+    arrays |= {"scalar": np.array(7, np.float32), "empty": np.zeros((3, 0), np.int16)}
+    arrays |= {"größer \U0001f600": np.ones(3, np.uint8), "": np.ones(1, np.int8)}
+    metadata = {"format": "np", "note": 'a "quote"\n\U0001f600'}
+    raw = save(arrays, metadata)
+    assert check_same(raw, reference) == len(arrays)
+    with opened(tmp_path, raw) as w:
+        assert dict(w.metadata) == metadata
+        assert w.nbytes == sum(array.nbytes for array in arrays.values())
+        for name, array in arrays.items():
+            ours = w.tensors[name].as_array()
+            assert (ours.dtype, ours.shape) == (array.dtype, array.shape)
+            assert ours.tobytes() == array.tobytes()
+            assert (ours.flags.aligned, ours.flags.writeable) == (True, False)
+
+
+TORCH = {
+    **{"bfloat16": "bf16", "float8_e4m3fn": "f8_e4m3", "float8_e5m2": "f8_e5m2"},
+    **{"float8_e8m0fnu": "f8_e8m0", "float8_e4m3fnuz": "f8_e4m3fnuz"},
+    "float8_e5m2fnuz": "f8_e5m2fnuz",
+}
+
+
+@pytest.mark.slow
+def test_what_its_torch_writer_writes(tmp_path: Path, reference: Any) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch has the types that NumPy has not")
+    from safetensors.torch import save
+
+    data = torch.arange(24, dtype=torch.uint8)
+    tensors = {name: data.clone().view(getattr(torch, name)).reshape(3, -1) for name in TORCH}
+    tensors["scalar"] = torch.tensor(1.5, dtype=torch.bfloat16)
+    raw = save(tensors)
+    assert check_same(raw, reference) == len(tensors)
+    with opened(tmp_path, raw) as w:
+        for name, kind in TORCH.items():
+            array = w.tensors[name].as_array()
+            assert (w.tensors[name].type, array.dtype.name) == (kind, name)
+            assert array.shape == tuple(tensors[name].shape)
+            assert array.tobytes() == bytes(range(24))
+
+
+def test_no_tensors(reference: Any) -> None:
+    for text in ("{}", '{"__metadata__":{}}', "{ } \n\t\r ", "{}     "):
+        raw = sf.file(text)
+        assert check_same(raw, reference) == 0
+        header = header_of(raw)
+        assert (header.nbytes, header.data_offset) == (len(raw), len(raw))
+        assert header.keys() == header.tensor_names() == header.bytes_by_type() == {}
+
+
+def test_any_order(reference: Any) -> None:
+    """Of fields, of tensors against their data, and spaces wherever JSON has them."""
+    text = """{ "b" : {"data_offsets" : [ 2 , 6 ], "shape":[\t], "dtype":"F32"} ,
+    "empty":{"shape":[0],"dtype":"I64","data_offsets":[2,2]},
+    "a":{"dtype":"U8","data_offsets":[0,2],"shape":[2\r\n]},"__metadata__" : { "k" : "v" } } """
+    raw = sf.file(text, 6)
+    assert check_same(raw, reference) == 3
+    header = header_of(raw)
+    assert list(header.tensor_names()) == ["b", "empty", "a"]
+    assert header.keys() == {"k": 0}
+
+
+# ---- a header ----
+
+
+def test_header(reference: Any) -> None:
+    raw = sf.everything()
+    assert check_same(raw, reference) == len(sf.BITS) + 4
+    header = header_of(raw)
+    assert header.nbytes == header.data_offset == 8 + int.from_bytes(raw[:8], "little")
+    assert header.keys() == {"format": 0, "": 1, "ü\t\0": 2}
+    assert [header.value(i) for i in range(3)] == ["np", "", "\U0001f600 / \\"]
+    assert header.raw_value(0) == b"str\0np"
+    assert header.raw_value(2) == b"str\0\xf0\x9f\x98\x80 / \\"
+    names = header.tensor_names()
+    assert header.tensor(names["scalar"])[:3] == ((), "f32", 0)
+    assert header.tensor(names["empty"])[:3] == ((5, 0, 3), "bf16", 30)
+    assert header.tensor(names["half bytes"])[0::2] == ((3, 2), None, 3)
+    assert sum(header.bytes_by_type().values()) == len(raw) - header.nbytes
+    assert header.bytes_by_type()["f4"] == 4 + 3
+    for what in (header.value, header.raw_value, header.tensor):
+        for index in (-1, 100):
+            with pytest.raises(IndexError, match=f"{index} of"):
+                what(index)
+    # Longer than the first read, and than the file.
+    tensors = {f"model.layers.{i}.weight": ("F16", (1, i % 3)) for i in range(3000)}
+    large = sf.write(tensors, {"long": "x" * 100_000 + "\n"})
+    assert check_same(large, reference) == 3000
+    assert header_of(large).value(0) == "x" * 100_000 + "\n"
+    with file_of(raw) as (fd, path), pytest.raises(OSError, match=f"shorter.*{path}"):
+        SafetensorsHeader(fd, len(raw) + 1, path)
+
+
+def test_ggml_types() -> None:
+    from unimem.weights.gguf import tensor_type
+
+    header = header_of(sf.everything())
+    found = {kind: number for _, kind, number, *_ in map(header.tensor, range(len(sf.BITS)))}
+    assert set(found) == {dtype.lower() for dtype in sf.BITS}
+    numbers = {kind: number for kind, number in found.items() if number is not None}
+    assert sorted(numbers) == ["bf16", "f16", "f32", "f64", "i16", "i32", "i64", "i8"]
+    for kind, number in numbers.items():
+        assert tensor_type(number) == (kind, 1, sf.BITS[kind.upper()] // 8)
+
+
+def test_fingerprint() -> None:
+    raw = sf.write({"t": ("U8", (8,))}, {"k": "v"})
+    found = header_of(raw).fingerprint()
+    assert re.fullmatch("[0-9a-f]{32}", found)
+    assert header_of(raw[:-1] + b"x").fingerprint() == found
+    other_shape = sf.write({"t": ("U8", (9,))}, {"k": "v"})
+    unpadded = sf.write({"t": ("U8", (8,))}, {"k": "v"}, pad=0)
+    changes = (raw.replace(b'"k"', b'"K"'), raw.replace(b'"U8"', b'"I8"'), other_shape, unpadded)
+    for changed in changes:
+        assert header_of(changed).fingerprint() != found
+
+
+# ---- weights ----
+
+
+def test_arrays_of_every_dtype(tmp_path: Path) -> None:
+    raw = sf.everything()
+    with opened(tmp_path, raw) as w:
+        for tensor in w.tensors.values():
+            array = tensor.as_array()
+            assert array.tobytes() == raw[tensor.offset : tensor.offset + tensor.nbytes]
+            assert array.nbytes == tensor.nbytes
+            bits = sf.BITS[tensor.type.upper()]
+            if bits >= 8:
+                assert array.shape == tensor.shape
+                assert array.dtype.itemsize * 8 == bits
+            else:
+                assert array.dtype == np.uint8
+        assert w.tensors["t.F4"].as_array().shape == (2, 1, 2)
+        assert w.tensors["t.F6_E2M3"].as_array().shape == (2, 1, 3)
+        assert w.tensors["half bytes"].as_array().shape == (3,)
+
+
+@pytest.mark.parametrize("shift", range(1, 8))
+def test_data_at_any_byte(tmp_path: Path, shift: int) -> None:
+    """Of writers that do not pad the header: NumPy reads what is not aligned, and says so."""
+    raw = sf.everything(pad=(shift - header_of(sf.everything(pad=0)).nbytes) % 8)
+    n_unaligned = 0
+    with opened(tmp_path, raw) as w:
+        for tensor in w.tensors.values():
+            array = tensor.as_array()
+            assert array.tobytes() == raw[tensor.offset : tensor.offset + tensor.nbytes]
+            assert array.ctypes.data == tensor.address
+            if array.size:
+                aligned = tensor.address % array.dtype.alignment == 0
+                assert array.flags.aligned == aligned
+                n_unaligned += not aligned
+    assert n_unaligned > 0
+
+
+# ---- rules ----
+
+
+class Case(NamedTuple):
+    """A file that breaks a rule; `row` is the first cell of the manual's table where the library
+    reads it."""
+
+    rule: str
+    raw: bytes
+    mark: int
+    row: str | None = None
+
+
+def case(rule: str, header: str, data: int = 0, row: str | None = None) -> Case:
+    return Case(rule, *sf.marked(header, data), row)
+
+
+def u8(begin: int, end: int, mark: str = "") -> str:
+    """A tensor of bytes; its offsets may be marked."""
+    return f"{{'dtype':'U8','shape':[{end - begin}],'data_offsets':{mark}[{begin},{end}]}}"
+
+
+TRUNCATED = "the file ends inside its header"
+NOT_BEGUN = "the header does not begin with {"
+NOT_JSON = "the header is not valid JSON"
+BEHIND = "the header goes on behind its JSON"
+NOT_UTF8 = "the header is not valid UTF-8"
+CONTROL = "a string has a control character"
+ESCAPE = "a string has an escape that JSON does not know"
+PAIR = "a string has half of a surrogate pair"
+INTEGER = "a dimension or offset is not an unsigned integer"
+TWO = "a tensor's data_offsets are not an array of two"
+OVERFLOW = "a tensor's dimensions overflow"
+PASSES = "a tensor passes the end of the file"
+BYTES = "a tensor has not the bytes of its shape and dtype"
+HOLE = "the bytes before a tensor are no tensor's"
+OVERLAP = "two tensors overlap"
+TOO_MUCH = "the file goes on behind its tensors"
+FIELD = "a tensor has a field that the format does not know"
+
+ONE = u8(0, 1)
+SIXTY_FOUR = ",".join(["1"] * 64)
+MORE = "a tensor of more than 64 dimensions"
+HIDDEN = "dimensions that overflow but for a 0 among them"
+UNKNOWN_FIELD = "a tensor with other fields"
+TWICE = "a tensor twice, with the same place"
+
+
+def each(
+    name: str, rule: str, texts: Sequence[str], header: str = "?", data: int = 0, row: str = ""
+) -> dict[str, Case]:
+    """The same rule with each of these texts in the place of the header's question mark."""
+    return {f"{name} {t}": case(rule, header.replace("?", t), data, row or None) for t in texts}
+
+
+def fields(dtype: str = "'U8'", shape: str = "[1]", data_offsets: str = "[0,1]") -> str:
+    return f"{{'t':{{'dtype':{dtype},'shape':{shape},'data_offsets':{data_offsets}}}}}"
+
+
+def pair(first: str, second: str) -> str:
+    return "{'a':" + first + ",'b':" + second + "}"
+
+
+NO_METADATA = "__metadata__ is not an object"
+KEY_TWICE = "a key of __metadata__ occurs twice"
+NAME_TWICE = "a tensor's name occurs twice"
+NO_OBJECT = "a tensor is not an object"
+NO_STRING = "a tensor's dtype is not a string"
+HALF_BYTES = "a tensor's values are not whole bytes"
+TOO_LONG = "the header is longer than 100000000 bytes"
+JSON = [
+    "{^",
+    "{^,}",
+    "{^1:2}",
+    "{'a'^}",
+    "{'a^",
+    "{'a':^}",
+    "{'__metadata__':{},^}",
+    "{'__metadata__':{'a':'b',^}}",
+    "{'__metadata__':{'a':'b'}^]",
+    "{'__metadata__':{'a':^b}}",
+    "{'t':{'shape':[^,1]}}",
+    "{'t':{'shape':[1,^]}}",
+    "{'t':{'shape':[1 ^2]}}",
+    "{'t':{'shape':[^+1]}}",
+    "{'t':{'shape':[0^x1]}}",
+    "{'t':{'shape':[1],^}}",
+    "{'t':{'data_offsets':[0,1^",
+    "{'t':{'dtype':^U8}}",
+]
+SURROGATES = ["^\\ud800", "^\\udc00\\ud800", "^\\ud800\\u0041", "\\ud83d\\ude00^\\ude00"]
+KEYS_TWICE = ["'a':'',^'a':''", "'a':'','b':'',^'\\u0061':''", "'':'',^'':''"]
+RULES: dict[str, Case] = {
+    **{"empty": Case(TRUNCATED, b"", 0), "7 bytes": Case(TRUNCATED, bytes(7), 0)},
+    "length": Case(TRUNCATED, sf.file("{}", length=3), 0),
+    **{
+        f"length {n}": Case(TOO_LONG, sf.file("{}", length=n), 0)
+        for n in (100_000_001, 2**32, 2**63, 2**64 - 8, 2**64 - 1)
+    },
+    **{"no header": case(NOT_BEGUN, "^"), "array": case(NOT_BEGUN, "^[]")},
+    "space": case(NOT_BEGUN, "^ {}", row="a header with spaces before its JSON"),
+    "mark of byte order": case(NOT_BEGUN, "^\ufeff{}"),
+    **each("behind", BEHIND, ["{} ^{}", "{}^}", "{}^\0"]),
+    "UTF-8": Case(NOT_UTF8, sf.file(b'{"__metadata__":{"\xed\xa0\x80":""}}'), 26),
+    "UTF-8 cut": Case(NOT_UTF8, sf.file(b'{"\xe2\x82'), 10),
+    **each("JSON", NOT_JSON, JSON),
+    **{
+        f"control character {i}": case(CONTROL, "{'__metadata__':{'a^" + chr(i) + "':''}}")
+        for i in range(32)
+    },
+    **each(
+        "escape",
+        ESCAPE,
+        ["\\x41", "\\u12", "\\u12g4", "\\ ", "\\u+041"],
+        "{'__metadata__':{'a':'^?'}}",
+    ),
+    **each("surrogates", PAIR, SURROGATES, "{'__metadata__':{'?':''}}"),
+    "metadata null": case(NO_METADATA, "{'__metadata__':^null}", row="`__metadata__` is null"),
+    "metadata array": case(NO_METADATA, "{'__metadata__':^[]}"),
+    "metadata twice": case("__metadata__ occurs twice", "{'__metadata__':{},^'__metadata__':{}}"),
+    **each(
+        "value",
+        "a value of __metadata__ is not a string",
+        ["1", "null", "true", "{}", "['a']"],
+        "{'__metadata__':{'a':^?}}",
+    ),
+    **each(
+        "key",
+        KEY_TWICE,
+        KEYS_TWICE,
+        "{'__metadata__':{?}}",
+        row="the same key of `__metadata__` twice",
+    ),
+    "name twice": case(NAME_TWICE, pair(u8(0, 1), u8(1, 2) + ",^'\\u0061':" + u8(2, 3)), 3),
+    "empty tensors twice": case(
+        NAME_TWICE, "{'a':" + u8(0, 0) + ",^'a':" + u8(0, 0) + "}", row=TWICE
+    ),
+    "array of fields": case(
+        NO_OBJECT, "{'t':^['U8',[1],[0,1]]}", 1, "a tensor as an array of fields"
+    ),
+    "string": case(NO_OBJECT, "{'t':^'U8'}"),
+    "field": case(FIELD, "{'t':{^'x':[{}]," + ONE[1:] + "}", 1, UNKNOWN_FIELD),
+    "field twice": case("a field of a tensor occurs twice", "{'t':{'dtype':'U8',^'dtype':0}}"),
+    "no dtype": case("a tensor has no dtype", "{'t':^{'shape':[1],'data_offsets':[0,1]}}", 1),
+    "no shape": case("a tensor has no shape", "{'t':^{'dtype':'U8','data_offsets':[0,1]}}", 1),
+    "no offsets": case("a tensor has no data_offsets", "{'t':^{'dtype':'U8','shape':[1]}}", 1),
+    "dtype number": case(NO_STRING, fields("^8"), 1),
+    "dtype object": case(
+        NO_STRING, fields("^{'U8':null}"), 1, 'a dtype as an object, `{"U8":null}`'
+    ),
+    **each(
+        "dtype",
+        "unknown dtype of a tensor",
+        ["", "u8", "F12", "F32F", "float32"],
+        fields("^'?'"),
+        1,
+    ),
+    "shape": case("a tensor's shape is not an array", fields(shape="^1"), 1),
+    **each(
+        "dimension",
+        INTEGER,
+        ["-1", "-0", "1.0", "1e0", "01", "'1'", "[1]", "null", "true"],
+        fields(shape="[1,^?]"),
+        1,
+    ),
+    **each(
+        "offset",
+        INTEGER,
+        ["-1", "1.0", "1E0", "01", "'1'", "null"],
+        fields(data_offsets="[0,^?]"),
+        1,
+    ),
+    "65 bits": case("a dimension or offset has more than 64 bits", fields(shape=f"[^{2**64}]"), 1),
+    "65 dimensions": case(
+        "a tensor has more than 64 dimensions", fields(shape=f"[{SIXTY_FOUR},^1]"), 1, MORE
+    ),
+    **each("offsets", TWO, ["^{}", "^[]", "^[0]", "^[0,1,1]"], fields(data_offsets="?"), 1),
+    "overflow": case(OVERFLOW, fields("'U8'", f"^[{2**32},{2**32}]", "[0,0]")),
+    "overflow of bits": case(OVERFLOW, fields("'F64'", f"^[{2**58}]", "[0,0]")),
+    "overflow and 0": case(OVERFLOW, fields("'U8'", f"^[{2**63},2,0]", "[0,0]")),
+    "0 and overflow": case(OVERFLOW, fields("'U8'", f"^[0,{2**63},2]", "[0,0]"), 0, HIDDEN),
+    "bits of F4": case(HALF_BYTES, fields("'F4'", "^[3]"), 1),
+    "bits of F6": case(HALF_BYTES, fields("'F6_E2M3'", "^[2]"), 1),
+    "backwards": case("a tensor ends before it begins", fields(data_offsets="^[1,0]"), 1),
+    "too few bytes": case(BYTES, fields("'U8'", "[2]", "^[0,1]"), 1),
+    "too many bytes": case(BYTES, fields("'U8'", "[0]", "^[0,1]"), 1),
+    "bytes of a scalar": case(BYTES, fields("'F32'", "[]", "^[0,1]"), 1),
+    "end": case(PASSES, fields("'U8'", "[2]", "^[0,2]"), 1),
+    "empty behind the end": case(PASSES, fields("'U8'", "[0]", "^[2,2]"), 1),
+    "end of all": case(PASSES, fields("'U8'", "[1]", f"^[{2**64 - 2},{2**64 - 1}]"), 1),
+    "hole": case(HOLE, fields(data_offsets="^[1,2]"), 2),
+    "hole between": case(HOLE, pair(u8(2, 3, "^"), u8(0, 1)), 3),
+    "overlap": case(OVERLAP, pair(u8(1, 3, "^"), u8(0, 2)), 3),
+    "same place": case(OVERLAP, pair(u8(0, 1), u8(0, 1, "^")), 1),
+    "empty inside": case(OVERLAP, pair(u8(0, 4), u8(2, 2, "^")), 4),
+    "too much": case(TOO_MUCH, "{}^", 1),
+    "too much behind a tensor": Case(TOO_MUCH, sf.write({"t": ("U8", (3,))}) + b"x", 67),
+}
+ALL = pytest.mark.parametrize("case", [pytest.param(c, id=name) for name, c in RULES.items()])
+
+
+@ALL
+def test_rule(case: Case) -> None:
+    with pytest.raises(SafetensorsError) as caught:
+        header_of(case.raw, "some/path")
+    error = caught.value
+    assert str(error) == f"some/path: {case.rule} (at byte {case.mark})"
+    for told in (error, pickle.loads(pickle.dumps(error))):
+        assert (told.rule, told.offset, told.path) == (case.rule, case.mark, "some/path")
+
+
+@ALL
+def test_library_refuses_it_too_or_the_manual_says_so(case: Case, reference: Any) -> None:
+    if case.row is None:
+        with pytest.raises(reference.SafetensorError):
+            reference.deserialize(case.raw)
+    else:
+        reference.deserialize(case.raw)
+        assert f"| {case.row} | refused" in MANUAL
+
+
+def test_rules_of_the_manual_are_those_tested() -> None:
+    rules = MANUAL.partition("\n## Rules\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(.*?)` \|", rules, re.M)) == {case.rule for case in RULES.values()}
+
+
+def test_rows_of_the_manual_are_those_tested() -> None:
+    rows = MANUAL.partition("\n## Where this is stricter")[2].partition("\n## ")[0]
+    rows = rows.partition("|---|")[2]
+    assert set(re.findall(r"^\| (.*?) \| refused", rows, re.M)) == {
+        case.row for case in RULES.values() if case.row is not None
+    }
+
+
+def test_file_cut_anywhere() -> None:
+    raw = sf.everything()
+    data_offset = header_of(raw).data_offset
+    for n in range(len(raw)):
+        with pytest.raises(SafetensorsError) as caught:
+            header_of(raw[:n])
+        assert caught.value.rule == (TRUNCATED if n < data_offset else PASSES)
+        assert caught.value.offset is not None
+        assert caught.value.offset <= n
+
+
+def test_weights_say_which_rule_is_broken(tmp_path: Path) -> None:
+    raw, mark = sf.marked("{'t':{'dtype':^'U9'}}")
+    with pytest.raises(SafetensorsError) as caught, opened(tmp_path, raw):
+        pass
+    assert caught.value.offset == mark
+    assert caught.value.path == str(tmp_path / "model.safetensors")
+
+
+# ---- memory ----
+
+
+def many(n: int, of: str) -> str:
+    """An object of as many fields as fit: the tables are largest in proportion."""
+    return "{" + ",".join(f'"{i:x}":{of}' for i in range(n)) + "}"
+
+
+KEYS = sf.file(f'{{"__metadata__":{many(50_000, chr(34) * 2)}}}')
+SHAPE = ",".join("0" * 64)
+LARGE = {
+    **{"keys": KEYS, "keys, cut": KEYS[:-1] + b" ", "everything": sf.everything()},
+    "dimensions": sf.file(many(2_500, f'{{"dtype":"U8","shape":[{SHAPE}],"data_offsets":[0,0]}}')),
+    "length": sf.file("{}", 1000, length=1000),
+}
+
+
+@pytest.mark.parametrize("raw", LARGE.values(), ids=LARGE)
+@pytest.mark.usefixtures("no_collection")
+def test_memory_is_a_small_multiple_of_the_header(raw: bytes) -> None:
+    before, mapped = counters(), ledger()["other"]["mapped_bytes"]
+    with contextlib.suppress(SafetensorsError):
+        header_of(raw)
+    allocated = counters()["allocated_bytes"] - before["allocated_bytes"]
+    assert allocated <= 16 * len(raw) + 4096
+    assert ledger()["other"]["mapped_bytes"] == mapped
+
+
+def test_many_long_names_that_differ_late() -> None:
+    names = [f"{'x' * 400}{i:06}" for i in range(20_000)]
+    pairs = ",".join(f"'{name}':''" for name in names)
+    raw, mark = sf.marked("{'__metadata__':{" + pairs + f",^'\\u0078{names[0][1:]}':''" + "}}")
+    with pytest.raises(SafetensorsError, match="a key of __metadata__ occurs twice") as caught:
+        header_of(raw)
+    assert caught.value.offset == mark
