@@ -42,7 +42,7 @@ _PREFIX = "unimem-stage-"
 _HUGE_SHIFTS = {"2m": 21, "1g": 30}
 _ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CHILD = os.path.join(os.path.dirname(__file__), "mount.py")
+_CHILD = os.path.join(os.path.dirname(__file__), "mount_process.py")
 
 
 class Place:

@@ -47,7 +47,7 @@ SCHEMA = "unimem.stage/1"
 
 _NOTE = "unimem-stage"
 _MOST_NOTES = 1 << 10  # of a process are read: it may be another user's
-_HOLDER = os.path.join(os.path.dirname(__file__), "holder.py")
+_HOLDER = os.path.join(os.path.dirname(__file__), "keeper_process.py")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _PATIENCE_SECONDS = 10
 # A second for one that is about to listen, and no more: it may be another user's that never does.

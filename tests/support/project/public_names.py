@@ -34,7 +34,7 @@ CYTHON: Final = (
     "unimem._core.block",
     "unimem._core.grid",
     "unimem._core.tape",
-    "unimem.kv.cache.cache",
+    "unimem.kv.cache",
     "unimem.kv.paged",
     "unimem.kv.scratchpad",
 )
@@ -81,12 +81,18 @@ def c_names() -> list[str]:
     return sorted(found)
 
 
+def pxd_text(name: str) -> str:
+    """Return the declarations of a module, or of the modules that a package takes them from."""
+    path = ROOT / "src" / name.replace(".", "/")
+    if path.is_dir():
+        sources = re.findall(r"^from ([\w.]+) cimport", (path / "__init__.pxd").read_text(), re.M)
+        return "".join(pxd_text(source) for source in sources)
+    return path.with_suffix(".pxd").read_text()
+
+
 def cython_names() -> dict[str, list[str]]:
     """Classes for ``cimport``, by module, and the C functions that the bindings declare."""
-    texts = {
-        name: (ROOT / "src" / f"{name.replace('.', '/')}.pxd").read_text()
-        for name in (*CYTHON, "unimem._core.native")
-    }
+    texts = {name: pxd_text(name) for name in (*CYTHON, "unimem._core.native")}
     found = {name: sorted(re.findall(r"^cdef class (\w+)", texts[name], re.M)) for name in CYTHON}
     native = re.findall(r"\b(um_\w+)\(", texts["unimem._core.native"])
     return found | {"unimem._core.native": sorted(set(native))}
