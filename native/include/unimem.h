@@ -120,14 +120,46 @@ typedef enum um_status {
     UM_E_BUSY     /* the object is in use */
 } um_status;
 
+/* Why a call failed, where a caller may want to act on it: the comment of each function names the
+ * details that it sets. A number never gets another meaning. */
+typedef enum um_detail {
+    UM_DETAIL_NONE = 0, /* the status says it all */
+
+    UM_MARKS_FULL = 0x100, /* UM_E_FULL: UM_MAX_MARKS marks have begun */
+
+    UM_BLOCK_NO_POLICY = 0x200, /* UM_E_OS, UM_E_NOMEM: the kernel refused the NUMA policy */
+    UM_BLOCK_PAST_FILE,         /* UM_E_INVALID: the range passes the end of the file */
+
+    UM_TAPE_FULL = 0x300, /* UM_E_FULL: the tape has no room */
+    UM_TAPE_FROZEN,       /* UM_E_STATE: the tape is frozen */
+
+    UM_GRID_FULL = 0x400, /* UM_E_FULL: no cell is free */
+    UM_GRID_FREE,         /* UM_E_STATE: the cell is free already */
+
+    UM_HEADER_FULL = 0x500, /* UM_E_FULL: the header is longer than the bytes given */
+
+    UM_KV_FULL = 0x600, /* UM_E_FULL: max_seq_len is reached, or a ring has fewer rows */
+    UM_KV_ROWS,         /* UM_E_FULL: the usable rows are used up */
+    UM_KV_OVERWRITTEN,  /* UM_E_INVALID: a ring has overwritten tokens that it would have to show */
+    UM_KV_RESERVED,     /* UM_E_STATE: rows are reserved */
+    UM_KV_UNRESERVED,   /* UM_E_STATE: no rows are reserved */
+    UM_KV_UNEVEN,       /* UM_E_STATE: layers differ in length */
+
+    UM_PAGED_FULL = 0x700, /* UM_E_FULL: there are not enough blocks */
+    UM_PAGED_UNHELD,       /* UM_E_STATE: no sequence holds the block */
+    UM_PAGED_UNEVEN        /* UM_E_STATE: layers differ in length */
+} um_detail;
+
 typedef struct um_error {
     um_status status;
+    um_detail detail;
     int os_errno;     /* of the system call that failed, or 0 */
     uint64_t limit;   /* UM_E_FULL: the capacity */
     uint64_t used;    /* UM_E_FULL: what is taken of it */
     uint64_t asked;   /* UM_E_FULL, UM_E_NOMEM: what the call asked for */
     uint64_t offset;  /* UM_E_FORMAT: the place in the file */
-    const char *what; /* static text: the argument, the system call or the rule. Never NULL */
+    const char *what; /* static text for people, which may change: the argument, the system call or
+                         the rule. Never NULL */
 } um_error;
 
 /* Returns the name of a status, such as "UM_E_FULL". */
@@ -177,7 +209,7 @@ UM_API const char *um_category_name(um_category category);
 
 /* Begins marks with what is mapped now. *out is their number.
  *
- * - UM_E_FULL: there are UM_MAX_MARKS marks already. */
+ * - UM_E_FULL: UM_MARKS_FULL. */
 UM_API UM_CHECKED um_status um_marks_begin(unsigned *out, um_error *err);
 /* Reads the most in each category so far. pre: the marks have begun and not ended. */
 UM_API void um_marks_read(unsigned marks, uint64_t out[UM_CAT_COUNT]);
@@ -324,7 +356,8 @@ typedef struct um_block {
  * - UM_E_INVALID: the memory of a mirror is no memfd, or not whole pages or pieces.
  * - UM_E_INVALID: the file is not empty, or has pages of another size.
  * - UM_E_NOMEM: there is no memory, or the hugetlb pool is too small.
- * - UM_E_OS: a system call failed. */
+ * - UM_E_OS: a system call failed.
+ * - UM_E_NOMEM, UM_E_OS, UM_BLOCK_NO_POLICY: the kernel refused the NUMA policy. */
 UM_API UM_CHECKED um_status um_block_map(um_block *out, size_t nbytes,
                                          const um_block_options *options, um_error *err);
 
@@ -334,8 +367,8 @@ UM_API UM_CHECKED um_status um_block_map(um_block *out, size_t nbytes,
  * um_file_read if the file cannot be trusted. If the file grows again, these pages read as zeros:
  * only a checksum notices.
  *
- * - UM_E_INVALID: offset is not a multiple of the page (of hugetlbfs: its page), nbytes is 0, or
- *   the range goes beyond the end of the file.
+ * - UM_E_INVALID: offset is not a multiple of the page (of hugetlbfs: its page), or nbytes is 0.
+ * - UM_E_INVALID, UM_BLOCK_PAST_FILE: the range passes the end of the file.
  * - UM_E_NOMEM: there is no address space.
  * - UM_E_OS: a system call failed. */
 UM_API UM_CHECKED um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes,
@@ -372,7 +405,7 @@ UM_API UM_CHECKED um_status um_block_copy_sealed(um_block *out, const um_block *
  *
  * - UM_E_INVALID: the range is outside the reserved range, or the block is a mapped file.
  * - UM_E_NOMEM: there is no memory.
- * - UM_E_OS: a system call failed. */
+ * - UM_E_OS: as um_block_map. */
 UM_API UM_CHECKED um_status um_block_commit(um_block *block, size_t offset, size_t nbytes,
                                             um_error *err);
 
@@ -413,7 +446,8 @@ UM_API UM_CHECKED um_status um_block_discard(um_block *block, size_t offset, siz
  *
  * - UM_E_INVALID: the block is shared, locked, a mapped file, or of huge pages.
  * - UM_E_INVALID: an argument is not a multiple of the step; the range is outside the reserved
- *   range, committed, or goes beyond the end of the file.
+ *   range, or committed.
+ * - UM_E_INVALID, UM_BLOCK_PAST_FILE: the range passes the end of the file.
  * - UM_E_NOMEM: there is no memory.
  * - UM_E_OS: a system call failed. */
 UM_API UM_CHECKED um_status um_block_overlay(um_block *block, size_t offset, int fd,
@@ -682,8 +716,8 @@ UM_API UM_CHECKED um_status um_tape_init(um_tape *tape, void *base, size_t total
 /* Takes nbytes (may be 0) at an address that is a multiple of align.
  *
  * - UM_E_INVALID: align is not a power of two.
- * - UM_E_FULL: the tape has no room.
- * - UM_E_STATE: the tape is frozen. */
+ * - UM_E_FULL: UM_TAPE_FULL.
+ * - UM_E_STATE: UM_TAPE_FROZEN. */
 UM_API UM_CHECKED um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out,
                                          um_error *err);
 
@@ -743,12 +777,12 @@ UM_API UM_CHECKED um_status um_grid_init_apart(um_grid *grid, void *cells, void 
                                                size_t cell_bytes, uint32_t n_cells, um_error *err);
 /* Takes a free cell. *out_id is its number.
  *
- * - UM_E_FULL: no cell is free. */
+ * - UM_E_FULL: UM_GRID_FULL. */
 UM_API UM_CHECKED um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err);
 /* Gives a cell back.
  *
  * - UM_E_INVALID: there is no such cell.
- * - UM_E_STATE: the cell is free already. */
+ * - UM_E_STATE: UM_GRID_FREE. */
 UM_API UM_CHECKED um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err);
 UM_API void *um_grid_cell(const um_grid *grid, uint32_t id); /* NULL for no such cell */
 UM_API uint32_t um_grid_n_available(const um_grid *grid);

@@ -2,7 +2,7 @@
  * C API, with the conventions of unimem.h.
  *
  * The parsers open no files. A caller hands them the first bytes of a file, and more bytes if they
- * ask for them (UM_E_FULL, err->asked). They hand out offsets, all of which lie inside the file.
+ * ask for them (UM_HEADER_FULL, err->asked). They hand out offsets, all of which lie inside the file.
  */
 #ifndef UNIMEM_FORMATS_H
 #define UNIMEM_FORMATS_H
@@ -74,7 +74,7 @@ UM_API const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type);
  * It allocates two tables, a small multiple of nbytes: call um_gguf_free.
  *
  * - UM_E_INVALID: nbytes is above file_nbytes.
- * - UM_E_FULL: the header goes on behind nbytes. err->asked is a length worth trying next.
+ * - UM_E_FULL, UM_HEADER_FULL: err->asked is a length worth trying next.
  * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset.
  * - UM_E_NOMEM: there is no heap memory. */
 UM_API UM_CHECKED um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes,
@@ -150,8 +150,8 @@ UM_API unsigned um_safetensors_type_bits(um_safetensors_type type);
  * After the call only texts need the bytes. The tables are freed by um_safetensors_free.
  *
  * - UM_E_INVALID: nbytes is above file_nbytes.
- * - UM_E_FULL: the header is longer than nbytes. err->asked is its length, or 8 if nbytes is less
- *   than the 8 bytes that hold the length.
+ * - UM_E_FULL, UM_HEADER_FULL: err->asked is the header's length, or 8 if nbytes is less than the 8
+ *   bytes that hold the length.
  * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset. The offset of a string
  *   is that of its quote.
  * - UM_E_NOMEM: there is no heap memory. */

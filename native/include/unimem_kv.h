@@ -140,16 +140,15 @@ typedef enum um_kv_order {
  * failure no row is appended.
  *
  * - UM_E_INVALID: there is no such layer, type or order.
- * - UM_E_FULL: err->what is "kv" if max_seq_len is reached, and "rows" if the rows are used up:
- *   um_kv_set_usable or um_kv_move makes room.
- * - UM_E_STATE: rows are reserved. */
+ * - UM_E_FULL: UM_KV_FULL; or UM_KV_ROWS, and um_kv_set_usable or um_kv_move makes room.
+ * - UM_E_STATE: UM_KV_RESERVED. */
 UM_API UM_CHECKED um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v,
                                          um_dtype type, um_kv_order order, uint64_t n,
                                          um_error *err);
 /* Appends one token to all layers, k and v [n_layers, batch, heads, head_dim].
  *
  * - UM_E_INVALID, UM_E_FULL: as um_kv_append.
- * - UM_E_STATE: rows are reserved, or layers differ in length. */
+ * - UM_E_STATE: UM_KV_RESERVED, UM_KV_UNEVEN. */
 UM_API UM_CHECKED um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type,
                                              um_error *err);
 
@@ -169,13 +168,13 @@ UM_API void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n);
  * In a ring the rows may go on into the mirror, or be taken % n_rows. What these rows held is lost.
  *
  * - UM_E_INVALID: n is 0.
- * - UM_E_FULL: as um_kv_append; of a ring, n is above n_rows.
- * - UM_E_STATE: rows are reserved already, or layers differ in length. */
+ * - UM_E_FULL: as um_kv_append; UM_KV_FULL if n is above a ring's n_rows.
+ * - UM_E_STATE: UM_KV_RESERVED, UM_KV_UNEVEN. */
 UM_API UM_CHECKED um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err);
 /* Shows the first n of the reserved rows, in all layers at once.
  *
  * - UM_E_INVALID: n is above what was reserved.
- * - UM_E_STATE: nothing is reserved. */
+ * - UM_E_STATE: UM_KV_UNRESERVED. */
 UM_API UM_CHECKED um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err);
 /* Drops the reservation, and tokens that not all layers hold. */
 UM_API void um_kv_rollback(um_kv *kv);
@@ -207,9 +206,9 @@ UM_API UM_CHECKED um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, u
  *
  * A ring then shows the `window` tokens before that again, if they are still there.
  *
- * - UM_E_INVALID: n is above seq_len. err->what is "overwritten" if a ring lacks what it would have
- *   to show; err->limit is then the smallest n that works.
- * - UM_E_STATE: layers differ in length, or rows are reserved. */
+ * - UM_E_INVALID: n is above seq_len.
+ * - UM_E_INVALID, UM_KV_OVERWRITTEN: err->limit is the smallest n that works.
+ * - UM_E_STATE: UM_KV_RESERVED, UM_KV_UNEVEN. */
 UM_API UM_CHECKED um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err);
 /* Drops the tokens from `position` on, also where a ring no longer shows that one.
  *
@@ -245,13 +244,13 @@ UM_API uint64_t um_kv_lost_before(const um_kv *kv, uint64_t end);
 /* Declares that a ring's tokens begin at `first`, of which those before `held` are lost. Both are
  * at most um_kv_next_position. */
 UM_API void um_kv_set_first(um_kv *kv, uint64_t first, uint64_t held);
-/* Refuses tokens from `position` on, as if the rows were used up (UM_E_FULL, "rows"). At first no
- * token is refused: UINT64_MAX. */
+/* Refuses tokens from `position` on, as if the rows were used up (UM_KV_ROWS). At first no token is
+ * refused: UINT64_MAX. */
 UM_API void um_kv_limit_end(um_kv *kv, uint64_t position);
 /* Moves the tokens of a plain cache so that the first lies in `row`. An empty cache begins there.
  *
  * - UM_E_INVALID: the cache is a ring, or rows are not usable.
- * - UM_E_STATE: rows are reserved.
+ * - UM_E_STATE: UM_KV_RESERVED.
  * - Others: as the mover (um_kv_set_mover). */
 UM_API UM_CHECKED um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
 /* Sets the function that moves rows, for storage that memmove cannot reach or touch safely.
@@ -353,7 +352,7 @@ UM_API int um_paged_is_cached(const um_paged *paged, uint32_t block);
 /* Caches a block that a sequence holds.
  *
  * - UM_E_INVALID: there is no such block.
- * - UM_E_STATE: no sequence holds it. */
+ * - UM_E_STATE: UM_PAGED_UNHELD. */
 UM_API UM_CHECKED um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err);
 /* Undoes um_paged_cache. A block that no sequence holds becomes free. */
 UM_API void um_paged_uncache(um_paged *paged, uint32_t block);
@@ -370,7 +369,7 @@ UM_API UM_CHECKED um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged
                                               um_error *err);
 /* Makes a sequence with the same tokens in the same blocks: a copy of the table.
  *
- * - UM_E_STATE: layers differ in length.
+ * - UM_E_STATE: UM_PAGED_UNEVEN.
  * - UM_E_NOMEM: there is no heap memory. */
 UM_API UM_CHECKED um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq,
                                               um_error *err);
@@ -387,15 +386,15 @@ UM_API int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer);
 /* Appends n tokens to one layer, like um_kv_append with batch 1. A failure changes nothing.
  *
  * - UM_E_INVALID: there is no such layer, type or order.
- * - UM_E_FULL: there are not enough blocks. limit is n_blocks, used is what sequences hold, and
- *   asked is what the call needs, the copy of a shared block included. */
+ * - UM_E_FULL, UM_PAGED_FULL: limit is n_blocks, used is what sequences hold, and asked is what the
+ *   call needs, the copy of a shared block included. */
 UM_API UM_CHECKED um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k,
                                             const void *v, um_dtype type, um_kv_order order,
                                             uint64_t n, um_error *err);
 /* Appends one token to all layers, k and v [n_layers, heads, head_dim].
  *
  * - UM_E_INVALID, UM_E_FULL: as um_paged_append.
- * - UM_E_STATE: layers differ in length. */
+ * - UM_E_STATE: UM_PAGED_UNEVEN. */
 UM_API UM_CHECKED um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v,
                                                 um_dtype type, um_error *err);
 
@@ -448,7 +447,7 @@ UM_API void um_paged_rollback(um_paged_seq *seq);
 /* Keeps the first n tokens, and gives back the blocks behind them.
  *
  * - UM_E_INVALID: there are fewer tokens.
- * - UM_E_STATE: layers differ in length. */
+ * - UM_E_STATE: UM_PAGED_UNEVEN. */
 UM_API UM_CHECKED um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err);
 
 /* Copies the first n tokens of K or V of a layer to out [heads, n, head_dim].

@@ -47,7 +47,8 @@ static um_status check_range(file_range *range, um_error *err) {
         return um_fail_os(err, os_errno, range->nbytes, "fstat");
     }
     if (range->offset > range->file_nbytes || range->nbytes > range->file_nbytes - range->offset) {
-        return um_fail(err, UM_E_INVALID, "the range goes beyond the end of the file");
+        return um_fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
+                              "the range goes beyond the end of the file");
     }
     return UM_OK;
 }

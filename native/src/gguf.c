@@ -91,7 +91,7 @@ static um_status need(const reader *r, uint64_t n, const char *rule, uint64_t fi
         uint64_t limit = min_u64(r->file_nbytes, HEADER_NBYTES_MAX);
         uint64_t asked = max_u64(r->nbytes * 2, SECOND_PIECE_NBYTES);
         asked = max_u64(min_u64(asked, limit), r->at + n);
-        return um_fail_full(r->err, limit, r->nbytes, asked, "bytes of the header");
+        return um_fail_full(r->err, UM_HEADER_FULL, limit, r->nbytes, asked, "bytes of the header");
     }
     return UM_OK;
 }

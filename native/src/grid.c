@@ -76,7 +76,7 @@ um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err) {
     do {
         id = (uint32_t)head;
         if (id == NO_CELL) {
-            return um_fail_full(err, grid->n_cells, grid->n_cells, 1, "grid");
+            return um_fail_full(err, UM_GRID_FULL, grid->n_cells, grid->n_cells, 1, "grid");
         }
         /* Another thread may take this very cell now. Then the tag has changed, and the exchange
          * fails. */
@@ -96,7 +96,7 @@ um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err) {
     uint32_t taken = TAKEN;
     /* Of two threads that give the same cell, only one passes here. */
     if (!atomic_compare_exchange_strong(&grid->next[id], &taken, (uint32_t)head)) {
-        return um_fail(err, UM_E_STATE, "the cell was given back already");
+        return um_fail_detail(err, UM_E_STATE, UM_GRID_FREE, "the cell was given back already");
     }
     /* Counts the cell before it can be taken, so that the count never falls below 0. */
     atomic_fetch_add(&grid->n_free, 1);

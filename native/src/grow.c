@@ -247,7 +247,8 @@ static um_status check_file(int fd, uint64_t file_offset, size_t nbytes, um_erro
         return um_fail_os(err, os_errno, nbytes, "fstat");
     }
     if (file_offset > file_nbytes || nbytes > file_nbytes - file_offset) {
-        return um_fail(err, UM_E_INVALID, "the range goes beyond the end of the file");
+        return um_fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
+                              "the range goes beyond the end of the file");
     }
     return UM_OK;
 }

@@ -252,14 +252,16 @@ static bool layers_differ(const um_kv *kv) {
 
 static um_status check_not_reserved(const um_kv *kv, um_error *err) {
     if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
-        return um_fail(err, UM_E_STATE, "rows are reserved: commit or roll back first");
+        return um_fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
+                              "rows are reserved: commit or roll back first");
     }
     return UM_OK;
 }
 
 static um_status check_whole(const um_kv *kv, um_error *err) {
     UM_TRY(check_not_reserved(kv, err));
-    return layers_differ(kv) ? um_fail(err, UM_E_STATE, "layers differ in length: roll back first")
+    return layers_differ(kv) ? um_fail_detail(err, UM_E_STATE, UM_KV_UNEVEN,
+                                              "layers differ in length: roll back first")
                              : UM_OK;
 }
 
@@ -268,17 +270,18 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
     if (!is_ring(kv)) {
         uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
         if (n > kv->spec.max_seq_len - used) {
-            return um_fail_full(err, kv->spec.max_seq_len, used, n, "kv");
+            return um_fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv");
         }
         uint64_t row = um_kv_row(kv, end);
         if (n > kv->usable_rows - row) {
-            return um_fail_full(err, kv->usable_rows, row, n, "rows");
+            return um_fail_full(err, UM_KV_ROWS, kv->usable_rows, row, n, "rows");
         }
     }
     if (n > UINT64_MAX - end) {
-        return um_fail_full(err, UINT64_MAX, end, n, "kv");
+        return um_fail_full(err, UM_KV_FULL, UINT64_MAX, end, n, "kv");
     }
-    return end + n <= kv->end_limit ? UM_OK : um_fail_full(err, kv->end_limit, end, n, "rows");
+    return end + n <= kv->end_limit ? UM_OK
+                                    : um_fail_full(err, UM_KV_ROWS, kv->end_limit, end, n, "rows");
 }
 
 /* ---- appending ---- */
@@ -417,7 +420,7 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     UM_TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0);
     if (is_ring(kv) && n > kv->n_rows) {
-        return um_fail_full(err, kv->n_rows, 0, n, "kv");
+        return um_fail_full(err, UM_KV_FULL, kv->n_rows, 0, n, "kv");
     }
     UM_TRY(check_room(kv, end, n, err));
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
@@ -431,7 +434,7 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
 um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t reserved = atomic_load_explicit(&kv->reserved, memory_order_relaxed);
     if (reserved == 0) {
-        return um_fail(err, UM_E_STATE, "nothing is reserved");
+        return um_fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved");
     }
     if (n > reserved) {
         return um_fail(err, UM_E_INVALID, "n is above what was reserved");
@@ -528,7 +531,8 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     }
     uint64_t least = um_kv_lowest_crop(kv);
     if (end - (len - n) < least) {
-        um_fail(err, UM_E_INVALID, "overwritten");
+        um_fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
+                       "a ring has overwritten what it would have to show");
         if (err != NULL) {
             err->limit = len - (end - least);
         }

@@ -51,8 +51,14 @@ um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes
         os_errno = um_os_advise(address, nbytes, UM_OS_DONT_FORK);
     }
     if (os_errno == 0 && block->numa.mode != UM_NUMA_NONE) {
-        call = "mbind";
         os_errno = um_os_bind(address, nbytes, &block->numa);
+        if (os_errno != 0) {
+            um_status status = um_fail_os(err, os_errno, asked, "mbind");
+            if (err != NULL) {
+                err->detail = UM_BLOCK_NO_POLICY;
+            }
+            return status;
+        }
     }
     if (os_errno != 0) {
         return um_fail_os(err, os_errno, asked, call);

@@ -209,7 +209,7 @@ um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err) {
         return um_fail(err, UM_E_INVALID, "no such block");
     }
     if (paged->blocks[block].n_holders == 0) {
-        return um_fail(err, UM_E_STATE, "no sequence holds the block");
+        return um_fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block");
     }
     paged->blocks[block].cached = true;
     return UM_OK;
@@ -272,7 +272,8 @@ static um_status check_layers(const um_paged_seq *seq, um_error *err) {
     uint64_t len = um_paged_layer_len(seq, 0);
     for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
         if (um_paged_layer_len(seq, layer) != len) {
-            return um_fail(err, UM_E_STATE, "layers differ in length: roll back first");
+            return um_fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
+                                  "layers differ in length: roll back first");
         }
     }
     return UM_OK;
@@ -403,7 +404,8 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
     uint64_t first = len / p->spec.block_tokens;
     bool copies = is_shared_at(seq, len);
     if (n_new + copies > n_available(p)) {
-        return um_fail_full(err, p->spec.n_blocks, um_paged_n_in_use(p), n_new + copies, "paged");
+        return um_fail_full(err, UM_PAGED_FULL, p->spec.n_blocks, um_paged_n_in_use(p),
+                            n_new + copies, "paged");
     }
     if (!copies && first < seq->n_blocks) {
         p->blocks[block_at(seq, first)].cached = false;

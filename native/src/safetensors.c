@@ -577,7 +577,8 @@ static um_status read_head(reader *r, um_safetensors *st) {
         return fail(r, truncated, 0);
     }
     if (r->end < LENGTH_NBYTES) {
-        return um_fail_full(r->err, limit, r->end, LENGTH_NBYTES, "bytes of the header");
+        return um_fail_full(r->err, UM_HEADER_FULL, limit, r->end, LENGTH_NBYTES,
+                            "bytes of the header");
     }
     memcpy(&json_nbytes, r->bytes, LENGTH_NBYTES);
     if (json_nbytes > JSON_NBYTES_MAX) {
@@ -588,7 +589,8 @@ static um_status read_head(reader *r, um_safetensors *st) {
         return fail(r, truncated, 0);
     }
     if (st->header_nbytes > r->end) {
-        return um_fail_full(r->err, limit, r->end, st->header_nbytes, "bytes of the header");
+        return um_fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
+                            "bytes of the header");
     }
     r->at = LENGTH_NBYTES;
     r->end = st->header_nbytes;

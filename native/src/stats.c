@@ -71,7 +71,7 @@ um_status um_marks_begin(unsigned *out, um_error *err) {
     unsigned marks;
     do {
         if (taken == UINT64_MAX) {
-            return um_fail_full(err, UM_MAX_MARKS, UM_MAX_MARKS, 1, "marks");
+            return um_fail_full(err, UM_MARKS_FULL, UM_MAX_MARKS, UM_MAX_MARKS, 1, "marks");
         }
         marks = 0;
         while (taken >> marks & 1) {

@@ -39,11 +39,18 @@ um_status um_fail(um_error *err, um_status status, const char *what) {
     return fill(err, (um_error){.status = status, .what = what});
 }
 
-um_status um_fail_full(um_error *err, uint64_t limit, uint64_t used, uint64_t asked,
-                       const char *what) {
-    return fill(
-        err, (um_error){
-                 .status = UM_E_FULL, .limit = limit, .used = used, .asked = asked, .what = what});
+um_status um_fail_detail(um_error *err, um_status status, um_detail detail, const char *what) {
+    return fill(err, (um_error){.status = status, .detail = detail, .what = what});
+}
+
+um_status um_fail_full(um_error *err, um_detail detail, uint64_t limit, uint64_t used,
+                       uint64_t asked, const char *what) {
+    return fill(err, (um_error){.status = UM_E_FULL,
+                                .detail = detail,
+                                .limit = limit,
+                                .used = used,
+                                .asked = asked,
+                                .what = what});
 }
 
 um_status um_fail_os(um_error *err, int os_errno, uint64_t asked, const char *call) {

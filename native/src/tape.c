@@ -34,9 +34,9 @@ um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, u
             !um_add(start = address - base, nbytes, &end) || end > limit ||
             limit == 0 /* frozen to no take at all, not even of 0 bytes */) {
             if (atomic_load_explicit(&tape->frozen, memory_order_relaxed)) {
-                return um_fail(err, UM_E_STATE, "frozen");
+                return um_fail_detail(err, UM_E_STATE, UM_TAPE_FROZEN, "frozen");
             }
-            return um_fail_full(err, tape->total, used, nbytes, "tape");
+            return um_fail_full(err, UM_TAPE_FULL, tape->total, used, nbytes, "tape");
         }
     } while (!atomic_compare_exchange_weak_explicit(&tape->used, &used, end, memory_order_acq_rel,
                                                     memory_order_relaxed));

@@ -103,7 +103,7 @@ TEST(marks_are_bounded) {
         seen |= (uint64_t)1 << marks;
     }
     CHECK_EQ(seen, UINT64_MAX);
-    CHECK_STATUS(UM_E_FULL, um_marks_begin(&more, &test_err));
+    CHECK_DETAIL(UM_E_FULL, UM_MARKS_FULL, um_marks_begin(&more, &test_err));
     CHECK_EQ(test_err.limit, UM_MAX_MARKS);
     CHECK_EQ(more, 99);
     um_marks_end(17);

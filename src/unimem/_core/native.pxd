@@ -22,8 +22,29 @@ cdef extern from "unimem.h" nogil:
         UM_E_STATE
         UM_E_BUSY
 
+    ctypedef enum um_detail:
+        UM_DETAIL_NONE
+        UM_MARKS_FULL
+        UM_BLOCK_NO_POLICY
+        UM_BLOCK_PAST_FILE
+        UM_TAPE_FULL
+        UM_TAPE_FROZEN
+        UM_GRID_FULL
+        UM_GRID_FREE
+        UM_HEADER_FULL
+        UM_KV_FULL
+        UM_KV_ROWS
+        UM_KV_OVERWRITTEN
+        UM_KV_RESERVED
+        UM_KV_UNRESERVED
+        UM_KV_UNEVEN
+        UM_PAGED_FULL
+        UM_PAGED_UNHELD
+        UM_PAGED_UNEVEN
+
     ctypedef struct um_error:
         um_status status
+        um_detail detail
         int os_errno
         uint64_t limit
         uint64_t used
