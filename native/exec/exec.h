@@ -18,6 +18,10 @@
 #ifndef UM_EXEC_H
 #define UM_EXEC_H
 
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>

@@ -1,7 +1,4 @@
 /* malloc and its kind: what is large has a mapping of its own, all else is the next allocator's. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <errno.h>

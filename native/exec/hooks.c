@@ -1,9 +1,6 @@
 /* The functions that the library replaces, and its begin and end. The small paths are a comparison
  * and a jump: `next` is never NULL, and leads to the functions of `early` until the next allocator
  * is known. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <dlfcn.h>

@@ -1,7 +1,4 @@
 /* One mapping: where it lies, how it is placed, and its end. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <errno.h>
@@ -10,13 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#ifndef MAP_HUGE_SHIFT
-#define MAP_HUGE_SHIFT 26
-#endif
-#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
-#define MADV_POPULATE_WRITE 23
-#endif
-enum { POLICY_BIND = 2 }; /* of the kernel's mempolicy.h */
+#include "kernel.h" /* behind the system's headers */
 
 /* Freed mappings, for the next allocation of the size: programs that take and free the same over
  * and over again would fault it in each time. */
@@ -189,7 +180,7 @@ static bool map_hugetlb(um_record *record, size_t align) {
     record->address = (uintptr_t)at;
     record->state = UM_IS_HUGETLB;
     bool placed = place(record);
-    if (placed && um_settings_now.numa_mode == POLICY_BIND) {
+    if (placed && um_settings_now.numa_mode == UM__MPOL_BIND) {
         placed = um_sys_advise(at, record->nbytes, MADV_POPULATE_WRITE) == 0;
     }
     if (!placed) {

@@ -1,8 +1,5 @@
 /* Touching memory before the program does. Finding huge pages may take the kernel long, where free
  * memory is in small pieces and has to be moved together. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <errno.h>
@@ -11,9 +8,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 
-#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
-#define MADV_POPULATE_WRITE 23
-#endif
+#include "kernel.h"
 
 enum { STEP_BYTES = 2 << 20, MOST_THREADS = 64 };
 /* A step takes 0.1 ms where memory is free, and 5 ms where a host has to find it first. */

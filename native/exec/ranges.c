@@ -1,20 +1,12 @@
 /* mmap and its kind. A mapping stays the program's own, in its size: it is aligned to huge pages,
  * and pages, nodes and lock are set for it. The table follows what becomes of it. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
 
-#ifndef MADV_DONTNEED_LOCKED /* Linux 5.18 */
-#define MADV_DONTNEED_LOCKED 24
-#endif
-#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17 */
-#define MAP_FIXED_NOREPLACE 0x100000
-#endif
+#include "kernel.h"
 
 static size_t in_pages(size_t nbytes) {
     size_t page = um_settings_now.page_bytes;
@@ -113,11 +105,7 @@ void *um_ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, voi
         if (replaces) {
             um_table_cut((uintptr_t)new_at, in_pages(new_nbytes), &lost);
         }
-#ifdef MREMAP_DONTUNMAP
         bool stays = (flags & MREMAP_DONTUNMAP) != 0;
-#else
-        bool stays = false;
-#endif
         if (ours && !stays) {
             um_table_cut((uintptr_t)at, in_pages(nbytes), &lost);
         }

@@ -1,8 +1,5 @@
 /* The system calls of the library. They go straight to the kernel: the C library's functions of
  * these names are the hooks. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <errno.h>
@@ -16,18 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Numbers of the kernel (uapi): the C library's headers may be older than the kernel. */
-enum { LOCK_ON_FAULT = 1, MEMFD_CLOEXEC = 1, MEMFD_ALLOW_SEALING = 2, MEMFD_NOEXEC_SEAL = 8 };
-enum { SEAL_SEAL = 1, SEAL_SHRINK = 2, SEAL_GROW = 4, SEAL_FUTURE_WRITE = 16, ADD_SEALS = 1033 };
-struct scan_arguments { /* struct pm_scan_arg, Linux 6.7 */
-    uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
-    uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
-};
-struct scan_run { /* struct page_region */
-    uint64_t start, end, categories;
-};
-#define SCAN_PAGES _IOWR('f', 16, struct scan_arguments)
-enum { PAGE_IS_PRESENT = 1 << 3, PAGE_IS_HUGE = 1 << 6 };
+#include "kernel.h"
 
 static void *pointer_of(long result) {
     return result == -1 ? NULL : (void *)result; // NOLINT: the kernel's answer is an address
@@ -55,7 +41,7 @@ int um_sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
 }
 
 int um_sys_lock(void *at, size_t nbytes) {
-    return (int)syscall(SYS_mlock2, at, nbytes, LOCK_ON_FAULT);
+    return (int)syscall(SYS_mlock2, at, nbytes, MLOCK_ONFAULT);
 }
 
 /* Gives a descriptor a number that programs do not count on. */
@@ -71,8 +57,8 @@ static int raise_number(int fd) {
 }
 
 int um_sys_share(void *at, size_t nbytes, const char *name) {
-    unsigned flags = MEMFD_CLOEXEC | MEMFD_ALLOW_SEALING;
-    long fd = syscall(SYS_memfd_create, name, flags | MEMFD_NOEXEC_SEAL);
+    unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+    long fd = syscall(SYS_memfd_create, name, flags | MFD_NOEXEC_SEAL);
     if (fd < 0 && errno == EINVAL) { /* before Linux 6.3 */
         fd = syscall(SYS_memfd_create, name, flags);
     }
@@ -85,9 +71,9 @@ int um_sys_share(void *at, size_t nbytes, const char *name) {
         syscall(SYS_close, fd);
         return -1;
     }
-    syscall(SYS_fcntl, fd, ADD_SEALS, SEAL_SHRINK | SEAL_GROW);
+    syscall(SYS_fcntl, fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
     /* From here on, no process that opens it may write (Linux 5.1). */
-    syscall(SYS_fcntl, fd, ADD_SEALS, SEAL_FUTURE_WRITE | SEAL_SEAL);
+    syscall(SYS_fcntl, fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL);
     return raise_number((int)fd);
 }
 
@@ -122,7 +108,7 @@ uint64_t um_sys_started(void) {
 }
 
 int um_sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge) {
-    struct scan_run runs[64];
+    um__page_run runs[64];
     uintptr_t start = (uintptr_t)at, end = start + nbytes;
     long fd = syscall(SYS_openat, AT_FDCWD, "/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
@@ -131,18 +117,12 @@ int um_sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_h
     *out_resident = *out_huge = 0;
     long n = 0;
     while (start < end && n >= 0) {
-        struct scan_arguments arguments = {.size = sizeof arguments,
-                                           .start = start,
-                                           .end = end,
-                                           .vec = (uintptr_t)runs,
-                                           .vec_len = sizeof runs / sizeof runs[0],
-                                           .category_mask = PAGE_IS_PRESENT,
-                                           .return_mask = PAGE_IS_HUGE};
-        n = syscall(SYS_ioctl, fd, SCAN_PAGES, &arguments);
+        um__scan_arguments arguments = um__scan_of(start, end, runs, sizeof runs / sizeof runs[0]);
+        n = syscall(SYS_ioctl, fd, UM__SCAN_PAGES, &arguments);
         for (long i = 0; i < n; i++) {
             uint64_t size = runs[i].end - runs[i].start;
             *out_resident += size;
-            *out_huge += (runs[i].categories & PAGE_IS_HUGE) != 0 ? size : 0;
+            *out_huge += (runs[i].categories & UM__PAGE_IS_HUGE) != 0 ? size : 0;
         }
         start = (uintptr_t)arguments.walk_end;
     }

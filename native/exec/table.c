@@ -1,8 +1,5 @@
 /* What is mapped now. Each change is also written to memory that other processes read, a memfd. The
  * table itself is private, so that a forked child has it as it was at the fork. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <pthread.h>

@@ -800,9 +800,17 @@ typedef enum um_dtype {
     UM_Q4_1,
     UM_Q5_0,
     UM_Q5_1,
-    UM_IQ4_NL
+    UM_IQ4_NL,
+    UM_DTYPE_COUNT
 } um_dtype;
 
+typedef struct um_dtype_info {
+    const char *name;                   /* such as "q8_0" */
+    uint32_t block_values, block_bytes; /* of a float: 1, and the bytes of a value */
+    uint32_t ggml_type;                 /* ggml's number */
+} um_dtype_info;
+/* Returns what there is to know of a type; NULL for an unknown type. */
+UM_API const um_dtype_info *um_dtype_describe(um_dtype type);
 /* Returns the values in a block: 1 for the floats, 0 for an unknown type. */
 UM_API size_t um_dtype_block_values(um_dtype type);
 /* Returns the bytes of a block; 0 for an unknown type. */

@@ -502,28 +502,33 @@ static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
 
 /* ---- any to any ---- */
 
-/* The bytes of a block, which is one value of a float. */
-static const uint8_t BLOCK_BYTES[] = {
-    [UM_F32] = sizeof(float),    [UM_F16] = sizeof(uint16_t), [UM_BF16] = sizeof(uint16_t),
-    [UM_Q8_0] = sizeof(um_q8_0), [UM_Q4_0] = sizeof(um_q4_0), [UM_Q4_1] = sizeof(um_q4_1),
-    [UM_Q5_0] = sizeof(um_q5_0), [UM_Q5_1] = sizeof(um_q5_1), [UM_IQ4_NL] = sizeof(um_q4_0),
+static const um_dtype_info TYPES[UM_DTYPE_COUNT] = {
+    [UM_F32] = {"f32", 1, sizeof(float), 0},
+    [UM_F16] = {"f16", 1, sizeof(uint16_t), 1},
+    [UM_BF16] = {"bf16", 1, sizeof(uint16_t), 30},
+    [UM_Q8_0] = {"q8_0", UM_BLOCK_VALUES, sizeof(um_q8_0), 8},
+    [UM_Q4_0] = {"q4_0", UM_BLOCK_VALUES, sizeof(um_q4_0), 2},
+    [UM_Q4_1] = {"q4_1", UM_BLOCK_VALUES, sizeof(um_q4_1), 3},
+    [UM_Q5_0] = {"q5_0", UM_BLOCK_VALUES, sizeof(um_q5_0), 6},
+    [UM_Q5_1] = {"q5_1", UM_BLOCK_VALUES, sizeof(um_q5_1), 7},
+    [UM_IQ4_NL] = {"iq4_nl", UM_BLOCK_VALUES, sizeof(um_q4_0), 20},
 };
 
 /* Returns the bytes of n values. pre: n is whole blocks. */
 static inline size_t bytes_of(um_dtype type, size_t n) {
-    return (is_quantized(type) ? n / UM_BLOCK_VALUES : n) * BLOCK_BYTES[type];
+    return (is_quantized(type) ? n / UM_BLOCK_VALUES : n) * TYPES[type].block_bytes;
 }
 
-static inline bool is_known(um_dtype type) {
-    return (unsigned)type <= UM_IQ4_NL;
+const um_dtype_info *um_dtype_describe(um_dtype type) {
+    return (unsigned)type < UM_DTYPE_COUNT ? &TYPES[type] : NULL;
 }
 
 size_t um_dtype_block_values(um_dtype type) {
-    return !is_known(type) ? 0 : is_quantized(type) ? UM_BLOCK_VALUES : 1;
+    return (unsigned)type < UM_DTYPE_COUNT ? TYPES[type].block_values : 0;
 }
 
 size_t um_dtype_block_bytes(um_dtype type) {
-    return is_known(type) ? BLOCK_BYTES[type] : 0;
+    return (unsigned)type < UM_DTYPE_COUNT ? TYPES[type].block_bytes : 0;
 }
 
 static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, const float *in,
@@ -594,7 +599,7 @@ void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in
 
 um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
                         um_dtype in_type, size_t n, um_error *err) {
-    if (!is_known(out_type) || !is_known(in_type)) {
+    if (um_dtype_describe(out_type) == NULL || um_dtype_describe(in_type) == NULL) {
         return um_fail(err, UM_E_INVALID, "type");
     }
     if (n % UM_BLOCK_VALUES != 0 && (is_quantized(out_type) || is_quantized(in_type))) {

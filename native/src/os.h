@@ -45,15 +45,10 @@ int um_os_advise(void *address, size_t nbytes, um_os_advice advice);
 /* Calls mincore: a byte for each page, whose lowest bit is set if the page is in RAM. pre: the
  * range is mapped. */
 int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages);
-/* Neighbouring pages that this process has mapped. */
-typedef struct um_os_page_run {
-    uint64_t start, end; /* addresses */
-    uint64_t huge;       /* 0, or they are parts of huge pages */
-} um_os_page_run;
-
+typedef struct um__page_run um__page_run; /* of kernel.h */
 /* Scans an open /proc/self/pagemap (PAGEMAP_SCAN): gives the first runs of a range, and how many
  * bytes were scanned for them. pre: both are multiples of the page, capacity is at least 1. */
-int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um_os_page_run *out,
+int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um__page_run *out,
                      size_t capacity, size_t *out_n, size_t *out_scanned_nbytes);
 /* Locks a range (mlock2). pre: it is mapped. */
 int um_os_lock(void *address, size_t nbytes, int on_fault);

@@ -22,47 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Numbers of the kernel (uapi): the C library's headers may be older than the kernel. */
-#ifndef MADV_POPULATE_READ /* Linux 5.14 */
-#define MADV_POPULATE_READ 22
-#define MADV_POPULATE_WRITE 23
-#endif
-#ifndef MADV_COLLAPSE /* Linux 6.1 */
-#define MADV_COLLAPSE 25
-#endif
-#ifndef MAP_HUGE_SHIFT
-#define MAP_HUGE_SHIFT 26
-#endif
-#ifndef MFD_HUGE_SHIFT
-#define MFD_HUGE_SHIFT 26
-#endif
-#ifndef MFD_NOEXEC_SEAL /* Linux 6.3 */
-#define MFD_NOEXEC_SEAL 8U
-#endif
-#ifndef MLOCK_ONFAULT
-#define MLOCK_ONFAULT 1
-#endif
-struct scan_arguments { /* struct pm_scan_arg, Linux 6.7 */
-    uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
-    uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
-};
-#define SCAN_PAGES _IOWR('f', 16, struct scan_arguments)
-enum { PAGE_IS_PRESENT = 1 << 3, PAGE_IS_HUGE = 1 << 6 };
-enum {
-    MPOL_PREFERRED = 1,
-    MPOL_BIND = 2,
-    MPOL_INTERLEAVE = 3,
-    MPOL_PREFERRED_MANY = 5,     /* Linux 5.15 */
-    MPOL_WEIGHTED_INTERLEAVE = 6 /* Linux 6.9 */
-};
-enum { MPOL_MF_MOVE = 1 << 1 };
-#define HUGETLBFS_MAGIC 0x958458f6
-/* Newer calls have the same number on every architecture. */
-enum { SYS_FSOPEN = 430, SYS_FSCONFIG = 431, SYS_FSMOUNT = 432, SYS_FSPICK = 433 };
-enum { FSOPEN_CLOEXEC = 1, FSMOUNT_CLOEXEC = 1, FSPICK_CLOEXEC = 1, FSPICK_EMPTY_PATH = 8 };
-enum { FSCONFIG_SET_FLAG = 0, FSCONFIG_SET_STRING = 1 };
-enum { FSCONFIG_CMD_CREATE = 6, FSCONFIG_CMD_RECONFIGURE = 7 };
-enum { MOUNT_ATTR_NOSUID = 2, MOUNT_ATTR_NODEV = 4, MOUNT_ATTR_NOEXEC = 8 };
+#include "kernel.h" /* behind the system's headers */
 
 static int result_of_map(void *mapped, void **out) {
     if (mapped == MAP_FAILED) {
@@ -135,19 +95,12 @@ int um_os_residency(void *address, size_t nbytes, unsigned char *out_pages) {
     return mincore(address, nbytes, out_pages) == 0 ? 0 : errno;
 }
 
-int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um_os_page_run *out,
+int um_os_scan_pages(int pagemap, const void *address, size_t nbytes, um__page_run *out,
                      size_t capacity, size_t *out_n, size_t *out_scanned_nbytes) {
-    /* um_os_page_run is the kernel's struct page_region: huge is the only category that is asked
-     * for. */
-    struct scan_arguments arguments = {.size = sizeof arguments,
-                                       .start = (uintptr_t)address,
-                                       .end = (uintptr_t)address + nbytes,
-                                       .vec = (uintptr_t)out,
-                                       .vec_len = capacity,
-                                       .category_mask = PAGE_IS_PRESENT,
-                                       .return_mask = PAGE_IS_HUGE};
+    um__scan_arguments arguments =
+        um__scan_of((uintptr_t)address, (uintptr_t)address + nbytes, out, capacity);
     um_count_os_call();
-    int n = ioctl(pagemap, SCAN_PAGES, &arguments);
+    int n = ioctl(pagemap, UM__SCAN_PAGES, &arguments);
     if (n < 0) {
         return errno;
     }
@@ -175,10 +128,10 @@ int um_os_bind(void *address, size_t nbytes, const um_numa *numa) {
     }
     /* The mode for one preferred node is older than the one for several, and means the same. */
     const int modes[] = {
-        [UM_NUMA_BIND] = MPOL_BIND,
-        [UM_NUMA_INTERLEAVE] = MPOL_INTERLEAVE,
-        [UM_NUMA_WEIGHTED] = MPOL_WEIGHTED_INTERLEAVE,
-        [UM_NUMA_PREFERRED] = n_nodes == 1 ? MPOL_PREFERRED : MPOL_PREFERRED_MANY,
+        [UM_NUMA_BIND] = UM__MPOL_BIND,
+        [UM_NUMA_INTERLEAVE] = UM__MPOL_INTERLEAVE,
+        [UM_NUMA_WEIGHTED] = UM__MPOL_WEIGHTED_INTERLEAVE,
+        [UM_NUMA_PREFERRED] = n_nodes == 1 ? UM__MPOL_PREFERRED : UM__MPOL_PREFERRED_MANY,
     };
     um_count_os_call();
     /* The kernel reads one bit less than it is told. */
@@ -192,7 +145,8 @@ int um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_st
     um_count_os_call();
     /* A positive result is the number of pages that could not be moved: out_status has the
      * reasons. */
-    return syscall(SYS_move_pages, 0, n, pages, nodes, out_status, MPOL_MF_MOVE) >= 0 ? 0 : errno;
+    return syscall(SYS_move_pages, 0, n, pages, nodes, out_status, UM__MPOL_MF_MOVE) >= 0 ? 0
+                                                                                          : errno;
 }
 
 int um_os_pread(int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes) {
@@ -300,7 +254,7 @@ int um_os_punch_hole(int fd, uint64_t offset, uint64_t nbytes) {
 
 int um_os_fs_open(const char *type, int *out_fd) {
     um_count_os_call();
-    long fd = syscall(SYS_FSOPEN, type, FSOPEN_CLOEXEC);
+    long fd = syscall(UM__SYS_FSOPEN, type, UM__FSOPEN_CLOEXEC);
     if (fd < 0) {
         return errno;
     }
@@ -310,19 +264,19 @@ int um_os_fs_open(const char *type, int *out_fd) {
 
 int um_os_fs_set(int fd, const char *key, const char *value) {
     um_count_os_call();
-    int command = value == NULL ? FSCONFIG_SET_FLAG : FSCONFIG_SET_STRING;
-    return syscall(SYS_FSCONFIG, fd, command, key, value, 0) == 0 ? 0 : errno;
+    int command = value == NULL ? UM__FSCONFIG_SET_FLAG : UM__FSCONFIG_SET_STRING;
+    return syscall(UM__SYS_FSCONFIG, fd, command, key, value, 0) == 0 ? 0 : errno;
 }
 
 int um_os_fs_create(int fd) {
     um_count_os_call();
-    return syscall(SYS_FSCONFIG, fd, FSCONFIG_CMD_CREATE, NULL, NULL, 0) == 0 ? 0 : errno;
+    return syscall(UM__SYS_FSCONFIG, fd, UM__FSCONFIG_CMD_CREATE, NULL, NULL, 0) == 0 ? 0 : errno;
 }
 
 int um_os_fs_mount(int fd, int *out_fd) {
     um_count_os_call();
-    long mount = syscall(SYS_FSMOUNT, fd, FSMOUNT_CLOEXEC,
-                         MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC);
+    long mount = syscall(UM__SYS_FSMOUNT, fd, UM__FSMOUNT_CLOEXEC,
+                         UM__MOUNT_ATTR_NOSUID | UM__MOUNT_ATTR_NODEV | UM__MOUNT_ATTR_NOEXEC);
     if (mount < 0) {
         return errno;
     }
@@ -332,7 +286,7 @@ int um_os_fs_mount(int fd, int *out_fd) {
 
 int um_os_fs_pick(int mount, int *out_fd) {
     um_count_os_call();
-    long fd = syscall(SYS_FSPICK, mount, "", FSPICK_EMPTY_PATH | FSPICK_CLOEXEC);
+    long fd = syscall(UM__SYS_FSPICK, mount, "", UM__FSPICK_EMPTY_PATH | UM__FSPICK_CLOEXEC);
     if (fd < 0) {
         return errno;
     }
@@ -342,7 +296,8 @@ int um_os_fs_pick(int mount, int *out_fd) {
 
 int um_os_fs_reconfigure(int fd) {
     um_count_os_call();
-    return syscall(SYS_FSCONFIG, fd, FSCONFIG_CMD_RECONFIGURE, NULL, NULL, 0) == 0 ? 0 : errno;
+    return syscall(UM__SYS_FSCONFIG, fd, UM__FSCONFIG_CMD_RECONFIGURE, NULL, NULL, 0) == 0 ? 0
+                                                                                           : errno;
 }
 
 int um_os_get_affinity(void *mask, size_t mask_nbytes) {

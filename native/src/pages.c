@@ -1,4 +1,5 @@
 /* The state of each page of a block. */
+#include "kernel.h"
 #include "os.h"
 #include "sizes.h"
 #include "space.h"
@@ -28,7 +29,7 @@ typedef struct view {
 
 /* Marks mapped pages by PAGEMAP_SCAN. Returns 0 or an errno: ENOTTY before Linux 6.7. */
 static int mark_scanned(const view *v, int pagemap) {
-    um_os_page_run runs[RUNS];
+    um__page_run runs[RUNS];
     size_t nbytes = v->n_pages * v->page;
     for (size_t at = 0; at < nbytes;) {
         size_t n_runs, scanned;
@@ -43,7 +44,8 @@ static int mark_scanned(const view *v, int pagemap) {
         for (size_t i = 0; i < n_runs; i++) {
             size_t from = (size_t)(runs[i].start - (uintptr_t)v->first) / v->page;
             size_t to = (size_t)(runs[i].end - (uintptr_t)v->first) / v->page;
-            memset(v->pages + from, v->mapped | (runs[i].huge != 0 ? UM_PAGE_HUGE : 0), to - from);
+            memset(v->pages + from, v->mapped | (runs[i].categories != 0 ? UM_PAGE_HUGE : 0),
+                   to - from);
         }
         at += scanned;
     }

@@ -124,7 +124,7 @@ WRAP(um_os_advise, "madvise", (void *address, size_t nbytes, um_os_advice advice
 WRAP(um_os_residency, "mincore", (void *address, size_t nbytes, unsigned char *out_pages),
      (address, nbytes, out_pages))
 WRAP(um_os_scan_pages, "ioctl",
-     (int pagemap, const void *address, size_t nbytes, um_os_page_run *out, size_t capacity,
+     (int pagemap, const void *address, size_t nbytes, um__page_run *out, size_t capacity,
       size_t *out_n, size_t *out_scanned_nbytes),
      (pagemap, address, nbytes, out, limited_runs(capacity), out_n, out_scanned_nbytes))
 WRAP(um_os_lock, "mlock2", (void *address, size_t nbytes, int on_fault),

@@ -5,6 +5,7 @@
 #include "convert.h"
 #include "fp_modes.h"
 #include "test.h"
+#include "unimem_formats.h"
 #include <math.h>
 
 enum { N_NARROW = 65536, BLOCK = 32 };
@@ -384,8 +385,8 @@ static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
 static void check_pairs(const way *w) {
     uint64_t seed = 3;
     const size_t lengths[] = {BLOCK, 1024 - BLOCK, 1024, 3 * 1024 + 5 * BLOCK};
-    for (um_dtype from = UM_F32; from <= UM_IQ4_NL; from++) {
-        for (um_dtype to = UM_F32; to <= UM_IQ4_NL; to++) {
+    for (um_dtype from = UM_F32; from < UM_DTYPE_COUNT; from++) {
+        for (um_dtype to = UM_F32; to < UM_DTYPE_COUNT; to++) {
             for (size_t i = 0; i < COUNT(lengths); i++) {
                 size_t n = lengths[i], out_bytes = bytes_of(to, n);
                 AUTO_FREE void *in = usual_values(from, n, &seed);
@@ -411,8 +412,8 @@ static void check_pairs(const way *w) {
 static void check_lengths(const way *w) {
     enum { MAX_N = 70, MAX_SHIFT = 17 };
     uint64_t seed = 5;
-    for (um_dtype from = UM_F32; from <= UM_IQ4_NL; from++) {
-        for (um_dtype to = UM_F32; to <= UM_IQ4_NL; to++) {
+    for (um_dtype from = UM_F32; from < UM_DTYPE_COUNT; from++) {
+        for (um_dtype to = UM_F32; to < UM_DTYPE_COUNT; to++) {
             bool right = true, bounded = true;
             size_t step = from >= UM_Q8_0 || to >= UM_Q8_0 ? BLOCK : 1;
             size_t in_align = from == UM_F32 ? 4 : 2, out_align = to == UM_F32 ? 4 : 2;
@@ -479,8 +480,8 @@ TEST(refusals) {
         CHECK_EQ(um_dtype_block_bytes(unknown[i]), 0);
         CHECK_EQ(um_dtype_block_values(unknown[i]), 0);
     }
-    for (um_dtype other = UM_F32; other <= UM_IQ4_NL; other++) {
-        for (um_dtype blocks = UM_Q8_0; blocks <= UM_IQ4_NL; blocks++) {
+    for (um_dtype other = UM_F32; other < UM_DTYPE_COUNT; other++) {
+        for (um_dtype blocks = UM_Q8_0; blocks < UM_DTYPE_COUNT; blocks++) {
             CHECK_INVALID(um_convert(out, blocks, in, other, BLOCK + 1, &test_err));
             CHECK_INVALID(um_convert(out, other, in, blocks, BLOCK - 1, &test_err));
             CHECK_OK(um_convert(NULL, blocks, NULL, other, 0, &test_err));
@@ -489,11 +490,23 @@ TEST(refusals) {
         CHECK_OK(um_convert(NULL, other, NULL, UM_F32, 0, &test_err));
     }
     CHECK_SPOILT(out);
+}
+
+/* What is said of a type agrees with the table of ggml's types. */
+TEST(types) {
     const size_t n_bytes[] = {4, 2, 2, 34, 18, 20, 22, 24, 18};
-    for (um_dtype type = UM_F32; type <= UM_IQ4_NL; type++) {
+    for (um_dtype type = UM_F32; type < UM_DTYPE_COUNT; type++) {
+        const um_dtype_info *info = um_dtype_describe(type);
+        const um_gguf_tensor_type *ggml = um_gguf_type_of_tensor(info->ggml_type);
+        REQUIRE(ggml != NULL);
+        CHECK_STR(info->name, ggml->name);
+        CHECK_EQ(info->block_bytes, ggml->block_bytes);
+        CHECK_EQ(info->block_values, ggml->block_values);
         CHECK_EQ(um_dtype_block_bytes(type), n_bytes[type]);
         CHECK_EQ(um_dtype_block_values(type), type >= UM_Q8_0 ? 32 : 1);
     }
+    CHECK(um_dtype_describe(UM_DTYPE_COUNT) == NULL);
+    CHECK(um_dtype_describe((um_dtype)-1) == NULL);
 }
 
 TEST(every_code_in_every_mode) {

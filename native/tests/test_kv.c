@@ -410,7 +410,7 @@ TEST(blocks_of_another_type) {
     static unsigned char out[1000];
     AUTO_MODEL m = fixed_model(spec_of(1, UM_Q4_0));
     append_everywhere(&m, 1);
-    for (um_dtype type = UM_Q8_0; type <= UM_IQ4_NL; type++) {
+    for (um_dtype type = UM_Q8_0; type < UM_DTYPE_COUNT; type++) {
         if (type != UM_Q4_0) {
             CHECK_REFUSED(UM_E_INVALID, &m,
                           um_kv_append(&m.kv, 0, k, k, type, UM_KV_TOKEN_MAJOR, 1, &test_err));

@@ -1,5 +1,6 @@
 /* Each system call on its own: what it does, that it returns an errno, and that it is counted. */
 #include "blocks.h"
+#include "kernel.h"
 #include "os.h"
 #include <sched.h>
 
@@ -30,7 +31,7 @@ static char *map_pages(size_t n) {
 static void check_scan(char *eight) {
     int pagemap = -1;
     size_t n_runs = 777, scanned = 777;
-    um_os_page_run runs[4];
+    um__page_run runs[4];
     CHECK_CALL(0, um_os_open_read("/proc/self/pagemap", &pagemap));
     int os_errno = um_os_scan_pages(pagemap, eight, 8 * page, runs, 4, &n_runs, &scanned);
     if (os_errno == ENOTTY) {
@@ -45,7 +46,7 @@ static void check_scan(char *eight) {
         for (size_t i = 0; i < 2; i++) {
             CHECK_EQ(runs[i].start, (uintptr_t)eight + ends[i][0] * page);
             CHECK_EQ(runs[i].end, (uintptr_t)eight + ends[i][1] * page);
-            CHECK_EQ(runs[i].huge, 0);
+            CHECK_EQ(runs[i].categories, 0);
         }
         CHECK_CALL(0, um_os_scan_pages(pagemap, eight, 8 * page, runs, 1, &n_runs, &scanned));
         CHECK(n_runs == 1);

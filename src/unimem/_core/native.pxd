@@ -295,6 +295,15 @@ cdef extern from "unimem.h" nogil:
         UM_Q5_0
         UM_Q5_1
         UM_IQ4_NL
+        UM_DTYPE_COUNT
+
+    ctypedef struct um_dtype_info:
+        const char *name
+        uint32_t block_values
+        uint32_t block_bytes
+        uint32_t ggml_type
+
+    const um_dtype_info *um_dtype_describe(um_dtype type)
 
     size_t um_dtype_block_values(um_dtype type)
     size_t um_dtype_block_bytes(um_dtype type)
