@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "kernel.h" /* behind the system's headers */
+#include "os/kernel.h" /* behind the system's headers */
 
 /* Freed mappings, for the next allocation of the size: programs that take and free the same over
  * and over again would fault it in each time. */

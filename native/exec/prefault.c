@@ -8,7 +8,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 
-#include "kernel.h"
+#include "os/kernel.h"
 
 enum { STEP_BYTES = 2 << 20, MOST_THREADS = 64 };
 /* A step takes 0.1 ms where memory is free, and 5 ms where a host has to find it first. */

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "kernel.h"
+#include "os/kernel.h"
 
 static size_t in_pages(size_t nbytes) {
     size_t page = um_settings_now.page_bytes;

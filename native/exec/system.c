@@ -13,7 +13,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "kernel.h"
+#include "os/kernel.h"
 
 static void *pointer_of(long result) {
     return result == -1 ? NULL : (void *)result; // NOLINT: the kernel's answer is an address

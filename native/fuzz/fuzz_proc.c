@@ -5,7 +5,7 @@
 
 #include <errno.h>
 
-#include "os.h"
+#include "os/os.h"
 #include "unimem.h"
 
 static const uintptr_t BASE = 0x7f0000000000;

@@ -13,8 +13,8 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "convert.h"
 #include "fp_modes.h"
+#include "values/convert.h"
 
 enum { CHUNK = 1 << 16, BLOCK = UM_BLOCK_VALUES };
 

@@ -6,8 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "os.h"
-#include "stats.h"
+#include "base/stats.h"
+#include "os/os.h"
 
 /* ---- the Nth call ---- */
 

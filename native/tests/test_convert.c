@@ -2,10 +2,10 @@
  * references: a table of all values of a 16-bit format in double precision, in which the nearest is
  * looked up; and ggml's quantizer of eight bits, rewritten from its definition (ggml-quants.c,
  * quantize_row_q8_0_ref). */
-#include "convert.h"
 #include "fp_modes.h"
 #include "test.h"
 #include "unimem_formats.h"
+#include "values/convert.h"
 #include <math.h>
 
 enum { N_NARROW = 65536, BLOCK = 32 };

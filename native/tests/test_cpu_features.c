@@ -1,6 +1,6 @@
 /* What the CPU has, against what the kernel lists. */
-#include "cpu_features.h"
 #include "fault_os.h"
+#include "os/cpu_features.h"
 
 TEST(as_the_kernel_lists_them) {
 #if defined(__x86_64__)

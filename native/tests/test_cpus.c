@@ -1,6 +1,6 @@
 /* Which CPU each thread of a call is pinned to. */
-#include "cpus.h"
 #include "fault_os.h"
+#include "os/cpus.h"
 #include <sched.h>
 
 TEST(init) {

@@ -1,5 +1,5 @@
 /* Names in headers: well-formed UTF-8, and names that differ, even if their hashes do not. */
-#include "names.h"
+#include "formats/names.h"
 #include "test.h"
 
 static uint64_t utf8_nbytes(const char *text) {

@@ -3,9 +3,9 @@
  * The machine that runs the tests may have one node, so the kernel is simulated: its reports are
  * invented files, and move_pages is a function that does what Linux does, even where Linux gives
  * up. */
+#include "block/numa.h"
 #include "fault_os.h"
-#include "numa.h"
-#include "os.h"
+#include "os/os.h"
 
 enum { MAX_PAGES = 1 << 15, N_NODES = 4, NOWHERE = -1 };
 

@@ -1,7 +1,7 @@
 /* Each system call on its own: what it does, that it returns an errno, and that it is counted. */
 #include "blocks.h"
-#include "kernel.h"
-#include "os.h"
+#include "os/kernel.h"
+#include "os/os.h"
 #include <sched.h>
 
 /* `call` must make one system call and return this result. */

@@ -1,8 +1,8 @@
 /* Paged KV memory: the pool, appending and gathering, blocks that sequences share. Random calls are
  * in test_paged_random.c, readers in test_paged_readers.c. */
-#include "convert.h"
 #include "fault_os.h"
 #include "paged_pool.h"
+#include "values/convert.h"
 
 static void check_bad_spec(um_paged_spec spec) {
     static _Alignas(64) unsigned char storage[64];

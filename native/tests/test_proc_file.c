@@ -1,6 +1,6 @@
 /* Files of /proc and /sys, read whole or line by line, with any number of bytes from each read. */
 #include "fault_os.h"
-#include "proc_file.h"
+#include "os/proc_file.h"
 
 static const char path[] = "/invented";
 

@@ -1,9 +1,9 @@
 /* Blocks of four and five bits: some by hand, and every code that this CPU can run, in every
  * floating-point mode, against the scalar code, which tests/_core/test_convert.py compares with
  * ggml's. */
-#include "convert.h"
 #include "fp_modes.h"
 #include "test.h"
+#include "values/convert.h"
 #include <math.h>
 
 enum { BLOCK = UM_BLOCK_VALUES, N_BLOCKS = 20000, N_VALUES = N_BLOCKS * BLOCK };

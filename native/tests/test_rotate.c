@@ -1,6 +1,6 @@
 /* Rotation: every code against the Hadamard matrix, and against each other bit by bit. */
-#include "rotate.h"
 #include "test.h"
+#include "values/rotate.h"
 #include <math.h>
 
 enum { MOST = UM_ROTATION_MOST };

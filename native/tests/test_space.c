@@ -1,7 +1,7 @@
 /* Address space: the sizes of pages, what is reserved for a block, and the only node that has
  * memory. */
+#include "block/space.h"
 #include "blocks.h"
-#include "space.h"
 
 TEST(page_sizes) {
     CHECK_EQ(page, sysconf(_SC_PAGESIZE));

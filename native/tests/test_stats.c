@@ -1,5 +1,5 @@
 /* The ledger and the counters. */
-#include "stats.h"
+#include "base/stats.h"
 #include "test.h"
 
 static um_ledger_row row_of(um_category category) {

@@ -1,5 +1,5 @@
 /* Status names, and that every failure fills the whole um_error. */
-#include "status.h"
+#include "base/status.h"
 #include "test.h"
 
 TEST(names) {

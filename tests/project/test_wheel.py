@@ -117,7 +117,7 @@ def test_the_sdist_has_the_sources_and_no_records(tmp_path: Path) -> None:
     assert sdist.stat().st_size <= MOST_SDIST_BYTES
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"PKG-INFO", "CMakeLists.txt", "native/src/kv.c", "src/unimem/kv/cache.pyx"} < names
+    assert {"PKG-INFO", "CMakeLists.txt", "native/src/kv/kv.c", "src/unimem/kv/cache.pyx"} < names
     assert {MODEL, "tests/project/test_wheel.py"} < names
     assert [
         name for name in names if "corpus/" in name or name.endswith((".svg", ".so", ".so.0"))

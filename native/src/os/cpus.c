@@ -1,0 +1,55 @@
+/* The CPU that each thread runs on. */
+#include "os/cpus.h"
+
+#include "base/status.h"
+#include "os/os.h"
+
+#include <stdint.h>
+#include <string.h>
+
+enum { MASK_WORDS = UM_MAX_CPUS / 64 };
+
+um_status um_cpus_init(um_cpus *out, unsigned n_threads, const int *chosen, um_error *err) {
+    if (n_threads == 0) {
+        return um_fail(err, UM_E_INVALID, "n_threads");
+    }
+    n_threads = n_threads < UM_MAX_THREADS ? n_threads : UM_MAX_THREADS;
+    for (unsigned i = 0; chosen != NULL && i < n_threads; i++) {
+        if (chosen[i] >= UM_MAX_CPUS) {
+            return um_fail(err, UM_E_INVALID, "cpus: a number above 8191");
+        }
+    }
+    *out = (um_cpus){.n_threads = n_threads, .chosen = chosen};
+    return UM_OK;
+}
+
+void um_cpus_allow(um_cpus *cpus) {
+    if (cpus->chosen == NULL && um_os_get_affinity(cpus->allowed, sizeof cpus->allowed) != 0) {
+        memset(cpus->allowed, 0, sizeof cpus->allowed);
+    }
+}
+
+int um_cpus_at(const um_cpus *cpus, unsigned i) {
+    if (cpus->chosen != NULL) {
+        return cpus->chosen[i];
+    }
+    unsigned n_cpus = 0;
+    for (unsigned word = 0; word < MASK_WORDS; word++) {
+        n_cpus += (unsigned)__builtin_popcountll(cpus->allowed[word]);
+    }
+    i = n_cpus == 0 ? 0 : i % n_cpus;
+    for (int cpu = 0; n_cpus != 0 && cpu < UM_MAX_CPUS; cpu++) {
+        if ((cpus->allowed[cpu / 64] >> (cpu % 64) & 1) != 0 && i-- == 0) {
+            return cpu;
+        }
+    }
+    return -1;
+}
+
+void um_cpus_pin(int cpu) {
+    if (cpu >= 0) {
+        uint64_t mask[MASK_WORDS] = {0};
+        mask[cpu / 64] |= UINT64_C(1) << (cpu % 64);
+        um_os_set_affinity(mask, sizeof mask);
+    }
+}

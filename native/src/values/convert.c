@@ -1,0 +1,615 @@
+/* Conversions between float32, float16, bfloat16 and ggml's quantized types, with the instructions
+ * that the CPU has; those of fewer than eight bits are in quants.c. All codes round to nearest even
+ * and give the same bits. A NaN that becomes a float16 or bfloat16 is made quiet, and keeps its
+ * sign and the upper bits of its payload, as F16C does. q8_0 is as ggml's quantize_row_q8_0_ref
+ * makes it on x86. */
+#include "values/convert.h"
+
+#include "base/status.h"
+#include "os/cpu_features.h"
+#include "values/floats.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <fenv.h>
+#endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+static const float Q8_0_MAX = 127;
+
+/* ---- scalar ---- */
+
+static void f16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        out[i] = f16_of_f32(in[i]);
+    }
+}
+
+static void f32_of_f16_scalar(float *out, const uint16_t *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        out[i] = f32_of_f16(in[i]);
+    }
+}
+
+static void bf16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t bits = bits_of(in[i]);
+        /* Rounding may carry into the exponent, and into infinity, as it should. */
+        uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        bool is_nan = (bits & F32_MAGNITUDE) > F32_INFINITY;
+        out[i] = (uint16_t)(is_nan ? bits >> 16 | 0x40 : rounded);
+    }
+}
+
+static void f32_of_bf16_scalar(float *out, const uint16_t *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        out[i] = float_of((uint32_t)in[i] << 16);
+    }
+}
+
+/* Returns the low byte of x as an integer, with a half rounded away from zero; 0 if x is a NaN or
+ * does not fit into 32 bits. x86 gives this 0 for the reference's cast, whose result C leaves
+ * open. */
+static int8_t q8_of(float x) {
+    if (!(x > -0x1p31f && x < 0x1p31f)) {
+        return 0;
+    }
+    int32_t whole = (int32_t)x;
+    float rest = x - (float)whole; /* exact */
+    whole += (rest >= 0.5f) - (rest <= -0.5f);
+    return (int8_t)(uint8_t)(uint32_t)whole;
+}
+
+static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
+    float amax = 0;
+    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+        /* Like the reference, this forgets what came before a NaN, and a NaN that is not the last
+         * value. */
+        float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
+        amax = amax > magnitude ? amax : magnitude;
+    }
+    float d = amax / Q8_0_MAX, id = reciprocal(d);
+    out->d = bits_of(amax) > F32_INFINITY ? 0x7e00 : f16_of_f32(d);
+    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+        out->qs[i] = q8_of(in[i] * id);
+    }
+}
+
+static void q8_0_of_f32_scalar(um_q8_0 *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++) {
+        q8_0_of_f32_block(out + i, in + i * UM_BLOCK_VALUES);
+    }
+}
+
+static void f32_of_q8_0_scalar(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        const um_q8_0 *block = in + i / UM_BLOCK_VALUES;
+        out[i] = f32_of_f16(block->d) * (float)block->qs[i % UM_BLOCK_VALUES];
+    }
+}
+
+static const um_convert_code scalar = {
+    "scalar",           f16_of_f32_scalar,  f32_of_f16_scalar,  bf16_of_f32_scalar,
+    f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar, um_quants_scalar,
+};
+
+#if defined(__x86_64__)
+
+/* ---- AVX2 and F16C ---- */
+
+#define AVX2 __attribute__((target("avx2,f16c")))
+
+AVX2 static void f16_of_f32_avx2(uint16_t *out, const float *in, size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((__m128i *)(void *)(out + i), half);
+    }
+    f16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+AVX2 static void f32_of_f16_avx2(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
+    }
+    f32_of_f16_scalar(out + i, in + i, n - i);
+}
+
+/* Eight bfloat16, each in 32 bits. */
+AVX2 static inline __m256i bf16_of_f32_x8(const float *in) {
+    __m256i bits = _mm256_loadu_si256((const __m256i *)(const void *)in);
+    __m256i high = _mm256_srli_epi32(bits, 16);
+    __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_srli_epi32(
+        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32((int)F32_MAGNITUDE));
+    __m256i is_nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32((int)F32_INFINITY));
+    return _mm256_blendv_epi8(rounded, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), is_nan);
+}
+
+AVX2 static void bf16_of_f32_avx2(uint16_t *out, const float *in, size_t n) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        /* Packing works in halves of 128 bits, so the quarters are put into order afterwards. */
+        __m256i mixed = _mm256_packus_epi32(bf16_of_f32_x8(in + i), bf16_of_f32_x8(in + i + 8));
+        __m256i packed = _mm256_permute4x64_epi64(mixed, _MM_SHUFFLE(3, 1, 2, 0));
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), packed);
+    }
+    bf16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+AVX2 static void f32_of_bf16_avx2(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
+        __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16);
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), bits);
+    }
+    f32_of_bf16_scalar(out + i, in + i, n - i);
+}
+
+AVX2 static inline uint32_t max_of_x8(__m256i values) {
+    __m128i max =
+        _mm_max_epu32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
+    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, _MM_SHUFFLE(1, 0, 3, 2)));
+    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, _MM_SHUFFLE(2, 3, 0, 1)));
+    return (uint32_t)_mm_cvtsi128_si32(max);
+}
+
+/* Rounds a half away from zero: adds the largest float below 0.5 and cuts off the rest, which is
+ * right for all floats up to 127. Product and sum are rounded one after the other, as in the
+ * reference: CMakeLists.txt forbids the compiler to fuse them. */
+AVX2 static inline __m256i q8_of_x8(__m256 value, __m256 id) {
+    __m256 x = _mm256_mul_ps(value, id), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
+    __m256 almost_half = _mm256_or_ps(sign, _mm256_set1_ps(0x0.ffffffp-1f));
+    return _mm256_cvttps_epi32(_mm256_add_ps(x, almost_half));
+}
+
+AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
+    const __m256i magnitude = _mm256_set1_epi32((int)F32_MAGNITUDE);
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
+        __m256 values[4];
+        __m256i max = _mm256_setzero_si256();
+        for (size_t j = 0; j < 4; j++) {
+            values[j] = _mm256_loadu_ps(in + 8 * j);
+            max =
+                _mm256_max_epu32(max, _mm256_and_si256(_mm256_castps_si256(values[j]), magnitude));
+        }
+        uint32_t amax = max_of_x8(max);
+        if (!is_usual_amax(amax)) {
+            q8_0_of_f32_block(out + i, in);
+            continue;
+        }
+        float d = float_of(amax) / Q8_0_MAX;
+        __m256 id = _mm256_set1_ps(reciprocal(d));
+        out[i].d = f16_of_f32(d);
+        __m256i low = _mm256_packs_epi32(q8_of_x8(values[0], id), q8_of_x8(values[1], id));
+        __m256i high = _mm256_packs_epi32(q8_of_x8(values[2], id), q8_of_x8(values[3], id));
+        __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+        _mm256_storeu_si256((__m256i *)(void *)out[i].qs, packed);
+    }
+}
+
+AVX2 static void f32_of_q8_0_avx2(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
+        __m256 d = _mm256_set1_ps(_cvtsh_ss(in[i].d));
+        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 8) {
+            __m128i qs = _mm_loadl_epi64((const __m128i *)(const void *)(in[i].qs + j));
+            _mm256_storeu_ps(out + j,
+                             _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(qs))));
+        }
+    }
+}
+
+static const um_convert_code avx2 = {
+    "avx2",           f16_of_f32_avx2,  f32_of_f16_avx2,  bf16_of_f32_avx2,
+    f32_of_bf16_avx2, q8_0_of_f32_avx2, f32_of_q8_0_avx2, um_quants_avx2,
+};
+
+/* ---- AVX-512 ---- */
+
+/* The instruction of AVX512_BF16 is not used: it takes denormals for zero. Some intrinsics are used
+ * in their masked forms, since the others warn of a sign conversion in GCC's own header when not
+ * optimised. */
+
+#define AVX512 __attribute__((target("avx512f,f16c")))
+enum { ALL_16 = 0xffff };
+
+AVX512 static void f16_of_f32_avx512(uint16_t *out, const float *in, size_t n) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m256i half =
+            _mm512_maskz_cvtps_ph(ALL_16, _mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), half);
+    }
+    f16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+AVX512 static void f32_of_f16_avx512(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(in + i));
+        _mm512_storeu_ps(out + i, _mm512_cvtph_ps(half));
+    }
+    f32_of_f16_scalar(out + i, in + i, n - i);
+}
+
+AVX512 static void bf16_of_f32_avx512(uint16_t *out, const float *in, size_t n) {
+    const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
+    const __m512i infinity = _mm512_set1_epi32((int)F32_INFINITY);
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512i bits = _mm512_loadu_si512(in + i), high = _mm512_srli_epi32(bits, 16);
+        __m512i odd = _mm512_and_epi32(high, _mm512_set1_epi32(1));
+        __m512i rounded = _mm512_srli_epi32(
+            _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+        __mmask16 is_nan = _mm512_cmpgt_epi32_mask(_mm512_and_epi32(bits, magnitude), infinity);
+        __m512i value = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
+        _mm256_storeu_si256((__m256i *)(void *)(out + i), _mm512_cvtepi32_epi16(value));
+    }
+    bf16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+AVX512 static void f32_of_bf16_avx512(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(in + i));
+        _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+    }
+    f32_of_bf16_scalar(out + i, in + i, n - i);
+}
+
+/* As q8_of_x8. */
+AVX512 static inline __m128i q8_of_x16(__m512 value, __m512 id) {
+    __m512 x = _mm512_mul_ps(value, id);
+    __m512i sign = _mm512_and_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
+    __m512i almost_half = _mm512_or_epi32(sign, _mm512_set1_epi32(0x3effffff));
+    return _mm512_cvtepi32_epi8(
+        _mm512_cvttps_epi32(_mm512_add_ps(x, _mm512_castsi512_ps(almost_half))));
+}
+
+AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
+    const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
+        __m512 low = _mm512_loadu_ps(in), high = _mm512_loadu_ps(in + 16);
+        __m512i max = _mm512_max_epu32(_mm512_and_epi32(_mm512_castps_si512(low), magnitude),
+                                       _mm512_and_epi32(_mm512_castps_si512(high), magnitude));
+        uint32_t amax = _mm512_reduce_max_epu32(max);
+        if (!is_usual_amax(amax)) {
+            q8_0_of_f32_block(out + i, in);
+            continue;
+        }
+        float d = float_of(amax) / Q8_0_MAX;
+        __m512 id = _mm512_set1_ps(reciprocal(d));
+        out[i].d = f16_of_f32(d);
+        _mm_storeu_si128((__m128i *)(void *)out[i].qs, q8_of_x16(low, id));
+        _mm_storeu_si128((__m128i *)(void *)(out[i].qs + 16), q8_of_x16(high, id));
+    }
+}
+
+AVX512 static void f32_of_q8_0_avx512(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
+        __m512 d = _mm512_set1_ps(_cvtsh_ss(in[i].d));
+        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 16) {
+            __m128i qs = _mm_loadu_si128((const __m128i *)(const void *)(in[i].qs + j));
+            _mm512_storeu_ps(out + j,
+                             _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(qs))));
+        }
+    }
+}
+
+static const um_convert_code avx512 = {
+    "avx512",           f16_of_f32_avx512,  f32_of_f16_avx512,  bf16_of_f32_avx512,
+    f32_of_bf16_avx512, q8_0_of_f32_avx512, f32_of_q8_0_avx512, um_quants_avx512,
+};
+
+#elif defined(__aarch64__)
+
+/* ---- NEON ---- */
+
+static void f16_of_f32_neon(uint16_t *out, const float *in, size_t n) {
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        vst1_u16(out + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(in + i))));
+    }
+    f16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+static void f32_of_f16_neon(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        vst1q_f32(out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(in + i))));
+    }
+    f32_of_f16_scalar(out + i, in + i, n - i);
+}
+
+static void bf16_of_f32_neon(uint16_t *out, const float *in, size_t n) {
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        uint32x4_t bits = vreinterpretq_u32_f32(vld1q_f32(in + i)), high = vshrq_n_u32(bits, 16);
+        uint32x4_t odd = vandq_u32(high, vdupq_n_u32(1));
+        uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+        uint32x4_t magnitude = vandq_u32(bits, vdupq_n_u32(F32_MAGNITUDE));
+        uint32x4_t is_nan = vcgtq_u32(magnitude, vdupq_n_u32(F32_INFINITY));
+        uint32x4_t value = vbslq_u32(is_nan, vorrq_u32(high, vdupq_n_u32(0x40)), rounded);
+        vst1_u16(out + i, vmovn_u32(value));
+    }
+    bf16_of_f32_scalar(out + i, in + i, n - i);
+}
+
+static void f32_of_bf16_neon(float *out, const uint16_t *in, size_t n) {
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        vst1q_f32(out + i, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(in + i), 16)));
+    }
+    f32_of_bf16_scalar(out + i, in + i, n - i);
+}
+
+/* Converts eight values. vcvtaq rounds a half away from zero. */
+static inline int8x8_t q8_of_x8(float32x4_t low, float32x4_t high, float id) {
+    int16x4_t narrow_low = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(low, id)));
+    int16x4_t narrow_high = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(high, id)));
+    return vmovn_s16(vcombine_s16(narrow_low, narrow_high));
+}
+
+static void q8_0_of_f32_neon(um_q8_0 *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
+        float32x4_t values[8];
+        uint32x4_t max = vdupq_n_u32(0);
+        for (size_t j = 0; j < 8; j++) {
+            values[j] = vld1q_f32(in + 4 * j);
+            uint32x4_t bits = vreinterpretq_u32_f32(values[j]);
+            max = vmaxq_u32(max, vandq_u32(bits, vdupq_n_u32(F32_MAGNITUDE)));
+        }
+        uint32_t amax = vmaxvq_u32(max);
+        if (!is_usual_amax(amax)) {
+            q8_0_of_f32_block(out + i, in);
+            continue;
+        }
+        float d = float_of(amax) / Q8_0_MAX, id = reciprocal(d);
+        out[i].d = f16_of_f32(d);
+        for (size_t j = 0; j < 8; j += 2) {
+            vst1_s8(out[i].qs + 4 * j, q8_of_x8(values[j], values[j + 1], id));
+        }
+    }
+}
+
+static void f32_of_q8_0_neon(float *out, const um_q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
+        float d = f32_of_f16(in[i].d);
+        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 8) {
+            int16x8_t qs = vmovl_s8(vld1_s8(in[i].qs + j));
+            float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(qs)));
+            float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(qs)));
+            vst1q_f32(out + j, vmulq_n_f32(low, d));
+            vst1q_f32(out + j + 4, vmulq_n_f32(high, d));
+        }
+    }
+}
+
+static const um_convert_code neon = {
+    "neon",           f16_of_f32_neon,  f32_of_f16_neon,  bf16_of_f32_neon,
+    f32_of_bf16_neon, q8_0_of_f32_neon, f32_of_q8_0_neon, um_quants_neon,
+};
+
+#endif
+
+/* ---- which code ---- */
+
+const um_convert_code *um_convert_code_at(size_t i) {
+    const um_convert_code *codes[4] = {&scalar};
+    size_t n = 1;
+#if defined(__x86_64__)
+    if (um_cpu_has(UM_F16C | UM_AVX2)) {
+        codes[n++] = &avx2;
+    }
+    if (um_cpu_has(UM_F16C | UM_AVX512F)) {
+        codes[n++] = &avx512;
+    }
+#elif defined(__aarch64__)
+    codes[n++] = &neon;
+#endif
+    return i < n ? codes[i] : NULL;
+}
+
+static const um_convert_code *best_code(void) {
+    /* Two threads that look for it at the same time find the same code. */
+    static const um_convert_code *_Atomic found;
+    const um_convert_code *code = atomic_load_explicit(&found, memory_order_relaxed);
+    if (code == NULL) {
+        for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
+            code = um_convert_code_at(i);
+        }
+        atomic_store_explicit(&found, code, memory_order_relaxed);
+    }
+    return code;
+}
+
+const char *um_convert_isa(void) {
+    return best_code()->isa;
+}
+
+/* ---- the floating-point mode of the thread ---- */
+
+/* A thread can be in a mode that takes denormals for zero, or rounds in another direction. On x86
+ * this changes what is quantized, and the sum by which q4_1 and q5_1 are read: the other
+ * conversions are integer arithmetic, exact, or instructions that name their rounding. Elsewhere it
+ * changes float16, too. The codes are called through pointers, so that no compiler moves arithmetic
+ * past a change of the mode. */
+
+static inline bool is_quantized(um_dtype type) {
+    return (unsigned)type >= UM_Q8_0;
+}
+
+static inline bool is_read_by_a_sum(um_dtype type) {
+    return type == UM_Q4_1 || type == UM_Q5_1;
+}
+
+#if defined(__x86_64__)
+
+enum { MXCSR_DEFAULT = 0x1f80, MXCSR_FLAGS = 0x3f };
+typedef unsigned fp_mode;
+
+static fp_mode enter_default_mode(void) {
+    fp_mode mode = _mm_getcsr();
+    if ((mode & ~(unsigned)MXCSR_FLAGS) != MXCSR_DEFAULT) {
+        _mm_setcsr(MXCSR_DEFAULT);
+    }
+    return mode;
+}
+
+static void leave_default_mode(fp_mode mode) {
+    if ((mode & ~(unsigned)MXCSR_FLAGS) != MXCSR_DEFAULT) {
+        _mm_setcsr(mode);
+    }
+}
+
+static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
+    return is_quantized(out_type) || is_read_by_a_sum(in_type);
+}
+
+#else
+
+typedef fenv_t fp_mode;
+
+static fp_mode enter_default_mode(void) {
+    fp_mode mode;
+    fegetenv(&mode);
+    fesetenv(FE_DFL_ENV);
+    return mode;
+}
+
+static void leave_default_mode(fp_mode mode) {
+    fesetenv(&mode);
+}
+
+static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
+    return is_quantized(out_type) || is_read_by_a_sum(in_type) || out_type == UM_F16;
+}
+
+#endif
+
+/* ---- any to any ---- */
+
+static const um_dtype_info TYPES[UM_DTYPE_COUNT] = {
+    [UM_F32] = {"f32", 1, sizeof(float), 0},
+    [UM_F16] = {"f16", 1, sizeof(uint16_t), 1},
+    [UM_BF16] = {"bf16", 1, sizeof(uint16_t), 30},
+    [UM_Q8_0] = {"q8_0", UM_BLOCK_VALUES, sizeof(um_q8_0), 8},
+    [UM_Q4_0] = {"q4_0", UM_BLOCK_VALUES, sizeof(um_q4_0), 2},
+    [UM_Q4_1] = {"q4_1", UM_BLOCK_VALUES, sizeof(um_q4_1), 3},
+    [UM_Q5_0] = {"q5_0", UM_BLOCK_VALUES, sizeof(um_q5_0), 6},
+    [UM_Q5_1] = {"q5_1", UM_BLOCK_VALUES, sizeof(um_q5_1), 7},
+    [UM_IQ4_NL] = {"iq4_nl", UM_BLOCK_VALUES, sizeof(um_q4_0), 20},
+};
+
+/* Returns the bytes of n values. pre: n is whole blocks. */
+static inline size_t bytes_of(um_dtype type, size_t n) {
+    return (is_quantized(type) ? n / UM_BLOCK_VALUES : n) * TYPES[type].block_bytes;
+}
+
+const um_dtype_info *um_dtype_describe(um_dtype type) {
+    return (unsigned)type < UM_DTYPE_COUNT ? &TYPES[type] : NULL;
+}
+
+size_t um_dtype_block_values(um_dtype type) {
+    return (unsigned)type < UM_DTYPE_COUNT ? TYPES[type].block_values : 0;
+}
+
+size_t um_dtype_block_bytes(um_dtype type) {
+    return (unsigned)type < UM_DTYPE_COUNT ? TYPES[type].block_bytes : 0;
+}
+
+static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, const float *in,
+                   size_t n) {
+    if (out_type == UM_F16) {
+        code->f16_of_f32(out, in, n);
+    } else if (out_type == UM_BF16) {
+        code->bf16_of_f32(out, in, n);
+    } else if (out_type == UM_Q8_0) {
+        code->q8_0_of_f32(out, in, n);
+    } else {
+        code->quants[out_type - UM_Q4_0].of_f32(out, in, n);
+    }
+}
+
+static void to_f32(const um_convert_code *code, float *out, const void *in, um_dtype in_type,
+                   size_t n) {
+    if (in_type == UM_F16) {
+        code->f32_of_f16(out, in, n);
+    } else if (in_type == UM_BF16) {
+        code->f32_of_bf16(out, in, n);
+    } else if (in_type == UM_Q8_0) {
+        code->f32_of_q8_0(out, in, n);
+    } else {
+        code->quants[in_type - UM_Q4_0].to_f32(out, in, n);
+    }
+}
+
+static void convert(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+                    um_dtype in_type, size_t n) {
+    if (in_type == UM_F32) {
+        of_f32(code, out, out_type, in, n);
+    } else if (out_type == UM_F32) {
+        to_f32(code, out, in, in_type, n);
+    } else {
+        /* Goes through float32, which holds the values of all other types exactly, but for those
+         * of q4_1 and q5_1, which are rounded sums in float32 anyway. */
+        enum { PIECE = 1024 };
+        float piece[PIECE];
+        for (size_t done = 0; done < n; done += PIECE) {
+            size_t part = n - done < PIECE ? n - done : PIECE;
+            to_f32(code, piece, (const unsigned char *)in + bytes_of(in_type, done), in_type, part);
+            of_f32(code, (unsigned char *)out + bytes_of(out_type, done), out_type, piece, part);
+        }
+    }
+}
+
+/* pre: as um_convert_values. */
+static void convert_in_default_mode(const um_convert_code *code, void *out, um_dtype out_type,
+                                    const void *in, um_dtype in_type, size_t n) {
+    if (n == 0) {
+        return; /* the pointers may be NULL */
+    }
+    if (out_type == in_type) {
+        memcpy(out, in, bytes_of(out_type, n));
+    } else if (depends_on_mode(out_type, in_type)) {
+        fp_mode mode = enter_default_mode();
+        convert(code, out, out_type, in, in_type, n);
+        leave_default_mode(mode);
+    } else {
+        convert(code, out, out_type, in, in_type, n);
+    }
+}
+
+void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n) {
+    convert_in_default_mode(best_code(), out, out_type, in, in_type, n);
+}
+
+um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+                        um_dtype in_type, size_t n, um_error *err) {
+    if (um_dtype_describe(out_type) == NULL || um_dtype_describe(in_type) == NULL) {
+        return um_fail(err, UM_E_INVALID, "type");
+    }
+    if (n % UM_BLOCK_VALUES != 0 && (is_quantized(out_type) || is_quantized(in_type))) {
+        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
+    }
+    convert_in_default_mode(code, out, out_type, in, in_type, n);
+    return UM_OK;
+}
+
+um_status um_convert(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n,
+                     um_error *err) {
+    return um_convert_by(best_code(), out, out_type, in, in_type, n, err);
+}
