@@ -24,10 +24,10 @@ typedef struct part {
 } part;
 
 static void touch(part *own) {
-    uint64_t began = um_sys_cpu_ns();
+    uint64_t began = um__sys_cpu_ns();
     for (size_t done = 0; done < own->nbytes;) {
         size_t left = own->nbytes - done, step = left < STEP_BYTES ? left : STEP_BYTES;
-        if (um_sys_advise(own->at + done, step, MADV_POPULATE_WRITE) != 0) {
+        if (um__sys_advise(own->at + done, step, MADV_POPULATE_WRITE) != 0) {
             if (errno == EINTR || errno == EAGAIN) {
                 continue;
             }
@@ -35,14 +35,14 @@ static void touch(part *own) {
         }
         done += step;
         uint64_t most = PATIENCE_NS + STEP_NS * (done / STEP_BYTES);
-        if (own->huge && !own->stalled && done < own->nbytes && um_sys_cpu_ns() - began > most) {
+        if (own->huge && !own->stalled && done < own->nbytes && um__sys_cpu_ns() - began > most) {
             own->stalled = true;
-            um_sys_advise(own->at + done, own->nbytes - done, MADV_NOHUGEPAGE);
+            um__sys_advise(own->at + done, own->nbytes - done, MADV_NOHUGEPAGE);
         }
     }
     if (own->stalled) {
         /* The kernel may join the small pages when it has time (khugepaged). */
-        um_sys_advise(own->at, own->nbytes, MADV_HUGEPAGE);
+        um__sys_advise(own->at, own->nbytes, MADV_HUGEPAGE);
     }
 }
 
@@ -69,7 +69,7 @@ static int next_cpu(const cpu_set_t *allowed, int cpu) {
     return -1;
 }
 
-bool um_prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
+bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
     size_t most = nbytes / SHARE_BYTES;
     size_t n = n_threads < most ? n_threads : most;
     n = n > MOST_THREADS ? MOST_THREADS : n;

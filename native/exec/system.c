@@ -19,28 +19,28 @@ static void *pointer_of(long result) {
     return result == -1 ? NULL : (void *)result; // NOLINT: the kernel's answer is an address
 }
 
-void *um_sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
+void *um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
     return pointer_of(syscall(SYS_mmap, at, nbytes, protection, flags, fd, offset));
 }
 
-int um_sys_unmap(void *at, size_t nbytes) {
+int um__sys_unmap(void *at, size_t nbytes) {
     return (int)syscall(SYS_munmap, at, nbytes);
 }
 
-void *um_sys_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
+void *um__sys_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
     return pointer_of(syscall(SYS_mremap, at, nbytes, new_nbytes, flags, new_at));
 }
 
-int um_sys_advise(void *at, size_t nbytes, int advice) {
+int um__sys_advise(void *at, size_t nbytes, int advice) {
     return (int)syscall(SYS_madvise, at, nbytes, advice);
 }
 
-int um_sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
+int um__sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
     /* The kernel reads one bit less than it is told. */
     return (int)syscall(SYS_mbind, at, nbytes, mode, nodes, 16 * 64 + 1UL, 0);
 }
 
-int um_sys_lock(void *at, size_t nbytes) {
+int um__sys_lock(void *at, size_t nbytes) {
     return (int)syscall(SYS_mlock2, at, nbytes, MLOCK_ONFAULT);
 }
 
@@ -56,7 +56,7 @@ static int raise_number(int fd) {
     return high;
 }
 
-int um_sys_share(void *at, size_t nbytes, const char *name) {
+int um__sys_share(void *at, size_t nbytes, const char *name) {
     unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
     long fd = syscall(SYS_memfd_create, name, flags | MFD_NOEXEC_SEAL);
     if (fd < 0 && errno == EINVAL) { /* before Linux 6.3 */
@@ -66,7 +66,7 @@ int um_sys_share(void *at, size_t nbytes, const char *name) {
         return -1;
     }
     if (syscall(SYS_ftruncate, fd, nbytes) != 0 ||
-        um_sys_map(at, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, (int)fd, 0) ==
+        um__sys_map(at, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, (int)fd, 0) ==
             NULL) {
         syscall(SYS_close, fd);
         return -1;
@@ -77,17 +77,17 @@ int um_sys_share(void *at, size_t nbytes, const char *name) {
     return raise_number((int)fd);
 }
 
-uint64_t um_sys_cpu_ns(void) {
+uint64_t um__sys_cpu_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
 }
 
-int um_sys_pid(void) {
+int um__sys_pid(void) {
     return (int)syscall(SYS_getpid);
 }
 
-uint64_t um_sys_started(void) {
+uint64_t um__sys_started(void) {
     char text[1024];
     long fd = syscall(SYS_openat, AT_FDCWD, "/proc/self/stat", O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
@@ -107,7 +107,7 @@ uint64_t um_sys_started(void) {
     return at == NULL ? 0 : strtoull(at, NULL, 10);
 }
 
-int um_sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge) {
+int um__sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge) {
     um__page_run runs[64];
     uintptr_t start = (uintptr_t)at, end = start + nbytes;
     long fd = syscall(SYS_openat, AT_FDCWD, "/proc/self/pagemap", O_RDONLY | O_CLOEXEC);

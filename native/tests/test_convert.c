@@ -77,7 +77,7 @@ static float value_of(const format *f, uint16_t code) {
     return (float)(code & 0x8000 ? -value : value);
 }
 
-static void quantize(um_q8_0 *out, const float *in) {
+static void quantize(um__q8_0 *out, const float *in) {
     float amax = 0;
     for (int i = 0; i < BLOCK; i++) {
         amax = amax > fabsf(in[i]) ? amax : fabsf(in[i]);
@@ -134,7 +134,7 @@ TEST(references) {
     CHECK_EQ(nearest(bf16, float_of(0x7f800001)), 0x7fc0);
     float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
     const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
-    um_q8_0 block;
+    um__q8_0 block;
     quantize(&block, in);
     CHECK(block.d == 0x3c00);
     CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
@@ -142,7 +142,7 @@ TEST(references) {
 
 /* What is under test: one code in one mode. */
 typedef struct way {
-    const um_convert_code *code;
+    const um__convert_code *code;
     fp_mode mode;
 } way;
 
@@ -150,7 +150,7 @@ static void convert(const way *w, void *out, um_dtype out_type, const void *in, 
                     size_t n) {
     test_err_pattern(&test_err);
     set_mode(w->mode.word);
-    um_status status = um_convert_by(w->code, out, out_type, in, in_type, n, &test_err);
+    um_status status = um__convert_by(w->code, out, out_type, in, in_type, n, &test_err);
     uint64_t mode = get_mode();
     set_mode(modes[0].word);
     CHECK_EQ(mode, w->mode.word);
@@ -259,7 +259,7 @@ static void check_narrowing(const way *w) {
 
 enum { N_BLOCKS = 40000 };
 static float *rows;
-static um_q8_0 *quantized;
+static um__q8_0 *quantized;
 
 /* Random values below 2^exponent, of either sign. */
 static void random_block(float *out, uint64_t *seed, int exponent) {
@@ -339,7 +339,7 @@ static void make_rows(void) {
 }
 
 static void check_quantizing(const way *w) {
-    AUTO_FREE um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
+    AUTO_FREE um__q8_0 *out = allocate(N_BLOCKS * sizeof *out);
     memset(out, 0xA5, N_BLOCKS * sizeof *out);
     convert(w, out, UM_Q8_0, rows, UM_F32, (size_t)N_BLOCKS * BLOCK);
     check_same(w, "q8_0", out, quantized, N_BLOCKS, sizeof *out);
@@ -349,7 +349,7 @@ static void check_quantizing(const way *w) {
 static void check_dequantizing(const way *w) {
     enum { PER_SCALE = 256 / BLOCK };
     size_t n_blocks = (size_t)N_NARROW * PER_SCALE, n = n_blocks * BLOCK;
-    AUTO_FREE um_q8_0 *in = allocate(n_blocks * sizeof *in);
+    AUTO_FREE um__q8_0 *in = allocate(n_blocks * sizeof *in);
     AUTO_FREE float *out = allocate(n * sizeof *out);
     for (size_t i = 0; i < n; i++) {
         in[i / BLOCK].d = (uint16_t)(i / 256);
@@ -377,7 +377,7 @@ static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
         values[i] = (float)(int64_t)test_random(seed) * 0x1p-60f;
     }
     void *out = allocate(bytes_of(type, n));
-    CHECK_OK(um_convert_by(um_convert_code_at(0), out, type, values, UM_F32, n, &test_err));
+    CHECK_OK(um__convert_by(um__convert_code_at(0), out, type, values, UM_F32, n, &test_err));
     return out;
 }
 
@@ -392,14 +392,14 @@ static void check_pairs(const way *w) {
                 AUTO_FREE void *in = usual_values(from, n, &seed);
                 AUTO_FREE float *wide = allocate(n * sizeof *wide);
                 AUTO_FREE unsigned char *out = allocate(out_bytes), *want = allocate(out_bytes);
-                const um_convert_code *plain = um_convert_code_at(0);
+                const um__convert_code *plain = um__convert_code_at(0);
                 memset(out, 0xA5, out_bytes);
                 convert(w, out, to, in, from, n);
                 if (from == to) {
                     memcpy(want, in, out_bytes);
                 } else {
-                    CHECK_OK(um_convert_by(plain, wide, UM_F32, in, from, n, &test_err));
-                    CHECK_OK(um_convert_by(plain, want, to, wide, UM_F32, n, &test_err));
+                    CHECK_OK(um__convert_by(plain, wide, UM_F32, in, from, n, &test_err));
+                    CHECK_OK(um__convert_by(plain, want, to, wide, UM_F32, n, &test_err));
                 }
                 check_same(w, "a pair", out, want, out_bytes, 1);
             }
@@ -421,7 +421,7 @@ static void check_lengths(const way *w) {
                 AUTO_FREE void *in = usual_values(from, n, &seed);
                 size_t in_bytes = bytes_of(from, n), out_bytes = bytes_of(to, n);
                 AUTO_FREE unsigned char *want = allocate(out_bytes);
-                CHECK_OK(um_convert_by(um_convert_code_at(0), want, to, in, from, n, &test_err));
+                CHECK_OK(um__convert_by(um__convert_code_at(0), want, to, in, from, n, &test_err));
                 for (size_t shift = 0; shift < MAX_SHIFT; shift++) {
                     size_t before = shift * out_align;
                     AUTO_FREE unsigned char *source = allocate(shift * in_align + in_bytes);
@@ -459,7 +459,7 @@ TEST(convert) {
     /* The same type is copied bit by bit, signalling NaNs included. */
     const uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001};
     const uint16_t nans[3] = {0x7f81, 0xfd55, 0x0001};
-    const um_q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}};
+    const um__q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}};
     check_convert(UM_F32, bits, UM_F32, bits, 3);
     check_convert(UM_F16, nans, UM_F16, nans, 3);
     check_convert(UM_BF16, nans, UM_BF16, nans, 3);
@@ -512,9 +512,9 @@ TEST(types) {
 TEST(every_code_in_every_mode) {
     make_inputs();
     make_rows();
-    const um_convert_code *last = NULL;
-    for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
-        last = um_convert_code_at(i);
+    const um__convert_code *last = NULL;
+    for (size_t i = 0; um__convert_code_at(i) != NULL; i++) {
+        last = um__convert_code_at(i);
         printf("%s, ", last->isa);
         for (size_t j = 0; j < N_MODES; j++) {
             way w = {last, modes[j]};
@@ -529,7 +529,7 @@ TEST(every_code_in_every_mode) {
         }
     }
     REQUIRE(last != NULL);
-    CHECK_STR(um_convert_code_at(0)->isa, "scalar");
+    CHECK_STR(um__convert_code_at(0)->isa, "scalar");
     CHECK_STR(um_convert_isa(), last->isa);
     printf("%zu floats, %d blocks: ", n_inputs, N_BLOCKS);
 }

@@ -45,7 +45,7 @@ TEST(contents) {
     fault_os_fail_nth(0, 0);
     overlay(&block, 2, copy, 1, 3);
     CHECK_EQ(fault_os_calls(), 3);
-    CHECK_EQ(fault_os_calls_of("um_os_map_file_at"), 1);
+    CHECK_EQ(fault_os_calls_of("um__os_map_file_at"), 1);
     close(copy);
     CHECK(um_block_is_committed(&block, 2 * page, 3 * page));
     CHECK(!um_block_is_committed(&block, page, page));
@@ -320,7 +320,7 @@ TEST(faults) {
     /* The range of a failed mmap is unmapped: it is reserved again. */
     fault_os_fail_nth(3, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
-    CHECK_EQ(fault_os_calls_of("um_os_reserve_at"), 1);
+    CHECK_EQ(fault_os_calls_of("um__os_reserve_at"), 1);
     /* The first run leaves a bitmap, which the next ones use. */
     CHECK(run_overlay(&l, NULL) == UM_OK);
     undo_overlay(&l);

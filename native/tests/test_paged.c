@@ -316,8 +316,8 @@ TEST(large_gather) {
     AUTO_FREE float *wide = allocate(n_values * sizeof *wide);
     CHECK_OK(um_paged_gather(&seq, 0, 0, N, wide, N * DIM * sizeof *wide, UM_F32, &test_err));
     AUTO_FREE float *expected = allocate(n_values * sizeof *expected);
-    um_convert_values((unsigned char *)expected, UM_F32, (const unsigned char *)in, UM_F16,
-                      n_values);
+    um__convert_values((unsigned char *)expected, UM_F32, (const unsigned char *)in, UM_F16,
+                       n_values);
     CHECK(memcmp(wide, expected, n_values * sizeof *wide) == 0);
 }
 

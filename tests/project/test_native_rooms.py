@@ -48,3 +48,37 @@ def test_every_folder_is_known() -> None:
 
 def test_exec_takes_only_the_numbers_of_the_kernel() -> None:
     assert {name for _, name in includes(ROOT / "native" / "exec")} == OF_EXEC
+
+
+# ---- names ----
+
+GUARDS_AND_TESTS = re.compile(r"UM_\w+_H|UM_TEST_WITH_HOOKS")
+
+
+def public_names() -> set[str]:
+    headers = "".join((ROOT / "native" / "include" / name).read_text() for name in sorted(PUBLIC))
+    return set(re.findall(r"\b[uU][mM]_\w+", headers))
+
+
+def test_internal_names_have_two_underscores() -> None:
+    public, wrong = public_names(), set()
+    for folder in ("src", "exec"):
+        for path in (ROOT / "native" / folder).rglob("*.[ch]"):
+            names = set(re.findall(r"\b(?:um|UM)_(?!_)\w+", path.read_text()))
+            wrong |= {name for name in names - public if not GUARDS_AND_TESTS.fullmatch(name)}
+    assert wrong == set()
+
+
+def test_functions_of_the_core_are_public_internal_or_static() -> None:
+    public, wrong = public_names(), []
+    defined = re.compile(
+        r"^(?!.*\bstatic |typedef|return|INLINE|else)\w[\w *]*?\b(\w+)\([^;]*\{$", re.M
+    )
+    found = 0
+    for path in sorted(SOURCES.rglob("*.c")):
+        for name in re.findall(defined, path.read_text()):
+            found += 1
+            if name not in public and not name.startswith("um__"):
+                wrong.append((path.name, name))
+    assert found > 200
+    assert [pair for pair in wrong if not pair[1].isupper()] == []

@@ -5,22 +5,22 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-static inline bool um_is_power_of_two(size_t n) {
+static inline bool um__is_power_of_two(size_t n) {
     return n != 0 && (n & (n - 1)) == 0;
 }
 
-static inline bool um_add(size_t a, size_t b, size_t *out) {
+static inline bool um__add(size_t a, size_t b, size_t *out) {
     return !__builtin_add_overflow(a, b, out);
 }
 
-static inline bool um_mul(size_t a, size_t b, size_t *out) {
+static inline bool um__mul(size_t a, size_t b, size_t *out) {
     return !__builtin_mul_overflow(a, b, out);
 }
 
 /* pre: align is a power of two. */
-static inline bool um_round_up(size_t n, size_t align, size_t *out) {
+static inline bool um__round_up(size_t n, size_t align, size_t *out) {
     size_t sum;
-    if (!um_add(n, align - 1, &sum)) {
+    if (!um__add(n, align - 1, &sum)) {
         return false;
     }
     *out = sum & ~(align - 1);

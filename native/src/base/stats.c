@@ -38,7 +38,7 @@ const char *um_category_name(um_category category) {
 
 um_status um_ledger_read(um_category category, um_ledger_row *out, um_error *err) {
     if (!is_category(category)) {
-        return um_fail(err, UM_E_INVALID, "category");
+        return um__fail(err, UM_E_INVALID, "category");
     }
     category_totals *row = &totals[category];
     *out = (um_ledger_row){.n_mappings = atomic_load(&row->n_mappings),
@@ -71,7 +71,7 @@ um_status um_marks_begin(unsigned *out, um_error *err) {
     unsigned marks;
     do {
         if (taken == UINT64_MAX) {
-            return um_fail_full(err, UM_MARKS_FULL, UM_MAX_MARKS, UM_MAX_MARKS, 1, "marks");
+            return um__fail_full(err, UM_MARKS_FULL, UM_MAX_MARKS, UM_MAX_MARKS, 1, "marks");
         }
         marks = 0;
         while (taken >> marks & 1) {
@@ -115,17 +115,17 @@ static void add_bytes(um_category category, uint64_t nbytes) {
     }
 }
 
-void um_ledger_enter(um_category category, uint64_t nbytes) {
+void um__ledger_enter(um_category category, uint64_t nbytes) {
     atomic_fetch_add(&totals[category].n_mappings, 1);
     add_bytes(category, nbytes);
 }
 
-void um_ledger_leave(um_category category, uint64_t nbytes) {
+void um__ledger_leave(um_category category, uint64_t nbytes) {
     atomic_fetch_sub(&totals[category].mapped_bytes, nbytes);
     atomic_fetch_sub(&totals[category].n_mappings, 1);
 }
 
-void um_ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nbytes) {
+void um__ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nbytes) {
     if (to_nbytes < from_nbytes) {
         atomic_fetch_sub(&totals[category].mapped_bytes, from_nbytes - to_nbytes);
     } else {
@@ -133,11 +133,11 @@ void um_ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nb
     }
 }
 
-void um_count_os_call(void) {
+void um__count_os_call(void) {
     atomic_fetch_add_explicit(&n_os_calls, 1, memory_order_relaxed);
 }
 
-void *um_heap_alloc(size_t n, size_t item_bytes) {
+void *um__heap_alloc(size_t n, size_t item_bytes) {
     void *p = calloc(n, item_bytes); /* refuses a product that overflows */
     if (p != NULL) {
         atomic_fetch_add_explicit(&n_allocations, 1, memory_order_relaxed);
@@ -146,6 +146,6 @@ void *um_heap_alloc(size_t n, size_t item_bytes) {
     return p;
 }
 
-void um_heap_free(void *p) {
+void um__heap_free(void *p) {
     free(p);
 }

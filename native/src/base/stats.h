@@ -9,14 +9,14 @@
 #include "unimem.h"
 
 /* Returns zeroed heap memory, or NULL. */
-void *um_heap_alloc(size_t n, size_t item_bytes);
-void um_heap_free(void *p);
+void *um__heap_alloc(size_t n, size_t item_bytes);
+void um__heap_free(void *p);
 
 /* Enters a mapping into its category, or strikes it off. */
-void um_ledger_enter(um_category category, uint64_t nbytes);
-void um_ledger_leave(um_category category, uint64_t nbytes);
+void um__ledger_enter(um_category category, uint64_t nbytes);
+void um__ledger_leave(um_category category, uint64_t nbytes);
 /* Changes the size of a mapping that stays. */
-void um_ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nbytes);
-void um_count_os_call(void);
+void um__ledger_resize(um_category category, uint64_t from_nbytes, uint64_t to_nbytes);
+void um__count_os_call(void);
 
 #endif

@@ -35,16 +35,16 @@ static um_status fill(um_error *err, um_error filled) {
     return filled.status;
 }
 
-um_status um_fail(um_error *err, um_status status, const char *what) {
+um_status um__fail(um_error *err, um_status status, const char *what) {
     return fill(err, (um_error){.status = status, .what = what});
 }
 
-um_status um_fail_detail(um_error *err, um_status status, um_detail detail, const char *what) {
+um_status um__fail_detail(um_error *err, um_status status, um_detail detail, const char *what) {
     return fill(err, (um_error){.status = status, .detail = detail, .what = what});
 }
 
-um_status um_fail_full(um_error *err, um_detail detail, uint64_t limit, uint64_t used,
-                       uint64_t asked, const char *what) {
+um_status um__fail_full(um_error *err, um_detail detail, uint64_t limit, uint64_t used,
+                        uint64_t asked, const char *what) {
     return fill(err, (um_error){.status = UM_E_FULL,
                                 .detail = detail,
                                 .limit = limit,
@@ -53,17 +53,17 @@ um_status um_fail_full(um_error *err, um_detail detail, uint64_t limit, uint64_t
                                 .what = what});
 }
 
-um_status um_fail_os(um_error *err, int os_errno, uint64_t asked, const char *call) {
+um_status um__fail_os(um_error *err, int os_errno, uint64_t asked, const char *call) {
     um_status status = os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS;
     return fill(err,
                 (um_error){.status = status, .os_errno = os_errno, .asked = asked, .what = call});
 }
 
-um_status um_fail_nomem(um_error *err, int os_errno, uint64_t asked, const char *call) {
+um_status um__fail_nomem(um_error *err, int os_errno, uint64_t asked, const char *call) {
     return fill(
         err, (um_error){.status = UM_E_NOMEM, .os_errno = os_errno, .asked = asked, .what = call});
 }
 
-um_status um_fail_format(um_error *err, const char *rule, uint64_t offset) {
+um_status um__fail_format(um_error *err, const char *rule, uint64_t offset) {
     return fill(err, (um_error){.status = UM_E_FORMAT, .offset = offset, .what = rule});
 }

@@ -20,12 +20,12 @@ static um_status check_numa(const um_numa *numa, um_error *err) {
         any = any || numa->nodes[i] != 0;
     }
     if ((unsigned)numa->mode > UM_NUMA_PREFERRED) {
-        return um_fail(err, UM_E_INVALID, "numa.mode");
+        return um__fail(err, UM_E_INVALID, "numa.mode");
     }
     if (any != (numa->mode != UM_NUMA_NONE)) {
-        return um_fail(err, UM_E_INVALID,
-                       any ? "numa.nodes: nodes without a mode"
-                           : "numa.nodes: a mode without nodes");
+        return um__fail(err, UM_E_INVALID,
+                        any ? "numa.nodes: nodes without a mode"
+                            : "numa.nodes: a mode without nodes");
     }
     return UM_OK;
 }
@@ -33,13 +33,13 @@ static um_status check_numa(const um_numa *numa, um_error *err) {
 /* errors: UM_E_INVALID. */
 static um_status check_options(const um_block_options *options, um_error *err) {
     if (um_category_name(options->category) == NULL) {
-        return um_fail(err, UM_E_INVALID, "category");
+        return um__fail(err, UM_E_INVALID, "category");
     }
     if ((unsigned)options->pages > UM_PAGES_1G) {
-        return um_fail(err, UM_E_INVALID, "pages");
+        return um__fail(err, UM_E_INVALID, "pages");
     }
     if ((unsigned)options->sharing > UM_SHARING_FD) {
-        return um_fail(err, UM_E_INVALID, "sharing");
+        return um__fail(err, UM_E_INVALID, "sharing");
     }
     return check_numa(&options->numa, err);
 }
@@ -47,9 +47,9 @@ static um_status check_options(const um_block_options *options, um_error *err) {
 /* Returns the page size that the options ask for. A block that will grow counts as large as it may
  * become. */
 static size_t page_asked_for(um_pages pages, size_t reserve_nbytes) {
-    size_t page = um_os_page_bytes();
-    if (um_hugetlb_shift(pages) != 0) {
-        return (size_t)1 << um_hugetlb_shift(pages);
+    size_t page = um__os_page_bytes();
+    if (um__hugetlb_shift(pages) != 0) {
+        return (size_t)1 << um__hugetlb_shift(pages);
     }
     size_t huge_page = pages == UM_PAGES_4K ? 0 : um_huge_page_bytes();
     bool huge = huge_page > page && (pages == UM_PAGES_THP || reserve_nbytes >= huge_page);
@@ -60,35 +60,35 @@ static size_t page_asked_for(um_pages pages, size_t reserve_nbytes) {
  * the place in the file agree: that holds for all images if the pieces are whole huge pages, and
  * else for few. */
 static size_t page_of_mirror(const um_block_options *options) {
-    size_t page = um_os_page_bytes();
-    if (um_hugetlb_shift(options->pages) == 0 && options->pages != UM_PAGES_THP) {
+    size_t page = um__os_page_bytes();
+    if (um__hugetlb_shift(options->pages) == 0 && options->pages != UM_PAGES_THP) {
         return page;
     }
     size_t huge_page = page_asked_for(options->pages, 0);
     bool fits =
         options->mirror_nbytes % huge_page == 0 && options->mirror_other_nbytes % huge_page == 0;
-    return fits || um_hugetlb_shift(options->pages) != 0 ? huge_page : page;
+    return fits || um__hugetlb_shift(options->pages) != 0 ? huge_page : page;
 }
 
 /* errors: UM_E_INVALID. */
 static um_status check_mirror(const um_block_options *options, size_t nbytes, size_t step,
                               um_error *err) {
     if (options->sharing != UM_SHARING_MEMFD) {
-        return um_fail(err, UM_E_INVALID, "mirror_nbytes: only a memfd can be mirrored");
+        return um__fail(err, UM_E_INVALID, "mirror_nbytes: only a memfd can be mirrored");
     }
     size_t other = options->mirror_other_nbytes, whole = options->mirror_nbytes;
     if (options->mirror_nbytes % step != 0 || other % step != 0) {
-        return um_fail(err, UM_E_INVALID, "mirror_nbytes is not a multiple of the page size");
+        return um__fail(err, UM_E_INVALID, "mirror_nbytes is not a multiple of the page size");
     }
-    if (other != 0 && (options->mirror_run == 0 || !um_add(whole, other, &whole) ||
-                       !um_mul(whole, options->mirror_run, &whole))) {
-        return um_fail(err, UM_E_INVALID, "mirror_run");
+    if (other != 0 && (options->mirror_run == 0 || !um__add(whole, other, &whole) ||
+                       !um__mul(whole, options->mirror_run, &whole))) {
+        return um__fail(err, UM_E_INVALID, "mirror_run");
     }
     if (nbytes % whole != 0) {
-        return um_fail(err, UM_E_INVALID, "nbytes is not a multiple of mirror_nbytes");
+        return um__fail(err, UM_E_INVALID, "nbytes is not a multiple of mirror_nbytes");
     }
     if (options->reserve_nbytes != 0 && options->reserve_nbytes != nbytes) {
-        return um_fail(err, UM_E_INVALID, "reserve_nbytes: mirrored memory does not grow");
+        return um__fail(err, UM_E_INVALID, "reserve_nbytes: mirrored memory does not grow");
     }
     return UM_OK;
 }
@@ -106,17 +106,17 @@ static um_status measure(const um_block_options *options, size_t nbytes, size_t 
     bool mirrored = options->mirror_nbytes != 0;
     size_t step = mirrored ? page_of_mirror(options) : page_asked_for(options->pages, reserve);
     *out = (extent){.step = step, .align = step};
-    if (nbytes == 0 || !um_round_up(nbytes, step, &out->data_nbytes)) {
-        return um_fail(err, UM_E_INVALID, "nbytes");
+    if (nbytes == 0 || !um__round_up(nbytes, step, &out->data_nbytes)) {
+        return um__fail(err, UM_E_INVALID, "nbytes");
     }
-    if (!um_round_up(reserve, step, &out->reserved_nbytes)) {
-        return um_fail(err, UM_E_INVALID, "reserve_nbytes");
+    if (!um__round_up(reserve, step, &out->reserved_nbytes)) {
+        return um__fail(err, UM_E_INVALID, "reserve_nbytes");
     }
     out->file_nbytes = out->reserved_nbytes;
     if (mirrored) {
-        UM_TRY(check_mirror(options, nbytes, step, err));
-        if (!um_mul(nbytes, 2, &out->data_nbytes)) {
-            return um_fail(err, UM_E_INVALID, "nbytes");
+        UM__TRY(check_mirror(options, nbytes, step, err));
+        if (!um__mul(nbytes, 2, &out->data_nbytes)) {
+            return um__fail(err, UM_E_INVALID, "nbytes");
         }
         out->reserved_nbytes = out->data_nbytes;
         out->align = page_asked_for(options->pages, nbytes);
@@ -126,15 +126,15 @@ static um_status measure(const um_block_options *options, size_t nbytes, size_t 
 
 um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                        um_error *err) {
-    UM_TRY(check_options(options, err));
+    UM__TRY(check_options(options, err));
     size_t reserve = options->reserve_nbytes == 0 ? nbytes : options->reserve_nbytes;
     if (reserve < nbytes) {
-        return um_fail(err, UM_E_INVALID, "reserve_nbytes is less than nbytes");
+        return um__fail(err, UM_E_INVALID, "reserve_nbytes is less than nbytes");
     }
     extent e;
-    um_space space;
-    UM_TRY(measure(options, nbytes, reserve, &e, err));
-    UM_TRY(um_space_reserve(&space, e.reserved_nbytes, e.align, 0, reserve, err));
+    um__space space;
+    UM__TRY(measure(options, nbytes, reserve, &e, err));
+    UM__TRY(um__space_reserve(&space, e.reserved_nbytes, e.align, 0, reserve, err));
     bool shared = options->sharing != UM_SHARING_NONE;
     bool apart = options->mirror_other_nbytes != 0;
     um_block block = {.base = space.data,
@@ -156,19 +156,19 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
                       .map_base = space.map_base,
                       .map_nbytes = space.map_nbytes,
                       .fd = -1};
-    um_status status = shared ? um_memfd_open(options, e.file_nbytes, &block.fd, err) : UM_OK;
+    um_status status = shared ? um__memfd_open(options, e.file_nbytes, &block.fd, err) : UM_OK;
     if (status == UM_OK) {
-        status = um_block_map_range(&block, 0, e.data_nbytes, nbytes, err);
+        status = um__block_map_range(&block, 0, e.data_nbytes, nbytes, err);
     }
     if (status != UM_OK) {
-        um_os_unmap(space.map_base, space.map_nbytes);
+        um__os_unmap(space.map_base, space.map_nbytes);
         if (block.fd >= 0) {
-            um_memfd_discard(options, block.fd);
+            um__memfd_discard(options, block.fd);
         }
         return status;
     }
     *out = block;
-    um_ledger_enter(block.category, um_block_memory_nbytes(&block));
+    um__ledger_enter(block.category, um__block_memory_nbytes(&block));
     return UM_OK;
 }
 
@@ -177,11 +177,11 @@ void um_block_forget(um_block *block) {
         return;
     }
     if (block->fd >= 0) {
-        um_os_close(block->fd);
+        um__os_close(block->fd);
     }
-    um_heap_free(block->committed);
-    um_heap_free(block->overlaid);
-    um_ledger_leave(block->category, um_block_memory_nbytes(block));
+    um__heap_free(block->committed);
+    um__heap_free(block->overlaid);
+    um__ledger_leave(block->category, um__block_memory_nbytes(block));
     *block = (um_block){0};
 }
 
@@ -189,9 +189,9 @@ um_status um_block_unmap(um_block *block, um_error *err) {
     if (block->map_base == NULL) {
         return UM_OK;
     }
-    int os_errno = um_os_unmap(block->map_base, block->map_nbytes);
+    int os_errno = um__os_unmap(block->map_base, block->map_nbytes);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, block->map_nbytes, "munmap");
+        return um__fail_os(err, os_errno, block->map_nbytes, "munmap");
     }
     um_block_forget(block);
     return UM_OK;
@@ -207,7 +207,7 @@ typedef int (*range_call)(const um_block *block, void *address, size_t nbytes, i
 static int call_runs(const um_block *block, size_t end, range_call call, int argument,
                      size_t *out_done) {
     size_t step = block->step_nbytes;
-    for (um_run run = {0}; um_block_next_run(block, run.end, end, true, &run);) {
+    for (um__run run = {0}; um__block_next_run(block, run.end, end, true, &run);) {
         int os_errno = call(block, (char *)block->base + run.first * step,
                             (run.end - run.first) * step, argument);
         *out_done = run.end;
@@ -220,49 +220,49 @@ static int call_runs(const um_block *block, size_t end, range_call call, int arg
 
 static int call_advise(const um_block *block, void *address, size_t nbytes, int advice) {
     (void)block;
-    return um_os_advise(address, nbytes, (um_os_advice)advice);
+    return um__os_advise(address, nbytes, (um__os_advice)advice);
 }
 
 static int call_lock(const um_block *block, void *address, size_t nbytes, int lock) {
     (void)block;
-    return lock == UM_LOCK_NONE ? um_os_unlock(address, nbytes)
-                                : um_os_lock(address, nbytes, lock == UM_LOCK_ONFAULT);
+    return lock == UM_LOCK_NONE ? um__os_unlock(address, nbytes)
+                                : um__os_lock(address, nbytes, lock == UM_LOCK_ONFAULT);
 }
 
 um_status um_block_lock(um_block *block, um_lock lock, um_error *err) {
     if ((unsigned)lock > UM_LOCK_ONFAULT) {
-        return um_fail(err, UM_E_INVALID, "lock");
+        return um__fail(err, UM_E_INVALID, "lock");
     }
     size_t done = 0;
-    int os_errno = call_runs(block, um_block_n_steps(block), call_lock, (int)lock, &done);
+    int os_errno = call_runs(block, um__block_n_steps(block), call_lock, (int)lock, &done);
     if (os_errno != 0) {
         size_t undone;
         call_runs(block, done, call_lock, (int)block->lock, &undone);
-        return um_fail_lock(err, os_errno, block->committed_nbytes,
-                            lock == UM_LOCK_NONE ? "munlock" : "mlock2");
+        return um__fail_lock(err, os_errno, block->committed_nbytes,
+                             lock == UM_LOCK_NONE ? "munlock" : "mlock2");
     }
     block->lock = lock;
     return UM_OK;
 }
 
 um_status um_block_advise(um_block *block, um_advice advice, um_error *err) {
-    static const um_os_advice advices[] = {
-        [UM_ADVICE_WILLNEED] = UM_OS_WILLNEED, [UM_ADVICE_SEQUENTIAL] = UM_OS_SEQUENTIAL,
-        [UM_ADVICE_RANDOM] = UM_OS_RANDOM,     [UM_ADVICE_DONTNEED] = UM_OS_DONTNEED,
-        [UM_ADVICE_HUGEPAGE] = UM_OS_HUGE,     [UM_ADVICE_NOHUGEPAGE] = UM_OS_NO_HUGE,
+    static const um__os_advice advices[] = {
+        [UM_ADVICE_WILLNEED] = UM__OS_WILLNEED, [UM_ADVICE_SEQUENTIAL] = UM__OS_SEQUENTIAL,
+        [UM_ADVICE_RANDOM] = UM__OS_RANDOM,     [UM_ADVICE_DONTNEED] = UM__OS_DONTNEED,
+        [UM_ADVICE_HUGEPAGE] = UM__OS_HUGE,     [UM_ADVICE_NOHUGEPAGE] = UM__OS_NO_HUGE,
     };
     if ((unsigned)advice > UM_ADVICE_NOHUGEPAGE) {
-        return um_fail(err, UM_E_INVALID, "advice");
+        return um__fail(err, UM_E_INVALID, "advice");
     }
     bool is_of_a_file = block->is_file != 0 && block->access != UM_ACCESS_PRIVATE;
     if (advice == UM_ADVICE_DONTNEED && !is_of_a_file) {
-        return um_fail(err, UM_E_INVALID, "advice: DONTNEED would lose what was written");
+        return um__fail(err, UM_E_INVALID, "advice: DONTNEED would lose what was written");
     }
     size_t done;
     int os_errno =
-        call_runs(block, um_block_n_steps(block), call_advise, (int)advices[advice], &done);
+        call_runs(block, um__block_n_steps(block), call_advise, (int)advices[advice], &done);
     return os_errno == 0 ? UM_OK
-                         : um_fail_os(err, os_errno, um_block_committed_nbytes(block), "madvise");
+                         : um__fail_os(err, os_errno, um__block_committed_nbytes(block), "madvise");
 }
 
 /* ---- collapsing ---- */

@@ -15,11 +15,11 @@ enum { COLLAPSE_TRIES = 4 };
 /* Finds whether any page of a range is in RAM. Returns 0 or an errno. */
 static int find_resident(char *address, size_t nbytes, bool *out) {
     unsigned char pages[4096];
-    size_t page = um_os_page_bytes();
+    size_t page = um__os_page_bytes();
     *out = false;
     for (size_t at = 0; at < nbytes && !*out;) {
         size_t part = nbytes - at < sizeof pages * page ? nbytes - at : sizeof pages * page;
-        int os_errno = um_os_residency(address + at, part, pages);
+        int os_errno = um__os_residency(address + at, part, pages);
         if (os_errno != 0) {
             return os_errno;
         }
@@ -40,13 +40,13 @@ static int collapse_page(char *address, size_t huge_page, char *mirror, const ch
     }
     *out_call = "madvise";
     for (int i = 0; i < COLLAPSE_TRIES; i++) {
-        os_errno = um_os_advise(address, huge_page, UM_OS_COLLAPSE);
+        os_errno = um__os_advise(address, huge_page, UM__OS_COLLAPSE);
         if (os_errno != EAGAIN && os_errno != EINTR) {
             break;
         }
     }
     /* The small pages are gone from the other image as well. Populating it saves its faults. */
-    return os_errno == 0 && mirror != NULL ? um_os_advise(mirror, huge_page, UM_OS_POPULATE_WRITE)
+    return os_errno == 0 && mirror != NULL ? um__os_advise(mirror, huge_page, UM__OS_POPULATE_WRITE)
                                            : os_errno;
 }
 
@@ -61,10 +61,10 @@ static um_status collapse_range(uintptr_t first, uintptr_t end, size_t huge_page
         int os_errno = collapse_page(page, huge_page, mirror == 0 ? NULL : page + mirror, &call);
         /* EBUSY: the memory cgroup has no room for a huge page. */
         if (os_errno == EBUSY) {
-            return um_fail_nomem(err, os_errno, huge_page, call);
+            return um__fail_nomem(err, os_errno, huge_page, call);
         }
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, huge_page, call);
+            return um__fail_os(err, os_errno, huge_page, call);
         }
     }
     return UM_OK;
@@ -72,10 +72,10 @@ static um_status collapse_range(uintptr_t first, uintptr_t end, size_t huge_page
 
 static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) {
     size_t step = block->step_nbytes;
-    for (um_run run = {0};
-         um_block_next_run(block, run.end, um_block_n_steps(block), true, &run);) {
-        UM_TRY(collapse_range((uintptr_t)block->base + run.first * step,
-                              (uintptr_t)block->base + run.end * step, huge_page, 0, err));
+    for (um__run run = {0};
+         um__block_next_run(block, run.end, um__block_n_steps(block), true, &run);) {
+        UM__TRY(collapse_range((uintptr_t)block->base + run.first * step,
+                               (uintptr_t)block->base + run.end * step, huge_page, 0, err));
     }
     return UM_OK;
 }
@@ -83,11 +83,11 @@ static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) 
 /* Collapses the images whose addresses agree with their places in the file. */
 static um_status collapse_images(um_block *block, size_t huge_page, um_error *err) {
     for (size_t at = 0; at < block->reserved_nbytes;) {
-        um_piece piece = um_mirror_piece(block, at);
+        um__piece piece = um__mirror_piece(block, at);
         uintptr_t first = (uintptr_t)block->base + at;
         ptrdiff_t other = at == piece.start ? (ptrdiff_t)piece.nbytes : -(ptrdiff_t)piece.nbytes;
         if ((first - piece.file) % huge_page == 0) {
-            UM_TRY(collapse_range(first, first + piece.nbytes, huge_page, other, err));
+            UM__TRY(collapse_range(first, first + piece.nbytes, huge_page, other, err));
         }
         at += piece.nbytes;
     }
@@ -96,15 +96,15 @@ static um_status collapse_images(um_block *block, size_t huge_page, um_error *er
 
 um_status um_block_collapse(um_block *block, um_error *err) {
     size_t step = block->step_nbytes;
-    if (um_hugetlb_shift(block->requested_pages) != 0 || step == 0) {
+    if (um__hugetlb_shift(block->requested_pages) != 0 || step == 0) {
         return UM_OK;
     }
     if (block->requested_pages == UM_PAGES_4K) {
-        return um_fail_os(err, EINVAL, um_block_committed_nbytes(block), "madvise");
+        return um__fail_os(err, EINVAL, um__block_committed_nbytes(block), "madvise");
     }
-    size_t huge_page = step > um_os_page_bytes() ? step : um_huge_page_bytes();
+    size_t huge_page = step > um__os_page_bytes() ? step : um_huge_page_bytes();
     if (huge_page == 0) {
-        return um_fail_os(err, EOPNOTSUPP, um_block_committed_nbytes(block), "madvise");
+        return um__fail_os(err, EOPNOTSUPP, um__block_committed_nbytes(block), "madvise");
     }
     um_status status = block->mirror_nbytes == 0 ? collapse_all(block, huge_page, err)
                                                  : collapse_images(block, huge_page, err);

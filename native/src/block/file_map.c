@@ -12,13 +12,13 @@
  * tells users who neither own a file nor may write it that all of it is in RAM: even a page behind
  * its end, which cannot be. This page stays mapped at `space`. Returns 0 or an errno. */
 static int find_whether_hidden(int fd, uint64_t file_nbytes, void *space, int *out) {
-    size_t page = um_os_page_bytes();
+    size_t page = um__os_page_bytes();
     unsigned char in_ram = 0;
     uint64_t behind = (file_nbytes + page - 1) / page * page;
-    int os_errno = um_os_map_file_at(space, fd, behind, page, UM_ACCESS_READ);
+    int os_errno = um__os_map_file_at(space, fd, behind, page, UM_ACCESS_READ);
     if (os_errno == 0) {
         /* A kernel that refuses to answer hides the cache as well. */
-        *out = um_os_residency(space, page, &in_ram) != 0 || (in_ram & 1) != 0;
+        *out = um__os_residency(space, page, &in_ram) != 0 || (in_ram & 1) != 0;
     }
     return os_errno;
 }
@@ -32,23 +32,23 @@ typedef struct file_range {
 
 /* errors: UM_E_INVALID, UM_E_OS. */
 static um_status check_range(file_range *range, um_error *err) {
-    int os_errno = um_os_file_page_bytes(range->fd, &range->page);
+    int os_errno = um__os_file_page_bytes(range->fd, &range->page);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, range->nbytes, "fstatfs");
+        return um__fail_os(err, os_errno, range->nbytes, "fstatfs");
     }
     if (range->offset % range->page != 0) {
-        return um_fail(err, UM_E_INVALID, "offset is not a multiple of the page size");
+        return um__fail(err, UM_E_INVALID, "offset is not a multiple of the page size");
     }
-    if (range->nbytes == 0 || !um_round_up(range->nbytes, range->page, &range->whole_pages)) {
-        return um_fail(err, UM_E_INVALID, "nbytes");
+    if (range->nbytes == 0 || !um__round_up(range->nbytes, range->page, &range->whole_pages)) {
+        return um__fail(err, UM_E_INVALID, "nbytes");
     }
-    os_errno = um_os_file_nbytes(range->fd, &range->file_nbytes);
+    os_errno = um__os_file_nbytes(range->fd, &range->file_nbytes);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, range->nbytes, "fstat");
+        return um__fail_os(err, os_errno, range->nbytes, "fstat");
     }
     if (range->offset > range->file_nbytes || range->nbytes > range->file_nbytes - range->offset) {
-        return um_fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
-                              "the range goes beyond the end of the file");
+        return um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
+                               "the range goes beyond the end of the file");
     }
     return UM_OK;
 }
@@ -60,40 +60,40 @@ static um_status map_at(void *base, const file_range *range, um_access access,
     int os_errno = 0;
     *out_is_cache_hidden = 0;
     /* hugetlb pages are promised when they are mapped, and are not in the page cache. */
-    if (range->page == um_os_page_bytes()) {
+    if (range->page == um__os_page_bytes()) {
         os_errno = find_whether_hidden(range->fd, range->file_nbytes, base, out_is_cache_hidden);
     }
     if (os_errno == 0) {
-        os_errno = um_os_map_file_at(base, range->fd, range->offset, range->nbytes, access);
+        os_errno = um__os_map_file_at(base, range->fd, range->offset, range->nbytes, access);
     }
     if (os_errno == 0 && access == UM_ACCESS_SHARED) {
         call = "madvise";
-        os_errno = um_os_advise(base, range->whole_pages, UM_OS_DONT_FORK);
+        os_errno = um__os_advise(base, range->whole_pages, UM__OS_DONT_FORK);
     }
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, range->nbytes, call);
+    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, range->nbytes, call);
 }
 
 um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes, um_access access,
                             um_category category, um_error *err) {
     if (um_category_name(category) == NULL) {
-        return um_fail(err, UM_E_INVALID, "category");
+        return um__fail(err, UM_E_INVALID, "category");
     }
     if ((unsigned)access > UM_ACCESS_SHARED) {
-        return um_fail(err, UM_E_INVALID, "access");
+        return um__fail(err, UM_E_INVALID, "access");
     }
     file_range range = {.fd = fd, .offset = offset, .nbytes = nbytes};
-    UM_TRY(check_range(&range, err));
+    UM__TRY(check_range(&range, err));
     /* The kernel maps huge pages of the page cache as such only where address and offset agree. */
     size_t huge_page = um_huge_page_bytes(), align = range.page;
     if (huge_page > align && range.whole_pages >= huge_page) {
         align = huge_page;
     }
-    um_space space;
+    um__space space;
     int is_cache_hidden;
-    UM_TRY(um_space_reserve(&space, range.whole_pages, align, offset % align, nbytes, err));
+    UM__TRY(um__space_reserve(&space, range.whole_pages, align, offset % align, nbytes, err));
     um_status status = map_at(space.data, &range, access, &is_cache_hidden, err);
     if (status != UM_OK) {
-        um_os_unmap(space.map_base, space.map_nbytes);
+        um__os_unmap(space.map_base, space.map_nbytes);
         return status;
     }
     *out = (um_block){.base = space.data,
@@ -110,7 +110,7 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
                       .fd = -1,
                       .is_file = 1,
                       .is_cache_hidden = is_cache_hidden};
-    um_ledger_enter(category, range.whole_pages);
+    um__ledger_enter(category, range.whole_pages);
     return UM_OK;
 }
 
@@ -118,12 +118,12 @@ um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_err
     size_t done = 0;
     while (done < nbytes) {
         size_t n;
-        int os_errno = um_os_pread(fd, (char *)out + done, nbytes - done, offset + done, &n);
+        int os_errno = um__os_pread(fd, (char *)out + done, nbytes - done, offset + done, &n);
         if (os_errno == EINTR) {
             continue;
         }
         if (os_errno != 0 || n == 0) {
-            um_fail(err, UM_E_IO, "pread");
+            um__fail(err, UM_E_IO, "pread");
             if (err != NULL) {
                 err->os_errno = os_errno;
                 err->used = done;

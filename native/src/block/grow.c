@@ -17,17 +17,17 @@ static void *address_of(const um_block *block, size_t n_steps) {
     return (char *)block->base + n_steps * block->step_nbytes;
 }
 
-static size_t nbytes_of(const um_block *block, um_run run) {
+static size_t nbytes_of(const um_block *block, um__run run) {
     return (run.end - run.first) * block->step_nbytes;
 }
 
 static um_status check_range(const um_block *block, size_t offset, size_t nbytes, size_t *out_end,
                              um_error *err) {
     if (block->is_file) {
-        return um_fail(err, UM_E_INVALID, "a mapped file is not committed, released or discarded");
+        return um__fail(err, UM_E_INVALID, "a mapped file is not committed, released or discarded");
     }
-    if (!um_add(offset, nbytes, out_end) || *out_end > block->reserved_nbytes) {
-        return um_fail(err, UM_E_INVALID, "the range is outside what is reserved");
+    if (!um__add(offset, nbytes, out_end) || *out_end > block->reserved_nbytes) {
+        return um__fail(err, UM_E_INVALID, "the range is outside what is reserved");
     }
     return UM_OK;
 }
@@ -37,109 +37,109 @@ static bool may_only_be_read(const um_block *block) {
 }
 
 /* Returns the whole steps inside of a range; {0, 0} if there are none. */
-static um_run whole_steps(const um_block *block, size_t offset, size_t end) {
+static um__run whole_steps(const um_block *block, size_t offset, size_t end) {
     size_t step = block->step_nbytes;
     size_t first = offset / step + (offset % step != 0);
-    return first < end / step ? (um_run){first, end / step} : (um_run){0, 0};
+    return first < end / step ? (um__run){first, end / step} : (um__run){0, 0};
 }
 
 /* Checks a range whose steps are to be committed or released. */
 static um_status check_change(const um_block *block, size_t offset, size_t nbytes, size_t *out_end,
                               um_error *err) {
     if (block->mirror_nbytes != 0) {
-        return um_fail(err, UM_E_INVALID, "mirrored memory is not committed or released");
+        return um__fail(err, UM_E_INVALID, "mirrored memory is not committed or released");
     }
     return check_range(block, offset, nbytes, out_end, err);
 }
 
 um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_error *err) {
     size_t end = 0, step = block->step_nbytes;
-    UM_TRY(check_change(block, offset, nbytes, &end, err));
+    UM__TRY(check_change(block, offset, nbytes, &end, err));
     if (nbytes == 0) {
         return UM_OK;
     }
-    um_steps_change change;
-    um_run range = {offset / step, (end - 1) / step + 1};
-    UM_TRY(um_steps_begin(block, range, true, &change, err));
+    um__steps_change change;
+    um__run range = {offset / step, (end - 1) / step + 1};
+    UM__TRY(um__steps_begin(block, range, true, &change, err));
     um_status status = UM_OK;
-    um_run run = {.end = range.first};
-    while (status == UM_OK && um_block_next_run(block, run.end, range.end, false, &run)) {
-        status = um_block_map_range(block, run.first * step, nbytes_of(block, run), nbytes, err);
+    um__run run = {.end = range.first};
+    while (status == UM_OK && um__block_next_run(block, run.end, range.end, false, &run)) {
+        status = um__block_map_range(block, run.first * step, nbytes_of(block, run), nbytes, err);
     }
     if (status != UM_OK) {
         /* The file of shared memory is left as it is: other processes may have written to it. So
          * hugetlb pages that the pool has promised to an earlier run stay promised, for the next
          * try or until the file goes. */
-        for (um_run undo = {.end = range.first};
-             um_block_next_run(block, undo.end, run.end, false, &undo);) {
-            um_os_reserve_at(address_of(block, undo.first), nbytes_of(block, undo));
+        for (um__run undo = {.end = range.first};
+             um__block_next_run(block, undo.end, run.end, false, &undo);) {
+            um__os_reserve_at(address_of(block, undo.first), nbytes_of(block, undo));
         }
-        um_steps_abandon(block, &change);
+        um__steps_abandon(block, &change);
         return status;
     }
-    um_steps_finish(block, &change, true);
+    um__steps_finish(block, &change, true);
     return UM_OK;
 }
 
 /* Touches the hugetlb pages of shared memory that the pool has only promised. Punching a hole gives
  * back pages that exist, while a promise would stay. */
-static void fetch_promised_pages(const um_block *block, um_run range) {
-    if (block->sharing == UM_SHARING_NONE || um_hugetlb_shift(block->requested_pages) == 0) {
+static void fetch_promised_pages(const um_block *block, um__run range) {
+    if (block->sharing == UM_SHARING_NONE || um__hugetlb_shift(block->requested_pages) == 0) {
         return;
     }
-    for (um_run run = {.end = range.first};
-         um_block_next_run(block, run.end, range.end, true, &run);) {
-        um_os_advise(address_of(block, run.first), nbytes_of(block, run), UM_OS_POPULATE_WRITE);
+    for (um__run run = {.end = range.first};
+         um__block_next_run(block, run.end, range.end, true, &run);) {
+        um__os_advise(address_of(block, run.first), nbytes_of(block, run), UM__OS_POPULATE_WRITE);
     }
 }
 
 /* Maps shared memory again that could not be given back. If the kernel refuses that, too, the
  * memory keeps its contents and may be committed later. Until then the block records that it is not
  * mapped. */
-static void restore(um_block *block, const um_steps_change *change) {
+static void restore(um_block *block, const um__steps_change *change) {
     bool restored = true;
-    for (um_run run = {.end = change->range.first};
-         um_block_next_run(block, run.end, change->range.end, true, &run);) {
+    for (um__run run = {.end = change->range.first};
+         um__block_next_run(block, run.end, change->range.end, true, &run);) {
         size_t nbytes = nbytes_of(block, run);
-        restored = restored && um_block_map_range(block, run.first * block->step_nbytes, nbytes,
-                                                  nbytes, NULL) == UM_OK;
+        restored = restored && um__block_map_range(block, run.first * block->step_nbytes, nbytes,
+                                                   nbytes, NULL) == UM_OK;
     }
     if (restored) {
-        um_steps_abandon(block, change);
+        um__steps_abandon(block, change);
     } else {
-        um_os_reserve_at(address_of(block, change->range.first), nbytes_of(block, change->range));
-        um_steps_finish(block, change, false);
+        um__os_reserve_at(address_of(block, change->range.first), nbytes_of(block, change->range));
+        um__steps_finish(block, change, false);
     }
 }
 
 um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                            um_error *err) {
     size_t end = 0;
-    UM_TRY(check_change(block, offset, nbytes, &end, err));
+    UM__TRY(check_change(block, offset, nbytes, &end, err));
     if (may_only_be_read(block)) {
-        return um_fail(err, UM_E_INVALID, "memory that may only be read cannot be released");
+        return um__fail(err, UM_E_INVALID, "memory that may only be read cannot be released");
     }
-    um_run range = whole_steps(block, offset, end);
+    um__run range = whole_steps(block, offset, end);
     size_t released = 0;
     if (range.first < range.end) {
-        um_steps_change change;
-        UM_TRY(um_steps_begin(block, range, false, &change, err));
+        um__steps_change change;
+        UM__TRY(um__steps_begin(block, range, false, &change, err));
         size_t range_nbytes = nbytes_of(block, range);
         fetch_promised_pages(block, range);
-        int os_errno = um_os_reserve_at(address_of(block, range.first), range_nbytes);
+        int os_errno = um__os_reserve_at(address_of(block, range.first), range_nbytes);
         if (os_errno != 0) {
-            um_steps_abandon(block, &change);
-            return um_fail_os(err, os_errno, nbytes, "mmap");
+            um__steps_abandon(block, &change);
+            return um__fail_os(err, os_errno, nbytes, "mmap");
         }
         if (block->sharing != UM_SHARING_NONE) {
-            os_errno = um_os_punch_hole(block->fd, range.first * block->step_nbytes, range_nbytes);
+            os_errno = um__os_punch_hole(block->fd, range.first * block->step_nbytes, range_nbytes);
             if (os_errno != 0) {
                 restore(block, &change);
-                return um_fail_os(err, os_errno, nbytes, "fallocate");
+                return um__fail_os(err, os_errno, nbytes, "fallocate");
             }
         }
         released = block->committed_nbytes;
-        um_steps_finish(block, &change, false);
+        um__steps_finish(block, &change, false);
         released -= block->committed_nbytes;
     }
     if (out_nbytes != NULL) {
@@ -152,12 +152,12 @@ um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t
 
 /* Makes steps that are a file's the block's own. Otherwise their dropped pages would be read from
  * the file again. */
-static um_status replace_overlays(um_block *block, um_run range, um_error *err) {
-    for (um_run run = {.end = range.first};
-         um_block_next_overlay(block, run.end, range.end, true, &run);) {
+static um_status replace_overlays(um_block *block, um__run range, um_error *err) {
+    for (um__run run = {.end = range.first};
+         um__block_next_overlay(block, run.end, range.end, true, &run);) {
         size_t offset = run.first * block->step_nbytes, nbytes = nbytes_of(block, run);
-        UM_TRY(um_block_release(block, offset, nbytes, NULL, err));
-        UM_TRY(um_block_commit(block, offset, nbytes, err));
+        UM__TRY(um_block_release(block, offset, nbytes, NULL, err));
+        UM__TRY(um_block_commit(block, offset, nbytes, err));
     }
     return UM_OK;
 }
@@ -165,39 +165,39 @@ static um_status replace_overlays(um_block *block, um_run range, um_error *err) 
 um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t *out_nbytes,
                            um_error *err) {
     size_t end = 0;
-    UM_TRY(check_range(block, offset, nbytes, &end, err));
+    UM__TRY(check_range(block, offset, nbytes, &end, err));
     if (!um_block_is_committed(block, offset, nbytes)) {
-        return um_fail(err, UM_E_INVALID, "the range is not committed");
+        return um__fail(err, UM_E_INVALID, "the range is not committed");
     }
     if (may_only_be_read(block)) {
-        return um_fail(err, UM_E_INVALID, "memory that may only be read cannot be discarded");
+        return um__fail(err, UM_E_INVALID, "memory that may only be read cannot be discarded");
     }
     if (block->lock != UM_LOCK_NONE) {
-        return um_fail(err, UM_E_INVALID, "locked memory cannot be discarded");
+        return um__fail(err, UM_E_INVALID, "locked memory cannot be discarded");
     }
     /* The pool would keep the pages for the block, so nobody would gain anything. If it does not
      * keep them (those of a file, or of private memory before Linux 6.9), or has none left on the
      * node that the block is bound to, the next touch would kill the process. */
-    if (um_hugetlb_shift(block->requested_pages) != 0) {
-        return um_fail(err, UM_E_INVALID, "hugetlb memory cannot be discarded: release it");
+    if (um__hugetlb_shift(block->requested_pages) != 0) {
+        return um__fail(err, UM_E_INVALID, "hugetlb memory cannot be discarded: release it");
     }
-    um_run range = whole_steps(block, offset, end);
+    um__run range = whole_steps(block, offset, end);
     size_t discarded = nbytes_of(block, range);
     if (range.first < range.end) {
         const char *call = "fallocate";
         int os_errno;
         if (block->mirror_nbytes != 0) {
-            os_errno = um_mirror_discard(block, range, &discarded);
+            os_errno = um__mirror_discard(block, range, &discarded);
         } else if (block->sharing != UM_SHARING_NONE) {
-            os_errno = um_os_punch_hole(block->fd, range.first * block->step_nbytes, discarded);
+            os_errno = um__os_punch_hole(block->fd, range.first * block->step_nbytes, discarded);
         } else {
             call = "madvise";
-            os_errno = um_os_advise(address_of(block, range.first), discarded, UM_OS_DONTNEED);
+            os_errno = um__os_advise(address_of(block, range.first), discarded, UM__OS_DONTNEED);
         }
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, nbytes, call);
+            return um__fail_os(err, os_errno, nbytes, call);
         }
-        UM_TRY(replace_overlays(block, range, err));
+        UM__TRY(replace_overlays(block, range, err));
     }
     if (out_nbytes != NULL) {
         *out_nbytes = discarded;
@@ -207,26 +207,26 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
 
 /* ---- overlay ---- */
 
-static um_status check_overlay(const um_block *block, size_t offset, size_t nbytes, um_run *out,
+static um_status check_overlay(const um_block *block, size_t offset, size_t nbytes, um__run *out,
                                um_error *err) {
     size_t end = 0, step = block->step_nbytes;
-    UM_TRY(check_range(block, offset, nbytes, &end, err));
+    UM__TRY(check_range(block, offset, nbytes, &end, err));
     if (block->sharing != UM_SHARING_NONE) {
-        return um_fail(err, UM_E_INVALID, "shared memory cannot be overlaid with a file");
+        return um__fail(err, UM_E_INVALID, "shared memory cannot be overlaid with a file");
     }
-    if (step != um_os_page_bytes()) {
-        return um_fail(err, UM_E_INVALID, "huge pages cannot be overlaid with a file");
+    if (step != um__os_page_bytes()) {
+        return um__fail(err, UM_E_INVALID, "huge pages cannot be overlaid with a file");
     }
     if (block->lock != UM_LOCK_NONE) {
-        return um_fail(err, UM_E_INVALID, "locked memory cannot be overlaid with a file");
+        return um__fail(err, UM_E_INVALID, "locked memory cannot be overlaid with a file");
     }
     if (offset % step != 0 || nbytes % step != 0) {
-        return um_fail(err, UM_E_INVALID, "offset and nbytes are not multiples of the step");
+        return um__fail(err, UM_E_INVALID, "offset and nbytes are not multiples of the step");
     }
-    *out = (um_run){offset / step, end / step};
-    um_run run;
-    if (um_block_next_run(block, out->first, out->end, true, &run)) {
-        return um_fail(err, UM_E_INVALID, "the range is committed");
+    *out = (um__run){offset / step, end / step};
+    um__run run;
+    if (um__block_next_run(block, out->first, out->end, true, &run)) {
+        return um__fail(err, UM_E_INVALID, "the range is committed");
     }
     return UM_OK;
 }
@@ -235,55 +235,55 @@ static um_status check_overlay(const um_block *block, size_t offset, size_t nbyt
 static um_status check_file(int fd, uint64_t file_offset, size_t nbytes, um_error *err) {
     size_t page;
     uint64_t file_nbytes;
-    int os_errno = um_os_file_page_bytes(fd, &page);
+    int os_errno = um__os_file_page_bytes(fd, &page);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, nbytes, "fstatfs");
+        return um__fail_os(err, os_errno, nbytes, "fstatfs");
     }
-    if (page != um_os_page_bytes() || file_offset % page != 0) {
-        return um_fail(err, UM_E_INVALID, "file_offset is not a multiple of the page size");
+    if (page != um__os_page_bytes() || file_offset % page != 0) {
+        return um__fail(err, UM_E_INVALID, "file_offset is not a multiple of the page size");
     }
-    os_errno = um_os_file_nbytes(fd, &file_nbytes);
+    os_errno = um__os_file_nbytes(fd, &file_nbytes);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, nbytes, "fstat");
+        return um__fail_os(err, os_errno, nbytes, "fstat");
     }
     if (file_offset > file_nbytes || nbytes > file_nbytes - file_offset) {
-        return um_fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
-                              "the range goes beyond the end of the file");
+        return um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
+                               "the range goes beyond the end of the file");
     }
     return UM_OK;
 }
 
 um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file_offset,
                            size_t nbytes, um_error *err) {
-    um_run range;
-    UM_TRY(check_overlay(block, offset, nbytes, &range, err));
-    UM_TRY(check_file(fd, file_offset, nbytes, err));
+    um__run range;
+    UM__TRY(check_overlay(block, offset, nbytes, &range, err));
+    UM__TRY(check_file(fd, file_offset, nbytes, err));
     if (nbytes == 0) {
         return UM_OK;
     }
     uint64_t *overlaid = block->overlaid;
-    um_steps_change change = {.words = block->committed};
-    um_status status = overlaid == NULL ? um_steps_alloc(block, &overlaid, err) : UM_OK;
+    um__steps_change change = {.words = block->committed};
+    um_status status = overlaid == NULL ? um__steps_alloc(block, &overlaid, err) : UM_OK;
     if (status == UM_OK) {
-        status = um_steps_begin(block, range, true, &change, err);
+        status = um__steps_begin(block, range, true, &change, err);
     }
     if (status == UM_OK) {
         void *address = address_of(block, range.first);
-        int os_errno = um_os_map_file_at(address, fd, file_offset, nbytes, UM_ACCESS_PRIVATE);
+        int os_errno = um__os_map_file_at(address, fd, file_offset, nbytes, UM_ACCESS_PRIVATE);
         if (os_errno != 0) {
-            um_os_reserve_at(address, nbytes);
-            status = um_fail_os(err, os_errno, nbytes, "mmap");
+            um__os_reserve_at(address, nbytes);
+            status = um__fail_os(err, os_errno, nbytes, "mmap");
         }
     }
     if (status != UM_OK) {
-        um_steps_abandon(block, &change);
+        um__steps_abandon(block, &change);
         if (overlaid != block->overlaid) {
-            um_heap_free(overlaid);
+            um__heap_free(overlaid);
         }
         return status;
     }
-    um_steps_set(overlaid, range, true);
+    um__steps_set(overlaid, range, true);
     __atomic_store_n(&block->overlaid, overlaid, __ATOMIC_RELEASE);
-    um_steps_finish(block, &change, true);
+    um__steps_finish(block, &change, true);
     return UM_OK;
 }

@@ -21,7 +21,7 @@ typedef struct load_part {
 typedef struct load_thread {
     um_load *load;
     int cpu;
-    um_os_thread thread;
+    um__os_thread thread;
 } load_thread;
 
 struct um_load {
@@ -36,7 +36,7 @@ struct um_load {
     size_t failed_part; /* written by the thread that sets FAILED */
     int failed_errno;
     unsigned n_threads;
-    load_thread threads[UM_MAX_THREADS];
+    load_thread threads[UM__MAX_THREADS];
     load_part parts[];
 };
 
@@ -60,7 +60,7 @@ static void read_piece(um_load *load, const load_part *part, size_t piece) {
         size_t asked = (left + load->align - 1) / load->align * load->align;
         asked = asked < load->request_nbytes ? asked : load->request_nbytes;
         int os_errno =
-            um_os_pread(range->fd, (char *)range->to + at, asked, range->offset + at, &n);
+            um__os_pread(range->fd, (char *)range->to + at, asked, range->offset + at, &n);
         /* The next read begins behind what this one read in whole units. A direct read that stops
          * inside a unit has come to the end of the file, or says so when it is asked again. */
         size_t step = n >= left ? left : n / load->align * load->align;
@@ -77,7 +77,7 @@ static void *thread_run(void *arg) {
     const load_thread *thread = arg;
     um_load *load = thread->load;
     const load_part *part = load->parts;
-    um_cpus_pin(thread->cpu);
+    um__cpus_pin(thread->cpu);
     while (atomic_load(&load->state) == LOADING) {
         size_t piece = atomic_fetch_add(&load->next_piece, 1);
         if (piece >= load->n_pieces) {
@@ -89,7 +89,7 @@ static void *thread_run(void *arg) {
         read_piece(load, part, piece - part->first_piece);
     }
     if (atomic_fetch_sub(&load->n_reading, 1) == 1) {
-        um_os_wake(&load->n_reading);
+        um__os_wake(&load->n_reading);
     }
     return NULL;
 }
@@ -98,7 +98,7 @@ static void join_threads(um_load *load) {
     int loading = LOADING;
     atomic_compare_exchange_strong(&load->state, &loading, ENDED);
     for (unsigned i = 0; i < load->n_threads; i++) {
-        um_os_thread_join(load->threads[i].thread);
+        um__os_thread_join(load->threads[i].thread);
     }
 }
 
@@ -110,14 +110,14 @@ static um_status set_parts(um_load *load, const um_load_part *parts, size_t n_pa
         const um_load_part *part = &parts[i];
         size_t address = (uintptr_t)part->to, phase = address % load->piece_nbytes, end;
         if (part->offset % load->align != 0 || address % load->align != 0) {
-            return um_fail(err, UM_E_INVALID,
-                           "a direct part begins elsewhere than at a multiple "
-                           "of 4096, in the file or in memory");
+            return um__fail(err, UM_E_INVALID,
+                            "a direct part begins elsewhere than at a multiple "
+                            "of 4096, in the file or in memory");
         }
-        if (!um_add(total, part->nbytes, &total) || !um_add(address, part->nbytes, &end) ||
-            !um_add(end, load->piece_nbytes, &end) || part->nbytes > INT64_MAX - load->align ||
+        if (!um__add(total, part->nbytes, &total) || !um__add(address, part->nbytes, &end) ||
+            !um__add(end, load->piece_nbytes, &end) || part->nbytes > INT64_MAX - load->align ||
             part->offset > INT64_MAX - load->align - part->nbytes) {
-            return um_fail(err, UM_E_INVALID, "the parts are too large");
+            return um__fail(err, UM_E_INVALID, "the parts are too large");
         }
         load_part *set = &load->parts[i];
         *set = (load_part){.range = *part, .first_piece = load->n_pieces};
@@ -135,45 +135,46 @@ static um_status set_sizes(um_load *load, const um_load_options *options, um_err
     size_t request =
         options->request_nbytes == 0 ? DEFAULT_REQUEST_NBYTES : options->request_nbytes;
     load->align = options->direct ? DIRECT_ALIGN : 1;
-    if (!um_round_up(request, load->align, &load->request_nbytes) ||
-        !um_round_up(request, border, &load->piece_nbytes)) {
-        return um_fail(err, UM_E_INVALID, "request_nbytes");
+    if (!um__round_up(request, load->align, &load->request_nbytes) ||
+        !um__round_up(request, border, &load->piece_nbytes)) {
+        return um__fail(err, UM_E_INVALID, "request_nbytes");
     }
     return UM_OK;
 }
 
 um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts,
                         const um_load_options *options, um_error *err) {
-    um_cpus cpus;
-    UM_TRY(um_cpus_init(&cpus, options->n_threads, options->cpus, err));
+    um__cpus cpus;
+    UM__TRY(um__cpus_init(&cpus, options->n_threads, options->cpus, err));
     size_t nbytes;
-    if (!um_mul(n_parts, sizeof(load_part), &nbytes) || !um_add(nbytes, sizeof(um_load), &nbytes)) {
-        return um_fail(err, UM_E_INVALID, "n_parts");
+    if (!um__mul(n_parts, sizeof(load_part), &nbytes) ||
+        !um__add(nbytes, sizeof(um_load), &nbytes)) {
+        return um__fail(err, UM_E_INVALID, "n_parts");
     }
-    um_load *load = um_heap_alloc(1, nbytes);
+    um_load *load = um__heap_alloc(1, nbytes);
     if (load == NULL) {
-        return um_fail_nomem(err, ENOMEM, nbytes, "calloc");
+        return um__fail_nomem(err, ENOMEM, nbytes, "calloc");
     }
     um_status status = set_sizes(load, options, err);
     if (status == UM_OK) {
         status = set_parts(load, parts, n_parts, err);
     }
     if (status != UM_OK) {
-        um_heap_free(load);
+        um__heap_free(load);
         return status;
     }
-    um_cpus_allow(&cpus);
+    um__cpus_allow(&cpus);
     unsigned n_threads =
         load->n_pieces < cpus.n_threads ? (unsigned)load->n_pieces : cpus.n_threads;
     atomic_store(&load->n_reading, n_threads);
     for (; load->n_threads < n_threads; load->n_threads++) {
         load_thread *thread = &load->threads[load->n_threads];
-        *thread = (load_thread){.load = load, .cpu = um_cpus_at(&cpus, load->n_threads)};
-        int os_errno = um_os_thread_start(&thread->thread, thread_run, thread);
+        *thread = (load_thread){.load = load, .cpu = um__cpus_at(&cpus, load->n_threads)};
+        int os_errno = um__os_thread_start(&thread->thread, thread_run, thread);
         if (os_errno != 0) {
             join_threads(load);
-            um_heap_free(load);
-            return um_fail_os(err, os_errno, nbytes, "pthread_create");
+            um__heap_free(load);
+            return um__fail_os(err, os_errno, nbytes, "pthread_create");
         }
     }
     *out = load;
@@ -183,7 +184,7 @@ um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts
 void um_load_wait(um_load *load, unsigned milliseconds, uint64_t *out_nbytes, int *out_running) {
     uint32_t n_reading = atomic_load(&load->n_reading);
     if (n_reading != 0) {
-        um_os_wait(&load->n_reading, n_reading, milliseconds);
+        um__os_wait(&load->n_reading, n_reading, milliseconds);
     }
     *out_running = atomic_load(&load->n_reading) != 0;
     *out_nbytes = atomic_load(&load->done_nbytes);
@@ -192,21 +193,21 @@ void um_load_wait(um_load *load, unsigned milliseconds, uint64_t *out_nbytes, in
 um_status um_load_end(um_load *load, size_t *out_part, um_error *err) {
     join_threads(load);
     if (atomic_load(&load->state) != FAILED) {
-        um_heap_free(load);
+        um__heap_free(load);
         return UM_OK;
     }
     size_t part = load->failed_part, nbytes = load->parts[part].range.nbytes;
     int os_errno = load->failed_errno;
-    um_heap_free(load);
+    um__heap_free(load);
     if (out_part != NULL) {
         *out_part = part;
     }
     /* The kernel fails with EFAULT where a touch would raise SIGBUS: the pool of huge pages, or the
      * file system of shared memory, is full. */
     if (os_errno == EFAULT || os_errno == ENOMEM) {
-        return um_fail_nomem(err, ENOMEM, nbytes, "pread");
+        return um__fail_nomem(err, ENOMEM, nbytes, "pread");
     }
-    um_fail(err, UM_E_IO, "pread");
+    um__fail(err, UM_E_IO, "pread");
     if (err != NULL) {
         err->os_errno = os_errno;
         err->asked = nbytes;

@@ -11,49 +11,49 @@
 
 /* Tells the kernel which pages a range may have. */
 static int advise_pages(const um_block *block, void *address, size_t nbytes) {
-    if (um_hugetlb_shift(block->requested_pages) != 0) {
+    if (um__hugetlb_shift(block->requested_pages) != 0) {
         return 0;
     }
-    if (block->step_nbytes > um_os_page_bytes()) {
-        return um_os_advise(address, nbytes, UM_OS_HUGE);
+    if (block->step_nbytes > um__os_page_bytes()) {
+        return um__os_advise(address, nbytes, UM__OS_HUGE);
     }
     if (block->sharing != UM_SHARING_NONE && block->requested_pages != UM_PAGES_4K) {
         return 0; /* the process that made shared memory decides */
     }
-    int os_errno = um_os_advise(address, nbytes, UM_OS_NO_HUGE);
+    int os_errno = um__os_advise(address, nbytes, UM__OS_NO_HUGE);
     return os_errno == EINVAL ? 0 : os_errno; /* a kernel without THP needs no advice */
 }
 
 /* mlock2 fails with EAGAIN if the system has no page. */
-um_status um_fail_lock(um_error *err, int os_errno, size_t asked, const char *call) {
-    return os_errno == EAGAIN ? um_fail_nomem(err, os_errno, asked, call)
-                              : um_fail_os(err, os_errno, asked, call);
+um_status um__fail_lock(um_error *err, int os_errno, size_t asked, const char *call) {
+    return os_errno == EAGAIN ? um__fail_nomem(err, os_errno, asked, call)
+                              : um__fail_os(err, os_errno, asked, call);
 }
 
-um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes, size_t asked,
-                             um_error *err) {
+um_status um__block_map_range(const um_block *block, size_t offset, size_t nbytes, size_t asked,
+                              um_error *err) {
     char *address = (char *)block->base + offset;
     bool shared = block->sharing != UM_SHARING_NONE;
     const char *call = "mmap";
     int os_errno;
     if (block->mirror_nbytes != 0) {
-        os_errno = um_mirror_map(block);
+        os_errno = um__mirror_map(block);
     } else if (shared) {
-        os_errno = um_os_map_file_at(address, block->fd, offset, nbytes, block->access);
+        os_errno = um__os_map_file_at(address, block->fd, offset, nbytes, block->access);
     } else {
-        os_errno = um_os_map_at(address, nbytes, um_hugetlb_shift(block->requested_pages));
+        os_errno = um__os_map_at(address, nbytes, um__hugetlb_shift(block->requested_pages));
     }
     if (os_errno == 0) {
         call = "madvise";
         os_errno = advise_pages(block, address, nbytes);
     }
     if (os_errno == 0 && shared && block->access != UM_ACCESS_READ) {
-        os_errno = um_os_advise(address, nbytes, UM_OS_DONT_FORK);
+        os_errno = um__os_advise(address, nbytes, UM__OS_DONT_FORK);
     }
     if (os_errno == 0 && block->numa.mode != UM_NUMA_NONE) {
-        os_errno = um_os_bind(address, nbytes, &block->numa);
+        os_errno = um__os_bind(address, nbytes, &block->numa);
         if (os_errno != 0) {
-            um_status status = um_fail_os(err, os_errno, asked, "mbind");
+            um_status status = um__fail_os(err, os_errno, asked, "mbind");
             if (err != NULL) {
                 err->detail = UM_BLOCK_NO_POLICY;
             }
@@ -61,10 +61,10 @@ um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes
         }
     }
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, asked, call);
+        return um__fail_os(err, os_errno, asked, call);
     }
     if (block->lock != UM_LOCK_NONE) {
-        os_errno = um_os_lock(address, nbytes, block->lock == UM_LOCK_ONFAULT);
+        os_errno = um__os_lock(address, nbytes, block->lock == UM_LOCK_ONFAULT);
     }
-    return os_errno == 0 ? UM_OK : um_fail_lock(err, os_errno, asked, "mlock2");
+    return os_errno == 0 ? UM_OK : um__fail_lock(err, os_errno, asked, "mlock2");
 }

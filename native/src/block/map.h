@@ -9,10 +9,10 @@
 /* Maps a range of reserved address space as the block says: pages, policy, sharing and lock.
  * `asked` is for the error. After a failure the range may be mapped in part: the caller reserves it
  * again or unmaps it. errors: UM_E_NOMEM, UM_E_OS. */
-UM_CHECKED um_status um_block_map_range(const um_block *block, size_t offset, size_t nbytes,
-                                        size_t asked, um_error *err);
+UM_CHECKED um_status um__block_map_range(const um_block *block, size_t offset, size_t nbytes,
+                                         size_t asked, um_error *err);
 
 /* Fails for an errno of mlock2 or munlock. */
-um_status um_fail_lock(um_error *err, int os_errno, size_t asked, const char *call);
+um_status um__fail_lock(um_error *err, int os_errno, size_t asked, const char *call);
 
 #endif

@@ -8,9 +8,9 @@
 
 /* Opens a descriptor of nbytes of shared memory. The caller closes it.
  * errors: UM_E_INVALID, UM_E_NOMEM, UM_E_OS. */
-UM_CHECKED um_status um_memfd_open(const um_block_options *options, size_t nbytes, int *out_fd,
-                                   um_error *err);
-/* Undoes um_memfd_open if no block is made of it. */
-void um_memfd_discard(const um_block_options *options, int fd);
+UM_CHECKED um_status um__memfd_open(const um_block_options *options, size_t nbytes, int *out_fd,
+                                    um_error *err);
+/* Undoes um__memfd_open if no block is made of it. */
+void um__memfd_discard(const um_block_options *options, int fd);
 
 #endif

@@ -6,13 +6,14 @@
 
 #include <stdint.h>
 
-int um_mirror_map(const um_block *block) {
+int um__mirror_map(const um_block *block) {
     int os_errno = 0;
     for (size_t at = 0; os_errno == 0 && at < block->reserved_nbytes;) {
-        um_piece piece = um_mirror_piece(block, at);
-        for (char *image = (char *)block->base + at; os_errno == 0 && at < um_mirror_next(&piece);
+        um__piece piece = um__mirror_piece(block, at);
+        for (char *image = (char *)block->base + at; os_errno == 0 && at < um__mirror_next(&piece);
              at += piece.nbytes, image += piece.nbytes) {
-            os_errno = um_os_map_file_at(image, block->fd, piece.file, piece.nbytes, block->access);
+            os_errno =
+                um__os_map_file_at(image, block->fd, piece.file, piece.nbytes, block->access);
         }
     }
     return os_errno;
@@ -27,7 +28,7 @@ typedef struct hole {
 } hole;
 
 static int punch(const um_block *block, const hole *h) {
-    return h->first < h->end ? um_os_punch_hole(block->fd, h->first, h->end - h->first) : 0;
+    return h->first < h->end ? um__os_punch_hole(block->fd, h->first, h->end - h->first) : 0;
 }
 
 /* Adds a part to the hole. Parts come from the end of the file to its beginning. */
@@ -42,19 +43,19 @@ static int extend(const um_block *block, hole *pending, size_t first, size_t end
     return os_errno;
 }
 
-int um_mirror_discard(const um_block *block, um_run range, size_t *out_nbytes) {
+int um__mirror_discard(const um_block *block, um__run range, size_t *out_nbytes) {
     size_t from = range.first * block->step_nbytes;
     size_t to = range.end * block->step_nbytes, covered = 0;
     hole pending = {SIZE_MAX, SIZE_MAX};
     int os_errno = 0;
     for (size_t at = from; os_errno == 0 && at < to;) {
-        um_piece piece = um_mirror_piece(block, at);
+        um__piece piece = um__mirror_piece(block, at);
         size_t start = piece.start, m = piece.nbytes, file = piece.file;
         /* Offsets inside the piece and its mirror: the range may begin before them or end behind
          * them. */
         size_t first = from > start ? from - start : 0,
                end = to - start < 2 * m ? to - start : 2 * m;
-        at = um_mirror_next(&piece);
+        at = um__mirror_next(&piece);
         if (end <= m || first >= m) { /* one image */
             size_t behind = first >= m ? m : 0;
             covered += end - first;
@@ -77,11 +78,11 @@ int um_mirror_discard(const um_block *block, um_run range, size_t *out_nbytes) {
 /* Maps through image `to` the pages that are in RAM through image `from`. */
 static int populate_as(char *to, char *from, size_t nbytes, const char **out_call) {
     unsigned char pages[4096];
-    size_t page = um_os_page_bytes();
+    size_t page = um__os_page_bytes();
     for (size_t at = 0; at < nbytes;) {
         size_t part = nbytes - at < sizeof pages * page ? nbytes - at : sizeof pages * page;
         *out_call = "mincore";
-        int os_errno = um_os_residency(from + at, part, pages);
+        int os_errno = um__os_residency(from + at, part, pages);
         *out_call = os_errno == 0 ? "madvise" : "mincore";
         for (size_t first = 0, end; os_errno == 0 && first < part / page; first = end + 1) {
             while (first < part / page && (pages[first] & 1) == 0) {
@@ -91,8 +92,8 @@ static int populate_as(char *to, char *from, size_t nbytes, const char **out_cal
                 end++;
             }
             if (first < end) {
-                os_errno = um_os_advise(to + at + first * page, (end - first) * page,
-                                        UM_OS_POPULATE_WRITE);
+                os_errno = um__os_advise(to + at + first * page, (end - first) * page,
+                                         UM__OS_POPULATE_WRITE);
             }
         }
         if (os_errno != 0) {
@@ -103,30 +104,30 @@ static int populate_as(char *to, char *from, size_t nbytes, const char **out_cal
     return 0;
 }
 
-int um_mirror_fold(const um_block *block, const char **out_call) {
+int um__mirror_fold(const um_block *block, const char **out_call) {
     int os_errno = 0;
     size_t end = block->lock == UM_LOCK_NONE ? block->reserved_nbytes : 0;
     for (size_t at = 0; os_errno == 0 && at < end;) {
-        um_piece piece = um_mirror_piece(block, at);
+        um__piece piece = um__mirror_piece(block, at);
         char *first = (char *)block->base + at, *second = first + piece.nbytes;
         os_errno = populate_as(first, second, piece.nbytes, out_call);
         if (os_errno == 0) {
             *out_call = "madvise"; /* shared memory loses nothing by it */
-            os_errno = um_os_advise(second, piece.nbytes, UM_OS_DONTNEED);
+            os_errno = um__os_advise(second, piece.nbytes, UM__OS_DONTNEED);
         }
-        at = um_mirror_next(&piece);
+        at = um__mirror_next(&piece);
     }
     return os_errno;
 }
 
-int um_mirror_unfold(const um_block *block, const char **out_call) {
+int um__mirror_unfold(const um_block *block, const char **out_call) {
     int os_errno = 0;
     size_t end = block->lock == UM_LOCK_NONE ? block->reserved_nbytes : 0;
     for (size_t at = 0; os_errno == 0 && at < end;) {
-        um_piece piece = um_mirror_piece(block, at);
+        um__piece piece = um__mirror_piece(block, at);
         char *first = (char *)block->base + at;
         os_errno = populate_as(first + piece.nbytes, first, piece.nbytes, out_call);
-        at = um_mirror_next(&piece);
+        at = um__mirror_next(&piece);
     }
     return os_errno;
 }

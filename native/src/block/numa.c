@@ -26,7 +26,7 @@ static bool has_node(const um_numa *numa, unsigned node) {
     return (numa->nodes[node / 64] >> (node % 64) & 1) != 0;
 }
 
-void um_numa_pattern_make(um_numa_pattern *out, const um_numa *numa, const uint32_t *weights) {
+void um__numa_pattern_make(um__numa_pattern *out, const um_numa *numa, const uint32_t *weights) {
     out->n_nodes = 0;
     out->cycle = 0;
     for (unsigned node = 0; node < UM_MAX_NODES; node++) {
@@ -38,7 +38,7 @@ void um_numa_pattern_make(um_numa_pattern *out, const um_numa *numa, const uint3
     }
 }
 
-unsigned um_numa_pattern_index(const um_numa_pattern *pattern, uint64_t unit) {
+unsigned um__numa_pattern_index(const um__numa_pattern *pattern, uint64_t unit) {
     uint32_t at = (uint32_t)(unit % pattern->cycle);
     unsigned low = 0, high = pattern->n_nodes - 1;
     while (low < high) {
@@ -60,7 +60,7 @@ typedef struct repair {
     size_t unit;    /* memory that belongs on one node: a page, huge or not */
     bool spread;    /* interleaved: each unit has its node; else any of the nodes will do */
     uint64_t phase; /* the place in the pattern where the block begins */
-    um_numa_pattern pattern;
+    um__numa_pattern pattern;
     bool full[UM_MAX_NODES]; /* nodes that had no room */
     unsigned n_stuck;        /* immovable pages since one was moved */
 
@@ -80,9 +80,9 @@ static bool next_batch(repair *r) {
     while (r->n < BATCH && r->at < block->reserved_nbytes) {
         /* Of mirrored memory, only the first image of each piece counts. */
         if (block->mirror_nbytes != 0) {
-            um_piece piece = um_mirror_piece(block, r->at);
+            um__piece piece = um__mirror_piece(block, r->at);
             if (r->at >= piece.start + piece.nbytes) {
-                r->at = um_mirror_next(&piece);
+                r->at = um__mirror_next(&piece);
                 continue;
             }
         }
@@ -100,21 +100,21 @@ static bool next_batch(repair *r) {
 
 static uint64_t unit_of(const repair *r, const void *page) {
     size_t offset = (size_t)((const char *)page - (const char *)r->block->base);
-    return um_block_file_offset(r->block, offset) / r->unit;
+    return um__block_file_offset(r->block, offset) / r->unit;
 }
 
 /* Returns whether a page lies on a node that it may lie on. *out_node is the node that it should
  * lie on. */
 static bool is_placed(const repair *r, const void *page, int node, int *out_node) {
     uint64_t unit = unit_of(r, page) + r->phase;
-    *out_node = r->pattern.nodes[um_numa_pattern_index(&r->pattern, unit)];
+    *out_node = r->pattern.nodes[um__numa_pattern_index(&r->pattern, unit)];
     return r->spread ? node == *out_node : has_node(&r->block->numa, (unsigned)node);
 }
 
 /* ---- the phase of an interleaved block ---- */
 
 /* Returns the index of a node in the pattern; n_nodes if it is not there. */
-static unsigned index_of(const um_numa_pattern *pattern, int node) {
+static unsigned index_of(const um__numa_pattern *pattern, int node) {
     unsigned i = 0;
     while (i < pattern->n_nodes && pattern->nodes[i] != node) {
         i++;
@@ -127,14 +127,14 @@ static unsigned index_of(const um_numa_pattern *pattern, int node) {
  * is on its node, so that memory that the kernel has spread is left as it is. These phases are an
  * interval of the cycle, of which only the borders are counted. */
 static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um_error *err) {
-    const um_numa_pattern *pattern = &r->pattern;
+    const um__numa_pattern *pattern = &r->pattern;
     uint32_t cycle = pattern->cycle;
     int64_t n_pages = 0;
     memset(borders, 0, (cycle + (size_t)1) * sizeof *borders);
     for (r->at = 0; next_batch(r);) {
-        int os_errno = um_os_move_pages(r->n, r->pages, NULL, r->status);
+        int os_errno = um__os_move_pages(r->n, r->pages, NULL, r->status);
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, 0, "move_pages");
+            return um__fail_os(err, os_errno, 0, "move_pages");
         }
         for (size_t i = 0; i < r->n; i++) {
             if (r->status[i] < 0) {
@@ -171,7 +171,7 @@ static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um
  * only the first page of each unit: of a huge page, it moves all. *out_elsewhere counts all pages.
  * Returns 0 or an errno. */
 static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
-    int os_errno = um_os_move_pages(r->n, r->pages, NULL, r->status);
+    int os_errno = um__os_move_pages(r->n, r->pages, NULL, r->status);
     if (os_errno != 0) {
         return os_errno;
     }
@@ -198,7 +198,7 @@ static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
  * errno of its own. *out is n_moves if there is none. Returns 0 or an errno. */
 static int find_stuck(repair *r, size_t first, size_t *out) {
     size_t n = r->n_moves - first;
-    int os_errno = um_os_move_pages(n, r->move_pages + first, NULL, r->status);
+    int os_errno = um__os_move_pages(n, r->move_pages + first, NULL, r->status);
     if (os_errno != 0) {
         return os_errno;
     }
@@ -222,8 +222,8 @@ static int run_moves(repair *r, bool *out_again) {
         for (size_t i = first; i < r->n_moves; i++) {
             r->move_status[i] = NOT_TRIED;
         }
-        int os_errno = um_os_move_pages(r->n_moves - first, r->move_pages + first,
-                                        r->move_nodes + first, r->move_status + first);
+        int os_errno = um__os_move_pages(r->n_moves - first, r->move_pages + first,
+                                         r->move_nodes + first, r->move_status + first);
         if (os_errno != 0 && os_errno != ENOMEM) {
             return os_errno;
         }
@@ -269,7 +269,7 @@ static um_status repair_batch(repair *r, uint64_t *elsewhere_nbytes, um_error *e
             return UM_OK;
         }
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, 0, "move_pages");
+            return um__fail_os(err, os_errno, 0, "move_pages");
         }
     }
 }
@@ -280,7 +280,7 @@ static um_status repair_batch(repair *r, uint64_t *elsewhere_nbytes, um_error *e
 static int read_weight(unsigned node, uint32_t *out) {
     char path[80], text[32];
     snprintf(path, sizeof path, "/sys/kernel/mm/mempolicy/weighted_interleave/node%u", node);
-    int os_errno = um_proc_text(path, text, sizeof text);
+    int os_errno = um__proc_text(path, text, sizeof text);
     if (os_errno == 0 || os_errno == ENOENT) {
         unsigned long weight = strtoul(text, NULL, 10);
         *out = weight >= 1 && weight <= UINT8_MAX ? (uint32_t)weight : 1;
@@ -289,24 +289,24 @@ static int read_weight(unsigned node, uint32_t *out) {
     return os_errno;
 }
 
-static um_status make_pattern(um_numa_pattern *out, const um_numa *numa, um_error *err) {
+static um_status make_pattern(um__numa_pattern *out, const um_numa *numa, um_error *err) {
     uint32_t weights[UM_MAX_NODES] = {0};
     for (unsigned node = 0; numa->mode == UM_NUMA_WEIGHTED && node < UM_MAX_NODES; node++) {
         int os_errno = has_node(numa, node) ? read_weight(node, &weights[node]) : 0;
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, 0, "open or read of weighted_interleave/node");
+            return um__fail_os(err, os_errno, 0, "open or read of weighted_interleave/node");
         }
     }
-    um_numa_pattern_make(out, numa, numa->mode == UM_NUMA_WEIGHTED ? weights : NULL);
+    um__numa_pattern_make(out, numa, numa->mode == UM_NUMA_WEIGHTED ? weights : NULL);
     return UM_OK;
 }
 
 /* Finds the phase of an interleaved block. *out_unanimous: every page is where it belongs. */
 static um_status find_spread(repair *r, const um_placement *placement, bool *out_unanimous,
                              um_error *err) {
-    int64_t *borders = um_heap_alloc(r->pattern.cycle + (size_t)1, sizeof *borders);
+    int64_t *borders = um__heap_alloc(r->pattern.cycle + (size_t)1, sizeof *borders);
     if (borders == NULL) {
-        return um_fail_os(err, ENOMEM, 0, "calloc");
+        return um__fail_os(err, ENOMEM, 0, "calloc");
     }
     um_status status = UM_OK;
     *out_unanimous = false;
@@ -321,7 +321,7 @@ static um_status find_spread(repair *r, const um_placement *placement, bool *out
     if (status == UM_OK && !*out_unanimous) {
         status = find_phase(r, borders, out_unanimous, err);
     }
-    um_heap_free(borders);
+    um__heap_free(borders);
     return status;
 }
 
@@ -330,13 +330,13 @@ static um_status run_repair(repair *r, const um_placement *placement, uint64_t *
     *out_nbytes = 0;
     if (r->spread) {
         bool unanimous;
-        UM_TRY(find_spread(r, placement, &unanimous, err));
+        UM__TRY(find_spread(r, placement, &unanimous, err));
         if (unanimous) {
             return UM_OK;
         }
     }
     for (r->at = 0; next_batch(r);) {
-        UM_TRY(repair_batch(r, out_nbytes, err));
+        UM__TRY(repair_batch(r, out_nbytes, err));
     }
     return UM_OK;
 }
@@ -348,26 +348,26 @@ static um_status repair_folded(repair *r, const um_placement *placement, uint64_
         return run_repair(r, placement, out_nbytes, err);
     }
     const char *call;
-    int os_errno = um_mirror_fold(r->block, &call);
+    int os_errno = um__mirror_fold(r->block, &call);
     um_status status = os_errno == 0 ? run_repair(r, placement, out_nbytes, err)
-                                     : um_fail_os(err, os_errno, 0, call);
-    os_errno = um_mirror_unfold(r->block, &call);
-    return status != UM_OK || os_errno == 0 ? status : um_fail_os(err, os_errno, 0, call);
+                                     : um__fail_os(err, os_errno, 0, call);
+    os_errno = um__mirror_unfold(r->block, &call);
+    return status != UM_OK || os_errno == 0 ? status : um__fail_os(err, os_errno, 0, call);
 }
 
 um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) {
     if (block->numa.mode == UM_NUMA_NONE) {
-        return um_fail(err, UM_E_INVALID, "the block has no NUMA policy");
+        return um__fail(err, UM_E_INVALID, "the block has no NUMA policy");
     }
     um_placement placement;
-    UM_TRY(um_block_verify(block, &placement, err));
-    repair *r = um_heap_alloc(1, sizeof *r);
+    UM__TRY(um_block_verify(block, &placement, err));
+    repair *r = um__heap_alloc(1, sizeof *r);
     if (r == NULL) {
-        return um_fail_os(err, ENOMEM, sizeof *r, "calloc");
+        return um__fail_os(err, ENOMEM, sizeof *r, "calloc");
     }
     bool hugetlb = placement.pages == UM_PAGES_2M || placement.pages == UM_PAGES_1G;
     r->block = block;
-    r->page = hugetlb ? (size_t)placement.page_bytes : um_os_page_bytes();
+    r->page = hugetlb ? (size_t)placement.page_bytes : um__os_page_bytes();
     /* Of a file, the page cache has pieces of up to a huge page, which move whole. */
     size_t step = block->is_file ? um_huge_page_bytes() : block->step_nbytes;
     r->unit = step > r->page ? step : r->page;
@@ -387,6 +387,6 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
             *out_nbytes = elsewhere_nbytes;
         }
     }
-    um_heap_free(r);
+    um__heap_free(r);
     return status;
 }

@@ -34,7 +34,7 @@ static int mark_scanned(const view *v, int pagemap) {
     for (size_t at = 0; at < nbytes;) {
         size_t n_runs, scanned;
         int os_errno =
-            um_os_scan_pages(pagemap, v->first + at, nbytes - at, runs, RUNS, &n_runs, &scanned);
+            um__os_scan_pages(pagemap, v->first + at, nbytes - at, runs, RUNS, &n_runs, &scanned);
         if (os_errno == EINTR) {
             continue;
         }
@@ -59,7 +59,7 @@ static int mark_read(const view *v, int pagemap) {
     for (size_t i = 0; i < v->n_pages;) {
         size_t n = v->n_pages - i < ENTRIES ? v->n_pages - i : ENTRIES, got;
         uint64_t first = ((uintptr_t)v->first / v->page + i) * sizeof *entries;
-        int os_errno = um_os_pread(pagemap, entries, n * sizeof *entries, first, &got);
+        int os_errno = um__os_pread(pagemap, entries, n * sizeof *entries, first, &got);
         if (os_errno == EINTR) {
             continue;
         }
@@ -76,14 +76,14 @@ static int mark_read(const view *v, int pagemap) {
 }
 
 static um_status mark_mapped(const view *v, um_error *err) {
-    int pagemap, os_errno = um_os_open_read("/proc/self/pagemap", &pagemap);
+    int pagemap, os_errno = um__os_open_read("/proc/self/pagemap", &pagemap);
     if (os_errno == EACCES) {
         /* mincore was not called for hugetlb memory, so nothing is known of it. */
         memset(v->pages, UM_PAGE_UNKNOWN, v->hugetlb_page != 0 ? v->n_pages : 0);
         return UM_OK;
     }
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, 0, "open /proc/self/pagemap");
+        return um__fail_os(err, os_errno, 0, "open /proc/self/pagemap");
     }
     const char *call = "ioctl of /proc/self/pagemap";
     os_errno = mark_scanned(v, pagemap);
@@ -91,8 +91,8 @@ static um_status mark_mapped(const view *v, um_error *err) {
         call = "pread of /proc/self/pagemap";
         os_errno = mark_read(v, pagemap);
     }
-    um_os_close(pagemap);
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, call);
+    um__os_close(pagemap);
+    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, 0, call);
 }
 
 /* Returns whether a page is a part of the same huge page as the page before it, and so on the same
@@ -113,7 +113,7 @@ static int ask_nodes(const view *v, size_t huge_page, int16_t *out_nodes) {
             }
             end++;
         }
-        int os_errno = n == 0 ? 0 : um_os_move_pages(n, addresses, NULL, status);
+        int os_errno = n == 0 ? 0 : um__os_move_pages(n, addresses, NULL, status);
         if (os_errno != 0) {
             return os_errno;
         }
@@ -133,7 +133,7 @@ static int ask_nodes(const view *v, size_t huge_page, int16_t *out_nodes) {
 }
 
 static um_status find_nodes(const view *v, int16_t *out_nodes, um_error *err) {
-    int only_node = um_only_memory_node();
+    int only_node = um__only_memory_node();
     if (only_node >= 0) {
         for (size_t i = 0; i < v->n_pages; i++) {
             out_nodes[i] = (int16_t)((v->pages[i] & UM_PAGE_MAPPED) != 0 ? only_node : -1);
@@ -142,24 +142,24 @@ static um_status find_nodes(const view *v, int16_t *out_nodes, um_error *err) {
     }
     size_t huge_page = v->hugetlb_page != 0 ? v->hugetlb_page : um_huge_page_bytes();
     int os_errno = ask_nodes(v, huge_page != 0 ? huge_page : v->page, out_nodes);
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, "move_pages");
+    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, 0, "move_pages");
 }
 
 um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes, uint8_t *out_pages,
                          int16_t *out_nodes, um_error *err) {
-    size_t end, page = um_os_page_bytes();
+    size_t end, page = um__os_page_bytes();
     size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
-    if (!um_add(offset, nbytes, &end) || end > limit) {
-        return um_fail(err, UM_E_INVALID, "the range is outside the block");
+    if (!um__add(offset, nbytes, &end) || end > limit) {
+        return um__fail(err, UM_E_INVALID, "the range is outside the block");
     }
     if (nbytes == 0) {
         return UM_OK;
     }
     if (!um_block_is_committed(block, offset, nbytes)) {
-        return um_fail(err, UM_E_INVALID, "the range is not committed");
+        return um__fail(err, UM_E_INVALID, "the range is not committed");
     }
     size_t first = offset / page;
-    bool hugetlb = um_hugetlb_shift(block->requested_pages) != 0 ||
+    bool hugetlb = um__hugetlb_shift(block->requested_pages) != 0 ||
                    (block->is_file != 0 && block->step_nbytes > page);
     bool locked = hugetlb || block->lock != UM_LOCK_NONE;
     view v = {.first = (char *)block->base + first * page,
@@ -175,14 +175,14 @@ um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes, ui
     } else if (block->is_cache_hidden != 0) {
         memset(out_pages, UM_PAGE_UNKNOWN, v.n_pages);
     } else {
-        int os_errno = um_os_residency(v.first, v.n_pages * page, out_pages);
+        int os_errno = um__os_residency(v.first, v.n_pages * page, out_pages);
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, nbytes, "mincore");
+            return um__fail_os(err, os_errno, nbytes, "mincore");
         }
         for (size_t i = 0; i < v.n_pages; i++) {
             out_pages[i] = (out_pages[i] & 1) != 0 ? UM_PAGE_IN_RAM : 0;
         }
     }
-    UM_TRY(mark_mapped(&v, err));
+    UM__TRY(mark_mapped(&v, err));
     return out_nodes != NULL ? find_nodes(&v, out_nodes, err) : UM_OK;
 }

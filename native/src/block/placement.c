@@ -17,7 +17,7 @@
 enum { SMAPS_READ_BYTES = 1024, NUMA_MAPS_READ_BYTES = 256 };
 
 static um_status fail_read(um_error *err, int os_errno, const char *what) {
-    um_fail(err, UM_E_IO, what);
+    um__fail(err, UM_E_IO, what);
     if (err != NULL) {
         err->os_errno = os_errno;
     }
@@ -70,7 +70,7 @@ static size_t image_of(const um_block *block, uintptr_t address) {
     if (block->mirror_nbytes == 0 || address < base) {
         return 0;
     }
-    um_piece piece = um_mirror_piece(block, address - base);
+    um__piece piece = um__mirror_piece(block, address - base);
     return piece.start + (address - base - piece.start) / piece.nbytes;
 }
 
@@ -113,7 +113,7 @@ static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
     sums->rss += entry->rss;
     /* The line "Locked" would count a page that n processes map as 1/n. */
     sums->locked += strstr(line, " lo") != NULL ? entry->rss : 0;
-    if (entry->kernel_page > um_os_page_bytes()) {
+    if (entry->kernel_page > um__os_page_bytes()) {
         sums->hugetlb_page = entry->kernel_page;
     }
     /* The gaps between committed parts do not count: the kernel says that they could be huge,
@@ -124,15 +124,15 @@ static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
 
 static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *err) {
     uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
-    um_proc_lines lines;
-    int os_errno = um_proc_lines_open(&lines, "/proc/self/smaps", SMAPS_READ_BYTES);
+    um__proc_lines lines;
+    int os_errno = um__proc_lines_open(&lines, "/proc/self/smaps", SMAPS_READ_BYTES);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, 0, "open /proc/self/smaps");
+        return um__fail_os(err, os_errno, 0, "open /proc/self/smaps");
     }
     smaps_entry entry = {0};
     smaps_sums images[2] = {{0}};
     size_t image = 0;
-    for (char *line; (os_errno = um_proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
+    for (char *line; (os_errno = um__proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
         uintptr_t start;
         if (begin_entry(line, first, &start, &entry)) {
             if (start >= last) {
@@ -150,7 +150,7 @@ static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *er
         }
     }
     add_images(images, out);
-    um_proc_lines_close(&lines);
+    um__proc_lines_close(&lines);
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/smaps");
 }
 
@@ -158,7 +158,7 @@ static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *er
  * kernelpagesize_kB=4", says of nodes. Its counts are in pages of the size at its end. */
 static void add_node_bytes(const char *line, uint64_t *node_bytes) {
     const char *size = strstr(line, " kernelpagesize_kB=");
-    uint64_t page_bytes = size == NULL ? um_os_page_bytes()
+    uint64_t page_bytes = size == NULL ? um__os_page_bytes()
                                        : strtoull(strchr(size, '=') + 1, NULL, 10) * UINT64_C(1024);
     /* Blanks in paths are escaped: a blank is always the beginning of a word. */
     for (const char *word = line; (word = strstr(word, " N")) != NULL;) {
@@ -183,23 +183,23 @@ static void add_node_images(uint64_t images[2][UM_MAX_NODES], uint64_t *node_byt
 static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint64_t *node_bytes,
                             um_error *err) {
     uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
-    int only_node = um_only_memory_node();
+    int only_node = um__only_memory_node();
     if (only_node >= 0) {
         node_bytes[only_node] = resident_bytes;
         return UM_OK;
     }
-    um_proc_lines lines;
-    int os_errno = um_proc_lines_open(&lines, "/proc/self/numa_maps", NUMA_MAPS_READ_BYTES);
+    um__proc_lines lines;
+    int os_errno = um__proc_lines_open(&lines, "/proc/self/numa_maps", NUMA_MAPS_READ_BYTES);
     if (os_errno == ENOENT) {
         node_bytes[0] = resident_bytes; /* a kernel that knows no nodes */
         return UM_OK;
     }
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, 0, "open /proc/self/numa_maps");
+        return um__fail_os(err, os_errno, 0, "open /proc/self/numa_maps");
     }
     uint64_t images[2][UM_MAX_NODES] = {{0}};
     size_t image = 0;
-    for (char *line; (os_errno = um_proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
+    for (char *line; (os_errno = um__proc_lines_next(&lines, &line)) == 0 && line != NULL;) {
         uintptr_t start = (uintptr_t)strtoull(line, NULL, 16);
         if (start >= last) {
             break;
@@ -215,20 +215,20 @@ static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint
         }
     }
     add_node_images(images, node_bytes);
-    um_proc_lines_close(&lines);
+    um__proc_lines_close(&lines);
     return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/numa_maps");
 }
 
 /* Returns the size of the huge pages in smaps. If /sys does not tell it, it is what one page of
  * page table entries covers, at 8 bytes each. */
 static size_t thp_bytes(void) {
-    size_t told = um_huge_page_bytes(), page = um_os_page_bytes();
+    size_t told = um_huge_page_bytes(), page = um__os_page_bytes();
     return told != 0 ? told : page * (page / 8);
 }
 
 um_status um_block_verify(const um_block *block, um_placement *out, um_error *err) {
     smaps_sums sums = {0};
-    UM_TRY(read_smaps(block, &sums, err));
+    UM__TRY(read_smaps(block, &sums, err));
     /* smaps counts hugetlb pages apart. The kernel does not say how many processes map one, so
      * pss_bytes counts it whole. It never takes one out of RAM, so all of them count as locked. */
     um_placement found = {.resident_bytes = sums.rss + sums.hugetlb,
@@ -244,10 +244,10 @@ um_status um_block_verify(const um_block *block, um_placement *out, um_error *er
         found.page_bytes = sums.hugetlb_page;
     } else {
         found.pages = huge ? UM_PAGES_THP : UM_PAGES_4K;
-        found.page_bytes = huge ? thp_bytes() : um_os_page_bytes();
+        found.page_bytes = huge ? thp_bytes() : um__os_page_bytes();
     }
     if (found.resident_bytes > 0) {
-        UM_TRY(read_nodes(block, found.resident_bytes, found.node_bytes, err));
+        UM__TRY(read_nodes(block, found.resident_bytes, found.node_bytes, err));
     }
     *out = found;
     return UM_OK;
@@ -255,10 +255,10 @@ um_status um_block_verify(const um_block *block, um_placement *out, um_error *er
 
 um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                             uint64_t *out_bytes, um_error *err) {
-    size_t end, page = um_os_page_bytes();
+    size_t end, page = um__os_page_bytes();
     size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
-    if (!um_add(offset, nbytes, &end) || end > limit) {
-        return um_fail(err, UM_E_INVALID, "the range is outside the block");
+    if (!um__add(offset, nbytes, &end) || end > limit) {
+        return um__fail(err, UM_E_INVALID, "the range is outside the block");
     }
     unsigned char pages[4096];
     uint64_t n_resident = 0;
@@ -273,9 +273,9 @@ um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                 memset(pages, UM_PAGE_UNKNOWN, step / page);
             }
         } else {
-            int os_errno = um_os_residency((char *)block->base + at, step, pages);
+            int os_errno = um__os_residency((char *)block->base + at, step, pages);
             if (os_errno != 0) {
-                return um_fail_os(err, os_errno, nbytes, "mincore");
+                return um__fail_os(err, os_errno, nbytes, "mincore");
             }
         }
         for (size_t i = 0; i < step / page; i++) {

@@ -11,26 +11,26 @@
 #include <stdlib.h>
 
 size_t um_page_bytes(void) {
-    return um_os_page_bytes();
+    return um__os_page_bytes();
 }
 
 size_t um_huge_page_bytes(void) {
     char text[32];
     int os_errno =
-        um_proc_text("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", text, sizeof text);
+        um__proc_text("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", text, sizeof text);
     return os_errno != 0 ? 0 : (size_t)strtoull(text, NULL, 10);
 }
 
-um_status um_space_reserve(um_space *out, size_t nbytes, size_t align, size_t phase, size_t asked,
-                           um_error *err) {
-    size_t page = um_os_page_bytes(), reserved_nbytes;
-    if (!um_add(nbytes, align + 2 * page, &reserved_nbytes)) {
-        return um_fail(err, UM_E_INVALID, "nbytes");
+um_status um__space_reserve(um__space *out, size_t nbytes, size_t align, size_t phase, size_t asked,
+                            um_error *err) {
+    size_t page = um__os_page_bytes(), reserved_nbytes;
+    if (!um__add(nbytes, align + 2 * page, &reserved_nbytes)) {
+        return um__fail(err, UM_E_INVALID, "nbytes");
     }
     void *reserved;
-    int os_errno = um_os_reserve(reserved_nbytes, &reserved);
+    int os_errno = um__os_reserve(reserved_nbytes, &reserved);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, asked, "mmap");
+        return um__fail_os(err, os_errno, asked, "mmap");
     }
     /* The reservation is larger than needed, so that the data can be aligned inside it. The rest
      * goes back. */
@@ -38,29 +38,29 @@ um_status um_space_reserve(um_space *out, size_t nbytes, size_t align, size_t ph
     uintptr_t data = ((start + page - phase + align - 1) & ~(uintptr_t)(align - 1)) + phase;
     uintptr_t map_base = data - page, map_end = data + nbytes + page;
     if (map_base > start) {
-        os_errno = um_os_unmap(reserved, map_base - start);
+        os_errno = um__os_unmap(reserved, map_base - start);
         start = os_errno == 0 ? map_base : start;
     }
     if (os_errno == 0 && end > map_end) {
-        os_errno = um_os_unmap((void *)map_end, end - map_end);
+        os_errno = um__os_unmap((void *)map_end, end - map_end);
     }
     if (os_errno != 0) {
         /* Unmaps only what is still ours: another thread may have mapped what was given back. */
-        um_os_unmap((void *)start, end - start);
-        return um_fail_os(err, os_errno, asked, "munmap");
+        um__os_unmap((void *)start, end - start);
+        return um__fail_os(err, os_errno, asked, "munmap");
     }
-    *out = (um_space){
+    *out = (um__space){
         .data = (void *)data, .map_base = (void *)map_base, .map_nbytes = map_end - map_base};
     return UM_OK;
 }
 
-unsigned um_hugetlb_shift(um_pages pages) {
+unsigned um__hugetlb_shift(um_pages pages) {
     return pages == UM_PAGES_2M ? 21 : pages == UM_PAGES_1G ? 30 : 0;
 }
 
-int um_only_memory_node(void) {
+int um__only_memory_node(void) {
     char text[64], *after;
-    if (um_proc_text("/sys/devices/system/node/has_memory", text, sizeof text) != 0) {
+    if (um__proc_text("/sys/devices/system/node/has_memory", text, sizeof text) != 0) {
         return -1;
     }
     unsigned long node = strtoul(text, &after, 10);

@@ -16,7 +16,7 @@ enum { WORD_STEPS = 64 };
 
 /* ---- asking ---- */
 
-size_t um_block_n_steps(const um_block *block) {
+size_t um__block_n_steps(const um_block *block) {
     return block->step_nbytes == 0 ? 0 : block->reserved_nbytes / block->step_nbytes;
 }
 
@@ -28,7 +28,7 @@ static uint64_t *overlaid_bits(const um_block *block) {
     return __atomic_load_n(&block->overlaid, __ATOMIC_ACQUIRE);
 }
 
-size_t um_block_committed_nbytes(const um_block *block) {
+size_t um__block_committed_nbytes(const um_block *block) {
     return __atomic_load_n(&block->committed_nbytes, __ATOMIC_RELAXED);
 }
 
@@ -53,13 +53,13 @@ static size_t find_step(const um_block *block, size_t from, size_t end, bool com
     if (bits != NULL) {
         return find_bit(bits, from, end, committed);
     }
-    size_t n_committed = um_block_committed_nbytes(block) / block->step_nbytes;
+    size_t n_committed = um__block_committed_nbytes(block) / block->step_nbytes;
     size_t found = committed == (from < n_committed) ? from : committed ? end : n_committed;
     return found < end ? found : end;
 }
 
-bool um_block_next_run(const um_block *block, size_t from, size_t end, bool committed,
-                       um_run *out) {
+bool um__block_next_run(const um_block *block, size_t from, size_t end, bool committed,
+                        um__run *out) {
     if (from >= end) {
         return false;
     }
@@ -67,28 +67,28 @@ bool um_block_next_run(const um_block *block, size_t from, size_t end, bool comm
     if (first == end) {
         return false;
     }
-    *out = (um_run){.first = first, .end = find_step(block, first, end, !committed)};
+    *out = (um__run){.first = first, .end = find_step(block, first, end, !committed)};
     return true;
 }
 
-bool um_block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
-                           um_run *out) {
+bool um__block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
+                            um__run *out) {
     const uint64_t *bits = overlaid_bits(block);
     if (bits == NULL) {
-        *out = (um_run){.first = from, .end = end};
+        *out = (um__run){.first = from, .end = end};
         return !overlaid && from < end;
     }
     size_t first = find_bit(bits, from, end, overlaid);
     if (first >= end) {
         return false;
     }
-    *out = (um_run){.first = first, .end = find_bit(bits, first, end, !overlaid)};
+    *out = (um__run){.first = first, .end = find_bit(bits, first, end, !overlaid)};
     return true;
 }
 
 int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes) {
     size_t end = 0, step = block->step_nbytes;
-    if (!um_add(offset, nbytes, &end)) {
+    if (!um__add(offset, nbytes, &end)) {
         return 0;
     }
     if (block->is_file) {
@@ -104,7 +104,7 @@ int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes) {
 int um_block_is_overlaid(const um_block *block, size_t offset, size_t nbytes) {
     size_t end = 0, step = block->step_nbytes;
     const uint64_t *bits = overlaid_bits(block);
-    if (bits == NULL || nbytes == 0 || !um_add(offset, nbytes, &end) ||
+    if (bits == NULL || nbytes == 0 || !um__add(offset, nbytes, &end) ||
         end > block->reserved_nbytes) {
         return 0;
     }
@@ -114,7 +114,7 @@ int um_block_is_overlaid(const um_block *block, size_t offset, size_t nbytes) {
 
 /* ---- changing ---- */
 
-void um_steps_set(uint64_t *words, um_run run, bool set) {
+void um__steps_set(uint64_t *words, um__run run, bool set) {
     for (size_t at = run.first; at < run.end;) {
         size_t word = at / WORD_STEPS, bit = at % WORD_STEPS, n = WORD_STEPS - bit;
         n = n < run.end - at ? n : run.end - at;
@@ -127,58 +127,58 @@ void um_steps_set(uint64_t *words, um_run run, bool set) {
 
 /* Returns whether the committed steps are one piece from the base on, and stay so when the range is
  * committed or released. */
-static bool stays_whole(const um_block *block, um_run range, bool committed) {
+static bool stays_whole(const um_block *block, um__run range, bool committed) {
     size_t n_committed = block->committed_nbytes / block->step_nbytes;
     return block->committed == NULL &&
            (committed ? range.first <= n_committed : range.end >= n_committed);
 }
 
-um_status um_steps_alloc(const um_block *block, uint64_t **out, um_error *err) {
-    size_t n_words = (um_block_n_steps(block) - 1) / WORD_STEPS + 1;
-    *out = um_heap_alloc(n_words, sizeof **out);
-    return *out != NULL ? UM_OK : um_fail_os(err, ENOMEM, n_words * sizeof **out, "calloc");
+um_status um__steps_alloc(const um_block *block, uint64_t **out, um_error *err) {
+    size_t n_words = (um__block_n_steps(block) - 1) / WORD_STEPS + 1;
+    *out = um__heap_alloc(n_words, sizeof **out);
+    return *out != NULL ? UM_OK : um__fail_os(err, ENOMEM, n_words * sizeof **out, "calloc");
 }
 
-um_status um_steps_begin(const um_block *block, um_run range, bool committed, um_steps_change *out,
-                         um_error *err) {
-    *out = (um_steps_change){.range = range, .words = block->committed};
+um_status um__steps_begin(const um_block *block, um__run range, bool committed,
+                          um__steps_change *out, um_error *err) {
+    *out = (um__steps_change){.range = range, .words = block->committed};
     if (block->committed == NULL && !stays_whole(block, range, committed)) {
-        UM_TRY(um_steps_alloc(block, &out->words, err));
-        um_steps_set(out->words, (um_run){0, block->committed_nbytes / block->step_nbytes}, true);
+        UM__TRY(um__steps_alloc(block, &out->words, err));
+        um__steps_set(out->words, (um__run){0, block->committed_nbytes / block->step_nbytes}, true);
     }
     return UM_OK;
 }
 
-void um_steps_abandon(const um_block *block, const um_steps_change *change) {
+void um__steps_abandon(const um_block *block, const um__steps_change *change) {
     if (change->words != block->committed) {
-        um_heap_free(change->words);
+        um__heap_free(change->words);
     }
 }
 
-static size_t count_steps(const um_block *block, um_run range, bool committed) {
+static size_t count_steps(const um_block *block, um__run range, bool committed) {
     size_t n = 0;
-    for (um_run run = {.end = range.first};
-         um_block_next_run(block, run.end, range.end, committed, &run);) {
+    for (um__run run = {.end = range.first};
+         um__block_next_run(block, run.end, range.end, committed, &run);) {
         n += run.end - run.first;
     }
     return n;
 }
 
-void um_steps_finish(um_block *block, const um_steps_change *change, bool committed) {
+void um__steps_finish(um_block *block, const um__steps_change *change, bool committed) {
     size_t step = block->step_nbytes;
     size_t changed = count_steps(block, change->range, !committed) * step;
     size_t total =
         committed ? block->committed_nbytes + changed : block->committed_nbytes - changed;
-    um_ledger_resize(block->category, block->committed_nbytes, total);
+    um__ledger_resize(block->category, block->committed_nbytes, total);
     __atomic_store_n(&block->committed_nbytes, total, __ATOMIC_RELAXED);
     if (block->overlaid != NULL && !committed) {
-        um_steps_set(block->overlaid, change->range, false);
+        um__steps_set(block->overlaid, change->range, false);
     }
     size_t usable = total;
     if (change->words != NULL) {
-        um_steps_set(change->words, change->range, committed);
+        um__steps_set(change->words, change->range, committed);
         __atomic_store_n(&block->committed, change->words, __ATOMIC_RELEASE);
-        usable = find_step(block, 0, um_block_n_steps(block), false) * step;
+        usable = find_step(block, 0, um__block_n_steps(block), false) * step;
     }
     __atomic_store_n(&block->nbytes, usable, __ATOMIC_RELAXED);
 }

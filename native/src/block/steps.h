@@ -9,40 +9,41 @@
 #include "unimem.h"
 
 /* Neighbouring steps of a block, by their numbers. */
-typedef struct um_run {
+typedef struct um__run {
     size_t first, end;
-} um_run;
+} um__run;
 
 /* Returns how many steps the block reserves. */
-size_t um_block_n_steps(const um_block *block);
+size_t um__block_n_steps(const um_block *block);
 /* Returns how much is committed now, while another thread may be changing it. */
-size_t um_block_committed_nbytes(const um_block *block);
+size_t um__block_committed_nbytes(const um_block *block);
 /* Finds the first run in [from, end) whose steps are all committed, or all not committed. Returns
  * false if there is none. */
-bool um_block_next_run(const um_block *block, size_t from, size_t end, bool committed, um_run *out);
+bool um__block_next_run(const um_block *block, size_t from, size_t end, bool committed,
+                        um__run *out);
 /* Finds the first run in [from, end) whose steps are all a file's (um_block_overlay), or all not.
  */
-bool um_block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
-                           um_run *out);
+bool um__block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
+                            um__run *out);
 
 /* Allocates a bit for each step of the block, none of them set. errors: UM_E_NOMEM. */
-UM_CHECKED um_status um_steps_alloc(const um_block *block, uint64_t **out, um_error *err);
+UM_CHECKED um_status um__steps_alloc(const um_block *block, uint64_t **out, um_error *err);
 /* Sets or clears the bits of a run. */
-void um_steps_set(uint64_t *words, um_run run, bool set);
+void um__steps_set(uint64_t *words, um__run run, bool set);
 
-/* A change of which steps are committed. Everything that can fail happens in um_steps_begin, before
+/* A change of which steps are committed. Everything that can fail happens in um__steps_begin, before
  * the memory changes. */
-typedef struct um_steps_change {
-    um_run range;
+typedef struct um__steps_change {
+    um__run range;
     uint64_t *words; /* the bits as they are; NULL if the block needs none after the change */
-} um_steps_change;
+} um__steps_change;
 
 /* Prepares the change of a range to committed or not committed. errors: UM_E_NOMEM. */
-UM_CHECKED um_status um_steps_begin(const um_block *block, um_run range, bool committed,
-                                    um_steps_change *out, um_error *err);
+UM_CHECKED um_status um__steps_begin(const um_block *block, um__run range, bool committed,
+                                     um__steps_change *out, um_error *err);
 /* Drops a change whose memory stayed as it was. */
-void um_steps_abandon(const um_block *block, const um_steps_change *change);
+void um__steps_abandon(const um_block *block, const um__steps_change *change);
 /* Records in the block, and in the ledger, that the range has changed. */
-void um_steps_finish(um_block *block, const um_steps_change *change, bool committed);
+void um__steps_finish(um_block *block, const um__steps_change *change, bool committed);
 
 #endif

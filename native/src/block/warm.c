@@ -15,7 +15,7 @@ enum { WARM_STEP_BYTES = 16 << 20 };
 
 /* What the threads of one call share. */
 typedef struct warming {
-    um_os_advice advice;
+    um__os_advice advice;
     _Atomic int os_errno; /* of the first thread that failed; the others stop then */
 } warming;
 
@@ -24,7 +24,7 @@ typedef struct warm_part {
     char *address;
     size_t nbytes;
     int cpu; /* -1: anywhere */
-    um_os_thread thread;
+    um__os_thread thread;
 } warm_part;
 
 /* Populates in steps, so that a signal, a full system or the failure of another thread is noticed
@@ -33,7 +33,7 @@ static void warm_run(const warm_part *part) {
     warming *shared = part->shared;
     for (size_t done = 0; done < part->nbytes && atomic_load(&shared->os_errno) == 0;) {
         size_t left = part->nbytes - done, step = left < WARM_STEP_BYTES ? left : WARM_STEP_BYTES;
-        int os_errno = um_os_advise(part->address + done, step, shared->advice), none = 0;
+        int os_errno = um__os_advise(part->address + done, step, shared->advice), none = 0;
         if (os_errno == 0) {
             done += step;
         } else if (os_errno != EINTR && os_errno != EAGAIN) {
@@ -44,7 +44,7 @@ static void warm_run(const warm_part *part) {
 
 static void *thread_run(void *arg) {
     const warm_part *part = arg;
-    um_cpus_pin(part->cpu);
+    um__cpus_pin(part->cpu);
     warm_run(part);
     return NULL;
 }
@@ -55,13 +55,13 @@ static int run_threads(warm_part *parts, unsigned n_parts) {
     unsigned n_started = 0;
     int os_errno = 0;
     while (n_started < n_parts && os_errno == 0) {
-        os_errno = um_os_thread_start(&parts[n_started].thread, thread_run, &parts[n_started]);
+        os_errno = um__os_thread_start(&parts[n_started].thread, thread_run, &parts[n_started]);
         n_started += os_errno == 0;
     }
     int none = 0;
     atomic_compare_exchange_strong(&parts->shared->os_errno, &none, os_errno);
     for (unsigned i = 0; i < n_started; i++) {
-        um_os_thread_join(parts[i].thread);
+        um__os_thread_join(parts[i].thread);
     }
     return os_errno;
 }
@@ -71,20 +71,20 @@ static int run_threads(warm_part *parts, unsigned n_parts) {
 static um_status fail_populate(const um_block *block, bool is_file, int os_errno, size_t end,
                                size_t nbytes, um_error *err) {
     if (os_errno != EFAULT) {
-        return um_fail_os(err, os_errno, nbytes, "madvise");
+        return um__fail_os(err, os_errno, nbytes, "madvise");
     }
     bool shared = !is_file && block->sharing != UM_SHARING_NONE;
     uint64_t file_nbytes;
     size_t mapped_nbytes = SIZE_MAX; /* the rest was cut off; a mirrored memfd is sealed */
-    if (shared && block->mirror_nbytes == 0 && um_os_file_nbytes(block->fd, &file_nbytes) == 0) {
-        (void)um_round_up((size_t)file_nbytes, block->step_nbytes, &mapped_nbytes);
+    if (shared && block->mirror_nbytes == 0 && um__os_file_nbytes(block->fd, &file_nbytes) == 0) {
+        (void)um__round_up((size_t)file_nbytes, block->step_nbytes, &mapped_nbytes);
     }
     if (is_file || mapped_nbytes < end) {
-        return um_fail(err, UM_E_IO, "madvise");
+        return um__fail(err, UM_E_IO, "madvise");
     }
-    return um_fail_os(err,
-                      shared || um_hugetlb_shift(block->requested_pages) != 0 ? ENOMEM : EFAULT,
-                      nbytes, "madvise");
+    return um__fail_os(err,
+                       shared || um__hugetlb_shift(block->requested_pages) != 0 ? ENOMEM : EFAULT,
+                       nbytes, "madvise");
 }
 
 static bool is_read_only(const um_block *block) {
@@ -94,10 +94,10 @@ static bool is_read_only(const um_block *block) {
 
 /* Warms whole pages, which are all a file's or all not. */
 static um_status warm_range(const um_block *block, bool is_file, bool writes, size_t first,
-                            size_t last, const um_cpus *cpus, um_error *err) {
+                            size_t last, const um__cpus *cpus, um_error *err) {
     /* Parts meet at borders of huge pages: two threads that fill one huge page together get small
      * pages. */
-    size_t page = um_os_page_bytes();
+    size_t page = um__os_page_bytes();
     size_t align = block->step_nbytes > page ? block->step_nbytes : page;
     /* Counted from the border below the first byte, so that there are never more parts than
      * threads. */
@@ -106,8 +106,8 @@ static um_status warm_range(const um_block *block, bool is_file, bool writes, si
     /* Writing copies the pages of a file that is mapped for itself, and has shared ones written to
      * the disk. */
     bool reads = is_file ? !writes : is_read_only(block);
-    warming shared = {.advice = reads ? UM_OS_POPULATE_READ : UM_OS_POPULATE_WRITE};
-    warm_part parts[UM_MAX_THREADS];
+    warming shared = {.advice = reads ? UM__OS_POPULATE_READ : UM__OS_POPULATE_WRITE};
+    warm_part parts[UM__MAX_THREADS];
     unsigned n_parts = 0;
     for (size_t at = first; at < last; n_parts++) {
         size_t part_end = (at / align * align) + share;
@@ -115,7 +115,7 @@ static um_status warm_range(const um_block *block, bool is_file, bool writes, si
         parts[n_parts] = (warm_part){.shared = &shared,
                                      .address = (char *)block->base + at,
                                      .nbytes = part_end - at,
-                                     .cpu = um_cpus_at(cpus, n_parts)};
+                                     .cpu = um__cpus_at(cpus, n_parts)};
         at = part_end;
     }
     /* The calling thread works on a single part itself, unless the part needs pinning: the caller's
@@ -125,7 +125,7 @@ static um_status warm_range(const um_block *block, bool is_file, bool writes, si
     } else {
         int os_errno = run_threads(parts, n_parts);
         if (os_errno != 0) {
-            return um_fail_os(err, os_errno, last - first, "pthread_create");
+            return um__fail_os(err, os_errno, last - first, "pthread_create");
         }
     }
     int os_errno = atomic_load(&shared.os_errno);
@@ -134,32 +134,32 @@ static um_status warm_range(const um_block *block, bool is_file, bool writes, si
 
 static um_status warm(um_block *block, bool writes, size_t offset, size_t nbytes,
                       unsigned n_threads, const int *chosen_cpus, um_error *err) {
-    size_t end, page = um_os_page_bytes();
+    size_t end, page = um__os_page_bytes();
     size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
-    if (!um_add(offset, nbytes, &end) || end > limit) {
-        return um_fail(err, UM_E_INVALID, "the range is outside the block");
+    if (!um__add(offset, nbytes, &end) || end > limit) {
+        return um__fail(err, UM_E_INVALID, "the range is outside the block");
     }
-    um_cpus cpus;
-    UM_TRY(um_cpus_init(&cpus, n_threads, chosen_cpus, err));
+    um__cpus cpus;
+    UM__TRY(um__cpus_init(&cpus, n_threads, chosen_cpus, err));
     if (nbytes == 0) {
         return UM_OK;
     }
     if (!um_block_is_committed(block, offset, nbytes)) {
-        return um_fail(err, UM_E_INVALID, "the range is not committed");
+        return um__fail(err, UM_E_INVALID, "the range is not committed");
     }
     if (n_threads > 1) {
-        um_cpus_allow(&cpus);
+        um__cpus_allow(&cpus);
     }
     size_t first = offset / page * page, last = (end + page - 1) / page * page;
     if (__atomic_load_n(&block->overlaid, __ATOMIC_ACQUIRE) == NULL) {
         return warm_range(block, block->is_file != 0, writes, first, last, &cpus, err);
     }
     /* Steps are pages here. */
-    um_run run;
+    um__run run;
     for (size_t at = first / page; at < last / page; at = run.end) {
-        bool is_file = um_block_next_overlay(block, at, at + 1, true, &run);
-        um_block_next_overlay(block, at, last / page, is_file, &run);
-        UM_TRY(warm_range(block, is_file, writes, run.first * page, run.end * page, &cpus, err));
+        bool is_file = um__block_next_overlay(block, at, at + 1, true, &run);
+        um__block_next_overlay(block, at, last / page, is_file, &run);
+        UM__TRY(warm_range(block, is_file, writes, run.first * page, run.end * page, &cpus, err));
     }
     return UM_OK;
 }
@@ -172,7 +172,7 @@ um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned 
 um_status um_block_warm_to_write(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                                  const int *cpus, um_error *err) {
     if (is_read_only(block)) {
-        return um_fail(err, UM_E_INVALID, "the block is read-only");
+        return um__fail(err, UM_E_INVALID, "the block is read-only");
     }
     return warm(block, true, offset, nbytes, n_threads, cpus, err);
 }

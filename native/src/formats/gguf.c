@@ -81,17 +81,18 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
  * breaks the rule. */
 static um_status need(const reader *r, uint64_t n, const char *rule, uint64_t field) {
     if (n > r->file_nbytes - r->at) {
-        return um_fail_format(r->err, rule, field);
+        return um__fail_format(r->err, rule, field);
     }
     /* Without this, a large sparse file would be read into memory as a whole. */
     if (n > HEADER_NBYTES_MAX - r->at) {
-        return um_fail_format(r->err, "the header is longer than 256 MiB", field);
+        return um__fail_format(r->err, "the header is longer than 256 MiB", field);
     }
     if (n > r->nbytes - r->at) {
         uint64_t limit = min_u64(r->file_nbytes, HEADER_NBYTES_MAX);
         uint64_t asked = max_u64(r->nbytes * 2, SECOND_PIECE_NBYTES);
         asked = max_u64(min_u64(asked, limit), r->at + n);
-        return um_fail_full(r->err, UM_HEADER_FULL, limit, r->nbytes, asked, "bytes of the header");
+        return um__fail_full(r->err, UM_HEADER_FULL, limit, r->nbytes, asked,
+                             "bytes of the header");
     }
     return UM_OK;
 }
@@ -105,9 +106,9 @@ static uint64_t rows_at_most(const reader *r, uint64_t n, uint64_t nbytes_min) {
 /* Returns NULL, with err filled, if there is no memory. A table of no rows has an address as
  * well. */
 static void *alloc_table(const reader *r, uint64_t n, size_t row_bytes) {
-    void *table = um_heap_alloc(n == 0 ? 1 : n, row_bytes);
+    void *table = um__heap_alloc(n == 0 ? 1 : n, row_bytes);
     if (table == NULL) {
-        um_fail_os(r->err, ENOMEM, n * row_bytes, "calloc");
+        um__fail_os(r->err, ENOMEM, n * row_bytes, "calloc");
     }
     return table;
 }
@@ -125,14 +126,14 @@ static uint64_t load_u64(const unsigned char *p) {
 }
 
 static um_status read_u32(reader *r, uint32_t *out) {
-    UM_TRY(need(r, sizeof(*out), truncated, r->at));
+    UM__TRY(need(r, sizeof(*out), truncated, r->at));
     *out = load_u32(r->bytes + r->at);
     r->at += sizeof(*out);
     return UM_OK;
 }
 
 static um_status read_u64(reader *r, uint64_t *out) {
-    UM_TRY(need(r, sizeof(*out), truncated, r->at));
+    UM__TRY(need(r, sizeof(*out), truncated, r->at));
     *out = load_u64(r->bytes + r->at);
     r->at += sizeof(*out);
     return UM_OK;
@@ -142,11 +143,11 @@ static um_status read_u64(reader *r, uint64_t *out) {
 static um_status read_string(reader *r, uint64_t most, const char *too_long, uint64_t *out_offset,
                              uint64_t *out_nbytes) {
     uint64_t field = r->at;
-    UM_TRY(read_u64(r, out_nbytes));
+    UM__TRY(read_u64(r, out_nbytes));
     if (*out_nbytes > most) {
-        return um_fail_format(r->err, too_long, field);
+        return um__fail_format(r->err, too_long, field);
     }
-    UM_TRY(need(r, *out_nbytes, string_too_long, field));
+    UM__TRY(need(r, *out_nbytes, string_too_long, field));
     *out_offset = r->at;
     r->at += *out_nbytes;
     return UM_OK;
@@ -166,9 +167,9 @@ static const name_rules tensor_name_rules = {"a tensor's name is longer than 655
 
 static um_status read_name(reader *r, const name_rules *rules, uint64_t *out_offset,
                            uint64_t *out_nbytes) {
-    UM_TRY(read_string(r, NAME_NBYTES_MAX, rules->too_long, out_offset, out_nbytes));
-    if (um_utf8_nbytes(r->bytes + *out_offset, *out_nbytes) != *out_nbytes) {
-        return um_fail_format(r->err, rules->not_utf8, *out_offset);
+    UM__TRY(read_string(r, NAME_NBYTES_MAX, rules->too_long, out_offset, out_nbytes));
+    if (um__utf8_nbytes(r->bytes + *out_offset, *out_nbytes) != *out_nbytes) {
+        return um__fail_format(r->err, rules->not_utf8, *out_offset);
     }
     return UM_OK;
 }
@@ -180,19 +181,19 @@ static um_status check_names_differ(const reader *r, const void *rows, size_t st
     if (n < 2) {
         return UM_OK;
     }
-    um_name *names = alloc_table(r, n, sizeof(*names));
+    um__name *names = alloc_table(r, n, sizeof(*names));
     if (names == NULL) {
         return UM_E_NOMEM;
     }
     for (uint64_t i = 0; i < n; i++) {
         const unsigned char *row = (const unsigned char *)rows + i * stride;
         uint64_t offset = load_u64(row);
-        names[i] = um_name_of(r->bytes + offset, load_u64(row + sizeof(offset)), offset);
+        names[i] = um__name_of(r->bytes + offset, load_u64(row + sizeof(offset)), offset);
     }
     uint64_t twice;
-    bool differ = um_names_differ(names, n, &twice);
-    um_heap_free(names);
-    return differ ? UM_OK : um_fail_format(r->err, rule, twice);
+    bool differ = um__names_differ(names, n, &twice);
+    um__heap_free(names);
+    return differ ? UM_OK : um__fail_format(r->err, rule, twice);
 }
 
 /* ---- metadata ---- */
@@ -226,9 +227,9 @@ static uint64_t value_nbytes(um_gguf_type type) {
 static um_status read_type(reader *r, um_gguf_type *out) {
     uint64_t field = r->at;
     uint32_t type;
-    UM_TRY(read_u32(r, &type));
+    UM__TRY(read_u32(r, &type));
     if (type >= UM_GGUF_TYPE_COUNT) {
-        return um_fail_format(r->err, "unknown type of metadata", field);
+        return um__fail_format(r->err, "unknown type of metadata", field);
     }
     *out = (um_gguf_type)type;
     return UM_OK;
@@ -238,13 +239,13 @@ static um_status read_type(reader *r, um_gguf_type *out) {
 static um_status pass_fixed(reader *r, um_gguf_type type, uint64_t n, uint64_t field) {
     uint64_t nbytes;
     if (__builtin_mul_overflow(n, value_nbytes(type), &nbytes)) {
-        return um_fail_format(r->err, array_too_long, field);
+        return um__fail_format(r->err, array_too_long, field);
     }
-    UM_TRY(need(r, nbytes, array_too_long, field));
+    UM__TRY(need(r, nbytes, array_too_long, field));
     if (type == UM_GGUF_BOOL) {
         for (uint64_t i = r->at; i < r->at + nbytes; i++) {
             if (r->bytes[i] > 1) {
-                return um_fail_format(r->err, "a bool is neither 0 nor 1", i);
+                return um__fail_format(r->err, "a bool is neither 0 nor 1", i);
             }
         }
     }
@@ -254,11 +255,11 @@ static um_status pass_fixed(reader *r, um_gguf_type type, uint64_t n, uint64_t f
 
 static um_status check_fits(const reader *r, uint64_t n, uint64_t nbytes_min, const char *rule,
                             uint64_t field) {
-    return n > (r->file_nbytes - r->at) / nbytes_min ? um_fail_format(r->err, rule, field) : UM_OK;
+    return n > (r->file_nbytes - r->at) / nbytes_min ? um__fail_format(r->err, rule, field) : UM_OK;
 }
 
 static um_status pass_strings(reader *r, uint64_t n, uint64_t field) {
-    UM_TRY(check_fits(r, n, STRING_NBYTES_MIN, array_too_long, field));
+    UM__TRY(check_fits(r, n, STRING_NBYTES_MIN, array_too_long, field));
     uint64_t offset, nbytes;
     for (uint64_t i = 0; i < n; i++) {
         /* Vocabularies have hundreds of thousands of strings. One comparison passes a string that
@@ -268,7 +269,7 @@ static um_status pass_strings(reader *r, uint64_t n, uint64_t field) {
             (nbytes = load_u64(r->bytes + r->at)) <= left - sizeof(nbytes)) {
             r->at += sizeof(nbytes) + nbytes;
         } else {
-            UM_TRY(read_string(r, UINT64_MAX, string_too_long, &offset, &nbytes));
+            UM__TRY(read_string(r, UINT64_MAX, string_too_long, &offset, &nbytes));
         }
     }
     return UM_OK;
@@ -282,12 +283,12 @@ typedef struct array_head {
 /* Skips a whole array; `depth` counts the arrays around it. */
 static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     uint64_t field = r->at;
-    UM_TRY(read_type(r, &out->item_type));
+    UM__TRY(read_type(r, &out->item_type));
     if (depth == ARRAY_DEPTH_MAX) {
-        return um_fail_format(r->err, "arrays are nested deeper than 16", field);
+        return um__fail_format(r->err, "arrays are nested deeper than 16", field);
     }
     field = r->at;
-    UM_TRY(read_u64(r, &out->n));
+    UM__TRY(read_u64(r, &out->n));
     out->first = r->at;
     if (out->item_type == UM_GGUF_STRING) {
         return pass_strings(r, out->n, field);
@@ -295,17 +296,17 @@ static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     if (out->item_type != UM_GGUF_ARRAY) {
         return pass_fixed(r, out->item_type, out->n, field);
     }
-    UM_TRY(check_fits(r, out->n, ARRAY_NBYTES_MIN, array_too_long, field));
+    UM__TRY(check_fits(r, out->n, ARRAY_NBYTES_MIN, array_too_long, field));
     for (uint64_t i = 0; i < out->n; i++) {
         array_head inner;
-        UM_TRY(pass_array(r, depth + 1, &inner));
+        UM__TRY(pass_array(r, depth + 1, &inner));
     }
     return UM_OK;
 }
 
 static um_status read_kv(reader *r, um_gguf_kv *out) {
-    UM_TRY(read_name(r, &key_rules, &out->key_offset, &out->key_nbytes));
-    UM_TRY(read_type(r, &out->type));
+    UM__TRY(read_name(r, &key_rules, &out->key_offset, &out->key_nbytes));
+    UM__TRY(read_type(r, &out->type));
     out->n_items = 1;
     out->item_type = UM_GGUF_TYPE_COUNT;
     out->value_offset = r->at;
@@ -314,14 +315,14 @@ static um_status read_kv(reader *r, um_gguf_kv *out) {
     }
     if (out->type == UM_GGUF_ARRAY) {
         array_head head;
-        UM_TRY(pass_array(r, 0, &head));
+        UM__TRY(pass_array(r, 0, &head));
         out->item_type = head.item_type;
         out->n_items = head.n;
         out->value_offset = head.first;
     } else {
         out->value_nbytes = value_nbytes(out->type);
-        UM_TRY(need(r, out->value_nbytes, truncated, r->at));
-        UM_TRY(pass_fixed(r, out->type, 1, r->at));
+        UM__TRY(need(r, out->value_nbytes, truncated, r->at));
+        UM__TRY(pass_fixed(r, out->type, 1, r->at));
     }
     out->value_nbytes = r->at - out->value_offset;
     return UM_OK;
@@ -335,13 +336,13 @@ static um_status read_alignment(const reader *r, const um_gguf_kv *kv, uint64_t 
         return UM_OK;
     }
     if (kv->type != UM_GGUF_UINT32) {
-        return um_fail_format(r->err, "general.alignment is not a UINT32",
-                              kv->key_offset + kv->key_nbytes);
+        return um__fail_format(r->err, "general.alignment is not a UINT32",
+                               kv->key_offset + kv->key_nbytes);
     }
     uint32_t alignment = load_u32(r->bytes + kv->value_offset);
-    if (!um_is_power_of_two(alignment) || alignment < ALIGNMENT_MIN) {
-        return um_fail_format(r->err, "general.alignment is not a power of two of at least 8",
-                              kv->value_offset);
+    if (!um__is_power_of_two(alignment) || alignment < ALIGNMENT_MIN) {
+        return um__fail_format(r->err, "general.alignment is not a power of two of at least 8",
+                               kv->value_offset);
     }
     *out = alignment;
     return UM_OK;
@@ -354,8 +355,8 @@ static um_status read_metadata(reader *r, um_gguf *gguf) {
     }
     for (uint64_t i = 0; i < gguf->n_kv; i++) {
         um_gguf_kv kv;
-        UM_TRY(read_kv(r, &kv));
-        UM_TRY(read_alignment(r, &kv, &gguf->alignment));
+        UM__TRY(read_kv(r, &kv));
+        UM__TRY(read_alignment(r, &kv, &gguf->alignment));
         gguf->kv[i] = kv;
     }
     return check_names_differ(r, gguf->kv, sizeof(*gguf->kv), gguf->n_kv, key_rules.twice);
@@ -380,18 +381,18 @@ static uint64_t offset_field(const um_gguf_tensor *t) {
 static um_status read_dims(reader *r, um_gguf_tensor *out) {
     /* A dimension of 0 makes an empty tensor, but must not hide that the others overflow. */
     uint64_t n_values = 1;
-    UM_TRY(read_u32(r, &out->n_dims));
+    UM__TRY(read_u32(r, &out->n_dims));
     if (out->n_dims > UM_GGUF_MAX_DIMS) {
-        return um_fail_format(r->err, "a tensor has more than 4 dimensions", dims_field(out));
+        return um__fail_format(r->err, "a tensor has more than 4 dimensions", dims_field(out));
     }
     for (uint32_t i = 0; i < UM_GGUF_MAX_DIMS; i++) {
         out->ne[i] = 1;
         if (i < out->n_dims) {
-            UM_TRY(read_u64(r, &out->ne[i]));
+            UM__TRY(read_u64(r, &out->ne[i]));
         }
         if (__builtin_mul_overflow(n_values, out->ne[i] == 0 ? 1 : out->ne[i], &n_values) ||
             n_values > INT64_MAX) {
-            return um_fail_format(r->err, "a tensor's dimensions overflow", ne_field(out, i));
+            return um__fail_format(r->err, "a tensor's dimensions overflow", ne_field(out, i));
         }
     }
     return UM_OK;
@@ -402,27 +403,27 @@ static um_status check_type(const reader *r, um_gguf_tensor *t) {
     if (type == NULL) {
         const char *rule = t->type < n_tensor_types ? "a tensor's type was removed from ggml"
                                                     : "unknown type of a tensor";
-        return um_fail_format(r->err, rule, type_field(t));
+        return um__fail_format(r->err, rule, type_field(t));
     }
     if (t->ne[0] % type->block_values != 0) {
-        return um_fail_format(r->err, "a tensor's rows are not whole blocks of its type",
-                              t->n_dims == 0 ? dims_field(t) : ne_field(t, 0));
+        return um__fail_format(r->err, "a tensor's rows are not whole blocks of its type",
+                               t->n_dims == 0 ? dims_field(t) : ne_field(t, 0));
     }
     t->nbytes = t->ne[0] / type->block_values;
     for (uint32_t i = 1; i < UM_GGUF_MAX_DIMS; i++) {
         t->nbytes *= t->ne[i];
     }
     if (__builtin_mul_overflow(t->nbytes, (uint64_t)type->block_bytes, &t->nbytes)) {
-        return um_fail_format(r->err, "a tensor's dimensions overflow", ne_field(t, 0));
+        return um__fail_format(r->err, "a tensor's dimensions overflow", ne_field(t, 0));
     }
     return UM_OK;
 }
 
 static um_status read_tensor(reader *r, um_gguf_tensor *out) {
-    UM_TRY(read_name(r, &tensor_name_rules, &out->name_offset, &out->name_nbytes));
-    UM_TRY(read_dims(r, out));
-    UM_TRY(read_u32(r, &out->type));
-    UM_TRY(check_type(r, out));
+    UM__TRY(read_name(r, &tensor_name_rules, &out->name_offset, &out->name_nbytes));
+    UM__TRY(read_dims(r, out));
+    UM__TRY(read_u32(r, &out->type));
+    UM__TRY(check_type(r, out));
     return read_u64(r, &out->offset);
 }
 
@@ -430,11 +431,11 @@ static um_status read_tensor(reader *r, um_gguf_tensor *out) {
 static um_status place_tensor(const reader *r, const um_gguf *gguf, um_gguf_tensor *t) {
     uint64_t room = r->file_nbytes - min_u64(gguf->data_offset, r->file_nbytes);
     if (t->offset % gguf->alignment != 0) {
-        return um_fail_format(r->err, "a tensor's offset is not a multiple of the alignment",
-                              offset_field(t));
+        return um__fail_format(r->err, "a tensor's offset is not a multiple of the alignment",
+                               offset_field(t));
     }
     if (t->offset > room || t->nbytes > room - t->offset) {
-        return um_fail_format(r->err, "a tensor passes the end of the file", offset_field(t));
+        return um__fail_format(r->err, "a tensor passes the end of the file", offset_field(t));
     }
     t->offset += gguf->data_offset;
     return UM_OK;
@@ -479,8 +480,8 @@ static um_status check_tensors_apart(const reader *r, const um_gguf *gguf) {
     }
     qsort(order, gguf->n_tensors, sizeof(*order), compare_offsets);
     const um_gguf_tensor *t = find_overlap(order, gguf->n_tensors);
-    um_heap_free(order);
-    return t == NULL ? UM_OK : um_fail_format(r->err, "two tensors overlap", offset_field(t));
+    um__heap_free(order);
+    return t == NULL ? UM_OK : um__fail_format(r->err, "two tensors overlap", offset_field(t));
 }
 
 static um_status read_tensors(reader *r, um_gguf *gguf) {
@@ -491,16 +492,16 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
     }
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
         um_gguf_tensor tensor;
-        UM_TRY(read_tensor(r, &tensor));
+        UM__TRY(read_tensor(r, &tensor));
         gguf->tensors[i] = tensor;
     }
     gguf->header_nbytes = r->at;
     /* This cannot overflow: the header is in memory, and the alignment has 32 bits. */
     gguf->data_offset = (r->at + gguf->alignment - 1) & ~(gguf->alignment - 1);
-    UM_TRY(check_names_differ(r, gguf->tensors, sizeof(*gguf->tensors), gguf->n_tensors,
-                              tensor_name_rules.twice));
+    UM__TRY(check_names_differ(r, gguf->tensors, sizeof(*gguf->tensors), gguf->n_tensors,
+                               tensor_name_rules.twice));
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
-        UM_TRY(place_tensor(r, gguf, &gguf->tensors[i]));
+        UM__TRY(place_tensor(r, gguf, &gguf->tensors[i]));
     }
     return check_tensors_apart(r, gguf);
 }
@@ -509,39 +510,39 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
 
 static um_status read_head(reader *r, um_gguf *gguf) {
     uint32_t magic;
-    UM_TRY(read_u32(r, &magic));
+    UM__TRY(read_u32(r, &magic));
     if (memcmp(&magic, "GGUF", sizeof(magic)) != 0) {
-        return um_fail_format(r->err, "the file does not begin with GGUF", 0);
+        return um__fail_format(r->err, "the file does not begin with GGUF", 0);
     }
     uint64_t version_field = r->at;
-    UM_TRY(read_u32(r, &gguf->version));
+    UM__TRY(read_u32(r, &gguf->version));
     if (gguf->version != 0 && (gguf->version & 0xffff) == 0) {
-        return um_fail_format(r->err, "the file is big-endian; only little-endian files are read",
-                              version_field);
+        return um__fail_format(r->err, "the file is big-endian; only little-endian files are read",
+                               version_field);
     }
     if (gguf->version != 2 && gguf->version != 3) {
-        return um_fail_format(r->err, "the version is not 2 or 3", version_field);
+        return um__fail_format(r->err, "the version is not 2 or 3", version_field);
     }
     uint64_t n_tensors_field = r->at;
-    UM_TRY(read_u64(r, &gguf->n_tensors));
+    UM__TRY(read_u64(r, &gguf->n_tensors));
     uint64_t n_kv_field = r->at;
-    UM_TRY(read_u64(r, &gguf->n_kv));
-    UM_TRY(check_fits(r, gguf->n_tensors, TENSOR_NBYTES_MIN, "more tensors than the file can hold",
-                      n_tensors_field));
+    UM__TRY(read_u64(r, &gguf->n_kv));
+    UM__TRY(check_fits(r, gguf->n_tensors, TENSOR_NBYTES_MIN, "more tensors than the file can hold",
+                       n_tensors_field));
     return check_fits(r, gguf->n_kv, KV_NBYTES_MIN, "more metadata than the file can hold",
                       n_kv_field);
 }
 
 static um_status read_all(reader *r, um_gguf *gguf) {
-    UM_TRY(read_head(r, gguf));
-    UM_TRY(read_metadata(r, gguf));
+    UM__TRY(read_head(r, gguf));
+    UM__TRY(read_metadata(r, gguf));
     return read_tensors(r, gguf);
 }
 
 um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
                         um_error *err) {
     if (nbytes > file_nbytes) {
-        return um_fail(err, UM_E_INVALID, "more bytes than the file has");
+        return um__fail(err, UM_E_INVALID, "more bytes than the file has");
     }
     reader r = {bytes, min_u64(nbytes, HEADER_NBYTES_MAX), file_nbytes, 0, err};
     um_gguf gguf = {.alignment = ALIGNMENT_DEFAULT};
@@ -555,7 +556,7 @@ um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t
 }
 
 void um_gguf_free(um_gguf *gguf) {
-    um_heap_free(gguf->kv);
-    um_heap_free(gguf->tensors);
+    um__heap_free(gguf->kv);
+    um__heap_free(gguf->tensors);
     *gguf = (um_gguf){0};
 }

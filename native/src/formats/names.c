@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-uint64_t um_utf8_nbytes(const unsigned char *s, uint64_t nbytes) {
+uint64_t um__utf8_nbytes(const unsigned char *s, uint64_t nbytes) {
     uint64_t i = 0;
     while (i < nbytes) {
         uint64_t eight;
@@ -50,17 +50,17 @@ uint64_t um_utf8_nbytes(const unsigned char *s, uint64_t nbytes) {
     return i;
 }
 
-um_name um_name_of(const unsigned char *bytes, uint64_t nbytes, uint64_t offset) {
+um__name um__name_of(const unsigned char *bytes, uint64_t nbytes, uint64_t offset) {
     /* FNV-1a. The hash only saves comparisons: names that collide cost no more than sorting by
      * name. */
     uint64_t hash = 0xcbf29ce484222325u;
     for (uint64_t i = 0; i < nbytes; i++) {
         hash = (hash ^ bytes[i]) * 0x100000001b3u;
     }
-    return (um_name){hash, bytes, (uint32_t)nbytes, (uint32_t)offset};
+    return (um__name){hash, bytes, (uint32_t)nbytes, (uint32_t)offset};
 }
 
-static int compare_bytes(const um_name *a, const um_name *b) {
+static int compare_bytes(const um__name *a, const um__name *b) {
     if (a->hash != b->hash) {
         return a->hash < b->hash ? -1 : 1;
     }
@@ -71,12 +71,12 @@ static int compare_bytes(const um_name *a, const um_name *b) {
 }
 
 static int compare_names(const void *a, const void *b) {
-    const um_name *x = a, *y = b;
+    const um__name *x = a, *y = b;
     int order = compare_bytes(x, y);
     return order != 0 ? order : (x->offset > y->offset) - (x->offset < y->offset);
 }
 
-bool um_names_differ(um_name *names, uint64_t n, uint64_t *out_offset) {
+bool um__names_differ(um__name *names, uint64_t n, uint64_t *out_offset) {
     qsort(names, n, sizeof(*names), compare_names);
     bool differ = true;
     for (uint64_t i = 1; i < n; i++) {

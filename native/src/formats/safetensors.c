@@ -76,25 +76,25 @@ typedef struct reader {
 } reader;
 
 static um_status fail(const reader *r, const char *rule, uint64_t offset) {
-    return um_fail_format(r->err, rule, offset);
+    return um__fail_format(r->err, rule, offset);
 }
 
 /* Returns the table with room for one more row, which may be at another address; NULL if there is
  * no memory, and then the table stays. Capacities are powers of two. */
 static void *grow(const reader *r, void *table, uint64_t n, size_t row_bytes) {
-    if (n != 0 && (n < FIRST_ROWS || !um_is_power_of_two(n))) {
+    if (n != 0 && (n < FIRST_ROWS || !um__is_power_of_two(n))) {
         return table;
     }
     uint64_t n_rows = n == 0 ? FIRST_ROWS : 2 * n;
-    void *grown = um_heap_alloc(n_rows, row_bytes);
+    void *grown = um__heap_alloc(n_rows, row_bytes);
     if (grown == NULL) {
-        um_fail_os(r->err, ENOMEM, n_rows * row_bytes, "calloc");
+        um__fail_os(r->err, ENOMEM, n_rows * row_bytes, "calloc");
         return NULL;
     }
     if (n != 0) {
         memcpy(grown, table, n * row_bytes);
     }
-    um_heap_free(table);
+    um__heap_free(table);
     return grown;
 }
 
@@ -264,8 +264,8 @@ static bool text_is(const reader *r, um_safetensors_text text, const char *expec
 }
 
 static um_status read_key(reader *r, um_safetensors_text *out) {
-    UM_TRY(pass(r, '"'));
-    UM_TRY(read_string(r, out));
+    UM__TRY(pass(r, '"'));
+    UM__TRY(read_string(r, out));
     return pass(r, ':');
 }
 
@@ -291,8 +291,8 @@ static um_status check_texts_differ(const reader *r, const void *rows, size_t st
             resolved_nbytes += text.nbytes;
         }
     }
-    um_name *names = um_heap_alloc(n, sizeof(*names));
-    char *resolved = um_heap_alloc(resolved_nbytes, 1);
+    um__name *names = um__heap_alloc(n, sizeof(*names));
+    char *resolved = um__heap_alloc(resolved_nbytes, 1);
     bool differ = true;
     uint64_t twice = 0;
     if (names != NULL && resolved != NULL) {
@@ -306,17 +306,17 @@ static um_status check_texts_differ(const reader *r, const void *rows, size_t st
                 nbytes = um_safetensors_write_text(r->bytes, text, next);
                 next += nbytes;
             }
-            names[i] = um_name_of(bytes, nbytes, quote_of(text));
+            names[i] = um__name_of(bytes, nbytes, quote_of(text));
         }
-        differ = um_names_differ(names, n, &twice);
+        differ = um__names_differ(names, n, &twice);
     }
     um_status status =
         names == NULL || resolved == NULL
-            ? um_fail_os(r->err, ENOMEM, n * sizeof(*names) + resolved_nbytes, "calloc")
+            ? um__fail_os(r->err, ENOMEM, n * sizeof(*names) + resolved_nbytes, "calloc")
         : differ ? UM_OK
                  : fail(r, rule, twice);
-    um_heap_free(names);
-    um_heap_free(resolved);
+    um__heap_free(names);
+    um__heap_free(resolved);
     return status;
 }
 
@@ -324,16 +324,16 @@ static um_status check_texts_differ(const reader *r, const void *rows, size_t st
 
 static um_status read_metadata(reader *r, um_safetensors *st) {
     uint64_t field;
-    UM_TRY(begin(r, '{', "__metadata__ is not an object", &field));
+    UM__TRY(begin(r, '{', "__metadata__ is not an object", &field));
     for (bool more;;) {
         um_safetensors_kv kv;
-        UM_TRY(next_item(r, st->n_kv, '}', &more));
+        UM__TRY(next_item(r, st->n_kv, '}', &more));
         if (!more) {
             break;
         }
-        UM_TRY(read_key(r, &kv.key));
-        UM_TRY(begin(r, '"', "a value of __metadata__ is not a string", &field));
-        UM_TRY(read_string(r, &kv.value));
+        UM__TRY(read_key(r, &kv.key));
+        UM__TRY(begin(r, '"', "a value of __metadata__ is not a string", &field));
+        UM__TRY(read_string(r, &kv.value));
         void *rows = grow(r, st->kv, st->n_kv, sizeof(*st->kv));
         if (rows == NULL) {
             return UM_E_NOMEM;
@@ -381,8 +381,8 @@ static um_status read_integer(reader *r, uint64_t *out) {
 static um_status read_dtype(reader *r, um_safetensors_tensor *t) {
     uint64_t field;
     um_safetensors_text text;
-    UM_TRY(begin(r, '"', "a tensor's dtype is not a string", &field));
-    UM_TRY(read_string(r, &text));
+    UM__TRY(begin(r, '"', "a tensor's dtype is not a string", &field));
+    UM__TRY(read_string(r, &text));
     for (t->type = 0; t->type < UM_ST_TYPE_COUNT; t->type++) {
         if (text_is(r, text, types[t->type].name)) {
             return UM_OK;
@@ -393,17 +393,17 @@ static um_status read_dtype(reader *r, um_safetensors_tensor *t) {
 
 static um_status read_shape(reader *r, um_safetensors *st, um_safetensors_tensor *t) {
     uint64_t field;
-    UM_TRY(begin(r, '[', "a tensor's shape is not an array", &field));
+    UM__TRY(begin(r, '[', "a tensor's shape is not an array", &field));
     t->first_dim = (uint32_t)st->n_dims;
     for (bool more;; t->n_dims++) {
         uint64_t dim;
-        UM_TRY(next_item(r, t->n_dims, ']', &more));
+        UM__TRY(next_item(r, t->n_dims, ']', &more));
         if (!more) {
             return UM_OK;
         }
         peek(r);
         field = r->at;
-        UM_TRY(read_integer(r, &dim));
+        UM__TRY(read_integer(r, &dim));
         if (t->n_dims == UM_SAFETENSORS_MAX_DIMS) {
             return fail(r, "a tensor has more than 64 dimensions", field);
         }
@@ -419,16 +419,16 @@ static um_status read_shape(reader *r, um_safetensors *st, um_safetensors_tensor
 static um_status read_data_offsets(reader *r, entry *e) {
     static const char rule[] = "a tensor's data_offsets are not an array of two";
     uint64_t field, numbers[2] = {0}, n = 0;
-    UM_TRY(begin(r, '[', rule, &field));
+    UM__TRY(begin(r, '[', rule, &field));
     for (bool more;; n++) {
-        UM_TRY(next_item(r, n, ']', &more));
+        UM__TRY(next_item(r, n, ']', &more));
         if (!more) {
             break;
         }
         if (n == 2) {
             return fail(r, rule, field);
         }
-        UM_TRY(read_integer(r, &numbers[n]));
+        UM__TRY(read_integer(r, &numbers[n]));
     }
     e->begin = numbers[0];
     e->end = numbers[1];
@@ -474,15 +474,15 @@ static um_status read_tensor(reader *r, um_safetensors *st, um_safetensors_text 
     um_safetensors_tensor t = {.name = name};
     entry e = {{0}, 0, 0};
     uint64_t field;
-    UM_TRY(begin(r, '{', "a tensor is not an object", &field));
+    UM__TRY(begin(r, '{', "a tensor is not an object", &field));
     bool more;
     for (uint64_t n = 0;; n++) {
         um_safetensors_text key;
-        UM_TRY(next_item(r, n, '}', &more));
+        UM__TRY(next_item(r, n, '}', &more));
         if (!more) {
             break;
         }
-        UM_TRY(read_key(r, &key));
+        UM__TRY(read_key(r, &key));
         int which = 0;
         while (which < N_FIELDS && !text_is(r, key, names[which])) {
             which++;
@@ -495,16 +495,16 @@ static um_status read_tensor(reader *r, um_safetensors *st, um_safetensors_text 
         }
         peek(r);
         e.fields[which] = r->at;
-        UM_TRY(which == DTYPE   ? read_dtype(r, &t)
-               : which == SHAPE ? read_shape(r, st, &t)
-                                : read_data_offsets(r, &e));
+        UM__TRY(which == DTYPE   ? read_dtype(r, &t)
+                : which == SHAPE ? read_shape(r, st, &t)
+                                 : read_data_offsets(r, &e));
     }
     for (int i = 0; i < N_FIELDS; i++) {
         if (e.fields[i] == 0) {
             return fail(r, missing[i], field);
         }
     }
-    UM_TRY(place_tensor(r, st, &e, &t));
+    UM__TRY(place_tensor(r, st, &e, &t));
     void *rows = grow(r, st->tensors, st->n_tensors, sizeof(*st->tensors));
     if (rows == NULL) {
         return UM_E_NOMEM;
@@ -548,9 +548,9 @@ static um_status check_data_covered(const reader *r, const um_safetensors *st,
 
 static um_status check_places(const reader *r, const um_safetensors *st) {
     const um_safetensors_tensor **order =
-        um_heap_alloc(st->n_tensors == 0 ? 1 : st->n_tensors, sizeof(*order));
+        um__heap_alloc(st->n_tensors == 0 ? 1 : st->n_tensors, sizeof(*order));
     if (order == NULL) {
-        return um_fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc");
+        return um__fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc");
     }
     bool in_order = true; /* writers usually sort them */
     for (uint64_t i = 0; i < st->n_tensors; i++) {
@@ -561,7 +561,7 @@ static um_status check_places(const reader *r, const um_safetensors *st) {
         qsort(order, st->n_tensors, sizeof(*order), compare_places);
     }
     um_status status = check_data_covered(r, st, order);
-    um_heap_free(order);
+    um__heap_free(order);
     return status;
 }
 
@@ -577,8 +577,8 @@ static um_status read_head(reader *r, um_safetensors *st) {
         return fail(r, truncated, 0);
     }
     if (r->end < LENGTH_NBYTES) {
-        return um_fail_full(r->err, UM_HEADER_FULL, limit, r->end, LENGTH_NBYTES,
-                            "bytes of the header");
+        return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, LENGTH_NBYTES,
+                             "bytes of the header");
     }
     memcpy(&json_nbytes, r->bytes, LENGTH_NBYTES);
     if (json_nbytes > JSON_NBYTES_MAX) {
@@ -589,12 +589,12 @@ static um_status read_head(reader *r, um_safetensors *st) {
         return fail(r, truncated, 0);
     }
     if (st->header_nbytes > r->end) {
-        return um_fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
-                            "bytes of the header");
+        return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
+                             "bytes of the header");
     }
     r->at = LENGTH_NBYTES;
     r->end = st->header_nbytes;
-    uint64_t utf8_nbytes = um_utf8_nbytes(r->bytes + r->at, json_nbytes);
+    uint64_t utf8_nbytes = um__utf8_nbytes(r->bytes + r->at, json_nbytes);
     return utf8_nbytes == json_nbytes
                ? UM_OK
                : fail(r, "the header is not valid UTF-8", r->at + utf8_nbytes);
@@ -608,18 +608,18 @@ static um_status read_entries(reader *r, um_safetensors *st) {
     bool more, has_metadata = false;
     for (uint64_t n = 0;; n++) {
         um_safetensors_text key;
-        UM_TRY(next_item(r, n, '}', &more));
+        UM__TRY(next_item(r, n, '}', &more));
         if (!more) {
             break;
         }
-        UM_TRY(read_key(r, &key));
+        UM__TRY(read_key(r, &key));
         if (!text_is(r, key, "__metadata__")) {
-            UM_TRY(read_tensor(r, st, key));
+            UM__TRY(read_tensor(r, st, key));
         } else if (has_metadata) {
             return fail(r, "__metadata__ occurs twice", quote_of(key));
         } else {
             has_metadata = true;
-            UM_TRY(read_metadata(r, st));
+            UM__TRY(read_metadata(r, st));
         }
     }
     return peek(r) == 0 && r->at == r->end ? UM_OK
@@ -627,17 +627,17 @@ static um_status read_entries(reader *r, um_safetensors *st) {
 }
 
 static um_status read_all(reader *r, um_safetensors *st) {
-    UM_TRY(read_head(r, st));
-    UM_TRY(read_entries(r, st));
-    UM_TRY(check_texts_differ(r, st->tensors, sizeof(*st->tensors), st->n_tensors,
-                              "a tensor's name occurs twice"));
+    UM__TRY(read_head(r, st));
+    UM__TRY(read_entries(r, st));
+    UM__TRY(check_texts_differ(r, st->tensors, sizeof(*st->tensors), st->n_tensors,
+                               "a tensor's name occurs twice"));
     return check_places(r, st);
 }
 
 um_status um_safetensors_parse(um_safetensors *out, const void *bytes, size_t nbytes,
                                uint64_t file_nbytes, um_error *err) {
     if (nbytes > file_nbytes) {
-        return um_fail(err, UM_E_INVALID, "more bytes than the file has");
+        return um__fail(err, UM_E_INVALID, "more bytes than the file has");
     }
     reader r = {.bytes = bytes, .end = nbytes, .file_nbytes = file_nbytes, .err = err};
     um_safetensors st = {0};
@@ -651,8 +651,8 @@ um_status um_safetensors_parse(um_safetensors *out, const void *bytes, size_t nb
 }
 
 void um_safetensors_free(um_safetensors *safetensors) {
-    um_heap_free(safetensors->kv);
-    um_heap_free(safetensors->tensors);
-    um_heap_free(safetensors->dims);
+    um__heap_free(safetensors->kv);
+    um__heap_free(safetensors->tensors);
+    um__heap_free(safetensors->dims);
     *safetensors = (um_safetensors){0};
 }

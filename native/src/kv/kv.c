@@ -34,24 +34,24 @@ um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out, um_error *
     uint32_t head_dim = head_dim_of(spec, v);
     size_t values = um_dtype_block_values(type), row;
     if (values == 0) {
-        return um_fail(err, UM_E_INVALID, "type");
+        return um__fail(err, UM_E_INVALID, "type");
     }
     if (spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->head_dim == 0 || spec->batch == 0 ||
         spec->max_seq_len == 0) {
-        return um_fail(err, UM_E_INVALID, DIMS);
+        return um__fail(err, UM_E_INVALID, DIMS);
     }
     if (spec->window > spec->max_seq_len) {
-        return um_fail(err, UM_E_INVALID, "window is above max_seq_len");
+        return um__fail(err, UM_E_INVALID, "window is above max_seq_len");
     }
     if (head_dim % values != 0) {
-        return um_fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
+        return um__fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
     }
     if (spec->rotate != 0 && um_rotation_block(head_dim, v) == 0) {
-        return um_fail(err, UM_E_INVALID, "rotate: head_dim is not a multiple of 64");
+        return um__fail(err, UM_E_INVALID, "rotate: head_dim is not a multiple of 64");
     }
-    if (!um_mul(spec->n_kv_heads, head_dim / values, &row) ||
-        !um_mul(row, um_dtype_block_bytes(type), &row)) {
-        return um_fail(err, UM_E_INVALID, DIMS);
+    if (!um__mul(spec->n_kv_heads, head_dim / values, &row) ||
+        !um__mul(row, um_dtype_block_bytes(type), &row)) {
+        return um__fail(err, UM_E_INVALID, DIMS);
     }
     *out = row;
     return UM_OK;
@@ -60,21 +60,21 @@ um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out, um_error *
 /* Computes the bytes of all lanes of K, or of V. */
 static bool mul_lanes(const um_kv_spec *spec, size_t lane, size_t *out) {
     size_t n;
-    return um_mul(spec->n_layers, spec->batch, &n) && um_mul(n, lane, out);
+    return um__mul(spec->n_layers, spec->batch, &n) && um__mul(n, lane, out);
 }
 
 um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err) {
     size_t row, lane, lanes[2];
     for (int v = 0; v < 2; v++) {
-        UM_TRY(um_kv_row_bytes(spec, v, &row, err));
-        if (!um_mul(row, (size_t)spec->max_seq_len, &lane) ||
-            !um_round_up(lane, LANE_ALIGN, &lane) || !mul_lanes(spec, lane, &lanes[v]) ||
+        UM__TRY(um_kv_row_bytes(spec, v, &row, err));
+        if (!um__mul(row, (size_t)spec->max_seq_len, &lane) ||
+            !um__round_up(lane, LANE_ALIGN, &lane) || !mul_lanes(spec, lane, &lanes[v]) ||
             lanes[v] > PTRDIFF_MAX) {
-            return um_fail(err, UM_E_INVALID, DIMS);
+            return um__fail(err, UM_E_INVALID, DIMS);
         }
     }
     if (lanes[0] + lanes[1] > PTRDIFF_MAX) {
-        return um_fail(err, UM_E_INVALID, DIMS);
+        return um__fail(err, UM_E_INVALID, DIMS);
     }
     *out = lanes[0] + lanes[1];
     return UM_OK;
@@ -86,17 +86,17 @@ static um_status check_lanes(const um_kv_spec *spec, const um_kv_storage *storag
     size_t lane, total;
     if (storage->base == NULL || (uintptr_t)storage->base % LANE_ALIGN != 0 ||
         stride % LANE_ALIGN != 0) {
-        return um_fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
+        return um__fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
     }
     if (storage->usable_rows > storage->n_rows || storage->n_rows > SIZE_MAX / 2 ||
         storage->n_rows < (spec->window != 0 ? spec->window : 1) ||
         (spec->window != 0 && storage->usable_rows != storage->n_rows)) {
-        return um_fail(err, UM_E_INVALID, "rows of the storage");
+        return um__fail(err, UM_E_INVALID, "rows of the storage");
     }
     size_t n_mapped = (size_t)storage->n_rows * (spec->window != 0 ? 2 : 1);
-    if (!um_mul(row, n_mapped, &lane) || lane > stride || !mul_lanes(spec, stride, &total) ||
+    if (!um__mul(row, n_mapped, &lane) || lane > stride || !mul_lanes(spec, stride, &total) ||
         total > SIZE_MAX / 2) {
-        return um_fail(err, UM_E_INVALID, "lane_stride has no room for the rows");
+        return um__fail(err, UM_E_INVALID, "lane_stride has no room for the rows");
     }
     return UM_OK;
 }
@@ -104,14 +104,14 @@ static um_status check_lanes(const um_kv_spec *spec, const um_kv_storage *storag
 um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *storage,
                      um_error *err) {
     size_t row, v_row;
-    UM_TRY(um_kv_row_bytes(spec, 0, &row, err));
-    UM_TRY(um_kv_row_bytes(spec, 1, &v_row, err));
-    UM_TRY(check_lanes(spec, storage, row, storage->lane_stride, err));
-    UM_TRY(check_lanes(spec, storage, v_row, storage->v_lane_stride, err));
+    UM__TRY(um_kv_row_bytes(spec, 0, &row, err));
+    UM__TRY(um_kv_row_bytes(spec, 1, &v_row, err));
+    UM__TRY(check_lanes(spec, storage, row, storage->lane_stride, err));
+    UM__TRY(check_lanes(spec, storage, v_row, storage->v_lane_stride, err));
     /* One allocation holds both tables. */
-    UM_ATOMIC(uint64_t) *words = um_heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
+    UM_ATOMIC(uint64_t) *words = um__heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
     if (words == NULL) {
-        return um_fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
+        return um__fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
     }
     *kv = (um_kv){.spec = *spec,
                   .base = storage->base,
@@ -129,7 +129,7 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
 }
 
 void um_kv_free(um_kv *kv) {
-    um_heap_free((void *)kv->end);
+    um__heap_free((void *)kv->end);
     memset(kv, 0, sizeof *kv);
 }
 
@@ -252,16 +252,16 @@ static bool layers_differ(const um_kv *kv) {
 
 static um_status check_not_reserved(const um_kv *kv, um_error *err) {
     if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
-        return um_fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
-                              "rows are reserved: commit or roll back first");
+        return um__fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
+                               "rows are reserved: commit or roll back first");
     }
     return UM_OK;
 }
 
 static um_status check_whole(const um_kv *kv, um_error *err) {
-    UM_TRY(check_not_reserved(kv, err));
-    return layers_differ(kv) ? um_fail_detail(err, UM_E_STATE, UM_KV_UNEVEN,
-                                              "layers differ in length: roll back first")
+    UM__TRY(check_not_reserved(kv, err));
+    return layers_differ(kv) ? um__fail_detail(err, UM_E_STATE, UM_KV_UNEVEN,
+                                               "layers differ in length: roll back first")
                              : UM_OK;
 }
 
@@ -270,18 +270,18 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
     if (!is_ring(kv)) {
         uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
         if (n > kv->spec.max_seq_len - used) {
-            return um_fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv");
+            return um__fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv");
         }
         uint64_t row = um_kv_row(kv, end);
         if (n > kv->usable_rows - row) {
-            return um_fail_full(err, UM_KV_ROWS, kv->usable_rows, row, n, "rows");
+            return um__fail_full(err, UM_KV_ROWS, kv->usable_rows, row, n, "rows");
         }
     }
     if (n > UINT64_MAX - end) {
-        return um_fail_full(err, UM_KV_FULL, UINT64_MAX, end, n, "kv");
+        return um__fail_full(err, UM_KV_FULL, UINT64_MAX, end, n, "kv");
     }
     return end + n <= kv->end_limit ? UM_OK
-                                    : um_fail_full(err, UM_KV_ROWS, kv->end_limit, end, n, "rows");
+                                    : um__fail_full(err, UM_KV_ROWS, kv->end_limit, end, n, "rows");
 }
 
 /* ---- appending ---- */
@@ -290,11 +290,11 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 static um_status check_type(const um_kv *kv, int v, um_dtype type, um_error *err) {
     return um_dtype_block_values(type) == 1 || type == type_of(&kv->spec, v)
                ? UM_OK
-               : um_fail(err, UM_E_INVALID, "type");
+               : um__fail(err, UM_E_INVALID, "type");
 }
 
 static um_status check_types(const um_kv *kv, um_dtype type, um_error *err) {
-    UM_TRY(check_type(kv, 0, type, err));
+    UM__TRY(check_type(kv, 0, type, err));
     return check_type(kv, 1, type, err);
 }
 
@@ -317,9 +317,9 @@ static void write_rotated(unsigned char *out, um_dtype type, const unsigned char
     float piece[UM_ROTATION_MOST];
     for (size_t done = 0; done < n; done += UM_ROTATION_MOST) {
         size_t part = n - done < UM_ROTATION_MOST ? n - done : UM_ROTATION_MOST;
-        um_convert_values(piece, UM_F32, in + nbytes_of(in_type, done), in_type, part);
-        um_rotate_values(piece, part, block);
-        um_convert_values(out + nbytes_of(type, done), type, piece, UM_F32, part);
+        um__convert_values(piece, UM_F32, in + nbytes_of(in_type, done), in_type, part);
+        um__rotate_values(piece, part, block);
+        um__convert_values(out + nbytes_of(type, done), type, piece, UM_F32, part);
     }
 }
 
@@ -347,7 +347,7 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
                 if (rotates) {
                     write_rotated(out, type, from, in.type, n_values, block);
                 } else {
-                    um_convert_values(out, type, from, in.type, n_values);
+                    um__convert_values(out, type, from, in.type, n_values);
                 }
             }
         }
@@ -362,11 +362,11 @@ static uint64_t n_skipped(const um_kv *kv, uint64_t n) {
 um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n, uint64_t *out_row,
                              um_error *err) {
     if (layer >= kv->spec.n_layers) {
-        return um_fail(err, UM_E_INVALID, "layer");
+        return um__fail(err, UM_E_INVALID, "layer");
     }
     uint64_t end = end_of(kv, layer);
-    UM_TRY(check_not_reserved(kv, err));
-    UM_TRY(check_room(kv, end, n, err));
+    UM__TRY(check_not_reserved(kv, err));
+    UM__TRY(check_room(kv, end, n, err));
     *out_row = um_kv_row(kv, end + n_skipped(kv, n));
     return UM_OK;
 }
@@ -378,11 +378,11 @@ void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n) {
 um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
                        um_kv_order order, uint64_t n, um_error *err) {
     if (order != UM_KV_HEAD_MAJOR && order != UM_KV_TOKEN_MAJOR) {
-        return um_fail(err, UM_E_INVALID, "order");
+        return um__fail(err, UM_E_INVALID, "order");
     }
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
-    UM_TRY(check_types(kv, type, err));
-    UM_TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
+    UM__TRY(check_types(kv, type, err));
+    UM__TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
     if (n == 0) {
         return UM_OK;
     }
@@ -395,9 +395,9 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
 
 um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type, um_error *err) {
     uint64_t end = end_of(kv, 0);
-    UM_TRY(check_types(kv, type, err));
-    UM_TRY(check_whole(kv, err));
-    UM_TRY(check_room(kv, end, 1, err));
+    UM__TRY(check_types(kv, type, err));
+    UM__TRY(check_whole(kv, err));
+    UM__TRY(check_room(kv, end, 1, err));
     const um_kv_spec *s = &kv->spec;
     size_t heads = (size_t)s->batch * s->n_kv_heads;
     size_t k_row = nbytes_of(type, heads * head_dim_of(s, 0));
@@ -415,14 +415,14 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
 
 um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err) {
     if (n == 0) {
-        return um_fail(err, UM_E_INVALID, "n is 0");
+        return um__fail(err, UM_E_INVALID, "n is 0");
     }
-    UM_TRY(check_whole(kv, err));
+    UM__TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0);
     if (is_ring(kv) && n > kv->n_rows) {
-        return um_fail_full(err, UM_KV_FULL, kv->n_rows, 0, n, "kv");
+        return um__fail_full(err, UM_KV_FULL, kv->n_rows, 0, n, "kv");
     }
-    UM_TRY(check_room(kv, end, n, err));
+    UM__TRY(check_room(kv, end, n, err));
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         raise_top(kv, layer, end + n);
     }
@@ -434,10 +434,10 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
 um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t reserved = atomic_load_explicit(&kv->reserved, memory_order_relaxed);
     if (reserved == 0) {
-        return um_fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved");
+        return um__fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved");
     }
     if (n > reserved) {
-        return um_fail(err, UM_E_INVALID, "n is above what was reserved");
+        return um__fail(err, UM_E_INVALID, "n is above what was reserved");
     }
     set_all_ends(kv, end_of(kv, 0) + n);
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
@@ -478,12 +478,12 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
                      void *out, um_dtype type, um_error *err) {
     const um_kv_spec *s = &kv->spec;
     if (layer >= s->n_layers) {
-        return um_fail(err, UM_E_INVALID, "layer");
+        return um__fail(err, UM_E_INVALID, "layer");
     }
-    UM_TRY(check_type(kv, v, type, err));
+    UM__TRY(check_type(kv, v, type, err));
     uint64_t first = 0, len = um_kv_layer_len(kv, layer, &first);
     if (position < first || position - first > len || n > len - (position - first)) {
-        return um_fail(err, UM_E_INVALID, "the layer does not hold these tokens");
+        return um__fail(err, UM_E_INVALID, "the layer does not hold these tokens");
     }
     size_t heads = s->n_kv_heads, dim = head_dim_of(s, v);
     size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = nbytes_of(type, dim);
@@ -495,7 +495,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
         for (size_t h = 0; h < heads; h++) {
             for (size_t t = 0; t < (size_t)n; t += run, to += run * out_head) {
                 const unsigned char *from = rows + t * row + h * in_head;
-                um_convert_values(to, type, from, type_of(s, v), run * dim);
+                um__convert_values(to, type, from, type_of(s, v), run * dim);
             }
         }
     }
@@ -515,24 +515,24 @@ uint64_t um_kv_lowest_crop(const um_kv *kv) {
 }
 
 um_status um_kv_crop_to(um_kv *kv, uint64_t position, um_error *err) {
-    UM_TRY(check_whole(kv, err));
+    UM__TRY(check_whole(kv, err));
     if (position > end_of(kv, 0) || position < um_kv_lowest_crop(kv)) {
-        return um_fail(err, UM_E_INVALID, "position");
+        return um__fail(err, UM_E_INVALID, "position");
     }
     set_all_ends(kv, position);
     return UM_OK;
 }
 
 um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
-    UM_TRY(check_whole(kv, err));
+    UM__TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
     if (n > len) {
-        return um_fail(err, UM_E_INVALID, "n is above seq_len");
+        return um__fail(err, UM_E_INVALID, "n is above seq_len");
     }
     uint64_t least = um_kv_lowest_crop(kv);
     if (end - (len - n) < least) {
-        um_fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
-                       "a ring has overwritten what it would have to show");
+        um__fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
+                        "a ring has overwritten what it would have to show");
         if (err != NULL) {
             err->limit = len - (end - least);
         }
@@ -557,7 +557,7 @@ static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_
             unsigned char *there = rows + to * row, *here = rows + from * row;
             um_status status = kv->mover(kv->mover_context, there, here, (size_t)n * row);
             if (status != UM_OK) {
-                return um_fail(err, status, "moving rows");
+                return um__fail(err, status, "moving rows");
             }
         }
     }
@@ -566,9 +566,10 @@ static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_
 
 um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) {
     if (is_ring(kv) && keep_first != 0) {
-        return um_fail(err, UM_E_INVALID, "keep_first of a ring, whose rows follow from positions");
+        return um__fail(err, UM_E_INVALID,
+                        "keep_first of a ring, whose rows follow from positions");
     }
-    UM_TRY(check_whole(kv, err));
+    UM__TRY(check_whole(kv, err));
     uint64_t len = um_kv_seq_len(kv);
     if (n >= len || keep_first >= len - n) {
         return UM_OK;
@@ -576,7 +577,7 @@ um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) 
     uint64_t end = end_of(kv, 0), first = end - n - keep_first;
     uint64_t to = um_kv_row(kv, first), from = um_kv_row(kv, um_kv_first_position(kv));
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-        UM_TRY(copy_rows(kv, layer, to, from, keep_first, err));
+        UM__TRY(copy_rows(kv, layer, to, from, keep_first, err));
     }
     atomic_store_explicit(&kv->first, first, memory_order_release);
     return UM_OK;
@@ -596,7 +597,7 @@ um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err) {
     }
     end += atomic_load_explicit(&kv->reserved, memory_order_relaxed);
     if (is_ring(kv) || n > kv->n_rows || n < end) {
-        return um_fail(err, UM_E_INVALID, "rows that can be written");
+        return um__fail(err, UM_E_INVALID, "rows that can be written");
     }
     kv->usable_rows = n;
     return UM_OK;
@@ -628,12 +629,12 @@ um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
         longest = max_u64(longest, end_of(kv, layer) - first);
     }
     if (is_ring(kv) || row > kv->usable_rows || longest > kv->usable_rows - row) {
-        return um_fail(err, UM_E_INVALID, "row");
+        return um__fail(err, UM_E_INVALID, "row");
     }
-    UM_TRY(check_not_reserved(kv, err));
+    UM__TRY(check_not_reserved(kv, err));
     uint64_t from = um_kv_row(kv, first);
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
-        UM_TRY(copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err));
+        UM__TRY(copy_rows(kv, layer, row, from, end_of(kv, layer) - first, err));
     }
     kv->shift = first - row; /* may wrap around; um_kv_row wraps it back */
     return UM_OK;
@@ -647,7 +648,7 @@ void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context) {
 um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err) {
     uint64_t most = is_ring(kv) ? kv->spec.window : kv->usable_rows;
     if (n > next_position || n > most || n > kv->spec.max_seq_len) {
-        return um_fail(err, UM_E_INVALID, "n");
+        return um__fail(err, UM_E_INVALID, "n");
     }
     kv->shift = next_position - n;
     set_all(kv, next_position - n, next_position, next_position);

@@ -113,15 +113,15 @@ static um_status lane_sizes_of(const um_paged_spec *spec, int v, size_t *out_hea
     um_dtype type = type_of(spec, v);
     size_t values = um_dtype_block_values(type);
     if (values == 0) {
-        return um_fail(err, UM_E_INVALID, "type");
+        return um__fail(err, UM_E_INVALID, "type");
     }
     if (spec->head_dim % values != 0) {
-        return um_fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
+        return um__fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
     }
     size_t head = bytes_of(type, spec->head_dim), lane;
     if (head == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
-        !um_mul(head, spec->block_tokens, &lane) || !um_mul(lane, spec->n_kv_heads, &lane)) {
-        return um_fail(err, UM_E_INVALID, DIMS);
+        !um__mul(head, spec->block_tokens, &lane) || !um__mul(lane, spec->n_kv_heads, &lane)) {
+        return um__fail(err, UM_E_INVALID, DIMS);
     }
     *out_head = head;
     *out_lane = lane;
@@ -132,16 +132,16 @@ static um_status sizes_of(const um_paged_spec *spec, um_paged *out, size_t *out_
                           um_error *err) {
     um_paged made = {.spec = *spec};
     size_t block, total;
-    UM_TRY(lane_sizes_of(spec, 0, &made.head_bytes, &made.lane_bytes, err));
-    UM_TRY(lane_sizes_of(spec, 1, &made.v_head_bytes, &made.v_lane_bytes, err));
+    UM__TRY(lane_sizes_of(spec, 0, &made.head_bytes, &made.lane_bytes, err));
+    UM__TRY(lane_sizes_of(spec, 1, &made.v_head_bytes, &made.v_lane_bytes, err));
     if (spec->n_blocks >= INT32_MAX) {
-        return um_fail(err, UM_E_INVALID, "n_blocks is not below 2^31 - 1");
+        return um__fail(err, UM_E_INVALID, "n_blocks is not below 2^31 - 1");
     }
     if (spec->n_layers == 0 || spec->n_blocks == 0 ||
-        !um_add(made.lane_bytes, made.v_lane_bytes, &block) ||
-        !um_mul(block, spec->n_layers, &block) || !um_round_up(block, BLOCK_ALIGN, &block) ||
-        !um_mul(block, spec->n_blocks, &total) || total > PTRDIFF_MAX) {
-        return um_fail(err, UM_E_INVALID, DIMS);
+        !um__add(made.lane_bytes, made.v_lane_bytes, &block) ||
+        !um__mul(block, spec->n_layers, &block) || !um__round_up(block, BLOCK_ALIGN, &block) ||
+        !um__mul(block, spec->n_blocks, &total) || total > PTRDIFF_MAX) {
+        return um__fail(err, UM_E_INVALID, DIMS);
     }
     made.block_bytes = block;
     *out = made;
@@ -157,15 +157,15 @@ um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_erro
 um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage, um_error *err) {
     um_paged made;
     size_t total;
-    UM_TRY(sizes_of(spec, &made, &total, err));
+    UM__TRY(sizes_of(spec, &made, &total, err));
     if (storage == NULL || (uintptr_t)storage % BLOCK_ALIGN != 0) {
-        return um_fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
+        return um__fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
     }
     size_t n = (size_t)spec->n_blocks + 2;
     made.base = storage;
-    made.blocks = um_heap_alloc(n, sizeof *made.blocks);
+    made.blocks = um__heap_alloc(n, sizeof *made.blocks);
     if (made.blocks == NULL) {
-        return um_fail_nomem(err, ENOMEM, n * sizeof *made.blocks, "calloc");
+        return um__fail_nomem(err, ENOMEM, n * sizeof *made.blocks, "calloc");
     }
     for (uint32_t list = free_list(&made); list <= evictable_list(&made); list++) {
         made.blocks[list].before = made.blocks[list].after = list;
@@ -178,7 +178,7 @@ um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storag
 }
 
 void um_paged_free(um_paged *paged) {
-    um_heap_free(paged->blocks);
+    um__heap_free(paged->blocks);
     paged->blocks = NULL;
 }
 
@@ -206,10 +206,10 @@ int um_paged_is_cached(const um_paged *paged, uint32_t block) {
 
 um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err) {
     if (block >= paged->spec.n_blocks) {
-        return um_fail(err, UM_E_INVALID, "no such block");
+        return um__fail(err, UM_E_INVALID, "no such block");
     }
     if (paged->blocks[block].n_holders == 0) {
-        return um_fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block");
+        return um__fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block");
     }
     paged->blocks[block].cached = true;
     return UM_OK;
@@ -272,8 +272,8 @@ static um_status check_layers(const um_paged_seq *seq, um_error *err) {
     uint64_t len = um_paged_layer_len(seq, 0);
     for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
         if (um_paged_layer_len(seq, layer) != len) {
-            return um_fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
-                                  "layers differ in length: roll back first");
+            return um__fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
+                                   "layers differ in length: roll back first");
         }
     }
     return UM_OK;
@@ -283,9 +283,9 @@ static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
     /* One allocation holds the lengths and, behind them, the table. */
     size_t lens = paged->spec.n_layers * sizeof *out->len;
     size_t nbytes = lens + paged->spec.n_blocks * sizeof *out->table;
-    unsigned char *memory = um_heap_alloc(1, nbytes);
+    unsigned char *memory = um__heap_alloc(1, nbytes);
     if (memory == NULL) {
-        return um_fail_nomem(err, ENOMEM, nbytes, "calloc");
+        return um__fail_nomem(err, ENOMEM, nbytes, "calloc");
     }
     *out = (um_paged_seq){.paged = paged, .len = (void *)memory, .table = (void *)(memory + lens)};
     return UM_OK;
@@ -309,18 +309,18 @@ um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *b
                             uint32_t n_blocks, um_error *err) {
     um_paged_seq made;
     if (n_blocks > paged->spec.n_blocks) {
-        return um_fail(err, UM_E_INVALID, "n_blocks");
+        return um__fail(err, UM_E_INVALID, "n_blocks");
     }
     for (uint32_t i = 0; i < n_blocks; i++) {
         uint32_t block = (uint32_t)blocks[i];
         if (um_paged_n_holders(paged, block) == 0 && !um_paged_is_cached(paged, block)) {
-            return um_fail(err, UM_E_INVALID, "no such block, or it is free");
+            return um__fail(err, UM_E_INVALID, "no such block, or it is free");
         }
     }
-    UM_TRY(new_seq(&made, paged, err));
+    UM__TRY(new_seq(&made, paged, err));
     if (has_twice(blocks, n_blocks, made.table)) {
-        um_heap_free(made.len);
-        return um_fail(err, UM_E_INVALID, "a block stands in the table twice");
+        um__heap_free(made.len);
+        return um__fail(err, UM_E_INVALID, "a block stands in the table twice");
     }
     for (uint32_t i = 0; i < n_blocks; i++) {
         made.table[i] = blocks[i];
@@ -334,8 +334,8 @@ um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *b
 
 um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error *err) {
     um_paged_seq made;
-    UM_TRY(check_layers(seq, err));
-    UM_TRY(new_seq(&made, seq->paged, err));
+    UM__TRY(check_layers(seq, err));
+    UM__TRY(new_seq(&made, seq->paged, err));
     memcpy(made.table, seq->table, seq->n_blocks * sizeof *seq->table);
     for (uint32_t i = 0; i < seq->n_blocks; i++) {
         seq->paged->blocks[seq->table[i]].n_holders++;
@@ -364,7 +364,7 @@ void um_paged_seq_clear(um_paged_seq *seq) {
 void um_paged_seq_free(um_paged_seq *seq) {
     if (seq->paged != NULL) {
         um_paged_seq_clear(seq);
-        um_heap_free(seq->len);
+        um__heap_free(seq->len);
         *seq = (um_paged_seq){0};
     }
 }
@@ -374,9 +374,9 @@ void um_paged_rollback(um_paged_seq *seq) {
 }
 
 um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err) {
-    UM_TRY(check_layers(seq, err));
+    UM__TRY(check_layers(seq, err));
     if (n > um_paged_layer_len(seq, 0)) {
-        return um_fail(err, UM_E_INVALID, "n is above the length");
+        return um__fail(err, UM_E_INVALID, "n is above the length");
     }
     keep_tokens(seq, n);
     return UM_OK;
@@ -404,8 +404,8 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
     uint64_t first = len / p->spec.block_tokens;
     bool copies = is_shared_at(seq, len);
     if (n_new + copies > n_available(p)) {
-        return um_fail_full(err, UM_PAGED_FULL, p->spec.n_blocks, um_paged_n_in_use(p),
-                            n_new + copies, "paged");
+        return um__fail_full(err, UM_PAGED_FULL, p->spec.n_blocks, um_paged_n_in_use(p),
+                             n_new + copies, "paged");
     }
     if (!copies && first < seq->n_blocks) {
         p->blocks[block_at(seq, first)].cached = false;
@@ -421,7 +421,7 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
 static um_status check_type(const um_paged *p, int v, um_dtype type, um_error *err) {
     return um_dtype_block_values(type) == 1 || type == type_of(&p->spec, v)
                ? UM_OK
-               : um_fail(err, UM_E_INVALID, "type");
+               : um__fail(err, UM_E_INVALID, "type");
 }
 
 /* Takes blocks for n tokens of a layer. pre: the types were checked. */
@@ -429,10 +429,10 @@ static um_status begin_append(um_paged_pending *out, um_paged_seq *seq, uint32_t
                               const void *k, const void *v, um_dtype k_type, um_dtype v_type,
                               um_kv_order order, uint64_t n, um_error *err) {
     if (layer >= seq->paged->spec.n_layers) {
-        return um_fail(err, UM_E_INVALID, "layer");
+        return um__fail(err, UM_E_INVALID, "layer");
     }
     if (order != UM_KV_TOKEN_MAJOR && order != UM_KV_HEAD_MAJOR) {
-        return um_fail(err, UM_E_INVALID, "order");
+        return um__fail(err, UM_E_INVALID, "order");
     }
     um_paged_pending made = {.seq = seq,
                              .rows = {k, v},
@@ -443,7 +443,7 @@ static um_status begin_append(um_paged_pending *out, um_paged_seq *seq, uint32_t
                              .at = um_paged_layer_len(seq, layer),
                              .n = n};
     if (n != 0) {
-        UM_TRY(make_room(seq, made.at, n, &made.first_block, err));
+        UM__TRY(make_room(seq, made.at, n, &made.first_block, err));
     }
     *out = made;
     return UM_OK;
@@ -452,8 +452,8 @@ static um_status begin_append(um_paged_pending *out, um_paged_seq *seq, uint32_t
 um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
                                 const void *k, const void *v, um_dtype type, um_kv_order order,
                                 uint64_t n, um_error *err) {
-    UM_TRY(check_type(seq->paged, 0, type, err));
-    UM_TRY(check_type(seq->paged, 1, type, err));
+    UM__TRY(check_type(seq->paged, 0, type, err));
+    UM__TRY(check_type(seq->paged, 1, type, err));
     return begin_append(out, seq, layer, k, v, type, type, order, n, err);
 }
 
@@ -467,8 +467,8 @@ um_status um_paged_append_stored_begin(um_paged_pending *out, um_paged_seq *seq,
 um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, const void *k,
                                     const void *v, um_dtype type, um_error *err) {
     um_paged_pending made;
-    UM_TRY(check_layers(seq, err));
-    UM_TRY(um_paged_append_begin(&made, seq, 0, k, v, type, UM_KV_HEAD_MAJOR, 1, err));
+    UM__TRY(check_layers(seq, err));
+    UM__TRY(um_paged_append_begin(&made, seq, 0, k, v, type, UM_KV_HEAD_MAJOR, 1, err));
     made.n_layers = seq->paged->spec.n_layers;
     *out = made;
     return UM_OK;
@@ -491,13 +491,13 @@ static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
         uint32_t block = i == first ? t->first_block : block_at(t->seq, i);
         unsigned char *out = lane_of(p, block, layer, v) + row * of_head;
         for (size_t h = 0; t->order == UM_KV_HEAD_MAJOR && h < heads; h++) {
-            um_convert_values(out + h * out_head, to, in + (h * (size_t)n + done) * in_head, type,
-                              run * dim);
+            um__convert_values(out + h * out_head, to, in + (h * (size_t)n + done) * in_head, type,
+                               run * dim);
         }
         for (size_t i_run = 0; t->order == UM_KV_TOKEN_MAJOR && i_run < run; i_run++) {
             for (size_t h = 0; h < heads; h++) {
-                um_convert_values(out + h * out_head + i_run * of_head, to,
-                                  in + ((done + i_run) * heads + h) * in_head, type, dim);
+                um__convert_values(out + h * out_head + i_run * of_head, to,
+                                   in + ((done + i_run) * heads + h) * in_head, type, dim);
             }
         }
     }
@@ -539,7 +539,7 @@ void um_paged_append_end(const um_paged_pending *pending) {
 um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
                           um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
     um_paged_pending pending;
-    UM_TRY(um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err));
+    UM__TRY(um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err));
     um_paged_append_write(&pending);
     um_paged_append_end(&pending);
     return UM_OK;
@@ -548,7 +548,7 @@ um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, cons
 um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                               um_error *err) {
     um_paged_pending pending;
-    UM_TRY(um_paged_append_all_begin(&pending, seq, k, v, type, err));
+    UM__TRY(um_paged_append_all_begin(&pending, seq, k, v, type, err));
     um_paged_append_write(&pending);
     um_paged_append_end(&pending);
     return UM_OK;
@@ -639,7 +639,7 @@ static void gather_lane(const gather_job *job, const unsigned char *lane,
         for (size_t at = 0; at < fetched_ahead(nbytes); at += LINE) {
             __builtin_prefetch(next + at);
         }
-        um_convert_values(out, job->type, in, job->stored, job->run * p->spec.head_dim);
+        um__convert_values(out, job->type, in, job->stored, job->run * p->spec.head_dim);
     }
 }
 
@@ -648,15 +648,15 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
     const um_paged *p = seq->paged;
     size_t heads = p->spec.n_kv_heads, per_block = p->spec.block_tokens;
     if (layer >= p->spec.n_layers) {
-        return um_fail(err, UM_E_INVALID, "layer");
+        return um__fail(err, UM_E_INVALID, "layer");
     }
     if (n > um_paged_layer_len(seq, layer)) {
-        return um_fail(err, UM_E_INVALID, "n is above what the layer holds");
+        return um__fail(err, UM_E_INVALID, "n is above what the layer holds");
     }
-    UM_TRY(check_type(p, v, type, err));
+    UM__TRY(check_type(p, v, type, err));
     size_t out_head = bytes_of(type, p->spec.head_dim);
     if (heads > 1 && head_stride / out_head < n) {
-        return um_fail(err, UM_E_INVALID, "head_stride");
+        return um__fail(err, UM_E_INVALID, "head_stride");
     }
     gather_job job = {.paged = p,
                       .out = out,

@@ -15,19 +15,19 @@ static unsigned read_features(void) {
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_OSXSAVE) == 0) {
         return 0;
     }
-    unsigned found = (c & bit_F16C) != 0 ? UM_F16C : 0;
+    unsigned found = (c & bit_F16C) != 0 ? UM__F16C : 0;
     if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-        found |= (b & bit_AVX2) != 0 ? UM_AVX2 : 0;
-        found |= (b & bit_AVX512F) != 0 ? UM_AVX512F : 0;
+        found |= (b & bit_AVX2) != 0 ? UM__AVX2 : 0;
+        found |= (b & bit_AVX512F) != 0 ? UM__AVX512F : 0;
     }
     __asm__("xgetbv" : "=a"(saved), "=d"(upper) : "c"(0));
     if ((saved & YMM) != YMM) {
         return 0;
     }
-    return (saved & ZMM) == ZMM ? found : found & ~(unsigned)UM_AVX512F;
+    return (saved & ZMM) == ZMM ? found : found & ~(unsigned)UM__AVX512F;
 }
 
-bool um_cpu_has(unsigned wanted) {
+bool um__cpu_has(unsigned wanted) {
     /* Two threads that ask at the same time are told the same. A virtual machine takes
      * microseconds to answer, so it is asked once. */
     static _Atomic unsigned found;

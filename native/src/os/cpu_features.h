@@ -6,10 +6,10 @@
 
 #if defined(__x86_64__)
 
-enum { UM_F16C = 1, UM_AVX2 = 2, UM_AVX512F = 4 };
+enum { UM__F16C = 1, UM__AVX2 = 2, UM__AVX512F = 4 };
 
-/* Whether the CPU and the kernel let programs use all of these: UM_F16C | UM_AVX2. */
-bool um_cpu_has(unsigned wanted);
+/* Whether the CPU and the kernel let programs use all of these: UM__F16C | UM__AVX2. */
+bool um__cpu_has(unsigned wanted);
 
 #endif
 #endif

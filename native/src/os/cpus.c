@@ -7,29 +7,29 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { MASK_WORDS = UM_MAX_CPUS / 64 };
+enum { MASK_WORDS = UM__MAX_CPUS / 64 };
 
-um_status um_cpus_init(um_cpus *out, unsigned n_threads, const int *chosen, um_error *err) {
+um_status um__cpus_init(um__cpus *out, unsigned n_threads, const int *chosen, um_error *err) {
     if (n_threads == 0) {
-        return um_fail(err, UM_E_INVALID, "n_threads");
+        return um__fail(err, UM_E_INVALID, "n_threads");
     }
-    n_threads = n_threads < UM_MAX_THREADS ? n_threads : UM_MAX_THREADS;
+    n_threads = n_threads < UM__MAX_THREADS ? n_threads : UM__MAX_THREADS;
     for (unsigned i = 0; chosen != NULL && i < n_threads; i++) {
-        if (chosen[i] >= UM_MAX_CPUS) {
-            return um_fail(err, UM_E_INVALID, "cpus: a number above 8191");
+        if (chosen[i] >= UM__MAX_CPUS) {
+            return um__fail(err, UM_E_INVALID, "cpus: a number above 8191");
         }
     }
-    *out = (um_cpus){.n_threads = n_threads, .chosen = chosen};
+    *out = (um__cpus){.n_threads = n_threads, .chosen = chosen};
     return UM_OK;
 }
 
-void um_cpus_allow(um_cpus *cpus) {
-    if (cpus->chosen == NULL && um_os_get_affinity(cpus->allowed, sizeof cpus->allowed) != 0) {
+void um__cpus_allow(um__cpus *cpus) {
+    if (cpus->chosen == NULL && um__os_get_affinity(cpus->allowed, sizeof cpus->allowed) != 0) {
         memset(cpus->allowed, 0, sizeof cpus->allowed);
     }
 }
 
-int um_cpus_at(const um_cpus *cpus, unsigned i) {
+int um__cpus_at(const um__cpus *cpus, unsigned i) {
     if (cpus->chosen != NULL) {
         return cpus->chosen[i];
     }
@@ -38,7 +38,7 @@ int um_cpus_at(const um_cpus *cpus, unsigned i) {
         n_cpus += (unsigned)__builtin_popcountll(cpus->allowed[word]);
     }
     i = n_cpus == 0 ? 0 : i % n_cpus;
-    for (int cpu = 0; n_cpus != 0 && cpu < UM_MAX_CPUS; cpu++) {
+    for (int cpu = 0; n_cpus != 0 && cpu < UM__MAX_CPUS; cpu++) {
         if ((cpus->allowed[cpu / 64] >> (cpu % 64) & 1) != 0 && i-- == 0) {
             return cpu;
         }
@@ -46,10 +46,10 @@ int um_cpus_at(const um_cpus *cpus, unsigned i) {
     return -1;
 }
 
-void um_cpus_pin(int cpu) {
+void um__cpus_pin(int cpu) {
     if (cpu >= 0) {
         uint64_t mask[MASK_WORDS] = {0};
         mask[cpu / 64] |= UINT64_C(1) << (cpu % 64);
-        um_os_set_affinity(mask, sizeof mask);
+        um__os_set_affinity(mask, sizeof mask);
     }
 }

@@ -87,9 +87,9 @@ static bool is_repeated(const siginfo_t *info) {
 
 static void die_of(const siginfo_t *info) {
     struct sigaction action = {.sa_handler = SIG_DFL};
-    um_os_bus_action(&action, NULL);
+    um__os_bus_action(&action, NULL);
     if (!is_repeated(info)) {
-        um_os_raise_bus();
+        um__os_raise_bus();
     }
 }
 
@@ -131,7 +131,7 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     if ((below->sa_flags & SA_NODEFER) == 0) {
         sigaddset(&blocked, number);
     }
-    bool is_masked = um_os_signal_mask(SIG_BLOCK, &blocked, &before) == 0;
+    bool is_masked = um__os_signal_mask(SIG_BLOCK, &blocked, &before) == 0;
     /* Code that installs a handler between our look at the top and our own installation may keep
      * the very entry that goes on to it, or two such handlers each other's. If they pass the signal
      * on, as faulthandler does by restoring the previous action and raising the signal, it comes
@@ -153,7 +153,7 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     }
     n_going_on = n_outer; /* before signals are unblocked */
     if (is_masked) {
-        um_os_signal_mask(SIG_SETMASK, &before, NULL);
+        um__os_signal_mask(SIG_SETMASK, &before, NULL);
     }
 }
 
@@ -236,7 +236,7 @@ static entry *entry_over(const struct sigaction *below) {
 /* Returns 0 or an errno. */
 static int put_on_top(void) {
     struct sigaction top = {0};
-    int os_errno = um_os_bus_action(NULL, &top);
+    int os_errno = um__os_bus_action(NULL, &top);
     while (os_errno == 0 && entry_of(&top) == NULL) {
         const entry *over = entry_over(&top);
         if (over == NULL) {
@@ -249,7 +249,7 @@ static int put_on_top(void) {
                                  .sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK |
                                              (restarts ? SA_RESTART : 0)},
                          was = {0};
-        os_errno = um_os_bus_action(&ours, &was);
+        os_errno = um__os_bus_action(&ours, &was);
         if (is_same(&was, &top)) {
             break;
         }
@@ -260,7 +260,7 @@ static int put_on_top(void) {
 
 static void take_away(void) {
     struct sigaction top = {0}, was = {0}, none = {.sa_handler = SIG_DFL};
-    const entry *ours = um_os_bus_action(NULL, &top) == 0 ? entry_of(&top) : NULL;
+    const entry *ours = um__os_bus_action(NULL, &top) == 0 ? entry_of(&top) : NULL;
     if (ours == NULL) {
         return; /* a foreign handler is on top, and keeps ours as its previous one */
     }
@@ -268,7 +268,7 @@ static void take_away(void) {
     /* What another thread installed meanwhile goes back on top, until nobody was faster. For that
      * moment the action below is there once more. Who installs it just then keeps it as its own
      * previous one: faulthandler then calls itself until its stack ends. */
-    while (um_os_bus_action(&put, &was) == 0 && !is_same(&was, &top)) {
+    while (um__os_bus_action(&put, &was) == 0 && !is_same(&was, &top)) {
         top = put;
         put = was;
     }
@@ -280,14 +280,14 @@ static void take_lock(void) {
     uint32_t is_free = 0;
     if (!atomic_compare_exchange_strong(&lock, &is_free, 1)) {
         while (atomic_exchange(&lock, 2) != 0) {
-            um_os_wait(&lock, 2, 1000);
+            um__os_wait(&lock, 2, 1000);
         }
     }
 }
 
 static void drop_lock(void) {
     if (atomic_exchange(&lock, 0) == 2) {
-        um_os_wake(&lock);
+        um__os_wake(&lock);
     }
 }
 
@@ -300,7 +300,7 @@ static void enter_child(void) {
 static um_status enter(um_error *err) {
     const char *call = "pthread_atfork";
     take_lock();
-    int os_errno = knows_forks ? 0 : um_os_at_fork(take_lock, drop_lock, enter_child);
+    int os_errno = knows_forks ? 0 : um__os_at_fork(take_lock, drop_lock, enter_child);
     knows_forks = os_errno == 0;
     if (os_errno == 0) {
         call = "sigaction";
@@ -308,7 +308,7 @@ static um_status enter(um_error *err) {
         n_users += os_errno == 0;
     }
     drop_lock();
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, call);
+    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, 0, call);
 }
 
 static void leave(void) {
@@ -326,9 +326,9 @@ um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *c
     sigset_t bus, before;
     sigemptyset(&bus);
     sigaddset(&bus, SIGBUS);
-    int os_errno = um_os_signal_mask(SIG_UNBLOCK, &bus, &before);
+    int os_errno = um__os_signal_mask(SIG_UNBLOCK, &bus, &before);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, 0, "pthread_sigmask");
+        return um__fail_os(err, os_errno, 0, "pthread_sigmask");
     }
     /* A thread is one user, however deep its runs are nested: so a run that is jumped over has
      * nothing to undo. */
@@ -340,7 +340,7 @@ um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *c
             run(context);
             atomic_signal_fence(memory_order_seq_cst);
         } else {
-            status = um_fail(err, UM_E_IO, "a page of a mapped file cannot be had");
+            status = um__fail(err, UM_E_IO, "a page of a mapped file cannot be had");
         }
         innermost = here.outer;
         if (here.outer == NULL) {
@@ -349,7 +349,7 @@ um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *c
     }
     /* A handler that was jumped over may have blocked more signals. */
     if (status != UM_OK || sigismember(&before, SIGBUS) == 1) {
-        um_os_signal_mask(SIG_SETMASK, &before, NULL);
+        um__os_signal_mask(SIG_SETMASK, &before, NULL);
     }
     return status;
 }

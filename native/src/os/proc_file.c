@@ -10,14 +10,14 @@
 static int read_some(int fd, char *out, size_t nbytes, size_t *out_nbytes) {
     int os_errno;
     do {
-        os_errno = um_os_read(fd, out, nbytes, out_nbytes);
+        os_errno = um__os_read(fd, out, nbytes, out_nbytes);
     } while (os_errno == EINTR);
     return os_errno;
 }
 
-int um_proc_text(const char *path, char *out, size_t capacity) {
+int um__proc_text(const char *path, char *out, size_t capacity) {
     out[0] = '\0';
-    int fd, os_errno = um_os_open_read(path, &fd);
+    int fd, os_errno = um__os_open_read(path, &fd);
     if (os_errno != 0) {
         return os_errno;
     }
@@ -26,18 +26,18 @@ int um_proc_text(const char *path, char *out, size_t capacity) {
         os_errno = read_some(fd, out + total, capacity - 1 - total, &n);
         total += os_errno == 0 ? n : 0;
     }
-    um_os_close(fd);
+    um__os_close(fd);
     out[os_errno == 0 ? total : 0] = '\0';
     return os_errno;
 }
 
-int um_proc_lines_open(um_proc_lines *out, const char *path, size_t read_nbytes) {
+int um__proc_lines_open(um__proc_lines *out, const char *path, size_t read_nbytes) {
     out->read_nbytes = read_nbytes;
     out->used = out->at = 0;
-    return um_os_open_read(path, &out->fd);
+    return um__os_open_read(path, &out->fd);
 }
 
-int um_proc_lines_next(um_proc_lines *lines, char **out_line) {
+int um__proc_lines_next(um__proc_lines *lines, char **out_line) {
     for (;;) {
         char *start = lines->buffer + lines->at;
         char *end = memchr(start, '\n', lines->used - lines->at);
@@ -68,6 +68,6 @@ int um_proc_lines_next(um_proc_lines *lines, char **out_line) {
     }
 }
 
-void um_proc_lines_close(um_proc_lines *lines) {
-    um_os_close(lines->fd);
+void um__proc_lines_close(um__proc_lines *lines) {
+    um__os_close(lines->fd);
 }

@@ -10,46 +10,46 @@ static um_status configure(int fs, uint64_t nbytes, int huge, int *out_fd, um_er
     char size[24];
     snprintf(size, sizeof size, "%" PRIu64, nbytes);
     const char *call = "fsconfig";
-    int os_errno = um_os_fs_set(fs, "size", size);
+    int os_errno = um__os_fs_set(fs, "size", size);
     /* A kernel without huge pages does not know this option, and uses none anyway. */
     if (os_errno == 0 && huge != 0) {
-        os_errno = um_os_fs_set(fs, "huge", "always");
+        os_errno = um__os_fs_set(fs, "huge", "always");
     }
     if (os_errno == 0) {
-        os_errno = um_os_fs_create(fs);
+        os_errno = um__os_fs_create(fs);
     }
     if (os_errno == 0) {
         call = "fsmount";
-        os_errno = um_os_fs_mount(fs, out_fd);
+        os_errno = um__os_fs_mount(fs, out_fd);
     }
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, nbytes, call);
+    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, nbytes, call);
 }
 
 um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err) {
     if (nbytes == 0) {
-        return um_fail(err, UM_E_INVALID, "nbytes"); /* 0 means no limit to the kernel */
+        return um__fail(err, UM_E_INVALID, "nbytes"); /* 0 means no limit to the kernel */
     }
     int fs;
-    int os_errno = um_os_fs_open("tmpfs", &fs);
+    int os_errno = um__os_fs_open("tmpfs", &fs);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, nbytes, "fsopen");
+        return um__fail_os(err, os_errno, nbytes, "fsopen");
     }
     um_status status = configure(fs, nbytes, huge, out_fd, err);
-    um_os_close(fs);
+    um__os_close(fs);
     return status;
 }
 
 um_status um_tmpfs_seal(int fd, um_error *err) {
     int fs;
-    int os_errno = um_os_fs_pick(fd, &fs);
+    int os_errno = um__os_fs_pick(fd, &fs);
     if (os_errno != 0) {
-        return um_fail_os(err, os_errno, 0, "fspick");
+        return um__fail_os(err, os_errno, 0, "fspick");
     }
     /* Changes the file system, not the mount: there may be clones of the mount. */
-    os_errno = um_os_fs_set(fs, "ro", NULL);
+    os_errno = um__os_fs_set(fs, "ro", NULL);
     if (os_errno == 0) {
-        os_errno = um_os_fs_reconfigure(fs);
+        os_errno = um__os_fs_reconfigure(fs);
     }
-    um_os_close(fs);
-    return os_errno == 0 ? UM_OK : um_fail_os(err, os_errno, 0, "fsconfig");
+    um__os_close(fs);
+    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, 0, "fsconfig");
 }

@@ -19,15 +19,15 @@ static uint64_t make_head(uint64_t old, uint32_t id) {
 static bool grid_sizes(size_t cell_bytes, uint32_t n_cells, size_t *cell, size_t *cells,
                        size_t *links) {
     return cell_bytes != 0 && n_cells != 0 && n_cells < TAKEN &&
-           um_round_up(cell_bytes, CELL_ALIGN, cell) && um_mul(*cell, n_cells, cells) &&
-           um_mul(sizeof(uint32_t), n_cells, links);
+           um__round_up(cell_bytes, CELL_ALIGN, cell) && um__mul(*cell, n_cells, cells) &&
+           um__mul(sizeof(uint32_t), n_cells, links);
 }
 
 um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out, um_error *err) {
     size_t cell, cells, links, sum;
-    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) || !um_add(cells, links, &sum) ||
-        !um_add(sum, CELL_ALIGN, &sum)) {
-        return um_fail(err, UM_E_INVALID, "cell_bytes or n_cells");
+    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) || !um__add(cells, links, &sum) ||
+        !um__add(sum, CELL_ALIGN, &sum)) {
+        return um__fail(err, UM_E_INVALID, "cell_bytes or n_cells");
     }
     *out = sum;
     return UM_OK;
@@ -37,14 +37,14 @@ um_status um_grid_init_apart(um_grid *grid, void *cells, void *links, size_t cel
                              uint32_t n_cells, um_error *err) {
     size_t cell, cells_bytes, links_bytes, end;
     if (!grid_sizes(cell_bytes, n_cells, &cell, &cells_bytes, &links_bytes)) {
-        return um_fail(err, UM_E_INVALID, "cell_bytes or n_cells");
+        return um__fail(err, UM_E_INVALID, "cell_bytes or n_cells");
     }
     if (cells == NULL || (uintptr_t)cells % CELL_ALIGN != 0 ||
-        !um_add((uintptr_t)cells, cells_bytes, &end)) {
-        return um_fail(err, UM_E_INVALID, "cells");
+        !um__add((uintptr_t)cells, cells_bytes, &end)) {
+        return um__fail(err, UM_E_INVALID, "cells");
     }
     if (links == NULL || (uintptr_t)links % _Alignof(uint32_t) != 0) {
-        return um_fail(err, UM_E_INVALID, "links");
+        return um__fail(err, UM_E_INVALID, "links");
     }
     grid->base = cells;
     grid->cell_bytes = cell;
@@ -61,12 +61,12 @@ um_status um_grid_init_apart(um_grid *grid, void *cells, void *links, size_t cel
 um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t n_cells,
                        um_error *err) {
     size_t cell, cells, links, sum;
-    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) || !um_add(cells, links, &sum)) {
-        return um_fail(err, UM_E_INVALID, "cell_bytes or n_cells");
+    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) || !um__add(cells, links, &sum)) {
+        return um__fail(err, UM_E_INVALID, "cell_bytes or n_cells");
     }
     /* Takes both at once, so that a full tape leaves nothing behind. */
     void *base;
-    UM_TRY(um_tape_take(tape, sum, CELL_ALIGN, &base, err));
+    UM__TRY(um_tape_take(tape, sum, CELL_ALIGN, &base, err));
     return um_grid_init_apart(grid, base, (unsigned char *)base + cells, cell_bytes, n_cells, err);
 }
 
@@ -76,7 +76,7 @@ um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err) {
     do {
         id = (uint32_t)head;
         if (id == NO_CELL) {
-            return um_fail_full(err, UM_GRID_FULL, grid->n_cells, grid->n_cells, 1, "grid");
+            return um__fail_full(err, UM_GRID_FULL, grid->n_cells, grid->n_cells, 1, "grid");
         }
         /* Another thread may take this very cell now. Then the tag has changed, and the exchange
          * fails. */
@@ -90,13 +90,13 @@ um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err) {
 
 um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err) {
     if (id >= grid->n_cells) {
-        return um_fail(err, UM_E_INVALID, "no such cell");
+        return um__fail(err, UM_E_INVALID, "no such cell");
     }
     uint64_t head = atomic_load(&grid->head);
     uint32_t taken = TAKEN;
     /* Of two threads that give the same cell, only one passes here. */
     if (!atomic_compare_exchange_strong(&grid->next[id], &taken, (uint32_t)head)) {
-        return um_fail_detail(err, UM_E_STATE, UM_GRID_FREE, "the cell was given back already");
+        return um__fail_detail(err, UM_E_STATE, UM_GRID_FREE, "the cell was given back already");
     }
     /* Counts the cell before it can be taken, so that the count never falls below 0. */
     atomic_fetch_add(&grid->n_free, 1);

@@ -8,7 +8,7 @@
 
 um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err) {
     if (base == NULL || total == 0) {
-        return um_fail(err, UM_E_INVALID, base == NULL ? "base" : "total");
+        return um__fail(err, UM_E_INVALID, base == NULL ? "base" : "total");
     }
     tape->base = base;
     tape->total = total;
@@ -22,21 +22,21 @@ um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err) {
 }
 
 um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, um_error *err) {
-    if (!um_is_power_of_two(align)) {
-        return um_fail(err, UM_E_INVALID, "align is not a power of two");
+    if (!um__is_power_of_two(align)) {
+        return um__fail(err, UM_E_INVALID, "align is not a power of two");
     }
     uintptr_t base = (uintptr_t)tape->base;
     size_t used = atomic_load_explicit(&tape->used, memory_order_relaxed), start, end;
     do {
         /* Aligns the address, not the offset: the base may be less aligned than the take. */
         size_t address, limit = atomic_load_explicit(&tape->limit, memory_order_relaxed);
-        if (!um_round_up(base + used, align, &address) ||
-            !um_add(start = address - base, nbytes, &end) || end > limit ||
+        if (!um__round_up(base + used, align, &address) ||
+            !um__add(start = address - base, nbytes, &end) || end > limit ||
             limit == 0 /* frozen to no take at all, not even of 0 bytes */) {
             if (atomic_load_explicit(&tape->frozen, memory_order_relaxed)) {
-                return um_fail_detail(err, UM_E_STATE, UM_TAPE_FROZEN, "frozen");
+                return um__fail_detail(err, UM_E_STATE, UM_TAPE_FROZEN, "frozen");
             }
-            return um_fail_full(err, UM_TAPE_FULL, tape->total, used, nbytes, "tape");
+            return um__fail_full(err, UM_TAPE_FULL, tape->total, used, nbytes, "tape");
         }
     } while (!atomic_compare_exchange_weak_explicit(&tape->used, &used, end, memory_order_acq_rel,
                                                     memory_order_relaxed));
@@ -69,7 +69,7 @@ size_t um_tape_mark(const um_tape *tape) {
 
 um_status um_tape_rewind(um_tape *tape, size_t mark, um_error *err) {
     if (mark > atomic_load(&tape->used)) {
-        return um_fail(err, UM_E_INVALID, "the mark is above what is used");
+        return um__fail(err, UM_E_INVALID, "the mark is above what is used");
     }
     fall_to(tape, mark);
     return UM_OK;
@@ -77,7 +77,7 @@ um_status um_tape_rewind(um_tape *tape, size_t mark, um_error *err) {
 
 um_status um_tape_freeze(um_tape *tape, size_t limit, um_error *err) {
     if (limit > tape->total) {
-        return um_fail(err, UM_E_INVALID, "limit is above the tape's size");
+        return um__fail(err, UM_E_INVALID, "limit is above the tape's size");
     }
     atomic_store(&tape->limit, limit);
     atomic_store(&tape->frozen, 1);

@@ -68,9 +68,9 @@ static int8_t q8_of(float x) {
     return (int8_t)(uint8_t)(uint32_t)whole;
 }
 
-static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
+static void q8_0_of_f32_block(um__q8_0 *out, const float *in) {
     float amax = 0;
-    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
         /* Like the reference, this forgets what came before a NaN, and a NaN that is not the last
          * value. */
         float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
@@ -78,27 +78,27 @@ static void q8_0_of_f32_block(um_q8_0 *out, const float *in) {
     }
     float d = amax / Q8_0_MAX, id = reciprocal(d);
     out->d = bits_of(amax) > F32_INFINITY ? 0x7e00 : f16_of_f32(d);
-    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
         out->qs[i] = q8_of(in[i] * id);
     }
 }
 
-static void q8_0_of_f32_scalar(um_q8_0 *out, const float *in, size_t n) {
-    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++) {
-        q8_0_of_f32_block(out + i, in + i * UM_BLOCK_VALUES);
+static void q8_0_of_f32_scalar(um__q8_0 *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++) {
+        q8_0_of_f32_block(out + i, in + i * UM__BLOCK_VALUES);
     }
 }
 
-static void f32_of_q8_0_scalar(float *out, const um_q8_0 *in, size_t n) {
+static void f32_of_q8_0_scalar(float *out, const um__q8_0 *in, size_t n) {
     for (size_t i = 0; i < n; i++) {
-        const um_q8_0 *block = in + i / UM_BLOCK_VALUES;
-        out[i] = f32_of_f16(block->d) * (float)block->qs[i % UM_BLOCK_VALUES];
+        const um__q8_0 *block = in + i / UM__BLOCK_VALUES;
+        out[i] = f32_of_f16(block->d) * (float)block->qs[i % UM__BLOCK_VALUES];
     }
 }
 
-static const um_convert_code scalar = {
+static const um__convert_code scalar = {
     "scalar",           f16_of_f32_scalar,  f32_of_f16_scalar,  bf16_of_f32_scalar,
-    f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar, um_quants_scalar,
+    f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar, um__quants_scalar,
 };
 
 #if defined(__x86_64__)
@@ -175,9 +175,9 @@ AVX2 static inline __m256i q8_of_x8(__m256 value, __m256 id) {
     return _mm256_cvttps_epi32(_mm256_add_ps(x, almost_half));
 }
 
-AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
+AVX2 static void q8_0_of_f32_avx2(um__q8_0 *out, const float *in, size_t n) {
     const __m256i magnitude = _mm256_set1_epi32((int)F32_MAGNITUDE);
-    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
+    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, in += UM__BLOCK_VALUES) {
         __m256 values[4];
         __m256i max = _mm256_setzero_si256();
         for (size_t j = 0; j < 4; j++) {
@@ -201,10 +201,10 @@ AVX2 static void q8_0_of_f32_avx2(um_q8_0 *out, const float *in, size_t n) {
     }
 }
 
-AVX2 static void f32_of_q8_0_avx2(float *out, const um_q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
+AVX2 static void f32_of_q8_0_avx2(float *out, const um__q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, out += UM__BLOCK_VALUES) {
         __m256 d = _mm256_set1_ps(_cvtsh_ss(in[i].d));
-        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 8) {
+        for (size_t j = 0; j < UM__BLOCK_VALUES; j += 8) {
             __m128i qs = _mm_loadl_epi64((const __m128i *)(const void *)(in[i].qs + j));
             _mm256_storeu_ps(out + j,
                              _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(qs))));
@@ -212,9 +212,9 @@ AVX2 static void f32_of_q8_0_avx2(float *out, const um_q8_0 *in, size_t n) {
     }
 }
 
-static const um_convert_code avx2 = {
+static const um__convert_code avx2 = {
     "avx2",           f16_of_f32_avx2,  f32_of_f16_avx2,  bf16_of_f32_avx2,
-    f32_of_bf16_avx2, q8_0_of_f32_avx2, f32_of_q8_0_avx2, um_quants_avx2,
+    f32_of_bf16_avx2, q8_0_of_f32_avx2, f32_of_q8_0_avx2, um__quants_avx2,
 };
 
 /* ---- AVX-512 ---- */
@@ -279,9 +279,9 @@ AVX512 static inline __m128i q8_of_x16(__m512 value, __m512 id) {
         _mm512_cvttps_epi32(_mm512_add_ps(x, _mm512_castsi512_ps(almost_half))));
 }
 
-AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
+AVX512 static void q8_0_of_f32_avx512(um__q8_0 *out, const float *in, size_t n) {
     const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
-    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
+    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, in += UM__BLOCK_VALUES) {
         __m512 low = _mm512_loadu_ps(in), high = _mm512_loadu_ps(in + 16);
         __m512i max = _mm512_max_epu32(_mm512_and_epi32(_mm512_castps_si512(low), magnitude),
                                        _mm512_and_epi32(_mm512_castps_si512(high), magnitude));
@@ -298,10 +298,10 @@ AVX512 static void q8_0_of_f32_avx512(um_q8_0 *out, const float *in, size_t n) {
     }
 }
 
-AVX512 static void f32_of_q8_0_avx512(float *out, const um_q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
+AVX512 static void f32_of_q8_0_avx512(float *out, const um__q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, out += UM__BLOCK_VALUES) {
         __m512 d = _mm512_set1_ps(_cvtsh_ss(in[i].d));
-        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 16) {
+        for (size_t j = 0; j < UM__BLOCK_VALUES; j += 16) {
             __m128i qs = _mm_loadu_si128((const __m128i *)(const void *)(in[i].qs + j));
             _mm512_storeu_ps(out + j,
                              _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(qs))));
@@ -309,9 +309,9 @@ AVX512 static void f32_of_q8_0_avx512(float *out, const um_q8_0 *in, size_t n) {
     }
 }
 
-static const um_convert_code avx512 = {
+static const um__convert_code avx512 = {
     "avx512",           f16_of_f32_avx512,  f32_of_f16_avx512,  bf16_of_f32_avx512,
-    f32_of_bf16_avx512, q8_0_of_f32_avx512, f32_of_q8_0_avx512, um_quants_avx512,
+    f32_of_bf16_avx512, q8_0_of_f32_avx512, f32_of_q8_0_avx512, um__quants_avx512,
 };
 
 #elif defined(__aarch64__)
@@ -363,8 +363,8 @@ static inline int8x8_t q8_of_x8(float32x4_t low, float32x4_t high, float id) {
     return vmovn_s16(vcombine_s16(narrow_low, narrow_high));
 }
 
-static void q8_0_of_f32_neon(um_q8_0 *out, const float *in, size_t n) {
-    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, in += UM_BLOCK_VALUES) {
+static void q8_0_of_f32_neon(um__q8_0 *out, const float *in, size_t n) {
+    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, in += UM__BLOCK_VALUES) {
         float32x4_t values[8];
         uint32x4_t max = vdupq_n_u32(0);
         for (size_t j = 0; j < 8; j++) {
@@ -385,10 +385,10 @@ static void q8_0_of_f32_neon(um_q8_0 *out, const float *in, size_t n) {
     }
 }
 
-static void f32_of_q8_0_neon(float *out, const um_q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++, out += UM_BLOCK_VALUES) {
+static void f32_of_q8_0_neon(float *out, const um__q8_0 *in, size_t n) {
+    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, out += UM__BLOCK_VALUES) {
         float d = f32_of_f16(in[i].d);
-        for (size_t j = 0; j < UM_BLOCK_VALUES; j += 8) {
+        for (size_t j = 0; j < UM__BLOCK_VALUES; j += 8) {
             int16x8_t qs = vmovl_s8(vld1_s8(in[i].qs + j));
             float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(qs)));
             float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(qs)));
@@ -398,23 +398,23 @@ static void f32_of_q8_0_neon(float *out, const um_q8_0 *in, size_t n) {
     }
 }
 
-static const um_convert_code neon = {
+static const um__convert_code neon = {
     "neon",           f16_of_f32_neon,  f32_of_f16_neon,  bf16_of_f32_neon,
-    f32_of_bf16_neon, q8_0_of_f32_neon, f32_of_q8_0_neon, um_quants_neon,
+    f32_of_bf16_neon, q8_0_of_f32_neon, f32_of_q8_0_neon, um__quants_neon,
 };
 
 #endif
 
 /* ---- which code ---- */
 
-const um_convert_code *um_convert_code_at(size_t i) {
-    const um_convert_code *codes[4] = {&scalar};
+const um__convert_code *um__convert_code_at(size_t i) {
+    const um__convert_code *codes[4] = {&scalar};
     size_t n = 1;
 #if defined(__x86_64__)
-    if (um_cpu_has(UM_F16C | UM_AVX2)) {
+    if (um__cpu_has(UM__F16C | UM__AVX2)) {
         codes[n++] = &avx2;
     }
-    if (um_cpu_has(UM_F16C | UM_AVX512F)) {
+    if (um__cpu_has(UM__F16C | UM__AVX512F)) {
         codes[n++] = &avx512;
     }
 #elif defined(__aarch64__)
@@ -423,13 +423,13 @@ const um_convert_code *um_convert_code_at(size_t i) {
     return i < n ? codes[i] : NULL;
 }
 
-static const um_convert_code *best_code(void) {
+static const um__convert_code *best_code(void) {
     /* Two threads that look for it at the same time find the same code. */
-    static const um_convert_code *_Atomic found;
-    const um_convert_code *code = atomic_load_explicit(&found, memory_order_relaxed);
+    static const um__convert_code *_Atomic found;
+    const um__convert_code *code = atomic_load_explicit(&found, memory_order_relaxed);
     if (code == NULL) {
-        for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
-            code = um_convert_code_at(i);
+        for (size_t i = 0; um__convert_code_at(i) != NULL; i++) {
+            code = um__convert_code_at(i);
         }
         atomic_store_explicit(&found, code, memory_order_relaxed);
     }
@@ -506,17 +506,17 @@ static const um_dtype_info TYPES[UM_DTYPE_COUNT] = {
     [UM_F32] = {"f32", 1, sizeof(float), 0},
     [UM_F16] = {"f16", 1, sizeof(uint16_t), 1},
     [UM_BF16] = {"bf16", 1, sizeof(uint16_t), 30},
-    [UM_Q8_0] = {"q8_0", UM_BLOCK_VALUES, sizeof(um_q8_0), 8},
-    [UM_Q4_0] = {"q4_0", UM_BLOCK_VALUES, sizeof(um_q4_0), 2},
-    [UM_Q4_1] = {"q4_1", UM_BLOCK_VALUES, sizeof(um_q4_1), 3},
-    [UM_Q5_0] = {"q5_0", UM_BLOCK_VALUES, sizeof(um_q5_0), 6},
-    [UM_Q5_1] = {"q5_1", UM_BLOCK_VALUES, sizeof(um_q5_1), 7},
-    [UM_IQ4_NL] = {"iq4_nl", UM_BLOCK_VALUES, sizeof(um_q4_0), 20},
+    [UM_Q8_0] = {"q8_0", UM__BLOCK_VALUES, sizeof(um__q8_0), 8},
+    [UM_Q4_0] = {"q4_0", UM__BLOCK_VALUES, sizeof(um__q4_0), 2},
+    [UM_Q4_1] = {"q4_1", UM__BLOCK_VALUES, sizeof(um__q4_1), 3},
+    [UM_Q5_0] = {"q5_0", UM__BLOCK_VALUES, sizeof(um__q5_0), 6},
+    [UM_Q5_1] = {"q5_1", UM__BLOCK_VALUES, sizeof(um__q5_1), 7},
+    [UM_IQ4_NL] = {"iq4_nl", UM__BLOCK_VALUES, sizeof(um__q4_0), 20},
 };
 
 /* Returns the bytes of n values. pre: n is whole blocks. */
 static inline size_t bytes_of(um_dtype type, size_t n) {
-    return (is_quantized(type) ? n / UM_BLOCK_VALUES : n) * TYPES[type].block_bytes;
+    return (is_quantized(type) ? n / UM__BLOCK_VALUES : n) * TYPES[type].block_bytes;
 }
 
 const um_dtype_info *um_dtype_describe(um_dtype type) {
@@ -531,7 +531,7 @@ size_t um_dtype_block_bytes(um_dtype type) {
     return (unsigned)type < UM_DTYPE_COUNT ? TYPES[type].block_bytes : 0;
 }
 
-static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, const float *in,
+static void of_f32(const um__convert_code *code, void *out, um_dtype out_type, const float *in,
                    size_t n) {
     if (out_type == UM_F16) {
         code->f16_of_f32(out, in, n);
@@ -544,7 +544,7 @@ static void of_f32(const um_convert_code *code, void *out, um_dtype out_type, co
     }
 }
 
-static void to_f32(const um_convert_code *code, float *out, const void *in, um_dtype in_type,
+static void to_f32(const um__convert_code *code, float *out, const void *in, um_dtype in_type,
                    size_t n) {
     if (in_type == UM_F16) {
         code->f32_of_f16(out, in, n);
@@ -557,7 +557,7 @@ static void to_f32(const um_convert_code *code, float *out, const void *in, um_d
     }
 }
 
-static void convert(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
+static void convert(const um__convert_code *code, void *out, um_dtype out_type, const void *in,
                     um_dtype in_type, size_t n) {
     if (in_type == UM_F32) {
         of_f32(code, out, out_type, in, n);
@@ -576,8 +576,8 @@ static void convert(const um_convert_code *code, void *out, um_dtype out_type, c
     }
 }
 
-/* pre: as um_convert_values. */
-static void convert_in_default_mode(const um_convert_code *code, void *out, um_dtype out_type,
+/* pre: as um__convert_values. */
+static void convert_in_default_mode(const um__convert_code *code, void *out, um_dtype out_type,
                                     const void *in, um_dtype in_type, size_t n) {
     if (n == 0) {
         return; /* the pointers may be NULL */
@@ -593,17 +593,17 @@ static void convert_in_default_mode(const um_convert_code *code, void *out, um_d
     }
 }
 
-void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n) {
+void um__convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n) {
     convert_in_default_mode(best_code(), out, out_type, in, in_type, n);
 }
 
-um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type, const void *in,
-                        um_dtype in_type, size_t n, um_error *err) {
+um_status um__convert_by(const um__convert_code *code, void *out, um_dtype out_type, const void *in,
+                         um_dtype in_type, size_t n, um_error *err) {
     if (um_dtype_describe(out_type) == NULL || um_dtype_describe(in_type) == NULL) {
-        return um_fail(err, UM_E_INVALID, "type");
+        return um__fail(err, UM_E_INVALID, "type");
     }
-    if (n % UM_BLOCK_VALUES != 0 && (is_quantized(out_type) || is_quantized(in_type))) {
-        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
+    if (n % UM__BLOCK_VALUES != 0 && (is_quantized(out_type) || is_quantized(in_type))) {
+        return um__fail(err, UM_E_INVALID, "n is not whole blocks");
     }
     convert_in_default_mode(code, out, out_type, in, in_type, n);
     return UM_OK;
@@ -611,5 +611,5 @@ um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_typ
 
 um_status um_convert(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n,
                      um_error *err) {
-    return um_convert_by(best_code(), out, out_type, in, in_type, n, err);
+    return um__convert_by(best_code(), out, out_type, in, in_type, n, err);
 }

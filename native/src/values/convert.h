@@ -9,33 +9,33 @@
 #include "values/quants.h"
 
 /* A block of UM_Q8_0: value i is d * qs[i], d a float16. */
-typedef struct um_q8_0 {
+typedef struct um__q8_0 {
     uint16_t d;
-    int8_t qs[UM_BLOCK_VALUES];
-} um_q8_0;
+    int8_t qs[UM__BLOCK_VALUES];
+} um__q8_0;
 
 /* One implementation. All give the same bits. n counts values; of quantized types, it is whole
  * blocks. */
-typedef struct um_convert_code {
+typedef struct um__convert_code {
     const char *isa;
     void (*f16_of_f32)(uint16_t *out, const float *in, size_t n);
     void (*f32_of_f16)(float *out, const uint16_t *in, size_t n);
     void (*bf16_of_f32)(uint16_t *out, const float *in, size_t n);
     void (*f32_of_bf16)(float *out, const uint16_t *in, size_t n);
-    void (*q8_0_of_f32)(um_q8_0 *out, const float *in, size_t n);
-    void (*f32_of_q8_0)(float *out, const um_q8_0 *in, size_t n);
-    const um_quant_code *quants; /* of each type from UM_Q4_0 on */
-} um_convert_code;
+    void (*q8_0_of_f32)(um__q8_0 *out, const float *in, size_t n);
+    void (*f32_of_q8_0)(float *out, const um__q8_0 *in, size_t n);
+    const um__quant_code *quants; /* of each type from UM_Q4_0 on */
+} um__convert_code;
 
 /* Returns the i-th code that this CPU runs, the slowest first; NULL behind the last. */
-const um_convert_code *um_convert_code_at(size_t i);
+const um__convert_code *um__convert_code_at(size_t i);
 
 /* Does the same as um_convert, with this code. */
-UM_CHECKED um_status um_convert_by(const um_convert_code *code, void *out, um_dtype out_type,
-                                   const void *in, um_dtype in_type, size_t n, um_error *err);
+UM_CHECKED um_status um__convert_by(const um__convert_code *code, void *out, um_dtype out_type,
+                                    const void *in, um_dtype in_type, size_t n, um_error *err);
 
 /* Does the same as um_convert, and cannot fail. pre: both types are known, and n is whole blocks of
  * both. */
-void um_convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n);
+void um__convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n);
 
 #endif

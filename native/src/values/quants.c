@@ -14,10 +14,10 @@
 #include <arm_neon.h>
 #endif
 
-enum { HALF = UM_BLOCK_VALUES / 2 };
+enum { HALF = UM__BLOCK_VALUES / 2 };
 
-const int8_t um_iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
-                                     1,    13,   25,  38,  53,  69,  89,  113};
+const int8_t um__iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                      1,    13,   25,  38,  53,  69,  89,  113};
 /* Twice the middle between a level and the one before it, where the nearer one changes. */
 static const float IQ4_NL_STEPS[15] = {-231, -187, -148, -114, -84, -57, -32, -9,
                                        14,   38,   63,   91,   122, 158, 202};
@@ -28,13 +28,13 @@ static const float IQ4_NL_LEAST = 1e-15f;
 
 /* The quantized values of a block. */
 typedef struct levels {
-    uint8_t at[UM_BLOCK_VALUES];
+    uint8_t at[UM__BLOCK_VALUES];
 } levels;
 
 /* Returns the first value of the largest magnitude; 0 where all are NaNs. */
 static float extreme_of(const float *in) {
     float amax = 0, extreme = 0;
-    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
         if (amax < fabsf(in[i])) {
             amax = fabsf(in[i]);
             extreme = in[i];
@@ -53,7 +53,7 @@ static int8_t low_byte(float x) {
 }
 
 static void find_levels(levels *out, const float *in, float low, float id, float half, int most) {
-    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
         int level = low_byte((in[i] - low) * id + half);
         out->at[i] = (uint8_t)(level < most ? level : most);
     }
@@ -66,13 +66,13 @@ static void put_nibbles(uint8_t *qs, const levels *in) {
 }
 
 static void put_fifth_bits(uint8_t *qh, const levels *in) {
-    memset(qh, 0, UM_BLOCK_VALUES / 8);
-    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+    memset(qh, 0, UM__BLOCK_VALUES / 8);
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
         qh[i / 8] = (uint8_t)(qh[i / 8] | (in->at[i] >> 4 & 1) << i % 8);
     }
 }
 
-static void q4_0_of_f32_block(um_q4_0 *out, const float *in) {
+static void q4_0_of_f32_block(um__q4_0 *out, const float *in) {
     levels found;
     float d = extreme_of(in) / -8;
     find_levels(&found, in, 0, reciprocal(d), 8.5f, 15);
@@ -83,7 +83,7 @@ static void q4_0_of_f32_block(um_q4_0 *out, const float *in) {
     }
 }
 
-static void q5_0_of_f32_block(um_q5_0 *out, const float *in) {
+static void q5_0_of_f32_block(um__q5_0 *out, const float *in) {
     levels found;
     float d = extreme_of(in) / -16;
     find_levels(&found, in, 0, reciprocal(d), 16.5f, 31);
@@ -95,7 +95,7 @@ static void q5_0_of_f32_block(um_q5_0 *out, const float *in) {
 /* The scale and the least value of a block with so many levels above the lowest. */
 static float find_range(float *out_least, const float *in, float n_steps) {
     float least = FLT_MAX, most = -FLT_MAX;
-    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
         least = in[i] < least ? in[i] : least;
         most = in[i] > most ? in[i] : most;
     }
@@ -103,7 +103,7 @@ static float find_range(float *out_least, const float *in, float n_steps) {
     return (most - least) / n_steps;
 }
 
-static void q4_1_of_f32_block(um_q4_1 *out, const float *in) {
+static void q4_1_of_f32_block(um__q4_1 *out, const float *in) {
     levels found;
     float least, d = find_range(&least, in, 15);
     find_levels(&found, in, least, reciprocal(d), 0.5f, 15);
@@ -114,7 +114,7 @@ static void q4_1_of_f32_block(um_q4_1 *out, const float *in) {
     }
 }
 
-static void q5_1_of_f32_block(um_q5_1 *out, const float *in) {
+static void q5_1_of_f32_block(um__q5_1 *out, const float *in) {
     levels found;
     float least, d = find_range(&least, in, 31);
     find_levels(&found, in, least, reciprocal(d), 0.5f, UINT8_MAX);
@@ -128,7 +128,7 @@ static void q5_1_of_f32_block(um_q5_1 *out, const float *in) {
  * order of the values, which their last bits depend on. */
 static float fit_scale(const float *products, const float *squares) {
     float product = 0, square = 0;
-    for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
         product += products[i];
         square += squares[i];
     }
@@ -140,18 +140,18 @@ static uint16_t f16_of_scale(float d) {
     return isnan(d) ? 0x7e00 : f16_of_f32(d);
 }
 
-static void iq4_nl_of_f32_block(um_q4_0 *out, const float *in) {
+static void iq4_nl_of_f32_block(um__q4_0 *out, const float *in) {
     levels found = {{0}};
     float extreme = extreme_of(in), d = 0;
     if (fabsf(extreme) >= IQ4_NL_LEAST) {
-        float products[UM_BLOCK_VALUES], squares[UM_BLOCK_VALUES];
-        float id = 1 / (extreme / um_iq4_nl_values[0]);
-        for (size_t i = 0; i < UM_BLOCK_VALUES; i++) {
+        float products[UM__BLOCK_VALUES], squares[UM__BLOCK_VALUES];
+        float id = 1 / (extreme / um__iq4_nl_values[0]);
+        for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
             float x = id * in[i], weight = in[i] * in[i];
             for (size_t j = 0; j < 15; j++) {
                 found.at[i] = (uint8_t)(found.at[i] + (x + x >= IQ4_NL_STEPS[j]));
             }
-            float level = um_iq4_nl_values[found.at[i]];
+            float level = um__iq4_nl_values[found.at[i]];
             products[i] = weight * level * in[i];
             squares[i] = weight * level * level;
         }
@@ -168,15 +168,15 @@ static void iq4_nl_of_f32_block(um_q4_0 *out, const float *in) {
 #define QUANTIZE_SCALAR(type, block)                                                               \
     static void NAME(type, of_f32_scalar)(void *out, const float *in, size_t n) {                  \
         block *blocks = out;                                                                       \
-        for (size_t i = 0; i < n / UM_BLOCK_VALUES; i++) {                                         \
-            NAME(type, of_f32_block)(&blocks[i], in + i * UM_BLOCK_VALUES);                        \
+        for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++) {                                        \
+            NAME(type, of_f32_block)(&blocks[i], in + i * UM__BLOCK_VALUES);                       \
         }                                                                                          \
     }
-QUANTIZE_SCALAR(q4_0, um_q4_0)
-QUANTIZE_SCALAR(q4_1, um_q4_1)
-QUANTIZE_SCALAR(q5_0, um_q5_0)
-QUANTIZE_SCALAR(q5_1, um_q5_1)
-QUANTIZE_SCALAR(iq4_nl, um_q4_0)
+QUANTIZE_SCALAR(q4_0, um__q4_0)
+QUANTIZE_SCALAR(q4_1, um__q4_1)
+QUANTIZE_SCALAR(q5_0, um__q5_0)
+QUANTIZE_SCALAR(q5_1, um__q5_1)
+QUANTIZE_SCALAR(iq4_nl, um__q4_0)
 
 static inline int low_bits(const uint8_t *qs, size_t i) {
     return i < HALF ? qs[i] & 0xf : qs[i - HALF] >> 4;
@@ -187,51 +187,51 @@ static inline int five_bits(const uint8_t *qs, const uint8_t *qh, size_t i) {
 }
 
 static void f32_of_q4_0_scalar(float *out, const void *in, size_t n) {
-    const um_q4_0 *blocks = in;
+    const um__q4_0 *blocks = in;
     for (size_t i = 0; i < n; i++) {
-        const um_q4_0 *b = &blocks[i / UM_BLOCK_VALUES];
-        out[i] = (float)(low_bits(b->qs, i % UM_BLOCK_VALUES) - 8) * f32_of_f16(b->d);
+        const um__q4_0 *b = &blocks[i / UM__BLOCK_VALUES];
+        out[i] = (float)(low_bits(b->qs, i % UM__BLOCK_VALUES) - 8) * f32_of_f16(b->d);
     }
 }
 
 static void f32_of_q4_1_scalar(float *out, const void *in, size_t n) {
-    const um_q4_1 *blocks = in;
+    const um__q4_1 *blocks = in;
     for (size_t i = 0; i < n; i++) {
-        const um_q4_1 *b = &blocks[i / UM_BLOCK_VALUES];
-        float q = (float)low_bits(b->qs, i % UM_BLOCK_VALUES);
+        const um__q4_1 *b = &blocks[i / UM__BLOCK_VALUES];
+        float q = (float)low_bits(b->qs, i % UM__BLOCK_VALUES);
         out[i] = q * f32_of_f16(b->d) + f32_of_f16(b->m);
     }
 }
 
 static void f32_of_q5_0_scalar(float *out, const void *in, size_t n) {
-    const um_q5_0 *blocks = in;
+    const um__q5_0 *blocks = in;
     for (size_t i = 0; i < n; i++) {
-        const um_q5_0 *b = &blocks[i / UM_BLOCK_VALUES];
-        float q = (float)(five_bits(b->qs, b->qh, i % UM_BLOCK_VALUES) - 16);
+        const um__q5_0 *b = &blocks[i / UM__BLOCK_VALUES];
+        float q = (float)(five_bits(b->qs, b->qh, i % UM__BLOCK_VALUES) - 16);
         out[i] = q * f32_of_f16(b->d);
     }
 }
 
 static void f32_of_q5_1_scalar(float *out, const void *in, size_t n) {
-    const um_q5_1 *blocks = in;
+    const um__q5_1 *blocks = in;
     for (size_t i = 0; i < n; i++) {
-        const um_q5_1 *b = &blocks[i / UM_BLOCK_VALUES];
-        float q = (float)five_bits(b->qs, b->qh, i % UM_BLOCK_VALUES);
+        const um__q5_1 *b = &blocks[i / UM__BLOCK_VALUES];
+        float q = (float)five_bits(b->qs, b->qh, i % UM__BLOCK_VALUES);
         out[i] = q * f32_of_f16(b->d) + f32_of_f16(b->m);
     }
 }
 
 static void f32_of_iq4_nl_scalar(float *out, const void *in, size_t n) {
-    const um_q4_0 *blocks = in;
+    const um__q4_0 *blocks = in;
     for (size_t i = 0; i < n; i++) {
-        const um_q4_0 *b = &blocks[i / UM_BLOCK_VALUES];
-        float q = um_iq4_nl_values[low_bits(b->qs, i % UM_BLOCK_VALUES)];
+        const um__q4_0 *b = &blocks[i / UM__BLOCK_VALUES];
+        float q = um__iq4_nl_values[low_bits(b->qs, i % UM__BLOCK_VALUES)];
         out[i] = q * f32_of_f16(b->d);
     }
 }
 
 #define QUANT_CODES(isa)                                                                           \
-    const um_quant_code NAME(um_quants, isa)[UM_N_QUANTS] = {                                      \
+    const um__quant_code NAME(um__quants, isa)[UM__N_QUANTS] = {                                   \
         {NAME(q4_0_of_f32, isa), NAME(f32_of_q4_0, isa)},                                          \
         {NAME(q4_1_of_f32, isa), NAME(f32_of_q4_1, isa)},                                          \
         {NAME(q5_0_of_f32, isa), NAME(f32_of_q5_0, isa)},                                          \
@@ -317,7 +317,7 @@ SSE static inline bytes_x86 minus_x86(bytes_x86 in, int n) {
 }
 
 SSE static inline bytes_x86 iq4_nl_x86(bytes_x86 in) {
-    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)um_iq4_nl_values);
+    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)um__iq4_nl_values);
     return (bytes_x86){_mm_shuffle_epi8(table, in.low), _mm_shuffle_epi8(table, in.high)};
 }
 
@@ -607,7 +607,7 @@ static inline bytes_neon minus_neon(bytes_neon in, int n) {
 }
 
 static inline bytes_neon iq4_nl_neon(bytes_neon in) {
-    const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(um_iq4_nl_values));
+    const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(um__iq4_nl_values));
     return (bytes_neon){vqtbl1q_u8(table, in.low), vqtbl1q_u8(table, in.high)};
 }
 

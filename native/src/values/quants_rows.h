@@ -22,8 +22,8 @@ TARGET static inline float V(range)(V(values) values, const float *in, float *ou
 }
 
 TARGET static void V(q4_0_of_f32)(void *out, const float *in, size_t n) {
-    um_q4_0 *block = out, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, in += UM_BLOCK_VALUES) {
+    um__q4_0 *block = out, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, in += UM__BLOCK_VALUES) {
         V(values) values = V(load)(in);
         uint32_t amax = V(amax)(values);
         if (!is_usual_amax(amax)) {
@@ -37,8 +37,8 @@ TARGET static void V(q4_0_of_f32)(void *out, const float *in, size_t n) {
 }
 
 TARGET static void V(q4_1_of_f32)(void *out, const float *in, size_t n) {
-    um_q4_1 *block = out, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, in += UM_BLOCK_VALUES) {
+    um__q4_1 *block = out, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, in += UM__BLOCK_VALUES) {
         V(values) values = V(load)(in);
         uint32_t amax = V(amax)(values);
         float least = 0, range = amax < F32_INFINITY ? V(range)(values, in, &least) : 0;
@@ -54,8 +54,8 @@ TARGET static void V(q4_1_of_f32)(void *out, const float *in, size_t n) {
 }
 
 TARGET static void V(q5_0_of_f32)(void *out, const float *in, size_t n) {
-    um_q5_0 *block = out, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, in += UM_BLOCK_VALUES) {
+    um__q5_0 *block = out, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, in += UM__BLOCK_VALUES) {
         V(values) values = V(load)(in);
         uint32_t amax = V(amax)(values);
         if (!is_usual_amax(amax)) {
@@ -71,8 +71,8 @@ TARGET static void V(q5_0_of_f32)(void *out, const float *in, size_t n) {
 }
 
 TARGET static void V(q5_1_of_f32)(void *out, const float *in, size_t n) {
-    um_q5_1 *block = out, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, in += UM_BLOCK_VALUES) {
+    um__q5_1 *block = out, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, in += UM__BLOCK_VALUES) {
         V(values) values = V(load)(in);
         uint32_t amax = V(amax)(values);
         float least = 0, range = amax < F32_INFINITY ? V(range)(values, in, &least) : 0;
@@ -90,16 +90,16 @@ TARGET static void V(q5_1_of_f32)(void *out, const float *in, size_t n) {
 }
 
 TARGET static void V(iq4_nl_of_f32)(void *out, const float *in, size_t n) {
-    um_q4_0 *block = out, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, in += UM_BLOCK_VALUES) {
+    um__q4_0 *block = out, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, in += UM__BLOCK_VALUES) {
         V(values) values = V(load)(in);
         uint32_t amax = V(amax)(values);
         if (!is_usual_for_iq4_nl(amax)) {
             iq4_nl_of_f32_block(block, in);
             continue;
         }
-        float id = 1 / (V(extreme)(values, in, amax) / um_iq4_nl_values[0]);
-        float products[UM_BLOCK_VALUES], squares[UM_BLOCK_VALUES];
+        float id = 1 / (V(extreme)(values, in, amax) / um__iq4_nl_values[0]);
+        float products[UM__BLOCK_VALUES], squares[UM__BLOCK_VALUES];
         BYTES(bytes) found = V(iq4_nl_levels)(values, id);
         V(values) level = V(floats)(BYTES(iq4_nl)(found));
         V(values) weighted = V(times)(V(times)(values, values), level);
@@ -111,32 +111,32 @@ TARGET static void V(iq4_nl_of_f32)(void *out, const float *in, size_t n) {
 }
 
 TARGET static void V(f32_of_q4_0)(float *out, const void *in, size_t n) {
-    const um_q4_0 *block = in, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, out += UM_BLOCK_VALUES) {
+    const um__q4_0 *block = in, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, out += UM__BLOCK_VALUES) {
         BYTES(bytes) found = BYTES(minus)(BYTES(nibbles)(block->qs), 8);
         V(store)(out, V(scaled)(V(floats)(found), f32_of_f16(block->d)));
     }
 }
 
 TARGET static void V(f32_of_q4_1)(float *out, const void *in, size_t n) {
-    const um_q4_1 *block = in, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, out += UM_BLOCK_VALUES) {
+    const um__q4_1 *block = in, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, out += UM__BLOCK_VALUES) {
         V(values) scaled = V(scaled)(V(floats)(BYTES(nibbles)(block->qs)), f32_of_f16(block->d));
         V(store)(out, V(plus)(scaled, f32_of_f16(block->m)));
     }
 }
 
 TARGET static void V(f32_of_q5_0)(float *out, const void *in, size_t n) {
-    const um_q5_0 *block = in, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, out += UM_BLOCK_VALUES) {
+    const um__q5_0 *block = in, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, out += UM__BLOCK_VALUES) {
         BYTES(bytes) found = BYTES(add_fifth_bits)(BYTES(nibbles)(block->qs), load_bits(block->qh));
         V(store)(out, V(scaled)(V(floats)(BYTES(minus)(found, 16)), f32_of_f16(block->d)));
     }
 }
 
 TARGET static void V(f32_of_q5_1)(float *out, const void *in, size_t n) {
-    const um_q5_1 *block = in, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, out += UM_BLOCK_VALUES) {
+    const um__q5_1 *block = in, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, out += UM__BLOCK_VALUES) {
         BYTES(bytes) found = BYTES(add_fifth_bits)(BYTES(nibbles)(block->qs), load_bits(block->qh));
         V(values) scaled = V(scaled)(V(floats)(found), f32_of_f16(block->d));
         V(store)(out, V(plus)(scaled, f32_of_f16(block->m)));
@@ -144,8 +144,8 @@ TARGET static void V(f32_of_q5_1)(float *out, const void *in, size_t n) {
 }
 
 TARGET static void V(f32_of_iq4_nl)(float *out, const void *in, size_t n) {
-    const um_q4_0 *block = in, *end = block + n / UM_BLOCK_VALUES;
-    for (; block != end; block++, out += UM_BLOCK_VALUES) {
+    const um__q4_0 *block = in, *end = block + n / UM__BLOCK_VALUES;
+    for (; block != end; block++, out += UM__BLOCK_VALUES) {
         BYTES(bytes) found = BYTES(iq4_nl)(BYTES(nibbles)(block->qs));
         V(store)(out, V(scaled)(V(floats)(found), f32_of_f16(block->d)));
     }

@@ -63,30 +63,30 @@ __attribute__((target("avx2"))) static void rotate_avx2(float *values, size_t n,
 }
 #endif
 
-um_rotate_code *um_rotate_code_at(size_t i) {
-    um_rotate_code *codes[2] = {rotate_anywhere};
+um__rotate_code *um__rotate_code_at(size_t i) {
+    um__rotate_code *codes[2] = {rotate_anywhere};
     size_t n = 1;
 #if defined(__x86_64__)
-    if (um_cpu_has(UM_AVX2)) {
+    if (um__cpu_has(UM__AVX2)) {
         codes[n++] = rotate_avx2;
     }
 #endif
     return i < n ? codes[i] : NULL;
 }
 
-void um_rotate_values(float *values, size_t n, size_t block) {
-    um_rotate_code *best = um_rotate_code_at(1);
+void um__rotate_values(float *values, size_t n, size_t block) {
+    um__rotate_code *best = um__rotate_code_at(1);
     (best != NULL ? best : rotate_anywhere)(values, n, block);
 }
 
 um_status um_rotate(float *values, size_t n, size_t block, um_error *err) {
     if (block < LEAST || block > MOST || (block & (block - 1)) != 0) {
-        return um_fail(err, UM_E_INVALID, "block is no power of two from 64 to 4096");
+        return um__fail(err, UM_E_INVALID, "block is no power of two from 64 to 4096");
     }
     if (n % block != 0) {
-        return um_fail(err, UM_E_INVALID, "n is not whole blocks");
+        return um__fail(err, UM_E_INVALID, "n is not whole blocks");
     }
-    um_rotate_values(values, n, block);
+    um__rotate_values(values, n, block);
     return UM_OK;
 }
 
