@@ -1,4 +1,4 @@
-/* Arithmetic on sizes. The functions return false where a result does not fit. */
+/* Arithmetic on sizes. The functions return false if a result does not fit. */
 #ifndef UM_SIZES_H
 #define UM_SIZES_H
 

@@ -1,5 +1,4 @@
-/* The ledger, which has what is mapped by category, and the counters of what this library costs the
- * process. There is no other global state but that of the guard. */
+/* The ledger of mappings by category, and the counters of what this library costs the process. */
 #include "base/stats.h"
 
 #include "base/status.h"
@@ -37,9 +36,7 @@ const char *um_category_name(um_category category) {
 }
 
 um_status um_ledger_read(um_category category, um_ledger_row *out, um_error *err) {
-    if (!is_category(category)) {
-        return um__fail(err, UM_E_INVALID, "category");
-    }
+    UM__INVALID_IF(!is_category(category), err, "category");
     category_totals *row = &totals[category];
     *out = (um_ledger_row){.n_mappings = atomic_load(&row->n_mappings),
                            .mapped_bytes = atomic_load(&row->mapped_bytes),
@@ -55,7 +52,7 @@ void um_counters_read(um_counters *out) {
 
 /* ---- marks ---- */
 
-/* A bit for each set of marks: whether it is taken, and whether it is kept up to date. */
+/* A bit for each set of marks: whether it has begun, and whether it is kept up to date. */
 static _Atomic uint64_t marks_taken, marks_open;
 static _Atomic uint64_t marks_bytes[UM_MAX_MARKS][UM_CAT_COUNT];
 static_assert(UM_MAX_MARKS == 64, "a set is a bit of a word");
@@ -81,7 +78,7 @@ um_status um_marks_begin(unsigned *out, um_error *err) {
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         atomic_store(&marks_bytes[marks][i], 0);
     }
-    /* From here on, new mappings raise the marks. Older ones are read now. */
+    /* From here on new mappings raise the marks; older ones are read now. */
     atomic_fetch_or(&marks_open, (uint64_t)1 << marks);
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         raise_to(&marks_bytes[marks][i], atomic_load(&totals[i].mapped_bytes));

@@ -1,5 +1,4 @@
-/* The ledger's entries and the counters: every mapping, heap allocation and system call is counted.
- */
+/* The ledger and the counters: every mapping, heap allocation and system call is counted. */
 #ifndef UM_STATS_H
 #define UM_STATS_H
 

@@ -19,28 +19,17 @@ static um_status check_numa(const um_numa *numa, um_error *err) {
     for (size_t i = 0; i < sizeof numa->nodes / sizeof numa->nodes[0]; i++) {
         any = any || numa->nodes[i] != 0;
     }
-    if ((unsigned)numa->mode > UM_NUMA_PREFERRED) {
-        return um__fail(err, UM_E_INVALID, "numa.mode");
-    }
-    if (any != (numa->mode != UM_NUMA_NONE)) {
-        return um__fail(err, UM_E_INVALID,
-                        any ? "numa.nodes: nodes without a mode"
-                            : "numa.nodes: a mode without nodes");
-    }
+    UM__INVALID_IF((unsigned)numa->mode > UM_NUMA_PREFERRED, err, "numa.mode");
+    UM__INVALID_IF(any != (numa->mode != UM_NUMA_NONE), err,
+                   any ? "numa.nodes: nodes without a mode" : "numa.nodes: a mode without nodes");
     return UM_OK;
 }
 
 /* errors: UM_E_INVALID. */
 static um_status check_options(const um_block_options *options, um_error *err) {
-    if (um_category_name(options->category) == NULL) {
-        return um__fail(err, UM_E_INVALID, "category");
-    }
-    if ((unsigned)options->pages > UM_PAGES_1G) {
-        return um__fail(err, UM_E_INVALID, "pages");
-    }
-    if ((unsigned)options->sharing > UM_SHARING_FD) {
-        return um__fail(err, UM_E_INVALID, "sharing");
-    }
+    UM__INVALID_IF(um_category_name(options->category) == NULL, err, "category");
+    UM__INVALID_IF((unsigned)options->pages > UM_PAGES_1G, err, "pages");
+    UM__INVALID_IF((unsigned)options->sharing > UM_SHARING_FD, err, "sharing");
     return check_numa(&options->numa, err);
 }
 
@@ -73,23 +62,17 @@ static size_t page_of_mirror(const um_block_options *options) {
 /* errors: UM_E_INVALID. */
 static um_status check_mirror(const um_block_options *options, size_t nbytes, size_t step,
                               um_error *err) {
-    if (options->sharing != UM_SHARING_MEMFD) {
-        return um__fail(err, UM_E_INVALID, "mirror_nbytes: only a memfd can be mirrored");
-    }
+    UM__INVALID_IF(options->sharing != UM_SHARING_MEMFD, err,
+                   "mirror_nbytes: only a memfd can be mirrored");
     size_t other = options->mirror_other_nbytes, whole = options->mirror_nbytes;
-    if (options->mirror_nbytes % step != 0 || other % step != 0) {
-        return um__fail(err, UM_E_INVALID, "mirror_nbytes is not a multiple of the page size");
-    }
-    if (other != 0 && (options->mirror_run == 0 || !um__add(whole, other, &whole) ||
-                       !um__mul(whole, options->mirror_run, &whole))) {
-        return um__fail(err, UM_E_INVALID, "mirror_run");
-    }
-    if (nbytes % whole != 0) {
-        return um__fail(err, UM_E_INVALID, "nbytes is not a multiple of mirror_nbytes");
-    }
-    if (options->reserve_nbytes != 0 && options->reserve_nbytes != nbytes) {
-        return um__fail(err, UM_E_INVALID, "reserve_nbytes: mirrored memory does not grow");
-    }
+    UM__INVALID_IF(options->mirror_nbytes % step != 0 || other % step != 0, err,
+                   "mirror_nbytes is not a multiple of the page size");
+    UM__INVALID_IF(other != 0 && (options->mirror_run == 0 || !um__add(whole, other, &whole) ||
+                                  !um__mul(whole, options->mirror_run, &whole)),
+                   err, "mirror_run");
+    UM__INVALID_IF(nbytes % whole != 0, err, "nbytes is not a multiple of mirror_nbytes");
+    UM__INVALID_IF(options->reserve_nbytes != 0 && options->reserve_nbytes != nbytes, err,
+                   "reserve_nbytes: mirrored memory does not grow");
     return UM_OK;
 }
 
@@ -106,18 +89,12 @@ static um_status measure(const um_block_options *options, size_t nbytes, size_t 
     bool mirrored = options->mirror_nbytes != 0;
     size_t step = mirrored ? page_of_mirror(options) : page_asked_for(options->pages, reserve);
     *out = (extent){.step = step, .align = step};
-    if (nbytes == 0 || !um__round_up(nbytes, step, &out->data_nbytes)) {
-        return um__fail(err, UM_E_INVALID, "nbytes");
-    }
-    if (!um__round_up(reserve, step, &out->reserved_nbytes)) {
-        return um__fail(err, UM_E_INVALID, "reserve_nbytes");
-    }
+    UM__INVALID_IF(nbytes == 0 || !um__round_up(nbytes, step, &out->data_nbytes), err, "nbytes");
+    UM__INVALID_IF(!um__round_up(reserve, step, &out->reserved_nbytes), err, "reserve_nbytes");
     out->file_nbytes = out->reserved_nbytes;
     if (mirrored) {
         UM__TRY(check_mirror(options, nbytes, step, err));
-        if (!um__mul(nbytes, 2, &out->data_nbytes)) {
-            return um__fail(err, UM_E_INVALID, "nbytes");
-        }
+        UM__INVALID_IF(!um__mul(nbytes, 2, &out->data_nbytes), err, "nbytes");
         out->reserved_nbytes = out->data_nbytes;
         out->align = page_asked_for(options->pages, nbytes);
     }
@@ -128,9 +105,7 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
                        um_error *err) {
     UM__TRY(check_options(options, err));
     size_t reserve = options->reserve_nbytes == 0 ? nbytes : options->reserve_nbytes;
-    if (reserve < nbytes) {
-        return um__fail(err, UM_E_INVALID, "reserve_nbytes is less than nbytes");
-    }
+    UM__INVALID_IF(reserve < nbytes, err, "reserve_nbytes is less than nbytes");
     extent e;
     um__space space;
     UM__TRY(measure(options, nbytes, reserve, &e, err));
@@ -189,10 +164,7 @@ um_status um_block_unmap(um_block *block, um_error *err) {
     if (block->map_base == NULL) {
         return UM_OK;
     }
-    int os_errno = um__os_unmap(block->map_base, block->map_nbytes);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, block->map_nbytes, "munmap");
-    }
+    UM__TRY_OS(um__os_unmap(block->map_base, block->map_nbytes), err, block->map_nbytes, "munmap");
     um_block_forget(block);
     return UM_OK;
 }
@@ -230,9 +202,7 @@ static int call_lock(const um_block *block, void *address, size_t nbytes, int lo
 }
 
 um_status um_block_lock(um_block *block, um_lock lock, um_error *err) {
-    if ((unsigned)lock > UM_LOCK_ONFAULT) {
-        return um__fail(err, UM_E_INVALID, "lock");
-    }
+    UM__INVALID_IF((unsigned)lock > UM_LOCK_ONFAULT, err, "lock");
     size_t done = 0;
     int os_errno = call_runs(block, um__block_n_steps(block), call_lock, (int)lock, &done);
     if (os_errno != 0) {
@@ -251,13 +221,10 @@ um_status um_block_advise(um_block *block, um_advice advice, um_error *err) {
         [UM_ADVICE_RANDOM] = UM__OS_RANDOM,     [UM_ADVICE_DONTNEED] = UM__OS_DONTNEED,
         [UM_ADVICE_HUGEPAGE] = UM__OS_HUGE,     [UM_ADVICE_NOHUGEPAGE] = UM__OS_NO_HUGE,
     };
-    if ((unsigned)advice > UM_ADVICE_NOHUGEPAGE) {
-        return um__fail(err, UM_E_INVALID, "advice");
-    }
+    UM__INVALID_IF((unsigned)advice > UM_ADVICE_NOHUGEPAGE, err, "advice");
     bool is_of_a_file = block->is_file != 0 && block->access != UM_ACCESS_PRIVATE;
-    if (advice == UM_ADVICE_DONTNEED && !is_of_a_file) {
-        return um__fail(err, UM_E_INVALID, "advice: DONTNEED would lose what was written");
-    }
+    UM__INVALID_IF(advice == UM_ADVICE_DONTNEED && !is_of_a_file, err,
+                   "advice: DONTNEED would lose what was written");
     size_t done;
     int os_errno =
         call_runs(block, um__block_n_steps(block), call_advise, (int)advices[advice], &done);

@@ -1,4 +1,4 @@
-/* Collapsing: what is resident becomes huge pages. */
+/* Collapsing: resident pages become huge pages. */
 #include "base/status.h"
 #include "block/mirror.h"
 #include "block/space.h"
@@ -15,20 +15,17 @@ enum { COLLAPSE_TRIES = 4 };
 /* Finds whether any page of a range is in RAM. Returns 0 or an errno. */
 static int find_resident(char *address, size_t nbytes, bool *out) {
     unsigned char pages[4096];
-    size_t page = um__os_page_bytes();
+    size_t page = um__os_page_bytes(), most = sizeof pages * page, part;
+    int os_errno = 0;
     *out = false;
-    for (size_t at = 0; at < nbytes && !*out;) {
-        size_t part = nbytes - at < sizeof pages * page ? nbytes - at : sizeof pages * page;
-        int os_errno = um__os_residency(address + at, part, pages);
-        if (os_errno != 0) {
-            return os_errno;
-        }
-        for (size_t i = 0; i < part / page; i++) {
+    for (size_t at = 0; at < nbytes && !*out && os_errno == 0; at += part) {
+        part = nbytes - at < most ? nbytes - at : most;
+        os_errno = um__os_residency(address + at, part, pages);
+        for (size_t i = 0; i < part / page && os_errno == 0; i++) {
             *out = *out || (pages[i] & 1) != 0;
         }
-        at += part;
     }
-    return 0;
+    return os_errno;
 }
 
 static int collapse_page(char *address, size_t huge_page, char *mirror, const char **out_call) {
@@ -45,12 +42,12 @@ static int collapse_page(char *address, size_t huge_page, char *mirror, const ch
             break;
         }
     }
-    /* The small pages are gone from the other image as well. Populating it saves its faults. */
+    /* The other image has lost its small pages. Populating it saves its faults. */
     return os_errno == 0 && mirror != NULL ? um__os_advise(mirror, huge_page, UM__OS_POPULATE_WRITE)
                                            : os_errno;
 }
 
-/* Collapses one huge page at a time: for a range of several, the kernel fails with EINVAL if one of
+/* Collapses one huge page at a time: the kernel fails with EINVAL for a range of several if one of
  * them was never touched. `mirror` is the distance to the other image, or 0. */
 static um_status collapse_range(uintptr_t first, uintptr_t end, size_t huge_page, ptrdiff_t mirror,
                                 um_error *err) {
@@ -108,9 +105,8 @@ um_status um_block_collapse(um_block *block, um_error *err) {
     }
     um_status status = block->mirror_nbytes == 0 ? collapse_all(block, huge_page, err)
                                                  : collapse_images(block, huge_page, err);
-    /* The kernel ignores the policy: it puts a huge page on the node that holds most of its small
-     * pages and, if several hold as many, on the first of them. A whole interleaved block would end
-     * up there. */
+    /* The kernel ignores the policy: it puts a huge page on the node with most of its small pages, or
+     * the first such node, where a whole interleaved block would end up. */
     bool spread = block->numa.mode == UM_NUMA_INTERLEAVE || block->numa.mode == UM_NUMA_WEIGHTED;
     if (!spread) {
         return status;

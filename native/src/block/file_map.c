@@ -8,9 +8,9 @@
 #include <errno.h>
 #include <stdint.h>
 
-/* Finds whether the page cache of a file is hidden from this user. Since Linux 5.2, the kernel
- * tells users who neither own a file nor may write it that all of it is in RAM: even a page behind
- * its end, which cannot be. This page stays mapped at `space`. Returns 0 or an errno. */
+/* Finds whether the page cache of a file is hidden from this user. Since Linux 5.2, the kernel tells a
+ * user who neither owns a file nor may write it that all of it is in RAM, even a page behind its end.
+ * This page stays mapped at `space`. Returns 0 or an errno. */
 static int find_whether_hidden(int fd, uint64_t file_nbytes, void *space, int *out) {
     size_t page = um__os_page_bytes();
     unsigned char in_ram = 0;
@@ -23,7 +23,7 @@ static int find_whether_hidden(int fd, uint64_t file_nbytes, void *space, int *o
     return os_errno;
 }
 
-/* A range of a file, as it is to be mapped. */
+/* A range of a file to map. */
 typedef struct file_range {
     int fd;
     uint64_t offset, file_nbytes;
@@ -32,20 +32,13 @@ typedef struct file_range {
 
 /* errors: UM_E_INVALID, UM_E_OS. */
 static um_status check_range(file_range *range, um_error *err) {
-    int os_errno = um__os_file_page_bytes(range->fd, &range->page);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, range->nbytes, "fstatfs");
-    }
-    if (range->offset % range->page != 0) {
-        return um__fail(err, UM_E_INVALID, "offset is not a multiple of the page size");
-    }
-    if (range->nbytes == 0 || !um__round_up(range->nbytes, range->page, &range->whole_pages)) {
-        return um__fail(err, UM_E_INVALID, "nbytes");
-    }
-    os_errno = um__os_file_nbytes(range->fd, &range->file_nbytes);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, range->nbytes, "fstat");
-    }
+    UM__TRY_OS(um__os_file_page_bytes(range->fd, &range->page), err, range->nbytes, "fstatfs");
+    UM__INVALID_IF(range->offset % range->page != 0, err,
+                   "offset is not a multiple of the page size");
+    UM__INVALID_IF(range->nbytes == 0 ||
+                       !um__round_up(range->nbytes, range->page, &range->whole_pages),
+                   err, "nbytes");
+    UM__TRY_OS(um__os_file_nbytes(range->fd, &range->file_nbytes), err, range->nbytes, "fstat");
     if (range->offset > range->file_nbytes || range->nbytes > range->file_nbytes - range->offset) {
         return um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
                                "the range goes beyond the end of the file");
@@ -75,12 +68,8 @@ static um_status map_at(void *base, const file_range *range, um_access access,
 
 um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes, um_access access,
                             um_category category, um_error *err) {
-    if (um_category_name(category) == NULL) {
-        return um__fail(err, UM_E_INVALID, "category");
-    }
-    if ((unsigned)access > UM_ACCESS_SHARED) {
-        return um__fail(err, UM_E_INVALID, "access");
-    }
+    UM__INVALID_IF(um_category_name(category) == NULL, err, "category");
+    UM__INVALID_IF((unsigned)access > UM_ACCESS_SHARED, err, "access");
     file_range range = {.fd = fd, .offset = offset, .nbytes = nbytes};
     UM__TRY(check_range(&range, err));
     /* The kernel maps huge pages of the page cache as such only where address and offset agree. */
@@ -123,11 +112,9 @@ um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes, um_err
             continue;
         }
         if (os_errno != 0 || n == 0) {
-            um__fail(err, UM_E_IO, "pread");
+            um__fail_io(err, os_errno, nbytes, "pread");
             if (err != NULL) {
-                err->os_errno = os_errno;
                 err->used = done;
-                err->asked = nbytes;
             }
             return UM_E_IO;
         }

@@ -23,12 +23,9 @@ static size_t nbytes_of(const um_block *block, um__run run) {
 
 static um_status check_range(const um_block *block, size_t offset, size_t nbytes, size_t *out_end,
                              um_error *err) {
-    if (block->is_file) {
-        return um__fail(err, UM_E_INVALID, "a mapped file is not committed, released or discarded");
-    }
-    if (!um__add(offset, nbytes, out_end) || *out_end > block->reserved_nbytes) {
-        return um__fail(err, UM_E_INVALID, "the range is outside what is reserved");
-    }
+    UM__INVALID_IF(block->is_file, err, "a mapped file is not committed, released or discarded");
+    UM__INVALID_IF(!um__add(offset, nbytes, out_end) || *out_end > block->reserved_nbytes, err,
+                   "the range is outside what is reserved");
     return UM_OK;
 }
 
@@ -46,9 +43,7 @@ static um__run whole_steps(const um_block *block, size_t offset, size_t end) {
 /* Checks a range whose steps are to be committed or released. */
 static um_status check_change(const um_block *block, size_t offset, size_t nbytes, size_t *out_end,
                               um_error *err) {
-    if (block->mirror_nbytes != 0) {
-        return um__fail(err, UM_E_INVALID, "mirrored memory is not committed or released");
-    }
+    UM__INVALID_IF(block->mirror_nbytes != 0, err, "mirrored memory is not committed or released");
     return check_range(block, offset, nbytes, out_end, err);
 }
 
@@ -116,9 +111,7 @@ um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t
                            um_error *err) {
     size_t end = 0;
     UM__TRY(check_change(block, offset, nbytes, &end, err));
-    if (may_only_be_read(block)) {
-        return um__fail(err, UM_E_INVALID, "memory that may only be read cannot be released");
-    }
+    UM__INVALID_IF(may_only_be_read(block), err, "memory that may only be read cannot be released");
     um__run range = whole_steps(block, offset, end);
     size_t released = 0;
     if (range.first < range.end) {
@@ -166,21 +159,16 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
                            um_error *err) {
     size_t end = 0;
     UM__TRY(check_range(block, offset, nbytes, &end, err));
-    if (!um_block_is_committed(block, offset, nbytes)) {
-        return um__fail(err, UM_E_INVALID, "the range is not committed");
-    }
-    if (may_only_be_read(block)) {
-        return um__fail(err, UM_E_INVALID, "memory that may only be read cannot be discarded");
-    }
-    if (block->lock != UM_LOCK_NONE) {
-        return um__fail(err, UM_E_INVALID, "locked memory cannot be discarded");
-    }
+    UM__INVALID_IF(!um_block_is_committed(block, offset, nbytes), err,
+                   "the range is not committed");
+    UM__INVALID_IF(may_only_be_read(block), err,
+                   "memory that may only be read cannot be discarded");
+    UM__INVALID_IF(block->lock != UM_LOCK_NONE, err, "locked memory cannot be discarded");
     /* The pool would keep the pages for the block, so nobody would gain anything. If it does not
      * keep them (those of a file, or of private memory before Linux 6.9), or has none left on the
      * node that the block is bound to, the next touch would kill the process. */
-    if (um__hugetlb_shift(block->requested_pages) != 0) {
-        return um__fail(err, UM_E_INVALID, "hugetlb memory cannot be discarded: release it");
-    }
+    UM__INVALID_IF(um__hugetlb_shift(block->requested_pages) != 0, err,
+                   "hugetlb memory cannot be discarded: release it");
     um__run range = whole_steps(block, offset, end);
     size_t discarded = nbytes_of(block, range);
     if (range.first < range.end) {
@@ -211,23 +199,17 @@ static um_status check_overlay(const um_block *block, size_t offset, size_t nbyt
                                um_error *err) {
     size_t end = 0, step = block->step_nbytes;
     UM__TRY(check_range(block, offset, nbytes, &end, err));
-    if (block->sharing != UM_SHARING_NONE) {
-        return um__fail(err, UM_E_INVALID, "shared memory cannot be overlaid with a file");
-    }
-    if (step != um__os_page_bytes()) {
-        return um__fail(err, UM_E_INVALID, "huge pages cannot be overlaid with a file");
-    }
-    if (block->lock != UM_LOCK_NONE) {
-        return um__fail(err, UM_E_INVALID, "locked memory cannot be overlaid with a file");
-    }
-    if (offset % step != 0 || nbytes % step != 0) {
-        return um__fail(err, UM_E_INVALID, "offset and nbytes are not multiples of the step");
-    }
+    UM__INVALID_IF(block->sharing != UM_SHARING_NONE, err,
+                   "shared memory cannot be overlaid with a file");
+    UM__INVALID_IF(step != um__os_page_bytes(), err, "huge pages cannot be overlaid with a file");
+    UM__INVALID_IF(block->lock != UM_LOCK_NONE, err,
+                   "locked memory cannot be overlaid with a file");
+    UM__INVALID_IF(offset % step != 0 || nbytes % step != 0, err,
+                   "offset and nbytes are not multiples of the step");
     *out = (um__run){offset / step, end / step};
     um__run run;
-    if (um__block_next_run(block, out->first, out->end, true, &run)) {
-        return um__fail(err, UM_E_INVALID, "the range is committed");
-    }
+    UM__INVALID_IF(um__block_next_run(block, out->first, out->end, true, &run), err,
+                   "the range is committed");
     return UM_OK;
 }
 
@@ -235,17 +217,10 @@ static um_status check_overlay(const um_block *block, size_t offset, size_t nbyt
 static um_status check_file(int fd, uint64_t file_offset, size_t nbytes, um_error *err) {
     size_t page;
     uint64_t file_nbytes;
-    int os_errno = um__os_file_page_bytes(fd, &page);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, nbytes, "fstatfs");
-    }
-    if (page != um__os_page_bytes() || file_offset % page != 0) {
-        return um__fail(err, UM_E_INVALID, "file_offset is not a multiple of the page size");
-    }
-    os_errno = um__os_file_nbytes(fd, &file_nbytes);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, nbytes, "fstat");
-    }
+    UM__TRY_OS(um__os_file_page_bytes(fd, &page), err, nbytes, "fstatfs");
+    UM__INVALID_IF(page != um__os_page_bytes() || file_offset % page != 0, err,
+                   "file_offset is not a multiple of the page size");
+    UM__TRY_OS(um__os_file_nbytes(fd, &file_nbytes), err, nbytes, "fstat");
     if (file_offset > file_nbytes || nbytes > file_nbytes - file_offset) {
         return um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
                                "the range goes beyond the end of the file");

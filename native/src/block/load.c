@@ -25,7 +25,7 @@ typedef struct load_thread {
 } load_thread;
 
 struct um_load {
-    size_t piece_nbytes;   /* what a thread takes at once, up to a border of huge pages */
+    size_t piece_nbytes;   /* of what a thread takes at once, up to a border of huge pages */
     size_t request_nbytes; /* of one read */
     size_t align;          /* a read begins at a multiple of it; 1, unless direct */
     size_t n_pieces;
@@ -61,8 +61,8 @@ static void read_piece(um_load *load, const load_part *part, size_t piece) {
         asked = asked < load->request_nbytes ? asked : load->request_nbytes;
         int os_errno =
             um__os_pread(range->fd, (char *)range->to + at, asked, range->offset + at, &n);
-        /* The next read begins behind what this one read in whole units. A direct read that stops
-         * inside a unit has come to the end of the file, or says so when it is asked again. */
+        /* The next read begins behind the whole units of this one. A direct read that stops inside a
+         * unit has come to the end of the file, or the next one says so. */
         size_t step = n >= left ? left : n / load->align * load->align;
         if (os_errno == 0 && step > 0) {
             at += step;
@@ -109,16 +109,14 @@ static um_status set_parts(um_load *load, const um_load_part *parts, size_t n_pa
     for (size_t i = 0; i < n_parts; i++) {
         const um_load_part *part = &parts[i];
         size_t address = (uintptr_t)part->to, phase = address % load->piece_nbytes, end;
-        if (part->offset % load->align != 0 || address % load->align != 0) {
-            return um__fail(err, UM_E_INVALID,
-                            "a direct part begins elsewhere than at a multiple "
-                            "of 4096, in the file or in memory");
-        }
-        if (!um__add(total, part->nbytes, &total) || !um__add(address, part->nbytes, &end) ||
-            !um__add(end, load->piece_nbytes, &end) || part->nbytes > INT64_MAX - load->align ||
-            part->offset > INT64_MAX - load->align - part->nbytes) {
-            return um__fail(err, UM_E_INVALID, "the parts are too large");
-        }
+        UM__INVALID_IF(part->offset % load->align != 0 || address % load->align != 0, err,
+                       "a direct part begins elsewhere than at a multiple "
+                       "of 4096, in the file or in memory");
+        UM__INVALID_IF(
+            !um__add(total, part->nbytes, &total) || !um__add(address, part->nbytes, &end) ||
+                !um__add(end, load->piece_nbytes, &end) || part->nbytes > INT64_MAX - load->align ||
+                part->offset > INT64_MAX - load->align - part->nbytes,
+            err, "the parts are too large");
         load_part *set = &load->parts[i];
         *set = (load_part){.range = *part, .first_piece = load->n_pieces};
         load->n_pieces +=
@@ -135,10 +133,9 @@ static um_status set_sizes(um_load *load, const um_load_options *options, um_err
     size_t request =
         options->request_nbytes == 0 ? DEFAULT_REQUEST_NBYTES : options->request_nbytes;
     load->align = options->direct ? DIRECT_ALIGN : 1;
-    if (!um__round_up(request, load->align, &load->request_nbytes) ||
-        !um__round_up(request, border, &load->piece_nbytes)) {
-        return um__fail(err, UM_E_INVALID, "request_nbytes");
-    }
+    UM__INVALID_IF(!um__round_up(request, load->align, &load->request_nbytes) ||
+                       !um__round_up(request, border, &load->piece_nbytes),
+                   err, "request_nbytes");
     return UM_OK;
 }
 
@@ -147,10 +144,9 @@ um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts
     um__cpus cpus;
     UM__TRY(um__cpus_init(&cpus, options->n_threads, options->cpus, err));
     size_t nbytes;
-    if (!um__mul(n_parts, sizeof(load_part), &nbytes) ||
-        !um__add(nbytes, sizeof(um_load), &nbytes)) {
-        return um__fail(err, UM_E_INVALID, "n_parts");
-    }
+    UM__INVALID_IF(!um__mul(n_parts, sizeof(load_part), &nbytes) ||
+                       !um__add(nbytes, sizeof(um_load), &nbytes),
+                   err, "n_parts");
     um_load *load = um__heap_alloc(1, nbytes);
     if (load == NULL) {
         return um__fail_nomem(err, ENOMEM, nbytes, "calloc");
@@ -202,15 +198,9 @@ um_status um_load_end(um_load *load, size_t *out_part, um_error *err) {
     if (out_part != NULL) {
         *out_part = part;
     }
-    /* The kernel fails with EFAULT where a touch would raise SIGBUS: the pool of huge pages, or the
-     * file system of shared memory, is full. */
+    /* EFAULT: the pool of huge pages, or the file system of shared memory, is full. */
     if (os_errno == EFAULT || os_errno == ENOMEM) {
         return um__fail_nomem(err, ENOMEM, nbytes, "pread");
     }
-    um__fail(err, UM_E_IO, "pread");
-    if (err != NULL) {
-        err->os_errno = os_errno;
-        err->asked = nbytes;
-    }
-    return UM_E_IO;
+    return um__fail_io(err, os_errno, nbytes, "pread");
 }

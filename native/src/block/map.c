@@ -30,38 +30,31 @@ um_status um__fail_lock(um_error *err, int os_errno, size_t asked, const char *c
                               : um__fail_os(err, os_errno, asked, call);
 }
 
+static int map_pages(const um_block *block, void *address, size_t offset, size_t nbytes) {
+    if (block->mirror_nbytes != 0) {
+        return um__mirror_map(block);
+    }
+    return block->sharing != UM_SHARING_NONE
+               ? um__os_map_file_at(address, block->fd, offset, nbytes, block->access)
+               : um__os_map_at(address, nbytes, um__hugetlb_shift(block->requested_pages));
+}
+
 um_status um__block_map_range(const um_block *block, size_t offset, size_t nbytes, size_t asked,
                               um_error *err) {
     char *address = (char *)block->base + offset;
-    bool shared = block->sharing != UM_SHARING_NONE;
-    const char *call = "mmap";
-    int os_errno;
-    if (block->mirror_nbytes != 0) {
-        os_errno = um__mirror_map(block);
-    } else if (shared) {
-        os_errno = um__os_map_file_at(address, block->fd, offset, nbytes, block->access);
-    } else {
-        os_errno = um__os_map_at(address, nbytes, um__hugetlb_shift(block->requested_pages));
+    UM__TRY_OS(map_pages(block, address, offset, nbytes), err, asked, "mmap");
+    UM__TRY_OS(advise_pages(block, address, nbytes), err, asked, "madvise");
+    if (block->sharing != UM_SHARING_NONE && block->access != UM_ACCESS_READ) {
+        UM__TRY_OS(um__os_advise(address, nbytes, UM__OS_DONT_FORK), err, asked, "madvise");
     }
-    if (os_errno == 0) {
-        call = "madvise";
-        os_errno = advise_pages(block, address, nbytes);
-    }
-    if (os_errno == 0 && shared && block->access != UM_ACCESS_READ) {
-        os_errno = um__os_advise(address, nbytes, UM__OS_DONT_FORK);
-    }
-    if (os_errno == 0 && block->numa.mode != UM_NUMA_NONE) {
-        os_errno = um__os_bind(address, nbytes, &block->numa);
-        if (os_errno != 0) {
-            um_status status = um__fail_os(err, os_errno, asked, "mbind");
-            if (err != NULL) {
-                err->detail = UM_BLOCK_NO_POLICY;
-            }
-            return status;
-        }
-    }
+    int os_errno =
+        block->numa.mode == UM_NUMA_NONE ? 0 : um__os_bind(address, nbytes, &block->numa);
     if (os_errno != 0) {
-        return um__fail_os(err, os_errno, asked, call);
+        um_status status = um__fail_os(err, os_errno, asked, "mbind");
+        if (err != NULL) {
+            err->detail = UM_BLOCK_NO_POLICY;
+        }
+        return status;
     }
     if (block->lock != UM_LOCK_NONE) {
         os_errno = um__os_lock(address, nbytes, block->lock == UM_LOCK_ONFAULT);

@@ -9,38 +9,33 @@
 #include <stdint.h>
 #include <string.h>
 
-/* The kernel takes names up to this length: it puts "memfd:" before them. */
+/* The kernel takes names up to this length, and puts "memfd:" before them. */
 enum { MAX_NAME_BYTES = 249 };
 
 static um_status make_memfd(const um_block_options *options, int *out_fd, um_error *err) {
     const char *name = options->name == NULL ? "unimem" : options->name;
-    if (strlen(name) > MAX_NAME_BYTES) {
-        return um__fail(err, UM_E_INVALID, "name is longer than 249 bytes");
-    }
-    int os_errno = um__os_memfd(name, um__hugetlb_shift(options->pages), out_fd);
-    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, 0, "memfd_create");
+    UM__INVALID_IF(strlen(name) > MAX_NAME_BYTES, err, "name is longer than 249 bytes");
+    UM__TRY_OS(um__os_memfd(name, um__hugetlb_shift(options->pages), out_fd), err, 0,
+               "memfd_create");
+    return UM_OK;
 }
 
-/* The caller's file, when memory can be made of it. */
-static um_status take_file(const um_block_options *options, int *out_fd, um_error *err) {
-    int fd;
-    int os_errno = um__os_duplicate(options->fd, &fd);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "fcntl");
-    }
-    unsigned shift = um__hugetlb_shift(options->pages);
+static um_status check_file(int fd, um_pages pages, um_error *err) {
+    unsigned shift = um__hugetlb_shift(pages);
     size_t page = 0, asked_page = shift == 0 ? um__os_page_bytes() : (size_t)1 << shift;
     uint64_t nbytes = 0;
-    um_status status = UM_OK;
-    if ((os_errno = um__os_file_page_bytes(fd, &page)) != 0) {
-        status = um__fail_os(err, os_errno, 0, "fstatfs");
-    } else if (page != asked_page) {
-        status = um__fail(err, UM_E_INVALID, "pages: the file system has pages of another size");
-    } else if ((os_errno = um__os_file_nbytes(fd, &nbytes)) != 0) {
-        status = um__fail_os(err, os_errno, 0, "fstat");
-    } else if (nbytes != 0) {
-        status = um__fail(err, UM_E_INVALID, "fd: the file is not empty");
-    }
+    UM__TRY_OS(um__os_file_page_bytes(fd, &page), err, 0, "fstatfs");
+    UM__INVALID_IF(page != asked_page, err, "pages: the file system has pages of another size");
+    UM__TRY_OS(um__os_file_nbytes(fd, &nbytes), err, 0, "fstat");
+    UM__INVALID_IF(nbytes != 0, err, "fd: the file is not empty");
+    return UM_OK;
+}
+
+/* Takes the caller's file if memory can be made of it. */
+static um_status take_file(const um_block_options *options, int *out_fd, um_error *err) {
+    int fd;
+    UM__TRY_OS(um__os_duplicate(options->fd, &fd), err, 0, "fcntl");
+    um_status status = check_file(fd, options->pages, err);
     if (status != UM_OK) {
         um__os_close(fd);
         return status;

@@ -1,9 +1,10 @@
-/* Mirrored memory: a memfd of which each piece is mapped twice, back to back. */
+/* Mirrored memory: a memfd whose pieces are mapped twice, back to back. */
 #include "block/mirror.h"
 
 #include "block/steps.h"
 #include "os/os.h"
 
+#include <stdbool.h>
 #include <stdint.h>
 
 int um__mirror_map(const um_block *block) {
@@ -21,8 +22,7 @@ int um__mirror_map(const um_block *block) {
 
 /* ---- discarding ---- */
 
-/* The part of the file to punch next. Parts that continue it are joined to it, which saves
- * calls. */
+/* The part of the file to punch next. Parts that continue it are joined to it. */
 typedef struct hole {
     size_t first, end;
 } hole;
@@ -51,8 +51,7 @@ int um__mirror_discard(const um_block *block, um__run range, size_t *out_nbytes)
     for (size_t at = from; os_errno == 0 && at < to;) {
         um__piece piece = um__mirror_piece(block, at);
         size_t start = piece.start, m = piece.nbytes, file = piece.file;
-        /* Offsets inside the piece and its mirror: the range may begin before them or end behind
-         * them. */
+        /* Offsets inside the piece and its mirror; the range may reach beyond them. */
         size_t first = from > start ? from - start : 0,
                end = to - start < 2 * m ? to - start : 2 * m;
         at = um__mirror_next(&piece);
@@ -78,11 +77,12 @@ int um__mirror_discard(const um_block *block, um__run range, size_t *out_nbytes)
 /* Maps through image `to` the pages that are in RAM through image `from`. */
 static int populate_as(char *to, char *from, size_t nbytes, const char **out_call) {
     unsigned char pages[4096];
-    size_t page = um__os_page_bytes();
-    for (size_t at = 0; at < nbytes;) {
-        size_t part = nbytes - at < sizeof pages * page ? nbytes - at : sizeof pages * page;
+    size_t page = um__os_page_bytes(), most = sizeof pages * page, part;
+    int os_errno = 0;
+    for (size_t at = 0; at < nbytes && os_errno == 0; at += part) {
+        part = nbytes - at < most ? nbytes - at : most;
         *out_call = "mincore";
-        int os_errno = um__os_residency(from + at, part, pages);
+        os_errno = um__os_residency(from + at, part, pages);
         *out_call = os_errno == 0 ? "madvise" : "mincore";
         for (size_t first = 0, end; os_errno == 0 && first < part / page; first = end + 1) {
             while (first < part / page && (pages[first] & 1) == 0) {
@@ -96,22 +96,21 @@ static int populate_as(char *to, char *from, size_t nbytes, const char **out_cal
                                          UM__OS_POPULATE_WRITE);
             }
         }
-        if (os_errno != 0) {
-            return os_errno;
-        }
-        at += part;
     }
-    return 0;
+    return os_errno;
 }
 
-int um__mirror_fold(const um_block *block, const char **out_call) {
+/* Maps what is in RAM through the second images through the first ones alone, or with `unfold` what
+ * is in RAM through the first ones through both. */
+static int fold(const um_block *block, bool unfold, const char **out_call) {
     int os_errno = 0;
     size_t end = block->lock == UM_LOCK_NONE ? block->reserved_nbytes : 0;
     for (size_t at = 0; os_errno == 0 && at < end;) {
         um__piece piece = um__mirror_piece(block, at);
         char *first = (char *)block->base + at, *second = first + piece.nbytes;
-        os_errno = populate_as(first, second, piece.nbytes, out_call);
-        if (os_errno == 0) {
+        os_errno = unfold ? populate_as(second, first, piece.nbytes, out_call)
+                          : populate_as(first, second, piece.nbytes, out_call);
+        if (os_errno == 0 && !unfold) {
             *out_call = "madvise"; /* shared memory loses nothing by it */
             os_errno = um__os_advise(second, piece.nbytes, UM__OS_DONTNEED);
         }
@@ -120,14 +119,10 @@ int um__mirror_fold(const um_block *block, const char **out_call) {
     return os_errno;
 }
 
+int um__mirror_fold(const um_block *block, const char **out_call) {
+    return fold(block, false, out_call);
+}
+
 int um__mirror_unfold(const um_block *block, const char **out_call) {
-    int os_errno = 0;
-    size_t end = block->lock == UM_LOCK_NONE ? block->reserved_nbytes : 0;
-    for (size_t at = 0; os_errno == 0 && at < end;) {
-        um__piece piece = um__mirror_piece(block, at);
-        char *first = (char *)block->base + at;
-        os_errno = populate_as(first + piece.nbytes, first, piece.nbytes, out_call);
-        at = um__mirror_next(&piece);
-    }
-    return os_errno;
+    return fold(block, true, out_call);
 }

@@ -1,8 +1,8 @@
 /* Mirrored memory: each piece of a memfd is mapped twice, back to back.
  *
- * A piece has two images in the address space and one place in the file. In the file, the pieces
- * lie from the last to the first. So no image continues the mapping before it, the kernel never
- * joins two of them, and smaps and numa_maps have an entry for each image. */
+ * A piece has two images in the address space and one place in the file, where the pieces lie from
+ * the last to the first. So no image continues the mapping before it, the kernel never joins two of
+ * them, and smaps and numa_maps have an entry for each image. */
 #ifndef UM_MIRROR_H
 #define UM_MIRROR_H
 
@@ -11,7 +11,6 @@
 #include "block/steps.h"
 #include "unimem.h"
 
-/* A piece of mirrored memory. */
 typedef struct um__piece {
     size_t start;  /* of its first image in the block; the second begins nbytes behind it */
     size_t nbytes; /* of an image */
@@ -47,14 +46,14 @@ static inline size_t um__block_memory_nbytes(const um_block *block) {
     return block->mirror_nbytes == 0 ? block->committed_nbytes : block->committed_nbytes / 2;
 }
 
-/* The functions below return 0 or an errno. */
+/* These return 0 or an errno. */
 
 /* Maps all images. */
 int um__mirror_map(const um_block *block);
 /* Punches the file where steps of either image lie. *out_nbytes is how much memory that was. */
 int um__mirror_discard(const um_block *block, um__run range, size_t *out_nbytes);
-/* The kernel moves a page only if it is mapped once. fold maps all pages in RAM through the first
- * images alone; unfold maps them through both images again. Locked memory is left as it is.
+/* The kernel moves only pages that are mapped once. fold maps all pages in RAM through the first
+ * images alone; unfold maps them through both images again. Locked memory is left alone.
  * *out_call is the system call that failed. */
 int um__mirror_fold(const um_block *block, const char **out_call);
 int um__mirror_unfold(const um_block *block, const char **out_call);

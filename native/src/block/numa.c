@@ -14,12 +14,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Addresses in one call of move_pages; rounds of moving; and how many pages in a row may turn out
- * immovable before the rest is no longer tried. */
+/* Addresses in one call of move_pages; rounds of moving; and immovable pages in a row before the rest
+ * is given up. */
 enum { BATCH = 4096, MAX_ROUNDS = 4, MAX_STUCK = 256 };
 
-/* The status of a page before the kernel is asked to move it. It stays if the kernel does not get
- * to the page. */
+/* The status of a page that the kernel has not come to. */
 enum { NOT_TRIED = INT32_MIN };
 
 static bool has_node(const um_numa *numa, unsigned node) {
@@ -52,8 +51,7 @@ unsigned um__numa_pattern_index(const um__numa_pattern *pattern, uint64_t unit) 
     return low;
 }
 
-/* One repair. Pages are moved in batches. After each round the kernel is asked where they are now,
- * instead of being trusted that it moved them. */
+/* One repair. Pages are moved in batches; after each round the kernel is asked where they are. */
 typedef struct repair {
     const um_block *block;
     size_t page;    /* one address is asked about for each page of this size */
@@ -78,7 +76,7 @@ static bool next_batch(repair *r) {
     const um_block *block = r->block;
     r->n = 0;
     while (r->n < BATCH && r->at < block->reserved_nbytes) {
-        /* Of mirrored memory, only the first image of each piece counts. */
+        /* Only the first image of each piece of mirrored memory counts. */
         if (block->mirror_nbytes != 0) {
             um__piece piece = um__mirror_piece(block, r->at);
             if (r->at >= piece.start + piece.nbytes) {
@@ -86,7 +84,7 @@ static bool next_batch(repair *r) {
                 continue;
             }
         }
-        /* All of a file is there, its last page beyond its end as well. */
+        /* All of a file is committed, the end of its last page too. */
         if (!block->is_file && r->at % block->step_nbytes == 0 &&
             !um_block_is_committed(block, r->at, block->step_nbytes)) {
             r->at += block->step_nbytes;
@@ -122,20 +120,17 @@ static unsigned index_of(const um__numa_pattern *pattern, int node) {
     return i;
 }
 
-/* Finds the phase of an interleaved block: the node that the kernel began with depends on the
- * address, or on the inode of a shared file. Each resident page votes for the phases with which it
- * is on its node, so that memory that the kernel has spread is left as it is. These phases are an
- * interval of the cycle, of which only the borders are counted. */
+/* Finds the phase of an interleaved block: the node that the kernel began with depends on the address,
+ * or on the inode of a shared file. Each resident page votes for the phases with which it is on its
+ * node, so that what the kernel has spread stays. These phases are an interval of the cycle: only its
+ * borders are counted. */
 static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um_error *err) {
     const um__numa_pattern *pattern = &r->pattern;
     uint32_t cycle = pattern->cycle;
     int64_t n_pages = 0;
     memset(borders, 0, (cycle + (size_t)1) * sizeof *borders);
     for (r->at = 0; next_batch(r);) {
-        int os_errno = um__os_move_pages(r->n, r->pages, NULL, r->status);
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, 0, "move_pages");
-        }
+        UM__TRY_OS(um__os_move_pages(r->n, r->pages, NULL, r->status), err, 0, "move_pages");
         for (size_t i = 0; i < r->n; i++) {
             if (r->status[i] < 0) {
                 continue; /* never touched, or not there any more */
@@ -167,9 +162,9 @@ static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um
 
 /* ---- moving ---- */
 
-/* Asks where the pages of the batch are, and lists those that have to move. With `heads`, lists
- * only the first page of each unit: of a huge page, it moves all. *out_elsewhere counts all pages.
- * Returns 0 or an errno. */
+/* Asks where the pages of the batch are, and lists those that have to move; with `heads`, only the
+ * first of each unit, which moves a whole huge page. *out_elsewhere counts all pages. Returns 0 or an
+ * errno. */
 static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
     int os_errno = um__os_move_pages(r->n, r->pages, NULL, r->status);
     if (os_errno != 0) {
@@ -194,8 +189,8 @@ static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
     return 0;
 }
 
-/* Finds the page of [first, n_moves) at which the kernel gave up: it was not moved, and has no
- * errno of its own. *out is n_moves if there is none. Returns 0 or an errno. */
+/* Finds the page of [first, n_moves) at which the kernel gave up: it was not moved, and has no errno
+ * of its own; *out is n_moves if there is no such page. Returns 0 or an errno. */
 static int find_stuck(repair *r, size_t first, size_t *out) {
     size_t n = r->n_moves - first;
     int os_errno = um__os_move_pages(n, r->move_pages + first, NULL, r->status);
@@ -213,9 +208,9 @@ static int find_stuck(repair *r, size_t first, size_t *out) {
 }
 
 /* Moves the listed pages. The kernel stops at a page that it cannot move, such as one that a device
- * reads from, and at a node that has no room: the rest is then asked for again. Pages that other
- * processes map as well stay: MPOL_MF_MOVE_ALL would need a capability, and would move pages that
- * those processes may want where they are. Returns 0 or an errno. */
+ * reads, and at a node without room: the rest is then asked for again. Pages that other processes map,
+ * too, stay: MPOL_MF_MOVE_ALL needs a capability, and would move what those processes placed. Returns
+ * 0 or an errno. */
 static int run_moves(repair *r, bool *out_again) {
     *out_again = false;
     for (size_t first = 0; first < r->n_moves && r->n_stuck < MAX_STUCK;) {
@@ -292,10 +287,8 @@ static int read_weight(unsigned node, uint32_t *out) {
 static um_status make_pattern(um__numa_pattern *out, const um_numa *numa, um_error *err) {
     uint32_t weights[UM_MAX_NODES] = {0};
     for (unsigned node = 0; numa->mode == UM_NUMA_WEIGHTED && node < UM_MAX_NODES; node++) {
-        int os_errno = has_node(numa, node) ? read_weight(node, &weights[node]) : 0;
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, 0, "open or read of weighted_interleave/node");
-        }
+        UM__TRY_OS(has_node(numa, node) ? read_weight(node, &weights[node]) : 0, err, 0,
+                   "open or read of weighted_interleave/node");
     }
     um__numa_pattern_make(out, numa, numa->mode == UM_NUMA_WEIGHTED ? weights : NULL);
     return UM_OK;
@@ -310,8 +303,7 @@ static um_status find_spread(repair *r, const um_placement *placement, bool *out
     }
     um_status status = UM_OK;
     *out_unanimous = false;
-    /* Where the kernel had no huge page for a huge unit, it has spread small pages. That is as
-     * good, and nothing has to move. */
+    /* Where the kernel had no huge page, it has spread small ones. That is as good. */
     size_t unit = r->unit;
     if (placement->huge_bytes == 0 && unit > r->page) {
         r->unit = r->page;
@@ -356,9 +348,7 @@ static um_status repair_folded(repair *r, const um_placement *placement, uint64_
 }
 
 um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) {
-    if (block->numa.mode == UM_NUMA_NONE) {
-        return um__fail(err, UM_E_INVALID, "the block has no NUMA policy");
-    }
+    UM__INVALID_IF(block->numa.mode == UM_NUMA_NONE, err, "the block has no NUMA policy");
     um_placement placement;
     UM__TRY(um_block_verify(block, &placement, err));
     repair *r = um__heap_alloc(1, sizeof *r);
@@ -368,7 +358,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
     bool hugetlb = placement.pages == UM_PAGES_2M || placement.pages == UM_PAGES_1G;
     r->block = block;
     r->page = hugetlb ? (size_t)placement.page_bytes : um__os_page_bytes();
-    /* Of a file, the page cache has pieces of up to a huge page, which move whole. */
+    /* The page cache has pieces of up to a huge page of a file, which move whole. */
     size_t step = block->is_file ? um_huge_page_bytes() : block->step_nbytes;
     r->unit = step > r->page ? step : r->page;
     um_status status = make_pattern(&r->pattern, &block->numa, err);
@@ -379,7 +369,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
         }
         r->spread = r->pattern.n_nodes > 1 && (block->numa.mode == UM_NUMA_INTERLEAVE ||
                                                block->numa.mode == UM_NUMA_WEIGHTED);
-        /* If any of the nodes will do, the kernel's sums tell whether anything has to move. */
+        /* If any of the nodes will do, the kernel's sums say whether anything has to move. */
         if (r->spread || stray_nbytes > 0) {
             status = repair_folded(r, &placement, &elsewhere_nbytes, err);
         }

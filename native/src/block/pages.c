@@ -1,7 +1,7 @@
 /* The state of each page of a block. */
-#include "base/sizes.h"
 #include "base/status.h"
 #include "block/space.h"
+#include "block/steps.h"
 #include "os/kernel.h"
 #include "os/os.h"
 
@@ -10,8 +10,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Runs of pages in one scan, entries in one read of pagemap, and addresses in one call of
- * move_pages. */
+/* Runs in one scan, entries in one read of pagemap, and addresses in one call of move_pages. */
 enum { RUNS = 1024, ENTRIES = 4096, BATCH = 4096 };
 
 /* A bit of an entry of pagemap. */
@@ -52,8 +51,8 @@ static int mark_scanned(const view *v, int pagemap) {
     return 0;
 }
 
-/* Marks mapped pages by the entry that older kernels have for each page. It does not tell whether a
- * page is a part of a huge page. Returns 0 or an errno. */
+/* Marks mapped pages by the entries of older kernels, which do not tell whether a page is a part of a
+ * huge page. Returns 0 or an errno. */
 static int mark_read(const view *v, int pagemap) {
     uint64_t entries[ENTRIES];
     for (size_t i = 0; i < v->n_pages;) {
@@ -78,7 +77,7 @@ static int mark_read(const view *v, int pagemap) {
 static um_status mark_mapped(const view *v, um_error *err) {
     int pagemap, os_errno = um__os_open_read("/proc/self/pagemap", &pagemap);
     if (os_errno == EACCES) {
-        /* mincore was not called for hugetlb memory, so nothing is known of it. */
+        /* mincore does not serve hugetlb memory, so nothing is known of it. */
         memset(v->pages, UM_PAGE_UNKNOWN, v->hugetlb_page != 0 ? v->n_pages : 0);
         return UM_OK;
     }
@@ -95,8 +94,7 @@ static um_status mark_mapped(const view *v, um_error *err) {
     return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, 0, call);
 }
 
-/* Returns whether a page is a part of the same huge page as the page before it, and so on the same
- * node. */
+/* Returns whether a page is in the same huge page, and so on the same node, as the page before. */
 static bool is_inside_huge_page(const view *v, size_t i, size_t huge_page) {
     return i > 0 && (v->pages[i] & UM_PAGE_HUGE) != 0 && (v->pages[i - 1] & UM_PAGE_HUGE) != 0 &&
            ((uintptr_t)v->first + i * v->page) % huge_page != 0;
@@ -148,15 +146,9 @@ static um_status find_nodes(const view *v, int16_t *out_nodes, um_error *err) {
 um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes, uint8_t *out_pages,
                          int16_t *out_nodes, um_error *err) {
     size_t end, page = um__os_page_bytes();
-    size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
-    if (!um__add(offset, nbytes, &end) || end > limit) {
-        return um__fail(err, UM_E_INVALID, "the range is outside the block");
-    }
+    UM__TRY(um__block_check_range(block, offset, nbytes, true, &end, err));
     if (nbytes == 0) {
         return UM_OK;
-    }
-    if (!um_block_is_committed(block, offset, nbytes)) {
-        return um__fail(err, UM_E_INVALID, "the range is not committed");
     }
     size_t first = offset / page;
     bool hugetlb = um__hugetlb_shift(block->requested_pages) != 0 ||
@@ -175,10 +167,7 @@ um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes, ui
     } else if (block->is_cache_hidden != 0) {
         memset(out_pages, UM_PAGE_UNKNOWN, v.n_pages);
     } else {
-        int os_errno = um__os_residency(v.first, v.n_pages * page, out_pages);
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, nbytes, "mincore");
-        }
+        UM__TRY_OS(um__os_residency(v.first, v.n_pages * page, out_pages), err, nbytes, "mincore");
         for (size_t i = 0; i < v.n_pages; i++) {
             out_pages[i] = (out_pages[i] & 1) != 0 ? UM_PAGE_IN_RAM : 0;
         }

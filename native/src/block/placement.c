@@ -16,15 +16,7 @@
  * two. */
 enum { SMAPS_READ_BYTES = 1024, NUMA_MAPS_READ_BYTES = 256 };
 
-static um_status fail_read(um_error *err, int os_errno, const char *what) {
-    um__fail(err, UM_E_IO, what);
-    if (err != NULL) {
-        err->os_errno = os_errno;
-    }
-    return UM_E_IO;
-}
-
-/* Adds the bytes of a line such as "Rss:   1234 kB" if it has this name. */
+/* Adds the bytes of a line such as "Rss:   1234 kB" if this is its name. */
 static bool add_field(const char *line, const char *name, uint64_t *bytes) {
     size_t n = strlen(name);
     if (strncmp(line, name, n) != 0 || line[n] != ':') {
@@ -41,15 +33,14 @@ typedef struct smaps_sums {
     bool may_be_huge;               /* a page that is touched now could be a huge one */
 } smaps_sums;
 
-/* Adds the two images of a piece of mirrored memory. smaps counts its memory once for each image,
- * so the larger figure is what is in RAM: a page that was touched through one image may not have
- * been touched through the other one yet. Pss is added: a page that both images map counts half in
- * each. The sum is never above what is in RAM, and is right also if each image was touched
- * elsewhere. */
 static uint64_t larger(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
+/* Adds the two images of a piece of mirrored memory. smaps counts its memory once for each image, so
+ * the larger figure is what is in RAM: a page may have been touched through one image alone. Pss is
+ * added, since a page that both images map counts half in each: the sum is right even if each image
+ * was touched elsewhere. */
 static void add_images(const smaps_sums *images, smaps_sums *out) {
     const smaps_sums *a = &images[0], *b = &images[1];
     uint64_t pss = a->pss + b->pss;
@@ -63,8 +54,8 @@ static void add_images(const smaps_sums *images, smaps_sums *out) {
     out->may_be_huge = out->may_be_huge || a->may_be_huge || b->may_be_huge;
 }
 
-/* Returns a number of the image that an address lies in: an even one of the first image of a piece,
- * and the next one of the second; 0 for memory without a mirror. */
+/* Returns a number of the image that an address lies in: an even one for the first image of a piece,
+ * and the next one for the second; 0 for memory without a mirror. */
 static size_t image_of(const um_block *block, uintptr_t address) {
     uintptr_t base = (uintptr_t)block->base;
     if (block->mirror_nbytes == 0 || address < base) {
@@ -116,8 +107,7 @@ static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
     if (entry->kernel_page > um__os_page_bytes()) {
         sums->hugetlb_page = entry->kernel_page;
     }
-    /* The gaps between committed parts do not count: the kernel says that they could be huge,
-     * too. */
+    /* The kernel calls the gaps between committed parts eligible, too: they do not count. */
     sums->may_be_huge = sums->may_be_huge || (entry->accessible && entry->eligible > 0);
     return true;
 }
@@ -125,10 +115,9 @@ static bool take_line(const char *line, smaps_entry *entry, smaps_sums *sums) {
 static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *err) {
     uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
     um__proc_lines lines;
-    int os_errno = um__proc_lines_open(&lines, "/proc/self/smaps", SMAPS_READ_BYTES);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "open /proc/self/smaps");
-    }
+    int os_errno;
+    UM__TRY_OS(um__proc_lines_open(&lines, "/proc/self/smaps", SMAPS_READ_BYTES), err, 0,
+               "open /proc/self/smaps");
     smaps_entry entry = {0};
     smaps_sums images[2] = {{0}};
     size_t image = 0;
@@ -151,11 +140,11 @@ static um_status read_smaps(const um_block *block, smaps_sums *out, um_error *er
     }
     add_images(images, out);
     um__proc_lines_close(&lines);
-    return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/smaps");
+    return os_errno == 0 ? UM_OK : um__fail_io(err, os_errno, 0, "read /proc/self/smaps");
 }
 
-/* Adds what a line of numa_maps, such as "7f0000000000 bind:1 anon=3 N0=1 N1=2
- * kernelpagesize_kB=4", says of nodes. Its counts are in pages of the size at its end. */
+/* Adds what a line of numa_maps says of nodes, such as "7f0000000000 bind:1 anon=3 N0=1 N1=2
+ * kernelpagesize_kB=4". Its counts are in pages of the size at its end. */
 static void add_node_bytes(const char *line, uint64_t *node_bytes) {
     const char *size = strstr(line, " kernelpagesize_kB=");
     uint64_t page_bytes = size == NULL ? um__os_page_bytes()
@@ -177,9 +166,8 @@ static void add_node_images(uint64_t images[2][UM_MAX_NODES], uint64_t *node_byt
     }
 }
 
-/* Reads the nodes from numa_maps. This costs the kernel one more walk over the pages, a fourth of
- * what move_pages costs, and needs no capability, while containers may refuse move_pages. A machine
- * with one node needs neither. */
+/* Reads the nodes from numa_maps, unless there is one node. The kernel walks the pages once more,
+ * which costs a fourth of move_pages; and containers may refuse move_pages. */
 static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint64_t *node_bytes,
                             um_error *err) {
     uintptr_t first = (uintptr_t)block->base, last = first + block->reserved_nbytes;
@@ -216,28 +204,27 @@ static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint
     }
     add_node_images(images, node_bytes);
     um__proc_lines_close(&lines);
-    return os_errno == 0 ? UM_OK : fail_read(err, os_errno, "read /proc/self/numa_maps");
+    return os_errno == 0 ? UM_OK : um__fail_io(err, os_errno, 0, "read /proc/self/numa_maps");
 }
 
-/* Returns the size of the huge pages in smaps. If /sys does not tell it, it is what one page of
- * page table entries covers, at 8 bytes each. */
+/* Returns the size of the huge pages in smaps. If /sys does not tell, it is what one page of page
+ * table entries covers, at 8 bytes each. */
 static size_t thp_bytes(void) {
-    size_t told = um_huge_page_bytes(), page = um__os_page_bytes();
-    return told != 0 ? told : page * (page / 8);
+    size_t found = um_huge_page_bytes(), page = um__os_page_bytes();
+    return found != 0 ? found : page * (page / 8);
 }
 
 um_status um_block_verify(const um_block *block, um_placement *out, um_error *err) {
     smaps_sums sums = {0};
     UM__TRY(read_smaps(block, &sums, err));
-    /* smaps counts hugetlb pages apart. The kernel does not say how many processes map one, so
-     * pss_bytes counts it whole. It never takes one out of RAM, so all of them count as locked. */
+    /* smaps counts hugetlb pages apart, and does not say how many processes map one, so pss_bytes
+     * counts it whole. They never leave RAM, so all of them count as locked. */
     um_placement found = {.resident_bytes = sums.rss + sums.hugetlb,
                           .pss_bytes = sums.pss + sums.hugetlb,
                           .huge_bytes = sums.huge + sums.hugetlb,
                           .locked_bytes = sums.locked + sums.hugetlb,
                           .swapped_bytes = sums.swapped};
-    /* Resident pages show what they are. Before the first one, eligibility shows what they will
-     * be. */
+    /* Resident pages show what they are; before the first one, eligibility shows what they will be. */
     bool huge = sums.huge > 0 || (sums.rss == 0 && sums.may_be_huge);
     if (sums.hugetlb_page != 0) {
         found.pages = sums.hugetlb_page < UINT64_C(1) << 30 ? UM_PAGES_2M : UM_PAGES_1G;
@@ -257,26 +244,21 @@ um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                             uint64_t *out_bytes, um_error *err) {
     size_t end, page = um__os_page_bytes();
     size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
-    if (!um__add(offset, nbytes, &end) || end > limit) {
-        return um__fail(err, UM_E_INVALID, "the range is outside the block");
-    }
+    UM__TRY(um__block_check_range(block, offset, nbytes, false, &end, err));
     unsigned char pages[4096];
     uint64_t n_resident = 0;
     size_t last = (end + page - 1) / page * page;
     for (size_t at = offset / page * page; at < last && nbytes != 0;) {
         size_t step = last - at < sizeof pages * page ? last - at : sizeof pages * page;
         if (block->is_cache_hidden != 0) {
-            /* The kernel tells only of pages that are mapped here. If it does not even do that,
-             * none count. */
+            /* The kernel tells only of pages that are mapped here, if at all. */
             size_t inside = limit - at < step ? limit - at : step;
             if (um_block_pages(block, at, inside, pages, NULL, NULL) != UM_OK) {
                 memset(pages, UM_PAGE_UNKNOWN, step / page);
             }
         } else {
-            int os_errno = um__os_residency((char *)block->base + at, step, pages);
-            if (os_errno != 0) {
-                return um__fail_os(err, os_errno, nbytes, "mincore");
-            }
+            UM__TRY_OS(um__os_residency((char *)block->base + at, step, pages), err, nbytes,
+                       "mincore");
         }
         for (size_t i = 0; i < step / page; i++) {
             n_resident += pages[i] & UM_PAGE_IN_RAM; /* the lowest bit, as in mincore */

@@ -11,7 +11,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* ---- memory of somebody else ---- */
+/* ---- memory of another block ---- */
 
 /* Finds the name of a file's page size; returns false if it has none. */
 static bool pages_of(size_t page, um_pages *out) {
@@ -33,23 +33,14 @@ static bool pages_of(size_t page, um_pages *out) {
 static um_status look_at_file(um_block *block, um_error *err) {
     uint64_t nbytes;
     size_t whole_pages;
-    int os_errno = um__os_file_nbytes(block->fd, &nbytes);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "fstat");
-    }
-    os_errno = um__os_file_page_bytes(block->fd, &block->step_nbytes);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, nbytes, "fstatfs");
-    }
-    if (!pages_of(block->step_nbytes, &block->requested_pages)) {
-        return um__fail(err, UM_E_INVALID, "fd: its huge pages are neither of 2 MiB nor of 1 GiB");
-    }
-    if (nbytes == 0) {
-        return um__fail(err, UM_E_INVALID, "fd: the file is empty");
-    }
-    if (nbytes > SIZE_MAX || !um__round_up((size_t)nbytes, block->step_nbytes, &whole_pages)) {
-        return um__fail(err, UM_E_INVALID, "fd: the file is too large");
-    }
+    UM__TRY_OS(um__os_file_nbytes(block->fd, &nbytes), err, 0, "fstat");
+    UM__TRY_OS(um__os_file_page_bytes(block->fd, &block->step_nbytes), err, nbytes, "fstatfs");
+    UM__INVALID_IF(!pages_of(block->step_nbytes, &block->requested_pages), err,
+                   "fd: its huge pages are neither of 2 MiB nor of 1 GiB");
+    UM__INVALID_IF(nbytes == 0, err, "fd: the file is empty");
+    UM__INVALID_IF(nbytes > SIZE_MAX ||
+                       !um__round_up((size_t)nbytes, block->step_nbytes, &whole_pages),
+                   err, "fd: the file is too large");
     block->requested_nbytes = (size_t)nbytes;
     block->nbytes = block->reserved_nbytes = block->committed_nbytes = whole_pages;
     return UM_OK;
@@ -57,7 +48,7 @@ static um_status look_at_file(um_block *block, um_error *err) {
 
 static um_status map_whole(um_block *block, um_error *err) {
     size_t huge_page = um_huge_page_bytes(), align = block->step_nbytes;
-    /* The kernel maps huge pages of shared memory as such only where address and offset agree. */
+    /* The kernel maps huge pages of shared memory only where address and offset agree. */
     if (huge_page > align && block->nbytes >= huge_page) {
         align = huge_page;
     }
@@ -75,17 +66,10 @@ static um_status map_whole(um_block *block, um_error *err) {
 
 um_status um_block_attach(um_block *out, int fd, um_access access, um_category category,
                           um_error *err) {
-    if (um_category_name(category) == NULL) {
-        return um__fail(err, UM_E_INVALID, "category");
-    }
-    if (access != UM_ACCESS_READ && access != UM_ACCESS_SHARED) {
-        return um__fail(err, UM_E_INVALID, "access");
-    }
+    UM__INVALID_IF(um_category_name(category) == NULL, err, "category");
+    UM__INVALID_IF(access != UM_ACCESS_READ && access != UM_ACCESS_SHARED, err, "access");
     um_block block = {.category = category, .sharing = UM_SHARING_FD, .access = access};
-    int os_errno = um__os_duplicate(fd, &block.fd);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "fcntl");
-    }
+    UM__TRY_OS(um__os_duplicate(fd, &block.fd), err, 0, "fcntl");
     um_status status = look_at_file(&block, err);
     if (status == UM_OK) {
         status = map_whole(&block, err);
@@ -101,8 +85,8 @@ um_status um_block_attach(um_block *out, int fd, um_access access, um_category c
 
 /* ---- sealed copies ---- */
 
-/* Before Linux 6.7, a sealed memfd cannot be mapped through a descriptor that may write. If the
- * file cannot be opened again for reading, the old descriptor stays: newer kernels map it. */
+/* Opens the file again for reading: before Linux 6.7, a sealed memfd cannot be mapped through a
+ * descriptor that may write. If that fails, the old descriptor stays, which newer kernels map. */
 static void reopen_read_only(um_block *block) {
     char path[32];
     int fd;
@@ -113,17 +97,12 @@ static void reopen_read_only(um_block *block) {
     }
 }
 
-/* Seals the memory. The kernel refuses to while a writable mapping exists, so the range is unmapped
- * first; its address space stays reserved. */
+/* Seals the memory. The kernel refuses while a writable mapping exists, so the range is unmapped
+ * first, and its address space stays reserved. */
 static um_status seal(um_block *block, um_error *err) {
-    int os_errno = um__os_reserve_at(block->base, block->reserved_nbytes);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, block->requested_nbytes, "mmap");
-    }
-    os_errno = um__os_seal(block->fd, 1);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, block->requested_nbytes, "fcntl");
-    }
+    UM__TRY_OS(um__os_reserve_at(block->base, block->reserved_nbytes), err, block->requested_nbytes,
+               "mmap");
+    UM__TRY_OS(um__os_seal(block->fd, 1), err, block->requested_nbytes, "fcntl");
     reopen_read_only(block);
     block->access = UM_ACCESS_READ;
     UM__TRY(um__block_map_range(block, 0, block->nbytes, block->requested_nbytes, err));
@@ -131,7 +110,7 @@ static um_status seal(um_block *block, um_error *err) {
     return um_block_warm(block, 0, block->nbytes, 1, NULL, err);
 }
 
-/* Copies the bytes; under the guard if they are of a file that others may truncate. */
+/* Copies the bytes; under the guard if another process may truncate their file. */
 static um_status copy_bytes(const um_block *to, const um_block *from, um_error *err) {
     if (from->is_file || from->overlaid != NULL || from->sharing == UM_SHARING_FD) {
         return um_guard_copy(to->base, from->base, from->nbytes, err);
@@ -142,18 +121,11 @@ static um_status copy_bytes(const um_block *to, const um_block *from, um_error *
 
 um_status um_block_copy_sealed(um_block *out, const um_block *block,
                                const um_block_options *options, um_error *err) {
-    if (options->sharing == UM_SHARING_FD) {
-        return um__fail(err, UM_E_INVALID, "sharing: only a memfd can be sealed");
-    }
-    if (options->reserve_nbytes != 0) {
-        return um__fail(err, UM_E_INVALID, "reserve_nbytes: a sealed copy does not grow");
-    }
-    if (options->mirror_nbytes != 0) {
-        return um__fail(err, UM_E_INVALID, "mirror_nbytes: a sealed copy is mapped once");
-    }
-    if (block->nbytes == 0) {
-        return um__fail(err, UM_E_INVALID, "block: nothing is committed at its base");
-    }
+    UM__INVALID_IF(options->sharing == UM_SHARING_FD, err, "sharing: only a memfd can be sealed");
+    UM__INVALID_IF(options->reserve_nbytes != 0, err,
+                   "reserve_nbytes: a sealed copy does not grow");
+    UM__INVALID_IF(options->mirror_nbytes != 0, err, "mirror_nbytes: a sealed copy is mapped once");
+    UM__INVALID_IF(block->nbytes == 0, err, "block: nothing is committed at its base");
     um_block copy;
     um_block_options shared = *options;
     shared.sharing = UM_SHARING_MEMFD;
@@ -167,8 +139,7 @@ um_status um_block_copy_sealed(um_block *out, const um_block *block,
         status = seal(&copy, err);
     }
     if (status != UM_OK) {
-        /* The caller hears of the first failure. A copy that cannot be unmapped stays in the
-         * ledger. */
+        /* The first failure counts. A copy that cannot be unmapped stays in the ledger. */
         um_status unmapped = um_block_unmap(&copy, NULL);
         (void)unmapped;
         return status;

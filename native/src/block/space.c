@@ -24,19 +24,15 @@ size_t um_huge_page_bytes(void) {
 um_status um__space_reserve(um__space *out, size_t nbytes, size_t align, size_t phase, size_t asked,
                             um_error *err) {
     size_t page = um__os_page_bytes(), reserved_nbytes;
-    if (!um__add(nbytes, align + 2 * page, &reserved_nbytes)) {
-        return um__fail(err, UM_E_INVALID, "nbytes");
-    }
+    UM__INVALID_IF(!um__add(nbytes, align + 2 * page, &reserved_nbytes), err, "nbytes");
     void *reserved;
-    int os_errno = um__os_reserve(reserved_nbytes, &reserved);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, asked, "mmap");
-    }
+    UM__TRY_OS(um__os_reserve(reserved_nbytes, &reserved), err, asked, "mmap");
     /* The reservation is larger than needed, so that the data can be aligned inside it. The rest
      * goes back. */
     uintptr_t start = (uintptr_t)reserved, end = start + reserved_nbytes;
     uintptr_t data = ((start + page - phase + align - 1) & ~(uintptr_t)(align - 1)) + phase;
     uintptr_t map_base = data - page, map_end = data + nbytes + page;
+    int os_errno = 0;
     if (map_base > start) {
         os_errno = um__os_unmap(reserved, map_base - start);
         start = os_errno == 0 ? map_base : start;

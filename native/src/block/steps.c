@@ -1,7 +1,7 @@
 /* The steps of a block: a bit for each one that is committed, and for each one that is a file's.
  *
- * One thread changes them, while others walk them. So words are read and written whole, and bits
- * that a block once has it keeps, also when no gap is left. */
+ * One thread changes them while others walk them. So words are read and written whole, and a block
+ * keeps its bits even when no gap is left. */
 #include "block/steps.h"
 
 #include "base/sizes.h"
@@ -46,8 +46,7 @@ static size_t find_bit(const uint64_t *words, size_t from, size_t end, bool set)
     return end;
 }
 
-/* Returns the first step in [from, end) that is committed, or that is not; `end` if there is
- * none. */
+/* Returns the first step in [from, end) that is committed, or is not; `end` if there is none. */
 static size_t find_step(const um_block *block, size_t from, size_t end, bool committed) {
     const uint64_t *bits = committed_bits(block);
     if (bits != NULL) {
@@ -60,10 +59,7 @@ static size_t find_step(const um_block *block, size_t from, size_t end, bool com
 
 bool um__block_next_run(const um_block *block, size_t from, size_t end, bool committed,
                         um__run *out) {
-    if (from >= end) {
-        return false;
-    }
-    size_t first = find_step(block, from, end, committed);
+    size_t first = from < end ? find_step(block, from, end, committed) : end;
     if (first == end) {
         return false;
     }
@@ -86,16 +82,23 @@ bool um__block_next_overlay(const um_block *block, size_t from, size_t end, bool
     return true;
 }
 
+um_status um__block_check_range(const um_block *block, size_t offset, size_t nbytes, bool committed,
+                                size_t *out_end, um_error *err) {
+    size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
+    UM__INVALID_IF(!um__add(offset, nbytes, out_end) || *out_end > limit, err,
+                   "the range is outside the block");
+    UM__INVALID_IF(committed && !um_block_is_committed(block, offset, nbytes), err,
+                   "the range is not committed");
+    return UM_OK;
+}
+
 int um_block_is_committed(const um_block *block, size_t offset, size_t nbytes) {
     size_t end = 0, step = block->step_nbytes;
-    if (!um__add(offset, nbytes, &end)) {
+    if (um__block_check_range(block, offset, nbytes, false, &end, NULL) != UM_OK) {
         return 0;
     }
-    if (block->is_file) {
-        return end <= block->nbytes;
-    }
-    if (nbytes == 0 || end > block->reserved_nbytes) {
-        return end <= block->reserved_nbytes;
+    if (block->is_file || nbytes == 0) {
+        return 1;
     }
     size_t end_step = (end - 1) / step + 1;
     return find_step(block, offset / step, end_step, false) == end_step;

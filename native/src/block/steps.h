@@ -13,16 +13,18 @@ typedef struct um__run {
     size_t first, end;
 } um__run;
 
-/* Returns how many steps the block reserves. */
 size_t um__block_n_steps(const um_block *block);
 /* Returns how much is committed now, while another thread may be changing it. */
 size_t um__block_committed_nbytes(const um_block *block);
-/* Finds the first run in [from, end) whose steps are all committed, or all not committed. Returns
- * false if there is none. */
+/* Checks that the block has the range, and with `committed` that all of it is committed. *out_end is
+ * its end. errors: UM_E_INVALID. */
+UM_CHECKED um_status um__block_check_range(const um_block *block, size_t offset, size_t nbytes,
+                                           bool committed, size_t *out_end, um_error *err);
+/* Finds the first run in [from, end) whose steps are all committed, or all not. Returns false if
+ * there is no such run. */
 bool um__block_next_run(const um_block *block, size_t from, size_t end, bool committed,
                         um__run *out);
-/* Finds the first run in [from, end) whose steps are all a file's (um_block_overlay), or all not.
- */
+/* Does so for steps that are a file's (um_block_overlay), or not. */
 bool um__block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
                             um__run *out);
 
@@ -38,12 +40,12 @@ typedef struct um__steps_change {
     uint64_t *words; /* the bits as they are; NULL if the block needs none after the change */
 } um__steps_change;
 
-/* Prepares the change of a range to committed or not committed. errors: UM_E_NOMEM. */
+/* Prepares to commit a range, or to release it. errors: UM_E_NOMEM. */
 UM_CHECKED um_status um__steps_begin(const um_block *block, um__run range, bool committed,
                                      um__steps_change *out, um_error *err);
 /* Drops a change whose memory stayed as it was. */
 void um__steps_abandon(const um_block *block, const um__steps_change *change);
-/* Records in the block, and in the ledger, that the range has changed. */
+/* Records the change in the block and in the ledger. */
 void um__steps_finish(um_block *block, const um__steps_change *change, bool committed);
 
 #endif

@@ -1,4 +1,4 @@
-/* Warming: bringing pages into RAM before anybody waits for them. */
+/* Warming: bringing pages into RAM before they are used. */
 #include "base/sizes.h"
 #include "base/status.h"
 #include "block/space.h"
@@ -16,7 +16,7 @@ enum { WARM_STEP_BYTES = 16 << 20 };
 /* What the threads of one call share. */
 typedef struct warming {
     um__os_advice advice;
-    _Atomic int os_errno; /* of the first thread that failed; the others stop then */
+    _Atomic int os_errno; /* of the first thread that failed, which stops the others */
 } warming;
 
 typedef struct warm_part {
@@ -27,8 +27,7 @@ typedef struct warm_part {
     um__os_thread thread;
 } warm_part;
 
-/* Populates in steps, so that a signal, a full system or the failure of another thread is noticed
- * between them. */
+/* Populates in steps, between which it notices a signal, a full system or a failed thread. */
 static void warm_run(const warm_part *part) {
     warming *shared = part->shared;
     for (size_t done = 0; done < part->nbytes && atomic_load(&shared->os_errno) == 0;) {
@@ -49,7 +48,7 @@ static void *thread_run(void *arg) {
     return NULL;
 }
 
-/* Starts a thread for each part, and waits for all that were started. Returns 0, or the errno of
+/* Starts a thread for each part, and waits for those that were started. Returns 0, or the errno of
  * the thread that could not be started. */
 static int run_threads(warm_part *parts, unsigned n_parts) {
     unsigned n_started = 0;
@@ -88,23 +87,20 @@ static um_status fail_populate(const um_block *block, bool is_file, int os_errno
 }
 
 static bool is_read_only(const um_block *block) {
-    bool is_others = block->is_file != 0 || block->sharing != UM_SHARING_NONE;
-    return is_others && block->access == UM_ACCESS_READ;
+    bool has_file = block->is_file != 0 || block->sharing != UM_SHARING_NONE;
+    return has_file && block->access == UM_ACCESS_READ;
 }
 
 /* Warms whole pages, which are all a file's or all not. */
 static um_status warm_range(const um_block *block, bool is_file, bool writes, size_t first,
                             size_t last, const um__cpus *cpus, um_error *err) {
-    /* Parts meet at borders of huge pages: two threads that fill one huge page together get small
-     * pages. */
+    /* Parts meet at borders of huge pages: two threads that fill one huge page get small pages. They
+     * are counted from the border below the first byte, so that none has no thread. */
     size_t page = um__os_page_bytes();
     size_t align = block->step_nbytes > page ? block->step_nbytes : page;
-    /* Counted from the border below the first byte, so that there are never more parts than
-     * threads. */
     size_t share = ((last - first / align * align) / cpus->n_threads / align + 1) * align;
 
-    /* Writing copies the pages of a file that is mapped for itself, and has shared ones written to
-     * the disk. */
+    /* Writing would copy the pages of a privately mapped file, and write back shared ones. */
     bool reads = is_file ? !writes : is_read_only(block);
     warming shared = {.advice = reads ? UM__OS_POPULATE_READ : UM__OS_POPULATE_WRITE};
     warm_part parts[UM__MAX_THREADS];
@@ -118,15 +114,11 @@ static um_status warm_range(const um_block *block, bool is_file, bool writes, si
                                      .cpu = um__cpus_at(cpus, n_parts)};
         at = part_end;
     }
-    /* The calling thread works on a single part itself, unless the part needs pinning: the caller's
-     * affinity is not ours to change. */
+    /* The caller works on a single part itself, unless that would change its affinity. */
     if (n_parts == 1 && (cpus->chosen == NULL || parts[0].cpu < 0)) {
         warm_run(&parts[0]);
     } else {
-        int os_errno = run_threads(parts, n_parts);
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, last - first, "pthread_create");
-        }
+        UM__TRY_OS(run_threads(parts, n_parts), err, last - first, "pthread_create");
     }
     int os_errno = atomic_load(&shared.os_errno);
     return os_errno == 0 ? UM_OK : fail_populate(block, is_file, os_errno, last, last - first, err);
@@ -135,17 +127,11 @@ static um_status warm_range(const um_block *block, bool is_file, bool writes, si
 static um_status warm(um_block *block, bool writes, size_t offset, size_t nbytes,
                       unsigned n_threads, const int *chosen_cpus, um_error *err) {
     size_t end, page = um__os_page_bytes();
-    size_t limit = block->is_file ? block->nbytes : block->reserved_nbytes;
-    if (!um__add(offset, nbytes, &end) || end > limit) {
-        return um__fail(err, UM_E_INVALID, "the range is outside the block");
-    }
     um__cpus cpus;
+    UM__TRY(um__block_check_range(block, offset, nbytes, true, &end, err));
     UM__TRY(um__cpus_init(&cpus, n_threads, chosen_cpus, err));
     if (nbytes == 0) {
         return UM_OK;
-    }
-    if (!um_block_is_committed(block, offset, nbytes)) {
-        return um__fail(err, UM_E_INVALID, "the range is not committed");
     }
     if (n_threads > 1) {
         um__cpus_allow(&cpus);
@@ -171,8 +157,6 @@ um_status um_block_warm(um_block *block, size_t offset, size_t nbytes, unsigned 
 
 um_status um_block_warm_to_write(um_block *block, size_t offset, size_t nbytes, unsigned n_threads,
                                  const int *cpus, um_error *err) {
-    if (is_read_only(block)) {
-        return um__fail(err, UM_E_INVALID, "the block is read-only");
-    }
+    UM__INVALID_IF(is_read_only(block), err, "the block is read-only");
     return warm(block, true, offset, nbytes, n_threads, cpus, err);
 }

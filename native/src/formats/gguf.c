@@ -80,13 +80,10 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
 /* Checks that the next n bytes are in hand. If the file does not have them, the field at `field`
  * breaks the rule. */
 static um_status need(const reader *r, uint64_t n, const char *rule, uint64_t field) {
-    if (n > r->file_nbytes - r->at) {
-        return um__fail_format(r->err, rule, field);
-    }
+    UM__BREAKS_IF(n > r->file_nbytes - r->at, r->err, rule, field);
     /* Without this, a large sparse file would be read into memory as a whole. */
-    if (n > HEADER_NBYTES_MAX - r->at) {
-        return um__fail_format(r->err, "the header is longer than 256 MiB", field);
-    }
+    UM__BREAKS_IF(n > HEADER_NBYTES_MAX - r->at, r->err, "the header is longer than 256 MiB",
+                  field);
     if (n > r->nbytes - r->at) {
         uint64_t limit = min_u64(r->file_nbytes, HEADER_NBYTES_MAX);
         uint64_t asked = max_u64(r->nbytes * 2, SECOND_PIECE_NBYTES);
@@ -144,9 +141,7 @@ static um_status read_string(reader *r, uint64_t most, const char *too_long, uin
                              uint64_t *out_nbytes) {
     uint64_t field = r->at;
     UM__TRY(read_u64(r, out_nbytes));
-    if (*out_nbytes > most) {
-        return um__fail_format(r->err, too_long, field);
-    }
+    UM__BREAKS_IF(*out_nbytes > most, r->err, too_long, field);
     UM__TRY(need(r, *out_nbytes, string_too_long, field));
     *out_offset = r->at;
     r->at += *out_nbytes;
@@ -168,9 +163,8 @@ static const name_rules tensor_name_rules = {"a tensor's name is longer than 655
 static um_status read_name(reader *r, const name_rules *rules, uint64_t *out_offset,
                            uint64_t *out_nbytes) {
     UM__TRY(read_string(r, NAME_NBYTES_MAX, rules->too_long, out_offset, out_nbytes));
-    if (um__utf8_nbytes(r->bytes + *out_offset, *out_nbytes) != *out_nbytes) {
-        return um__fail_format(r->err, rules->not_utf8, *out_offset);
-    }
+    UM__BREAKS_IF(um__utf8_nbytes(r->bytes + *out_offset, *out_nbytes) != *out_nbytes, r->err,
+                  rules->not_utf8, *out_offset);
     return UM_OK;
 }
 
@@ -228,9 +222,7 @@ static um_status read_type(reader *r, um_gguf_type *out) {
     uint64_t field = r->at;
     uint32_t type;
     UM__TRY(read_u32(r, &type));
-    if (type >= UM_GGUF_TYPE_COUNT) {
-        return um__fail_format(r->err, "unknown type of metadata", field);
-    }
+    UM__BREAKS_IF(type >= UM_GGUF_TYPE_COUNT, r->err, "unknown type of metadata", field);
     *out = (um_gguf_type)type;
     return UM_OK;
 }
@@ -238,15 +230,12 @@ static um_status read_type(reader *r, um_gguf_type *out) {
 /* Skips n values of a fixed size; `field` is the place of the count n. */
 static um_status pass_fixed(reader *r, um_gguf_type type, uint64_t n, uint64_t field) {
     uint64_t nbytes;
-    if (__builtin_mul_overflow(n, value_nbytes(type), &nbytes)) {
-        return um__fail_format(r->err, array_too_long, field);
-    }
+    UM__BREAKS_IF(__builtin_mul_overflow(n, value_nbytes(type), &nbytes), r->err, array_too_long,
+                  field);
     UM__TRY(need(r, nbytes, array_too_long, field));
     if (type == UM_GGUF_BOOL) {
         for (uint64_t i = r->at; i < r->at + nbytes; i++) {
-            if (r->bytes[i] > 1) {
-                return um__fail_format(r->err, "a bool is neither 0 nor 1", i);
-            }
+            UM__BREAKS_IF(r->bytes[i] > 1, r->err, "a bool is neither 0 nor 1", i);
         }
     }
     r->at += nbytes;
@@ -284,9 +273,7 @@ typedef struct array_head {
 static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     uint64_t field = r->at;
     UM__TRY(read_type(r, &out->item_type));
-    if (depth == ARRAY_DEPTH_MAX) {
-        return um__fail_format(r->err, "arrays are nested deeper than 16", field);
-    }
+    UM__BREAKS_IF(depth == ARRAY_DEPTH_MAX, r->err, "arrays are nested deeper than 16", field);
     field = r->at;
     UM__TRY(read_u64(r, &out->n));
     out->first = r->at;
@@ -335,15 +322,11 @@ static um_status read_alignment(const reader *r, const um_gguf_kv *kv, uint64_t 
         memcmp(r->bytes + kv->key_offset, key, sizeof(key) - 1) != 0) {
         return UM_OK;
     }
-    if (kv->type != UM_GGUF_UINT32) {
-        return um__fail_format(r->err, "general.alignment is not a UINT32",
-                               kv->key_offset + kv->key_nbytes);
-    }
+    UM__BREAKS_IF(kv->type != UM_GGUF_UINT32, r->err, "general.alignment is not a UINT32",
+                  kv->key_offset + kv->key_nbytes);
     uint32_t alignment = load_u32(r->bytes + kv->value_offset);
-    if (!um__is_power_of_two(alignment) || alignment < ALIGNMENT_MIN) {
-        return um__fail_format(r->err, "general.alignment is not a power of two of at least 8",
-                               kv->value_offset);
-    }
+    UM__BREAKS_IF(!um__is_power_of_two(alignment) || alignment < ALIGNMENT_MIN, r->err,
+                  "general.alignment is not a power of two of at least 8", kv->value_offset);
     *out = alignment;
     return UM_OK;
 }
@@ -382,18 +365,17 @@ static um_status read_dims(reader *r, um_gguf_tensor *out) {
     /* A dimension of 0 makes an empty tensor, but must not hide that the others overflow. */
     uint64_t n_values = 1;
     UM__TRY(read_u32(r, &out->n_dims));
-    if (out->n_dims > UM_GGUF_MAX_DIMS) {
-        return um__fail_format(r->err, "a tensor has more than 4 dimensions", dims_field(out));
-    }
+    UM__BREAKS_IF(out->n_dims > UM_GGUF_MAX_DIMS, r->err, "a tensor has more than 4 dimensions",
+                  dims_field(out));
     for (uint32_t i = 0; i < UM_GGUF_MAX_DIMS; i++) {
         out->ne[i] = 1;
         if (i < out->n_dims) {
             UM__TRY(read_u64(r, &out->ne[i]));
         }
-        if (__builtin_mul_overflow(n_values, out->ne[i] == 0 ? 1 : out->ne[i], &n_values) ||
-            n_values > INT64_MAX) {
-            return um__fail_format(r->err, "a tensor's dimensions overflow", ne_field(out, i));
-        }
+        UM__BREAKS_IF(
+            __builtin_mul_overflow(n_values, out->ne[i] == 0 ? 1 : out->ne[i], &n_values) ||
+                n_values > INT64_MAX,
+            r->err, "a tensor's dimensions overflow", ne_field(out, i));
     }
     return UM_OK;
 }
@@ -405,17 +387,15 @@ static um_status check_type(const reader *r, um_gguf_tensor *t) {
                                                     : "unknown type of a tensor";
         return um__fail_format(r->err, rule, type_field(t));
     }
-    if (t->ne[0] % type->block_values != 0) {
-        return um__fail_format(r->err, "a tensor's rows are not whole blocks of its type",
-                               t->n_dims == 0 ? dims_field(t) : ne_field(t, 0));
-    }
+    UM__BREAKS_IF(t->ne[0] % type->block_values != 0, r->err,
+                  "a tensor's rows are not whole blocks of its type",
+                  t->n_dims == 0 ? dims_field(t) : ne_field(t, 0));
     t->nbytes = t->ne[0] / type->block_values;
     for (uint32_t i = 1; i < UM_GGUF_MAX_DIMS; i++) {
         t->nbytes *= t->ne[i];
     }
-    if (__builtin_mul_overflow(t->nbytes, (uint64_t)type->block_bytes, &t->nbytes)) {
-        return um__fail_format(r->err, "a tensor's dimensions overflow", ne_field(t, 0));
-    }
+    UM__BREAKS_IF(__builtin_mul_overflow(t->nbytes, (uint64_t)type->block_bytes, &t->nbytes),
+                  r->err, "a tensor's dimensions overflow", ne_field(t, 0));
     return UM_OK;
 }
 
@@ -430,13 +410,10 @@ static um_status read_tensor(reader *r, um_gguf_tensor *out) {
 /* Turns the offset, which counts from the data, into one of the file. */
 static um_status place_tensor(const reader *r, const um_gguf *gguf, um_gguf_tensor *t) {
     uint64_t room = r->file_nbytes - min_u64(gguf->data_offset, r->file_nbytes);
-    if (t->offset % gguf->alignment != 0) {
-        return um__fail_format(r->err, "a tensor's offset is not a multiple of the alignment",
-                               offset_field(t));
-    }
-    if (t->offset > room || t->nbytes > room - t->offset) {
-        return um__fail_format(r->err, "a tensor passes the end of the file", offset_field(t));
-    }
+    UM__BREAKS_IF(t->offset % gguf->alignment != 0, r->err,
+                  "a tensor's offset is not a multiple of the alignment", offset_field(t));
+    UM__BREAKS_IF(t->offset > room || t->nbytes > room - t->offset, r->err,
+                  "a tensor passes the end of the file", offset_field(t));
     t->offset += gguf->data_offset;
     return UM_OK;
 }
@@ -511,18 +488,16 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
 static um_status read_head(reader *r, um_gguf *gguf) {
     uint32_t magic;
     UM__TRY(read_u32(r, &magic));
-    if (memcmp(&magic, "GGUF", sizeof(magic)) != 0) {
-        return um__fail_format(r->err, "the file does not begin with GGUF", 0);
-    }
+    UM__BREAKS_IF(memcmp(&magic, "GGUF", sizeof(magic)) != 0, r->err,
+                  "the file does not begin with GGUF", 0);
     uint64_t version_field = r->at;
     UM__TRY(read_u32(r, &gguf->version));
     if (gguf->version != 0 && (gguf->version & 0xffff) == 0) {
         return um__fail_format(r->err, "the file is big-endian; only little-endian files are read",
                                version_field);
     }
-    if (gguf->version != 2 && gguf->version != 3) {
-        return um__fail_format(r->err, "the version is not 2 or 3", version_field);
-    }
+    UM__BREAKS_IF(gguf->version != 2 && gguf->version != 3, r->err, "the version is not 2 or 3",
+                  version_field);
     uint64_t n_tensors_field = r->at;
     UM__TRY(read_u64(r, &gguf->n_tensors));
     uint64_t n_kv_field = r->at;
@@ -541,9 +516,7 @@ static um_status read_all(reader *r, um_gguf *gguf) {
 
 um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes, uint64_t file_nbytes,
                         um_error *err) {
-    if (nbytes > file_nbytes) {
-        return um__fail(err, UM_E_INVALID, "more bytes than the file has");
-    }
+    UM__INVALID_IF(nbytes > file_nbytes, err, "more bytes than the file has");
     reader r = {bytes, min_u64(nbytes, HEADER_NBYTES_MAX), file_nbytes, 0, err};
     um_gguf gguf = {.alignment = ALIGNMENT_DEFAULT};
     um_status status = read_all(&r, &gguf);

@@ -112,9 +112,7 @@ static unsigned char peek(reader *r) {
 }
 
 static um_status pass(reader *r, unsigned char c) {
-    if (peek(r) != c) {
-        return fail(r, not_json, r->at);
-    }
+    UM__BREAKS_IF(peek(r) != c, r->err, not_json, r->at);
     r->at++;
     return UM_OK;
 }
@@ -202,12 +200,10 @@ static um_status read_string(reader *r, um_safetensors_text *out) {
         if (c == '\\') {
             unsigned nbytes;
             uint32_t code = read_escape(r->bytes + r->at, r->bytes + r->end, &nbytes);
-            if (code >= NO_ESCAPE) {
-                return fail(r,
-                            code == NO_ESCAPE ? "a string has an escape that JSON does not know"
-                                              : "a string has half of a surrogate pair",
-                            r->at);
-            }
+            UM__BREAKS_IF(code >= NO_ESCAPE, r->err,
+                          code == NO_ESCAPE ? "a string has an escape that JSON does not know"
+                                            : "a string has half of a surrogate pair",
+                          r->at);
             r->at += nbytes;
         } else if (c < 0x20) {
             return fail(r, r->at < r->end ? "a string has a control character" : not_json, r->at);
@@ -371,10 +367,9 @@ static um_status read_integer(reader *r, uint64_t *out) {
                !__builtin_add_overflow(*out, (uint64_t)(r->bytes[r->at] - '0'), out);
     }
     unsigned char next = r->at < r->end ? r->bytes[r->at] : 0;
-    if ((r->bytes[field] == '0' && r->at - field > 1) || next == '.' || next == 'e' ||
-        next == 'E') {
-        return fail(r, not_an_integer, field);
-    }
+    UM__BREAKS_IF((r->bytes[field] == '0' && r->at - field > 1) || next == '.' || next == 'e' ||
+                      next == 'E',
+                  r->err, not_an_integer, field);
     return fits ? UM_OK : fail(r, "a dimension or offset has more than 64 bits", field);
 }
 
@@ -404,9 +399,8 @@ static um_status read_shape(reader *r, um_safetensors *st, um_safetensors_tensor
         peek(r);
         field = r->at;
         UM__TRY(read_integer(r, &dim));
-        if (t->n_dims == UM_SAFETENSORS_MAX_DIMS) {
-            return fail(r, "a tensor has more than 64 dimensions", field);
-        }
+        UM__BREAKS_IF(t->n_dims == UM_SAFETENSORS_MAX_DIMS, r->err,
+                      "a tensor has more than 64 dimensions", field);
         void *rows = grow(r, st->dims, st->n_dims, sizeof(*st->dims));
         if (rows == NULL) {
             return UM_E_NOMEM;
@@ -425,9 +419,7 @@ static um_status read_data_offsets(reader *r, entry *e) {
         if (!more) {
             break;
         }
-        if (n == 2) {
-            return fail(r, rule, field);
-        }
+        UM__BREAKS_IF(n == 2, r->err, rule, field);
         UM__TRY(read_integer(r, &numbers[n]));
     }
     e->begin = numbers[0];
@@ -445,24 +437,18 @@ static um_status place_tensor(const reader *r, const um_safetensors *st, const e
     for (uint32_t i = 0; i < t->n_dims; i++) {
         uint64_t dim = st->dims[t->first_dim + i];
         is_empty = is_empty || dim == 0;
-        if (__builtin_mul_overflow(n_bits, dim == 0 ? 1 : dim, &n_bits)) {
-            return fail(r, "a tensor's dimensions overflow", e->fields[SHAPE]);
-        }
+        UM__BREAKS_IF(__builtin_mul_overflow(n_bits, dim == 0 ? 1 : dim, &n_bits), r->err,
+                      "a tensor's dimensions overflow", e->fields[SHAPE]);
     }
-    if (!is_empty && n_bits % 8 != 0) {
-        return fail(r, "a tensor's values are not whole bytes", e->fields[SHAPE]);
-    }
+    UM__BREAKS_IF(!is_empty && n_bits % 8 != 0, r->err, "a tensor's values are not whole bytes",
+                  e->fields[SHAPE]);
     t->nbytes = is_empty ? 0 : n_bits / 8;
     t->place = (uint32_t)e->fields[DATA_OFFSETS];
-    if (e->begin > e->end) {
-        return fail(r, "a tensor ends before it begins", t->place);
-    }
-    if (e->end - e->begin != t->nbytes) {
-        return fail(r, "a tensor has not the bytes of its shape and dtype", t->place);
-    }
-    if (e->end > r->file_nbytes - st->header_nbytes) {
-        return fail(r, "a tensor passes the end of the file", t->place);
-    }
+    UM__BREAKS_IF(e->begin > e->end, r->err, "a tensor ends before it begins", t->place);
+    UM__BREAKS_IF(e->end - e->begin != t->nbytes, r->err,
+                  "a tensor has not the bytes of its shape and dtype", t->place);
+    UM__BREAKS_IF(e->end > r->file_nbytes - st->header_nbytes, r->err,
+                  "a tensor passes the end of the file", t->place);
     t->offset = st->header_nbytes + e->begin;
     return UM_OK;
 }
@@ -487,12 +473,10 @@ static um_status read_tensor(reader *r, um_safetensors *st, um_safetensors_text 
         while (which < N_FIELDS && !text_is(r, key, names[which])) {
             which++;
         }
-        if (which == N_FIELDS) {
-            return fail(r, "a tensor has a field that the format does not know", quote_of(key));
-        }
-        if (e.fields[which] != 0) {
-            return fail(r, "a field of a tensor occurs twice", quote_of(key));
-        }
+        UM__BREAKS_IF(which == N_FIELDS, r->err,
+                      "a tensor has a field that the format does not know", quote_of(key));
+        UM__BREAKS_IF(e.fields[which] != 0, r->err, "a field of a tensor occurs twice",
+                      quote_of(key));
         peek(r);
         e.fields[which] = r->at;
         UM__TRY(which == DTYPE   ? read_dtype(r, &t)
@@ -500,9 +484,7 @@ static um_status read_tensor(reader *r, um_safetensors *st, um_safetensors_text 
                                  : read_data_offsets(r, &e));
     }
     for (int i = 0; i < N_FIELDS; i++) {
-        if (e.fields[i] == 0) {
-            return fail(r, missing[i], field);
-        }
+        UM__BREAKS_IF(e.fields[i] == 0, r->err, missing[i], field);
     }
     UM__TRY(place_tensor(r, st, &e, &t));
     void *rows = grow(r, st->tensors, st->n_tensors, sizeof(*st->tensors));
@@ -535,12 +517,10 @@ static um_status check_data_covered(const reader *r, const um_safetensors *st,
     uint64_t end = st->header_nbytes;
     for (uint64_t i = 0; i < st->n_tensors; i++) {
         const um_safetensors_tensor *t = order[i];
-        if (t->offset != end) {
-            return fail(r,
-                        t->offset < end ? "two tensors overlap"
-                                        : "the bytes before a tensor are no tensor's",
-                        t->place);
-        }
+        UM__BREAKS_IF(t->offset != end, r->err,
+                      t->offset < end ? "two tensors overlap"
+                                      : "the bytes before a tensor are no tensor's",
+                      t->place);
         end += t->nbytes;
     }
     return end == r->file_nbytes ? UM_OK : fail(r, "the file goes on behind its tensors", end);
@@ -573,21 +553,16 @@ static um_status read_head(reader *r, um_safetensors *st) {
     if (r->file_nbytes < limit) {
         limit = r->file_nbytes;
     }
-    if (limit < LENGTH_NBYTES) {
-        return fail(r, truncated, 0);
-    }
+    UM__BREAKS_IF(limit < LENGTH_NBYTES, r->err, truncated, 0);
     if (r->end < LENGTH_NBYTES) {
         return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, LENGTH_NBYTES,
                              "bytes of the header");
     }
     memcpy(&json_nbytes, r->bytes, LENGTH_NBYTES);
-    if (json_nbytes > JSON_NBYTES_MAX) {
-        return fail(r, "the header is longer than 100000000 bytes", 0);
-    }
+    UM__BREAKS_IF(json_nbytes > JSON_NBYTES_MAX, r->err,
+                  "the header is longer than 100000000 bytes", 0);
     st->header_nbytes = LENGTH_NBYTES + json_nbytes;
-    if (st->header_nbytes > r->file_nbytes) {
-        return fail(r, truncated, 0);
-    }
+    UM__BREAKS_IF(st->header_nbytes > r->file_nbytes, r->err, truncated, 0);
     if (st->header_nbytes > r->end) {
         return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
                              "bytes of the header");
@@ -636,9 +611,7 @@ static um_status read_all(reader *r, um_safetensors *st) {
 
 um_status um_safetensors_parse(um_safetensors *out, const void *bytes, size_t nbytes,
                                uint64_t file_nbytes, um_error *err) {
-    if (nbytes > file_nbytes) {
-        return um__fail(err, UM_E_INVALID, "more bytes than the file has");
-    }
+    UM__INVALID_IF(nbytes > file_nbytes, err, "more bytes than the file has");
     reader r = {.bytes = bytes, .end = nbytes, .file_nbytes = file_nbytes, .err = err};
     um_safetensors st = {0};
     um_status status = read_all(&r, &st);

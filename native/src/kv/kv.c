@@ -33,26 +33,17 @@ um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out, um_error *
     um_dtype type = type_of(spec, v);
     uint32_t head_dim = head_dim_of(spec, v);
     size_t values = um_dtype_block_values(type), row;
-    if (values == 0) {
-        return um__fail(err, UM_E_INVALID, "type");
-    }
-    if (spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->head_dim == 0 || spec->batch == 0 ||
-        spec->max_seq_len == 0) {
-        return um__fail(err, UM_E_INVALID, DIMS);
-    }
-    if (spec->window > spec->max_seq_len) {
-        return um__fail(err, UM_E_INVALID, "window is above max_seq_len");
-    }
-    if (head_dim % values != 0) {
-        return um__fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
-    }
-    if (spec->rotate != 0 && um_rotation_block(head_dim, v) == 0) {
-        return um__fail(err, UM_E_INVALID, "rotate: head_dim is not a multiple of 64");
-    }
-    if (!um__mul(spec->n_kv_heads, head_dim / values, &row) ||
-        !um__mul(row, um_dtype_block_bytes(type), &row)) {
-        return um__fail(err, UM_E_INVALID, DIMS);
-    }
+    UM__INVALID_IF(values == 0, err, "type");
+    UM__INVALID_IF(spec->n_layers == 0 || spec->n_kv_heads == 0 || spec->head_dim == 0 ||
+                       spec->batch == 0 || spec->max_seq_len == 0,
+                   err, DIMS);
+    UM__INVALID_IF(spec->window > spec->max_seq_len, err, "window is above max_seq_len");
+    UM__INVALID_IF(head_dim % values != 0, err, "head_dim is not a multiple of the type's blocks");
+    UM__INVALID_IF(spec->rotate != 0 && um_rotation_block(head_dim, v) == 0, err,
+                   "rotate: head_dim is not a multiple of 64");
+    UM__INVALID_IF(!um__mul(spec->n_kv_heads, head_dim / values, &row) ||
+                       !um__mul(row, um_dtype_block_bytes(type), &row),
+                   err, DIMS);
     *out = row;
     return UM_OK;
 }
@@ -67,15 +58,12 @@ um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err
     size_t row, lane, lanes[2];
     for (int v = 0; v < 2; v++) {
         UM__TRY(um_kv_row_bytes(spec, v, &row, err));
-        if (!um__mul(row, (size_t)spec->max_seq_len, &lane) ||
-            !um__round_up(lane, LANE_ALIGN, &lane) || !mul_lanes(spec, lane, &lanes[v]) ||
-            lanes[v] > PTRDIFF_MAX) {
-            return um__fail(err, UM_E_INVALID, DIMS);
-        }
+        UM__INVALID_IF(!um__mul(row, (size_t)spec->max_seq_len, &lane) ||
+                           !um__round_up(lane, LANE_ALIGN, &lane) ||
+                           !mul_lanes(spec, lane, &lanes[v]) || lanes[v] > PTRDIFF_MAX,
+                       err, DIMS);
     }
-    if (lanes[0] + lanes[1] > PTRDIFF_MAX) {
-        return um__fail(err, UM_E_INVALID, DIMS);
-    }
+    UM__INVALID_IF(lanes[0] + lanes[1] > PTRDIFF_MAX, err, DIMS);
     *out = lanes[0] + lanes[1];
     return UM_OK;
 }
@@ -84,20 +72,17 @@ um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err
 static um_status check_lanes(const um_kv_spec *spec, const um_kv_storage *storage, size_t row,
                              size_t stride, um_error *err) {
     size_t lane, total;
-    if (storage->base == NULL || (uintptr_t)storage->base % LANE_ALIGN != 0 ||
-        stride % LANE_ALIGN != 0) {
-        return um__fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
-    }
-    if (storage->usable_rows > storage->n_rows || storage->n_rows > SIZE_MAX / 2 ||
-        storage->n_rows < (spec->window != 0 ? spec->window : 1) ||
-        (spec->window != 0 && storage->usable_rows != storage->n_rows)) {
-        return um__fail(err, UM_E_INVALID, "rows of the storage");
-    }
+    UM__INVALID_IF(storage->base == NULL || (uintptr_t)storage->base % LANE_ALIGN != 0 ||
+                       stride % LANE_ALIGN != 0,
+                   err, "storage is not aligned to 64 bytes");
+    UM__INVALID_IF(storage->usable_rows > storage->n_rows || storage->n_rows > SIZE_MAX / 2 ||
+                       storage->n_rows < (spec->window != 0 ? spec->window : 1) ||
+                       (spec->window != 0 && storage->usable_rows != storage->n_rows),
+                   err, "rows of the storage");
     size_t n_mapped = (size_t)storage->n_rows * (spec->window != 0 ? 2 : 1);
-    if (!um__mul(row, n_mapped, &lane) || lane > stride || !mul_lanes(spec, stride, &total) ||
-        total > SIZE_MAX / 2) {
-        return um__fail(err, UM_E_INVALID, "lane_stride has no room for the rows");
-    }
+    UM__INVALID_IF(!um__mul(row, n_mapped, &lane) || lane > stride ||
+                       !mul_lanes(spec, stride, &total) || total > SIZE_MAX / 2,
+                   err, "lane_stride has no room for the rows");
     return UM_OK;
 }
 
@@ -361,9 +346,7 @@ static uint64_t n_skipped(const um_kv *kv, uint64_t n) {
 
 um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n, uint64_t *out_row,
                              um_error *err) {
-    if (layer >= kv->spec.n_layers) {
-        return um__fail(err, UM_E_INVALID, "layer");
-    }
+    UM__INVALID_IF(layer >= kv->spec.n_layers, err, "layer");
     uint64_t end = end_of(kv, layer);
     UM__TRY(check_not_reserved(kv, err));
     UM__TRY(check_room(kv, end, n, err));
@@ -377,9 +360,7 @@ void um_kv_append_end(um_kv *kv, uint32_t layer, uint64_t n) {
 
 um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
                        um_kv_order order, uint64_t n, um_error *err) {
-    if (order != UM_KV_HEAD_MAJOR && order != UM_KV_TOKEN_MAJOR) {
-        return um__fail(err, UM_E_INVALID, "order");
-    }
+    UM__INVALID_IF(order != UM_KV_HEAD_MAJOR && order != UM_KV_TOKEN_MAJOR, err, "order");
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
     UM__TRY(check_types(kv, type, err));
     UM__TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
@@ -414,9 +395,7 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
 }
 
 um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err) {
-    if (n == 0) {
-        return um__fail(err, UM_E_INVALID, "n is 0");
-    }
+    UM__INVALID_IF(n == 0, err, "n is 0");
     UM__TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0);
     if (is_ring(kv) && n > kv->n_rows) {
@@ -436,9 +415,7 @@ um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     if (reserved == 0) {
         return um__fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved");
     }
-    if (n > reserved) {
-        return um__fail(err, UM_E_INVALID, "n is above what was reserved");
-    }
+    UM__INVALID_IF(n > reserved, err, "n is above what was reserved");
     set_all_ends(kv, end_of(kv, 0) + n);
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
     return UM_OK;
@@ -477,14 +454,11 @@ void um_kv_rollback(um_kv *kv) {
 um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, uint64_t n,
                      void *out, um_dtype type, um_error *err) {
     const um_kv_spec *s = &kv->spec;
-    if (layer >= s->n_layers) {
-        return um__fail(err, UM_E_INVALID, "layer");
-    }
+    UM__INVALID_IF(layer >= s->n_layers, err, "layer");
     UM__TRY(check_type(kv, v, type, err));
     uint64_t first = 0, len = um_kv_layer_len(kv, layer, &first);
-    if (position < first || position - first > len || n > len - (position - first)) {
-        return um__fail(err, UM_E_INVALID, "the layer does not hold these tokens");
-    }
+    UM__INVALID_IF(position < first || position - first > len || n > len - (position - first), err,
+                   "the layer does not hold these tokens");
     size_t heads = s->n_kv_heads, dim = head_dim_of(s, v);
     size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = nbytes_of(type, dim);
     size_t run = heads == 1 ? (size_t)n : 1; /* tokens that lie one after the other */
@@ -516,9 +490,7 @@ uint64_t um_kv_lowest_crop(const um_kv *kv) {
 
 um_status um_kv_crop_to(um_kv *kv, uint64_t position, um_error *err) {
     UM__TRY(check_whole(kv, err));
-    if (position > end_of(kv, 0) || position < um_kv_lowest_crop(kv)) {
-        return um__fail(err, UM_E_INVALID, "position");
-    }
+    UM__INVALID_IF(position > end_of(kv, 0) || position < um_kv_lowest_crop(kv), err, "position");
     set_all_ends(kv, position);
     return UM_OK;
 }
@@ -526,9 +498,7 @@ um_status um_kv_crop_to(um_kv *kv, uint64_t position, um_error *err) {
 um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     UM__TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
-    if (n > len) {
-        return um__fail(err, UM_E_INVALID, "n is above seq_len");
-    }
+    UM__INVALID_IF(n > len, err, "n is above seq_len");
     uint64_t least = um_kv_lowest_crop(kv);
     if (end - (len - n) < least) {
         um__fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
@@ -565,10 +535,8 @@ static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_
 }
 
 um_status um_kv_trim(um_kv *kv, uint64_t n, uint64_t keep_first, um_error *err) {
-    if (is_ring(kv) && keep_first != 0) {
-        return um__fail(err, UM_E_INVALID,
-                        "keep_first of a ring, whose rows follow from positions");
-    }
+    UM__INVALID_IF(is_ring(kv) && keep_first != 0, err,
+                   "keep_first of a ring, whose rows follow from positions");
     UM__TRY(check_whole(kv, err));
     uint64_t len = um_kv_seq_len(kv);
     if (n >= len || keep_first >= len - n) {
@@ -596,9 +564,7 @@ um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err) {
         end = max_u64(end, um_kv_row(kv, end_of(kv, layer)));
     }
     end += atomic_load_explicit(&kv->reserved, memory_order_relaxed);
-    if (is_ring(kv) || n > kv->n_rows || n < end) {
-        return um__fail(err, UM_E_INVALID, "rows that can be written");
-    }
+    UM__INVALID_IF(is_ring(kv) || n > kv->n_rows || n < end, err, "rows that can be written");
     kv->usable_rows = n;
     return UM_OK;
 }
@@ -628,9 +594,8 @@ um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         longest = max_u64(longest, end_of(kv, layer) - first);
     }
-    if (is_ring(kv) || row > kv->usable_rows || longest > kv->usable_rows - row) {
-        return um__fail(err, UM_E_INVALID, "row");
-    }
+    UM__INVALID_IF(is_ring(kv) || row > kv->usable_rows || longest > kv->usable_rows - row, err,
+                   "row");
     UM__TRY(check_not_reserved(kv, err));
     uint64_t from = um_kv_row(kv, first);
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
@@ -647,9 +612,7 @@ void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context) {
 
 um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err) {
     uint64_t most = is_ring(kv) ? kv->spec.window : kv->usable_rows;
-    if (n > next_position || n > most || n > kv->spec.max_seq_len) {
-        return um__fail(err, UM_E_INVALID, "n");
-    }
+    UM__INVALID_IF(n > next_position || n > most || n > kv->spec.max_seq_len, err, "n");
     kv->shift = next_position - n;
     set_all(kv, next_position - n, next_position, next_position);
     return UM_OK;

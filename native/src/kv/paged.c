@@ -112,17 +112,14 @@ static um_status lane_sizes_of(const um_paged_spec *spec, int v, size_t *out_hea
                                um_error *err) {
     um_dtype type = type_of(spec, v);
     size_t values = um_dtype_block_values(type);
-    if (values == 0) {
-        return um__fail(err, UM_E_INVALID, "type");
-    }
-    if (spec->head_dim % values != 0) {
-        return um__fail(err, UM_E_INVALID, "head_dim is not a multiple of the type's blocks");
-    }
+    UM__INVALID_IF(values == 0, err, "type");
+    UM__INVALID_IF(spec->head_dim % values != 0, err,
+                   "head_dim is not a multiple of the type's blocks");
     size_t head = bytes_of(type, spec->head_dim), lane;
-    if (head == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
-        !um__mul(head, spec->block_tokens, &lane) || !um__mul(lane, spec->n_kv_heads, &lane)) {
-        return um__fail(err, UM_E_INVALID, DIMS);
-    }
+    UM__INVALID_IF(head == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
+                       !um__mul(head, spec->block_tokens, &lane) ||
+                       !um__mul(lane, spec->n_kv_heads, &lane),
+                   err, DIMS);
     *out_head = head;
     *out_lane = lane;
     return UM_OK;
@@ -134,15 +131,13 @@ static um_status sizes_of(const um_paged_spec *spec, um_paged *out, size_t *out_
     size_t block, total;
     UM__TRY(lane_sizes_of(spec, 0, &made.head_bytes, &made.lane_bytes, err));
     UM__TRY(lane_sizes_of(spec, 1, &made.v_head_bytes, &made.v_lane_bytes, err));
-    if (spec->n_blocks >= INT32_MAX) {
-        return um__fail(err, UM_E_INVALID, "n_blocks is not below 2^31 - 1");
-    }
-    if (spec->n_layers == 0 || spec->n_blocks == 0 ||
-        !um__add(made.lane_bytes, made.v_lane_bytes, &block) ||
-        !um__mul(block, spec->n_layers, &block) || !um__round_up(block, BLOCK_ALIGN, &block) ||
-        !um__mul(block, spec->n_blocks, &total) || total > PTRDIFF_MAX) {
-        return um__fail(err, UM_E_INVALID, DIMS);
-    }
+    UM__INVALID_IF(spec->n_blocks >= INT32_MAX, err, "n_blocks is not below 2^31 - 1");
+    UM__INVALID_IF(spec->n_layers == 0 || spec->n_blocks == 0 ||
+                       !um__add(made.lane_bytes, made.v_lane_bytes, &block) ||
+                       !um__mul(block, spec->n_layers, &block) ||
+                       !um__round_up(block, BLOCK_ALIGN, &block) ||
+                       !um__mul(block, spec->n_blocks, &total) || total > PTRDIFF_MAX,
+                   err, DIMS);
     made.block_bytes = block;
     *out = made;
     *out_total = total;
@@ -158,9 +153,8 @@ um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storag
     um_paged made;
     size_t total;
     UM__TRY(sizes_of(spec, &made, &total, err));
-    if (storage == NULL || (uintptr_t)storage % BLOCK_ALIGN != 0) {
-        return um__fail(err, UM_E_INVALID, "storage is not aligned to 64 bytes");
-    }
+    UM__INVALID_IF(storage == NULL || (uintptr_t)storage % BLOCK_ALIGN != 0, err,
+                   "storage is not aligned to 64 bytes");
     size_t n = (size_t)spec->n_blocks + 2;
     made.base = storage;
     made.blocks = um__heap_alloc(n, sizeof *made.blocks);
@@ -205,9 +199,7 @@ int um_paged_is_cached(const um_paged *paged, uint32_t block) {
 }
 
 um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err) {
-    if (block >= paged->spec.n_blocks) {
-        return um__fail(err, UM_E_INVALID, "no such block");
-    }
+    UM__INVALID_IF(block >= paged->spec.n_blocks, err, "no such block");
     if (paged->blocks[block].n_holders == 0) {
         return um__fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block");
     }
@@ -308,14 +300,11 @@ static bool has_twice(const int32_t *blocks, uint32_t n_blocks, int32_t *notes) 
 um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged, const int32_t *blocks,
                             uint32_t n_blocks, um_error *err) {
     um_paged_seq made;
-    if (n_blocks > paged->spec.n_blocks) {
-        return um__fail(err, UM_E_INVALID, "n_blocks");
-    }
+    UM__INVALID_IF(n_blocks > paged->spec.n_blocks, err, "n_blocks");
     for (uint32_t i = 0; i < n_blocks; i++) {
         uint32_t block = (uint32_t)blocks[i];
-        if (um_paged_n_holders(paged, block) == 0 && !um_paged_is_cached(paged, block)) {
-            return um__fail(err, UM_E_INVALID, "no such block, or it is free");
-        }
+        UM__INVALID_IF(um_paged_n_holders(paged, block) == 0 && !um_paged_is_cached(paged, block),
+                       err, "no such block, or it is free");
     }
     UM__TRY(new_seq(&made, paged, err));
     if (has_twice(blocks, n_blocks, made.table)) {
@@ -375,9 +364,7 @@ void um_paged_rollback(um_paged_seq *seq) {
 
 um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_error *err) {
     UM__TRY(check_layers(seq, err));
-    if (n > um_paged_layer_len(seq, 0)) {
-        return um__fail(err, UM_E_INVALID, "n is above the length");
-    }
+    UM__INVALID_IF(n > um_paged_layer_len(seq, 0), err, "n is above the length");
     keep_tokens(seq, n);
     return UM_OK;
 }
@@ -428,12 +415,8 @@ static um_status check_type(const um_paged *p, int v, um_dtype type, um_error *e
 static um_status begin_append(um_paged_pending *out, um_paged_seq *seq, uint32_t layer,
                               const void *k, const void *v, um_dtype k_type, um_dtype v_type,
                               um_kv_order order, uint64_t n, um_error *err) {
-    if (layer >= seq->paged->spec.n_layers) {
-        return um__fail(err, UM_E_INVALID, "layer");
-    }
-    if (order != UM_KV_TOKEN_MAJOR && order != UM_KV_HEAD_MAJOR) {
-        return um__fail(err, UM_E_INVALID, "order");
-    }
+    UM__INVALID_IF(layer >= seq->paged->spec.n_layers, err, "layer");
+    UM__INVALID_IF(order != UM_KV_TOKEN_MAJOR && order != UM_KV_HEAD_MAJOR, err, "order");
     um_paged_pending made = {.seq = seq,
                              .rows = {k, v},
                              .types = {k_type, v_type},
@@ -647,17 +630,11 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
                           size_t head_stride, um_dtype type, um_error *err) {
     const um_paged *p = seq->paged;
     size_t heads = p->spec.n_kv_heads, per_block = p->spec.block_tokens;
-    if (layer >= p->spec.n_layers) {
-        return um__fail(err, UM_E_INVALID, "layer");
-    }
-    if (n > um_paged_layer_len(seq, layer)) {
-        return um__fail(err, UM_E_INVALID, "n is above what the layer holds");
-    }
+    UM__INVALID_IF(layer >= p->spec.n_layers, err, "layer");
+    UM__INVALID_IF(n > um_paged_layer_len(seq, layer), err, "n is above what the layer holds");
     UM__TRY(check_type(p, v, type, err));
     size_t out_head = bytes_of(type, p->spec.head_dim);
-    if (heads > 1 && head_stride / out_head < n) {
-        return um__fail(err, UM_E_INVALID, "head_stride");
-    }
+    UM__INVALID_IF(heads > 1 && head_stride / out_head < n, err, "head_stride");
     gather_job job = {.paged = p,
                       .out = out,
                       .head_stride = head_stride,

@@ -10,14 +10,10 @@
 enum { MASK_WORDS = UM__MAX_CPUS / 64 };
 
 um_status um__cpus_init(um__cpus *out, unsigned n_threads, const int *chosen, um_error *err) {
-    if (n_threads == 0) {
-        return um__fail(err, UM_E_INVALID, "n_threads");
-    }
+    UM__INVALID_IF(n_threads == 0, err, "n_threads");
     n_threads = n_threads < UM__MAX_THREADS ? n_threads : UM__MAX_THREADS;
     for (unsigned i = 0; chosen != NULL && i < n_threads; i++) {
-        if (chosen[i] >= UM__MAX_CPUS) {
-            return um__fail(err, UM_E_INVALID, "cpus: a number above 8191");
-        }
+        UM__INVALID_IF(chosen[i] >= UM__MAX_CPUS, err, "cpus: a number above 8191");
     }
     *out = (um__cpus){.n_threads = n_threads, .chosen = chosen};
     return UM_OK;

@@ -326,10 +326,7 @@ um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *c
     sigset_t bus, before;
     sigemptyset(&bus);
     sigaddset(&bus, SIGBUS);
-    int os_errno = um__os_signal_mask(SIG_UNBLOCK, &bus, &before);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "pthread_sigmask");
-    }
+    UM__TRY_OS(um__os_signal_mask(SIG_UNBLOCK, &bus, &before), err, 0, "pthread_sigmask");
     /* A thread is one user, however deep its runs are nested: so a run that is jumped over has
      * nothing to undo. */
     um_status status = here.outer == NULL ? enter(err) : UM_OK;

@@ -26,14 +26,9 @@ static um_status configure(int fs, uint64_t nbytes, int huge, int *out_fd, um_er
 }
 
 um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err) {
-    if (nbytes == 0) {
-        return um__fail(err, UM_E_INVALID, "nbytes"); /* 0 means no limit to the kernel */
-    }
+    UM__INVALID_IF(nbytes == 0, err, "nbytes"); /* the kernel would set no limit */
     int fs;
-    int os_errno = um__os_fs_open("tmpfs", &fs);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, nbytes, "fsopen");
-    }
+    UM__TRY_OS(um__os_fs_open("tmpfs", &fs), err, nbytes, "fsopen");
     um_status status = configure(fs, nbytes, huge, out_fd, err);
     um__os_close(fs);
     return status;
@@ -41,12 +36,9 @@ um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err) {
 
 um_status um_tmpfs_seal(int fd, um_error *err) {
     int fs;
-    int os_errno = um__os_fs_pick(fd, &fs);
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "fspick");
-    }
+    UM__TRY_OS(um__os_fs_pick(fd, &fs), err, 0, "fspick");
     /* Changes the file system, not the mount: there may be clones of the mount. */
-    os_errno = um__os_fs_set(fs, "ro", NULL);
+    int os_errno = um__os_fs_set(fs, "ro", NULL);
     if (os_errno == 0) {
         os_errno = um__os_fs_reconfigure(fs);
     }

@@ -25,10 +25,9 @@ static bool grid_sizes(size_t cell_bytes, uint32_t n_cells, size_t *cell, size_t
 
 um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out, um_error *err) {
     size_t cell, cells, links, sum;
-    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) || !um__add(cells, links, &sum) ||
-        !um__add(sum, CELL_ALIGN, &sum)) {
-        return um__fail(err, UM_E_INVALID, "cell_bytes or n_cells");
-    }
+    UM__INVALID_IF(!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) ||
+                       !um__add(cells, links, &sum) || !um__add(sum, CELL_ALIGN, &sum),
+                   err, "cell_bytes or n_cells");
     *out = sum;
     return UM_OK;
 }
@@ -36,16 +35,12 @@ um_status um_grid_bytes(size_t cell_bytes, uint32_t n_cells, size_t *out, um_err
 um_status um_grid_init_apart(um_grid *grid, void *cells, void *links, size_t cell_bytes,
                              uint32_t n_cells, um_error *err) {
     size_t cell, cells_bytes, links_bytes, end;
-    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells_bytes, &links_bytes)) {
-        return um__fail(err, UM_E_INVALID, "cell_bytes or n_cells");
-    }
-    if (cells == NULL || (uintptr_t)cells % CELL_ALIGN != 0 ||
-        !um__add((uintptr_t)cells, cells_bytes, &end)) {
-        return um__fail(err, UM_E_INVALID, "cells");
-    }
-    if (links == NULL || (uintptr_t)links % _Alignof(uint32_t) != 0) {
-        return um__fail(err, UM_E_INVALID, "links");
-    }
+    UM__INVALID_IF(!grid_sizes(cell_bytes, n_cells, &cell, &cells_bytes, &links_bytes), err,
+                   "cell_bytes or n_cells");
+    UM__INVALID_IF(cells == NULL || (uintptr_t)cells % CELL_ALIGN != 0 ||
+                       !um__add((uintptr_t)cells, cells_bytes, &end),
+                   err, "cells");
+    UM__INVALID_IF(links == NULL || (uintptr_t)links % _Alignof(uint32_t) != 0, err, "links");
     grid->base = cells;
     grid->cell_bytes = cell;
     grid->n_cells = n_cells;
@@ -61,9 +56,9 @@ um_status um_grid_init_apart(um_grid *grid, void *cells, void *links, size_t cel
 um_status um_grid_init(um_grid *grid, um_tape *tape, size_t cell_bytes, uint32_t n_cells,
                        um_error *err) {
     size_t cell, cells, links, sum;
-    if (!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) || !um__add(cells, links, &sum)) {
-        return um__fail(err, UM_E_INVALID, "cell_bytes or n_cells");
-    }
+    UM__INVALID_IF(!grid_sizes(cell_bytes, n_cells, &cell, &cells, &links) ||
+                       !um__add(cells, links, &sum),
+                   err, "cell_bytes or n_cells");
     /* Takes both at once, so that a full tape leaves nothing behind. */
     void *base;
     UM__TRY(um_tape_take(tape, sum, CELL_ALIGN, &base, err));
@@ -89,9 +84,7 @@ um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err) {
 }
 
 um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err) {
-    if (id >= grid->n_cells) {
-        return um__fail(err, UM_E_INVALID, "no such cell");
-    }
+    UM__INVALID_IF(id >= grid->n_cells, err, "no such cell");
     uint64_t head = atomic_load(&grid->head);
     uint32_t taken = TAKEN;
     /* Of two threads that give the same cell, only one passes here. */

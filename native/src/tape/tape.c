@@ -7,9 +7,7 @@
 #include <stdint.h>
 
 um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err) {
-    if (base == NULL || total == 0) {
-        return um__fail(err, UM_E_INVALID, base == NULL ? "base" : "total");
-    }
+    UM__INVALID_IF(base == NULL || total == 0, err, base == NULL ? "base" : "total");
     tape->base = base;
     tape->total = total;
     atomic_init(&tape->used, 0);
@@ -22,9 +20,7 @@ um_status um_tape_init(um_tape *tape, void *base, size_t total, um_error *err) {
 }
 
 um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, um_error *err) {
-    if (!um__is_power_of_two(align)) {
-        return um__fail(err, UM_E_INVALID, "align is not a power of two");
-    }
+    UM__INVALID_IF(!um__is_power_of_two(align), err, "align is not a power of two");
     uintptr_t base = (uintptr_t)tape->base;
     size_t used = atomic_load_explicit(&tape->used, memory_order_relaxed), start, end;
     do {
@@ -68,17 +64,13 @@ size_t um_tape_mark(const um_tape *tape) {
 }
 
 um_status um_tape_rewind(um_tape *tape, size_t mark, um_error *err) {
-    if (mark > atomic_load(&tape->used)) {
-        return um__fail(err, UM_E_INVALID, "the mark is above what is used");
-    }
+    UM__INVALID_IF(mark > atomic_load(&tape->used), err, "the mark is above what is used");
     fall_to(tape, mark);
     return UM_OK;
 }
 
 um_status um_tape_freeze(um_tape *tape, size_t limit, um_error *err) {
-    if (limit > tape->total) {
-        return um__fail(err, UM_E_INVALID, "limit is above the tape's size");
-    }
+    UM__INVALID_IF(limit > tape->total, err, "limit is above the tape's size");
     atomic_store(&tape->limit, limit);
     atomic_store(&tape->frozen, 1);
     return UM_OK;

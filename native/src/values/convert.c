@@ -599,12 +599,10 @@ void um__convert_values(void *out, um_dtype out_type, const void *in, um_dtype i
 
 um_status um__convert_by(const um__convert_code *code, void *out, um_dtype out_type, const void *in,
                          um_dtype in_type, size_t n, um_error *err) {
-    if (um_dtype_describe(out_type) == NULL || um_dtype_describe(in_type) == NULL) {
-        return um__fail(err, UM_E_INVALID, "type");
-    }
-    if (n % UM__BLOCK_VALUES != 0 && (is_quantized(out_type) || is_quantized(in_type))) {
-        return um__fail(err, UM_E_INVALID, "n is not whole blocks");
-    }
+    UM__INVALID_IF(um_dtype_describe(out_type) == NULL || um_dtype_describe(in_type) == NULL, err,
+                   "type");
+    UM__INVALID_IF(n % UM__BLOCK_VALUES != 0 && (is_quantized(out_type) || is_quantized(in_type)),
+                   err, "n is not whole blocks");
     convert_in_default_mode(code, out, out_type, in, in_type, n);
     return UM_OK;
 }

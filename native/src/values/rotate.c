@@ -80,12 +80,9 @@ void um__rotate_values(float *values, size_t n, size_t block) {
 }
 
 um_status um_rotate(float *values, size_t n, size_t block, um_error *err) {
-    if (block < LEAST || block > MOST || (block & (block - 1)) != 0) {
-        return um__fail(err, UM_E_INVALID, "block is no power of two from 64 to 4096");
-    }
-    if (n % block != 0) {
-        return um__fail(err, UM_E_INVALID, "n is not whole blocks");
-    }
+    UM__INVALID_IF(block < LEAST || block > MOST || (block & (block - 1)) != 0, err,
+                   "block is no power of two from 64 to 4096");
+    UM__INVALID_IF(n % block != 0, err, "n is not whole blocks");
     um__rotate_values(values, n, block);
     return UM_OK;
 }
