@@ -1,8 +1,7 @@
-/* Conversions between float32, float16, bfloat16 and ggml's quantized types, with the instructions
- * that the CPU has; those of fewer than eight bits are in quants.c. All codes round to nearest even
- * and give the same bits. A NaN that becomes a float16 or bfloat16 is made quiet, and keeps its
- * sign and the upper bits of its payload, as F16C does. q8_0 is as ggml's quantize_row_q8_0_ref
- * makes it on x86. */
+/* Conversions between float32, float16, bfloat16 and ggml's quantized types (quants.c), with the
+ * instructions that the CPU has. All codes round to nearest even and give the same bits. A NaN that
+ * becomes a float16 or bfloat16 is made quiet, and keeps its sign and the upper bits of its payload,
+ * as F16C does. */
 #include "values/convert.h"
 
 #include "base/status.h"
@@ -22,8 +21,6 @@
 #if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
-
-static const float Q8_0_MAX = 127;
 
 /* ---- scalar ---- */
 
@@ -55,51 +52,8 @@ static void f32_of_bf16_scalar(float *out, const uint16_t *in, size_t n) {
     }
 }
 
-/* Returns the low byte of x as an integer, with a half rounded away from zero; 0 if x is a NaN or
- * does not fit into 32 bits. x86 gives this 0 for the reference's cast, whose result C leaves
- * open. */
-static int8_t q8_of(float x) {
-    if (!(x > -0x1p31f && x < 0x1p31f)) {
-        return 0;
-    }
-    int32_t whole = (int32_t)x;
-    float rest = x - (float)whole; /* exact */
-    whole += (rest >= 0.5f) - (rest <= -0.5f);
-    return (int8_t)(uint8_t)(uint32_t)whole;
-}
-
-static void q8_0_of_f32_block(um__q8_0 *out, const float *in) {
-    float amax = 0;
-    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
-        /* Like the reference, this forgets what came before a NaN, and a NaN that is not the last
-         * value. */
-        float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
-        amax = amax > magnitude ? amax : magnitude;
-    }
-    float d = amax / Q8_0_MAX, id = reciprocal(d);
-    out->d = bits_of(amax) > F32_INFINITY ? 0x7e00 : f16_of_f32(d);
-    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
-        out->qs[i] = q8_of(in[i] * id);
-    }
-}
-
-static void q8_0_of_f32_scalar(um__q8_0 *out, const float *in, size_t n) {
-    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++) {
-        q8_0_of_f32_block(out + i, in + i * UM__BLOCK_VALUES);
-    }
-}
-
-static void f32_of_q8_0_scalar(float *out, const um__q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        const um__q8_0 *block = in + i / UM__BLOCK_VALUES;
-        out[i] = f32_of_f16(block->d) * (float)block->qs[i % UM__BLOCK_VALUES];
-    }
-}
-
-static const um__convert_code scalar = {
-    "scalar",           f16_of_f32_scalar,  f32_of_f16_scalar,  bf16_of_f32_scalar,
-    f32_of_bf16_scalar, q8_0_of_f32_scalar, f32_of_q8_0_scalar, um__quants_scalar,
-};
+static const um__convert_code scalar = {"scalar",           f16_of_f32_scalar,  f32_of_f16_scalar,
+                                        bf16_of_f32_scalar, f32_of_bf16_scalar, um__quants_scalar};
 
 #if defined(__x86_64__)
 
@@ -158,64 +112,8 @@ AVX2 static void f32_of_bf16_avx2(float *out, const uint16_t *in, size_t n) {
     f32_of_bf16_scalar(out + i, in + i, n - i);
 }
 
-AVX2 static inline uint32_t max_of_x8(__m256i values) {
-    __m128i max =
-        _mm_max_epu32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1));
-    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, _MM_SHUFFLE(1, 0, 3, 2)));
-    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, _MM_SHUFFLE(2, 3, 0, 1)));
-    return (uint32_t)_mm_cvtsi128_si32(max);
-}
-
-/* Rounds a half away from zero: adds the largest float below 0.5 and cuts off the rest, which is
- * right for all floats up to 127. Product and sum are rounded one after the other, as in the
- * reference: CMakeLists.txt forbids the compiler to fuse them. */
-AVX2 static inline __m256i q8_of_x8(__m256 value, __m256 id) {
-    __m256 x = _mm256_mul_ps(value, id), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
-    __m256 almost_half = _mm256_or_ps(sign, _mm256_set1_ps(0x0.ffffffp-1f));
-    return _mm256_cvttps_epi32(_mm256_add_ps(x, almost_half));
-}
-
-AVX2 static void q8_0_of_f32_avx2(um__q8_0 *out, const float *in, size_t n) {
-    const __m256i magnitude = _mm256_set1_epi32((int)F32_MAGNITUDE);
-    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, in += UM__BLOCK_VALUES) {
-        __m256 values[4];
-        __m256i max = _mm256_setzero_si256();
-        for (size_t j = 0; j < 4; j++) {
-            values[j] = _mm256_loadu_ps(in + 8 * j);
-            max =
-                _mm256_max_epu32(max, _mm256_and_si256(_mm256_castps_si256(values[j]), magnitude));
-        }
-        uint32_t amax = max_of_x8(max);
-        if (!is_usual_amax(amax)) {
-            q8_0_of_f32_block(out + i, in);
-            continue;
-        }
-        float d = float_of(amax) / Q8_0_MAX;
-        __m256 id = _mm256_set1_ps(reciprocal(d));
-        out[i].d = f16_of_f32(d);
-        __m256i low = _mm256_packs_epi32(q8_of_x8(values[0], id), q8_of_x8(values[1], id));
-        __m256i high = _mm256_packs_epi32(q8_of_x8(values[2], id), q8_of_x8(values[3], id));
-        __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-        __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-        _mm256_storeu_si256((__m256i *)(void *)out[i].qs, packed);
-    }
-}
-
-AVX2 static void f32_of_q8_0_avx2(float *out, const um__q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, out += UM__BLOCK_VALUES) {
-        __m256 d = _mm256_set1_ps(_cvtsh_ss(in[i].d));
-        for (size_t j = 0; j < UM__BLOCK_VALUES; j += 8) {
-            __m128i qs = _mm_loadl_epi64((const __m128i *)(const void *)(in[i].qs + j));
-            _mm256_storeu_ps(out + j,
-                             _mm256_mul_ps(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(qs))));
-        }
-    }
-}
-
-static const um__convert_code avx2 = {
-    "avx2",           f16_of_f32_avx2,  f32_of_f16_avx2,  bf16_of_f32_avx2,
-    f32_of_bf16_avx2, q8_0_of_f32_avx2, f32_of_q8_0_avx2, um__quants_avx2,
-};
+static const um__convert_code avx2 = {"avx2",           f16_of_f32_avx2,  f32_of_f16_avx2,
+                                      bf16_of_f32_avx2, f32_of_bf16_avx2, um__quants_avx2};
 
 /* ---- AVX-512 ---- */
 
@@ -270,49 +168,8 @@ AVX512 static void f32_of_bf16_avx512(float *out, const uint16_t *in, size_t n) 
     f32_of_bf16_scalar(out + i, in + i, n - i);
 }
 
-/* As q8_of_x8. */
-AVX512 static inline __m128i q8_of_x16(__m512 value, __m512 id) {
-    __m512 x = _mm512_mul_ps(value, id);
-    __m512i sign = _mm512_and_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
-    __m512i almost_half = _mm512_or_epi32(sign, _mm512_set1_epi32(0x3effffff));
-    return _mm512_cvtepi32_epi8(
-        _mm512_cvttps_epi32(_mm512_add_ps(x, _mm512_castsi512_ps(almost_half))));
-}
-
-AVX512 static void q8_0_of_f32_avx512(um__q8_0 *out, const float *in, size_t n) {
-    const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
-    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, in += UM__BLOCK_VALUES) {
-        __m512 low = _mm512_loadu_ps(in), high = _mm512_loadu_ps(in + 16);
-        __m512i max = _mm512_max_epu32(_mm512_and_epi32(_mm512_castps_si512(low), magnitude),
-                                       _mm512_and_epi32(_mm512_castps_si512(high), magnitude));
-        uint32_t amax = _mm512_reduce_max_epu32(max);
-        if (!is_usual_amax(amax)) {
-            q8_0_of_f32_block(out + i, in);
-            continue;
-        }
-        float d = float_of(amax) / Q8_0_MAX;
-        __m512 id = _mm512_set1_ps(reciprocal(d));
-        out[i].d = f16_of_f32(d);
-        _mm_storeu_si128((__m128i *)(void *)out[i].qs, q8_of_x16(low, id));
-        _mm_storeu_si128((__m128i *)(void *)(out[i].qs + 16), q8_of_x16(high, id));
-    }
-}
-
-AVX512 static void f32_of_q8_0_avx512(float *out, const um__q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, out += UM__BLOCK_VALUES) {
-        __m512 d = _mm512_set1_ps(_cvtsh_ss(in[i].d));
-        for (size_t j = 0; j < UM__BLOCK_VALUES; j += 16) {
-            __m128i qs = _mm_loadu_si128((const __m128i *)(const void *)(in[i].qs + j));
-            _mm512_storeu_ps(out + j,
-                             _mm512_mul_ps(d, _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(qs))));
-        }
-    }
-}
-
-static const um__convert_code avx512 = {
-    "avx512",           f16_of_f32_avx512,  f32_of_f16_avx512,  bf16_of_f32_avx512,
-    f32_of_bf16_avx512, q8_0_of_f32_avx512, f32_of_q8_0_avx512, um__quants_avx512,
-};
+static const um__convert_code avx512 = {"avx512",           f16_of_f32_avx512,  f32_of_f16_avx512,
+                                        bf16_of_f32_avx512, f32_of_bf16_avx512, um__quants_avx512};
 
 #elif defined(__aarch64__)
 
@@ -356,52 +213,8 @@ static void f32_of_bf16_neon(float *out, const uint16_t *in, size_t n) {
     f32_of_bf16_scalar(out + i, in + i, n - i);
 }
 
-/* Converts eight values. vcvtaq rounds a half away from zero. */
-static inline int8x8_t q8_of_x8(float32x4_t low, float32x4_t high, float id) {
-    int16x4_t narrow_low = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(low, id)));
-    int16x4_t narrow_high = vmovn_s32(vcvtaq_s32_f32(vmulq_n_f32(high, id)));
-    return vmovn_s16(vcombine_s16(narrow_low, narrow_high));
-}
-
-static void q8_0_of_f32_neon(um__q8_0 *out, const float *in, size_t n) {
-    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, in += UM__BLOCK_VALUES) {
-        float32x4_t values[8];
-        uint32x4_t max = vdupq_n_u32(0);
-        for (size_t j = 0; j < 8; j++) {
-            values[j] = vld1q_f32(in + 4 * j);
-            uint32x4_t bits = vreinterpretq_u32_f32(values[j]);
-            max = vmaxq_u32(max, vandq_u32(bits, vdupq_n_u32(F32_MAGNITUDE)));
-        }
-        uint32_t amax = vmaxvq_u32(max);
-        if (!is_usual_amax(amax)) {
-            q8_0_of_f32_block(out + i, in);
-            continue;
-        }
-        float d = float_of(amax) / Q8_0_MAX, id = reciprocal(d);
-        out[i].d = f16_of_f32(d);
-        for (size_t j = 0; j < 8; j += 2) {
-            vst1_s8(out[i].qs + 4 * j, q8_of_x8(values[j], values[j + 1], id));
-        }
-    }
-}
-
-static void f32_of_q8_0_neon(float *out, const um__q8_0 *in, size_t n) {
-    for (size_t i = 0; i < n / UM__BLOCK_VALUES; i++, out += UM__BLOCK_VALUES) {
-        float d = f32_of_f16(in[i].d);
-        for (size_t j = 0; j < UM__BLOCK_VALUES; j += 8) {
-            int16x8_t qs = vmovl_s8(vld1_s8(in[i].qs + j));
-            float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(qs)));
-            float32x4_t high = vcvtq_f32_s32(vmovl_s16(vget_high_s16(qs)));
-            vst1q_f32(out + j, vmulq_n_f32(low, d));
-            vst1q_f32(out + j + 4, vmulq_n_f32(high, d));
-        }
-    }
-}
-
-static const um__convert_code neon = {
-    "neon",           f16_of_f32_neon,  f32_of_f16_neon,  bf16_of_f32_neon,
-    f32_of_bf16_neon, q8_0_of_f32_neon, f32_of_q8_0_neon, um__quants_neon,
-};
+static const um__convert_code neon = {"neon",           f16_of_f32_neon,  f32_of_f16_neon,
+                                      bf16_of_f32_neon, f32_of_bf16_neon, um__quants_neon};
 
 #endif
 
@@ -537,10 +350,8 @@ static void of_f32(const um__convert_code *code, void *out, um_dtype out_type, c
         code->f16_of_f32(out, in, n);
     } else if (out_type == UM_BF16) {
         code->bf16_of_f32(out, in, n);
-    } else if (out_type == UM_Q8_0) {
-        code->q8_0_of_f32(out, in, n);
     } else {
-        code->quants[out_type - UM_Q4_0].of_f32(out, in, n);
+        code->quants[out_type - UM_Q8_0].of_f32(out, in, n);
     }
 }
 
@@ -550,10 +361,8 @@ static void to_f32(const um__convert_code *code, float *out, const void *in, um_
         code->f32_of_f16(out, in, n);
     } else if (in_type == UM_BF16) {
         code->f32_of_bf16(out, in, n);
-    } else if (in_type == UM_Q8_0) {
-        code->f32_of_q8_0(out, in, n);
     } else {
-        code->quants[in_type - UM_Q4_0].to_f32(out, in, n);
+        code->quants[in_type - UM_Q8_0].to_f32(out, in, n);
     }
 }
 

@@ -8,23 +8,14 @@
 #include "unimem.h"
 #include "values/quants.h"
 
-/* A block of UM_Q8_0: value i is d * qs[i], d a float16. */
-typedef struct um__q8_0 {
-    uint16_t d;
-    int8_t qs[UM__BLOCK_VALUES];
-} um__q8_0;
-
-/* One implementation. All give the same bits. n counts values; of quantized types, it is whole
- * blocks. */
+/* One implementation. All give the same bits. n counts values: whole blocks, for quantized types. */
 typedef struct um__convert_code {
     const char *isa;
     void (*f16_of_f32)(uint16_t *out, const float *in, size_t n);
     void (*f32_of_f16)(float *out, const uint16_t *in, size_t n);
     void (*bf16_of_f32)(uint16_t *out, const float *in, size_t n);
     void (*f32_of_bf16)(float *out, const uint16_t *in, size_t n);
-    void (*q8_0_of_f32)(um__q8_0 *out, const float *in, size_t n);
-    void (*f32_of_q8_0)(float *out, const um__q8_0 *in, size_t n);
-    const um__quant_code *quants; /* of each type from UM_Q4_0 on */
+    const um__quant_code *quants; /* for each type from UM_Q8_0 on */
 } um__convert_code;
 
 /* Returns the i-th code that this CPU runs, the slowest first; NULL behind the last. */

@@ -1,6 +1,6 @@
-/* The quantized types of four and five bits. Blocks are as ggml's reference quantizers
- * (ggml-quants.c, quantize_row_q4_0_ref and those beside it) make them on x86, bit for bit, and are
- * read as its dequantizers read them. */
+/* The quantized types. Blocks are as ggml's reference quantizers (ggml-quants.c,
+ * quantize_row_q8_0_ref and those beside it) make them on x86, bit for bit, and are read as its
+ * dequantizers read them. */
 #include "values/quants.h"
 
 #include "values/floats.h"
@@ -15,6 +15,7 @@
 #endif
 
 enum { HALF = UM__BLOCK_VALUES / 2 };
+static const float Q8_0_MAX = 127;
 
 const int8_t um__iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                       1,    13,   25,  38,  53,  69,  89,  113};
@@ -41,6 +42,34 @@ static float extreme_of(const float *in) {
         }
     }
     return extreme;
+}
+
+/* Returns the low byte of x as an integer, with a half rounded away from zero; 0 if x is a NaN or
+ * does not fit into 32 bits. x86 gives this 0 for the reference's cast, whose result C leaves
+ * open. */
+static int8_t q8_of(float x) {
+    if (!(x > -0x1p31f && x < 0x1p31f)) {
+        return 0;
+    }
+    int32_t whole = (int32_t)x;
+    float rest = x - (float)whole; /* exact */
+    whole += (rest >= 0.5f) - (rest <= -0.5f);
+    return (int8_t)(uint8_t)(uint32_t)whole;
+}
+
+static void q8_0_of_f32_block(um__q8_0 *out, const float *in) {
+    float amax = 0;
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
+        /* Like the reference, this forgets what came before a NaN, and a NaN that is not the last
+         * value. */
+        float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
+        amax = amax > magnitude ? amax : magnitude;
+    }
+    float d = amax / Q8_0_MAX, id = reciprocal(d);
+    out->d = bits_of(amax) > F32_INFINITY ? 0x7e00 : f16_of_f32(d);
+    for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
+        out->qs[i] = q8_of(in[i] * id);
+    }
 }
 
 /* Returns the low byte of x without its fraction; 0 if x is a NaN or does not fit into 32 bits. x86
@@ -172,6 +201,7 @@ static void iq4_nl_of_f32_block(um__q4_0 *out, const float *in) {
             NAME(type, of_f32_block)(&blocks[i], in + i * UM__BLOCK_VALUES);                       \
         }                                                                                          \
     }
+QUANTIZE_SCALAR(q8_0, um__q8_0)
 QUANTIZE_SCALAR(q4_0, um__q4_0)
 QUANTIZE_SCALAR(q4_1, um__q4_1)
 QUANTIZE_SCALAR(q5_0, um__q5_0)
@@ -186,59 +216,32 @@ static inline int five_bits(const uint8_t *qs, const uint8_t *qh, size_t i) {
     return low_bits(qs, i) | (qh[i / 8] >> i % 8 & 1) << 4;
 }
 
-static void f32_of_q4_0_scalar(float *out, const void *in, size_t n) {
-    const um__q4_0 *blocks = in;
-    for (size_t i = 0; i < n; i++) {
-        const um__q4_0 *b = &blocks[i / UM__BLOCK_VALUES];
-        out[i] = (float)(low_bits(b->qs, i % UM__BLOCK_VALUES) - 8) * f32_of_f16(b->d);
+/* Reads values of blocks `b`, which lie `at` in them. */
+#define DEQUANTIZE_SCALAR(type, block, value)                                                      \
+    static void NAME(f32_of, NAME(type, scalar))(float *out, const void *in, size_t n) {           \
+        const block *blocks = in;                                                                  \
+        for (size_t i = 0; i < n; i++) {                                                           \
+            const block *b = &blocks[i / UM__BLOCK_VALUES];                                        \
+            size_t at = i % UM__BLOCK_VALUES;                                                      \
+            float d = f32_of_f16(b->d);                                                            \
+            out[i] = value;                                                                        \
+        }                                                                                          \
     }
-}
+DEQUANTIZE_SCALAR(q8_0, um__q8_0, (float)b->qs[at] * d)
+DEQUANTIZE_SCALAR(q4_0, um__q4_0, (float)(low_bits(b->qs, at) - 8) * d)
+DEQUANTIZE_SCALAR(q4_1, um__q4_1, (float)low_bits(b->qs, at) * d + f32_of_f16(b->m))
+DEQUANTIZE_SCALAR(q5_0, um__q5_0, (float)(five_bits(b->qs, b->qh, at) - 16) * d)
+DEQUANTIZE_SCALAR(q5_1, um__q5_1, (float)five_bits(b->qs, b->qh, at) * d + f32_of_f16(b->m))
+DEQUANTIZE_SCALAR(iq4_nl, um__q4_0, (float)um__iq4_nl_values[low_bits(b->qs, at)] * d)
 
-static void f32_of_q4_1_scalar(float *out, const void *in, size_t n) {
-    const um__q4_1 *blocks = in;
-    for (size_t i = 0; i < n; i++) {
-        const um__q4_1 *b = &blocks[i / UM__BLOCK_VALUES];
-        float q = (float)low_bits(b->qs, i % UM__BLOCK_VALUES);
-        out[i] = q * f32_of_f16(b->d) + f32_of_f16(b->m);
-    }
-}
-
-static void f32_of_q5_0_scalar(float *out, const void *in, size_t n) {
-    const um__q5_0 *blocks = in;
-    for (size_t i = 0; i < n; i++) {
-        const um__q5_0 *b = &blocks[i / UM__BLOCK_VALUES];
-        float q = (float)(five_bits(b->qs, b->qh, i % UM__BLOCK_VALUES) - 16);
-        out[i] = q * f32_of_f16(b->d);
-    }
-}
-
-static void f32_of_q5_1_scalar(float *out, const void *in, size_t n) {
-    const um__q5_1 *blocks = in;
-    for (size_t i = 0; i < n; i++) {
-        const um__q5_1 *b = &blocks[i / UM__BLOCK_VALUES];
-        float q = (float)five_bits(b->qs, b->qh, i % UM__BLOCK_VALUES);
-        out[i] = q * f32_of_f16(b->d) + f32_of_f16(b->m);
-    }
-}
-
-static void f32_of_iq4_nl_scalar(float *out, const void *in, size_t n) {
-    const um__q4_0 *blocks = in;
-    for (size_t i = 0; i < n; i++) {
-        const um__q4_0 *b = &blocks[i / UM__BLOCK_VALUES];
-        float q = um__iq4_nl_values[low_bits(b->qs, i % UM__BLOCK_VALUES)];
-        out[i] = q * f32_of_f16(b->d);
-    }
-}
-
-#define QUANT_CODES(isa)                                                                           \
-    const um__quant_code NAME(um__quants, isa)[UM__N_QUANTS] = {                                   \
-        {NAME(q4_0_of_f32, isa), NAME(f32_of_q4_0, isa)},                                          \
-        {NAME(q4_1_of_f32, isa), NAME(f32_of_q4_1, isa)},                                          \
-        {NAME(q5_0_of_f32, isa), NAME(f32_of_q5_0, isa)},                                          \
-        {NAME(q5_1_of_f32, isa), NAME(f32_of_q5_1, isa)},                                          \
-        {NAME(iq4_nl_of_f32, isa), NAME(f32_of_iq4_nl, isa)},                                      \
+#define QUANT_CODES(of)                                                                            \
+    const um__quant_code of(um__quants)[UM__N_QUANTS] = {                                          \
+        {of(q8_0_of_f32), of(f32_of_q8_0)}, {of(q4_0_of_f32), of(f32_of_q4_0)},                    \
+        {of(q4_1_of_f32), of(f32_of_q4_1)}, {of(q5_0_of_f32), of(f32_of_q5_0)},                    \
+        {of(q5_1_of_f32), of(f32_of_q5_1)}, {of(iq4_nl_of_f32), of(f32_of_iq4_nl)},                \
     };
-QUANT_CODES(scalar)
+#define SCALAR(name) NAME(name, scalar)
+QUANT_CODES(SCALAR)
 
 /* ---- what vector codes need of scalars ---- */
 
@@ -270,12 +273,18 @@ static inline uint32_t load_bits(const uint8_t *qh) {
 
 /* ---- bytes of x86 ---- */
 
-#define SSE __attribute__((target("avx2")))
+#define SSE __attribute__((target("avx2,f16c")))
 
 /* The levels of values 0 to 15, and of 16 to 31. */
 typedef struct bytes_x86 {
     __m128i low, high;
 } bytes_x86;
+
+SSE static inline bytes_x86 read_x86(const int8_t *qs) {
+    bytes_x86 out;
+    memcpy(&out, qs, sizeof out);
+    return out;
+}
 
 SSE static inline void put_nibbles_x86(uint8_t *qs, bytes_x86 in) {
     const __m128i nibble = _mm_set1_epi8(0xf);
@@ -325,27 +334,14 @@ SSE static inline bytes_x86 iq4_nl_x86(bytes_x86 in) {
 
 /* ---- AVX2 ---- */
 
-#define TARGET __attribute__((target("avx2")))
+#define TARGET SSE
 #define V(name) NAME(name, avx2)
+#define SCALE _cvtsh_ss
 
 /* The 32 values of a block. */
 typedef struct values_avx2 {
     __m256 at[4];
 } values_avx2;
-
-TARGET static inline values_avx2 load_avx2(const float *in) {
-    values_avx2 out;
-    for (size_t j = 0; j < 4; j++) {
-        out.at[j] = _mm256_loadu_ps(in + 8 * j);
-    }
-    return out;
-}
-
-TARGET static inline void store_avx2(float *out, values_avx2 in) {
-    for (size_t j = 0; j < 4; j++) {
-        _mm256_storeu_ps(out + 8 * j, in.at[j]);
-    }
-}
 
 TARGET static inline __m256i magnitude_avx2(__m256 values) {
     return _mm256_and_si256(_mm256_castps_si256(values), _mm256_set1_epi32((int)F32_MAGNITUDE));
@@ -373,21 +369,16 @@ TARGET static inline uint32_t which_avx2(values_avx2 in, uint32_t magnitude) {
     return found;
 }
 
-TARGET static inline float least_avx2(values_avx2 in) {
-    __m256 all =
-        _mm256_min_ps(_mm256_min_ps(in.at[0], in.at[1]), _mm256_min_ps(in.at[2], in.at[3]));
-    __m128 one = _mm_min_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-    one = _mm_min_ps(one, _mm_movehl_ps(one, one));
-    return _mm_cvtss_f32(_mm_min_ps(one, _mm_movehdup_ps(one)));
-}
-
-TARGET static inline float most_avx2(values_avx2 in) {
-    __m256 all =
-        _mm256_max_ps(_mm256_max_ps(in.at[0], in.at[1]), _mm256_max_ps(in.at[2], in.at[3]));
-    __m128 one = _mm_max_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-    one = _mm_max_ps(one, _mm_movehl_ps(one, one));
-    return _mm_cvtss_f32(_mm_max_ps(one, _mm_movehdup_ps(one)));
-}
+#define FOLD_AVX2(name, op)                                                                        \
+    TARGET static inline float name(values_avx2 in) {                                              \
+        __m256 all =                                                                               \
+            _mm256_##op(_mm256_##op(in.at[0], in.at[1]), _mm256_##op(in.at[2], in.at[3]));         \
+        __m128 one = _mm_##op(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));         \
+        one = _mm_##op(one, _mm_movehl_ps(one, one));                                              \
+        return _mm_cvtss_f32(_mm_##op(one, _mm_movehdup_ps(one)));                                 \
+    }
+FOLD_AVX2(least_avx2, min_ps)
+FOLD_AVX2(most_avx2, max_ps)
 
 /* Narrows sixteen integers to bytes. */
 TARGET static inline __m128i narrow_avx2(__m256i low, __m256i high) {
@@ -404,6 +395,17 @@ TARGET static inline bytes_x86 levels_avx2(values_avx2 in, float low, float id, 
         __m256 x = _mm256_mul_ps(_mm256_sub_ps(in.at[j], _mm256_set1_ps(low)), _mm256_set1_ps(id));
         __m256i level = _mm256_cvttps_epi32(_mm256_add_ps(x, _mm256_set1_ps(half)));
         out[j] = _mm256_min_epi32(level, _mm256_set1_epi32(most));
+    }
+    return (bytes_x86){narrow_avx2(out[0], out[1]), narrow_avx2(out[2], out[3])};
+}
+
+/* Rounds a half away from zero: adds the largest float below 0.5 and cuts off the rest, which is
+ * right for all floats up to 127. CMakeLists.txt forbids the compiler to fuse product and sum. */
+TARGET static inline bytes_x86 q8_levels_avx2(values_avx2 in, float id) {
+    __m256i out[4];
+    for (size_t j = 0; j < 4; j++) {
+        __m256 x = in.at[j] * _mm256_set1_ps(id), sign = _mm256_and_ps(x, _mm256_set1_ps(-0.0f));
+        out[j] = _mm256_cvttps_epi32(x + _mm256_or_ps(sign, _mm256_set1_ps(0x0.ffffffp-1f)));
     }
     return (bytes_x86){narrow_avx2(out[0], out[1]), narrow_avx2(out[2], out[3])};
 }
@@ -431,50 +433,18 @@ TARGET static inline values_avx2 floats_avx2(bytes_x86 in) {
     return out;
 }
 
-TARGET static inline values_avx2 times_avx2(values_avx2 a, values_avx2 b) {
-    for (size_t j = 0; j < 4; j++) {
-        a.at[j] = _mm256_mul_ps(a.at[j], b.at[j]);
-    }
-    return a;
-}
-
-TARGET static inline values_avx2 scaled_avx2(values_avx2 in, float d) {
-    for (size_t j = 0; j < 4; j++) {
-        in.at[j] = _mm256_mul_ps(in.at[j], _mm256_set1_ps(d));
-    }
-    return in;
-}
-
-TARGET static inline values_avx2 plus_avx2(values_avx2 in, float m) {
-    for (size_t j = 0; j < 4; j++) {
-        in.at[j] = _mm256_add_ps(in.at[j], _mm256_set1_ps(m));
-    }
-    return in;
-}
-
 #include "values/quants_rows.h"
-QUANT_CODES(avx2)
-#undef TARGET
-#undef V
 
 /* ---- AVX-512 ---- */
 
-#define TARGET __attribute__((target("avx512f")))
+#define TARGET __attribute__((target("avx512f,f16c")))
 #define V(name) NAME(name, avx512)
+#define SCALE _cvtsh_ss
 enum { ALL_16 = 0xffff };
 
 typedef struct values_avx512 {
     __m512 at[2];
 } values_avx512;
-
-TARGET static inline values_avx512 load_avx512(const float *in) {
-    return (values_avx512){{_mm512_loadu_ps(in), _mm512_loadu_ps(in + 16)}};
-}
-
-TARGET static inline void store_avx512(float *out, values_avx512 in) {
-    _mm512_storeu_ps(out, in.at[0]);
-    _mm512_storeu_ps(out + 16, in.at[1]);
-}
 
 TARGET static inline __m512i magnitude_avx512(__m512 values) {
     return _mm512_and_epi32(_mm512_castps_si512(values), _mm512_set1_epi32((int)F32_MAGNITUDE));
@@ -511,6 +481,18 @@ TARGET static inline bytes_x86 levels_avx512(values_avx512 in, float low, float 
     return (bytes_x86){out[0], out[1]};
 }
 
+/* As q8_levels_avx2. */
+TARGET static inline bytes_x86 q8_levels_avx512(values_avx512 in, float id) {
+    __m128i out[2];
+    for (size_t j = 0; j < 2; j++) {
+        __m512 x = in.at[j] * _mm512_set1_ps(id);
+        __m512i sign = _mm512_and_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MIN));
+        __m512i almost_half = _mm512_or_epi32(sign, _mm512_set1_epi32(0x3effffff));
+        out[j] = _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(x + _mm512_castsi512_ps(almost_half)));
+    }
+    return (bytes_x86){out[0], out[1]};
+}
+
 TARGET static inline bytes_x86 iq4_nl_levels_avx512(values_avx512 in, float id) {
     const __m512i one = _mm512_set1_epi32(1);
     __m128i out[2];
@@ -532,22 +514,7 @@ TARGET static inline values_avx512 floats_avx512(bytes_x86 in) {
                             _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(in.high))}};
 }
 
-TARGET static inline values_avx512 times_avx512(values_avx512 a, values_avx512 b) {
-    return (values_avx512){{_mm512_mul_ps(a.at[0], b.at[0]), _mm512_mul_ps(a.at[1], b.at[1])}};
-}
-
-TARGET static inline values_avx512 scaled_avx512(values_avx512 in, float d) {
-    const __m512 all = _mm512_set1_ps(d);
-    return (values_avx512){{_mm512_mul_ps(in.at[0], all), _mm512_mul_ps(in.at[1], all)}};
-}
-
-TARGET static inline values_avx512 plus_avx512(values_avx512 in, float m) {
-    const __m512 all = _mm512_set1_ps(m);
-    return (values_avx512){{_mm512_add_ps(in.at[0], all), _mm512_add_ps(in.at[1], all)}};
-}
-
 #include "values/quants_rows.h"
-QUANT_CODES(avx512)
 
 #elif defined(__aarch64__)
 
@@ -555,6 +522,7 @@ QUANT_CODES(avx512)
 
 #define TARGET
 #define V(name) NAME(name, neon)
+#define SCALE f32_of_f16
 #define BYTES(name) NAME(name, neon)
 
 typedef struct bytes_neon {
@@ -566,6 +534,12 @@ typedef struct values_neon {
 } values_neon;
 
 static const uint8_t EACH_BIT[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+
+static inline bytes_neon read_neon(const int8_t *qs) {
+    bytes_neon out;
+    memcpy(&out, qs, sizeof out);
+    return out;
+}
 
 static inline void put_nibbles_neon(uint8_t *qs, bytes_neon in) {
     vst1q_u8(qs, vorrq_u8(vandq_u8(in.low, vdupq_n_u8(0xf)), vshlq_n_u8(in.high, 4)));
@@ -611,20 +585,6 @@ static inline bytes_neon iq4_nl_neon(bytes_neon in) {
     return (bytes_neon){vqtbl1q_u8(table, in.low), vqtbl1q_u8(table, in.high)};
 }
 
-static inline values_neon load_neon(const float *in) {
-    values_neon out;
-    for (size_t j = 0; j < 8; j++) {
-        out.at[j] = vld1q_f32(in + 4 * j);
-    }
-    return out;
-}
-
-static inline void store_neon(float *out, values_neon in) {
-    for (size_t j = 0; j < 8; j++) {
-        vst1q_f32(out + 4 * j, in.at[j]);
-    }
-}
-
 static inline uint32x4_t magnitude_neon(float32x4_t values) {
     return vandq_u32(vreinterpretq_u32_f32(values), vdupq_n_u32(F32_MAGNITUDE));
 }
@@ -652,20 +612,24 @@ static inline uint32_t which_neon(values_neon in, uint32_t magnitude) {
     return gather_neon((bytes_neon){narrow_neon(same), narrow_neon(same + 4)}, 0xff);
 }
 
-static inline float least_neon(values_neon in) {
-    float32x4_t all = in.at[0];
-    for (size_t j = 1; j < 8; j++) {
-        all = vminq_f32(all, in.at[j]);
+#define FOLD_NEON(name, op)                                                                        \
+    static inline float name(values_neon in) {                                                     \
+        float32x4_t all = in.at[0];                                                                \
+        for (size_t j = 1; j < 8; j++) {                                                           \
+            all = v##op##q_f32(all, in.at[j]);                                                     \
+        }                                                                                          \
+        return v##op##vq_f32(all);                                                                 \
     }
-    return vminvq_f32(all);
-}
+FOLD_NEON(least_neon, min)
+FOLD_NEON(most_neon, max)
 
-static inline float most_neon(values_neon in) {
-    float32x4_t all = in.at[0];
-    for (size_t j = 1; j < 8; j++) {
-        all = vmaxq_f32(all, in.at[j]);
+/* vcvtaq rounds a half away from zero. */
+static inline bytes_neon q8_levels_neon(values_neon in, float id) {
+    uint32x4_t out[8];
+    for (size_t j = 0; j < 8; j++) {
+        out[j] = vreinterpretq_u32_s32(vcvtaq_s32_f32(vmulq_n_f32(in.at[j], id)));
     }
-    return vmaxvq_f32(all);
+    return (bytes_neon){narrow_neon(out), narrow_neon(out + 4)};
 }
 
 static inline bytes_neon levels_neon(values_neon in, float low, float id, float half, int most) {
@@ -705,28 +669,6 @@ static inline values_neon floats_neon(bytes_neon in) {
     return out;
 }
 
-static inline values_neon times_neon(values_neon a, values_neon b) {
-    for (size_t j = 0; j < 8; j++) {
-        a.at[j] = vmulq_f32(a.at[j], b.at[j]);
-    }
-    return a;
-}
-
-static inline values_neon scaled_neon(values_neon in, float d) {
-    for (size_t j = 0; j < 8; j++) {
-        in.at[j] = vmulq_n_f32(in.at[j], d);
-    }
-    return in;
-}
-
-static inline values_neon plus_neon(values_neon in, float m) {
-    for (size_t j = 0; j < 8; j++) {
-        in.at[j] = vaddq_f32(in.at[j], vdupq_n_f32(m));
-    }
-    return in;
-}
-
 #include "values/quants_rows.h"
-QUANT_CODES(neon)
 
 #endif

@@ -1,5 +1,4 @@
-/* ggml's quantized types of four and five bits: their blocks, and the conversions of each
- * instruction set. */
+/* ggml's quantized types: their blocks, and the conversions of each instruction set. */
 #ifndef UM_QUANTS_H
 #define UM_QUANTS_H
 
@@ -10,13 +9,19 @@
 
 enum {
     UM__BLOCK_VALUES = 32, /* of a block of any quantized type */
-    UM__N_QUANTS = UM_IQ4_NL - UM_Q4_0 + 1
+    UM__N_QUANTS = UM_DTYPE_COUNT - UM_Q8_0
 };
 
-/* Byte i of qs has the low four bits of value i and, above them, those of value i + 16. Bit i of qh
- * is the fifth bit of value i. d and m are float16. */
+/* Value i is d * qs[i]. d and m are float16. */
+typedef struct um__q8_0 {
+    uint16_t d;
+    int8_t qs[UM__BLOCK_VALUES];
+} um__q8_0;
 
-/* Value i is d * (q - 8). Of UM_IQ4_NL it is d * um__iq4_nl_values[q]. */
+/* Byte i of qs has the low four bits of value i and, above them, those of value i + 16. Bit i of qh
+ * is the fifth bit of value i. */
+
+/* Value i is d * (q - 8); for UM_IQ4_NL, d * um__iq4_nl_values[q]. */
 typedef struct um__q4_0 {
     uint16_t d;
     uint8_t qs[UM__BLOCK_VALUES / 2];
@@ -49,7 +54,7 @@ typedef struct um__quant_code {
     void (*to_f32)(float *out, const void *in, size_t n);
 } um__quant_code;
 
-/* Of each type from UM_Q4_0 on. All give the same bits. */
+/* For each type from UM_Q8_0 on. All give the same bits. */
 extern const um__quant_code um__quants_scalar[UM__N_QUANTS];
 #if defined(__x86_64__)
 extern const um__quant_code um__quants_avx2[UM__N_QUANTS], um__quants_avx512[UM__N_QUANTS];
