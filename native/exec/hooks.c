@@ -1,6 +1,6 @@
 /* The functions that the library replaces, and its begin and end. The small paths are a comparison
- * and a jump: `next` is never NULL, and leads to the functions of `early` until the next allocator
- * is known. */
+ * and a jump: `um__next_now` is never NULL, and leads to the functions of `early` until the next
+ * allocator is known. */
 #include "exec.h"
 
 #include <dlfcn.h>
@@ -23,12 +23,17 @@ extern char **environ;
 /* ---- before the next allocator is known ---- */
 
 static void begin(void);
+static void *early_malloc(size_t nbytes);
 
-/* Finding the next allocator may itself allocate. Each such allocation is a mapping of its own,
- * which is freed as all others are. */
-static void *early_memalign(size_t align, size_t nbytes) {
+/* Begins, and returns whether the next allocator is still unknown: finding it may itself allocate.
+ * Each such allocation is a mapping of its own, which is freed as all others are. */
+static bool is_early(void) {
     begin();
-    if (um__next_now.memalign != early_memalign) {
+    return um__next_now.malloc == early_malloc;
+}
+
+static void *early_memalign(size_t align, size_t nbytes) {
+    if (!is_early()) {
         return um__large_memalign(align, nbytes);
     }
     size_t page = 4096, whole = (nbytes + page) / page * page;
@@ -44,15 +49,12 @@ static void *early_memalign(size_t align, size_t nbytes) {
 }
 
 static void *early_malloc(size_t nbytes) {
-    begin();
-    return um__next_now.malloc == early_malloc ? early_memalign(1, nbytes)
-                                               : um__large_malloc(nbytes);
+    return is_early() ? early_memalign(1, nbytes) : um__large_malloc(nbytes);
 }
 
 static void *early_calloc(size_t n, size_t nbytes) {
     size_t whole;
-    begin();
-    if (um__next_now.calloc != early_calloc) {
+    if (!is_early()) {
         return um__large_calloc(n, nbytes);
     }
     return __builtin_mul_overflow(n, nbytes, &whole) ? NULL : early_memalign(1, whole);
@@ -64,15 +66,13 @@ static void *early_realloc(void *address, size_t nbytes) {
 }
 
 static void early_free(void *address) {
-    begin();
-    if (um__next_now.free != early_free) {
+    if (!is_early()) {
         um__large_free(address);
     }
 }
 
 static int early_posix_memalign(void **out, size_t align, size_t nbytes) {
-    begin();
-    if (um__next_now.posix_memalign != early_posix_memalign) {
+    if (!is_early()) {
         return um__large_posix_memalign(out, align, nbytes);
     }
     *out = early_memalign(align, nbytes);
@@ -80,15 +80,11 @@ static int early_posix_memalign(void **out, size_t align, size_t nbytes) {
 }
 
 static void *early_aligned_alloc(size_t align, size_t nbytes) {
-    begin();
-    return um__next_now.aligned_alloc == early_aligned_alloc
-               ? early_memalign(align, nbytes)
-               : um__large_aligned_alloc(align, nbytes);
+    return is_early() ? early_memalign(align, nbytes) : um__large_aligned_alloc(align, nbytes);
 }
 
 static size_t early_usable_size(void *address) {
-    begin();
-    return um__next_now.usable_size == early_usable_size ? 0 : um__large_usable_size(address);
+    return is_early() ? 0 : um__large_usable_size(address);
 }
 
 um__next um__next_now = {
@@ -107,7 +103,7 @@ um__next um__next_now = {
 static um__next found;
 
 static bool find_next(void) {
-    /* POSIX lets dlsym give functions; C does not let pointers be cast so. */
+    /* POSIX lets dlsym return functions; C has no such cast of pointers. */
     const struct {
         void *out;
         const char *name;
@@ -130,7 +126,7 @@ static bool find_next(void) {
     return done;
 }
 
-/* The first call comes before there is a second thread; a call while it runs is one of its own. */
+/* The first call precedes any second thread; a call while it runs is one of its own. */
 static void begin(void) {
     static bool has_begun;
     if (has_begun) {
@@ -147,8 +143,8 @@ static void begin(void) {
     um__next_now = found;
 }
 
-/* Says where small allocations go, and whether the program's own calls come here at all: a program
- * that defines malloc itself does not ask others. */
+/* Records where small allocations go, and whether the program's own calls arrive here: a program may
+ * define malloc itself. */
 static void look_around(void) {
     Dl_info info;
     void *next;
@@ -170,7 +166,7 @@ __attribute__((constructor)) static void start(void) {
 
 /* ---- the end ---- */
 
-/* Has a report made of this process while it is still there. */
+/* Starts a program that reports on this process while it still exists. */
 static void report(void) {
     static atomic_bool was_made;
     char *program = getenv("UNIMEM_EXEC_PYTHON"), *file = getenv("UNIMEM_EXEC_REPORT");
@@ -178,14 +174,10 @@ static void report(void) {
         atomic_exchange(&was_made, true)) {
         return;
     }
-    char pid[16];
-    int n = 0;
+    char digits[16] = "", *pid = digits + sizeof digits - 1;
     for (int rest = um__sys_pid(); rest != 0; rest /= 10) {
-        memmove(pid + 1, pid, (size_t)n);
-        pid[0] = (char)('0' + rest % 10);
-        n++;
+        *--pid = (char)('0' + rest % 10);
     }
-    pid[n] = '\0';
     unsetenv("LD_PRELOAD");
     unsetenv("UNIMEM_EXEC");
     char *words[] = {program, "-m", "unimem.cli.exec_report", pid, file, NULL};
@@ -270,7 +262,7 @@ HOOK size_t malloc_usable_size(void *address) {
     return um__large_usable_size(address);
 }
 
-/* Of C23, in newer C libraries: they must not see what they did not give. */
+/* C23 has these. A C library must not see memory that it did not hand out. */
 HOOK void free_sized(void *address, size_t nbytes);
 HOOK void free_sized(void *address, size_t nbytes) {
     (void)nbytes;

@@ -9,8 +9,8 @@
 
 #include "os/kernel.h" /* behind the system's headers */
 
-/* Freed mappings, for the next allocation of the size: programs that take and free the same over
- * and over again would fault it in each time. */
+/* Freed mappings, for the next allocation of their size: a program that takes and frees the same again
+ * and again would fault it in each time. */
 enum { MOST_KEPT = 16, KEPT_BYTES = 64 << 20 };
 
 typedef struct kept {
@@ -73,11 +73,11 @@ static size_t hugetlb_bytes(void) {
                                                    : 0;
 }
 
-/* The size of a mapping of malloc's kind, without hugetlb pages. */
+/* Returns the size of a mapping of malloc's kind, without hugetlb pages. */
 static size_t rounded(size_t nbytes) {
     const um__settings *asked = &um__settings_now;
     size_t page = asked->page_bytes;
-    /* As a block's, in huge pages from one of them on; `auto` wastes nothing on less. */
+    /* From one huge page on, whole huge pages; `auto` rounds less up to base pages. */
     if (asked->thp_bytes != 0 && (nbytes >= asked->thp_bytes || asked->pages != UM__EXEC_AUTO)) {
         page = asked->thp_bytes;
     }
@@ -86,11 +86,15 @@ static size_t rounded(size_t nbytes) {
 
 /* ---- placing ---- */
 
-/* Sets pages and nodes before anything is touched, and locks. Returns false if this is asked for
- * strictly, and cannot be had. */
+static void *address_of(const um__record *record) {
+    return (void *)(uintptr_t)record->address;
+}
+
+/* Sets pages and nodes before anything is touched, and locks. Returns false if a part of it fails and
+ * `strict` is set. */
 static bool place(um__record *record) {
     const um__settings *asked = &um__settings_now;
-    void *at = (void *)(uintptr_t)record->address;
+    void *at = address_of(record);
     bool hugetlb = (record->state & UM__IS_HUGETLB) != 0;
     if (!hugetlb && asked->thp_bytes != 0 && record->nbytes >= asked->thp_bytes &&
         um__sys_advise(at, record->nbytes, MADV_HUGEPAGE) == 0) {
@@ -109,8 +113,8 @@ static bool place(um__record *record) {
     return all || !asked->strict;
 }
 
-/* Prefaults as much as there was room for at the start: beyond that, touching what the program
- * never touches could end it. */
+/* Prefaults as much as there was room for at the start: more could end a program that would never
+ * touch it. */
 static void prefault(um__record *record) {
     const um__settings *asked = &um__settings_now;
     um__table_lock();
@@ -125,7 +129,7 @@ static void prefault(um__record *record) {
     }
     record->state |= UM__IS_PREFAULTED;
     bool huge = (record->state & UM__IS_ADVISED) != 0;
-    if (um__prefault((void *)(uintptr_t)record->address, record->nbytes, huge, asked->n_threads)) {
+    if (um__prefault(address_of(record), record->nbytes, huge, asked->n_threads)) {
         record->state |= UM__IS_STALLED;
         um__place_say("the kernel was slow in finding huge pages: small ones were taken instead");
     }
@@ -150,7 +154,7 @@ static void count_shortfalls(const um__record *record) {
     }
 }
 
-/* Enters what was placed. Returns false where there is no room in the table. */
+/* Enters what was placed. Returns false if the table has no room. */
 static bool enter(const um__record *record) {
     um__table_lock();
     bool done = um__table_add(*record);
@@ -166,21 +170,17 @@ static bool enter(const um__record *record) {
     return done;
 }
 
-/* Maps hugetlb pages. Bound ones are touched at once: where their node had none, a later touch
- * would end the program. */
-static bool map_hugetlb(um__record *record, size_t align) {
-    size_t page = hugetlb_bytes();
-    int shift = page == (size_t)2 << 20 ? 21 : 30;
-    record->nbytes = round_up(record->asked, page);
-    void *at = um__place_map(record->nbytes, align > page ? align : page, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | shift << MAP_HUGE_SHIFT);
+/* Maps record->nbytes with these flags, and places them. Bound hugetlb pages are touched at once: a
+ * later touch would end the program if their node had none. */
+static bool map_placed(um__record *record, size_t align, int flags) {
+    void *at = um__place_map(record->nbytes, align, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | flags);
     if (at == NULL) {
         return false;
     }
     record->address = (uintptr_t)at;
-    record->state = UM__IS_HUGETLB;
     bool placed = place(record);
-    if (placed && um__settings_now.numa_mode == UM__MPOL_BIND) {
+    if (placed && flags != 0 && um__settings_now.numa_mode == UM__MPOL_BIND) {
         placed = um__sys_advise(at, record->nbytes, MADV_POPULATE_WRITE) == 0;
     }
     if (!placed) {
@@ -189,23 +189,21 @@ static bool map_hugetlb(um__record *record, size_t align) {
     return placed;
 }
 
+static bool map_hugetlb(um__record *record, size_t align) {
+    size_t page = hugetlb_bytes();
+    int shift = page == (size_t)2 << 20 ? 21 : 30;
+    record->nbytes = round_up(record->asked, page);
+    record->state = UM__IS_HUGETLB;
+    return map_placed(record, align > page ? align : page, MAP_HUGETLB | shift << MAP_HUGE_SHIFT);
+}
+
 static bool map_plain(um__record *record, size_t align) {
     record->nbytes = rounded(record->asked);
     record->state = hugetlb_bytes() != 0 ? UM__IS_FALLBACK : 0;
-    void *at =
-        um__place_map(record->nbytes, align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
-    if (at == NULL) {
-        return false;
-    }
-    record->address = (uintptr_t)at;
-    if (!place(record)) {
-        um__sys_unmap(at, record->nbytes);
-        return false;
-    }
-    return true;
+    return map_placed(record, align, 0);
 }
 
-/* ---- what was freed, and is kept ---- */
+/* ---- freed mappings that are kept ---- */
 
 static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out) {
     size_t wanted = rounded(nbytes);
@@ -217,7 +215,7 @@ static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out)
             record->nbytes - wanted <= wanted / 8 && record->address % align == 0) {
             kept_now[i].since = 0;
             kept_bytes -= record->nbytes;
-            um__record *entered = um__table_find((void *)(uintptr_t)record->address);
+            um__record *entered = um__table_find(address_of(record));
             um__record now = *entered;
             now.asked = nbytes;
             now.via = via;
@@ -230,7 +228,7 @@ static bool take_kept(size_t nbytes, size_t align, um__via via, um__record *out)
     return found;
 }
 
-/* Keeps a mapping; gives those that have to go for it. Wants the lock. */
+/* Keeps a mapping, and takes out those that have to go for it. Wants the lock. */
 static bool keep(um__record *record, um__record *out_gone, int *out_n) {
     *out_n = 0;
     if (record->nbytes > KEPT_BYTES / 4) {
@@ -251,7 +249,7 @@ static bool keep(um__record *record, um__record *out_gone, int *out_n) {
         }
         kept_now[oldest].since = 0;
         kept_bytes -= kept_now[oldest].record.nbytes;
-        um__table_remove((void *)(uintptr_t)kept_now[oldest].record.address, &out_gone[*out_n]);
+        um__table_remove(address_of(&kept_now[oldest].record), &out_gone[*out_n]);
         *out_n += 1;
     }
     um__record now = *record;
@@ -274,7 +272,7 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
     }
     *zeroed = false;
     if (take_kept(nbytes, align, via, &record)) {
-        return (void *)(uintptr_t)record.address;
+        return address_of(&record);
     }
     *zeroed = true;
     bool done = hugetlb_bytes() != 0 && map_hugetlb(&record, align);
@@ -295,7 +293,7 @@ void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed) {
     if (asked->prefault_bytes != 0) {
         prefault(&record);
     }
-    void *address = (void *)(uintptr_t)record.address;
+    void *address = address_of(&record);
     if (!enter(&record)) {
         um__sys_unmap(address, record.nbytes);
         return NULL;
@@ -307,7 +305,7 @@ static void end_mapping(const um__record *record) {
     if (um__settings_now.report) {
         um__table_note_end(record);
     }
-    um__sys_unmap((void *)(uintptr_t)record->address, record->nbytes);
+    um__sys_unmap(address_of(record), record->nbytes);
 }
 
 bool um__place_give(void *address) {
@@ -320,7 +318,7 @@ bool um__place_give(void *address) {
         return false;
     }
     if ((found->state & UM__IS_KEPT) != 0) {
-        abort(); /* freed twice, as the C library ends it */
+        abort(); /* freed twice: the C library ends it so, too */
     }
     if (!keep(found, gone, &n)) {
         um__table_remove(address, &gone[n++]);
@@ -332,11 +330,11 @@ bool um__place_give(void *address) {
     return true;
 }
 
-/* Gives a mapping another size, and another address where it has no room. Wants the lock: no other
- * thread may enter the old addresses meanwhile. */
+/* Gives a mapping another size, and another address if it has no room. Wants the lock: no other thread
+ * may enter the old addresses meanwhile. */
 static void *resize(um__record *record, size_t wanted, size_t nbytes) {
     um__record now = *record;
-    void *at = (void *)(uintptr_t)record->address, *old = at;
+    void *at = address_of(record), *old = at;
     size_t was = record->nbytes;
     if (wanted > was && um__sys_remap(old, was, wanted, 0, NULL) == NULL) {
         at = um__place_map(wanted, UM__SLOT_BYTES, PROT_NONE,

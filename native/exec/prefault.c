@@ -1,5 +1,5 @@
-/* Touching memory before the program does. Finding huge pages may take the kernel long, where free
- * memory is in small pieces and has to be moved together. */
+/* Touching memory before the program does. The kernel may take long to find huge pages if free memory
+ * is in small pieces. */
 #include "exec.h"
 
 #include <errno.h>
@@ -11,9 +11,9 @@
 #include "os/kernel.h"
 
 enum { STEP_BYTES = 2 << 20, MOST_THREADS = 64 };
-/* A step takes 0.1 ms where memory is free, and 5 ms where a host has to find it first. */
+/* A step takes 0.1 ms if memory is free, and 5 ms if a host has to find it first. */
 static const uint64_t PATIENCE_NS = 100000000, STEP_NS = 10000000;
-/* What is smaller is not worth a thread. */
+/* Less is not worth a thread. */
 static const size_t SHARE_BYTES = 16 << 20;
 
 typedef struct part {
@@ -31,7 +31,7 @@ static void touch(part *own) {
             if (errno == EINTR || errno == EAGAIN) {
                 continue;
             }
-            return; /* the program's own touches say it better */
+            return; /* the program's own touches will fail */
         }
         done += step;
         uint64_t most = PATIENCE_NS + STEP_NS * (done / STEP_BYTES);
@@ -58,7 +58,7 @@ static void *run(void *argument) {
     return NULL;
 }
 
-/* The next CPU that this thread may run on, behind another one. */
+/* Returns the next CPU that this thread may run on, behind another one. */
 static int next_cpu(const cpu_set_t *allowed, int cpu) {
     for (int i = 1; i <= CPU_SETSIZE; i++) {
         int each = (cpu + i) % CPU_SETSIZE;

@@ -1,5 +1,5 @@
-/* mmap and its kind. A mapping stays the program's own, in its size: it is aligned to huge pages,
- * and pages, nodes and lock are set for it. The table follows what becomes of it. */
+/* mmap and its kind. A mapping stays the program's own, in its size: it is aligned to huge pages, and
+ * gets pages, nodes and lock. The table follows what becomes of it. */
 #include "exec.h"
 
 #include <errno.h>
@@ -13,8 +13,8 @@ static size_t in_pages(size_t nbytes) {
     return (nbytes + page - 1) / page * page;
 }
 
-/* Whether a mapping is memory that a program will read and write, anywhere. A stack is not, and
- * address space that is reserved neither. */
+/* Returns whether a mapping is memory that a program will read and write, at any address: neither a
+ * stack nor a reservation. */
 static bool is_plain(void *at, size_t nbytes, int protection, int flags) {
     const um__settings *asked = &um__settings_now;
     int known = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_POPULATE;
@@ -27,7 +27,7 @@ static bool is_plain(void *at, size_t nbytes, int protection, int flags) {
 static void *map_plain(size_t nbytes, int protection, int flags) {
     size_t huge = um__settings_now.thp_bytes;
     size_t align = huge != 0 && nbytes >= huge ? huge : um__settings_now.page_bytes;
-    /* Pages that the kernel finds before the policy is set would lie anywhere. */
+    /* Pages that are found before the policy is set would lie anywhere. */
     void *mapped = um__place_map(in_pages(nbytes), align, protection, flags & ~MAP_POPULATE);
     if (mapped != NULL && !um__place_range(mapped, in_pages(nbytes), (flags & MAP_POPULATE) != 0)) {
         um__sys_unmap(mapped, in_pages(nbytes));
@@ -41,7 +41,7 @@ void *um__ranges_map(void *at, size_t nbytes, int protection, int flags, int fd,
     um__record lost;
     void *mapped;
     if (at == NULL && (flags & MAP_FIXED) != 0) {
-        /* Address 0 is none for the calls of system.c: programs that may have it are rare. */
+        /* To system.c, address 0 means a failure; programs that may map it are rare. */
         errno = EPERM;
         return MAP_FAILED;
     }
@@ -61,7 +61,7 @@ void *um__ranges_map(void *at, size_t nbytes, int protection, int flags, int fd,
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* With --report, says what becomes of a whole mapping that ends. */
+/* Records, for --report, what became of a whole mapping that ends. */
 static void note_end(uintptr_t address, size_t nbytes) {
     um__record lost;
     um__table_lock();
@@ -120,8 +120,8 @@ void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, vo
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* What the kernel refuses only since memory was placed: a locked page is given back by a call of
- * its own, and a part of a hugetlb page is cleared, as a program that gives it back expects. */
+/* Does what the kernel refuses only because memory was placed: gives locked pages back, and clears a
+ * part of a hugetlb page that the program gives back. */
 int um__ranges_advise(void *at, size_t nbytes, int advice) {
     int result = um__sys_advise(at, nbytes, advice);
     bool gives = advice == MADV_DONTNEED || advice == MADV_FREE;

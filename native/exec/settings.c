@@ -1,4 +1,4 @@
-/* What was asked for: one variable of the environment, which children inherit. */
+/* The settings: one variable of the environment, which children inherit. */
 #include "exec.h"
 
 #include <limits.h>

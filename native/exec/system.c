@@ -1,5 +1,5 @@
-/* The system calls of the library. They go straight to the kernel: the C library's functions of
- * these names are the hooks. */
+/* The system calls of the library, straight to the kernel: the C library's functions of these names
+ * are the hooks. */
 #include "exec.h"
 
 #include <errno.h>
@@ -36,7 +36,7 @@ int um__sys_advise(void *at, size_t nbytes, int advice) {
 }
 
 int um__sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
-    /* The kernel reads one bit less than it is told. */
+    /* The kernel reads one bit less than the size says. */
     return (int)syscall(SYS_mbind, at, nbytes, mode, nodes, 16 * 64 + 1UL, 0);
 }
 
@@ -44,7 +44,7 @@ int um__sys_lock(void *at, size_t nbytes) {
     return (int)syscall(SYS_mlock2, at, nbytes, MLOCK_ONFAULT);
 }
 
-/* Gives a descriptor a number that programs do not count on. */
+/* Moves a descriptor to a number that programs do not count on. */
 static int raise_number(int fd) {
     struct rlimit most;
     int first = getrlimit(RLIMIT_NOFILE, &most) == 0 && most.rlim_cur > 1000 ? 900 : 100;
@@ -99,7 +99,7 @@ uint64_t um__sys_started(void) {
         return 0;
     }
     text[n] = '\0';
-    /* The second field is a name in parentheses, which may hold any letter; the 22nd is wanted. */
+    /* The second field is a name in parentheses, of any letters; the 22nd is wanted. */
     const char *at = strrchr(text, ')');
     for (int field = 2; at != NULL && field < 22; field++) {
         at = strchr(at + 1, ' ');

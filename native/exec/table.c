@@ -1,5 +1,5 @@
-/* What is mapped now. Each change is also written to memory that other processes read, a memfd. The
- * table itself is private, so that a forked child has it as it was at the fork. */
+/* The table of mappings. Each change is also written to a memfd that other processes read. The table
+ * itself is private, so that a forked child has it as it was at the fork. */
 #include "exec.h"
 
 #include <pthread.h>
@@ -9,8 +9,7 @@
 _Static_assert(sizeof(um__record) == 32 && sizeof(um__ended) == 48, "others read them");
 _Static_assert(sizeof(um__table) <= UM__HEAD_BYTES, "the records come behind it");
 
-/* From so much on, a process is of interest to others. The many small ones, as of a shell, need no
- * descriptor for it. */
+/* From this much on, a process shows its table. Small ones, as of a shell, need no descriptor. */
 enum { SHOWN_BYTES = 16 << 20 };
 enum { TABLE_BYTES = UM__HEAD_BYTES + UM__MOST_RECORDS * (int)sizeof(um__record) };
 /* User addresses have 48 bits unless a program asks for more: slots of 2 MiB, in two levels. */
@@ -23,11 +22,11 @@ typedef _Atomic uint32_t slot; /* the number of a record, and one */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static um__table *table;
 static um__record *records;
-static um__table *mirror; /* what others read, NULL: nothing */
+static um__table *mirror; /* for other processes; NULL: not shown */
 static bool was_tried;
 static uint64_t first_free; /* the number of a record, and one */
 static slot *_Atomic leaves[1 << TOP_BITS];
-/* Mappings of mmap's kind: how many, and the addresses that all ever lay between. */
+/* How many mappings of mmap's kind there are, and the addresses that all ever lay between. */
 static _Atomic size_t n_ranges;
 static _Atomic uintptr_t ranges_start = UINTPTR_MAX, ranges_end;
 
@@ -75,7 +74,7 @@ void um__table_end(void) {
     }
 }
 
-/* Writes a record, for others as well. */
+/* Writes a record to the table and its mirror. */
 static void put(um__record *at, um__record record) {
     *at = record;
     if (mirror != NULL) {
@@ -88,7 +87,7 @@ void um__table_note_next(const char *path, bool malloc_is_ours) {
     um__table_begin();
     strncpy(table->next, path == NULL ? "" : path, sizeof table->next - 1);
     table->malloc_is_ours = malloc_is_ours;
-    if (mirror != NULL) { /* other libraries begin before this one, and may have placed memory */
+    if (mirror != NULL) { /* libraries that began before this one may have placed memory */
         memcpy(mirror->next, table->next, sizeof mirror->next);
         mirror->malloc_is_ours = malloc_is_ours;
     }
@@ -96,8 +95,7 @@ void um__table_note_next(const char *path, bool malloc_is_ours) {
     um__table_unlock();
 }
 
-/* Shows the table to other processes, once. Where the system has no memory for it, nothing is
- * shown. */
+/* Shows the table to other processes, once, if the system has memory for it. */
 static void show(void) {
     was_tried = true;
     memcpy(table->magic, MAGIC, sizeof MAGIC);
@@ -130,8 +128,8 @@ void um__table_in_parent(void) {
     um__table_unlock();
 }
 
-/* The child shows itself when it maps something. Its parent's descriptor stays open: the program
- * may have closed it, and another file may have its number. */
+/* The child shows itself when it maps something. Its parent's descriptor stays open: the program may
+ * have closed it, and its number may be another file's. */
 void um__table_in_child(void) {
     if (mirror != NULL) {
         um__sys_unmap(mirror, TABLE_BYTES);
@@ -184,7 +182,7 @@ um__record *um__table_find(void *address) {
 
 /* ---- records ---- */
 
-/* Adds a mapping to the counts, or with -1 takes it away. */
+/* Adds a mapping to the counts, or takes it away (-1). */
 static void count(const um__record *record, int sign) {
     um__counts *counts = &table->counts;
     uint64_t nbytes = sign < 0 ? -record->nbytes : record->nbytes;
@@ -268,7 +266,7 @@ bool um__table_change(um__record *record, um__record now) {
     return done;
 }
 
-/* The next record of mmap's kind that overlaps a range, from a number on. */
+/* Returns the next record of mmap's kind that overlaps a range, from a number on. */
 static um__record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
     for (; n_ranges != 0 && *at < table->n_records; ++*at) {
         um__record *record = &records[*at];
@@ -349,7 +347,7 @@ void um__table_note_end(const um__record *record) {
                                   table->ended[i].asked / table->ended[i].n != record->asked)) {
         i++;
     }
-    /* Where there are too many kinds, the last line adds up all others. */
+    /* If there are too many kinds, the last line adds up the rest. */
     i = i < UM__MOST_ENDED ? i : UM__MOST_ENDED - 1;
     um__ended *ended = &table->ended[i];
     table->n_ended = i < table->n_ended ? table->n_ended : i + 1;
