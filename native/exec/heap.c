@@ -1,4 +1,5 @@
-/* malloc and its kind: a large allocation has a mapping of its own, the next allocator has all else. */
+/* malloc and its kind: a large allocation has a mapping of its own, the next allocator has all
+ * else. */
 #include "exec.h"
 
 #include <errno.h>
@@ -12,8 +13,8 @@ static bool is_power_of_two(size_t n) {
     return n != 0 && (n & (n - 1)) == 0;
 }
 
-/* Places an allocation if it is large. Returns true if *out is the answer, which is NULL if `strict`
- * refuses what could not be placed; false if the next allocator has to be asked. */
+/* Places an allocation if it is large. Returns true if *out is the answer, which is NULL if
+ * `strict` refuses what could not be placed; false if the next allocator has to be asked. */
 static bool take(size_t align, size_t nbytes, um__via via, void **out, bool *zeroed) {
     if (!is_large(nbytes)) {
         return false;

@@ -143,8 +143,8 @@ static void begin(void) {
     um__next_now = found;
 }
 
-/* Records where small allocations go, and whether the program's own calls arrive here: a program may
- * define malloc itself. */
+/* Records where small allocations go, and whether the program's own calls arrive here: a program
+ * may define malloc itself. */
 static void look_around(void) {
     Dl_info info;
     void *next;

@@ -9,8 +9,8 @@
 
 #include "os/kernel.h" /* behind the system's headers */
 
-/* Freed mappings, for the next allocation of their size: a program that takes and frees the same again
- * and again would fault it in each time. */
+/* Freed mappings, for the next allocation of their size: a program that takes and frees the same
+ * again and again would fault it in each time. */
 enum { MOST_KEPT = 16, KEPT_BYTES = 64 << 20 };
 
 typedef struct kept {
@@ -90,8 +90,8 @@ static void *address_of(const um__record *record) {
     return (void *)(uintptr_t)record->address;
 }
 
-/* Sets pages and nodes before anything is touched, and locks. Returns false if a part of it fails and
- * `strict` is set. */
+/* Sets pages and nodes before anything is touched, and locks. Returns false if a part of it fails
+ * and `strict` is set. */
 static bool place(um__record *record) {
     const um__settings *asked = &um__settings_now;
     void *at = address_of(record);
@@ -330,8 +330,8 @@ bool um__place_give(void *address) {
     return true;
 }
 
-/* Gives a mapping another size, and another address if it has no room. Wants the lock: no other thread
- * may enter the old addresses meanwhile. */
+/* Gives a mapping another size, and another address if it has no room. Wants the lock: no other
+ * thread may enter the old addresses meanwhile. */
 static void *resize(um__record *record, size_t wanted, size_t nbytes) {
     um__record now = *record;
     void *at = address_of(record), *old = at;

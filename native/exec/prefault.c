@@ -1,5 +1,5 @@
-/* Touching memory before the program does. The kernel may take long to find huge pages if free memory
- * is in small pieces. */
+/* Touching memory before the program does. The kernel may take long to find huge pages if free
+ * memory is in small pieces. */
 #include "exec.h"
 
 #include <errno.h>

@@ -1,5 +1,5 @@
-/* mmap and its kind. A mapping stays the program's own, in its size: it is aligned to huge pages, and
- * gets pages, nodes and lock. The table follows what becomes of it. */
+/* mmap and its kind. A mapping stays the program's own, in its size: it is aligned to huge pages,
+ * and gets pages, nodes and lock. The table follows what becomes of it. */
 #include "exec.h"
 
 #include <errno.h>
@@ -120,8 +120,8 @@ void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, vo
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* Does what the kernel refuses only because memory was placed: gives locked pages back, and clears a
- * part of a hugetlb page that the program gives back. */
+/* Does what the kernel refuses only because memory was placed: gives locked pages back, and clears
+ * a part of a hugetlb page that the program gives back. */
 int um__ranges_advise(void *at, size_t nbytes, int advice) {
     int result = um__sys_advise(at, nbytes, advice);
     bool gives = advice == MADV_DONTNEED || advice == MADV_FREE;

@@ -1,5 +1,5 @@
-/* The table of mappings. Each change is also written to a memfd that other processes read. The table
- * itself is private, so that a forked child has it as it was at the fork. */
+/* The table of mappings. Each change is also written to a memfd that other processes read. The
+ * table itself is private, so that a forked child has it as it was at the fork. */
 #include "exec.h"
 
 #include <pthread.h>
@@ -128,8 +128,8 @@ void um__table_in_parent(void) {
     um__table_unlock();
 }
 
-/* The child shows itself when it maps something. Its parent's descriptor stays open: the program may
- * have closed it, and its number may be another file's. */
+/* The child shows itself when it maps something. Its parent's descriptor stays open: the program
+ * may have closed it, and its number may be another file's. */
 void um__table_in_child(void) {
     if (mirror != NULL) {
         um__sys_unmap(mirror, TABLE_BYTES);

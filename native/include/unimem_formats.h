@@ -1,8 +1,8 @@
 /* unimem: parsers of the headers of model files, whose bytes are not trusted. They have the
  * conventions of unimem.h.
  *
- * The parsers open no files. A caller passes the first bytes of a file, and more if a parser asks for
- * them (UM_HEADER_FULL, err->asked). All offsets that they return lie inside the file. */
+ * The parsers open no files. A caller passes the first bytes of a file, and more if a parser asks
+ * for them (UM_HEADER_FULL, err->asked). All offsets that they return lie inside the file. */
 #ifndef UNIMEM_FORMATS_H
 #define UNIMEM_FORMATS_H
 

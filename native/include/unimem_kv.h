@@ -135,9 +135,8 @@ typedef enum um_kv_order {
 /* Appends n tokens (may be 0) to one layer: a copy, or a conversion if the types differ.
  *
  * k and v are aligned for `type`, which is float32, float16, bfloat16 or, where K and V have one
- * type, the cache's. A ring
- * forgets what is before its rows: of more than n_rows tokens it takes the last n_rows. After a
- * failure no row is appended.
+ * type, the cache's. A ring forgets what is before its rows: of more than n_rows tokens it takes
+ * the last n_rows. After a failure no row is appended.
  *
  * - UM_E_INVALID: there is no such layer, type or order.
  * - UM_E_FULL: UM_KV_FULL; or UM_KV_ROWS, and um_kv_set_usable or um_kv_move makes room.
@@ -292,8 +291,8 @@ UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint6
  *
  * Threads: the pool with all of its sequences has one writer. Beside it there may be any number of
  * um_paged_append_write (each between its own begin and end) and, of sequences that are not
- * cropped, cleared or freed meanwhile, of um_paged_gather, um_paged_seq_len and
- * um_paged_layer_len. */
+ * cropped, cleared or freed meanwhile, of um_paged_gather, um_paged_seq_len and um_paged_layer_len.
+ * */
 typedef struct um_paged_spec {
     uint32_t n_layers, n_kv_heads, head_dim;
     uint32_t n_blocks, block_tokens; /* n_blocks: below 2^31 - 1 */

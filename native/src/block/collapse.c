@@ -105,8 +105,8 @@ um_status um_block_collapse(um_block *block, um_error *err) {
     }
     um_status status = block->mirror_nbytes == 0 ? collapse_all(block, huge_page, err)
                                                  : collapse_images(block, huge_page, err);
-    /* The kernel ignores the policy: it puts a huge page on the node with most of its small pages, or
-     * the first such node, where a whole interleaved block would end up. */
+    /* The kernel ignores the policy: it puts a huge page on the node with most of its small pages,
+     * or the first such node, where a whole interleaved block would end up. */
     bool spread = block->numa.mode == UM_NUMA_INTERLEAVE || block->numa.mode == UM_NUMA_WEIGHTED;
     if (!spread) {
         return status;

@@ -8,9 +8,9 @@
 #include <errno.h>
 #include <stdint.h>
 
-/* Finds whether the page cache of a file is hidden from this user. Since Linux 5.2, the kernel tells a
- * user who neither owns a file nor may write it that all of it is in RAM, even a page behind its end.
- * This page stays mapped at `space`. Returns 0 or an errno. */
+/* Finds whether the page cache of a file is hidden from this user. Since Linux 5.2, the kernel
+ * tells a user who neither owns a file nor may write it that all of it is in RAM, even a page
+ * behind its end. This page stays mapped at `space`. Returns 0 or an errno. */
 static int find_whether_hidden(int fd, uint64_t file_nbytes, void *space, int *out) {
     size_t page = um__os_page_bytes();
     unsigned char in_ram = 0;

@@ -61,8 +61,8 @@ static void read_piece(um_load *load, const load_part *part, size_t piece) {
         asked = asked < load->request_nbytes ? asked : load->request_nbytes;
         int os_errno =
             um__os_pread(range->fd, (char *)range->to + at, asked, range->offset + at, &n);
-        /* The next read begins behind the whole units of this one. A direct read that stops inside a
-         * unit has come to the end of the file, or the next one says so. */
+        /* The next read begins behind the whole units of this one. A direct read that stops inside
+         * a unit has come to the end of the file, or the next one says so. */
         size_t step = n >= left ? left : n / load->align * load->align;
         if (os_errno == 0 && step > 0) {
             at += step;

@@ -53,8 +53,8 @@ int um__mirror_map(const um_block *block);
 /* Punches the file where steps of either image lie. *out_nbytes is how much memory that was. */
 int um__mirror_discard(const um_block *block, um__run range, size_t *out_nbytes);
 /* The kernel moves only pages that are mapped once. fold maps all pages in RAM through the first
- * images alone; unfold maps them through both images again. Locked memory is left alone.
- * *out_call is the system call that failed. */
+ * images alone; unfold maps them through both images again. Locked memory is left alone. *out_call
+ * is the system call that failed. */
 int um__mirror_fold(const um_block *block, const char **out_call);
 int um__mirror_unfold(const um_block *block, const char **out_call);
 

@@ -14,8 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Addresses in one call of move_pages; rounds of moving; and immovable pages in a row before the rest
- * is given up. */
+/* Addresses in one call of move_pages; rounds of moving; and immovable pages in a row before the
+ * rest is given up. */
 enum { BATCH = 4096, MAX_ROUNDS = 4, MAX_STUCK = 256 };
 
 /* The status of a page that the kernel has not come to. */
@@ -120,10 +120,10 @@ static unsigned index_of(const um__numa_pattern *pattern, int node) {
     return i;
 }
 
-/* Finds the phase of an interleaved block: the node that the kernel began with depends on the address,
- * or on the inode of a shared file. Each resident page votes for the phases with which it is on its
- * node, so that what the kernel has spread stays. These phases are an interval of the cycle: only its
- * borders are counted. */
+/* Finds the phase of an interleaved block: the node that the kernel began with depends on the
+ * address, or on the inode of a shared file. Each resident page votes for the phases with which it
+ * is on its node, so that what the kernel has spread stays. These phases are an interval of the
+ * cycle: only its borders are counted. */
 static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um_error *err) {
     const um__numa_pattern *pattern = &r->pattern;
     uint32_t cycle = pattern->cycle;
@@ -163,8 +163,8 @@ static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um
 /* ---- moving ---- */
 
 /* Asks where the pages of the batch are, and lists those that have to move; with `heads`, only the
- * first of each unit, which moves a whole huge page. *out_elsewhere counts all pages. Returns 0 or an
- * errno. */
+ * first of each unit, which moves a whole huge page. *out_elsewhere counts all pages. Returns 0 or
+ * an errno. */
 static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
     int os_errno = um__os_move_pages(r->n, r->pages, NULL, r->status);
     if (os_errno != 0) {
@@ -189,8 +189,8 @@ static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
     return 0;
 }
 
-/* Finds the page of [first, n_moves) at which the kernel gave up: it was not moved, and has no errno
- * of its own; *out is n_moves if there is no such page. Returns 0 or an errno. */
+/* Finds the page of [first, n_moves) at which the kernel gave up: it was not moved, and has no
+ * errno of its own; *out is n_moves if there is no such page. Returns 0 or an errno. */
 static int find_stuck(repair *r, size_t first, size_t *out) {
     size_t n = r->n_moves - first;
     int os_errno = um__os_move_pages(n, r->move_pages + first, NULL, r->status);
@@ -208,9 +208,9 @@ static int find_stuck(repair *r, size_t first, size_t *out) {
 }
 
 /* Moves the listed pages. The kernel stops at a page that it cannot move, such as one that a device
- * reads, and at a node without room: the rest is then asked for again. Pages that other processes map,
- * too, stay: MPOL_MF_MOVE_ALL needs a capability, and would move what those processes placed. Returns
- * 0 or an errno. */
+ * reads, and at a node without room: the rest is then asked for again. Pages that other processes
+ * map, too, stay: MPOL_MF_MOVE_ALL needs a capability, and would move what those processes placed.
+ * Returns 0 or an errno. */
 static int run_moves(repair *r, bool *out_again) {
     *out_again = false;
     for (size_t first = 0; first < r->n_moves && r->n_stuck < MAX_STUCK;) {

@@ -51,8 +51,8 @@ static int mark_scanned(const view *v, int pagemap) {
     return 0;
 }
 
-/* Marks mapped pages by the entries of older kernels, which do not tell whether a page is a part of a
- * huge page. Returns 0 or an errno. */
+/* Marks mapped pages by the entries of older kernels, which do not tell whether a page is a part of
+ * a huge page. Returns 0 or an errno. */
 static int mark_read(const view *v, int pagemap) {
     uint64_t entries[ENTRIES];
     for (size_t i = 0; i < v->n_pages;) {

@@ -37,10 +37,10 @@ static uint64_t larger(uint64_t a, uint64_t b) {
     return a > b ? a : b;
 }
 
-/* Adds the two images of a piece of mirrored memory. smaps counts its memory once for each image, so
- * the larger figure is what is in RAM: a page may have been touched through one image alone. Pss is
- * added, since a page that both images map counts half in each: the sum is right even if each image
- * was touched elsewhere. */
+/* Adds the two images of a piece of mirrored memory. smaps counts its memory once for each image,
+ * so the larger figure is what is in RAM: a page may have been touched through one image alone. Pss
+ * is added, since a page that both images map counts half in each: the sum is right even if each
+ * image was touched elsewhere. */
 static void add_images(const smaps_sums *images, smaps_sums *out) {
     const smaps_sums *a = &images[0], *b = &images[1];
     uint64_t pss = a->pss + b->pss;
@@ -54,8 +54,8 @@ static void add_images(const smaps_sums *images, smaps_sums *out) {
     out->may_be_huge = out->may_be_huge || a->may_be_huge || b->may_be_huge;
 }
 
-/* Returns a number of the image that an address lies in: an even one for the first image of a piece,
- * and the next one for the second; 0 for memory without a mirror. */
+/* Returns a number of the image that an address lies in: an even one for the first image of a
+ * piece, and the next one for the second; 0 for memory without a mirror. */
 static size_t image_of(const um_block *block, uintptr_t address) {
     uintptr_t base = (uintptr_t)block->base;
     if (block->mirror_nbytes == 0 || address < base) {
@@ -224,7 +224,8 @@ um_status um_block_verify(const um_block *block, um_placement *out, um_error *er
                           .huge_bytes = sums.huge + sums.hugetlb,
                           .locked_bytes = sums.locked + sums.hugetlb,
                           .swapped_bytes = sums.swapped};
-    /* Resident pages show what they are; before the first one, eligibility shows what they will be. */
+    /* Resident pages show what they are; before the first one, eligibility shows what they will be.
+     * */
     bool huge = sums.huge > 0 || (sums.rss == 0 && sums.may_be_huge);
     if (sums.hugetlb_page != 0) {
         found.pages = sums.hugetlb_page < UINT64_C(1) << 30 ? UM_PAGES_2M : UM_PAGES_1G;

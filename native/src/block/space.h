@@ -14,9 +14,9 @@ typedef struct um__space {
     size_t map_nbytes;
 } um__space;
 
-/* Reserves address space whose data begins `phase` bytes above a multiple of `align`. `asked` is for
- * the error. pre: nbytes, align and phase are multiples of the base page; align is a power of two
- * above phase. errors: UM_E_INVALID (nbytes too large), UM_E_NOMEM, UM_E_OS. */
+/* Reserves address space whose data begins `phase` bytes above a multiple of `align`. `asked` is
+ * for the error. pre: nbytes, align and phase are multiples of the base page; align is a power of
+ * two above phase. errors: UM_E_INVALID (nbytes too large), UM_E_NOMEM, UM_E_OS. */
 UM_CHECKED um_status um__space_reserve(um__space *out, size_t nbytes, size_t align, size_t phase,
                                        size_t asked, um_error *err);
 

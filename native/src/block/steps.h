@@ -16,8 +16,8 @@ typedef struct um__run {
 size_t um__block_n_steps(const um_block *block);
 /* Returns how much is committed now, while another thread may be changing it. */
 size_t um__block_committed_nbytes(const um_block *block);
-/* Checks that the block has the range, and with `committed` that all of it is committed. *out_end is
- * its end. errors: UM_E_INVALID. */
+/* Checks that the block has the range, and with `committed` that all of it is committed. *out_end
+ * is its end. errors: UM_E_INVALID. */
 UM_CHECKED um_status um__block_check_range(const um_block *block, size_t offset, size_t nbytes,
                                            bool committed, size_t *out_end, um_error *err);
 /* Finds the first run in [from, end) whose steps are all committed, or all not. Returns false if
@@ -33,8 +33,8 @@ UM_CHECKED um_status um__steps_alloc(const um_block *block, uint64_t **out, um_e
 /* Sets or clears the bits of a run. */
 void um__steps_set(uint64_t *words, um__run run, bool set);
 
-/* A change of which steps are committed. Everything that can fail happens in um__steps_begin, before
- * the memory changes. */
+/* A change of which steps are committed. Everything that can fail happens in um__steps_begin,
+ * before the memory changes. */
 typedef struct um__steps_change {
     um__run range;
     uint64_t *words; /* the bits as they are; NULL if the block needs none after the change */

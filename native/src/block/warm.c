@@ -94,8 +94,8 @@ static bool is_read_only(const um_block *block) {
 /* Warms whole pages, which are all a file's or all not. */
 static um_status warm_range(const um_block *block, bool is_file, bool writes, size_t first,
                             size_t last, const um__cpus *cpus, um_error *err) {
-    /* Parts meet at borders of huge pages: two threads that fill one huge page get small pages. They
-     * are counted from the border below the first byte, so that none has no thread. */
+    /* Parts meet at borders of huge pages: two threads that fill one huge page get small pages.
+     * They are counted from the border below the first byte, so that none has no thread. */
     size_t page = um__os_page_bytes();
     size_t align = block->step_nbytes > page ? block->step_nbytes : page;
     size_t share = ((last - first / align * align) / cpus->n_threads / align + 1) * align;

@@ -28,8 +28,8 @@ static unsigned read_features(void) {
 }
 
 bool um__cpu_has(unsigned wanted) {
-    /* Two threads that ask at the same time are told the same. A virtual machine takes
-     * microseconds to answer, so it is asked once. */
+    /* Two threads that ask at the same time are told the same. A virtual machine takes microseconds
+     * to answer, so it is asked once. */
     static _Atomic unsigned found;
     unsigned features = atomic_load_explicit(&found, memory_order_relaxed);
     if (features == 0) {

@@ -1,5 +1,5 @@
-/* Numbers and structs of the kernel (uapi) that the headers of a C library may lack, which may be older
- * than the kernel. Include it behind the system's headers. */
+/* Numbers and structs of the kernel (uapi) that the headers of a C library may lack, which may be
+ * older than the kernel. Include it behind the system's headers. */
 #ifndef UM_KERNEL_H
 #define UM_KERNEL_H
 

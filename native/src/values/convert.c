@@ -1,7 +1,7 @@
 /* Conversions between float32, float16, bfloat16 and ggml's quantized types (quants.c), with the
  * instructions that the CPU has. All codes round to nearest even and give the same bits. A NaN that
- * becomes a float16 or bfloat16 is made quiet, and keeps its sign and the upper bits of its payload,
- * as F16C does. */
+ * becomes a float16 or bfloat16 is made quiet, and keeps its sign and the upper bits of its
+ * payload, as F16C does. */
 #include "values/convert.h"
 
 #include "base/status.h"
@@ -373,8 +373,8 @@ static void convert(const um__convert_code *code, void *out, um_dtype out_type, 
     } else if (out_type == UM_F32) {
         to_f32(code, out, in, in_type, n);
     } else {
-        /* Goes through float32, which holds the values of all other types exactly, but for those
-         * of q4_1 and q5_1, which are rounded sums in float32 anyway. */
+        /* Goes through float32, which holds the values of all other types exactly, but for those of
+         * q4_1 and q5_1, which are rounded sums in float32 anyway. */
         enum { PIECE = 1024 };
         float piece[PIECE];
         for (size_t done = 0; done < n; done += PIECE) {

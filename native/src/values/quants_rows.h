@@ -1,9 +1,9 @@
 /* The quantized types for one instruction set. quants.c includes this once for each, with
  *
- * - V(name): `name` of the instruction set: the block of 32 `values`, whose parts `at` are vectors of
- *   the compiler; `amax` (the bits of the largest magnitude), `which` values have a magnitude,
- *   `least`, `most`, `levels` ((x - low) * id + half, cut off and at most `most`), `q8_levels`
- *   (x * id, a half rounded away from zero), `iq4_nl_levels`, `floats` (of signed bytes);
+ * - V(name): `name` of the instruction set: the block of 32 `values`, whose parts `at` are vectors
+ *   of the compiler; `amax` (the bits of the largest magnitude), `which` values have a magnitude,
+ *   `least`, `most`, `levels` ((x - low) * id + half, cut off and at most `most`), `q8_levels` (x *
+ *   id, a half rounded away from zero), `iq4_nl_levels`, `floats` (of signed bytes);
  * - BYTES(name): `name` of 32 levels, a byte each;
  * - SCALE(half): the float of a float16;
  * - TARGET: the attribute of its functions.
