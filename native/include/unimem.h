@@ -263,8 +263,8 @@ typedef enum um_advice {
 
 /* What the kernel says of a range, never an echo of the request. A page of a file or of shared
  * memory counts as in RAM if this process has mapped it. A hugetlb page cannot leave RAM and counts
- * as locked; pss_bytes counts it whole, since the kernel does not say how many processes share it.
- *
+ * as locked; pss_bytes counts it whole, since the kernel does not say how many processes share
+ * it. */
 typedef struct um_placement {
     um_pages pages;          /* 2M, 1G: hugetlb. THP: has huge pages, or would when touched. 4K */
     uint64_t page_bytes;     /* the page size that `pages` stands for */
@@ -543,8 +543,8 @@ UM_API size_t um_huge_page_bytes(void);
 
 /* Reads exactly nbytes of a file at offset, in as many reads as it takes.
  *
- * - UM_E_IO: the file cannot be read, or is too short (os_errno is 0). err->used bytes were read.
- *
+ * - UM_E_IO: the file cannot be read, or is too short (os_errno is 0). err->used bytes were
+ *   read. */
 UM_API UM_CHECKED um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes,
                                          um_error *err);
 
@@ -666,8 +666,8 @@ UM_API UM_CHECKED um_status um_tape_take(um_tape *tape, size_t nbytes, size_t al
 UM_API void um_tape_clear(um_tape *tape);        /* goes back to what is kept; zeroes nothing */
 UM_API void um_tape_keep(um_tape *tape);         /* keeps what is taken so far */
 UM_API size_t um_tape_mark(const um_tape *tape); /* returns the place for um_tape_rewind */
-/* Goes back to a mark, or to what is kept if that is more. UM_E_INVALID: the mark is above `used`.
- *
+/* Goes back to a mark, or to what is kept if that is more. UM_E_INVALID: the mark is above
+ * `used`. */
 UM_API UM_CHECKED um_status um_tape_rewind(um_tape *tape, size_t mark, um_error *err);
 /* Freezes the tape: takes that would pass `limit` bytes (0: all takes) fail with UM_E_STATE.
  *

@@ -224,8 +224,8 @@ um_status um_block_verify(const um_block *block, um_placement *out, um_error *er
                           .huge_bytes = sums.huge + sums.hugetlb,
                           .locked_bytes = sums.locked + sums.hugetlb,
                           .swapped_bytes = sums.swapped};
-    /* Resident pages show what they are; before the first one, eligibility shows what they will be.
-     * */
+    /* Resident pages show what they are; before the first one, eligibility shows what they will
+     * be. */
     bool huge = sums.huge > 0 || (sums.rss == 0 && sums.may_be_huge);
     if (sums.hugetlb_page != 0) {
         found.pages = sums.hugetlb_page < UINT64_C(1) << 30 ? UM_PAGES_2M : UM_PAGES_1G;

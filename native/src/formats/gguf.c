@@ -100,8 +100,8 @@ static uint64_t rows_at_most(const reader *r, uint64_t n, uint64_t nbytes_min) {
     return min_u64(n, (r->nbytes - r->at) / nbytes_min);
 }
 
-/* Returns NULL, with err filled, if there is no memory. A table of no rows has an address as well.
- * */
+/* Returns NULL, with err filled, if there is no memory. A table of no rows has an address as
+ * well. */
 static void *alloc_table(const reader *r, uint64_t n, size_t row_bytes) {
     void *table = um__heap_alloc(n == 0 ? 1 : n, row_bytes);
     if (table == NULL) {

@@ -272,8 +272,8 @@ static uint64_t quote_of(um_safetensors_text text) {
 /* ---- texts that differ ---- */
 
 /* Fails for the first text in the header that repeats an earlier one. There are n rows, `stride`
- * bytes apart, each of which begins with a text. Texts with escapes are compared by their meaning.
- * */
+ * bytes apart, each of which begins with a text. Texts with escapes are compared by their
+ * meaning. */
 static um_status check_texts_differ(const reader *r, const void *rows, size_t stride, uint64_t n,
                                     const char *rule) {
     if (n < 2) {

@@ -493,8 +493,8 @@ void um_paged_append_write(const um_paged_pending *pending) {
     const um_paged *p = pending->seq->paged;
     uint32_t shared = block_at(pending->seq, pending->at / p->spec.block_tokens);
     if (shared != pending->first_block) {
-        /* The sequence still holds the shared block, so that its other holders do not write to it.
-         * */
+        /* The sequence still holds the shared block, so that its other holders do not write to
+         * it. */
         memcpy(lane_of(p, pending->first_block, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
     }
     for (uint32_t i = 0; i < pending->n_layers; i++) {

@@ -1,5 +1,5 @@
-/* The CPUs that the threads of a call are pinned to. Without pinning, two threads may share a core.
- * */
+/* The CPUs that the threads of a call are pinned to. Without pinning, two threads may share a
+ * core. */
 #ifndef UM_CPUS_H
 #define UM_CPUS_H
 

@@ -48,8 +48,8 @@ typedef struct entry {
 enum { MAX_ENTRIES = 16 };
 static entry entries[MAX_ENTRIES];
 
-/* The lock of what follows; no handler takes it. 0: free, 1: taken, 2: taken, and others may wait.
- * */
+/* The lock of what follows; no handler takes it. 0: free, 1: taken, 2: taken, and others may
+ * wait. */
 static _Atomic uint32_t lock;
 static unsigned n_entries;
 static unsigned n_users; /* threads inside of a run */

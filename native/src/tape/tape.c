@@ -1,5 +1,5 @@
-/* The bump allocator. One word says how much is used; a take moves it by one compare-and-exchange.
- * */
+/* The bump allocator. One word says how much is used; a take moves it by one
+ * compare-and-exchange. */
 #include "base/sizes.h"
 #include "base/status.h"
 

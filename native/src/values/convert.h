@@ -8,8 +8,8 @@
 #include "unimem.h"
 #include "values/quants.h"
 
-/* One implementation. All give the same bits. n counts values: whole blocks, for quantized types.
- * */
+/* One implementation. All give the same bits. n counts values: whole blocks, for quantized
+ * types. */
 typedef struct um__convert_code {
     const char *isa;
     void (*f16_of_f32)(uint16_t *out, const float *in, size_t n);

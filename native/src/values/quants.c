@@ -45,8 +45,8 @@ static float extreme_of(const float *in) {
 }
 
 /* Returns the low byte of x as an integer, with a half rounded away from zero; 0 if x is a NaN or
- * does not fit into 32 bits. x86 gives this 0 for the reference's cast, whose result C leaves open.
- * */
+ * does not fit into 32 bits. x86 gives this 0 for the reference's cast, whose result C leaves
+ * open. */
 static int8_t q8_of(float x) {
     if (!(x > -0x1p31f && x < 0x1p31f)) {
         return 0;
