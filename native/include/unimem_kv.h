@@ -61,8 +61,7 @@ typedef struct um_kv_spec {
     um_dtype type;        /* of K; of blocks: head_dim is a multiple of 32 */
     um_dtype v_type;      /* of V */
     uint32_t v_head_dim;  /* of V; 0: as head_dim; UM_KV_NO_V: rows of V have no values */
-    int rotate; /* whether appends rotate heads (um_rotate); rows in the stored type have to be rotated
-                   already */
+    int rotate; /* whether appends rotate heads (um_rotate), but for rows in the stored type */
 } um_kv_spec;
 
 /* For um_kv_spec.v_head_dim: a layer that keeps only keys, which contain the values. */

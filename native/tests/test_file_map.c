@@ -200,7 +200,7 @@ TEST(refused_maps) {
     for (um_access a = UM_ACCESS_READ; a <= UM_ACCESS_SHARED; a++) {
         for (size_t i = 0; i < COUNT(ranges); i++) {
             check_map_fails(UM_E_INVALID, 0, fd, ranges[i][0], ranges[i][1], a, UM_CAT_WEIGHTS);
-            bool whole = ranges[i][0] % page == 0 && ranges[i][1] - 1 < last;
+            bool whole = ranges[i][0] % page == 0 && ranges[i][1] != 0;
             CHECK_EQ(test_err.detail, whole ? UM_BLOCK_PAST_FILE : UM_DETAIL_NONE);
         }
         check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, UM_CAT_COUNT);

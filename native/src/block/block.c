@@ -231,8 +231,3 @@ um_status um_block_advise(um_block *block, um_advice advice, um_error *err) {
     return os_errno == 0 ? UM_OK
                          : um__fail_os(err, os_errno, um__block_committed_nbytes(block), "madvise");
 }
-
-/* ---- collapsing ---- */
-
-/* How often a page is tried that the kernel is busy with. */
-enum { COLLAPSE_TRIES = 4 };

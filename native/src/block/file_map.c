@@ -2,6 +2,7 @@
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"
+#include "block/map.h"
 #include "block/space.h"
 #include "os/os.h"
 
@@ -30,16 +31,13 @@ typedef struct file_range {
     size_t nbytes, whole_pages, page;
 } file_range;
 
-/* errors: UM_E_INVALID, UM_E_OS. */
-static um_status check_range(file_range *range, um_error *err) {
-    UM__TRY_OS(um__os_file_page_bytes(range->fd, &range->page), err, range->nbytes, "fstatfs");
-    UM__INVALID_IF(range->offset % range->page != 0, err,
-                   "offset is not a multiple of the page size");
-    UM__INVALID_IF(range->nbytes == 0 ||
-                       !um__round_up(range->nbytes, range->page, &range->whole_pages),
-                   err, "nbytes");
-    UM__TRY_OS(um__os_file_nbytes(range->fd, &range->file_nbytes), err, range->nbytes, "fstat");
-    if (range->offset > range->file_nbytes || range->nbytes > range->file_nbytes - range->offset) {
+um_status um__file_check_range(int fd, uint64_t offset, size_t nbytes, size_t *out_page,
+                               uint64_t *out_file_nbytes, um_error *err) {
+    UM__TRY_OS(um__os_file_page_bytes(fd, out_page), err, nbytes, "fstatfs");
+    UM__INVALID_IF(offset % *out_page != 0, err,
+                   "the offset in the file is not a multiple of the page size");
+    UM__TRY_OS(um__os_file_nbytes(fd, out_file_nbytes), err, nbytes, "fstat");
+    if (offset > *out_file_nbytes || nbytes > *out_file_nbytes - offset) {
         return um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
                                "the range goes beyond the end of the file");
     }
@@ -71,7 +69,9 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
     UM__INVALID_IF(um_category_name(category) == NULL, err, "category");
     UM__INVALID_IF((unsigned)access > UM_ACCESS_SHARED, err, "access");
     file_range range = {.fd = fd, .offset = offset, .nbytes = nbytes};
-    UM__TRY(check_range(&range, err));
+    UM__TRY(um__file_check_range(fd, offset, nbytes, &range.page, &range.file_nbytes, err));
+    UM__INVALID_IF(nbytes == 0 || !um__round_up(nbytes, range.page, &range.whole_pages), err,
+                   "nbytes");
     /* The kernel maps huge pages of the page cache as such only where address and offset agree. */
     size_t huge_page = um_huge_page_bytes(), align = range.page;
     if (huge_page > align && range.whole_pages >= huge_page) {

@@ -213,26 +213,14 @@ static um_status check_overlay(const um_block *block, size_t offset, size_t nbyt
     return UM_OK;
 }
 
-/* errors: UM_E_INVALID, UM_E_OS. */
-static um_status check_file(int fd, uint64_t file_offset, size_t nbytes, um_error *err) {
-    size_t page;
-    uint64_t file_nbytes;
-    UM__TRY_OS(um__os_file_page_bytes(fd, &page), err, nbytes, "fstatfs");
-    UM__INVALID_IF(page != um__os_page_bytes() || file_offset % page != 0, err,
-                   "file_offset is not a multiple of the page size");
-    UM__TRY_OS(um__os_file_nbytes(fd, &file_nbytes), err, nbytes, "fstat");
-    if (file_offset > file_nbytes || nbytes > file_nbytes - file_offset) {
-        return um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
-                               "the range goes beyond the end of the file");
-    }
-    return UM_OK;
-}
-
 um_status um_block_overlay(um_block *block, size_t offset, int fd, uint64_t file_offset,
                            size_t nbytes, um_error *err) {
     um__run range;
+    size_t page;
+    uint64_t file_nbytes;
     UM__TRY(check_overlay(block, offset, nbytes, &range, err));
-    UM__TRY(check_file(fd, file_offset, nbytes, err));
+    UM__TRY(um__file_check_range(fd, file_offset, nbytes, &page, &file_nbytes, err));
+    UM__INVALID_IF(page != block->step_nbytes, err, "the file has pages of another size");
     if (nbytes == 0) {
         return UM_OK;
     }

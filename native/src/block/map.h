@@ -12,6 +12,11 @@
 UM_CHECKED um_status um__block_map_range(const um_block *block, size_t offset, size_t nbytes,
                                          size_t asked, um_error *err);
 
+/* Checks that a range of a file can be mapped. *out_page is the page of its mappings. errors:
+ * UM_E_INVALID, UM_E_OS. */
+UM_CHECKED um_status um__file_check_range(int fd, uint64_t offset, size_t nbytes, size_t *out_page,
+                                          uint64_t *out_file_nbytes, um_error *err);
+
 /* Fails for an errno of mlock2 or munlock. */
 um_status um__fail_lock(um_error *err, int os_errno, size_t asked, const char *call);
 

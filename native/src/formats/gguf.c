@@ -122,17 +122,10 @@ static uint64_t load_u64(const unsigned char *p) {
     return value;
 }
 
-static um_status read_u32(reader *r, uint32_t *out) {
-    UM__TRY(need(r, sizeof(*out), truncated, r->at));
-    *out = load_u32(r->bytes + r->at);
-    r->at += sizeof(*out);
-    return UM_OK;
-}
-
-static um_status read_u64(reader *r, uint64_t *out) {
-    UM__TRY(need(r, sizeof(*out), truncated, r->at));
-    *out = load_u64(r->bytes + r->at);
-    r->at += sizeof(*out);
+static um_status read_number(reader *r, void *out, size_t nbytes) {
+    UM__TRY(need(r, nbytes, truncated, r->at));
+    memcpy(out, r->bytes + r->at, nbytes);
+    r->at += nbytes;
     return UM_OK;
 }
 
@@ -140,7 +133,7 @@ static um_status read_u64(reader *r, uint64_t *out) {
 static um_status read_string(reader *r, uint64_t most, const char *too_long, uint64_t *out_offset,
                              uint64_t *out_nbytes) {
     uint64_t field = r->at;
-    UM__TRY(read_u64(r, out_nbytes));
+    UM__TRY(read_number(r, out_nbytes, sizeof(*out_nbytes)));
     UM__BREAKS_IF(*out_nbytes > most, r->err, too_long, field);
     UM__TRY(need(r, *out_nbytes, string_too_long, field));
     *out_offset = r->at;
@@ -176,9 +169,7 @@ static um_status check_names_differ(const reader *r, const void *rows, size_t st
         return UM_OK;
     }
     um__name *names = alloc_table(r, n, sizeof(*names));
-    if (names == NULL) {
-        return UM_E_NOMEM;
-    }
+    UM__RETURN_IF(names == NULL, UM_E_NOMEM);
     for (uint64_t i = 0; i < n; i++) {
         const unsigned char *row = (const unsigned char *)rows + i * stride;
         uint64_t offset = load_u64(row);
@@ -192,36 +183,17 @@ static um_status check_names_differ(const reader *r, const void *rows, size_t st
 
 /* ---- metadata ---- */
 
-/* Returns the bytes of a value of fixed size; 0 for strings and arrays. */
-static uint64_t value_nbytes(um_gguf_type type) {
-    switch (type) {
-    case UM_GGUF_UINT8:
-    case UM_GGUF_INT8:
-    case UM_GGUF_BOOL:
-        return 1;
-    case UM_GGUF_UINT16:
-    case UM_GGUF_INT16:
-        return 2;
-    case UM_GGUF_UINT32:
-    case UM_GGUF_INT32:
-    case UM_GGUF_FLOAT32:
-        return 4;
-    case UM_GGUF_UINT64:
-    case UM_GGUF_INT64:
-    case UM_GGUF_FLOAT64:
-        return 8;
-    case UM_GGUF_STRING:
-    case UM_GGUF_ARRAY:
-    case UM_GGUF_TYPE_COUNT:
-        break;
-    }
-    return 0;
-}
+/* The bytes of a value of fixed size; 0 for strings and arrays. */
+static const uint8_t value_nbytes[UM_GGUF_TYPE_COUNT] = {
+    [UM_GGUF_UINT8] = 1,  [UM_GGUF_INT8] = 1,   [UM_GGUF_BOOL] = 1,    [UM_GGUF_UINT16] = 2,
+    [UM_GGUF_INT16] = 2,  [UM_GGUF_UINT32] = 4, [UM_GGUF_INT32] = 4,   [UM_GGUF_FLOAT32] = 4,
+    [UM_GGUF_UINT64] = 8, [UM_GGUF_INT64] = 8,  [UM_GGUF_FLOAT64] = 8,
+};
 
 static um_status read_type(reader *r, um_gguf_type *out) {
     uint64_t field = r->at;
     uint32_t type;
-    UM__TRY(read_u32(r, &type));
+    UM__TRY(read_number(r, &type, sizeof(uint32_t)));
     UM__BREAKS_IF(type >= UM_GGUF_TYPE_COUNT, r->err, "unknown type of metadata", field);
     *out = (um_gguf_type)type;
     return UM_OK;
@@ -230,8 +202,8 @@ static um_status read_type(reader *r, um_gguf_type *out) {
 /* Skips n values of a fixed size; `field` is the place of the count n. */
 static um_status pass_fixed(reader *r, um_gguf_type type, uint64_t n, uint64_t field) {
     uint64_t nbytes;
-    UM__BREAKS_IF(__builtin_mul_overflow(n, value_nbytes(type), &nbytes), r->err, array_too_long,
-                  field);
+    UM__BREAKS_IF(__builtin_mul_overflow(n, (uint64_t)value_nbytes[type], &nbytes), r->err,
+                  array_too_long, field);
     UM__TRY(need(r, nbytes, array_too_long, field));
     if (type == UM_GGUF_BOOL) {
         for (uint64_t i = r->at; i < r->at + nbytes; i++) {
@@ -275,7 +247,7 @@ static um_status pass_array(reader *r, unsigned depth, array_head *out) {
     UM__TRY(read_type(r, &out->item_type));
     UM__BREAKS_IF(depth == ARRAY_DEPTH_MAX, r->err, "arrays are nested deeper than 16", field);
     field = r->at;
-    UM__TRY(read_u64(r, &out->n));
+    UM__TRY(read_number(r, &out->n, sizeof(uint64_t)));
     out->first = r->at;
     if (out->item_type == UM_GGUF_STRING) {
         return pass_strings(r, out->n, field);
@@ -307,7 +279,7 @@ static um_status read_kv(reader *r, um_gguf_kv *out) {
         out->n_items = head.n;
         out->value_offset = head.first;
     } else {
-        out->value_nbytes = value_nbytes(out->type);
+        out->value_nbytes = value_nbytes[out->type];
         UM__TRY(need(r, out->value_nbytes, truncated, r->at));
         UM__TRY(pass_fixed(r, out->type, 1, r->at));
     }
@@ -333,9 +305,7 @@ static um_status read_alignment(const reader *r, const um_gguf_kv *kv, uint64_t 
 
 static um_status read_metadata(reader *r, um_gguf *gguf) {
     gguf->kv = alloc_table(r, rows_at_most(r, gguf->n_kv, KV_NBYTES_MIN), sizeof(*gguf->kv));
-    if (gguf->kv == NULL) {
-        return UM_E_NOMEM;
-    }
+    UM__RETURN_IF(gguf->kv == NULL, UM_E_NOMEM);
     for (uint64_t i = 0; i < gguf->n_kv; i++) {
         um_gguf_kv kv;
         UM__TRY(read_kv(r, &kv));
@@ -364,13 +334,13 @@ static uint64_t offset_field(const um_gguf_tensor *t) {
 static um_status read_dims(reader *r, um_gguf_tensor *out) {
     /* A dimension of 0 makes an empty tensor, but must not hide that the others overflow. */
     uint64_t n_values = 1;
-    UM__TRY(read_u32(r, &out->n_dims));
+    UM__TRY(read_number(r, &out->n_dims, sizeof(uint32_t)));
     UM__BREAKS_IF(out->n_dims > UM_GGUF_MAX_DIMS, r->err, "a tensor has more than 4 dimensions",
                   dims_field(out));
     for (uint32_t i = 0; i < UM_GGUF_MAX_DIMS; i++) {
         out->ne[i] = 1;
         if (i < out->n_dims) {
-            UM__TRY(read_u64(r, &out->ne[i]));
+            UM__TRY(read_number(r, &out->ne[i], sizeof(uint64_t)));
         }
         UM__BREAKS_IF(
             __builtin_mul_overflow(n_values, out->ne[i] == 0 ? 1 : out->ne[i], &n_values) ||
@@ -402,9 +372,9 @@ static um_status check_type(const reader *r, um_gguf_tensor *t) {
 static um_status read_tensor(reader *r, um_gguf_tensor *out) {
     UM__TRY(read_name(r, &tensor_name_rules, &out->name_offset, &out->name_nbytes));
     UM__TRY(read_dims(r, out));
-    UM__TRY(read_u32(r, &out->type));
+    UM__TRY(read_number(r, &out->type, sizeof(uint32_t)));
     UM__TRY(check_type(r, out));
-    return read_u64(r, &out->offset);
+    return read_number(r, &out->offset, sizeof(uint64_t));
 }
 
 /* Turns the offset, which counts from the data, into one of the file. */
@@ -449,9 +419,7 @@ static um_status check_tensors_apart(const reader *r, const um_gguf *gguf) {
         return UM_OK;
     }
     const um_gguf_tensor **order = alloc_table(r, gguf->n_tensors, sizeof(*order));
-    if (order == NULL) {
-        return UM_E_NOMEM;
-    }
+    UM__RETURN_IF(order == NULL, UM_E_NOMEM);
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
         order[i] = &gguf->tensors[i];
     }
@@ -464,9 +432,7 @@ static um_status check_tensors_apart(const reader *r, const um_gguf *gguf) {
 static um_status read_tensors(reader *r, um_gguf *gguf) {
     gguf->tensors =
         alloc_table(r, rows_at_most(r, gguf->n_tensors, TENSOR_NBYTES_MIN), sizeof(*gguf->tensors));
-    if (gguf->tensors == NULL) {
-        return UM_E_NOMEM;
-    }
+    UM__RETURN_IF(gguf->tensors == NULL, UM_E_NOMEM);
     for (uint64_t i = 0; i < gguf->n_tensors; i++) {
         um_gguf_tensor tensor;
         UM__TRY(read_tensor(r, &tensor));
@@ -487,11 +453,11 @@ static um_status read_tensors(reader *r, um_gguf *gguf) {
 
 static um_status read_head(reader *r, um_gguf *gguf) {
     uint32_t magic;
-    UM__TRY(read_u32(r, &magic));
+    UM__TRY(read_number(r, &magic, sizeof(uint32_t)));
     UM__BREAKS_IF(memcmp(&magic, "GGUF", sizeof(magic)) != 0, r->err,
                   "the file does not begin with GGUF", 0);
     uint64_t version_field = r->at;
-    UM__TRY(read_u32(r, &gguf->version));
+    UM__TRY(read_number(r, &gguf->version, sizeof(uint32_t)));
     if (gguf->version != 0 && (gguf->version & 0xffff) == 0) {
         return um__fail_format(r->err, "the file is big-endian; only little-endian files are read",
                                version_field);
@@ -499,9 +465,9 @@ static um_status read_head(reader *r, um_gguf *gguf) {
     UM__BREAKS_IF(gguf->version != 2 && gguf->version != 3, r->err, "the version is not 2 or 3",
                   version_field);
     uint64_t n_tensors_field = r->at;
-    UM__TRY(read_u64(r, &gguf->n_tensors));
+    UM__TRY(read_number(r, &gguf->n_tensors, sizeof(uint64_t)));
     uint64_t n_kv_field = r->at;
-    UM__TRY(read_u64(r, &gguf->n_kv));
+    UM__TRY(read_number(r, &gguf->n_kv, sizeof(uint64_t)));
     UM__TRY(check_fits(r, gguf->n_tensors, TENSOR_NBYTES_MIN, "more tensors than the file can hold",
                        n_tensors_field));
     return check_fits(r, gguf->n_kv, KV_NBYTES_MIN, "more metadata than the file can hold",

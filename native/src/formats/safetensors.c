@@ -34,30 +34,13 @@ typedef struct type_row {
     unsigned bits;
 } type_row;
 
+#define ROW(name, bits) [UM_ST_##name] = {#name, bits}
 static const type_row types[UM_ST_TYPE_COUNT] = {
-    [UM_ST_BOOL] = {"BOOL", 8},
-    [UM_ST_F4] = {"F4", 4},
-    [UM_ST_F6_E2M3] = {"F6_E2M3", 6},
-    [UM_ST_F6_E3M2] = {"F6_E3M2", 6},
-    [UM_ST_U8] = {"U8", 8},
-    [UM_ST_I8] = {"I8", 8},
-    [UM_ST_F8_E5M2] = {"F8_E5M2", 8},
-    [UM_ST_F8_E4M3] = {"F8_E4M3", 8},
-    [UM_ST_F8_E8M0] = {"F8_E8M0", 8},
-    [UM_ST_F8_E4M3FNUZ] = {"F8_E4M3FNUZ", 8},
-    [UM_ST_F8_E5M2FNUZ] = {"F8_E5M2FNUZ", 8},
-    [UM_ST_I16] = {"I16", 16},
-    [UM_ST_U16] = {"U16", 16},
-    [UM_ST_F16] = {"F16", 16},
-    [UM_ST_BF16] = {"BF16", 16},
-    [UM_ST_I32] = {"I32", 32},
-    [UM_ST_U32] = {"U32", 32},
-    [UM_ST_F32] = {"F32", 32},
-    [UM_ST_C64] = {"C64", 64},
-    [UM_ST_F64] = {"F64", 64},
-    [UM_ST_I64] = {"I64", 64},
-    [UM_ST_U64] = {"U64", 64},
-};
+    ROW(BOOL, 8),        ROW(F4, 4),      ROW(F6_E2M3, 6), ROW(F6_E3M2, 6), ROW(U8, 8),
+    ROW(I8, 8),          ROW(F8_E5M2, 8), ROW(F8_E4M3, 8), ROW(F8_E8M0, 8), ROW(F8_E4M3FNUZ, 8),
+    ROW(F8_E5M2FNUZ, 8), ROW(I16, 16),    ROW(U16, 16),    ROW(F16, 16),    ROW(BF16, 16),
+    ROW(I32, 32),        ROW(U32, 32),    ROW(F32, 32),    ROW(C64, 64),    ROW(F64, 64),
+    ROW(I64, 64),        ROW(U64, 64)};
 
 const char *um_safetensors_type_name(um_safetensors_type type) {
     return (unsigned)type < UM_ST_TYPE_COUNT ? types[type].name : NULL;
@@ -331,9 +314,7 @@ static um_status read_metadata(reader *r, um_safetensors *st) {
         UM__TRY(begin(r, '"', "a value of __metadata__ is not a string", &field));
         UM__TRY(read_string(r, &kv.value));
         void *rows = grow(r, st->kv, st->n_kv, sizeof(*st->kv));
-        if (rows == NULL) {
-            return UM_E_NOMEM;
-        }
+        UM__RETURN_IF(rows == NULL, UM_E_NOMEM);
         st->kv = rows;
         st->kv[st->n_kv++] = kv;
     }
@@ -402,9 +383,7 @@ static um_status read_shape(reader *r, um_safetensors *st, um_safetensors_tensor
         UM__BREAKS_IF(t->n_dims == UM_SAFETENSORS_MAX_DIMS, r->err,
                       "a tensor has more than 64 dimensions", field);
         void *rows = grow(r, st->dims, st->n_dims, sizeof(*st->dims));
-        if (rows == NULL) {
-            return UM_E_NOMEM;
-        }
+        UM__RETURN_IF(rows == NULL, UM_E_NOMEM);
         st->dims = rows;
         st->dims[st->n_dims++] = dim;
     }
@@ -488,9 +467,7 @@ static um_status read_tensor(reader *r, um_safetensors *st, um_safetensors_text 
     }
     UM__TRY(place_tensor(r, st, &e, &t));
     void *rows = grow(r, st->tensors, st->n_tensors, sizeof(*st->tensors));
-    if (rows == NULL) {
-        return UM_E_NOMEM;
-    }
+    UM__RETURN_IF(rows == NULL, UM_E_NOMEM);
     st->tensors = rows;
     st->tensors[st->n_tensors++] = t;
     return UM_OK;

@@ -1,18 +1,16 @@
 /* The guard: surviving a lost page of a mapped file.
  *
- * A page that cannot be had raises SIGBUS in the thread that touches it, and the kernel tells the
- * address. While anybody runs guarded, our handler is on top of the handler that was there before.
- * If this thread is inside of a run and the address is in its range, our handler jumps back into
- * um_guard_run. All other signals go on to the handler below, as the kernel would have called it.
- * SIGSEGV is left alone: it means that nothing is mapped, or that it may not be written, and never
- * that a file lost a page.
+ * A lost page raises SIGBUS in the thread that touches it, and the kernel tells the address. While
+ * any thread runs guarded, our handler is on top of the previous one. If the address is in a range
+ * of this thread's runs, our handler jumps back into um_guard_run. All other signals go on to the
+ * handler below, as the kernel would have called it. SIGSEGV is left alone: it never means a lost
+ * page.
  *
- * Handlers form a stack that nobody can look at. Code that installs a handler keeps ours as its
- * previous one. It may call ours or put it back long after, when another one of ours is on top of
- * its own. A single function of ours could not know which handler to go on to, and two handlers
- * that go on to each other never end. So for each foreign action that we ever cover there is an
- * entry with a function of its own, which goes on to that one action for as long as the process
- * lives. */
+ * Handlers form a stack that no code can inspect. Code that installs a handler keeps ours as its
+ * previous one, and may call it or put it back long after, when another one of ours is on top. A
+ * single function of ours could not know which handler to go on to, and two handlers that go on to
+ * each other never end. So each foreign action that we ever cover has an entry with a function of
+ * its own, which goes on to that one action for as long as the process lives. */
 #include "base/status.h"
 #include "os/os.h"
 
@@ -31,8 +29,8 @@ typedef struct guarded {
     sigjmp_buf jump;
 } guarded;
 
-/* The handler reads this in any thread, and may be the first to do so. So its memory must come with
- * the thread, and not with the first access. musl has no other kind. */
+/* The handler may be the first to read this in a thread, so its memory has to come with the thread,
+ * not with the first access. musl has no other kind. */
 #if defined(__GLIBC__)
 #define WITH_THREAD __attribute__((tls_model("initial-exec")))
 #else
@@ -48,8 +46,7 @@ typedef struct entry {
 enum { MAX_ENTRIES = 16 };
 static entry entries[MAX_ENTRIES];
 
-/* The lock of what follows; no handler takes it. 0: free, 1: taken, 2: taken, and others may
- * wait. */
+/* The lock of the next three; no handler takes it. 0: free, 1: taken, 2: taken and waited for. */
 static _Atomic uint32_t lock;
 static unsigned n_entries;
 static unsigned n_users; /* threads inside of a run */
@@ -57,9 +54,8 @@ static bool knows_forks;
 
 /* ---- the handler: async-signal-safe only ---- */
 
-/* Returns whether a page could not be had, because the file was truncated or cannot be read, or the
- * hardware lost the page; and the range that was lost. Signals that were sent have codes of 0 and
- * below, and no address. */
+/* Returns whether the file or the hardware lost a page, and the lost range. Signals that were sent
+ * have codes of 0 and below, and no address. */
 static bool is_lost_page(const siginfo_t *info, uintptr_t *out_first, uintptr_t *out_end) {
     *out_first = (uintptr_t)info->si_addr;
     *out_end = *out_first + 1;
@@ -74,8 +70,8 @@ static bool is_lost_page(const siginfo_t *info, uintptr_t *out_first, uintptr_t 
     return info->si_code == BUS_ADRERR || info->si_code == BUS_OBJERR;
 }
 
-/* Returns whether the signal is of an instruction, which is repeated when the handler returns. The
- * kernel lets nobody ignore these. */
+/* Returns whether the signal is of an instruction, which is repeated when the handler returns. Such
+ * signals cannot be ignored. */
 static bool is_repeated(const siginfo_t *info) {
 #ifdef BUS_MCEERR_AO
     if (info->si_code == BUS_MCEERR_AO) {
@@ -93,8 +89,8 @@ static void die_of(const siginfo_t *info) {
     }
 }
 
-/* The entries whose handlers below this thread is running, from the outermost one on, and how deep
- * in its stack each was called. Those that a jump has left behind are not as deep as they were. */
+/* The entries whose handlers this thread is running, from the outermost on, and how deep in its
+ * stack each was called. A deeper one was left by a jump. */
 static _Thread_local struct {
     const entry *of;
     uintptr_t at;
@@ -133,9 +129,9 @@ static void go_on(entry *from, int number, siginfo_t *info, void *context) {
     }
     bool is_masked = um__os_signal_mask(SIG_BLOCK, &blocked, &before) == 0;
     /* Code that installs a handler between our look at the top and our own installation may keep
-     * the very entry that goes on to it, or two such handlers each other's. If they pass the signal
-     * on, as faulthandler does by restoring the previous action and raising the signal, it comes
-     * back here: nobody is left to hear of it. */
+     * the very entry that goes on to it, or two handlers each other's. If it passes the signal on,
+     * as faulthandler does by restoring the previous action and raising the signal, it comes back
+     * here: no handler is left. */
     uintptr_t here = (uintptr_t)__builtin_frame_address(0);
     bool comes_back = is_going_on(from, here);
     unsigned n_outer = n_going_on;
@@ -173,26 +169,12 @@ static void handle(entry *of, int number, siginfo_t *info, void *context) {
     static void handler_##i(int number, siginfo_t *info, void *context) {                          \
         handle(&entries[i], number, info, context);                                                \
     }
-HANDLER(0)
-HANDLER(1)
-HANDLER(2)
-HANDLER(3)
-HANDLER(4)
-HANDLER(5)
-HANDLER(6)
-HANDLER(7)
-HANDLER(8)
-HANDLER(9)
-HANDLER(10)
-HANDLER(11)
-HANDLER(12)
-HANDLER(13)
-HANDLER(14)
-HANDLER(15)
-
-static void (*const handlers[MAX_ENTRIES])(int, siginfo_t *, void *) = {
-    handler_0, handler_1, handler_2,  handler_3,  handler_4,  handler_5,  handler_6,  handler_7,
-    handler_8, handler_9, handler_10, handler_11, handler_12, handler_13, handler_14, handler_15};
+#define NAME(i) handler_##i,
+#define EACH_ENTRY(DO)                                                                             \
+    DO(0)                                                                                          \
+    DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7) DO(8) DO(9) DO(10) DO(11) DO(12) DO(13) DO(14) DO(15)
+EACH_ENTRY(HANDLER)
+static void (*const handlers[MAX_ENTRIES])(int, siginfo_t *, void *) = {EACH_ENTRY(NAME)};
 
 /* ---- on top, and away: with the lock ---- */
 
@@ -206,8 +188,8 @@ static entry *entry_of(const struct sigaction *action) {
     return NULL;
 }
 
-/* Returns whether two actions are the same. The C library adds flags of its own, and its masks have
- * room that it does not fill. */
+/* Returns whether two actions are the same, but for flags that the C library adds, and room in its
+ * masks that it does not fill. */
 static bool is_same(const struct sigaction *a, const struct sigaction *b) {
     int told = SA_SIGINFO | SA_ONSTACK | SA_RESTART | SA_NODEFER | (int)SA_RESETHAND;
     bool same = a->sa_handler == b->sa_handler && ((a->sa_flags ^ b->sa_flags) & told) == 0;
@@ -242,8 +224,7 @@ static int put_on_top(void) {
         if (over == NULL) {
             return EBUSY;
         }
-        /* A system call that a sent signal interrupts is restarted, or not, as it would be without
-         * us. */
+        /* An interrupted system call is restarted, or not, as without us. */
         bool restarts = top.sa_handler == SIG_IGN || (top.sa_flags & SA_RESTART) != 0;
         struct sigaction ours = {.sa_sigaction = handlers[over - entries],
                                  .sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK |
@@ -265,9 +246,9 @@ static void take_away(void) {
         return; /* a foreign handler is on top, and keeps ours as its previous one */
     }
     struct sigaction put = atomic_load(&ours->is_spent) ? none : ours->below;
-    /* What another thread installed meanwhile goes back on top, until nobody was faster. For that
-     * moment the action below is there once more. Who installs it just then keeps it as its own
-     * previous one: faulthandler then calls itself until its stack ends. */
+    /* An action that another thread installed meanwhile goes back on top. Until then the action
+     * below is installed once more: code that covers it just now keeps it as its previous one, and
+     * faulthandler then calls itself until its stack ends. */
     while (um__os_bus_action(&put, &was) == 0 && !is_same(&was, &top)) {
         top = put;
         put = was;
@@ -327,8 +308,8 @@ um_status um_guard_run(const void *base, size_t nbytes, um_guarded *run, void *c
     sigemptyset(&bus);
     sigaddset(&bus, SIGBUS);
     UM__TRY_OS(um__os_signal_mask(SIG_UNBLOCK, &bus, &before), err, 0, "pthread_sigmask");
-    /* A thread is one user, however deep its runs are nested: so a run that is jumped over has
-     * nothing to undo. */
+    /* A thread is one user, however deep its runs are nested: a run that is jumped over undoes
+     * nothing. */
     um_status status = here.outer == NULL ? enter(err) : UM_OK;
     if (status == UM_OK) {
         if (sigsetjmp(here.jump, 0) == 0) {
