@@ -1,5 +1,4 @@
-/* The instruction sets of this CPU. It is asked itself: where zig compiles, __builtin_cpu_supports
- * says no to everything, and all would be slow without a word. */
+/* The instruction sets of this CPU, by CPUID: zig's __builtin_cpu_supports always says no. */
 #include "os/cpu_features.h"
 
 #if defined(__x86_64__)
@@ -28,8 +27,7 @@ static unsigned read_features(void) {
 }
 
 bool um__cpu_has(unsigned wanted) {
-    /* Two threads that ask at the same time are told the same. A virtual machine takes microseconds
-     * to answer, so it is asked once. */
+    /* Read once, since a virtual machine takes microseconds to answer. */
     static _Atomic unsigned found;
     unsigned features = atomic_load_explicit(&found, memory_order_relaxed);
     if (features == 0) {

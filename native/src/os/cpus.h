@@ -1,5 +1,4 @@
-/* The CPUs that the threads of a call are pinned to. Without pinning, two threads may share a
- * core. */
+/* The CPUs that the threads of a call are pinned to: otherwise, two threads may share a core. */
 #ifndef UM_CPUS_H
 #define UM_CPUS_H
 
@@ -16,7 +15,7 @@ typedef struct um__cpus {
 } um__cpus;
 
 /* Sets the number of threads and the chosen CPUs; no CPU is allowed yet. errors: UM_E_INVALID (no
- * threads, or a CPU above all that there can be). */
+ * threads, or a number above all CPUs). */
 UM_CHECKED um_status um__cpus_init(um__cpus *out, unsigned n_threads, const int *chosen,
                                    um_error *err);
 /* Allows the CPUs that this thread may run on, unless CPUs were chosen. */

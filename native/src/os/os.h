@@ -1,5 +1,5 @@
-/* Every system call that unimem makes, one function each. They return 0 or an errno, count
- * themselves, and decide nothing. The tests wrap each of them to make the Nth one fail. */
+/* Every system call of the core, one function each. They return 0 or an errno, count themselves,
+ * and decide nothing. The tests wrap them, to make the Nth one fail. */
 #ifndef UM_OS_H
 #define UM_OS_H
 
@@ -13,8 +13,8 @@
 
 /* Reserves inaccessible address space. pre: nbytes is a multiple of the base page. */
 int um__os_reserve(size_t nbytes, void **out);
-/* Makes a range inaccessible again, and charged to nobody, in place of what is mapped there. pre:
- * both are multiples of the page (of a hugetlb mapping: the huge page). */
+/* Makes a range inaccessible again, without a charge, in place of its mapping. pre: both are
+ * multiples of the page (of a hugetlb mapping: the huge page). */
 int um__os_reserve_at(void *address, size_t nbytes);
 /* Maps zeroed private memory at an address inside a reservation. huge_shift is 0, or the logarithm
  * of a hugetlb page's size. pre: both are multiples of the page. */
@@ -60,7 +60,7 @@ int um__os_unlock(void *address, size_t nbytes);
  * not NONE. */
 int um__os_bind(void *address, size_t nbytes, const um_numa *numa);
 /* Asks where n pages of this process are (nodes NULL), or moves them (move_pages). out_status[i] is
- * the node, or a negative errno. pre: n addresses, each inside a page. */
+ * the node, or a negative errno. */
 int um__os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status);
 
 /* ---- files ---- */
@@ -86,9 +86,9 @@ int um__os_punch_hole(int fd, uint64_t offset, uint64_t nbytes);
 
 /* ---- file systems ---- */
 
-/* Opens a file system of a type, sets its options, creates it, and mounts it nowhere. The result is
- * its folder. The file system goes with the last descriptor of the folder and the last file in it.
- * An option without a value is a flag. pre: fd is of um__os_fs_open. */
+/* Opens a file system of a type, sets its options (without a value: a flag), creates it, and
+ * returns its folder, mounted nowhere. It goes with the last descriptor of the folder or of a file
+ * in it. */
 int um__os_fs_open(const char *type, int *out_fd);
 int um__os_fs_set(int fd, const char *key, const char *value);
 int um__os_fs_create(int fd);
@@ -99,22 +99,19 @@ int um__os_fs_reconfigure(int fd);
 
 /* ---- threads ---- */
 
-/* Gets the CPUs that this thread may run on, as a bit mask of mask_nbytes bytes (a multiple of a
- * word). */
+/* Gets the CPUs that this thread may run on, as a bit mask of whole words. */
 int um__os_get_affinity(void *mask, size_t mask_nbytes);
 int um__os_set_affinity(const void *mask, size_t mask_nbytes);
-/* A thread that runs fn(arg). It receives no signals but those of its own faults: the others are
- * for the thread that started it. */
+/* A thread that runs fn(arg). It receives no signals but those of its own faults. */
 typedef struct um__os_thread {
     uint64_t handle;
 } um__os_thread;
 int um__os_thread_start(um__os_thread *out, void *(*fn)(void *), void *arg);
 int um__os_thread_join(um__os_thread thread);
-/* Sets functions to call before a fork, and behind it in the parent and in the child
- * (pthread_atfork). */
+/* Sets functions to call before and after a fork (pthread_atfork). */
 int um__os_at_fork(void (*before)(void), void (*in_parent)(void), void (*in_child)(void));
-/* Sleeps while *word is `value`, until woken, a signal comes, or the time is over (ETIMEDOUT).
- * EAGAIN: *word has another value. */
+/* Sleeps while *word is `value`, until woken, a signal, or the time is over (ETIMEDOUT). EAGAIN:
+ * *word has another value. */
 int um__os_wait(const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds);
 int um__os_wake(const _Atomic uint32_t *word);
 

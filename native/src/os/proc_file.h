@@ -17,8 +17,8 @@ typedef struct um__proc_lines {
 } um__proc_lines;
 
 /* Opens a file to be read in pieces of read_nbytes. The kernel walks the pages of a mapping before
- * it writes the lines of the mapping, and writes as many mappings as fit the read: small reads
- * spare walks for lines that nobody looks at. Returns 0 or an errno. */
+ * it writes its lines, and writes as many mappings as fit the read: small reads spare walks.
+ * Returns 0 or an errno. */
 int um__proc_lines_open(um__proc_lines *out, const char *path, size_t read_nbytes);
 /* Reads the next line, without its end; NULL behind the last line. It is valid until the next call.
  * A line that does not fit the buffer loses its beginning. Returns 0 or an errno. */
