@@ -46,11 +46,24 @@ static void bf16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
     }
 }
 
-static void f32_of_bf16_scalar(float *out, const uint16_t *in, size_t n) {
-    for (size_t i = 0; i < n; i++) {
-        out[i] = float_of((uint32_t)in[i] << 16);
+/* The compiler makes vectors of this for each instruction set. */
+#define F32_OF_BF16(target, isa)                                                                   \
+    target static void f32_of_bf16_##isa(float *out, const uint16_t *in, size_t n) {               \
+        for (size_t i = 0; i < n; i++) {                                                           \
+            out[i] = float_of((uint32_t)in[i] << 16);                                              \
+        }                                                                                          \
     }
-}
+F32_OF_BF16(, scalar)
+
+/* Converts by a code of an instruction set, `width` values at a time, and the rest by the scalar. */
+#define BY_WIDTH(target, name, isa, out_type, in_type, width, ...)                                 \
+    target static void name##_##isa(out_type *out, const in_type *in, size_t n) {                  \
+        size_t i = 0;                                                                              \
+        for (; i + (width) <= n; i += (width)) {                                                   \
+            __VA_ARGS__;                                                                           \
+        }                                                                                          \
+        name##_scalar(out + i, in + i, n - i);                                                     \
+    }
 
 static const um__convert_code scalar = {"scalar",           f16_of_f32_scalar,  f32_of_f16_scalar,
                                         bf16_of_f32_scalar, f32_of_bf16_scalar, um__quants_scalar};
@@ -61,23 +74,13 @@ static const um__convert_code scalar = {"scalar",           f16_of_f32_scalar,  
 
 #define AVX2 __attribute__((target("avx2,f16c")))
 
-AVX2 static void f16_of_f32_avx2(uint16_t *out, const float *in, size_t n) {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
-        _mm_storeu_si128((__m128i *)(void *)(out + i), half);
-    }
-    f16_of_f32_scalar(out + i, in + i, n - i);
-}
-
-AVX2 static void f32_of_f16_avx2(float *out, const uint16_t *in, size_t n) {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half));
-    }
-    f32_of_f16_scalar(out + i, in + i, n - i);
-}
+F32_OF_BF16(AVX2, avx2)
+BY_WIDTH(AVX2, f16_of_f32, avx2, uint16_t, float, 8,
+         _mm_storeu_si128((__m128i *)(void *)(out + i),
+                          _mm256_cvtps_ph(_mm256_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT)))
+BY_WIDTH(AVX2, f32_of_f16, avx2, float, uint16_t, 8,
+         __m128i half = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
+         _mm256_storeu_ps(out + i, _mm256_cvtph_ps(half)))
 
 /* Eight bfloat16, each in 32 bits. */
 AVX2 static inline __m256i bf16_of_f32_x8(const float *in) {
@@ -102,16 +105,6 @@ AVX2 static void bf16_of_f32_avx2(uint16_t *out, const float *in, size_t n) {
     bf16_of_f32_scalar(out + i, in + i, n - i);
 }
 
-AVX2 static void f32_of_bf16_avx2(float *out, const uint16_t *in, size_t n) {
-    size_t i = 0;
-    for (; i + 8 <= n; i += 8) {
-        __m128i high = _mm_loadu_si128((const __m128i *)(const void *)(in + i));
-        __m256i bits = _mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16);
-        _mm256_storeu_si256((__m256i *)(void *)(out + i), bits);
-    }
-    f32_of_bf16_scalar(out + i, in + i, n - i);
-}
-
 static const um__convert_code avx2 = {"avx2",           f16_of_f32_avx2,  f32_of_f16_avx2,
                                       bf16_of_f32_avx2, f32_of_bf16_avx2, um__quants_avx2};
 
@@ -124,24 +117,14 @@ static const um__convert_code avx2 = {"avx2",           f16_of_f32_avx2,  f32_of
 #define AVX512 __attribute__((target("avx512f,f16c")))
 enum { ALL_16 = 0xffff };
 
-AVX512 static void f16_of_f32_avx512(uint16_t *out, const float *in, size_t n) {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m256i half =
-            _mm512_maskz_cvtps_ph(ALL_16, _mm512_loadu_ps(in + i), _MM_FROUND_TO_NEAREST_INT);
-        _mm256_storeu_si256((__m256i *)(void *)(out + i), half);
-    }
-    f16_of_f32_scalar(out + i, in + i, n - i);
-}
-
-AVX512 static void f32_of_f16_avx512(float *out, const uint16_t *in, size_t n) {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(in + i));
-        _mm512_storeu_ps(out + i, _mm512_cvtph_ps(half));
-    }
-    f32_of_f16_scalar(out + i, in + i, n - i);
-}
+F32_OF_BF16(AVX512, avx512)
+BY_WIDTH(AVX512, f16_of_f32, avx512, uint16_t, float, 16,
+         __m256i half = _mm512_maskz_cvtps_ph(ALL_16, _mm512_loadu_ps(in + i),
+                                              _MM_FROUND_TO_NEAREST_INT);
+         _mm256_storeu_si256((__m256i *)(void *)(out + i), half))
+BY_WIDTH(AVX512, f32_of_f16, avx512, float, uint16_t, 16,
+         __m256i half = _mm256_loadu_si256((const __m256i *)(const void *)(in + i));
+         _mm512_storeu_ps(out + i, _mm512_cvtph_ps(half)))
 
 AVX512 static void bf16_of_f32_avx512(uint16_t *out, const float *in, size_t n) {
     const __m512i magnitude = _mm512_set1_epi32((int)F32_MAGNITUDE);
@@ -159,15 +142,6 @@ AVX512 static void bf16_of_f32_avx512(uint16_t *out, const float *in, size_t n) 
     bf16_of_f32_scalar(out + i, in + i, n - i);
 }
 
-AVX512 static void f32_of_bf16_avx512(float *out, const uint16_t *in, size_t n) {
-    size_t i = 0;
-    for (; i + 16 <= n; i += 16) {
-        __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(in + i));
-        _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-    }
-    f32_of_bf16_scalar(out + i, in + i, n - i);
-}
-
 static const um__convert_code avx512 = {"avx512",           f16_of_f32_avx512,  f32_of_f16_avx512,
                                         bf16_of_f32_avx512, f32_of_bf16_avx512, um__quants_avx512};
 
@@ -175,21 +149,11 @@ static const um__convert_code avx512 = {"avx512",           f16_of_f32_avx512,  
 
 /* ---- NEON ---- */
 
-static void f16_of_f32_neon(uint16_t *out, const float *in, size_t n) {
-    size_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-        vst1_u16(out + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(in + i))));
-    }
-    f16_of_f32_scalar(out + i, in + i, n - i);
-}
-
-static void f32_of_f16_neon(float *out, const uint16_t *in, size_t n) {
-    size_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-        vst1q_f32(out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(in + i))));
-    }
-    f32_of_f16_scalar(out + i, in + i, n - i);
-}
+F32_OF_BF16(, neon)
+BY_WIDTH(, f16_of_f32, neon, uint16_t, float, 4,
+         vst1_u16(out + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(in + i)))))
+BY_WIDTH(, f32_of_f16, neon, float, uint16_t, 4,
+         vst1q_f32(out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(in + i)))))
 
 static void bf16_of_f32_neon(uint16_t *out, const float *in, size_t n) {
     size_t i = 0;
@@ -203,14 +167,6 @@ static void bf16_of_f32_neon(uint16_t *out, const float *in, size_t n) {
         vst1_u16(out + i, vmovn_u32(value));
     }
     bf16_of_f32_scalar(out + i, in + i, n - i);
-}
-
-static void f32_of_bf16_neon(float *out, const uint16_t *in, size_t n) {
-    size_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-        vst1q_f32(out + i, vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(in + i), 16)));
-    }
-    f32_of_bf16_scalar(out + i, in + i, n - i);
 }
 
 static const um__convert_code neon = {"neon",           f16_of_f32_neon,  f32_of_f16_neon,
