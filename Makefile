@@ -12,10 +12,10 @@ unexport PYTHONDONTWRITEBYTECODE
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # Sources whose change needs a new build; Python files are used in place.
-NATIVE := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] bench/native/*.[ch]) \
+NATIVE := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] bench/native/*.[ch]) \
           $(wildcard src/unimem/*/*.pyx src/unimem/*/*.pxd) \
           CMakeLists.txt $(wildcard cmake/*) pyproject.toml
-C_FILES := $(wildcard native/include/*.h native/src/*.[ch] native/exec/*.[ch] native/tests/*.[ch]) \
+C_FILES := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] native/tests/*.[ch]) \
            $(wildcard native/fuzz/*.[ch]) \
            $(wildcard bench/native/*.[ch] tests/support/kernel/shim/*.c) \
            $(wildcard examples/c/*.[ch] examples/cpp/*.[ch]pp) \

@@ -1,6 +1,6 @@
-/* The library that `unimem exec` loads before a program (LD_PRELOAD). It gives each large
- * allocation a mapping of its own, placed as was asked: pages, NUMA policy, lock, prefault. All
- * else goes to the allocator that the program would have had.
+/* The library that `unimem exec` loads before a program (LD_PRELOAD). Each large allocation gets a
+ * mapping of its own, placed as asked: pages, NUMA policy, lock, prefault. All else goes to the
+ * allocator that the program would have had.
  *
  *     hooks.c      the functions of the C library that are replaced; begin and end of the process
  *     heap.c       malloc and its kind, over mappings and the next allocator
@@ -11,12 +11,16 @@
  *     settings.c   what was asked for
  *     system.c     the system calls, which no hook sees
  *
- * A file calls only files below it. How a pointer is known: mappings of malloc's kind begin at
- * multiples of 2 MiB, where allocators put next to nothing. So `free` tests some bits of the
- * pointer, and looks into a table of 2 MiB slots only where they are 0: the small path has a
- * comparison and a jump, and neither a lock nor a load beyond the address of the next `free`. */
+ * A file calls only files below it. Mappings of malloc's kind begin at multiples of 2 MiB, where
+ * allocators put next to nothing. So `free` tests some bits of the pointer, and looks into a table
+ * of 2 MiB slots only if they are 0: the small path has a comparison and a jump, no lock, and no
+ * load but the address of the next `free`. */
 #ifndef UM_EXEC_H
 #define UM_EXEC_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -24,180 +28,188 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-enum { UM_SLOT_BYTES = 2 << 20 };
+enum { UM__SLOT_BYTES = 2 << 20 };
 
-/* ---- system.c: results as of the kernel; what fails returns NULL or -1, and sets errno ---- */
+/* ---- system.c: as the kernel; a failure returns NULL or -1, and sets errno ---- */
 
-void *um_sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
-int um_sys_unmap(void *at, size_t nbytes);
-void *um_sys_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at);
-int um_sys_advise(void *at, size_t nbytes, int advice);
-int um_sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes);
-int um_sys_lock(void *at, size_t nbytes);
-/* Makes a memfd of a size that others can only read, and maps it at an address. Returns its
- * descriptor, of a high number. */
-int um_sys_share(void *at, size_t nbytes, const char *name);
-/* CPU time of this thread: what the kernel does for it counts, other processes do not. */
-uint64_t um_sys_cpu_ns(void);
-int um_sys_pid(void);
-/* When this process began, in ticks as of /proc/PID/stat; 0: not known. */
-uint64_t um_sys_started(void);
-/* Says how many bytes of a range are in RAM, and in huge pages. Returns -1 where the kernel does
- * not tell (before Linux 6.7). */
-int um_sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge);
+void *um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
+int um__sys_unmap(void *at, size_t nbytes);
+void *um__sys_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at);
+int um__sys_advise(void *at, size_t nbytes, int advice);
+int um__sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes);
+int um__sys_lock(void *at, size_t nbytes);
+/* Makes a memfd that other processes can only read, and maps it. Returns its descriptor, a high
+ * number. */
+int um__sys_share(void *at, size_t nbytes, const char *name);
+/* Returns the CPU time of this thread, with the kernel's work for it. */
+uint64_t um__sys_cpu_ns(void);
+int um__sys_pid(void);
+/* Returns when this process began, in ticks as of /proc/PID/stat; 0 if that is not known. */
+uint64_t um__sys_started(void);
+/* Counts the bytes of a range in RAM, and in huge pages. Returns -1 before Linux 6.7. */
+int um__sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge);
 
 /* ---- settings.c ---- */
 
-typedef enum um_exec_pages { UM_EXEC_AUTO, UM_EXEC_THP, UM_EXEC_2M, UM_EXEC_1G } um_exec_pages;
+typedef enum um__exec_pages {
+    UM__EXEC_AUTO,
+    UM__EXEC_THP,
+    UM__EXEC_2M,
+    UM__EXEC_1G
+} um__exec_pages;
 
-typedef struct um_settings {
-    bool active; /* else everything goes its usual way */
-    um_exec_pages pages;
+typedef struct um__settings {
+    bool active; /* else nothing is placed */
+    um__exec_pages pages;
     size_t page_bytes;
     size_t thp_bytes;   /* 0: there are no transparent huge pages */
-    size_t min_bytes;   /* from which on an allocation is placed */
+    size_t min_bytes;   /* the smallest allocation that is placed */
     size_t most_bytes;  /* beyond the machine's memory is sparse: left alone */
     int numa_mode;      /* the kernel's number, -1: none */
     uint64_t nodes[16]; /* a bit a node */
     bool lock, strict;
-    bool report;             /* what ends is looked at */
-    uint64_t prefault_bytes; /* how much may be prefaulted at a time; 0: nothing is */
+    bool report;             /* mappings that end are recorded */
+    uint64_t prefault_bytes; /* the most that is prefaulted at a time */
     unsigned n_threads;      /* that prefault */
-    int pid;                 /* the command's own process; its children have others */
-    const char *text;        /* all of it, as it stands in the environment */
-} um_settings;
+    int pid;                 /* of the command's own process */
+    const char *text;        /* all settings, as the environment has them */
+} um__settings;
 
-extern um_settings um_settings_now;
-/* Reads the settings from a text "1 key=value key=value", NULL or another version: not active. */
-void um_settings_read(um_settings *out, const char *text);
+extern um__settings um__settings_now;
+/* Reads the settings from "1 key=value key=value"; NULL or another version: not active. */
+void um__settings_read(um__settings *out, const char *text);
 
 /* ---- table.c ---- */
 
-typedef enum um_via {
-    UM_VIA_MALLOC,
-    UM_VIA_CALLOC,
-    UM_VIA_REALLOC,
-    UM_VIA_ALIGNED,
-    UM_VIA_MMAP
-} um_via;
+typedef enum um__via {
+    UM__VIA_MALLOC,
+    UM__VIA_CALLOC,
+    UM__VIA_REALLOC,
+    UM__VIA_ALIGNED,
+    UM__VIA_MMAP
+} um__via;
 
-/* What was done to a mapping: bits of um_record.state. */
+/* What was done to a mapping: bits of um__record.state. */
 enum {
-    UM_IS_HUGETLB = 1,
-    UM_IS_ADVISED = 2,
-    UM_IS_BOUND = 4,
-    UM_IS_LOCKED = 8,
-    UM_IS_PREFAULTED = 16,
-    UM_IS_STALLED = 32,  /* the kernel took too long for huge pages */
-    UM_IS_FALLBACK = 64, /* the pool of hugetlb pages had no room */
-    UM_IS_KEPT = 128     /* the program has freed it, and the next allocation may have it */
+    UM__IS_HUGETLB = 1,
+    UM__IS_ADVISED = 2,
+    UM__IS_BOUND = 4,
+    UM__IS_LOCKED = 8,
+    UM__IS_PREFAULTED = 16,
+    UM__IS_STALLED = 32,  /* the kernel took too long to find huge pages */
+    UM__IS_FALLBACK = 64, /* the pool of hugetlb pages had no room */
+    UM__IS_KEPT = 128     /* freed, and kept for the next allocation */
 };
 
-typedef struct um_record {
+typedef struct um__record {
     uint64_t address; /* 0: not in use */
     uint64_t nbytes;  /* mapped */
-    uint64_t asked;   /* by the program; of a record not in use, the next such one */
+    uint64_t asked;   /* by the program; of a record not in use, the next such record */
     uint32_t via, state;
-} um_record;
+} um__record;
 
-/* Mappings that have ended, added up by what they were asked to be. */
-typedef struct um_ended {
+/* Mappings that have ended, added up by kind and size. */
+typedef struct um__ended {
     uint64_t n, asked, nbytes, resident, huge;
     uint32_t via, state;
-} um_ended;
+} um__ended;
 
-enum { UM_MOST_RECORDS = 65536, UM_MOST_ENDED = 64, UM_HEAD_BYTES = 8192, UM_TEXT_BYTES = 1024 };
+enum {
+    UM__MOST_RECORDS = 65536,
+    UM__MOST_ENDED = 64,
+    UM__HEAD_BYTES = 8192,
+    UM__TEXT_BYTES = 1024
+};
 
-typedef struct um_counts {
+typedef struct um__counts {
     uint64_t n_placed, placed_bytes, most_bytes; /* ever, now, and the most at a time */
     uint64_t n_fallback, n_stalled; /* without hugetlb pages; with small pages from some point on */
-    uint64_t n_passed_on;           /* that no mapping was found for */
-    uint64_t n_unbound, n_unlocked; /* where the kernel refused the policy or the lock */
-    uint64_t prefaulted_bytes;      /* of what is mapped now */
-} um_counts;
+    uint64_t n_passed_on;           /* to the next allocator, without a mapping */
+    uint64_t n_unbound, n_unlocked; /* the kernel refused the policy, or the lock */
+    uint64_t prefaulted_bytes;      /* of present mappings */
+} um__counts;
 
-/* What others read, see src/unimem/accounting/exec_table.py. The first fields are those of the ledger
- * that unimem's engines show (src/unimem/accounting/published.py), in version 2. */
-typedef struct um_table {
+/* The table that other processes read: see src/unimem/accounting/exec_table.py. Its first fields are
+ * those of version 2 of the ledger that engines show (src/unimem/accounting/published.py). */
+typedef struct um__table {
     char magic[8];
     uint32_t version, pid;
     uint64_t started;
     uint32_t n_records, record_nbytes, n_ended, malloc_is_ours;
-    _Atomic uint64_t n_changes; /* odd: somebody writes */
-    um_counts counts;
-    char text[UM_TEXT_BYTES]; /* of the settings */
-    char next[256];           /* the file of the next allocator */
-    um_ended ended[UM_MOST_ENDED];
-} um_table;
+    _Atomic uint64_t n_changes; /* odd while it is written */
+    um__counts counts;
+    char text[UM__TEXT_BYTES]; /* of the settings */
+    char next[256];            /* the file of the next allocator */
+    um__ended ended[UM__MOST_ENDED];
+} um__table;
 
-/* Memory for the table; no record yet. Returns false where there is none. */
-bool um_table_init(void);
-const um_table *um_table_now(void);
-/* Says which file has the next allocator, and whether the program's own calls come here. Takes the
- * lock. */
-void um_table_note_next(const char *path, bool malloc_is_ours);
-/* Held while mappings are unmapped, so that no other thread enters the same addresses before. */
-void um_table_lock(void);
-void um_table_unlock(void);
-/* Around a fork: the child has the records, in memory of its own, and shows nothing yet. */
-void um_table_before_fork(void);
-void um_table_in_parent(void);
-void um_table_in_child(void);
+/* Makes an empty table. Returns false if there is no memory. */
+bool um__table_init(void);
+const um__table *um__table_now(void);
+/* Records which file has the next allocator, and whether the program's own calls arrive here. Takes
+ * the lock. */
+void um__table_note_next(const char *path, bool malloc_is_ours);
+/* Held while mappings are unmapped, so that no other thread enters the same addresses first. */
+void um__table_lock(void);
+void um__table_unlock(void);
+/* Around a fork: the child has the records, in its own memory, and does not show them yet. */
+void um__table_before_fork(void);
+void um__table_in_parent(void);
+void um__table_in_child(void);
 
-/* All of these want the lock, unless they say other. */
+/* These want the lock, unless they say otherwise. */
 
-/* Enters a mapping. Returns false where there is no room for it. */
-bool um_table_add(um_record record);
-/* Takes the mapping of malloc's kind that begins at an address out of the table. */
-bool um_table_remove(void *address, um_record *out);
-/* The record of malloc's kind at an address, or NULL; it stays the table's. */
-um_record *um_table_find(void *address);
-/* Changes what a record says; another address enters it there. */
-bool um_table_change(um_record *record, um_record now);
-/* Takes a range out of all records that it overlaps, which are cut. Returns whether some mapping of
- * mmap's kind was there, and the first such one. */
-bool um_table_cut(uintptr_t address, size_t nbytes, um_record *out);
-/* Whether some record of mmap's kind overlaps a range; gives the first. */
-bool um_table_overlaps(uintptr_t address, size_t nbytes, um_record *out);
-/* Whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */
-bool um_table_is_hugetlb(uintptr_t address, size_t nbytes);
-um_counts *um_table_counts(void);
-/* Around changes of counts alone. */
-void um_table_begin(void);
-void um_table_end(void);
-void um_table_note_end(const um_record *record);
-/* Whether a range may overlap a record of mmap's kind: false is certain. No lock. */
-bool um_table_may_overlap(uintptr_t address, size_t nbytes);
-/* Bytes that the program asked for at an address of malloc's kind; 0: it is none. No lock. */
-size_t um_table_asked(const void *address, size_t *out_nbytes);
-bool um_table_has(const void *address);
+/* Enters a mapping. Returns false if there is no room. */
+bool um__table_add(um__record record);
+/* Removes the mapping of malloc's kind that begins at an address. */
+bool um__table_remove(void *address, um__record *out);
+/* Returns the record of malloc's kind at an address, or NULL. */
+um__record *um__table_find(void *address);
+/* Changes a record, also its address. */
+bool um__table_change(um__record *record, um__record now);
+/* Cuts a range out of all records of mmap's kind that it overlaps. Returns whether there was one,
+ * and the first. */
+bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out);
+/* Returns whether a record of mmap's kind overlaps a range, and the first. */
+bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out);
+/* Returns whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */
+bool um__table_is_hugetlb(uintptr_t address, size_t nbytes);
+um__counts *um__table_counts(void);
+/* Around a change of counts alone. */
+void um__table_begin(void);
+void um__table_end(void);
+void um__table_note_end(const um__record *record);
+/* Returns whether a range may overlap a record of mmap's kind; false is certain. No lock. */
+bool um__table_may_overlap(uintptr_t address, size_t nbytes);
+/* Returns what the program asked for at an address of malloc's kind, or 0. No lock. */
+size_t um__table_asked(const void *address, size_t *out_nbytes);
+bool um__table_has(const void *address);
 
 /* ---- prefault.c ---- */
 
-/* Touches a range. Returns whether the kernel took too long for huge pages: the rest is in small
- * ones then. */
-bool um_prefault(void *at, size_t nbytes, bool huge, unsigned n_threads);
+/* Touches a range. Returns whether the kernel took too long to find huge pages: the rest is in
+ * small pages then. */
+bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads);
 
 /* ---- place.c ---- */
 
-/* Maps and places memory of malloc's kind: at least nbytes, zeroed if *zeroed is set. NULL: the
- * next allocator shall have it, or with `strict` nobody (ENOMEM). */
-void *um_place_take(size_t nbytes, size_t align, um_via via, bool *zeroed);
-/* Ends what begins at an address. Returns false if it is none of ours. */
-bool um_place_give(void *address);
-/* Makes it larger or smaller, elsewhere if need be; its contents go with it. Returns NULL where
- * that cannot be done so: a copy can. */
-void *um_place_resize(void *address, size_t nbytes);
-/* Places what the kernel has mapped for the program, from its first byte on, or nothing. */
-bool um_place_range(void *address, size_t nbytes, bool touch);
-/* Maps a range at a multiple of align, in exactly these bytes. */
-void *um_place_map(size_t nbytes, size_t align, int protection, int flags);
-/* Says something of the command on standard error, once. */
-void um_place_say(const char *text);
+/* Maps and places memory of malloc's kind: at least nbytes, zeroed if *zeroed is set; NULL if that
+ * fails. */
+void *um__place_take(size_t nbytes, size_t align, um__via via, bool *zeroed);
+/* Ends the mapping that begins at an address. Returns false if it is not ours. */
+bool um__place_give(void *address);
+/* Resizes a mapping, and moves it if need be; NULL: a copy is needed. */
+void *um__place_resize(void *address, size_t nbytes);
+/* Places a mapping of the program's, all of it or nothing. */
+bool um__place_range(void *address, size_t nbytes, bool touch);
+/* Maps exactly nbytes at a multiple of align. */
+void *um__place_map(size_t nbytes, size_t align, int protection, int flags);
+/* Prints a line for the command on standard error, once. */
+void um__place_say(const char *text);
 
 /* ---- heap.c: as the functions of the C library ---- */
 
-typedef struct um_next {
+typedef struct um__next {
     void *(*malloc)(size_t);
     void *(*calloc)(size_t, size_t);
     void *(*realloc)(void *, size_t);
@@ -206,29 +218,29 @@ typedef struct um_next {
     void *(*aligned_alloc)(size_t, size_t);
     int (*posix_memalign)(void **, size_t, size_t);
     size_t (*usable_size)(void *);
-} um_next;
+} um__next;
 
 /* The allocator below. */
-extern um_next um_next_now;
-/* The large and the early. */
-void *um_large_malloc(size_t nbytes);
-void *um_large_calloc(size_t n, size_t nbytes);
-void *um_large_realloc(void *address, size_t nbytes);
-void um_large_free(void *address);
-void *um_large_memalign(size_t align, size_t nbytes);
-void *um_large_aligned_alloc(size_t align, size_t nbytes);
-int um_large_posix_memalign(void **out, size_t align, size_t nbytes);
-size_t um_large_usable_size(void *address);
-/* Whether a pointer may begin a mapping of ours. */
-static inline bool um_large_may_be_ours(const void *address) {
-    return ((uintptr_t)address & (UM_SLOT_BYTES - 1)) == 0;
+extern um__next um__next_now;
+/* For large allocations, and those before the next allocator is known. */
+void *um__large_malloc(size_t nbytes);
+void *um__large_calloc(size_t n, size_t nbytes);
+void *um__large_realloc(void *address, size_t nbytes);
+void um__large_free(void *address);
+void *um__large_memalign(size_t align, size_t nbytes);
+void *um__large_aligned_alloc(size_t align, size_t nbytes);
+int um__large_posix_memalign(void **out, size_t align, size_t nbytes);
+size_t um__large_usable_size(void *address);
+/* Returns whether a pointer may begin a mapping of ours. */
+static inline bool um__large_may_be_ours(const void *address) {
+    return ((uintptr_t)address & (UM__SLOT_BYTES - 1)) == 0;
 }
 
 /* ---- ranges.c: as the functions of the C library ---- */
 
-void *um_ranges_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
-int um_ranges_unmap(void *at, size_t nbytes);
-void *um_ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at);
-int um_ranges_advise(void *at, size_t nbytes, int advice);
+void *um__ranges_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
+int um__ranges_unmap(void *at, size_t nbytes);
+void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at);
+int um__ranges_advise(void *at, size_t nbytes, int advice);
 
 #endif

@@ -1,9 +1,6 @@
 /* The functions that the library replaces, and its begin and end. The small paths are a comparison
- * and a jump: `next` is never NULL, and leads to the functions of `early` until the next allocator
- * is known. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
+ * and a jump: `um__next_now` is never NULL, and leads to the functions of `early` until the next
+ * allocator is known. */
 #include "exec.h"
 
 #include <dlfcn.h>
@@ -26,72 +23,71 @@ extern char **environ;
 /* ---- before the next allocator is known ---- */
 
 static void begin(void);
+static void *early_malloc(size_t nbytes);
 
-/* Finding the next allocator may itself allocate. Each such allocation is a mapping of its own,
- * which is freed as all others are. */
-static void *early_memalign(size_t align, size_t nbytes) {
+/* Begins, and returns whether the next allocator is still unknown: finding it may itself allocate.
+ * Each such allocation is a mapping of its own, which is freed as all others are. */
+static bool is_early(void) {
     begin();
-    if (um_next_now.memalign != early_memalign) {
-        return um_large_memalign(align, nbytes);
+    return um__next_now.malloc == early_malloc;
+}
+
+static void *early_memalign(size_t align, size_t nbytes) {
+    if (!is_early()) {
+        return um__large_memalign(align, nbytes);
     }
     size_t page = 4096, whole = (nbytes + page) / page * page;
-    align = align < UM_SLOT_BYTES ? UM_SLOT_BYTES : align;
-    void *address = um_place_map(whole, align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
-    um_record record = {
-        .address = (uintptr_t)address, .nbytes = whole, .asked = whole, .via = UM_VIA_MALLOC};
-    um_table_lock();
-    bool done = address != NULL && um_table_add(record);
-    um_table_unlock();
+    align = align < UM__SLOT_BYTES ? UM__SLOT_BYTES : align;
+    void *address =
+        um__place_map(whole, align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
+    um__record record = {
+        .address = (uintptr_t)address, .nbytes = whole, .asked = whole, .via = UM__VIA_MALLOC};
+    um__table_lock();
+    bool done = address != NULL && um__table_add(record);
+    um__table_unlock();
     return done ? address : NULL;
 }
 
 static void *early_malloc(size_t nbytes) {
-    begin();
-    return um_next_now.malloc == early_malloc ? early_memalign(1, nbytes) : um_large_malloc(nbytes);
+    return is_early() ? early_memalign(1, nbytes) : um__large_malloc(nbytes);
 }
 
 static void *early_calloc(size_t n, size_t nbytes) {
     size_t whole;
-    begin();
-    if (um_next_now.calloc != early_calloc) {
-        return um_large_calloc(n, nbytes);
+    if (!is_early()) {
+        return um__large_calloc(n, nbytes);
     }
     return __builtin_mul_overflow(n, nbytes, &whole) ? NULL : early_memalign(1, whole);
 }
 
 static void *early_realloc(void *address, size_t nbytes) {
     begin();
-    return um_large_realloc(address, nbytes);
+    return um__large_realloc(address, nbytes);
 }
 
 static void early_free(void *address) {
-    begin();
-    if (um_next_now.free != early_free) {
-        um_large_free(address);
+    if (!is_early()) {
+        um__large_free(address);
     }
 }
 
 static int early_posix_memalign(void **out, size_t align, size_t nbytes) {
-    begin();
-    if (um_next_now.posix_memalign != early_posix_memalign) {
-        return um_large_posix_memalign(out, align, nbytes);
+    if (!is_early()) {
+        return um__large_posix_memalign(out, align, nbytes);
     }
     *out = early_memalign(align, nbytes);
     return *out == NULL ? ENOMEM : 0;
 }
 
 static void *early_aligned_alloc(size_t align, size_t nbytes) {
-    begin();
-    return um_next_now.aligned_alloc == early_aligned_alloc ? early_memalign(align, nbytes)
-                                                            : um_large_aligned_alloc(align, nbytes);
+    return is_early() ? early_memalign(align, nbytes) : um__large_aligned_alloc(align, nbytes);
 }
 
 static size_t early_usable_size(void *address) {
-    begin();
-    return um_next_now.usable_size == early_usable_size ? 0 : um_large_usable_size(address);
+    return is_early() ? 0 : um__large_usable_size(address);
 }
 
-um_next um_next_now = {
+um__next um__next_now = {
     .malloc = early_malloc,
     .calloc = early_calloc,
     .realloc = early_realloc,
@@ -104,10 +100,10 @@ um_next um_next_now = {
 
 /* ---- the begin ---- */
 
-static um_next found;
+static um__next found;
 
 static bool find_next(void) {
-    /* POSIX lets dlsym give functions; C does not let pointers be cast so. */
+    /* POSIX lets dlsym return functions; C has no such cast of pointers. */
     const struct {
         void *out;
         const char *name;
@@ -130,25 +126,25 @@ static bool find_next(void) {
     return done;
 }
 
-/* The first call comes before there is a second thread; a call while it runs is one of its own. */
+/* The first call precedes any second thread; a call while it runs is one of its own. */
 static void begin(void) {
     static bool has_begun;
     if (has_begun) {
         return;
     }
     has_begun = true;
-    if (!um_table_init() || !find_next()) {
+    if (!um__table_init() || !find_next()) {
         static const char text[] = "unimem exec: the C library lacks what this needs\n";
         ssize_t done = write(STDERR_FILENO, text, sizeof text - 1);
         (void)done;
         _Exit(127);
     }
-    um_settings_read(&um_settings_now, getenv("UNIMEM_EXEC"));
-    um_next_now = found;
+    um__settings_read(&um__settings_now, getenv("UNIMEM_EXEC"));
+    um__next_now = found;
 }
 
-/* Says where small allocations go, and whether the program's own calls come here at all: a program
- * that defines malloc itself does not ask others. */
+/* Records where small allocations go, and whether the program's own calls arrive here: a program
+ * may define malloc itself. */
 static void look_around(void) {
     Dl_info info;
     void *next;
@@ -157,35 +153,31 @@ static void look_around(void) {
     void *used = dlsym(RTLD_DEFAULT, "malloc"), *own;
     void *(*ours)(size_t) = malloc;
     memcpy(&own, &ours, sizeof own);
-    um_table_note_next(path, used == own);
+    um__table_note_next(path, used == own);
 }
 
 __attribute__((constructor)) static void start(void) {
     begin();
-    if (um_settings_now.active) {
+    if (um__settings_now.active) {
         look_around();
-        pthread_atfork(um_table_before_fork, um_table_in_parent, um_table_in_child);
+        pthread_atfork(um__table_before_fork, um__table_in_parent, um__table_in_child);
     }
 }
 
 /* ---- the end ---- */
 
-/* Has a report made of this process while it is still there. */
+/* Starts a program that reports on this process while it still exists. */
 static void report(void) {
     static atomic_bool was_made;
     char *program = getenv("UNIMEM_EXEC_PYTHON"), *file = getenv("UNIMEM_EXEC_REPORT");
-    if (program == NULL || file == NULL || um_settings_now.pid != um_sys_pid() ||
+    if (program == NULL || file == NULL || um__settings_now.pid != um__sys_pid() ||
         atomic_exchange(&was_made, true)) {
         return;
     }
-    char pid[16];
-    int n = 0;
-    for (int rest = um_sys_pid(); rest != 0; rest /= 10) {
-        memmove(pid + 1, pid, (size_t)n);
-        pid[0] = (char)('0' + rest % 10);
-        n++;
+    char digits[16] = "", *pid = digits + sizeof digits - 1;
+    for (int rest = um__sys_pid(); rest != 0; rest /= 10) {
+        *--pid = (char)('0' + rest % 10);
     }
-    pid[n] = '\0';
     unsetenv("LD_PRELOAD");
     unsetenv("UNIMEM_EXEC");
     char *words[] = {program, "-m", "unimem.cli.exec_report", pid, file, NULL};
@@ -214,35 +206,35 @@ HOOK _Noreturn void _Exit(int status) {
 /* ---- malloc and its kind ---- */
 
 HOOK void *malloc(size_t nbytes) {
-    if (RARELY(nbytes >= um_settings_now.min_bytes)) {
-        return um_large_malloc(nbytes);
+    if (RARELY(nbytes >= um__settings_now.min_bytes)) {
+        return um__large_malloc(nbytes);
     }
-    return um_next_now.malloc(nbytes);
+    return um__next_now.malloc(nbytes);
 }
 
 HOOK void free(void *address) {
-    if (RARELY(um_large_may_be_ours(address))) {
+    if (RARELY(um__large_may_be_ours(address))) {
         if (address != NULL) {
-            um_large_free(address);
+            um__large_free(address);
         }
         return;
     }
-    um_next_now.free(address);
+    um__next_now.free(address);
 }
 
 HOOK void *calloc(size_t n, size_t nbytes) {
     size_t whole;
-    if (RARELY(__builtin_mul_overflow(n, nbytes, &whole) || whole >= um_settings_now.min_bytes)) {
-        return um_large_calloc(n, nbytes);
+    if (RARELY(__builtin_mul_overflow(n, nbytes, &whole) || whole >= um__settings_now.min_bytes)) {
+        return um__large_calloc(n, nbytes);
     }
-    return um_next_now.calloc(n, nbytes);
+    return um__next_now.calloc(n, nbytes);
 }
 
 HOOK void *realloc(void *address, size_t nbytes) {
-    if (RARELY(nbytes >= um_settings_now.min_bytes || um_large_may_be_ours(address))) {
-        return um_large_realloc(address, nbytes);
+    if (RARELY(nbytes >= um__settings_now.min_bytes || um__large_may_be_ours(address))) {
+        return um__large_realloc(address, nbytes);
     }
-    return um_next_now.realloc(address, nbytes);
+    return um__next_now.realloc(address, nbytes);
 }
 
 HOOK void *reallocarray(void *address, size_t n, size_t nbytes) {
@@ -255,22 +247,22 @@ HOOK void *reallocarray(void *address, size_t n, size_t nbytes) {
 }
 
 HOOK void *memalign(size_t align, size_t nbytes) {
-    return um_large_memalign(align, nbytes);
+    return um__large_memalign(align, nbytes);
 }
 
 HOOK void *aligned_alloc(size_t align, size_t nbytes) {
-    return um_large_aligned_alloc(align, nbytes);
+    return um__large_aligned_alloc(align, nbytes);
 }
 
 HOOK int posix_memalign(void **out, size_t align, size_t nbytes) {
-    return um_large_posix_memalign(out, align, nbytes);
+    return um__large_posix_memalign(out, align, nbytes);
 }
 
 HOOK size_t malloc_usable_size(void *address) {
-    return um_large_usable_size(address);
+    return um__large_usable_size(address);
 }
 
-/* Of C23, in newer C libraries: they must not see what they did not give. */
+/* C23 has these. A C library must not see memory that it did not hand out. */
 HOOK void free_sized(void *address, size_t nbytes);
 HOOK void free_sized(void *address, size_t nbytes) {
     (void)nbytes;
@@ -287,15 +279,15 @@ HOOK void free_aligned_sized(void *address, size_t align, size_t nbytes) {
 /* ---- mmap and its kind ---- */
 
 HOOK void *mmap(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
-    return um_ranges_map(at, nbytes, protection, flags, fd, offset);
+    return um__ranges_map(at, nbytes, protection, flags, fd, offset);
 }
 
 HOOK void *mmap64(void *at, size_t nbytes, int protection, int flags, int fd, off64_t offset) {
-    return um_ranges_map(at, nbytes, protection, flags, fd, offset);
+    return um__ranges_map(at, nbytes, protection, flags, fd, offset);
 }
 
 HOOK int munmap(void *at, size_t nbytes) {
-    return um_ranges_unmap(at, nbytes);
+    return um__ranges_unmap(at, nbytes);
 }
 
 HOOK void *mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...) {
@@ -303,9 +295,9 @@ HOOK void *mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...) {
     va_start(rest, flags);
     void *new_at = va_arg(rest, void *); /* without MREMAP_FIXED nobody looks at it */
     va_end(rest);
-    return um_ranges_remap(at, nbytes, new_nbytes, flags, new_at);
+    return um__ranges_remap(at, nbytes, new_nbytes, flags, new_at);
 }
 
 HOOK int madvise(void *at, size_t nbytes, int advice) {
-    return um_ranges_advise(at, nbytes, advice);
+    return um__ranges_advise(at, nbytes, advice);
 }

@@ -1,8 +1,5 @@
-/* Touching memory before the program does. Finding huge pages may take the kernel long, where free
- * memory is in small pieces and has to be moved together. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
+/* Touching memory before the program does. The kernel may take long to find huge pages if free
+ * memory is in small pieces. */
 #include "exec.h"
 
 #include <errno.h>
@@ -11,14 +8,12 @@
 #include <signal.h>
 #include <sys/mman.h>
 
-#ifndef MADV_POPULATE_WRITE /* Linux 5.14 */
-#define MADV_POPULATE_WRITE 23
-#endif
+#include "os/kernel.h"
 
 enum { STEP_BYTES = 2 << 20, MOST_THREADS = 64 };
-/* A step takes 0.1 ms where memory is free, and 5 ms where a host has to find it first. */
+/* A step takes 0.1 ms if memory is free, and 5 ms if a host has to find it first. */
 static const uint64_t PATIENCE_NS = 100000000, STEP_NS = 10000000;
-/* What is smaller is not worth a thread. */
+/* Less is not worth a thread. */
 static const size_t SHARE_BYTES = 16 << 20;
 
 typedef struct part {
@@ -29,25 +24,25 @@ typedef struct part {
 } part;
 
 static void touch(part *own) {
-    uint64_t began = um_sys_cpu_ns();
+    uint64_t began = um__sys_cpu_ns();
     for (size_t done = 0; done < own->nbytes;) {
         size_t left = own->nbytes - done, step = left < STEP_BYTES ? left : STEP_BYTES;
-        if (um_sys_advise(own->at + done, step, MADV_POPULATE_WRITE) != 0) {
+        if (um__sys_advise(own->at + done, step, MADV_POPULATE_WRITE) != 0) {
             if (errno == EINTR || errno == EAGAIN) {
                 continue;
             }
-            return; /* the program's own touches say it better */
+            return; /* the program's own touches will fail */
         }
         done += step;
         uint64_t most = PATIENCE_NS + STEP_NS * (done / STEP_BYTES);
-        if (own->huge && !own->stalled && done < own->nbytes && um_sys_cpu_ns() - began > most) {
+        if (own->huge && !own->stalled && done < own->nbytes && um__sys_cpu_ns() - began > most) {
             own->stalled = true;
-            um_sys_advise(own->at + done, own->nbytes - done, MADV_NOHUGEPAGE);
+            um__sys_advise(own->at + done, own->nbytes - done, MADV_NOHUGEPAGE);
         }
     }
     if (own->stalled) {
         /* The kernel may join the small pages when it has time (khugepaged). */
-        um_sys_advise(own->at, own->nbytes, MADV_HUGEPAGE);
+        um__sys_advise(own->at, own->nbytes, MADV_HUGEPAGE);
     }
 }
 
@@ -63,7 +58,7 @@ static void *run(void *argument) {
     return NULL;
 }
 
-/* The next CPU that this thread may run on, behind another one. */
+/* Returns the next CPU that this thread may run on, behind another one. */
 static int next_cpu(const cpu_set_t *allowed, int cpu) {
     for (int i = 1; i <= CPU_SETSIZE; i++) {
         int each = (cpu + i) % CPU_SETSIZE;
@@ -74,7 +69,7 @@ static int next_cpu(const cpu_set_t *allowed, int cpu) {
     return -1;
 }
 
-bool um_prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
+bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
     size_t most = nbytes / SHARE_BYTES;
     size_t n = n_threads < most ? n_threads : most;
     n = n > MOST_THREADS ? MOST_THREADS : n;

@@ -1,30 +1,22 @@
 /* mmap and its kind. A mapping stays the program's own, in its size: it is aligned to huge pages,
- * and pages, nodes and lock are set for it. The table follows what becomes of it. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
+ * and gets pages, nodes and lock. The table follows what becomes of it. */
 #include "exec.h"
 
 #include <errno.h>
 #include <string.h>
 #include <sys/mman.h>
 
-#ifndef MADV_DONTNEED_LOCKED /* Linux 5.18 */
-#define MADV_DONTNEED_LOCKED 24
-#endif
-#ifndef MAP_FIXED_NOREPLACE /* Linux 4.17 */
-#define MAP_FIXED_NOREPLACE 0x100000
-#endif
+#include "os/kernel.h"
 
 static size_t in_pages(size_t nbytes) {
-    size_t page = um_settings_now.page_bytes;
+    size_t page = um__settings_now.page_bytes;
     return (nbytes + page - 1) / page * page;
 }
 
-/* Whether a mapping is memory that a program will read and write, anywhere. A stack is not, and
- * address space that is reserved neither. */
+/* Returns whether a mapping is memory that a program will read and write, at any address: neither a
+ * stack nor a reservation. */
 static bool is_plain(void *at, size_t nbytes, int protection, int flags) {
-    const um_settings *asked = &um_settings_now;
+    const um__settings *asked = &um__settings_now;
     int known = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_POPULATE;
     return asked->active && nbytes >= asked->min_bytes && nbytes <= asked->most_bytes &&
            at == NULL && protection == (PROT_READ | PROT_WRITE) &&
@@ -33,122 +25,118 @@ static bool is_plain(void *at, size_t nbytes, int protection, int flags) {
 }
 
 static void *map_plain(size_t nbytes, int protection, int flags) {
-    size_t huge = um_settings_now.thp_bytes;
-    size_t align = huge != 0 && nbytes >= huge ? huge : um_settings_now.page_bytes;
-    /* Pages that the kernel finds before the policy is set would lie anywhere. */
-    void *mapped = um_place_map(in_pages(nbytes), align, protection, flags & ~MAP_POPULATE);
-    if (mapped != NULL && !um_place_range(mapped, in_pages(nbytes), (flags & MAP_POPULATE) != 0)) {
-        um_sys_unmap(mapped, in_pages(nbytes));
+    size_t huge = um__settings_now.thp_bytes;
+    size_t align = huge != 0 && nbytes >= huge ? huge : um__settings_now.page_bytes;
+    /* Pages that are found before the policy is set would lie anywhere. */
+    void *mapped = um__place_map(in_pages(nbytes), align, protection, flags & ~MAP_POPULATE);
+    if (mapped != NULL && !um__place_range(mapped, in_pages(nbytes), (flags & MAP_POPULATE) != 0)) {
+        um__sys_unmap(mapped, in_pages(nbytes));
         errno = ENOMEM;
         return NULL;
     }
     return mapped;
 }
 
-void *um_ranges_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
-    um_record lost;
+void *um__ranges_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
+    um__record lost;
     void *mapped;
     if (at == NULL && (flags & MAP_FIXED) != 0) {
-        /* Address 0 is none for the calls of system.c: programs that may have it are rare. */
+        /* To system.c, address 0 means a failure; programs that may map it are rare. */
         errno = EPERM;
         return MAP_FAILED;
     }
     if (is_plain(at, nbytes, protection, flags)) {
         mapped = map_plain(nbytes, protection, flags);
     } else if ((flags & MAP_FIXED) != 0 && (flags & MAP_FIXED_NOREPLACE) != MAP_FIXED_NOREPLACE &&
-               um_table_may_overlap((uintptr_t)at, nbytes)) {
-        um_table_lock();
-        mapped = um_sys_map(at, nbytes, protection, flags, fd, offset);
+               um__table_may_overlap((uintptr_t)at, nbytes)) {
+        um__table_lock();
+        mapped = um__sys_map(at, nbytes, protection, flags, fd, offset);
         if (mapped != NULL) {
-            um_table_cut((uintptr_t)at, in_pages(nbytes), &lost);
+            um__table_cut((uintptr_t)at, in_pages(nbytes), &lost);
         }
-        um_table_unlock();
+        um__table_unlock();
     } else {
-        mapped = um_sys_map(at, nbytes, protection, flags, fd, offset);
+        mapped = um__sys_map(at, nbytes, protection, flags, fd, offset);
     }
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* With --report, says what becomes of a whole mapping that ends. */
+/* Records, for --report, what became of a whole mapping that ends. */
 static void note_end(uintptr_t address, size_t nbytes) {
-    um_record lost;
-    um_table_lock();
-    bool whole = um_table_overlaps(address, nbytes, &lost) && lost.address == address &&
+    um__record lost;
+    um__table_lock();
+    bool whole = um__table_overlaps(address, nbytes, &lost) && lost.address == address &&
                  lost.nbytes == in_pages(nbytes);
-    um_table_unlock();
+    um__table_unlock();
     if (whole) {
-        um_table_note_end(&lost);
+        um__table_note_end(&lost);
     }
 }
 
-int um_ranges_unmap(void *at, size_t nbytes) {
-    um_record lost;
-    if (!um_table_may_overlap((uintptr_t)at, nbytes)) {
-        return um_sys_unmap(at, nbytes);
+int um__ranges_unmap(void *at, size_t nbytes) {
+    um__record lost;
+    if (!um__table_may_overlap((uintptr_t)at, nbytes)) {
+        return um__sys_unmap(at, nbytes);
     }
-    if (um_settings_now.report) {
+    if (um__settings_now.report) {
         note_end((uintptr_t)at, nbytes);
     }
-    um_table_lock();
-    int result = um_sys_unmap(at, nbytes);
+    um__table_lock();
+    int result = um__sys_unmap(at, nbytes);
     if (result == 0) {
-        um_table_cut((uintptr_t)at, in_pages(nbytes), &lost);
+        um__table_cut((uintptr_t)at, in_pages(nbytes), &lost);
     }
-    um_table_unlock();
+    um__table_unlock();
     return result;
 }
 
-void *um_ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
-    um_record moved, lost;
+void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
+    um__record moved, lost;
     bool replaces = (flags & MREMAP_FIXED) != 0;
-    if (!um_table_may_overlap((uintptr_t)at, nbytes) &&
-        !(replaces && um_table_may_overlap((uintptr_t)new_at, new_nbytes))) {
-        void *mapped = um_sys_remap(at, nbytes, new_nbytes, flags, new_at);
+    if (!um__table_may_overlap((uintptr_t)at, nbytes) &&
+        !(replaces && um__table_may_overlap((uintptr_t)new_at, new_nbytes))) {
+        void *mapped = um__sys_remap(at, nbytes, new_nbytes, flags, new_at);
         return mapped == NULL ? MAP_FAILED : mapped;
     }
-    um_table_lock();
-    bool ours = um_table_overlaps((uintptr_t)at, nbytes, &moved);
-    void *mapped = um_sys_remap(at, nbytes, new_nbytes, flags, new_at);
+    um__table_lock();
+    bool ours = um__table_overlaps((uintptr_t)at, nbytes, &moved);
+    void *mapped = um__sys_remap(at, nbytes, new_nbytes, flags, new_at);
     if (mapped != NULL) {
         if (replaces) {
-            um_table_cut((uintptr_t)new_at, in_pages(new_nbytes), &lost);
+            um__table_cut((uintptr_t)new_at, in_pages(new_nbytes), &lost);
         }
-#ifdef MREMAP_DONTUNMAP
         bool stays = (flags & MREMAP_DONTUNMAP) != 0;
-#else
-        bool stays = false;
-#endif
         if (ours && !stays) {
-            um_table_cut((uintptr_t)at, in_pages(nbytes), &lost);
+            um__table_cut((uintptr_t)at, in_pages(nbytes), &lost);
         }
         if (ours) {
             moved.address = (uintptr_t)mapped;
             moved.nbytes = in_pages(new_nbytes);
             moved.asked = new_nbytes;
-            um_table_add(moved);
+            um__table_add(moved);
         }
     }
-    um_table_unlock();
+    um__table_unlock();
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* What the kernel refuses only since memory was placed: a locked page is given back by a call of
- * its own, and a part of a hugetlb page is cleared, as a program that gives it back expects. */
-int um_ranges_advise(void *at, size_t nbytes, int advice) {
-    int result = um_sys_advise(at, nbytes, advice);
+/* Does what the kernel refuses only because memory was placed: gives locked pages back, and clears
+ * a part of a hugetlb page that the program gives back. */
+int um__ranges_advise(void *at, size_t nbytes, int advice) {
+    int result = um__sys_advise(at, nbytes, advice);
     bool gives = advice == MADV_DONTNEED || advice == MADV_FREE;
-    if (result == 0 || errno != EINVAL || !gives || !um_settings_now.active) {
+    if (result == 0 || errno != EINVAL || !gives || !um__settings_now.active) {
         return result;
     }
-    um_record found;
-    um_table_lock();
-    bool ours = um_table_overlaps((uintptr_t)at, nbytes, &found);
-    um_table_unlock();
-    if (um_settings_now.lock && ours) {
-        return um_sys_advise(at, nbytes, MADV_DONTNEED_LOCKED);
+    um__record found;
+    um__table_lock();
+    bool ours = um__table_overlaps((uintptr_t)at, nbytes, &found);
+    um__table_unlock();
+    if (um__settings_now.lock && ours) {
+        return um__sys_advise(at, nbytes, MADV_DONTNEED_LOCKED);
     }
-    bool aligned = (uintptr_t)at % um_settings_now.page_bytes == 0;
-    if (aligned && um_table_is_hugetlb((uintptr_t)at, in_pages(nbytes))) {
+    bool aligned = (uintptr_t)at % um__settings_now.page_bytes == 0;
+    if (aligned && um__table_is_hugetlb((uintptr_t)at, in_pages(nbytes))) {
         memset(at, 0, in_pages(nbytes));
         return 0;
     }

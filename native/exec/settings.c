@@ -1,11 +1,11 @@
-/* What was asked for: one variable of the environment, which children inherit. */
+/* The settings: one variable of the environment, which children inherit. */
 #include "exec.h"
 
 #include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
-um_settings um_settings_now = {.numa_mode = -1, .min_bytes = SIZE_MAX};
+um__settings um__settings_now = {.numa_mode = -1, .min_bytes = SIZE_MAX};
 
 /* Finds "key=" among the words of a text. */
 static const char *value_of(const char *text, const char *key) {
@@ -30,7 +30,7 @@ static bool starts(const char *value, const char *word) {
 }
 
 /* Reads the nodes behind "policy=MODE:", as one number in base 16 a word: the lowest first. */
-static void read_policy(um_settings *out, const char *value) {
+static void read_policy(um__settings *out, const char *value) {
     char *end = NULL;
     out->numa_mode = (int)strtol(value, &end, 10);
     for (size_t i = 0; i < sizeof out->nodes / sizeof out->nodes[0] && *end == ':'; i++) {
@@ -38,16 +38,16 @@ static void read_policy(um_settings *out, const char *value) {
     }
 }
 
-void um_settings_read(um_settings *out, const char *text) {
-    *out = (um_settings){.numa_mode = -1, .min_bytes = SIZE_MAX};
+void um__settings_read(um__settings *out, const char *text) {
+    *out = (um__settings){.numa_mode = -1, .min_bytes = SIZE_MAX};
     if (text == NULL || strncmp(text, "1 ", 2) != 0) {
         return;
     }
     const char *pages = value_of(text, "pages"), *policy = value_of(text, "policy");
-    out->pages = starts(pages, "thp")  ? UM_EXEC_THP
-                 : starts(pages, "2m") ? UM_EXEC_2M
-                 : starts(pages, "1g") ? UM_EXEC_1G
-                                       : UM_EXEC_AUTO;
+    out->pages = starts(pages, "thp")  ? UM__EXEC_THP
+                 : starts(pages, "2m") ? UM__EXEC_2M
+                 : starts(pages, "1g") ? UM__EXEC_1G
+                                       : UM__EXEC_AUTO;
     if (policy != NULL) {
         read_policy(out, policy);
     }

@@ -1,8 +1,5 @@
-/* The system calls of the library. They go straight to the kernel: the C library's functions of
- * these names are the hooks. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
+/* The system calls of the library, straight to the kernel: the C library's functions of these names
+ * are the hooks. */
 #include "exec.h"
 
 #include <errno.h>
@@ -16,49 +13,38 @@
 #include <time.h>
 #include <unistd.h>
 
-/* Numbers of the kernel (uapi): the C library's headers may be older than the kernel. */
-enum { LOCK_ON_FAULT = 1, MEMFD_CLOEXEC = 1, MEMFD_ALLOW_SEALING = 2, MEMFD_NOEXEC_SEAL = 8 };
-enum { SEAL_SEAL = 1, SEAL_SHRINK = 2, SEAL_GROW = 4, SEAL_FUTURE_WRITE = 16, ADD_SEALS = 1033 };
-struct scan_arguments { /* struct pm_scan_arg, Linux 6.7 */
-    uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
-    uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
-};
-struct scan_run { /* struct page_region */
-    uint64_t start, end, categories;
-};
-#define SCAN_PAGES _IOWR('f', 16, struct scan_arguments)
-enum { PAGE_IS_PRESENT = 1 << 3, PAGE_IS_HUGE = 1 << 6 };
+#include "os/kernel.h"
 
 static void *pointer_of(long result) {
     return result == -1 ? NULL : (void *)result; // NOLINT: the kernel's answer is an address
 }
 
-void *um_sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
+void *um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
     return pointer_of(syscall(SYS_mmap, at, nbytes, protection, flags, fd, offset));
 }
 
-int um_sys_unmap(void *at, size_t nbytes) {
+int um__sys_unmap(void *at, size_t nbytes) {
     return (int)syscall(SYS_munmap, at, nbytes);
 }
 
-void *um_sys_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
+void *um__sys_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
     return pointer_of(syscall(SYS_mremap, at, nbytes, new_nbytes, flags, new_at));
 }
 
-int um_sys_advise(void *at, size_t nbytes, int advice) {
+int um__sys_advise(void *at, size_t nbytes, int advice) {
     return (int)syscall(SYS_madvise, at, nbytes, advice);
 }
 
-int um_sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
-    /* The kernel reads one bit less than it is told. */
+int um__sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
+    /* The kernel reads one bit less than the size says. */
     return (int)syscall(SYS_mbind, at, nbytes, mode, nodes, 16 * 64 + 1UL, 0);
 }
 
-int um_sys_lock(void *at, size_t nbytes) {
-    return (int)syscall(SYS_mlock2, at, nbytes, LOCK_ON_FAULT);
+int um__sys_lock(void *at, size_t nbytes) {
+    return (int)syscall(SYS_mlock2, at, nbytes, MLOCK_ONFAULT);
 }
 
-/* Gives a descriptor a number that programs do not count on. */
+/* Moves a descriptor to a number that programs do not count on. */
 static int raise_number(int fd) {
     struct rlimit most;
     int first = getrlimit(RLIMIT_NOFILE, &most) == 0 && most.rlim_cur > 1000 ? 900 : 100;
@@ -70,9 +56,9 @@ static int raise_number(int fd) {
     return high;
 }
 
-int um_sys_share(void *at, size_t nbytes, const char *name) {
-    unsigned flags = MEMFD_CLOEXEC | MEMFD_ALLOW_SEALING;
-    long fd = syscall(SYS_memfd_create, name, flags | MEMFD_NOEXEC_SEAL);
+int um__sys_share(void *at, size_t nbytes, const char *name) {
+    unsigned flags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+    long fd = syscall(SYS_memfd_create, name, flags | MFD_NOEXEC_SEAL);
     if (fd < 0 && errno == EINVAL) { /* before Linux 6.3 */
         fd = syscall(SYS_memfd_create, name, flags);
     }
@@ -80,28 +66,28 @@ int um_sys_share(void *at, size_t nbytes, const char *name) {
         return -1;
     }
     if (syscall(SYS_ftruncate, fd, nbytes) != 0 ||
-        um_sys_map(at, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, (int)fd, 0) ==
+        um__sys_map(at, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, (int)fd, 0) ==
             NULL) {
         syscall(SYS_close, fd);
         return -1;
     }
-    syscall(SYS_fcntl, fd, ADD_SEALS, SEAL_SHRINK | SEAL_GROW);
+    syscall(SYS_fcntl, fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW);
     /* From here on, no process that opens it may write (Linux 5.1). */
-    syscall(SYS_fcntl, fd, ADD_SEALS, SEAL_FUTURE_WRITE | SEAL_SEAL);
+    syscall(SYS_fcntl, fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL);
     return raise_number((int)fd);
 }
 
-uint64_t um_sys_cpu_ns(void) {
+uint64_t um__sys_cpu_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return (uint64_t)now.tv_sec * 1000000000U + (uint64_t)now.tv_nsec;
 }
 
-int um_sys_pid(void) {
+int um__sys_pid(void) {
     return (int)syscall(SYS_getpid);
 }
 
-uint64_t um_sys_started(void) {
+uint64_t um__sys_started(void) {
     char text[1024];
     long fd = syscall(SYS_openat, AT_FDCWD, "/proc/self/stat", O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
@@ -113,7 +99,7 @@ uint64_t um_sys_started(void) {
         return 0;
     }
     text[n] = '\0';
-    /* The second field is a name in parentheses, which may hold any letter; the 22nd is wanted. */
+    /* The second field is a name in parentheses, of any letters; the 22nd is wanted. */
     const char *at = strrchr(text, ')');
     for (int field = 2; at != NULL && field < 22; field++) {
         at = strchr(at + 1, ' ');
@@ -121,8 +107,8 @@ uint64_t um_sys_started(void) {
     return at == NULL ? 0 : strtoull(at, NULL, 10);
 }
 
-int um_sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge) {
-    struct scan_run runs[64];
+int um__sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_huge) {
+    um__page_run runs[64];
     uintptr_t start = (uintptr_t)at, end = start + nbytes;
     long fd = syscall(SYS_openat, AT_FDCWD, "/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
@@ -131,18 +117,12 @@ int um_sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_h
     *out_resident = *out_huge = 0;
     long n = 0;
     while (start < end && n >= 0) {
-        struct scan_arguments arguments = {.size = sizeof arguments,
-                                           .start = start,
-                                           .end = end,
-                                           .vec = (uintptr_t)runs,
-                                           .vec_len = sizeof runs / sizeof runs[0],
-                                           .category_mask = PAGE_IS_PRESENT,
-                                           .return_mask = PAGE_IS_HUGE};
-        n = syscall(SYS_ioctl, fd, SCAN_PAGES, &arguments);
+        um__scan_arguments arguments = um__scan_of(start, end, runs, sizeof runs / sizeof runs[0]);
+        n = syscall(SYS_ioctl, fd, UM__SCAN_PAGES, &arguments);
         for (long i = 0; i < n; i++) {
             uint64_t size = runs[i].end - runs[i].start;
             *out_resident += size;
-            *out_huge += (runs[i].categories & PAGE_IS_HUGE) != 0 ? size : 0;
+            *out_huge += (runs[i].categories & UM__PAGE_IS_HUGE) != 0 ? size : 0;
         }
         start = (uintptr_t)arguments.walk_end;
     }

@@ -1,21 +1,17 @@
-/* What is mapped now. Each change is also written to memory that other processes read, a memfd. The
+/* The table of mappings. Each change is also written to a memfd that other processes read. The
  * table itself is private, so that a forked child has it as it was at the fork. */
-#ifndef _GNU_SOURCE
-#define _GNU_SOURCE
-#endif
 #include "exec.h"
 
 #include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 
-_Static_assert(sizeof(um_record) == 32 && sizeof(um_ended) == 48, "others read them");
-_Static_assert(sizeof(um_table) <= UM_HEAD_BYTES, "the records come behind it");
+_Static_assert(sizeof(um__record) == 32 && sizeof(um__ended) == 48, "others read them");
+_Static_assert(sizeof(um__table) <= UM__HEAD_BYTES, "the records come behind it");
 
-/* From so much on, a process is of interest to others. The many small ones, as of a shell, need no
- * descriptor for it. */
+/* From this much on, a process shows its table. Small ones, as of a shell, need no descriptor. */
 enum { SHOWN_BYTES = 16 << 20 };
-enum { TABLE_BYTES = UM_HEAD_BYTES + UM_MOST_RECORDS * (int)sizeof(um_record) };
+enum { TABLE_BYTES = UM__HEAD_BYTES + UM__MOST_RECORDS * (int)sizeof(um__record) };
 /* User addresses have 48 bits unless a program asks for more: slots of 2 MiB, in two levels. */
 enum { SLOT_SHIFT = 21, LEAF_BITS = 13, TOP_BITS = 48 - SLOT_SHIFT - LEAF_BITS };
 enum { LEAF_SLOTS = 1 << LEAF_BITS };
@@ -24,26 +20,26 @@ static const char MAGIC[8] = "unimem\0L";
 typedef _Atomic uint32_t slot; /* the number of a record, and one */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static um_table *table;
-static um_record *records;
-static um_table *mirror; /* what others read, NULL: nothing */
+static um__table *table;
+static um__record *records;
+static um__table *mirror; /* for other processes; NULL: not shown */
 static bool was_tried;
 static uint64_t first_free; /* the number of a record, and one */
 static slot *_Atomic leaves[1 << TOP_BITS];
-/* Mappings of mmap's kind: how many, and the addresses that all ever lay between. */
+/* How many mappings of mmap's kind there are, and the addresses that all ever lay between. */
 static _Atomic size_t n_ranges;
 static _Atomic uintptr_t ranges_start = UINTPTR_MAX, ranges_end;
 
-static um_record *records_of(um_table *of) {
-    return (um_record *)((char *)of + UM_HEAD_BYTES);
+static um__record *records_of(um__table *of) {
+    return (um__record *)((char *)of + UM__HEAD_BYTES);
 }
 
 static void *map_private(size_t nbytes) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    return um_sys_map(NULL, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return um__sys_map(NULL, nbytes, PROT_READ | PROT_WRITE, flags, -1, 0);
 }
 
-bool um_table_init(void) {
+bool um__table_init(void) {
     table = map_private(TABLE_BYTES);
     if (table == NULL) {
         return false;
@@ -52,25 +48,25 @@ bool um_table_init(void) {
     return true;
 }
 
-const um_table *um_table_now(void) {
+const um__table *um__table_now(void) {
     return table;
 }
 
-void um_table_lock(void) {
+void um__table_lock(void) {
     pthread_mutex_lock(&lock);
 }
 
-void um_table_unlock(void) {
+void um__table_unlock(void) {
     pthread_mutex_unlock(&lock);
 }
 
-void um_table_begin(void) {
+void um__table_begin(void) {
     if (mirror != NULL) {
         atomic_fetch_add(&mirror->n_changes, 1);
     }
 }
 
-void um_table_end(void) {
+void um__table_end(void) {
     if (mirror != NULL) {
         mirror->counts = table->counts;
         mirror->n_records = table->n_records;
@@ -78,70 +74,69 @@ void um_table_end(void) {
     }
 }
 
-/* Writes a record, for others as well. */
-static void put(um_record *at, um_record record) {
+/* Writes a record to the table and its mirror. */
+static void put(um__record *at, um__record record) {
     *at = record;
     if (mirror != NULL) {
         records_of(mirror)[at - records] = record;
     }
 }
 
-void um_table_note_next(const char *path, bool malloc_is_ours) {
-    um_table_lock();
-    um_table_begin();
+void um__table_note_next(const char *path, bool malloc_is_ours) {
+    um__table_lock();
+    um__table_begin();
     strncpy(table->next, path == NULL ? "" : path, sizeof table->next - 1);
     table->malloc_is_ours = malloc_is_ours;
-    if (mirror != NULL) { /* other libraries begin before this one, and may have placed memory */
+    if (mirror != NULL) { /* libraries that began before this one may have placed memory */
         memcpy(mirror->next, table->next, sizeof mirror->next);
         mirror->malloc_is_ours = malloc_is_ours;
     }
-    um_table_end();
-    um_table_unlock();
+    um__table_end();
+    um__table_unlock();
 }
 
-/* Shows the table to other processes, once. Where the system has no memory for it, nothing is
- * shown. */
+/* Shows the table to other processes, once, if the system has memory for it. */
 static void show(void) {
     was_tried = true;
     memcpy(table->magic, MAGIC, sizeof MAGIC);
     table->version = 2;
-    table->pid = (uint32_t)um_sys_pid();
-    table->started = um_sys_started();
-    table->record_nbytes = sizeof(um_record);
-    strncpy(table->text, um_settings_now.text == NULL ? "" : um_settings_now.text,
-            UM_TEXT_BYTES - 1);
-    um_table *mapped = map_private(TABLE_BYTES);
+    table->pid = (uint32_t)um__sys_pid();
+    table->started = um__sys_started();
+    table->record_nbytes = sizeof(um__record);
+    strncpy(table->text, um__settings_now.text == NULL ? "" : um__settings_now.text,
+            UM__TEXT_BYTES - 1);
+    um__table *mapped = map_private(TABLE_BYTES);
     if (mapped == NULL) {
         return;
     }
-    if (um_sys_share(mapped, TABLE_BYTES, "unimem-ledger") < 0) {
-        um_sys_unmap(mapped, TABLE_BYTES);
+    if (um__sys_share(mapped, TABLE_BYTES, "unimem-ledger") < 0) {
+        um__sys_unmap(mapped, TABLE_BYTES);
         return;
     }
-    memcpy(records_of(mapped), records, table->n_records * sizeof(um_record));
+    memcpy(records_of(mapped), records, table->n_records * sizeof(um__record));
     memcpy(mapped, table, sizeof *table);
     mirror = mapped;
 }
 
 /* ---- forks ---- */
 
-void um_table_before_fork(void) {
-    um_table_lock();
+void um__table_before_fork(void) {
+    um__table_lock();
 }
 
-void um_table_in_parent(void) {
-    um_table_unlock();
+void um__table_in_parent(void) {
+    um__table_unlock();
 }
 
 /* The child shows itself when it maps something. Its parent's descriptor stays open: the program
- * may have closed it, and another file may have its number. */
-void um_table_in_child(void) {
+ * may have closed it, and its number may be another file's. */
+void um__table_in_child(void) {
     if (mirror != NULL) {
-        um_sys_unmap(mirror, TABLE_BYTES);
+        um__sys_unmap(mirror, TABLE_BYTES);
         mirror = NULL;
     }
     was_tried = false;
-    um_table_unlock();
+    um__table_unlock();
 }
 
 /* ---- slots ---- */
@@ -159,7 +154,7 @@ static slot *slot_of(uintptr_t address, bool make) {
     return leaf == NULL ? NULL : &leaf[(address >> SLOT_SHIFT) & (LEAF_SLOTS - 1)];
 }
 
-static um_record *record_at(const void *address) {
+static um__record *record_at(const void *address) {
     slot *found = slot_of((uintptr_t)address, false);
     uint32_t number = found == NULL ? 0 : atomic_load_explicit(found, memory_order_acquire);
     if (number == 0 || records[number - 1].address != (uintptr_t)address) {
@@ -168,12 +163,12 @@ static um_record *record_at(const void *address) {
     return &records[number - 1];
 }
 
-bool um_table_has(const void *address) {
+bool um__table_has(const void *address) {
     return record_at(address) != NULL;
 }
 
-size_t um_table_asked(const void *address, size_t *out_nbytes) {
-    const um_record *found = record_at(address);
+size_t um__table_asked(const void *address, size_t *out_nbytes) {
+    const um__record *found = record_at(address);
     if (found == NULL) {
         return 0;
     }
@@ -181,32 +176,32 @@ size_t um_table_asked(const void *address, size_t *out_nbytes) {
     return found->asked;
 }
 
-um_record *um_table_find(void *address) {
+um__record *um__table_find(void *address) {
     return record_at(address);
 }
 
 /* ---- records ---- */
 
-/* Adds a mapping to the counts, or with -1 takes it away. */
-static void count(const um_record *record, int sign) {
-    um_counts *counts = &table->counts;
+/* Adds a mapping to the counts, or takes it away (-1). */
+static void count(const um__record *record, int sign) {
+    um__counts *counts = &table->counts;
     uint64_t nbytes = sign < 0 ? -record->nbytes : record->nbytes;
     counts->placed_bytes += nbytes;
-    counts->prefaulted_bytes += (record->state & UM_IS_PREFAULTED) != 0 ? nbytes : 0;
+    counts->prefaulted_bytes += (record->state & UM__IS_PREFAULTED) != 0 ? nbytes : 0;
     if (counts->placed_bytes > counts->most_bytes) {
         counts->most_bytes = counts->placed_bytes;
     }
 }
 
-static bool enter(um_record record) {
+static bool enter(um__record record) {
     slot *own = NULL;
-    if (record.via != UM_VIA_MMAP && (own = slot_of(record.address, true)) == NULL) {
+    if (record.via != UM__VIA_MMAP && (own = slot_of(record.address, true)) == NULL) {
         return false;
     }
     uint64_t number = first_free;
     if (number != 0) {
         first_free = records[number - 1].asked;
-    } else if (table->n_records < UM_MOST_RECORDS) {
+    } else if (table->n_records < UM__MOST_RECORDS) {
         number = ++table->n_records;
     } else {
         return false;
@@ -228,54 +223,54 @@ static bool enter(um_record record) {
     return true;
 }
 
-static void leave(um_record *record) {
+static void leave(um__record *record) {
     count(record, -1);
-    if (record->via == UM_VIA_MMAP) {
+    if (record->via == UM__VIA_MMAP) {
         n_ranges--;
     } else {
         atomic_store_explicit(slot_of(record->address, false), 0, memory_order_release);
     }
-    put(record, (um_record){.asked = first_free});
+    put(record, (um__record){.asked = first_free});
     first_free = (uint64_t)(record - records) + 1;
 }
 
-bool um_table_add(um_record record) {
+bool um__table_add(um__record record) {
     uint64_t nbytes = table->counts.placed_bytes + record.nbytes;
-    if (!was_tried && (nbytes >= SHOWN_BYTES || um_settings_now.report)) {
+    if (!was_tried && (nbytes >= SHOWN_BYTES || um__settings_now.report)) {
         show();
     }
-    um_table_begin();
+    um__table_begin();
     bool done = enter(record);
     table->counts.n_placed += done;
-    um_table_end();
+    um__table_end();
     return done;
 }
 
-bool um_table_remove(void *address, um_record *out) {
-    um_record *found = record_at(address);
+bool um__table_remove(void *address, um__record *out) {
+    um__record *found = record_at(address);
     if (found == NULL) {
         return false;
     }
-    um_table_begin();
+    um__table_begin();
     *out = *found;
     leave(found);
-    um_table_end();
+    um__table_end();
     return true;
 }
 
-bool um_table_change(um_record *record, um_record now) {
-    um_table_begin();
+bool um__table_change(um__record *record, um__record now) {
+    um__table_begin();
     leave(record);
     bool done = enter(now);
-    um_table_end();
+    um__table_end();
     return done;
 }
 
-/* The next record of mmap's kind that overlaps a range, from a number on. */
-static um_record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
+/* Returns the next record of mmap's kind that overlaps a range, from a number on. */
+static um__record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
     for (; n_ranges != 0 && *at < table->n_records; ++*at) {
-        um_record *record = &records[*at];
-        if (record->via == UM_VIA_MMAP && record->address != 0 && record->address < end &&
+        um__record *record = &records[*at];
+        if (record->via == UM__VIA_MMAP && record->address != 0 && record->address < end &&
             record->address + record->nbytes > start) {
             return record;
         }
@@ -283,44 +278,44 @@ static um_record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
     return NULL;
 }
 
-bool um_table_may_overlap(uintptr_t address, size_t nbytes) {
+bool um__table_may_overlap(uintptr_t address, size_t nbytes) {
     return n_ranges != 0 && address < ranges_end && address + nbytes > ranges_start;
 }
 
-bool um_table_overlaps(uintptr_t address, size_t nbytes, um_record *out) {
+bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out) {
     uint32_t at = 0;
-    if (!um_table_may_overlap(address, nbytes)) {
+    if (!um__table_may_overlap(address, nbytes)) {
         return false;
     }
-    const um_record *found = overlapping(&at, address, address + nbytes);
+    const um__record *found = overlapping(&at, address, address + nbytes);
     if (found != NULL) {
         *out = *found;
     }
     return found != NULL;
 }
 
-bool um_table_is_hugetlb(uintptr_t address, size_t nbytes) {
+bool um__table_is_hugetlb(uintptr_t address, size_t nbytes) {
     bool found = false;
-    um_table_lock();
+    um__table_lock();
     for (uint32_t i = 0; i < table->n_records && !found; i++) {
-        const um_record *record = &records[i];
-        found = record->address != 0 && (record->state & UM_IS_HUGETLB) != 0 &&
+        const um__record *record = &records[i];
+        found = record->address != 0 && (record->state & UM__IS_HUGETLB) != 0 &&
                 record->address <= address && address - record->address < record->nbytes &&
                 nbytes <= record->nbytes - (address - record->address);
     }
-    um_table_unlock();
+    um__table_unlock();
     return found;
 }
 
-bool um_table_cut(uintptr_t address, size_t nbytes, um_record *out) {
+bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out) {
     uintptr_t end = address + nbytes;
-    if (!um_table_overlaps(address, nbytes, out)) {
+    if (!um__table_overlaps(address, nbytes, out)) {
         return false;
     }
-    um_record *record;
-    um_table_begin();
+    um__record *record;
+    um__table_begin();
     for (uint32_t at = 0; (record = overlapping(&at, address, end)) != NULL; at++) {
-        um_record left = *record, right = *record;
+        um__record left = *record, right = *record;
         leave(record);
         if (left.address < address) {
             left.nbytes = left.asked = address - left.address;
@@ -332,29 +327,29 @@ bool um_table_cut(uintptr_t address, size_t nbytes, um_record *out) {
             enter(right);
         }
     }
-    um_table_end();
+    um__table_end();
     return true;
 }
 
-um_counts *um_table_counts(void) {
+um__counts *um__table_counts(void) {
     return &table->counts;
 }
 
-void um_table_note_end(const um_record *record) {
+void um__table_note_end(const um__record *record) {
     uint64_t resident = 0, huge = 0;
-    if (um_sys_scan((void *)(uintptr_t)record->address, record->nbytes, &resident, &huge) != 0) {
+    if (um__sys_scan((void *)(uintptr_t)record->address, record->nbytes, &resident, &huge) != 0) {
         resident = huge = UINT64_MAX;
     }
-    um_table_lock();
-    um_table_begin();
+    um__table_lock();
+    um__table_begin();
     uint32_t i = 0;
     while (i < table->n_ended && (table->ended[i].via != record->via ||
                                   table->ended[i].asked / table->ended[i].n != record->asked)) {
         i++;
     }
-    /* Where there are too many kinds, the last line adds up all others. */
-    i = i < UM_MOST_ENDED ? i : UM_MOST_ENDED - 1;
-    um_ended *ended = &table->ended[i];
+    /* If there are too many kinds, the last line adds up the rest. */
+    i = i < UM__MOST_ENDED ? i : UM__MOST_ENDED - 1;
+    um__ended *ended = &table->ended[i];
     table->n_ended = i < table->n_ended ? table->n_ended : i + 1;
     ended->via = record->via;
     ended->state |= record->state;
@@ -367,6 +362,6 @@ void um_table_note_end(const um_record *record) {
         mirror->ended[i] = *ended;
         mirror->n_ended = table->n_ended;
     }
-    um_table_end();
-    um_table_unlock();
+    um__table_end();
+    um__table_unlock();
 }

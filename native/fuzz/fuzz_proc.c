@@ -5,7 +5,7 @@
 
 #include <errno.h>
 
-#include "os.h"
+#include "os/os.h"
 #include "unimem.h"
 
 static const uintptr_t BASE = 0x7f0000000000;
@@ -36,11 +36,11 @@ static struct {
     unsigned n_reads; /* every fifth one is interrupted first */
 } files;
 
-int __wrap_um_os_open_read(const char *path, int *out_fd);
-int __wrap_um_os_read(int fd, void *out, size_t nbytes, size_t *out_nbytes);
-int __wrap_um_os_close(int fd);
+int __wrap_um__os_open_read(const char *path, int *out_fd);
+int __wrap_um__os_read(int fd, void *out, size_t nbytes, size_t *out_nbytes);
+int __wrap_um__os_close(int fd);
 
-int __wrap_um_os_open_read(const char *path, int *out_fd) {
+int __wrap_um__os_open_read(const char *path, int *out_fd) {
     for (int i = 0; i < N_FILES; i++) {
         if (strcmp(path, paths[i]) == 0) {
             files.at[i] = 0;
@@ -51,7 +51,7 @@ int __wrap_um_os_open_read(const char *path, int *out_fd) {
     return ENOENT;
 }
 
-int __wrap_um_os_read(int fd, void *out, size_t nbytes, size_t *out_nbytes) {
+int __wrap_um__os_read(int fd, void *out, size_t nbytes, size_t *out_nbytes) {
     if (files.most != 0 && files.n_reads++ % 5 == 4) {
         return EINTR;
     }
@@ -69,7 +69,7 @@ int __wrap_um_os_read(int fd, void *out, size_t nbytes, size_t *out_nbytes) {
     return 0;
 }
 
-int __wrap_um_os_close(int fd) {
+int __wrap_um__os_close(int fd) {
     PROMISED(fd >= 0 && fd < N_FILES);
     return 0;
 }

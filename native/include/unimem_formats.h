@@ -1,9 +1,8 @@
-/* unimem: parsers of the headers of model files, whose bytes are not trusted. A part of the public
- * C API, with the conventions of unimem.h.
+/* unimem: parsers of the headers of model files, whose bytes are not trusted. They have the
+ * conventions of unimem.h.
  *
- * The parsers open no files. A caller hands them the first bytes of a file, and more bytes if they
- * ask for them (UM_E_FULL, err->asked). They hand out offsets, all of which lie inside the file.
- */
+ * The parsers open no files. A caller passes the first bytes of a file, and more if a parser asks
+ * for them (UM_HEADER_FULL, err->asked). All offsets that they return lie inside the file. */
 #ifndef UNIMEM_FORMATS_H
 #define UNIMEM_FORMATS_H
 
@@ -69,14 +68,14 @@ typedef struct um_gguf_tensor_type {
 /* Returns the type of a number; NULL for a number that ggml 0.15 does not know. */
 UM_API const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type);
 
-/* Parses the header in the first nbytes of a file of file_nbytes.
+/* Parses the header in the first nbytes of a file of file_nbytes. It allocates two tables, a small
+ * multiple of nbytes: call um_gguf_free.
  *
- * It allocates two tables, a small multiple of nbytes: call um_gguf_free.
  *
  * - UM_E_INVALID: nbytes is above file_nbytes.
- * - UM_E_FULL: the header goes on behind nbytes. err->asked is a length worth trying next.
+ * - UM_E_FULL, UM_HEADER_FULL: err->asked is a length worth trying next.
  * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset.
- * - UM_E_NOMEM: there is no heap memory. */
+ * - UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes,
                                           uint64_t file_nbytes, um_error *err);
 UM_API void um_gguf_free(um_gguf *gguf);
@@ -84,8 +83,8 @@ UM_API void um_gguf_free(um_gguf *gguf);
 /* ---- safetensors ---- */
 
 /* The header of a safetensors file, as https://github.com/huggingface/safetensors defines it: a
- * length, and so many bytes of JSON. Offsets are from the first byte of the file. Texts have their
- * escapes still: um_safetensors_write_text resolves them. */
+ * length, and that many bytes of JSON. Offsets are from the first byte of the file. Texts still
+ * have their escapes: um_safetensors_write_text resolves them. */
 typedef enum um_safetensors_type {
     UM_ST_BOOL = 0,
     UM_ST_F4,
@@ -145,21 +144,21 @@ UM_API const char *um_safetensors_type_name(um_safetensors_type type);
 /* Returns the bits of a value of a type; 0 for an unknown type. */
 UM_API unsigned um_safetensors_type_bits(um_safetensors_type type);
 
-/* Parses the header in the first nbytes of a file of file_nbytes.
+/* Parses the header in the first nbytes of a file of file_nbytes. After the call only texts need
+ * the bytes. um_safetensors_free frees the tables.
  *
- * After the call only texts need the bytes. The tables are freed by um_safetensors_free.
  *
  * - UM_E_INVALID: nbytes is above file_nbytes.
- * - UM_E_FULL: the header is longer than nbytes. err->asked is its length, or 8 if nbytes is less
- *   than the 8 bytes that hold the length.
- * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset. The offset of a string
- *   is that of its quote.
- * - UM_E_NOMEM: there is no heap memory. */
+ * - UM_E_FULL, UM_HEADER_FULL: err->asked is the header's length, or 8 if nbytes is less than the 8
+ *   bytes that hold the length.
+ * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset, of a string that of its
+ *   quote.
+ * - UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_safetensors_parse(um_safetensors *out, const void *bytes,
                                                  size_t nbytes, uint64_t file_nbytes,
                                                  um_error *err);
 /* Writes a text of the header to out as UTF-8, with its escapes resolved. Returns the bytes
- * written: never more than text.nbytes. */
+ * written, at most text.nbytes. */
 UM_API size_t um_safetensors_write_text(const void *bytes, um_safetensors_text text, char *out);
 UM_API void um_safetensors_free(um_safetensors *safetensors);
 

@@ -13,10 +13,10 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "convert.h"
 #include "fp_modes.h"
+#include "values/convert.h"
 
-enum { CHUNK = 1 << 16, BLOCK = UM_BLOCK_VALUES };
+enum { CHUNK = 1 << 16, BLOCK = UM__BLOCK_VALUES };
 
 static uint64_t n_wrong;
 
@@ -28,10 +28,10 @@ static void wrong(const char *isa, const char *what, uint32_t input, unsigned go
 }
 
 /* Runs one code in one mode. It cannot fail, since the arguments were checked. */
-static void convert(const um_convert_code *code, uint64_t mode, void *out, um_dtype type,
+static void convert(const um__convert_code *code, uint64_t mode, void *out, um_dtype type,
                     const float *in, size_t n) {
     set_mode(mode);
-    um_convert_by(code, out, type, in, UM_F32, n, NULL);
+    um__convert_by(code, out, type, in, UM_F32, n, NULL);
     set_mode(modes[0].word);
 }
 
@@ -61,7 +61,7 @@ static void narrow_all(um_dtype type, const char *what, int mantissa_bits) {
         for (uint32_t i = 0; i < CHUNK; i++) {
             in[i] = float_of((uint32_t)first + i);
         }
-        convert(um_convert_code_at(0), modes[0].word, plain, type, in, CHUNK);
+        convert(um__convert_code_at(0), modes[0].word, plain, type, in, CHUNK);
         for (uint32_t i = 0; i < CHUNK; i++) {
             if (isnan(in[i])) {
                 if (!is_nan(plain[i], mantissa_bits)) {
@@ -71,9 +71,9 @@ static void narrow_all(um_dtype type, const char *what, int mantissa_bits) {
                 wrong("scalar", what, (uint32_t)first + i, plain[i], nearest(in[i], mantissa_bits));
             }
         }
-        for (size_t c = 0; um_convert_code_at(c) != NULL; c++) {
+        for (size_t c = 0; um__convert_code_at(c) != NULL; c++) {
             for (size_t m = 0; m < N_MODES; m++) {
-                const um_convert_code *code = um_convert_code_at(c);
+                const um__convert_code *code = um__convert_code_at(c);
                 convert(code, modes[m].word, out, type, in, CHUNK);
                 for (uint32_t i = 0; memcmp(out, plain, sizeof out) != 0 && i < CHUNK; i++) {
                     if (out[i] != plain[i]) {
@@ -87,12 +87,12 @@ static void narrow_all(um_dtype type, const char *what, int mantissa_bits) {
 }
 
 /* Compares quantized blocks of every code, in every mode, with those of the scalar code. */
-static void compare_blocks(const float *in, const um_q8_0 *plain, size_t n_blocks,
+static void compare_blocks(const float *in, const um__q8_0 *plain, size_t n_blocks,
                            const char *what) {
-    static um_q8_0 out[CHUNK / BLOCK];
-    for (size_t c = 0; um_convert_code_at(c) != NULL; c++) {
+    static um__q8_0 out[CHUNK / BLOCK];
+    for (size_t c = 0; um__convert_code_at(c) != NULL; c++) {
         for (size_t m = c == 0; m < N_MODES; m++) {
-            const um_convert_code *code = um_convert_code_at(c);
+            const um__convert_code *code = um__convert_code_at(c);
             convert(code, modes[m].word, out, UM_Q8_0, in, n_blocks * BLOCK);
             for (size_t b = 0; b < n_blocks; b++) {
                 if (memcmp(&out[b], &plain[b], sizeof out[b]) != 0) {
@@ -108,7 +108,7 @@ static void compare_blocks(const float *in, const um_q8_0 *plain, size_t n_block
 /* The first value of each block is 127, so that d and 1 / d are 1. */
 static void round_all(void) {
     static float in[CHUNK];
-    static um_q8_0 plain[CHUNK / BLOCK];
+    static um__q8_0 plain[CHUNK / BLOCK];
     const uint32_t end = 0x42fe0001; /* the float after 127 */
     uint32_t next = 0;
     while (next < end) {
@@ -119,7 +119,7 @@ static void round_all(void) {
             /* Each value is followed by its negative. */
             next += i % BLOCK != 0 && (i & 1) == 0;
         }
-        convert(um_convert_code_at(0), modes[0].word, plain, UM_Q8_0, in, CHUNK);
+        convert(um__convert_code_at(0), modes[0].word, plain, UM_Q8_0, in, CHUNK);
         for (uint32_t i = 0; i < CHUNK; i++) {
             int got = plain[i / BLOCK].qs[i % BLOCK], want = (int)roundf(in[i]);
             if (got != want || plain[i / BLOCK].d != 0x3c00) {
@@ -133,13 +133,13 @@ static void round_all(void) {
 
 static void scale_all(void) {
     static float in[CHUNK];
-    static um_q8_0 plain[CHUNK / BLOCK];
+    static um__q8_0 plain[CHUNK / BLOCK];
     for (uint64_t first = 0; first < (uint64_t)1 << 31; first += CHUNK / BLOCK) {
         for (uint32_t i = 0; i < CHUNK; i++) {
             float amax = float_of((uint32_t)first + i / BLOCK);
             in[i] = amax * (1 - 0x1.07p-4f * (float)(i % BLOCK));
         }
-        convert(um_convert_code_at(0), modes[0].word, plain, UM_Q8_0, in, CHUNK);
+        convert(um__convert_code_at(0), modes[0].word, plain, UM_Q8_0, in, CHUNK);
         compare_blocks(in, plain, CHUNK / BLOCK, "scale");
     }
     printf("q8_0: every largest magnitude, %llu wrong\n", (unsigned long long)n_wrong);
@@ -147,8 +147,8 @@ static void scale_all(void) {
 
 int main(void) {
     printf("codes:");
-    for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
-        printf(" %s", um_convert_code_at(i)->isa);
+    for (size_t i = 0; um__convert_code_at(i) != NULL; i++) {
+        printf(" %s", um__convert_code_at(i)->isa);
     }
     printf("\n");
     setvbuf(stdout, NULL, _IOLBF, 0);

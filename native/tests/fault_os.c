@@ -6,8 +6,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "os.h"
-#include "stats.h"
+#include "base/stats.h"
+#include "os/os.h"
 
 /* ---- the Nth call ---- */
 
@@ -111,61 +111,61 @@ static int fault(const call *now) {
         return failed != 0 ? failed : real;                                                        \
     }
 
-WRAP(um_os_reserve, "mmap", (size_t nbytes, void **out), (nbytes, out))
-WRAP(um_os_reserve_at, "mmap", (void *address, size_t nbytes), (address, nbytes))
-WRAP(um_os_map_at, "mmap", (void *address, size_t nbytes, unsigned huge_shift),
+WRAP(um__os_reserve, "mmap", (size_t nbytes, void **out), (nbytes, out))
+WRAP(um__os_reserve_at, "mmap", (void *address, size_t nbytes), (address, nbytes))
+WRAP(um__os_map_at, "mmap", (void *address, size_t nbytes, unsigned huge_shift),
      (address, nbytes, huge_shift))
-WRAP(um_os_map_file_at, "mmap",
+WRAP(um__os_map_file_at, "mmap",
      (void *address, int fd, uint64_t offset, size_t nbytes, um_access access),
      (address, fd, offset, nbytes, access))
-WRAP(um_os_unmap, "munmap", (void *address, size_t nbytes), (address, nbytes))
-WRAP(um_os_advise, "madvise", (void *address, size_t nbytes, um_os_advice advice),
+WRAP(um__os_unmap, "munmap", (void *address, size_t nbytes), (address, nbytes))
+WRAP(um__os_advise, "madvise", (void *address, size_t nbytes, um__os_advice advice),
      (address, nbytes, advice))
-WRAP(um_os_residency, "mincore", (void *address, size_t nbytes, unsigned char *out_pages),
+WRAP(um__os_residency, "mincore", (void *address, size_t nbytes, unsigned char *out_pages),
      (address, nbytes, out_pages))
-WRAP(um_os_scan_pages, "ioctl",
-     (int pagemap, const void *address, size_t nbytes, um_os_page_run *out, size_t capacity,
+WRAP(um__os_scan_pages, "ioctl",
+     (int pagemap, const void *address, size_t nbytes, um__page_run *out, size_t capacity,
       size_t *out_n, size_t *out_scanned_nbytes),
      (pagemap, address, nbytes, out, limited_runs(capacity), out_n, out_scanned_nbytes))
-WRAP(um_os_lock, "mlock2", (void *address, size_t nbytes, int on_fault),
+WRAP(um__os_lock, "mlock2", (void *address, size_t nbytes, int on_fault),
      (address, nbytes, on_fault))
-WRAP(um_os_unlock, "munlock", (void *address, size_t nbytes), (address, nbytes))
-WRAP(um_os_bind, "mbind", (void *address, size_t nbytes, const um_numa *numa),
+WRAP(um__os_unlock, "munlock", (void *address, size_t nbytes), (address, nbytes))
+WRAP(um__os_bind, "mbind", (void *address, size_t nbytes, const um_numa *numa),
      (address, nbytes, numa))
-WRAP(um_os_file_page_bytes, "fstatfs", (int fd, size_t *out), (fd, out))
-WRAP(um_os_duplicate, "fcntl", (int fd, int *out_fd), (fd, out_fd))
-WRAP(um_os_memfd, "memfd_create", (const char *name, unsigned huge_shift, int *out_fd),
+WRAP(um__os_file_page_bytes, "fstatfs", (int fd, size_t *out), (fd, out))
+WRAP(um__os_duplicate, "fcntl", (int fd, int *out_fd), (fd, out_fd))
+WRAP(um__os_memfd, "memfd_create", (const char *name, unsigned huge_shift, int *out_fd),
      (name, huge_shift, out_fd))
-WRAP(um_os_resize, "ftruncate", (int fd, uint64_t nbytes), (fd, nbytes))
-WRAP(um_os_seal, "fcntl", (int fd, int write), (fd, write))
-WRAP(um_os_punch_hole, "fallocate", (int fd, uint64_t offset, uint64_t nbytes),
+WRAP(um__os_resize, "ftruncate", (int fd, uint64_t nbytes), (fd, nbytes))
+WRAP(um__os_seal, "fcntl", (int fd, int write), (fd, write))
+WRAP(um__os_punch_hole, "fallocate", (int fd, uint64_t offset, uint64_t nbytes),
      (fd, offset, nbytes))
-WRAP(um_os_file_nbytes, "fstat", (int fd, uint64_t *out), (fd, out))
-WRAP_ENDING(um_os_close, "close", (int fd), (fd))
-WRAP(um_os_fs_open, "fsopen", (const char *type, int *out_fd), (type, out_fd))
-WRAP(um_os_fs_set, "fsconfig", (int fd, const char *key, const char *value), (fd, key, value))
-WRAP(um_os_fs_create, "fsconfig", (int fd), (fd))
-WRAP(um_os_fs_mount, "fsmount", (int fd, int *out_fd), (fd, out_fd))
-WRAP(um_os_fs_pick, "fspick", (int mount, int *out_fd), (mount, out_fd))
-WRAP(um_os_fs_reconfigure, "fsconfig", (int fd), (fd))
-WRAP(um_os_get_affinity, "sched_", (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
-WRAP(um_os_thread_start, "pthread", (um_os_thread * out, void *(*fn)(void *), void *arg),
+WRAP(um__os_file_nbytes, "fstat", (int fd, uint64_t *out), (fd, out))
+WRAP_ENDING(um__os_close, "close", (int fd), (fd))
+WRAP(um__os_fs_open, "fsopen", (const char *type, int *out_fd), (type, out_fd))
+WRAP(um__os_fs_set, "fsconfig", (int fd, const char *key, const char *value), (fd, key, value))
+WRAP(um__os_fs_create, "fsconfig", (int fd), (fd))
+WRAP(um__os_fs_mount, "fsmount", (int fd, int *out_fd), (fd, out_fd))
+WRAP(um__os_fs_pick, "fspick", (int mount, int *out_fd), (mount, out_fd))
+WRAP(um__os_fs_reconfigure, "fsconfig", (int fd), (fd))
+WRAP(um__os_get_affinity, "sched_", (void *mask, size_t mask_nbytes), (mask, mask_nbytes))
+WRAP(um__os_thread_start, "pthread", (um__os_thread * out, void *(*fn)(void *), void *arg),
      (out, fn, arg))
-WRAP_ENDING(um_os_thread_join, "pthread", (um_os_thread thread), (thread))
-WRAP(um_os_at_fork, "pthread_atfork",
+WRAP_ENDING(um__os_thread_join, "pthread", (um__os_thread thread), (thread))
+WRAP(um__os_at_fork, "pthread_atfork",
      (void (*before)(void), void (*in_parent)(void), void (*in_child)(void)),
      (before, in_parent, in_child))
-WRAP(um_os_bus_action, "sigaction",
+WRAP(um__os_bus_action, "sigaction",
      (const struct sigaction *action, struct sigaction *out_previous), (action, out_previous))
-WRAP(um_os_raise_bus, "raise", (void), ())
-WRAP(um_os_signal_mask, "pthread_sigmask", (int how, const sigset_t *mask, sigset_t *out_previous),
+WRAP(um__os_raise_bus, "raise", (void), ())
+WRAP(um__os_signal_mask, "pthread_sigmask", (int how, const sigset_t *mask, sigset_t *out_previous),
      (how, mask, out_previous))
-WRAP(um_os_wait, "futex", (const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds),
+WRAP(um__os_wait, "futex", (const _Atomic uint32_t *word, uint32_t value, unsigned milliseconds),
      (word, value, milliseconds))
-WRAP_ENDING(um_os_wake, "futex", (const _Atomic uint32_t *word), (word))
+WRAP_ENDING(um__os_wake, "futex", (const _Atomic uint32_t *word), (word))
 
-DECLARE(um_os_set_affinity, "sched_", (const void *mask, size_t mask_nbytes))
-int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes) {
+DECLARE(um__os_set_affinity, "sched_", (const void *mask, size_t mask_nbytes))
+int __wrap_um__os_set_affinity(const void *mask, size_t mask_nbytes) {
     unsigned n_bits = 0, last = 0;
     for (unsigned cpu = 0; cpu < MAX_CPUS && cpu < mask_nbytes * 8; cpu++) {
         if ((((const unsigned char *)mask)[cpu / 8] >> (cpu % 8) & 1) != 0) {
@@ -176,8 +176,8 @@ int __wrap_um_os_set_affinity(const void *mask, size_t mask_nbytes) {
     if (n_bits == 1) {
         atomic_fetch_add(&n_pinned[last], 1);
     }
-    int failed = fault(&call_of_um_os_set_affinity);
-    return failed != 0 ? failed : __real_um_os_set_affinity(mask, mask_nbytes);
+    int failed = fault(&call_of_um__os_set_affinity);
+    return failed != 0 ? failed : __real_um__os_set_affinity(mask, mask_nbytes);
 }
 
 static size_t limited(size_t nbytes) {
@@ -185,9 +185,9 @@ static size_t limited(size_t nbytes) {
     return limit != 0 && nbytes > limit ? limit : nbytes;
 }
 
-WRAP(um_os_pread, "pread", (int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes),
+WRAP(um__os_pread, "pread", (int fd, void *out, size_t nbytes, uint64_t offset, size_t *out_nbytes),
      (fd, out, limited(nbytes), offset, out_nbytes))
-WRAP(um_os_read, "read", (int fd, void *out, size_t nbytes, size_t *out_nbytes),
+WRAP(um__os_read, "read", (int fd, void *out, size_t nbytes, size_t *out_nbytes),
      (fd, out, limited(nbytes), out_nbytes))
 
 /* ---- invented answers ---- */
@@ -229,15 +229,15 @@ void fault_os_reset(void) {
     memset(invented_files, 0, sizeof invented_files);
 }
 
-DECLARE(um_os_open_read, "open", (const char *path, int *out_fd))
-int __wrap_um_os_open_read(const char *path, int *out_fd) {
-    int failed = fault(&call_of_um_os_open_read);
+DECLARE(um__os_open_read, "open", (const char *path, int *out_fd))
+int __wrap_um__os_open_read(const char *path, int *out_fd) {
+    int failed = fault(&call_of_um__os_open_read);
     if (failed != 0) {
         return failed;
     }
     const struct invented_file *file = invented(path);
     if (file == NULL || file->text == NULL) {
-        return __real_um_os_open_read(path, out_fd);
+        return __real_um__os_open_read(path, out_fd);
     }
     size_t n = strlen(file->text);
     *out_fd = memfd_create("invented", MFD_CLOEXEC);
@@ -247,22 +247,22 @@ int __wrap_um_os_open_read(const char *path, int *out_fd) {
     return 0;
 }
 
-DECLARE(um_os_move_pages, "move_pages",
+DECLARE(um__os_move_pages, "move_pages",
         (size_t n, void *const *pages, const int *nodes, int *out_status))
-int __wrap_um_os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
-    int failed = fault(&call_of_um_os_move_pages);
+int __wrap_um__os_move_pages(size_t n, void *const *pages, const int *nodes, int *out_status) {
+    int failed = fault(&call_of_um__os_move_pages);
     if (failed != 0) {
         return failed;
     }
     return invented_move_pages != NULL ? invented_move_pages(n, pages, nodes, out_status)
-                                       : __real_um_os_move_pages(n, pages, nodes, out_status);
+                                       : __real_um__os_move_pages(n, pages, nodes, out_status);
 }
 
-void *__real_um_heap_alloc(size_t n, size_t item_bytes);
-void *__wrap_um_heap_alloc(size_t n, size_t item_bytes);
-void *__wrap_um_heap_alloc(size_t n, size_t item_bytes) {
+void *__real_um__heap_alloc(size_t n, size_t item_bytes);
+void *__wrap_um__heap_alloc(size_t n, size_t item_bytes);
+void *__wrap_um__heap_alloc(size_t n, size_t item_bytes) {
     bool failed = atomic_fetch_add(&n_allocs, 1) + 1 == atomic_load(&fail_alloc_at);
-    void *p = failed ? NULL : __real_um_heap_alloc(n, item_bytes);
+    void *p = failed ? NULL : __real_um__heap_alloc(n, item_bytes);
     if (p != NULL) {
         /* The heap rounds up: what reads behind its end does not find zeros there. */
         size_t nbytes = n * item_bytes;
@@ -272,11 +272,11 @@ void *__wrap_um_heap_alloc(size_t n, size_t item_bytes) {
     return p;
 }
 
-void __real_um_heap_free(void *p);
-void __wrap_um_heap_free(void *p);
-void __wrap_um_heap_free(void *p) {
+void __real_um__heap_free(void *p);
+void __wrap_um__heap_free(void *p);
+void __wrap_um__heap_free(void *p) {
     atomic_fetch_sub(&n_held, p != NULL);
-    __real_um_heap_free(p);
+    __real_um__heap_free(p);
 }
 
 int64_t fault_os_n_held(void) {
@@ -442,7 +442,7 @@ const char *os_state_pages(const void *address, size_t n_pages) {
 /* ---- each call in turn ---- */
 
 static um_status status_of(const fault_case *c, const char *function, int os_errno) {
-    bool is_read = strcmp(function, "um_os_read") == 0 || strcmp(function, "um_os_pread") == 0;
+    bool is_read = strcmp(function, "um__os_read") == 0 || strcmp(function, "um__os_pread") == 0;
     if (is_read && !(c->reads_into_memory && os_errno == ENOMEM)) {
         return UM_E_IO;
     }

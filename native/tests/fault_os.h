@@ -8,9 +8,9 @@
 #include "test.h"
 
 /* Calls that read the huge page size. When they fail, a block is only aligned differently. */
-#define HARMLESS_HUGE_PAGE " um_os_open_read um_os_read um_os_close "
+#define HARMLESS_HUGE_PAGE " um__os_open_read um__os_read um__os_close "
 /* A thread that cannot be pinned works all the same. */
-#define HARMLESS_THREADS " um_os_get_affinity um_os_set_affinity um_os_thread_join "
+#define HARMLESS_THREADS " um__os_get_affinity um__os_set_affinity um__os_thread_join "
 
 /* From now on the nth call fails with os_errno, once; the first call is 1, and 0 means none.
  * Counting starts anew. Calls that end something (close, join) do it and then report the failure,

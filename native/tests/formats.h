@@ -41,7 +41,8 @@ static void check_parses(size_t nbytes, uint64_t size) {
 static void check_fails(um_status expected, size_t nbytes, uint64_t size) {
     HEADER untouched;
     SPOIL(untouched);
-    CHECK_STATUS(expected, parse(&untouched, nbytes, size));
+    CHECK_DETAIL(expected, expected == UM_E_FULL ? UM_HEADER_FULL : UM_DETAIL_NONE,
+                 parse(&untouched, nbytes, size));
     CHECK_SPOILT(untouched);
 }
 

@@ -284,9 +284,15 @@ static inline um_error answer(um_status status) {
     return (um_error){.status = status};
 }
 
-static inline um_error full(uint64_t limit, uint64_t used, uint64_t asked, const char *what) {
+static inline um_error full(um_detail detail, uint64_t limit, uint64_t used, uint64_t asked) {
     return (um_error){
-        .status = UM_E_FULL, .limit = limit, .used = used, .asked = asked, .what = what};
+        .status = UM_E_FULL, .detail = detail, .limit = limit, .used = used, .asked = asked};
+}
+
+/* Rows are reserved, or else layers differ. */
+static inline um_error not_whole(const kv_model *m) {
+    return (um_error){.status = UM_E_STATE,
+                      .detail = m->reserved != 0 ? UM_KV_RESERVED : UM_KV_UNEVEN};
 }
 
 static inline um_status check_answer(const kv_model *m, const kv_picture *before, um_status got,
@@ -295,12 +301,12 @@ static inline um_status check_answer(const kv_model *m, const kv_picture *before
         kv_picture after = picture_of(m);
         CHECK(memcmp(before, &after, sizeof after) == 0);
         CHECK_EQ(test_err.status, got);
+        CHECK_EQ(test_err.detail, expected.detail);
         CHECK_EQ(test_err.limit, expected.limit);
         CHECK_EQ(test_err.used, expected.used);
         CHECK_EQ(test_err.asked, expected.asked);
         REQUIRE(test_err.what != NULL);
         CHECK(test_err.what[0] != '\0');
-        CHECK(expected.what == NULL || strcmp(test_err.what, expected.what) == 0);
     } else if (got == UM_OK) {
         um_error pattern;
         test_err_pattern(&pattern);
@@ -365,12 +371,12 @@ static inline void give_tokens(kv_model *m, uint32_t layer, const void *k, const
 static inline um_error room_for(const kv_model *m, uint64_t end, uint64_t n) {
     uint64_t used = end - m->first, max = m->spec.max_seq_len, usable = m->kv.usable_rows;
     if (!model_is_ring(m) && (n > max || used + n > max)) {
-        return full(max, used, n, "kv");
+        return full(UM_KV_FULL, max, used, n);
     }
     if (!model_is_ring(m) && row_of(m, end) + n > usable) {
-        return full(usable, row_of(m, end), n, "rows");
+        return full(UM_KV_ROWS, usable, row_of(m, end), n);
     }
-    return end + n < end ? full(UINT64_MAX, end, n, "kv") : answer(UM_OK);
+    return end + n < end ? full(UM_KV_FULL, UINT64_MAX, end, n) : answer(UM_OK);
 }
 
 static inline um_status do_append(kv_model *m, uint32_t layer, uint64_t n, um_dtype type,
@@ -378,7 +384,7 @@ static inline um_status do_append(kv_model *m, uint32_t layer, uint64_t n, um_dt
     kv_picture before = picture_of(m);
     um_error expected = room_for(m, m->next[layer], n);
     if (m->reserved != 0) {
-        expected = answer(UM_E_STATE);
+        expected = not_whole(m);
     }
     bool fits = expected.status == UM_OK;
     size_t values = fits ? (size_t)n * m->spec.batch * m->spec.n_kv_heads * m->spec.head_dim : 0;
@@ -402,7 +408,7 @@ static inline um_status do_append_all(kv_model *m, um_dtype type) {
     kv_picture before = picture_of(m);
     um_error expected = room_for(m, m->next[0], 1);
     if (m->reserved != 0 || model_differs(m)) {
-        expected = answer(UM_E_STATE);
+        expected = not_whole(m);
     }
     size_t values = (size_t)m->spec.batch * m->spec.n_kv_heads * m->spec.head_dim;
     size_t row = values / um_dtype_block_values(type) * um_dtype_block_bytes(type);
@@ -420,10 +426,10 @@ static inline um_status do_reserve(kv_model *m, uint64_t n) {
     kv_picture before = picture_of(m);
     uint64_t end = m->next[0], row = 777;
     um_error expected = model_is_ring(m) && n > m->storage.n_rows
-                            ? full(m->storage.n_rows, 0, n, "kv")
+                            ? full(UM_KV_FULL, m->storage.n_rows, 0, n)
                             : room_for(m, end, n);
     if (m->reserved != 0 || model_differs(m)) {
-        expected = answer(UM_E_STATE);
+        expected = not_whole(m);
     }
     bool fits = expected.status == UM_OK;
     for (uint32_t layer = 0; fits && layer < m->spec.n_layers; layer++) {
@@ -466,9 +472,10 @@ static inline void take_rows(kv_model *m, uint64_t position, uint64_t n) {
 
 static inline um_status do_commit(kv_model *m, uint64_t n) {
     kv_picture before = picture_of(m);
-    um_error expected = answer(m->reserved == 0  ? UM_E_STATE
-                               : n > m->reserved ? UM_E_INVALID
-                                                 : UM_OK);
+    um_error expected = answer(n > m->reserved ? UM_E_INVALID : UM_OK);
+    if (m->reserved == 0) {
+        expected = (um_error){.status = UM_E_STATE, .detail = UM_KV_UNRESERVED};
+    }
     if (expected.status == UM_OK) {
         take_rows(m, m->next[0], n);
         m->reserved = 0;
@@ -512,7 +519,7 @@ static inline um_status do_crop(kv_model *m, uint64_t n) {
     uint64_t first = model_first(m), len = model_len(m), least = n;
     um_error expected = answer(UM_OK);
     if (m->reserved != 0 || model_differs(m)) {
-        expected = answer(UM_E_STATE);
+        expected = not_whole(m);
     } else if (n > len) {
         expected = answer(UM_E_INVALID);
     } else {
@@ -520,7 +527,8 @@ static inline um_status do_crop(kv_model *m, uint64_t n) {
             least++;
         }
         if (least != n) {
-            expected = (um_error){.status = UM_E_INVALID, .limit = least, .what = "overwritten"};
+            expected =
+                (um_error){.status = UM_E_INVALID, .detail = UM_KV_OVERWRITTEN, .limit = least};
         }
     }
     for (uint32_t layer = 0; expected.status == UM_OK && layer < m->spec.n_layers; layer++) {
@@ -532,9 +540,10 @@ static inline um_status do_crop(kv_model *m, uint64_t n) {
 static inline um_status do_trim(kv_model *m, uint64_t n, uint64_t keep_first) {
     kv_picture before = picture_of(m);
     uint64_t from = model_first(m), len = model_len(m), end = model_next(m);
-    um_error expected = answer(model_is_ring(m) && keep_first != 0    ? UM_E_INVALID
-                               : m->reserved != 0 || model_differs(m) ? UM_E_STATE
-                                                                      : UM_OK);
+    um_error expected = answer(model_is_ring(m) && keep_first != 0 ? UM_E_INVALID : UM_OK);
+    if (expected.status == UM_OK && (m->reserved != 0 || model_differs(m))) {
+        expected = not_whole(m);
+    }
     if (expected.status == UM_OK && n < len && keep_first < len - n) {
         uint64_t to = end - n - keep_first;
         for (uint64_t t = keep_first; t-- > 0;) {
@@ -585,7 +594,7 @@ static inline um_status do_move(kv_model *m, uint64_t row) {
     if (model_is_ring(m) || row > usable || rows > usable - row) {
         expected = answer(UM_E_INVALID);
     } else if (m->reserved != 0) {
-        expected = answer(UM_E_STATE);
+        expected = not_whole(m);
     } else {
         m->row = row;
         for (uint32_t layer = 0; layer < m->spec.n_layers; layer++) {

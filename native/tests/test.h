@@ -104,6 +104,8 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
     } else if (got != UM_OK && (test_err.what == NULL || test_err.what == pattern.what ||
                                 test_err.what[0] == '\0')) {
         problem = "err->what is not filled";
+    } else if ((got == UM_E_FULL || got == UM_E_STATE) && test_err.detail == UM_DETAIL_NONE) {
+        problem = "err->detail is not filled";
     }
     if (problem == NULL) {
         return test_check(true, file, line, text);
@@ -121,6 +123,12 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
 /* `call` passes &test_err as its err. */
 #define CHECK_STATUS(expected, call)                                                               \
     (test_err_pattern(&test_err), test_status((call), (expected), __FILE__, __LINE__, #call))
+#define CHECK_DETAIL(status, detail_, call)                                                        \
+    do {                                                                                           \
+        if (CHECK_STATUS(status, call)) {                                                          \
+            CHECK_EQ(test_err.detail, detail_);                                                    \
+        }                                                                                          \
+    } while (0)
 #define CHECK_OK(call) CHECK_STATUS(UM_OK, call)
 #define CHECK_INVALID(call) CHECK_STATUS(UM_E_INVALID, call)
 /* fn(..., err) fails with this status, with an err and without. */
@@ -136,9 +144,9 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
         CHECK_EQ(test_err.used, used_);                                                            \
         CHECK_EQ(test_err.asked, asked_);                                                          \
     } while (0)
-#define CHECK_FULL(call, limit_, used_, asked_)                                                    \
+#define CHECK_FULL(detail_, call, limit_, used_, asked_)                                           \
     do {                                                                                           \
-        CHECK_STATUS(UM_E_FULL, call);                                                             \
+        CHECK_DETAIL(UM_E_FULL, detail_, call);                                                    \
         CHECK_ROOM(limit_, used_, asked_);                                                         \
     } while (0)
 /* What a failed system call has written to test_err. The name is compared only if the errno is

@@ -129,6 +129,7 @@ TEST(refused_nodes) {
             *OPTIONS(.category = UM_CAT_HISTORY, .sharing = sharing,
                      .numa = {.mode = UM_NUMA_BIND, .nodes = {[15] = UINT64_C(1) << 63}});
         check_refused(UM_E_OS, "mbind", page, &options);
+        CHECK_EQ(test_err.detail, UM_BLOCK_NO_POLICY);
     }
 }
 

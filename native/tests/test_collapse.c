@@ -58,7 +58,7 @@ TEST(collapse_answers) {
     CHECK_OS_ERR(EBUSY, "madvise");
     fault_os_fail_nth(2, EAGAIN); /* a busy page is tried again */
     CHECK_OK(um_block_collapse(&block, &test_err));
-    CHECK_EQ(fault_os_calls_of("um_os_advise"), 3);
+    CHECK_EQ(fault_os_calls_of("um__os_advise"), 3);
     fault_os_fail_nth(1, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_collapse(&block, &test_err));
     CHECK_STR(test_err.what, "mincore");

@@ -2,9 +2,10 @@
  * references: a table of all values of a 16-bit format in double precision, in which the nearest is
  * looked up; and ggml's quantizer of eight bits, rewritten from its definition (ggml-quants.c,
  * quantize_row_q8_0_ref). */
-#include "convert.h"
 #include "fp_modes.h"
 #include "test.h"
+#include "unimem_formats.h"
+#include "values/convert.h"
 #include <math.h>
 
 enum { N_NARROW = 65536, BLOCK = 32 };
@@ -76,7 +77,7 @@ static float value_of(const format *f, uint16_t code) {
     return (float)(code & 0x8000 ? -value : value);
 }
 
-static void quantize(um_q8_0 *out, const float *in) {
+static void quantize(um__q8_0 *out, const float *in) {
     float amax = 0;
     for (int i = 0; i < BLOCK; i++) {
         amax = amax > fabsf(in[i]) ? amax : fabsf(in[i]);
@@ -133,7 +134,7 @@ TEST(references) {
     CHECK_EQ(nearest(bf16, float_of(0x7f800001)), 0x7fc0);
     float in[BLOCK] = {127, 0.5f, -0.5f, 1.5f, 0x0.ffffffp-1f, -126.5f, -0.0f};
     const int8_t qs[BLOCK] = {127, 1, -1, 2, 0, -127, 0};
-    um_q8_0 block;
+    um__q8_0 block;
     quantize(&block, in);
     CHECK(block.d == 0x3c00);
     CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
@@ -141,7 +142,7 @@ TEST(references) {
 
 /* What is under test: one code in one mode. */
 typedef struct way {
-    const um_convert_code *code;
+    const um__convert_code *code;
     fp_mode mode;
 } way;
 
@@ -149,7 +150,7 @@ static void convert(const way *w, void *out, um_dtype out_type, const void *in, 
                     size_t n) {
     test_err_pattern(&test_err);
     set_mode(w->mode.word);
-    um_status status = um_convert_by(w->code, out, out_type, in, in_type, n, &test_err);
+    um_status status = um__convert_by(w->code, out, out_type, in, in_type, n, &test_err);
     uint64_t mode = get_mode();
     set_mode(modes[0].word);
     CHECK_EQ(mode, w->mode.word);
@@ -258,7 +259,7 @@ static void check_narrowing(const way *w) {
 
 enum { N_BLOCKS = 40000 };
 static float *rows;
-static um_q8_0 *quantized;
+static um__q8_0 *quantized;
 
 /* Random values below 2^exponent, of either sign. */
 static void random_block(float *out, uint64_t *seed, int exponent) {
@@ -338,7 +339,7 @@ static void make_rows(void) {
 }
 
 static void check_quantizing(const way *w) {
-    AUTO_FREE um_q8_0 *out = allocate(N_BLOCKS * sizeof *out);
+    AUTO_FREE um__q8_0 *out = allocate(N_BLOCKS * sizeof *out);
     memset(out, 0xA5, N_BLOCKS * sizeof *out);
     convert(w, out, UM_Q8_0, rows, UM_F32, (size_t)N_BLOCKS * BLOCK);
     check_same(w, "q8_0", out, quantized, N_BLOCKS, sizeof *out);
@@ -348,7 +349,7 @@ static void check_quantizing(const way *w) {
 static void check_dequantizing(const way *w) {
     enum { PER_SCALE = 256 / BLOCK };
     size_t n_blocks = (size_t)N_NARROW * PER_SCALE, n = n_blocks * BLOCK;
-    AUTO_FREE um_q8_0 *in = allocate(n_blocks * sizeof *in);
+    AUTO_FREE um__q8_0 *in = allocate(n_blocks * sizeof *in);
     AUTO_FREE float *out = allocate(n * sizeof *out);
     for (size_t i = 0; i < n; i++) {
         in[i / BLOCK].d = (uint16_t)(i / 256);
@@ -376,7 +377,7 @@ static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
         values[i] = (float)(int64_t)test_random(seed) * 0x1p-60f;
     }
     void *out = allocate(bytes_of(type, n));
-    CHECK_OK(um_convert_by(um_convert_code_at(0), out, type, values, UM_F32, n, &test_err));
+    CHECK_OK(um__convert_by(um__convert_code_at(0), out, type, values, UM_F32, n, &test_err));
     return out;
 }
 
@@ -384,21 +385,21 @@ static void *usual_values(um_dtype type, size_t n, uint64_t *seed) {
 static void check_pairs(const way *w) {
     uint64_t seed = 3;
     const size_t lengths[] = {BLOCK, 1024 - BLOCK, 1024, 3 * 1024 + 5 * BLOCK};
-    for (um_dtype from = UM_F32; from <= UM_IQ4_NL; from++) {
-        for (um_dtype to = UM_F32; to <= UM_IQ4_NL; to++) {
+    for (um_dtype from = UM_F32; from < UM_DTYPE_COUNT; from++) {
+        for (um_dtype to = UM_F32; to < UM_DTYPE_COUNT; to++) {
             for (size_t i = 0; i < COUNT(lengths); i++) {
                 size_t n = lengths[i], out_bytes = bytes_of(to, n);
                 AUTO_FREE void *in = usual_values(from, n, &seed);
                 AUTO_FREE float *wide = allocate(n * sizeof *wide);
                 AUTO_FREE unsigned char *out = allocate(out_bytes), *want = allocate(out_bytes);
-                const um_convert_code *plain = um_convert_code_at(0);
+                const um__convert_code *plain = um__convert_code_at(0);
                 memset(out, 0xA5, out_bytes);
                 convert(w, out, to, in, from, n);
                 if (from == to) {
                     memcpy(want, in, out_bytes);
                 } else {
-                    CHECK_OK(um_convert_by(plain, wide, UM_F32, in, from, n, &test_err));
-                    CHECK_OK(um_convert_by(plain, want, to, wide, UM_F32, n, &test_err));
+                    CHECK_OK(um__convert_by(plain, wide, UM_F32, in, from, n, &test_err));
+                    CHECK_OK(um__convert_by(plain, want, to, wide, UM_F32, n, &test_err));
                 }
                 check_same(w, "a pair", out, want, out_bytes, 1);
             }
@@ -411,8 +412,8 @@ static void check_pairs(const way *w) {
 static void check_lengths(const way *w) {
     enum { MAX_N = 70, MAX_SHIFT = 17 };
     uint64_t seed = 5;
-    for (um_dtype from = UM_F32; from <= UM_IQ4_NL; from++) {
-        for (um_dtype to = UM_F32; to <= UM_IQ4_NL; to++) {
+    for (um_dtype from = UM_F32; from < UM_DTYPE_COUNT; from++) {
+        for (um_dtype to = UM_F32; to < UM_DTYPE_COUNT; to++) {
             bool right = true, bounded = true;
             size_t step = from >= UM_Q8_0 || to >= UM_Q8_0 ? BLOCK : 1;
             size_t in_align = from == UM_F32 ? 4 : 2, out_align = to == UM_F32 ? 4 : 2;
@@ -420,7 +421,7 @@ static void check_lengths(const way *w) {
                 AUTO_FREE void *in = usual_values(from, n, &seed);
                 size_t in_bytes = bytes_of(from, n), out_bytes = bytes_of(to, n);
                 AUTO_FREE unsigned char *want = allocate(out_bytes);
-                CHECK_OK(um_convert_by(um_convert_code_at(0), want, to, in, from, n, &test_err));
+                CHECK_OK(um__convert_by(um__convert_code_at(0), want, to, in, from, n, &test_err));
                 for (size_t shift = 0; shift < MAX_SHIFT; shift++) {
                     size_t before = shift * out_align;
                     AUTO_FREE unsigned char *source = allocate(shift * in_align + in_bytes);
@@ -458,7 +459,7 @@ TEST(convert) {
     /* The same type is copied bit by bit, signalling NaNs included. */
     const uint32_t bits[3] = {0x7f800001, 0xff812345, 0x00000001};
     const uint16_t nans[3] = {0x7f81, 0xfd55, 0x0001};
-    const um_q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}};
+    const um__q8_0 blocks[2] = {{0x7c01, {1, -128}}, {0xfd55, {127}}};
     check_convert(UM_F32, bits, UM_F32, bits, 3);
     check_convert(UM_F16, nans, UM_F16, nans, 3);
     check_convert(UM_BF16, nans, UM_BF16, nans, 3);
@@ -479,8 +480,8 @@ TEST(refusals) {
         CHECK_EQ(um_dtype_block_bytes(unknown[i]), 0);
         CHECK_EQ(um_dtype_block_values(unknown[i]), 0);
     }
-    for (um_dtype other = UM_F32; other <= UM_IQ4_NL; other++) {
-        for (um_dtype blocks = UM_Q8_0; blocks <= UM_IQ4_NL; blocks++) {
+    for (um_dtype other = UM_F32; other < UM_DTYPE_COUNT; other++) {
+        for (um_dtype blocks = UM_Q8_0; blocks < UM_DTYPE_COUNT; blocks++) {
             CHECK_INVALID(um_convert(out, blocks, in, other, BLOCK + 1, &test_err));
             CHECK_INVALID(um_convert(out, other, in, blocks, BLOCK - 1, &test_err));
             CHECK_OK(um_convert(NULL, blocks, NULL, other, 0, &test_err));
@@ -489,19 +490,31 @@ TEST(refusals) {
         CHECK_OK(um_convert(NULL, other, NULL, UM_F32, 0, &test_err));
     }
     CHECK_SPOILT(out);
+}
+
+/* What is said of a type agrees with the table of ggml's types. */
+TEST(types) {
     const size_t n_bytes[] = {4, 2, 2, 34, 18, 20, 22, 24, 18};
-    for (um_dtype type = UM_F32; type <= UM_IQ4_NL; type++) {
+    for (um_dtype type = UM_F32; type < UM_DTYPE_COUNT; type++) {
+        const um_dtype_info *info = um_dtype_describe(type);
+        const um_gguf_tensor_type *ggml = um_gguf_type_of_tensor(info->ggml_type);
+        REQUIRE(ggml != NULL);
+        CHECK_STR(info->name, ggml->name);
+        CHECK_EQ(info->block_bytes, ggml->block_bytes);
+        CHECK_EQ(info->block_values, ggml->block_values);
         CHECK_EQ(um_dtype_block_bytes(type), n_bytes[type]);
         CHECK_EQ(um_dtype_block_values(type), type >= UM_Q8_0 ? 32 : 1);
     }
+    CHECK(um_dtype_describe(UM_DTYPE_COUNT) == NULL);
+    CHECK(um_dtype_describe((um_dtype)-1) == NULL);
 }
 
 TEST(every_code_in_every_mode) {
     make_inputs();
     make_rows();
-    const um_convert_code *last = NULL;
-    for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
-        last = um_convert_code_at(i);
+    const um__convert_code *last = NULL;
+    for (size_t i = 0; um__convert_code_at(i) != NULL; i++) {
+        last = um__convert_code_at(i);
         printf("%s, ", last->isa);
         for (size_t j = 0; j < N_MODES; j++) {
             way w = {last, modes[j]};
@@ -516,7 +529,7 @@ TEST(every_code_in_every_mode) {
         }
     }
     REQUIRE(last != NULL);
-    CHECK_STR(um_convert_code_at(0)->isa, "scalar");
+    CHECK_STR(um__convert_code_at(0)->isa, "scalar");
     CHECK_STR(um_convert_isa(), last->isa);
     printf("%zu floats, %d blocks: ", n_inputs, N_BLOCKS);
 }

@@ -1,13 +1,13 @@
 /* What the CPU has, against what the kernel lists. */
-#include "cpu_features.h"
 #include "fault_os.h"
+#include "os/cpu_features.h"
 
 TEST(as_the_kernel_lists_them) {
 #if defined(__x86_64__)
     static const struct {
         const char *word;
         unsigned bit;
-    } features[] = {{" f16c ", UM_F16C}, {" avx2 ", UM_AVX2}, {" avx512f ", UM_AVX512F}};
+    } features[] = {{" f16c ", UM__F16C}, {" avx2 ", UM__AVX2}, {" avx512f ", UM__AVX512F}};
     FILE *file = fopen("/proc/cpuinfo", "r");
     SKIP_UNLESS(file != NULL, "/proc/cpuinfo cannot be read");
     char line[16384] = "";
@@ -17,10 +17,10 @@ TEST(as_the_kernel_lists_them) {
     REQUIRE(strncmp(line, "flags", 5) == 0);
     line[strcspn(line, "\n")] = ' ';
     for (size_t i = 0; i < COUNT(features); i++) {
-        CHECK_EQ(um_cpu_has(features[i].bit), strstr(line, features[i].word) != NULL);
+        CHECK_EQ(um__cpu_has(features[i].bit), strstr(line, features[i].word) != NULL);
     }
-    CHECK(um_cpu_has(0));
-    CHECK(!um_cpu_has(1U << 31));
+    CHECK(um__cpu_has(0));
+    CHECK(!um__cpu_has(1U << 31));
 #else
     test_skip("no code asks this machine for what it has");
 #endif

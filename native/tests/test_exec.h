@@ -9,7 +9,7 @@
 #include "test.h"
 
 #ifndef UM_TEST_WITH_HOOKS
-um_next um_next_now; /* hooks.c, which is not here, has it in the library */
+um__next um__next_now; /* hooks.c, which is not here, has it in the library */
 #endif
 
 /* The errno that each call fails with, from now on; 0: none. */
@@ -17,47 +17,47 @@ static _Atomic int map_errno, bind_errno, lock_errno, hugetlb_errno;
 /* What the clock goes on by with each look, and how often memory was touched. */
 static _Atomic uint64_t clock_step_ns, n_no_huge, n_advised;
 
-void *__real_um_sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
-void *__wrap_um_sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
-int __real_um_sys_advise(void *at, size_t nbytes, int advice);
-int __wrap_um_sys_advise(void *at, size_t nbytes, int advice);
-int __wrap_um_sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes);
-int __real_um_sys_lock(void *at, size_t nbytes);
-int __wrap_um_sys_lock(void *at, size_t nbytes);
-uint64_t __wrap_um_sys_cpu_ns(void);
+void *__real_um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
+void *__wrap_um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
+int __real_um__sys_advise(void *at, size_t nbytes, int advice);
+int __wrap_um__sys_advise(void *at, size_t nbytes, int advice);
+int __wrap_um__sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes);
+int __real_um__sys_lock(void *at, size_t nbytes);
+int __wrap_um__sys_lock(void *at, size_t nbytes);
+uint64_t __wrap_um__sys_cpu_ns(void);
 
 static void *fail_with(int number) {
     errno = number;
     return NULL;
 }
 
-void *__wrap_um_sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
+void *__wrap_um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
     if (map_errno != 0 && nbytes >= 1 << 20 && at == NULL) {
         return fail_with(map_errno);
     }
     if (hugetlb_errno != 0 && (flags & MAP_HUGETLB) != 0) {
         return fail_with(hugetlb_errno);
     }
-    return __real_um_sys_map(at, nbytes, protection, flags, fd, offset);
+    return __real_um__sys_map(at, nbytes, protection, flags, fd, offset);
 }
 
-int __wrap_um_sys_advise(void *at, size_t nbytes, int advice) {
+int __wrap_um__sys_advise(void *at, size_t nbytes, int advice) {
     n_no_huge += advice == MADV_NOHUGEPAGE;
     n_advised += advice == MADV_HUGEPAGE;
-    return __real_um_sys_advise(at, nbytes, advice);
+    return __real_um__sys_advise(at, nbytes, advice);
 }
 
 /* The kernel's own is tried by tests/numa, where there are nodes. */
-int __wrap_um_sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
+int __wrap_um__sys_bind(void *at, size_t nbytes, int mode, const uint64_t *nodes) {
     (void)at, (void)nbytes, (void)mode, (void)nodes;
     return bind_errno == 0 ? 0 : (fail_with(bind_errno), -1);
 }
 
-int __wrap_um_sys_lock(void *at, size_t nbytes) {
-    return lock_errno == 0 ? __real_um_sys_lock(at, nbytes) : (fail_with(lock_errno), -1);
+int __wrap_um__sys_lock(void *at, size_t nbytes) {
+    return lock_errno == 0 ? __real_um__sys_lock(at, nbytes) : (fail_with(lock_errno), -1);
 }
 
-uint64_t __wrap_um_sys_cpu_ns(void) {
+uint64_t __wrap_um__sys_cpu_ns(void) {
     static _Atomic uint64_t now;
     return now += clock_step_ns;
 }
@@ -67,25 +67,25 @@ static inline void begin_with(const char *text) {
     static bool has_begun;
     map_errno = bind_errno = lock_errno = hugetlb_errno = 0;
     clock_step_ns = n_no_huge = n_advised = 0;
-    um_settings_read(&um_settings_now, text);
-    um_next_now = (um_next){.malloc = malloc,
-                            .calloc = calloc,
-                            .realloc = realloc,
-                            .free = free,
-                            .memalign = memalign,
-                            .aligned_alloc = aligned_alloc,
-                            .posix_memalign = posix_memalign,
-                            .usable_size = malloc_usable_size};
+    um__settings_read(&um__settings_now, text);
+    um__next_now = (um__next){.malloc = malloc,
+                              .calloc = calloc,
+                              .realloc = realloc,
+                              .free = free,
+                              .memalign = memalign,
+                              .aligned_alloc = aligned_alloc,
+                              .posix_memalign = posix_memalign,
+                              .usable_size = malloc_usable_size};
     if (!has_begun) {
         has_begun = true;
-        REQUIRE(um_table_init());
+        REQUIRE(um__table_init());
     }
 }
 
-static inline um_counts counts_now(void) {
-    um_table_lock();
-    um_counts counts = *um_table_counts();
-    um_table_unlock();
+static inline um__counts counts_now(void) {
+    um__table_lock();
+    um__counts counts = *um__table_counts();
+    um__table_unlock();
     return counts;
 }
 

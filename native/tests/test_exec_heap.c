@@ -10,64 +10,64 @@ static uint64_t placed_bytes(void) {
 TEST(large_memory_is_placed_and_small_memory_is_not) {
     begin_with(THP_SETTINGS);
     uint64_t before = placed_bytes();
-    void *small = um_large_malloc(1000), *large = um_large_malloc(3 * MIB);
-    CHECK(!um_table_has(small) && um_table_has(large));
-    CHECK_EQ((uintptr_t)large % UM_SLOT_BYTES, 0);
+    void *small = um__large_malloc(1000), *large = um__large_malloc(3 * MIB);
+    CHECK(!um__table_has(small) && um__table_has(large));
+    CHECK_EQ((uintptr_t)large % UM__SLOT_BYTES, 0);
     CHECK_EQ(placed_bytes() - before, 4 * MIB);
-    CHECK_EQ(um_large_usable_size(large), 4 * MIB);
+    CHECK_EQ(um__large_usable_size(large), 4 * MIB);
     CHECK_EQ(n_advised, 1);
     memset(large, 1, 4 * MIB);
-    um_large_free(large);
-    CHECK(um_large_usable_size(small) >= 1000);
-    um_large_free(small);
+    um__large_free(large);
+    CHECK(um__large_usable_size(small) >= 1000);
+    um__large_free(small);
 }
 
 TEST(memory_that_is_used_again_is_zeroed_for_calloc) {
     begin_with(THP_SETTINGS);
-    unsigned char *first = um_large_malloc(2 * MIB);
+    unsigned char *first = um__large_malloc(2 * MIB);
     memset(first, 7, 2 * MIB);
-    um_large_free(first);
-    unsigned char *second = um_large_calloc(2, MIB);
+    um__large_free(first);
+    unsigned char *second = um__large_calloc(2, MIB);
     CHECK(second == first && is_filled(second, 2 * MIB, 0));
-    um_large_free(second);
-    CHECK(um_large_calloc(SIZE_MAX, 2) == NULL);
+    um__large_free(second);
+    CHECK(um__large_calloc(SIZE_MAX, 2) == NULL);
 }
 
 TEST(what_is_freed_is_kept_within_bounds) {
     begin_with(THP_SETTINGS);
     void *all[40];
     for (size_t i = 0; i < COUNT(all); i++) {
-        all[i] = um_large_malloc((2 + 2 * (i % 8)) * MIB);
+        all[i] = um__large_malloc((2 + 2 * (i % 8)) * MIB);
         REQUIRE(all[i] != NULL);
     }
     for (size_t i = 0; i < COUNT(all); i++) {
-        um_large_free(all[i]);
+        um__large_free(all[i]);
     }
     CHECK(placed_bytes() <= 64 * MIB);
-    void *huge = um_large_malloc(100 * MIB);
-    um_large_free(huge);
-    CHECK(!um_table_has(huge));
+    void *huge = um__large_malloc(100 * MIB);
+    um__large_free(huge);
+    CHECK(!um__table_has(huge));
 }
 
 TEST(sizes_change_with_their_contents) {
     begin_with(THP_SETTINGS);
     static const size_t sizes[] = {100, 3 << 20, 50 << 20, 2 << 20, 10 << 20, 1 << 20, 70, 8 << 20};
-    unsigned char *at = um_large_realloc(NULL, 16);
+    unsigned char *at = um__large_realloc(NULL, 16);
     size_t was = 16;
     memset(at, 1, was);
     void *blocker = NULL;
     for (size_t i = 0; i < COUNT(sizes); i++) {
-        at = um_large_realloc(at, sizes[i]);
+        at = um__large_realloc(at, sizes[i]);
         REQUIRE(at != NULL);
         CHECK(is_filled(at, was < sizes[i] ? was : sizes[i], (unsigned char)(i + 1)));
-        CHECK_EQ(um_table_has(at), sizes[i] >= MIB);
+        CHECK_EQ(um__table_has(at), sizes[i] >= MIB);
         was = sizes[i];
         memset(at, (int)i + 2, was);
-        um_large_free(blocker); /* whatever lay behind it */
-        blocker = um_large_malloc(2 * MIB);
+        um__large_free(blocker); /* whatever lay behind it */
+        blocker = um__large_malloc(2 * MIB);
     }
-    um_large_free(blocker);
-    CHECK(um_large_realloc(at, 0) == NULL);
+    um__large_free(blocker);
+    CHECK(um__large_realloc(at, 0) == NULL);
 }
 
 TEST(alignments_are_kept) {
@@ -75,34 +75,34 @@ TEST(alignments_are_kept) {
     static const size_t aligns[] = {16, 4096, 2 << 20, 8 << 20, 64 << 20};
     for (size_t i = 0; i < COUNT(aligns); i++) {
         void *at = NULL;
-        CHECK_EQ(um_large_posix_memalign(&at, aligns[i], 3 * MIB), 0);
-        void *second = um_large_memalign(aligns[i], 3 * MIB);
-        void *third = um_large_aligned_alloc(aligns[i], 4 * MIB);
+        CHECK_EQ(um__large_posix_memalign(&at, aligns[i], 3 * MIB), 0);
+        void *second = um__large_memalign(aligns[i], 3 * MIB);
+        void *third = um__large_aligned_alloc(aligns[i], 4 * MIB);
         CHECK(at != NULL && second != NULL && third != NULL);
         CHECK_EQ(((uintptr_t)at | (uintptr_t)second | (uintptr_t)third) % aligns[i], 0);
-        CHECK(um_table_has(at) && um_table_has(second) && um_table_has(third));
-        um_large_free(at);
-        um_large_free(second);
-        um_large_free(third);
+        CHECK(um__table_has(at) && um__table_has(second) && um__table_has(third));
+        um__large_free(at);
+        um__large_free(second);
+        um__large_free(third);
     }
     void *none = NULL;
-    CHECK_EQ(um_large_posix_memalign(&none, 3, 3 * MIB), EINVAL);
+    CHECK_EQ(um__large_posix_memalign(&none, 3, 3 * MIB), EINVAL);
     /* Aligned as ours are, and none of ours. */
-    void *theirs = um_large_memalign(UM_SLOT_BYTES, 100);
-    CHECK(!um_table_has(theirs));
-    um_large_free(theirs);
+    void *theirs = um__large_memalign(UM__SLOT_BYTES, 100);
+    CHECK(!um__table_has(theirs));
+    um__large_free(theirs);
 }
 
 TEST(what_cannot_be_placed_goes_to_the_next_allocator) {
     begin_with(THP_SETTINGS);
     map_errno = ENOMEM;
     uint64_t before = counts_now().n_passed_on;
-    void *at = um_large_malloc(33 * MIB);
-    CHECK(at != NULL && !um_table_has(at));
+    void *at = um__large_malloc(33 * MIB);
+    CHECK(at != NULL && !um__table_has(at));
     CHECK_EQ(counts_now().n_passed_on, before + 1);
-    at = um_large_realloc(at, 40 * MIB);
+    at = um__large_realloc(at, 40 * MIB);
     CHECK(at != NULL);
-    um_large_free(at);
+    um__large_free(at);
 }
 
 TEST(strict_memory_is_as_asked_or_not_there) {
@@ -111,57 +111,57 @@ TEST(strict_memory_is_as_asked_or_not_there) {
     for (size_t i = 0; i < COUNT(refusals); i++) {
         *refusals[i] = EPERM;
         void *at = &at;
-        CHECK(um_large_malloc(20 * MIB) == NULL && errno == ENOMEM);
-        CHECK(um_large_calloc(20, MIB) == NULL && errno == ENOMEM);
-        CHECK_EQ(um_large_posix_memalign(&at, 64, 20 * MIB), ENOMEM);
-        CHECK(um_large_aligned_alloc(64, 20 * MIB) == NULL);
+        CHECK(um__large_malloc(20 * MIB) == NULL && errno == ENOMEM);
+        CHECK(um__large_calloc(20, MIB) == NULL && errno == ENOMEM);
+        CHECK_EQ(um__large_posix_memalign(&at, 64, 20 * MIB), ENOMEM);
+        CHECK(um__large_aligned_alloc(64, 20 * MIB) == NULL);
         *refusals[i] = 0;
     }
 }
 
 TEST(what_is_not_strict_is_counted) {
     begin_with(THP_SETTINGS " lock=1 policy=2:1");
-    um_counts before = counts_now();
+    um__counts before = counts_now();
     lock_errno = bind_errno = EPERM;
-    void *at = um_large_malloc(20 * MIB);
-    CHECK(um_table_has(at));
+    void *at = um__large_malloc(20 * MIB);
+    CHECK(um__table_has(at));
     CHECK_EQ(counts_now().n_unbound - before.n_unbound, 1);
     CHECK_EQ(counts_now().n_unlocked - before.n_unlocked, 1);
-    um_large_free(at);
+    um__large_free(at);
 }
 
 TEST(a_pool_without_room_is_replaced_unless_strict) {
     begin_with("1 pages=2m page=4096 thp=2097152 min=1048576");
     uint64_t before = counts_now().n_fallback;
     hugetlb_errno = ENOMEM;
-    void *at = um_large_malloc(20 * MIB);
-    CHECK(um_table_has(at));
+    void *at = um__large_malloc(20 * MIB);
+    CHECK(um__table_has(at));
     CHECK_EQ(counts_now().n_fallback, before + 1);
-    um_large_free(at);
+    um__large_free(at);
     begin_with("1 pages=2m page=4096 thp=2097152 min=1048576 strict=1");
     hugetlb_errno = ENOMEM;
-    CHECK(um_large_malloc(20 * MIB) == NULL);
+    CHECK(um__large_malloc(20 * MIB) == NULL);
 }
 
 TEST(a_forked_child_goes_on_by_itself) {
     begin_with(THP_SETTINGS);
-    unsigned char *at = um_large_malloc(20 * MIB);
+    unsigned char *at = um__large_malloc(20 * MIB);
     memset(at, 5, 20 * MIB);
-    um_table_before_fork();
+    um__table_before_fork();
     pid_t child = fork();
     if (child == 0) {
-        um_table_in_child();
-        bool good = um_table_has(at) && is_filled(at, 20 * MIB, 5);
-        um_large_free(at);
-        void *other = um_large_malloc(20 * MIB);
-        _exit(good && um_table_has(other) ? 0 : 1);
+        um__table_in_child();
+        bool good = um__table_has(at) && is_filled(at, 20 * MIB, 5);
+        um__large_free(at);
+        void *other = um__large_malloc(20 * MIB);
+        _exit(good && um__table_has(other) ? 0 : 1);
     }
-    um_table_in_parent();
+    um__table_in_parent();
     int status = -1;
     waitpid(child, &status, 0);
     CHECK_EQ(status, 0);
-    CHECK(um_table_has(at));
-    um_large_free(at);
+    CHECK(um__table_has(at));
+    um__large_free(at);
 }
 
 /* ---- many threads at random ---- */
@@ -200,7 +200,7 @@ static void call_once(uint64_t *random, piece *own) {
     void *aligned = NULL;
     if (own->at != NULL && r % 3 == 0) {
         CHECK(is_whole(own));
-        unsigned char *moved = um_large_realloc(own->at, nbytes);
+        unsigned char *moved = um__large_realloc(own->at, nbytes);
         REQUIRE(moved != NULL);
         own->at = moved;
         own->nbytes = own->nbytes < nbytes ? own->nbytes : nbytes;
@@ -209,22 +209,22 @@ static void call_once(uint64_t *random, piece *own) {
         own->nbytes = nbytes;
     } else if (own->at != NULL) {
         CHECK(is_whole(own));
-        um_large_free(own->at);
+        um__large_free(own->at);
         own->at = NULL;
         return;
     } else if (r % 4 == 1) {
-        own->at = um_large_calloc(1, nbytes);
+        own->at = um__large_calloc(1, nbytes);
         own->byte = 0;
         own->nbytes = nbytes;
         CHECK(is_whole(own));
     } else if (r % 4 == 2) {
-        CHECK_EQ(um_large_posix_memalign(&aligned, (size_t)16 << r / 4 % 10, nbytes), 0);
+        CHECK_EQ(um__large_posix_memalign(&aligned, (size_t)16 << r / 4 % 10, nbytes), 0);
         own->at = aligned;
     } else {
-        own->at = um_large_malloc(nbytes);
+        own->at = um__large_malloc(nbytes);
     }
     REQUIRE(own->at != NULL);
-    CHECK(um_large_usable_size(own->at) >= nbytes);
+    CHECK(um__large_usable_size(own->at) >= nbytes);
     own->nbytes = nbytes;
     own->byte = (unsigned char)r;
     mark(own);
@@ -237,7 +237,7 @@ static void *call_many(void *argument) {
         call_once(&own->random, &pieces[test_random(&own->random) % COUNT(pieces)]);
     }
     for (size_t i = 0; i < COUNT(pieces); i++) {
-        um_large_free(pieces[i].at == NULL ? um_large_malloc(1) : pieces[i].at);
+        um__large_free(pieces[i].at == NULL ? um__large_malloc(1) : pieces[i].at);
     }
     return NULL;
 }

@@ -30,7 +30,7 @@ enum { SMALL = 1000, N_SHARED = 64 };
 static const int ANONYMOUS = MAP_PRIVATE | MAP_ANONYMOUS;
 
 TEST(what_is_large_is_placed_and_what_is_small_is_passed_on) {
-    REQUIRE(um_settings_now.min_bytes == MIB);
+    REQUIRE(um__settings_now.min_bytes == MIB);
     void *aligned = NULL;
     CHECK_EQ(hook_posix_memalign(&aligned, 64, 2 * MIB), 0);
     void *large[] = {hook_malloc(2 * MIB),
@@ -49,8 +49,8 @@ TEST(what_is_large_is_placed_and_what_is_small_is_passed_on) {
                      hook_aligned_alloc(64, 1024),
                      aligned};
     for (size_t i = 0; i < COUNT(large); i++) {
-        CHECK(um_table_has(large[i]) && hook_malloc_usable_size(large[i]) >= 2 * MIB);
-        CHECK(!um_table_has(small[i]) && hook_malloc_usable_size(small[i]) >= SMALL);
+        CHECK(um__table_has(large[i]) && hook_malloc_usable_size(large[i]) >= 2 * MIB);
+        CHECK(!um__table_has(small[i]) && hook_malloc_usable_size(small[i]) >= SMALL);
     }
     hook_free_sized(large[0], 2 * MIB);
     hook_free_aligned_sized(large[5], 64, 2 * MIB);
@@ -132,7 +132,7 @@ static void fork_once(void) {
     pid_t pid = fork();
     if (pid == 0) {
         void *large = hook_malloc(2 * MIB);
-        bool placed = large != NULL && um_table_has(large);
+        bool placed = large != NULL && um__table_has(large);
         hook_free(large);
         _exit(placed ? 0 : 1);
     }

@@ -18,37 +18,37 @@ TEST(memory_is_there_before_it_is_touched) {
         char text[200];
         snprintf(text, sizeof text, THP_SETTINGS " prefault=1000000000 threads=%u", threads[i]);
         begin_with(text);
-        void *at = um_large_malloc(64 * MIB);
+        void *at = um__large_malloc(64 * MIB);
         CHECK(is_in_ram(at, 64 * MIB));
         CHECK_EQ(counts_now().prefaulted_bytes, 64 * MIB);
-        um_large_free(at);
+        um__large_free(at);
         CHECK_EQ(counts_now().prefaulted_bytes, 0);
     }
 }
 
 TEST(no_more_is_prefaulted_than_there_was_room_for) {
     begin_with(THP_SETTINGS " prefault=50000000");
-    char *first = um_large_malloc(40 * MIB), *second = um_large_malloc(40 * MIB);
+    char *first = um__large_malloc(40 * MIB), *second = um__large_malloc(40 * MIB);
     CHECK(is_in_ram(first, 40 * MIB) && !is_in_ram(second, 40 * MIB));
     CHECK_EQ(counts_now().prefaulted_bytes, 40 * MIB);
-    um_large_free(first);
-    um_large_free(second);
+    um__large_free(first);
+    um__large_free(second);
 }
 
 TEST(a_kernel_that_is_slow_is_asked_for_small_pages) {
     begin_with(THP_SETTINGS " prefault=1000000000");
     uint64_t before = counts_now().n_stalled;
     clock_step_ns = 500000000;
-    void *at = um_large_malloc(40 * MIB);
+    void *at = um__large_malloc(40 * MIB);
     CHECK(is_in_ram(at, 40 * MIB));
     CHECK_EQ(n_no_huge, 1);
     CHECK_EQ(n_advised, 2); /* at the beginning, and again at the end */
     CHECK_EQ(counts_now().n_stalled, before + 1);
-    um_large_free(at);
+    um__large_free(at);
     /* Small pages were never at fault. */
     begin_with("1 pages=auto page=4096 thp=0 min=1048576 prefault=1000000000");
     clock_step_ns = 500000000;
-    at = um_large_malloc(40 * MIB);
+    at = um__large_malloc(40 * MIB);
     CHECK_EQ(n_no_huge, 0);
-    um_large_free(at);
+    um__large_free(at);
 }

@@ -1,11 +1,11 @@
 #include "test_exec.h"
 
 TEST(all_of_a_text_is_read) {
-    um_settings read;
-    um_settings_read(&read, "1 pages=2m page=4096 thp=2097152 min=65536 most=1000000 lock=1 "
-                            "strict=1 prefault=123 threads=7 pid=42 report=1 policy=3:a:0:1");
+    um__settings read;
+    um__settings_read(&read, "1 pages=2m page=4096 thp=2097152 min=65536 most=1000000 lock=1 "
+                             "strict=1 prefault=123 threads=7 pid=42 report=1 policy=3:a:0:1");
     CHECK(read.active && read.lock && read.strict && read.report);
-    CHECK_EQ(read.pages, UM_EXEC_2M);
+    CHECK_EQ(read.pages, UM__EXEC_2M);
     CHECK_EQ(read.min_bytes, 65536);
     CHECK_EQ(read.most_bytes, 1000000);
     CHECK_EQ(read.prefault_bytes, 123);
@@ -20,14 +20,14 @@ TEST(all_of_a_text_is_read) {
 TEST(each_name_of_pages_is_known) {
     static const struct {
         const char *text;
-        um_exec_pages pages;
-    } cases[] = {{"1 pages=auto", UM_EXEC_AUTO},
-                 {"1 pages=thp", UM_EXEC_THP},
-                 {"1 pages=1g min=4096", UM_EXEC_1G},
-                 {"1 pages=thpx", UM_EXEC_AUTO}};
+        um__exec_pages pages;
+    } cases[] = {{"1 pages=auto", UM__EXEC_AUTO},
+                 {"1 pages=thp", UM__EXEC_THP},
+                 {"1 pages=1g min=4096", UM__EXEC_1G},
+                 {"1 pages=thpx", UM__EXEC_AUTO}};
     for (size_t i = 0; i < COUNT(cases); i++) {
-        um_settings read;
-        um_settings_read(&read, cases[i].text);
+        um__settings read;
+        um__settings_read(&read, cases[i].text);
         CHECK_EQ(read.pages, cases[i].pages);
         CHECK(read.active && !read.lock && read.numa_mode == -1);
     }
@@ -36,8 +36,8 @@ TEST(each_name_of_pages_is_known) {
 TEST(what_is_no_such_text_changes_nothing) {
     static const char *texts[] = {NULL, "", "2 pages=thp", "pages=thp", "1 min=10", "1 page=1"};
     for (size_t i = 0; i < COUNT(texts); i++) {
-        um_settings read;
-        um_settings_read(&read, texts[i]);
+        um__settings read;
+        um__settings_read(&read, texts[i]);
         CHECK(!read.active);
         CHECK_EQ(read.min_bytes, SIZE_MAX);
     }

@@ -200,6 +200,8 @@ TEST(refused_maps) {
     for (um_access a = UM_ACCESS_READ; a <= UM_ACCESS_SHARED; a++) {
         for (size_t i = 0; i < COUNT(ranges); i++) {
             check_map_fails(UM_E_INVALID, 0, fd, ranges[i][0], ranges[i][1], a, UM_CAT_WEIGHTS);
+            bool whole = ranges[i][0] % page == 0 && ranges[i][1] != 0;
+            CHECK_EQ(test_err.detail, whole ? UM_BLOCK_PAST_FILE : UM_DETAIL_NONE);
         }
         check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, UM_CAT_COUNT);
         check_map_fails(UM_E_INVALID, 0, fd, 0, page, a, (um_category)-1);
@@ -352,7 +354,7 @@ TEST(faults) {
     os_state_settle_threads(4);
     for (um_access access = UM_ACCESS_READ; access <= UM_ACCESS_SHARED; access++) {
         m.access = access;
-        CHECK_EACH_FAULT(run_map, undo_map, &m, m.block, HARMLESS_HUGE_PAGE " um_os_residency ");
+        CHECK_EACH_FAULT(run_map, undo_map, &m, m.block, HARMLESS_HUGE_PAGE " um__os_residency ");
         CHECK(run_map(&m, NULL) == UM_OK);
         CHECK_EACH_FAULT_AT(run_warm, NULL, &m, m.block.base, m.block.nbytes, HARMLESS_THREADS);
         undo_map(&m);
@@ -362,7 +364,7 @@ TEST(faults) {
     unsigned char bytes[100];
     fault_os_fail_nth(3, EINTR);
     CHECK_OK(um_file_read(m.fd, page, bytes, sizeof bytes, &test_err));
-    CHECK_STR(fault_os_failed(), "um_os_pread");
+    CHECK_STR(fault_os_failed(), "um__os_pread");
     CHECK(bytes[0] == byte_of(0, page));
     CHECK(bytes[99] == byte_of(0, page + 99));
     fault_os_fail_nth(3, EIO);

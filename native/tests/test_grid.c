@@ -100,7 +100,7 @@ TEST(init_without_room) {
     um_grid grid;
     CHECK_OK(um_tape_freeze(&tape, 0, &test_err));
     memcpy(&before, &tape, sizeof tape);
-    CHECK_STATUS(UM_E_STATE, um_grid_init(&grid, &tape, 100, 9, &test_err));
+    CHECK_DETAIL(UM_E_STATE, UM_TAPE_FROZEN, um_grid_init(&grid, &tape, 100, 9, &test_err));
     CHECK(memcmp(&before, &tape, sizeof tape) == 0);
 }
 
@@ -108,6 +108,8 @@ static void check_give_fails(um_status status, um_grid *grid, uint32_t id) {
     um_grid before;
     memcpy(&before, grid, sizeof before);
     CHECK_FAILS(status, um_grid_give, grid, id);
+    CHECK_DETAIL(status, status == UM_E_STATE ? UM_GRID_FREE : UM_DETAIL_NONE,
+                 um_grid_give(grid, id, &test_err));
     CHECK(memcmp(&before, grid, sizeof before) == 0);
 }
 
@@ -123,7 +125,7 @@ static void take_all(um_grid *grid) {
         taken[id] = true;
     }
     id = 777;
-    CHECK_FULL(um_grid_take(grid, &id, &test_err), n, n, 1);
+    CHECK_FULL(UM_GRID_FULL, um_grid_take(grid, &id, &test_err), n, n, 1);
     CHECK(um_grid_take(grid, &id, NULL) == UM_E_FULL);
     CHECK_EQ(id, 777);
     CHECK_EQ(um_grid_n_available(grid), 0);

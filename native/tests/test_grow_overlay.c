@@ -45,7 +45,7 @@ TEST(contents) {
     fault_os_fail_nth(0, 0);
     overlay(&block, 2, copy, 1, 3);
     CHECK_EQ(fault_os_calls(), 3);
-    CHECK_EQ(fault_os_calls_of("um_os_map_file_at"), 1);
+    CHECK_EQ(fault_os_calls_of("um__os_map_file_at"), 1);
     close(copy);
     CHECK(um_block_is_committed(&block, 2 * page, 3 * page));
     CHECK(!um_block_is_committed(&block, page, page));
@@ -82,20 +82,21 @@ TEST(refused) {
     um_block block = make_reserved(), copy = block;
     struct {
         size_t offset, file_offset, nbytes;
-        um_status status;
-    } bad[] = {{0, 0, page, UM_E_INVALID}, /* committed there */
-               {page, 0, RESERVED * page, UM_E_INVALID},
-               {RESERVED * page, 0, page, UM_E_INVALID},
-               {SIZE_MAX - page + 1, 0, page, UM_E_INVALID},
-               {page + 1, 0, page, UM_E_INVALID},
-               {page, 0, page + 1, UM_E_INVALID},
-               {page, 1, page, UM_E_INVALID},
-               {page, FILE_PAGES * page, page, UM_E_INVALID},
-               {page, 0, (FILE_PAGES + 1) * page, UM_E_INVALID},
-               {page, SIZE_MAX - page + 1, page, UM_E_INVALID}};
+        um_detail detail;
+    } bad[] = {{0, 0, page, UM_DETAIL_NONE}, /* committed there */
+               {page, 0, RESERVED * page, UM_DETAIL_NONE},
+               {RESERVED * page, 0, page, UM_DETAIL_NONE},
+               {SIZE_MAX - page + 1, 0, page, UM_DETAIL_NONE},
+               {page + 1, 0, page, UM_DETAIL_NONE},
+               {page, 0, page + 1, UM_DETAIL_NONE},
+               {page, 1, page, UM_DETAIL_NONE},
+               {page, FILE_PAGES * page, page, UM_BLOCK_PAST_FILE},
+               {page, 0, (FILE_PAGES + 1) * page, UM_BLOCK_PAST_FILE},
+               {page, SIZE_MAX - page + 1, page, UM_BLOCK_PAST_FILE}};
     for (size_t i = 0; i < COUNT(bad); i++) {
-        CHECK_STATUS(bad[i].status, um_block_overlay(&block, bad[i].offset, fd, bad[i].file_offset,
-                                                     bad[i].nbytes, &test_err));
+        CHECK_DETAIL(UM_E_INVALID, bad[i].detail,
+                     um_block_overlay(&block, bad[i].offset, fd, bad[i].file_offset, bad[i].nbytes,
+                                      &test_err));
     }
     CHECK_STATUS(UM_E_OS, um_block_overlay(&block, page, closed, 0, page, &test_err));
     CHECK(test_err.os_errno == EBADF);
@@ -319,7 +320,7 @@ TEST(faults) {
     /* The range of a failed mmap is unmapped: it is reserved again. */
     fault_os_fail_nth(3, ENOMEM);
     CHECK_STATUS(UM_E_NOMEM, um_block_overlay(&l.block, 2 * page, l.fd, 0, page, &test_err));
-    CHECK_EQ(fault_os_calls_of("um_os_reserve_at"), 1);
+    CHECK_EQ(fault_os_calls_of("um__os_reserve_at"), 1);
     /* The first run leaves a bitmap, which the next ones use. */
     CHECK(run_overlay(&l, NULL) == UM_OK);
     undo_overlay(&l);

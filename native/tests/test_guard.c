@@ -107,7 +107,7 @@ TEST(first) {
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_guard_run(cut, page, mark, &ran, &test_err));
     CHECK(ran);
-    CHECK_EQ(fault_os_calls_of("um_os_at_fork"), 1);
+    CHECK_EQ(fault_os_calls_of("um__os_at_fork"), 1);
 }
 
 TEST(copy) {
@@ -705,8 +705,8 @@ CHILD(fork_between, EXIT) {
 TEST(faults) {
     struct sigaction before = action_now();
     /* Setting the mask, reading the handler, and installing ours on top. */
-    static const char *const calls[] = {"um_os_signal_mask", "um_os_bus_action",
-                                        "um_os_bus_action"};
+    static const char *const calls[] = {"um__os_signal_mask", "um__os_bus_action",
+                                        "um__os_bus_action"};
     for (unsigned nth = 1; nth <= 3; nth++) {
         bool ran = false;
         fault_os_fail_nth(nth, EPERM);
@@ -720,7 +720,7 @@ TEST(faults) {
     for (unsigned nth = 4; nth <= 5; nth++) {
         fault_os_fail_nth(nth, EPERM);
         CHECK_OK(um_guard_copy(buffer, cut, page, &test_err));
-        CHECK_STR(fault_os_failed(), "um_os_bus_action");
+        CHECK_STR(fault_os_failed(), "um__os_bus_action");
         CHECK(!is_action(&before));
         CHECK_STATUS(UM_E_IO, read_cut(&test_err));
         CHECK(is_action(&before));

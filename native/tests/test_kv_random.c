@@ -28,7 +28,7 @@ static void make_any(kv_model *m, uint64_t sequence) {
                        .n_kv_heads = (uint32_t)below(m, 3) + 1,
                        .head_dim = (uint32_t)below(m, 40) + 1,
                        .batch = below(m, 3) == 0 ? 3 : 1,
-                       .type = (um_dtype)below(m, UM_IQ4_NL + 1)};
+                       .type = (um_dtype)below(m, UM_DTYPE_COUNT)};
     bool ring = below(m, 2) == 0, guarded = !ring && below(m, 2) == 0;
     uint64_t n_rows = below(m, 24) + 1, usable = n_rows;
     size_t gap = (size_t)below(m, 3) * 64;

@@ -88,7 +88,7 @@ TEST(crop) {
     check_shown(&m, 28, 40);
     /* Exactly the smallest n that works, and one less. */
     CHECK_EQ(do_crop(&m, 7), UM_E_INVALID);
-    CHECK_STR(test_err.what, "overwritten");
+    CHECK_EQ(test_err.detail, UM_KV_OVERWRITTEN);
     CHECK_EQ(test_err.limit, 8);
     CHECK_EQ(do_crop(&m, 0), UM_E_INVALID);
     CHECK_EQ(test_err.limit, 8);
@@ -115,7 +115,7 @@ TEST(beside_another) {
     uint64_t row = 777;
     um_kv_limit_end(kv, 21);
     CHECK_REFUSED(UM_E_FULL, &m, um_kv_append_begin(kv, 0, 2, &row, &test_err));
-    CHECK_STR(test_err.what, "rows");
+    CHECK_EQ(test_err.detail, UM_KV_ROWS);
     CHECK_ROOM(21, 20, 2);
     CHECK_EQ(um_kv_append_begin(kv, 0, 1, &row, &test_err), UM_OK);
     um_kv_limit_end(kv, UINT64_MAX);

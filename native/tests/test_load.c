@@ -63,10 +63,10 @@ TEST(sizes) {
         CHECK(holds(to, 1, offset, nbytes));
         CHECK(is_filled(base, (size_t)(to - base), 0xEE));
         CHECK(is_filled(to + nbytes, block.nbytes - (size_t)(to - base) - nbytes, 0xEE));
-        unsigned n_started = fault_os_calls_of("um_os_thread_start");
+        unsigned n_started = fault_os_calls_of("um__os_thread_start");
         CHECK(n_started <= options.n_threads);
         CHECK((n_started > 0) == (nbytes > 0));
-        CHECK_EQ(fault_os_calls_of("um_os_thread_join"), n_started);
+        CHECK_EQ(fault_os_calls_of("um__os_thread_join"), n_started);
     }
 }
 
@@ -93,13 +93,13 @@ TEST(borders) {
                       to = at + piece <= last ? at + piece : last + 1;
             n_reads += (to - from + requests[i / 3] - 1) / requests[i / 3];
         }
-        CHECK_EQ(fault_os_calls_of("um_os_pread"), n_reads);
+        CHECK_EQ(fault_os_calls_of("um__os_pread"), n_reads);
         CHECK(holds(part.to, 2, 0, part.nbytes));
     }
     um_load_part part = {.fd = fd, .to = block.base, .nbytes = 3 * huge_page};
     fault_os_fail_nth(0, 0);
     check_load(&part, 1, &(um_load_options){.n_threads = 3, .request_nbytes = huge_page / 4});
-    CHECK_EQ(fault_os_calls_of("um_os_pread"), 12);
+    CHECK_EQ(fault_os_calls_of("um__os_pread"), 12);
     CHECK(!gives || placement_of(&block).huge_bytes == block.nbytes);
 }
 
@@ -161,7 +161,7 @@ TEST(partial_reads) {
             for (size_t left = nbytes; left > 0; n_reads++) {
                 left = left <= limit ? 0 : left - limit / align * align;
             }
-            CHECK_EQ(fault_os_calls_of("um_os_pread"), n_reads);
+            CHECK_EQ(fault_os_calls_of("um__os_pread"), n_reads);
         }
         fault_os_limit_read(0);
     }
@@ -299,7 +299,7 @@ TEST(no_memory) {
             status = load_all(&part, 1, &options, &(uint64_t){0}, &failed, &test_err);
             call = fault_os_failed();
             n = call == NULL ? 1 : n; /* threads wait for each other more or less often */
-        } while (call == NULL || strcmp(call, "um_os_pread") != 0);
+        } while (call == NULL || strcmp(call, "um__os_pread") != 0);
         CHECK(status == UM_E_NOMEM);
         fault_os_fail_nth(0, 0);
         CHECK(failed == 0);
@@ -348,7 +348,7 @@ TEST(faults) {
          * polls. */
         fault_os_check_each(
             &(fault_case){run_load, NULL, &l, "", 0,
-                          HARMLESS_THREADS "um_os_wait um_os_wake" HARMLESS_HUGE_PAGE, true});
+                          HARMLESS_THREADS "um__os_wait um__os_wake" HARMLESS_HUGE_PAGE, true});
     }
     for (unsigned n = 1; fault_os_fail_nth(n, EINTR), run_load(&l, NULL) == UM_OK; n++) {
         if (fault_os_failed() == NULL) {
@@ -357,7 +357,7 @@ TEST(faults) {
     }
     /* All calls are repeated after an interruption, except the start of a thread. */
     REQUIRE(fault_os_failed() != NULL);
-    CHECK_STR(fault_os_failed(), "um_os_thread_start");
+    CHECK_STR(fault_os_failed(), "um__os_thread_start");
     fault_os_fail_nth(0, 0);
     fault_os_fail_nth_alloc(1);
     CHECK_STATUS(UM_E_NOMEM, run_load(&l, &test_err));
@@ -398,8 +398,8 @@ TEST(refused) {
     um_load *load = NULL;
     CHECK_INVALID(
         um_load_start(&load, &good, SIZE_MAX / 8, &(um_load_options){.n_threads = 1}, &test_err));
-    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
-    CHECK_EQ(fault_os_calls_of("um_os_pread"), 0);
+    CHECK_EQ(fault_os_calls_of("um__os_thread_start"), 0);
+    CHECK_EQ(fault_os_calls_of("um__os_pread"), 0);
     CHECK_EQ(placement_of(&block).resident_bytes, 0);
 }
 
@@ -413,7 +413,7 @@ TEST(cpus) {
 
     fault_os_fail_nth(0, 0);
     check_load(&part, 1, &(um_load_options){.n_threads = 4, .request_nbytes = piece});
-    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 4); /* test_cpus.c: to which CPU */
+    CHECK_EQ(fault_os_calls_of("um__os_set_affinity"), 4); /* test_cpus.c: to which CPU */
     /* The caller's own affinity is not changed, even with one thread. */
     int one = -1;
     for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
@@ -422,8 +422,8 @@ TEST(cpus) {
     fault_os_fail_nth(0, 0);
     check_load(&part, 1, &(um_load_options){.n_threads = 1, .cpus = &one});
     CHECK_EQ(fault_os_pinned_to((unsigned)one), 1);
-    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 1);
-    CHECK_EQ(fault_os_calls_of("um_os_get_affinity"), 0);
+    CHECK_EQ(fault_os_calls_of("um__os_thread_start"), 1);
+    CHECK_EQ(fault_os_calls_of("um__os_get_affinity"), 0);
 
     check_load(&part, 1, &(um_load_options){.n_threads = UINT32_MAX});
     REQUIRE(sched_getaffinity(0, sizeof after, &after) == 0);
@@ -501,7 +501,7 @@ TEST(waiting) {
     for (unsigned n_threads = 1; n_threads <= 4; n_threads++) {
         fault_os_fail_nth(0, 0);
         check_load(&part, 1, &(um_load_options){.n_threads = n_threads});
-        CHECK(fault_os_calls_of("um_os_wait") <= n_threads + 1);
-        CHECK_EQ(fault_os_calls_of("um_os_wake"), 1);
+        CHECK(fault_os_calls_of("um__os_wait") <= n_threads + 1);
+        CHECK_EQ(fault_os_calls_of("um__os_wake"), 1);
     }
 }

@@ -6,7 +6,7 @@ TEST(images) {
     size_t m = 3 * page;
     fault_os_fail_nth(0, 0);
     um_block block = make_mirror(N_PIECES, m, UM_PAGES_AUTO);
-    CHECK_EQ(fault_os_calls_of("um_os_map_file_at"), 2 * N_PIECES);
+    CHECK_EQ(fault_os_calls_of("um__os_map_file_at"), 2 * N_PIECES);
     um_block want =
         BLOCK(.nbytes = 2 * N_PIECES * m, .requested_nbytes = N_PIECES * m,
               .reserved_nbytes = 2 * N_PIECES * m, .step_nbytes = page, .mirror_nbytes = m,
@@ -314,7 +314,7 @@ TEST(discard) {
             /* The pieces in the middle are one hole; at each end there is one more, or one that
              * wraps. */
             CHECK(fault_os_calls() <= 4);
-            CHECK(fault_os_calls_of("um_os_punch_hole") == fault_os_calls());
+            CHECK(fault_os_calls_of("um__os_punch_hole") == fault_os_calls());
             CHECK((fault_os_calls() == 0) == (n == 0));
             CHECK(n % PIECE_PAGES != 0 || fault_os_calls() <= 3);
             CHECK_EQ(out, n * page);
@@ -506,7 +506,7 @@ TEST(failures_of_repair) {
             CHECK(elsewhere == 0);
             break;
         }
-        if (strcmp(failed, "um_os_residency") == 0 || strcmp(failed, "um_os_advise") == 0) {
+        if (strcmp(failed, "um__os_residency") == 0 || strcmp(failed, "um__os_advise") == 0) {
             n_failed++;
             fault_os_fail_nth(nth, EPERM);
             kernel.node[0] = 1;
@@ -514,7 +514,7 @@ TEST(failures_of_repair) {
             CHECK_STATUS(UM_E_OS, um_block_repair(&block, &elsewhere, &test_err));
             fault_os_fail_nth(0, 0);
             CHECK(test_err.os_errno == EPERM);
-            CHECK_STR(test_err.what, strcmp(failed, "um_os_advise") == 0 ? "madvise" : "mincore");
+            CHECK_STR(test_err.what, strcmp(failed, "um__os_advise") == 0 ? "madvise" : "mincore");
         }
         for (size_t i = 0; i < 2 * PIECES; i++) {
             CHECK(is_filled(image(&block, i), block.mirror_nbytes, (unsigned char)(i / 2 * 2 + 1)));

@@ -1,5 +1,5 @@
 /* Names in headers: well-formed UTF-8, and names that differ, even if their hashes do not. */
-#include "names.h"
+#include "formats/names.h"
 #include "test.h"
 
 static uint64_t utf8_nbytes(const char *text) {
@@ -7,7 +7,7 @@ static uint64_t utf8_nbytes(const char *text) {
     unsigned char *exact = malloc(nbytes + 1); /* so that a sanitizer sees a read past the end */
     REQUIRE(exact != NULL);
     memcpy(exact + 1, text, nbytes);
-    uint64_t n = um_utf8_nbytes(exact + 1, nbytes);
+    uint64_t n = um__utf8_nbytes(exact + 1, nbytes);
     free(exact);
     return n;
 }
@@ -39,37 +39,37 @@ TEST(utf8) {
     }
 }
 
-static um_name name(const char *text, uint64_t offset) {
-    return um_name_of((const unsigned char *)text, strlen(text), offset);
+static um__name name(const char *text, uint64_t offset) {
+    return um__name_of((const unsigned char *)text, strlen(text), offset);
 }
 
 TEST(names_differ) {
     uint64_t offset = 0;
-    um_name names[] = {name("a", 9), name("", 1), name("ab", 2), name("b", 3), name("ba", 4)};
-    CHECK(um_names_differ(names, 0, &offset));
-    CHECK(um_names_differ(names, 1, &offset));
-    CHECK(um_names_differ(names, 5, &offset));
+    um__name names[] = {name("a", 9), name("", 1), name("ab", 2), name("b", 3), name("ba", 4)};
+    CHECK(um__names_differ(names, 0, &offset));
+    CHECK(um__names_differ(names, 1, &offset));
+    CHECK(um__names_differ(names, 5, &offset));
     CHECK_EQ(offset, 0);
     /* Among two pairs and a triple: the first name that was there before. */
-    um_name twice[] = {name("c", 90), name("b", 70), name("a", 10), name("c", 20),
-                       name("b", 60), name("a", 50), name("a", 30), name("d", 5)};
-    CHECK(!um_names_differ(twice, 8, &offset));
+    um__name twice[] = {name("c", 90), name("b", 70), name("a", 10), name("c", 20),
+                        name("b", 60), name("a", 50), name("a", 30), name("d", 5)};
+    CHECK(!um__names_differ(twice, 8, &offset));
     CHECK_EQ(offset, 30);
 }
 
 /* Any names can be given the same hash: then their bytes decide. */
 TEST(names_of_one_hash) {
     static char texts[100][8];
-    um_name names[100];
+    um__name names[100];
     uint64_t offset = 0;
     for (uint32_t i = 0; i < 100; i++) {
         snprintf(texts[i], sizeof texts[i], "%u", i * 37 % 100 * 11);
         names[i] = name(texts[i], 1000 - i);
         names[i].hash = 7;
     }
-    CHECK(um_names_differ(names, 100, &offset));
+    CHECK(um__names_differ(names, 100, &offset));
     names[0] = name("550", 5000);
     names[0].hash = 7;
-    CHECK(!um_names_differ(names, 100, &offset));
+    CHECK(!um__names_differ(names, 100, &offset));
     CHECK_EQ(offset, 5000);
 }

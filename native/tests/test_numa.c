@@ -3,9 +3,9 @@
  * The machine that runs the tests may have one node, so the kernel is simulated: its reports are
  * invented files, and move_pages is a function that does what Linux does, even where Linux gives
  * up. */
+#include "block/numa.h"
 #include "fault_os.h"
-#include "numa.h"
-#include "os.h"
+#include "os/os.h"
 
 enum { MAX_PAGES = 1 << 15, N_NODES = 4, NOWHERE = -1 };
 
@@ -215,10 +215,10 @@ static size_t repair(um_block *block) {
 }
 
 /* The pages whose unit is not where the pattern with this phase puts it. */
-static size_t n_misplaced(const um_numa_pattern *pattern, size_t unit_pages, uint64_t phase) {
+static size_t n_misplaced(const um__numa_pattern *pattern, size_t unit_pages, uint64_t phase) {
     size_t n = 0;
     for (size_t i = 0; i < kernel.n_pages; i++) {
-        unsigned index = um_numa_pattern_index(pattern, i / unit_pages + phase);
+        unsigned index = um__numa_pattern_index(pattern, i / unit_pages + phase);
         n += kernel.node[i] != NOWHERE && kernel.node[i] != pattern->nodes[index];
     }
     return n;
@@ -226,9 +226,9 @@ static size_t n_misplaced(const um_numa_pattern *pattern, size_t unit_pages, uin
 
 /* The same, with the best phase. */
 static size_t n_misplaced_at_best(const um_numa *numa, const uint32_t *weights, size_t unit_pages) {
-    um_numa_pattern pattern;
+    um__numa_pattern pattern;
     size_t best = SIZE_MAX;
-    um_numa_pattern_make(&pattern, numa, weights);
+    um__numa_pattern_make(&pattern, numa, weights);
     for (uint64_t phase = 0; phase < pattern.cycle; phase++) {
         size_t n = n_misplaced(&pattern, unit_pages, phase);
         best = n < best ? n : best;
@@ -253,25 +253,25 @@ TEST(pattern) {
                 expected[n_expected++] = (int)node;
             }
         }
-        um_numa_pattern pattern;
-        um_numa_pattern_make(&pattern, &numa, weighted ? weights : NULL);
+        um__numa_pattern pattern;
+        um__numa_pattern_make(&pattern, &numa, weighted ? weights : NULL);
         CHECK_EQ(pattern.n_nodes, n_nodes);
         CHECK_EQ(pattern.cycle, n_expected);
         bool same = true;
         for (uint64_t unit = 0; unit < 2 * n_expected + 3; unit++) {
-            same = same && pattern.nodes[um_numa_pattern_index(&pattern, unit)] ==
+            same = same && pattern.nodes[um__numa_pattern_index(&pattern, unit)] ==
                                expected[unit % n_expected];
         }
         CHECK(same);
     }
     um_numa last = {.mode = UM_NUMA_BIND};
     last.nodes[15] = UINT64_C(1) << 63;
-    um_numa_pattern pattern;
-    um_numa_pattern_make(&pattern, &last, NULL);
+    um__numa_pattern pattern;
+    um__numa_pattern_make(&pattern, &last, NULL);
     CHECK(pattern.n_nodes == 1);
     CHECK(pattern.nodes[0] == 1023);
     CHECK(pattern.cycle == 1);
-    CHECK_EQ(um_numa_pattern_index(&pattern, UINT64_MAX), 0);
+    CHECK_EQ(um__numa_pattern_index(&pattern, UINT64_MAX), 0);
 }
 
 TEST(bind) {
@@ -338,8 +338,8 @@ TEST(interleave) {
         for (size_t i = 0; i < 700; i++) {
             kernel.node[test_random(&seed) % 5000] = (int)(test_random(&seed) % N_NODES);
         }
-        um_numa_pattern pattern;
-        um_numa_pattern_make(&pattern, &block.numa, NULL);
+        um__numa_pattern pattern;
+        um__numa_pattern_make(&pattern, &block.numa, NULL);
         size_t n_wrong = n_misplaced(&pattern, 1, phase);
         CHECK(n_wrong > 100);
         CHECK_EQ(repair(&block), 0);
@@ -371,10 +371,10 @@ TEST(weighted) {
     for (size_t phase = 0; phase < 4; phase++) {
         play(4000, um_page_bytes(), NOWHERE);
         um_block block = make_block(UM_NUMA_WEIGHTED, 1 << 0 | 1 << 2, 1);
-        um_numa_pattern pattern;
-        um_numa_pattern_make(&pattern, &block.numa, weights);
+        um__numa_pattern pattern;
+        um__numa_pattern_make(&pattern, &block.numa, weights);
         for (size_t page = 0; page < 4000; page++) {
-            kernel.node[page] = pattern.nodes[um_numa_pattern_index(&pattern, page + phase)];
+            kernel.node[page] = pattern.nodes[um__numa_pattern_index(&pattern, page + phase)];
         }
         CHECK_EQ(repair(&block), 0);
         CHECK_EQ(kernel.n_moved, 0);
@@ -593,9 +593,9 @@ static bool check_fault(um_block *block, unsigned n, int os_errno) {
     if (status == UM_OK) {
         /* A fault changes only which reports are read, or in which order. A node that is said to be
          * full is not tried again, and its pages are counted as misplaced. */
-        bool full = failed != NULL && strcmp(failed, "um_os_move_pages") == 0;
-        CHECK(failed == NULL || full || strcmp(failed, "um_os_open_read") == 0 ||
-              strcmp(failed, "um_os_read") == 0 || strcmp(failed, "um_os_close") == 0);
+        bool full = failed != NULL && strcmp(failed, "um__os_move_pages") == 0;
+        CHECK(failed == NULL || full || strcmp(failed, "um__os_open_read") == 0 ||
+              strcmp(failed, "um__os_read") == 0 || strcmp(failed, "um__os_close") == 0);
         CHECK(!full || os_errno == ENOMEM);
         size_t n_wrong = n_misplaced_at_best(&block->numa, NULL, 1);
         CHECK_EQ(elsewhere, n_wrong * kernel.page_bytes);
@@ -659,7 +659,7 @@ TEST(real_kernel) {
     CHECK(is_filled(block.base, block.nbytes, 1));
     int node = __builtin_ctzll(options.numa.nodes[0]), where[2] = {node, node};
     void *pages[2] = {block.base, (char *)block.base + um_page_bytes()};
-    if (um_os_move_pages(2, pages, NULL, where) != 0) {
+    if (um__os_move_pages(2, pages, NULL, where) != 0) {
         test_skip("the kernel refuses move_pages here");
     }
     CHECK(where[0] == node);

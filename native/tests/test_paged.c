@@ -1,8 +1,8 @@
 /* Paged KV memory: the pool, appending and gathering, blocks that sequences share. Random calls are
  * in test_paged_random.c, readers in test_paged_readers.c. */
-#include "convert.h"
 #include "fault_os.h"
 #include "paged_pool.h"
+#include "values/convert.h"
 
 static void check_bad_spec(um_paged_spec spec) {
     static _Alignas(64) unsigned char storage[64];
@@ -196,11 +196,11 @@ TEST(append_all) {
         check_count_from(&seq, 0, token + 1);
     }
     static const float k[24], v[24];
-    CHECK_FULL(um_paged_append_all(&seq, k, v, UM_F32, &test_err), 4, 4, 1);
+    CHECK_FULL(UM_PAGED_FULL, um_paged_append_all(&seq, k, v, UM_F32, &test_err), 4, 4, 1);
     CHECK_INVALID(um_paged_append_all(&seq, k, v, (um_dtype)9, &test_err));
     CHECK_OK(um_paged_crop(&seq, 18, &test_err));
     CHECK_OK(um_paged_append(&seq, 1, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 1, &test_err));
-    CHECK_STATUS(UM_E_STATE, um_paged_append_all(&seq, k, v, UM_F32, &test_err));
+    CHECK_DETAIL(UM_E_STATE, UM_PAGED_UNEVEN, um_paged_append_all(&seq, k, v, UM_F32, &test_err));
     um_paged_rollback(&seq);
     check_count_from(&seq, 0, 18);
 }
@@ -214,10 +214,12 @@ TEST(refused_calls) {
     for (size_t i = 0; i < COUNT(too_many); i++) {
         uint64_t end = too_many[i] > UINT64_MAX - 7 ? UINT64_MAX : too_many[i] + 7;
         uint64_t asked = end / 5 + (end % 5 != 0) - 2;
-        CHECK_FULL(um_paged_append(&seq, 1, k, v, UM_F32, UM_KV_HEAD_MAJOR, too_many[i], &test_err),
+        CHECK_FULL(UM_PAGED_FULL,
+                   um_paged_append(&seq, 1, k, v, UM_F32, UM_KV_HEAD_MAJOR, too_many[i], &test_err),
                    3, 2, asked);
     }
-    CHECK_FULL(um_paged_append(&other, 0, k, v, UM_F32, UM_KV_HEAD_MAJOR, 6, &test_err), 3, 2, 2);
+    CHECK_FULL(UM_PAGED_FULL,
+               um_paged_append(&other, 0, k, v, UM_F32, UM_KV_HEAD_MAJOR, 6, &test_err), 3, 2, 2);
     CHECK_INVALID(um_paged_append(&seq, 2, k, v, UM_F32, UM_KV_HEAD_MAJOR, 1, &test_err));
     CHECK_INVALID(um_paged_append(&seq, 0, k, v, UM_F32, (um_kv_order)2, 1, &test_err));
     CHECK_INVALID(um_paged_append(&seq, 0, k, v, (um_dtype)-1, UM_KV_HEAD_MAJOR, 1, &test_err));
@@ -244,14 +246,15 @@ TEST(refused_calls) {
         free_block++;
     }
     CHECK_INVALID(um_paged_seq_init(&made, &p.paged, &free_block, 1, &test_err));
-    CHECK_STATUS(UM_E_STATE, um_paged_cache(&p.paged, (uint32_t)free_block, &test_err));
+    CHECK_DETAIL(UM_E_STATE, UM_PAGED_UNHELD,
+                 um_paged_cache(&p.paged, (uint32_t)free_block, &test_err));
     CHECK_INVALID(um_paged_cache(&p.paged, 3, &test_err));
     um_paged_uncache(&p.paged, (uint32_t)free_block);
     um_paged_uncache(&p.paged, 3);
 
     CHECK_OK(um_paged_append(&seq, 1, k, v, UM_F32, UM_KV_HEAD_MAJOR, 4, &test_err));
-    CHECK_STATUS(UM_E_STATE, um_paged_crop(&seq, 1, &test_err));
-    CHECK_STATUS(UM_E_STATE, um_paged_seq_fork(&made, &seq, &test_err));
+    CHECK_DETAIL(UM_E_STATE, UM_PAGED_UNEVEN, um_paged_crop(&seq, 1, &test_err));
+    CHECK_DETAIL(UM_E_STATE, UM_PAGED_UNEVEN, um_paged_seq_fork(&made, &seq, &test_err));
     CHECK_EQ(um_paged_n_in_use(&p.paged), 3);
     um_paged_rollback(&seq);
     check_count_from(&seq, 0, 7);
@@ -313,8 +316,8 @@ TEST(large_gather) {
     AUTO_FREE float *wide = allocate(n_values * sizeof *wide);
     CHECK_OK(um_paged_gather(&seq, 0, 0, N, wide, N * DIM * sizeof *wide, UM_F32, &test_err));
     AUTO_FREE float *expected = allocate(n_values * sizeof *expected);
-    um_convert_values((unsigned char *)expected, UM_F32, (const unsigned char *)in, UM_F16,
-                      n_values);
+    um__convert_values((unsigned char *)expected, UM_F32, (const unsigned char *)in, UM_F16,
+                       n_values);
     CHECK(memcmp(wide, expected, n_values * sizeof *wide) == 0);
 }
 
@@ -337,11 +340,13 @@ TEST(fork) {
     /* A copy and a new block are needed, and only one block is free: nothing changes. */
     static const float k[200], v[200];
     um_paged before = p.paged;
-    CHECK_FULL(um_paged_append(&c, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 3, 2);
+    CHECK_FULL(UM_PAGED_FULL, um_paged_append(&c, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err),
+               4, 3, 2);
     CHECK(memcmp(&before, &p.paged, sizeof before) == 0);
     CHECK(block_of(&c, 1) == shared);
     append_tokens(&c, 50, 3);
-    CHECK_FULL(um_paged_append(&a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err), 4, 4, 1);
+    CHECK_FULL(UM_PAGED_FULL, um_paged_append(&a, 0, k, v, UM_F32, UM_KV_TOKEN_MAJOR, 4, &test_err),
+               4, 4, 1);
     /* No sequence shares the tail of `a` any more. */
     CHECK(!um_paged_will_copy(&a, 0));
     append_tokens(&a, 7, 3);
@@ -462,7 +467,7 @@ TEST(append_in_steps) {
     /* Other sequences release and take blocks, but not those that are being written. */
     um_paged_seq_free(&other);
     CHECK_EQ(um_paged_n_in_use(&p.paged), 4);
-    CHECK_FULL(append(&fork, 1, tokens, 11, UM_F32, UM_KV_HEAD_MAJOR), 6, 4, 3);
+    CHECK_FULL(UM_PAGED_FULL, append(&fork, 1, tokens, 11, UM_F32, UM_KV_HEAD_MAJOR), 6, 4, 3);
     um_paged_append_write(&pending);
     check_count_from(&a, 0, 7);
     /* The sequence holds the shared block until the end, so that the fork does not write to it. */
@@ -500,6 +505,7 @@ TEST(steps_that_do_nothing) {
     memset(&pending, 0xCC, sizeof pending);
     um_paged_pending untouched = pending;
     CHECK_FULL(
+        UM_PAGED_FULL,
         um_paged_append_begin(&pending, &a, 0, k, v, UM_F32, UM_KV_HEAD_MAJOR, 26, &test_err), 6, 2,
         6);
     CHECK_INVALID(

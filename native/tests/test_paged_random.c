@@ -46,7 +46,7 @@ static void append_random(pool *p, um_paged_seq *seq, model *m, uint64_t *random
     asked += n != 0 && um_paged_will_copy(seq, layer) != 0;
     um_kv_order order = test_random(random) % 2 ? UM_KV_TOKEN_MAJOR : UM_KV_HEAD_MAJOR;
     if (asked > N_BLOCKS - um_paged_n_in_use(&p->paged)) {
-        CHECK_FULL(append(seq, layer, tokens, n, UM_F32, order), N_BLOCKS,
+        CHECK_FULL(UM_PAGED_FULL, append(seq, layer, tokens, n, UM_F32, order), N_BLOCKS,
                    um_paged_n_in_use(&p->paged), asked);
         return;
     }
@@ -59,7 +59,8 @@ static void append_random(pool *p, um_paged_seq *seq, model *m, uint64_t *random
 
 static void fork_random(um_paged_seq *seqs, model *models, int from, int to) {
     if (models[from].len[0] != models[from].len[1]) {
-        CHECK_STATUS(UM_E_STATE, um_paged_seq_fork(&seqs[to], &seqs[from], &test_err));
+        CHECK_DETAIL(UM_E_STATE, UM_PAGED_UNEVEN,
+                     um_paged_seq_fork(&seqs[to], &seqs[from], &test_err));
         return;
     }
     if (models[to].there) {
@@ -110,7 +111,8 @@ TEST(random_operations) {
                     m->len[0] = m->len[1] = test_random(&random) % (shorter + 1);
                     CHECK_OK(um_paged_crop(&seqs[i], m->len[0], &test_err));
                 } else {
-                    CHECK_STATUS(UM_E_STATE, um_paged_crop(&seqs[i], 0, &test_err));
+                    CHECK_DETAIL(UM_E_STATE, UM_PAGED_UNEVEN,
+                                 um_paged_crop(&seqs[i], 0, &test_err));
                 }
                 break;
             case 3:

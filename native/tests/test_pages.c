@@ -240,7 +240,7 @@ TEST(without_pagemap) {
     *bytes_of(&block, 3 * page) = 1;
     fault_os_fail_nth(2, EACCES); /* mincore, open */
     CHECK_OK(um_block_pages(&block, 0, 10 * page, pages, nodes, &test_err));
-    CHECK_STR(fault_os_failed(), "um_os_open_read");
+    CHECK_STR(fault_os_failed(), "um__os_open_read");
     for (size_t i = 0; i < 10; i++) {
         CHECK(pages[i] == (i == 3 ? IN_RAM : 0));
         CHECK(nodes[i] == -1);
@@ -260,7 +260,7 @@ TEST(old_kernel) {
     fault_os_fail_nth(3, ENOTTY); /* mincore, open, ioctl */
     fault_os_limit_read(1000);
     CHECK_OK(um_block_pages(&block, page, 4998 * page, pages, nodes, &test_err));
-    CHECK_STR(fault_os_failed(), "um_os_scan_pages");
+    CHECK_STR(fault_os_failed(), "um__os_scan_pages");
     fault_os_limit_read(0);
     fault_os_fail_nth(0, 0);
     for (size_t i = 0; i < 4998; i++) {
@@ -337,10 +337,10 @@ static int refuse_nodes(size_t n, void *const *addresses, const int *wanted, int
 TEST(faults) {
     AUTO_BLOCK block = make_pages(10 * page, UM_PAGES_4K);
     memset(block.base, 1, block.nbytes);
-    CHECK_EACH_FAULT(run_look, NULL, &block, block, " um_os_close ");
+    CHECK_EACH_FAULT(run_look, NULL, &block, block, " um__os_close ");
     fault_os_fail_nth(3, EINTR); /* mincore, open, ioctl */
     CHECK_OK(run_look(&block, &test_err));
-    CHECK_STR(fault_os_failed(), "um_os_scan_pages");
+    CHECK_STR(fault_os_failed(), "um__os_scan_pages");
     CHECK_EQ(n_with(10, MAPPED), 10);
     /* Containers often may not ask for nodes. */
     fault_os_file(has_memory_path, "0-1\n");

@@ -339,8 +339,8 @@ static bool check_verify_fault(const um_block *block, const um_placement *expect
         CHECK(same_placement(&placement, expected));
     } else {
         REQUIRE(failed != NULL);
-        bool is_read = strcmp(failed, "um_os_read") == 0;
-        CHECK(is_read || strcmp(failed, "um_os_open_read") == 0);
+        bool is_read = strcmp(failed, "um__os_read") == 0;
+        CHECK(is_read || strcmp(failed, "um__os_open_read") == 0);
         CHECK(status == (is_read ? UM_E_IO : os_errno == ENOMEM ? UM_E_NOMEM : UM_E_OS));
         CHECK(err.status == status);
         CHECK(err.os_errno == os_errno);
@@ -375,7 +375,7 @@ TEST(faults) {
             um_placement p;
             fault_os_fail_nth(n, EINTR);
             CHECK_OK(um_block_verify(&a.block, &p, &test_err));
-            CHECK_STR(fault_os_failed(), "um_os_read");
+            CHECK_STR(fault_os_failed(), "um__os_read");
             CHECK(same_placement(&p, &expected));
         }
     }
@@ -389,7 +389,7 @@ TEST(faults) {
         fault_os_fail_nth(n, ENOENT);
         um_status status = um_block_verify(&block, &p, NULL);
         failed = fault_os_failed();
-        if (n > 1 && failed != NULL && strcmp(failed, "um_os_open_read") == 0) {
+        if (n > 1 && failed != NULL && strcmp(failed, "um__os_open_read") == 0) {
             CHECK(status == UM_OK);
             n_books++; /* first has_memory, then numa_maps */
             CHECK_EQ(p.node_bytes[0], n_books == 2 ? 64 << 10 : 0);

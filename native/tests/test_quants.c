@@ -1,12 +1,12 @@
 /* Blocks of four and five bits: some by hand, and every code that this CPU can run, in every
  * floating-point mode, against the scalar code, which tests/_core/test_convert.py compares with
  * ggml's. */
-#include "convert.h"
 #include "fp_modes.h"
 #include "test.h"
+#include "values/convert.h"
 #include <math.h>
 
-enum { BLOCK = UM_BLOCK_VALUES, N_BLOCKS = 20000, N_VALUES = N_BLOCKS * BLOCK };
+enum { BLOCK = UM__BLOCK_VALUES, N_BLOCKS = 20000, N_VALUES = N_BLOCKS * BLOCK };
 
 static size_t bytes_of(um_dtype type, size_t n) {
     return n / BLOCK * um_dtype_block_bytes(type);
@@ -17,12 +17,12 @@ static void check_exact(um_dtype type, const float *values, const void *want) {
     size_t nbytes = bytes_of(type, BLOCK);
     AUTO_FREE unsigned char *out = allocate(nbytes);
     float back[BLOCK];
-    for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
-        const um_convert_code *code = um_convert_code_at(i);
+    for (size_t i = 0; um__convert_code_at(i) != NULL; i++) {
+        const um__convert_code *code = um__convert_code_at(i);
         memset(out, 0xA5, nbytes);
-        CHECK_OK(um_convert_by(code, out, type, values, UM_F32, BLOCK, &test_err));
+        CHECK_OK(um__convert_by(code, out, type, values, UM_F32, BLOCK, &test_err));
         CHECK(memcmp(out, want, nbytes) == 0);
-        CHECK_OK(um_convert_by(code, back, UM_F32, want, type, BLOCK, &test_err));
+        CHECK_OK(um__convert_by(code, back, UM_F32, want, type, BLOCK, &test_err));
         CHECK(memcmp(back, values, sizeof back) == 0);
     }
 }
@@ -30,14 +30,14 @@ static void check_exact(um_dtype type, const float *values, const void *want) {
 TEST(blocks_by_hand) {
     const uint16_t one = 0x3c00, minus_8 = 0xc800, minus_16 = 0xcc00;
     float of_16[BLOCK], of_32[BLOCK], of_nl[BLOCK];
-    um_q4_0 q4_0 = {.d = one};
-    um_q4_1 q4_1 = {.d = one, .m = minus_8};
-    um_q5_0 q5_0 = {.d = one};
-    um_q5_1 q5_1 = {.d = one, .m = minus_16};
+    um__q4_0 q4_0 = {.d = one};
+    um__q4_1 q4_1 = {.d = one, .m = minus_8};
+    um__q5_0 q5_0 = {.d = one};
+    um__q5_1 q5_1 = {.d = one, .m = minus_16};
     for (int i = 0; i < BLOCK; i++) {
         of_16[i] = (float)(i % 16) - 8;
         of_32[i] = (float)i - 16;
-        of_nl[i] = um_iq4_nl_values[i % 16];
+        of_nl[i] = um__iq4_nl_values[i % 16];
     }
     for (int i = 0; i < BLOCK / 2; i++) {
         /* Values i and i + 16 share a byte. Of five bits, those from 16 on have the fifth. */
@@ -90,10 +90,10 @@ static size_t count_wrong(const float *got, const float *want) {
     return n_wrong;
 }
 
-static void convert(const um_convert_code *code, fp_mode mode, void *out, um_dtype out_type,
+static void convert(const um__convert_code *code, fp_mode mode, void *out, um_dtype out_type,
                     const void *in, um_dtype in_type) {
     set_mode(mode.word);
-    um_status status = um_convert_by(code, out, out_type, in, in_type, N_VALUES, &test_err);
+    um_status status = um__convert_by(code, out, out_type, in, in_type, N_VALUES, &test_err);
     uint64_t after = get_mode();
     set_mode(modes[0].word);
     CHECK_EQ(after, mode.word);
@@ -110,10 +110,10 @@ static void check_type(um_dtype type) {
     for (size_t i = 0; i < nbytes; i++) {
         any[i] = (unsigned char)test_random(&seed);
     }
-    convert(um_convert_code_at(0), modes[0], want, type, values, UM_F32);
-    convert(um_convert_code_at(0), modes[0], expected, UM_F32, any, type);
-    for (size_t i = 0; um_convert_code_at(i) != NULL; i++) {
-        const um_convert_code *code = um_convert_code_at(i);
+    convert(um__convert_code_at(0), modes[0], want, type, values, UM_F32);
+    convert(um__convert_code_at(0), modes[0], expected, UM_F32, any, type);
+    for (size_t i = 0; um__convert_code_at(i) != NULL; i++) {
+        const um__convert_code *code = um__convert_code_at(i);
         for (size_t mode = 0; mode < N_MODES; mode++) {
             memset(blocks, 0xA5, nbytes);
             convert(code, modes[mode], blocks, type, values, UM_F32);
@@ -133,7 +133,7 @@ static void check_type(um_dtype type) {
 
 TEST(every_code_in_every_mode) {
     make_values();
-    for (um_dtype type = UM_Q4_0; type <= UM_IQ4_NL; type++) {
+    for (um_dtype type = UM_Q4_0; type < UM_DTYPE_COUNT; type++) {
         check_type(type);
     }
 }

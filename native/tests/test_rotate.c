@@ -1,6 +1,6 @@
 /* Rotation: every code against the Hadamard matrix, and against each other bit by bit. */
-#include "rotate.h"
 #include "test.h"
+#include "values/rotate.h"
 #include <math.h>
 
 enum { MOST = UM_ROTATION_MOST };
@@ -30,9 +30,9 @@ TEST(every_code_is_the_matrix) {
     static float in[2 * MOST], first[2 * MOST], out[2 * MOST];
     for (size_t block = UM_ROTATION_LEAST; block <= MOST; block *= 2) {
         fill(in, 2 * block, block);
-        for (size_t i = 0; um_rotate_code_at(i) != NULL; i++) {
+        for (size_t i = 0; um__rotate_code_at(i) != NULL; i++) {
             memcpy(out, in, 2 * block * sizeof *in);
-            um_rotate_code_at(i)(out, 2 * block, block);
+            um__rotate_code_at(i)(out, 2 * block, block);
             if (i == 0) {
                 memcpy(first, out, 2 * block * sizeof *out);
             }

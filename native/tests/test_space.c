@@ -1,7 +1,7 @@
 /* Address space: the sizes of pages, what is reserved for a block, and the only node that has
  * memory. */
+#include "block/space.h"
 #include "blocks.h"
-#include "space.h"
 
 TEST(page_sizes) {
     CHECK_EQ(page, sysconf(_SC_PAGESIZE));
@@ -26,16 +26,16 @@ TEST(huge_page_faults) {
 TEST(hugetlb_shift) {
     um_pages others[] = {UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP};
     for (size_t i = 0; i < COUNT(others); i++) {
-        CHECK_EQ(um_hugetlb_shift(others[i]), 0);
+        CHECK_EQ(um__hugetlb_shift(others[i]), 0);
     }
-    CHECK_EQ((size_t)1 << um_hugetlb_shift(UM_PAGES_2M), 2 << 20);
-    CHECK_EQ((size_t)1 << um_hugetlb_shift(UM_PAGES_1G), 1 << 30);
+    CHECK_EQ((size_t)1 << um__hugetlb_shift(UM_PAGES_2M), 2 << 20);
+    CHECK_EQ((size_t)1 << um__hugetlb_shift(UM_PAGES_1G), 1 << 30);
 }
 
 static void check_reserve(size_t nbytes, size_t align, size_t phase) {
-    um_space space;
+    um__space space;
     os_state_begin();
-    CHECK_OK(um_space_reserve(&space, nbytes, align, phase, nbytes, &test_err));
+    CHECK_OK(um__space_reserve(&space, nbytes, align, phase, nbytes, &test_err));
     char *data = space.data;
     CHECK_EQ((uintptr_t)data % align, phase);
     CHECK(space.map_base == data - page);
@@ -66,12 +66,12 @@ TEST(refused_reserves) {
     } bad[] = {{SIZE_MAX - page + 1, UM_E_INVALID, "nbytes"},
                {SIZE_MAX - 3 * page + 1, UM_E_INVALID, "nbytes"},
                {(size_t)1 << 58, UM_E_NOMEM, "mmap"}};
-    um_space space;
+    um__space space;
     SPOIL(space);
     os_state_begin();
     for (size_t i = 0; i < COUNT(bad); i++) {
         CHECK_STATUS(bad[i].status,
-                     um_space_reserve(&space, bad[i].nbytes, page, 0, 12345, &test_err));
+                     um__space_reserve(&space, bad[i].nbytes, page, 0, 12345, &test_err));
         CHECK_STR(test_err.what, bad[i].what);
     }
     CHECK_EQ(test_err.asked, 12345);
@@ -80,17 +80,17 @@ TEST(refused_reserves) {
 }
 
 static um_status run_reserve(void *context, um_error *err) {
-    return um_space_reserve(context, 3 * page, 512 * page, page, 3 * page, err);
+    return um__space_reserve(context, 3 * page, 512 * page, page, 3 * page, err);
 }
 
 static void undo_reserve(void *context) {
-    um_space *space = context;
+    um__space *space = context;
     CHECK(munmap(space->map_base, space->map_nbytes) == 0);
     memset(space, 0x5A, sizeof *space);
 }
 
 TEST(faults) {
-    um_space space;
+    um__space space;
     SPOIL(space);
     CHECK_EACH_FAULT(run_reserve, undo_reserve, &space, space, NULL);
 }
@@ -104,11 +104,11 @@ TEST(only_memory_node) {
                  {"0,2\n", -1}, {"1,3-4", -1}, {"\n", -1},       {"", -1}};
     for (size_t i = 0; i < COUNT(files); i++) {
         fault_os_file(path, files[i].text);
-        CHECK(um_only_memory_node() == files[i].node);
+        CHECK(um__only_memory_node() == files[i].node);
     }
     fault_os_file(path, "3\n");
     for (unsigned nth = 1; nth <= 2; nth++) { /* open, read */
         fault_os_fail_nth(nth, EPERM);
-        CHECK(um_only_memory_node() == -1);
+        CHECK(um__only_memory_node() == -1);
     }
 }

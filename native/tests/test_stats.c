@@ -1,5 +1,5 @@
 /* The ledger and the counters. */
-#include "stats.h"
+#include "base/stats.h"
 #include "test.h"
 
 static um_ledger_row row_of(um_category category) {
@@ -35,44 +35,44 @@ TEST(categories) {
 }
 
 TEST(ledger) {
-    um_ledger_enter(UM_CAT_STAGING, 4096);
-    um_ledger_enter(UM_CAT_STAGING, 8192);
+    um__ledger_enter(UM_CAT_STAGING, 4096);
+    um__ledger_enter(UM_CAT_STAGING, 8192);
     check_row(UM_CAT_STAGING, 2, 12288, 12288);
-    um_ledger_leave(UM_CAT_STAGING, 8192);
-    um_ledger_enter(UM_CAT_STAGING, 1024);
+    um__ledger_leave(UM_CAT_STAGING, 8192);
+    um__ledger_enter(UM_CAT_STAGING, 1024);
     check_row(UM_CAT_STAGING, 2, 5120, 12288);
-    um_ledger_leave(UM_CAT_STAGING, 1024);
-    um_ledger_leave(UM_CAT_STAGING, 4096);
+    um__ledger_leave(UM_CAT_STAGING, 1024);
+    um__ledger_leave(UM_CAT_STAGING, 4096);
     check_row(UM_CAT_STAGING, 0, 0, 12288);
     CHECK_EQ(row_of(UM_CAT_HISTORY).high_water_bytes, 0);
 }
 
 /* A mapping that grows and shrinks stays one mapping. */
 TEST(ledger_resize) {
-    um_ledger_enter(UM_CAT_DIAGNOSTICS, 4096);
-    um_ledger_enter(UM_CAT_DIAGNOSTICS, 100);
-    um_ledger_resize(UM_CAT_DIAGNOSTICS, 4096, 12288);
+    um__ledger_enter(UM_CAT_DIAGNOSTICS, 4096);
+    um__ledger_enter(UM_CAT_DIAGNOSTICS, 100);
+    um__ledger_resize(UM_CAT_DIAGNOSTICS, 4096, 12288);
     check_row(UM_CAT_DIAGNOSTICS, 2, 12388, 12388);
-    um_ledger_resize(UM_CAT_DIAGNOSTICS, 12288, 8192);
-    um_ledger_resize(UM_CAT_DIAGNOSTICS, 100, 100);
+    um__ledger_resize(UM_CAT_DIAGNOSTICS, 12288, 8192);
+    um__ledger_resize(UM_CAT_DIAGNOSTICS, 100, 100);
     check_row(UM_CAT_DIAGNOSTICS, 2, 8292, 12388);
-    um_ledger_resize(UM_CAT_DIAGNOSTICS, 8192, 0);
-    um_ledger_leave(UM_CAT_DIAGNOSTICS, 0);
-    um_ledger_leave(UM_CAT_DIAGNOSTICS, 100);
+    um__ledger_resize(UM_CAT_DIAGNOSTICS, 8192, 0);
+    um__ledger_leave(UM_CAT_DIAGNOSTICS, 0);
+    um__ledger_leave(UM_CAT_DIAGNOSTICS, 100);
     check_row(UM_CAT_DIAGNOSTICS, 0, 0, 12388);
 }
 
 TEST(marks) {
     unsigned outer, inner, last;
     uint64_t most[UM_CAT_COUNT], most_inner[UM_CAT_COUNT];
-    um_ledger_enter(UM_CAT_STAGING, 100); /* there before */
+    um__ledger_enter(UM_CAT_STAGING, 100); /* there before */
     CHECK_OK(um_marks_begin(&outer, &test_err));
-    um_ledger_enter(UM_CAT_STAGING, 1000);
-    um_ledger_leave(UM_CAT_STAGING, 1000);
+    um__ledger_enter(UM_CAT_STAGING, 1000);
+    um__ledger_leave(UM_CAT_STAGING, 1000);
     CHECK_OK(um_marks_begin(&inner, &test_err));
     CHECK(inner != outer);
-    um_ledger_resize(UM_CAT_STAGING, 100, 300);
-    um_ledger_resize(UM_CAT_STAGING, 300, 100);
+    um__ledger_resize(UM_CAT_STAGING, 100, 300);
+    um__ledger_resize(UM_CAT_STAGING, 300, 100);
     um_marks_read(outer, most);
     um_marks_read(inner, most_inner);
     CHECK_EQ(most[UM_CAT_STAGING], 1100);
@@ -80,19 +80,19 @@ TEST(marks) {
     CHECK_EQ(most[UM_CAT_WEIGHTS], 0);
     /* They may end in any order; an end leaves the others alone. */
     um_marks_end(outer);
-    um_ledger_enter(UM_CAT_STAGING, 5000);
+    um__ledger_enter(UM_CAT_STAGING, 5000);
     um_marks_read(inner, most_inner);
     CHECK_EQ(most_inner[UM_CAT_STAGING], 5100);
     CHECK_OK(um_marks_begin(&last, &test_err));
     CHECK_EQ(last, outer); /* the number is reused, without the old figures */
-    um_ledger_leave(UM_CAT_STAGING, 5000);
+    um__ledger_leave(UM_CAT_STAGING, 5000);
     um_marks_end(last);
     CHECK_OK(um_marks_begin(&last, &test_err));
     um_marks_read(last, most);
     CHECK_EQ(most[UM_CAT_STAGING], 100);
     um_marks_end(last);
     um_marks_end(inner);
-    um_ledger_leave(UM_CAT_STAGING, 100);
+    um__ledger_leave(UM_CAT_STAGING, 100);
 }
 
 TEST(marks_are_bounded) {
@@ -103,7 +103,7 @@ TEST(marks_are_bounded) {
         seen |= (uint64_t)1 << marks;
     }
     CHECK_EQ(seen, UINT64_MAX);
-    CHECK_STATUS(UM_E_FULL, um_marks_begin(&more, &test_err));
+    CHECK_DETAIL(UM_E_FULL, UM_MARKS_FULL, um_marks_begin(&more, &test_err));
     CHECK_EQ(test_err.limit, UM_MAX_MARKS);
     CHECK_EQ(more, 99);
     um_marks_end(17);
@@ -117,24 +117,24 @@ TEST(marks_are_bounded) {
 TEST(counters) {
     um_counters before, after;
     um_counters_read(&before);
-    um_count_os_call();
-    um_count_os_call();
+    um__count_os_call();
+    um__count_os_call();
     um_counters_read(&after);
     CHECK_EQ(after.n_os_calls, before.n_os_calls + 2);
     CHECK_EQ(after.n_allocations, before.n_allocations);
 
-    unsigned char *p = um_heap_alloc(300, 11);
+    unsigned char *p = um__heap_alloc(300, 11);
     REQUIRE(p != NULL);
     CHECK(is_filled(p, (size_t)300 * 11, 0));
     um_counters_read(&after);
     CHECK_EQ(after.n_allocations, before.n_allocations + 1);
     CHECK_EQ(after.allocated_bytes, before.allocated_bytes + 3300);
-    um_heap_free(p);
-    um_heap_free(NULL);
+    um__heap_free(p);
+    um__heap_free(NULL);
     /* A product that overflows to 16 must be refused. The volatile keeps the compiler from refusing
      * it first. */
     volatile size_t huge = SIZE_MAX / 16 + 2;
-    CHECK(um_heap_alloc(huge, 16) == NULL);
+    CHECK(um__heap_alloc(huge, 16) == NULL);
     um_counters_read(&after);
     CHECK_EQ(after.n_allocations, before.n_allocations + 1);
     CHECK_EQ(after.allocated_bytes, before.allocated_bytes + 3300);
@@ -149,9 +149,9 @@ static void *enter_and_leave(void *arg) {
     uint64_t nbytes = 4096 * (*(unsigned *)arg + 1u);
     pthread_barrier_wait(&all_run);
     for (int i = 0; i < N_ROUNDS; i++) {
-        um_ledger_enter(UM_CAT_SCRATCH, nbytes / 2);
-        um_ledger_resize(UM_CAT_SCRATCH, nbytes / 2, nbytes);
-        um_count_os_call();
+        um__ledger_enter(UM_CAT_SCRATCH, nbytes / 2);
+        um__ledger_resize(UM_CAT_SCRATCH, nbytes / 2, nbytes);
+        um__count_os_call();
         if (i % 16 == 0) {
             uint64_t most[UM_CAT_COUNT];
             unsigned marks;
@@ -162,7 +162,7 @@ static void *enter_and_leave(void *arg) {
             CHECK(most[UM_CAT_SCRATCH] >= nbytes);
             CHECK(most[UM_CAT_SCRATCH] <= MOST_BYTES);
         }
-        um_ledger_leave(UM_CAT_SCRATCH, nbytes);
+        um__ledger_leave(UM_CAT_SCRATCH, nbytes);
     }
     return NULL;
 }

@@ -23,7 +23,11 @@ static void check_take_fails(um_status status, um_tape *tape, size_t nbytes, siz
     void *p = untouched;
     um_tape before;
     memcpy(&before, tape, sizeof before);
-    CHECK_STATUS(status, um_tape_take(tape, nbytes, align, &p, &test_err));
+    CHECK_DETAIL(status,
+                 status == UM_E_FULL    ? UM_TAPE_FULL
+                 : status == UM_E_STATE ? UM_TAPE_FROZEN
+                                        : UM_DETAIL_NONE,
+                 um_tape_take(tape, nbytes, align, &p, &test_err));
     if (status == UM_E_FULL) {
         CHECK_ROOM(tape->total, um_tape_used(tape), nbytes);
     }

@@ -143,8 +143,8 @@ static um_status run_seal(void *context, um_error *err) {
 TEST(every_fault) {
     SKIP_UNLESS(may_mount(), "this process may not mount a tmpfs");
     AUTO_FD fd = 777;
-    CHECK_EACH_FAULT(run_open, undo_open, &fd, fd, " um_os_close ");
+    CHECK_EACH_FAULT(run_open, undo_open, &fd, fd, " um__os_close ");
     fd = open_tmpfs(1 << 20, 0);
-    CHECK_EACH_FAULT(run_seal, NULL, &fd, fd, " um_os_close ");
+    CHECK_EACH_FAULT(run_seal, NULL, &fd, fd, " um__os_close ");
     close(fd);
 }

@@ -18,11 +18,11 @@ TEST(range) {
         size_t expected = nbytes == 0 ? 0 : (offset + nbytes + page - 1) / page - offset / page;
         fault_os_fail_nth(0, 0);
         CHECK_OK(um_block_warm(&block, offset, nbytes, n_threads, NULL, &test_err));
-        unsigned n_started = fault_os_calls_of("um_os_thread_start");
+        unsigned n_started = fault_os_calls_of("um__os_thread_start");
         CHECK(n_started <= n_threads);
         CHECK(n_started != 1);
-        CHECK_EQ(fault_os_calls_of("um_os_thread_join"), n_started);
-        CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), n_started); /* test_cpus.c: to which */
+        CHECK_EQ(fault_os_calls_of("um__os_thread_join"), n_started);
+        CHECK_EQ(fault_os_calls_of("um__os_set_affinity"), n_started); /* test_cpus.c: to which */
         CHECK_EQ(resident(&block, offset, nbytes), expected * page);
         CHECK_EQ(resident(&block, 0, block.nbytes),
                  (expected + (touched && nbytes > 0 ? 0 : 1)) * page);
@@ -41,7 +41,7 @@ TEST(parts) {
             for (unsigned n_threads = 1; n_threads <= 4; n_threads++) {
                 fault_os_fail_nth(0, 0);
                 CHECK_OK(um_block_warm(&block, offset, nbytes, n_threads, NULL, &test_err));
-                CHECK(fault_os_calls_of("um_os_thread_start") <= n_threads);
+                CHECK(fault_os_calls_of("um__os_thread_start") <= n_threads);
             }
         }
     }
@@ -64,27 +64,27 @@ TEST(cpus) {
     int one[] = {some[1]};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
-    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 1);
+    CHECK_EQ(fault_os_calls_of("um__os_thread_start"), 1);
     CHECK_EQ(fault_os_pinned_to((unsigned)some[1]), 1);
     one[0] = -1;
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, one, &test_err));
-    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
-    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 0);
+    CHECK_EQ(fault_os_calls_of("um__os_thread_start"), 0);
+    CHECK_EQ(fault_os_calls_of("um__os_set_affinity"), 0);
     /* Each thread is pinned to its own CPU; one with a negative number runs anywhere; a CPU that
      * does not exist does no harm. */
     int mixed[] = {some[0], -1, some[1], 8191};
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, block.nbytes, 4, mixed, &test_err));
-    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 4);
-    CHECK_EQ(fault_os_calls_of("um_os_set_affinity"), 3);
-    CHECK_EQ(fault_os_calls_of("um_os_get_affinity"), 0);
+    CHECK_EQ(fault_os_calls_of("um__os_thread_start"), 4);
+    CHECK_EQ(fault_os_calls_of("um__os_set_affinity"), 3);
+    CHECK_EQ(fault_os_calls_of("um__os_get_affinity"), 0);
     CHECK_EQ(fault_os_pinned_to((unsigned)some[0]), some[0] == some[1] ? 2 : 1);
     CHECK_EQ(fault_os_pinned_to(8191), 1);
     CHECK_EQ(resident(&block, 0, block.nbytes), block.nbytes);
     fault_os_fail_nth(0, 0);
     CHECK_OK(um_block_warm(&block, 0, page, 4, NULL, &test_err)); /* by the caller */
-    CHECK_EQ(fault_os_calls_of("um_os_thread_start"), 0);
+    CHECK_EQ(fault_os_calls_of("um__os_thread_start"), 0);
     int beyond[] = {some[0], 8192};
     CHECK_INVALID(um_block_warm(&block, 0, page, 2, beyond, &test_err));
     CHECK_OK(um_block_warm(&block, 0, page, 1, beyond, &test_err));
@@ -172,7 +172,7 @@ TEST(hugetlb) {
             fault_os_fail_nth(0, 0);
             CHECK_OK(
                 um_block_warm(&block, HUGE_BYTES / 2, 3 * HUGE_BYTES, n_threads, NULL, &test_err));
-            CHECK(fault_os_calls_of("um_os_thread_start") <= (n_threads < 4 ? n_threads : 4));
+            CHECK(fault_os_calls_of("um__os_thread_start") <= (n_threads < 4 ? n_threads : 4));
         }
         CHECK_EQ(placement_of(&block).resident_bytes, 4 * HUGE_BYTES);
     }
@@ -192,7 +192,7 @@ TEST(no_page) {
             um_status status = huge ? UM_E_NOMEM : cases[i].status;
             fault_os_fail_nth(1, EFAULT);
             CHECK_STATUS(status, um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-            CHECK_STR(fault_os_failed(), "um_os_advise");
+            CHECK_STR(fault_os_failed(), "um__os_advise");
             CHECK(test_err.os_errno == (status == UM_E_NOMEM ? ENOMEM : EFAULT));
             CHECK_EQ(test_err.asked, block.nbytes);
         }
@@ -246,7 +246,7 @@ TEST(faults) {
     for (int i = 0; i < 2; i++) {
         fault_os_fail_nth(1, interruptions[i]);
         CHECK_OK(um_block_warm(&block, 0, block.nbytes, 1, NULL, &test_err));
-        CHECK_STR(fault_os_failed(), "um_os_advise");
+        CHECK_STR(fault_os_failed(), "um__os_advise");
     }
     fault_os_fail_nth(0, 0);
     CHECK_EQ(placement_of(&block).resident_bytes, block.nbytes);

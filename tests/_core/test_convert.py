@@ -69,7 +69,7 @@ class Code:
 
 
 class _Code(ctypes.Structure):
-    """The beginning of ``um_convert_code``."""
+    """The beginning of ``um__convert_code``."""
 
     _fields_ = (("isa", ctypes.c_char_p),)
 
@@ -92,16 +92,17 @@ def codes(tmp_path_factory: pytest.TempPathFactory) -> list[Code]:
         pytest.skip("no cc on this machine: only the fastest code can be called")
     library = tmp_path_factory.mktemp("convert") / "libconvert.so"
     native = ROOT / "native"
-    flags = ["-std=c17", "-O2", "-ffp-contract=off", "-fPIC", "-shared", f"-I{native / 'include'}"]
-    names = ("convert.c", "cpu_features.c", "quants.c", "status.c")
+    flags = ["-std=c17", "-O2", "-ffp-contract=off", "-fPIC", "-shared"]
+    flags += [f"-I{native / 'include'}", f"-I{native / 'src'}"]
+    names = ("values/convert.c", "values/quants.c", "os/cpu_features.c", "base/status.c")
     sources = [native / "src" / name for name in names]
     subprocess.run([compiler, *flags, *sources, "-lm", "-o", library], check=True)
     built = ctypes.CDLL(str(library))
-    built.um_convert_code_at.argtypes = [ctypes.c_size_t]
-    built.um_convert_code_at.restype = ctypes.POINTER(_Code)
-    built.um_convert_by.argtypes = [ctypes.c_void_p, *ARGUMENTS]
+    built.um__convert_code_at.argtypes = [ctypes.c_size_t]
+    built.um__convert_code_at.restype = ctypes.POINTER(_Code)
+    built.um__convert_by.argtypes = [ctypes.c_void_p, *ARGUMENTS]
     found: list[Code] = []
-    while code := built.um_convert_code_at(len(found)):
+    while code := built.um__convert_code_at(len(found)):
         found.append(Code(code.contents.isa.decode(), call_by(built, code)))
     installed = ctypes.CDLL(um.get_library())
     installed.um_convert_isa.restype = ctypes.c_char_p
@@ -114,7 +115,7 @@ def call_by(library: ctypes.CDLL, code: Any) -> Callable[..., int]:
     address = ctypes.cast(code, ctypes.c_void_p)
 
     def call(*arguments: Any) -> int:
-        return int(library.um_convert_by(address, *arguments))
+        return int(library.um__convert_by(address, *arguments))
 
     return call
 

@@ -442,7 +442,7 @@ guarded(); guarded(); end()
 """
     done = run_script(run_python, tmp_path / "data", body)
     # Enabled at the very moment at which a run ends, faulthandler can keep itself as the handler
-    # before it (native/src/guard.c), and calls itself until its stack ends.
+    # before it (native/src/os/guard.c), and calls itself until its stack ends.
     assert done.returncode in (DIES_OF_IT, -signal.SIGSEGV), done.stderr
     assert done.stdout == "comes here\n"
     assert "Fatal Python error: Bus error" in done.stderr

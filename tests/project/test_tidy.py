@@ -217,21 +217,23 @@ def test_only_the_command_line_prints() -> None:
 def test_one_file_makes_system_calls() -> None:
     headers = r"#include <(sys/(mman|stat|syscall|ioctl)|fcntl|unistd|sched|pthread|numaif)\.h>"
     users = {place.split(":")[0] for place in places(headers, {".c", ".h"})}
-    assert [user for user in users if user.startswith("native/src/")] == ["native/src/os_linux.c"]
+    assert [user for user in users if user.startswith("native/src/")] == [
+        "native/src/os/os_linux.c"
+    ]
     assert [user for user in users if user.startswith("native/include/")] == []
 
 
 def test_every_source_file_has_its_test() -> None:
-    sources = {path.stem for path in (ROOT / "native/src").glob("*.c")}
+    sources = {path.stem for path in (ROOT / "native/src").rglob("*.c")}
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "native/tests").glob("test_*.c")}
     assert sorted(sources - tests) == []
 
 
 def test_every_system_call_can_be_made_to_fail() -> None:
-    calls = re.findall(r"^int (um_os_\w+)\(", (ROOT / "native/src/os.h").read_text(), re.M)
-    assert "um_os_reserve" in calls
+    calls = re.findall(r"^int (um__os_\w+)\(", (ROOT / "native/src/os/os.h").read_text(), re.M)
+    assert "um__os_reserve" in calls
     wrappers = (ROOT / "native/tests/fault_os.c").read_text()
-    assert [call for call in calls if call.removeprefix("um_os_") not in wrappers] == []
+    assert [call for call in calls if call.removeprefix("um__os_") not in wrappers] == []
 
 
 def test_every_function_of_the_header_is_declared_for_cython() -> None:

@@ -383,7 +383,7 @@ def no_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
     child = tmp_path / "child.py"
     # ENOSPC: no user namespaces are allowed.
-    child.write_text("import os, sys\nos.write(int(sys.argv[4]), b'28 unshare')\n")
+    child.write_text("import os, sys\nos.write(int(sys.argv[4]), b'\\x1c\\0\\0\\0unshare')\n")
     monkeypatch.setattr(tmpfs, "open_mount", refuse)
     monkeypatch.setattr(backings, "_CHILD", str(child))
     return child

@@ -86,7 +86,7 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
             leave_out_of_child(region)
         region.enter()
         return region
-    if err.what == b"mbind":
+    if err.detail == um.UM_BLOCK_NO_POLICY:
         if choice.numa.mode == "weighted" and err.os_errno == errno.EINVAL:
             refused["weighted"] = "this kernel interleaves without weights (Linux 6.9 has them)"
         else:

@@ -22,8 +22,29 @@ cdef extern from "unimem.h" nogil:
         UM_E_STATE
         UM_E_BUSY
 
+    ctypedef enum um_detail:
+        UM_DETAIL_NONE
+        UM_MARKS_FULL
+        UM_BLOCK_NO_POLICY
+        UM_BLOCK_PAST_FILE
+        UM_TAPE_FULL
+        UM_TAPE_FROZEN
+        UM_GRID_FULL
+        UM_GRID_FREE
+        UM_HEADER_FULL
+        UM_KV_FULL
+        UM_KV_ROWS
+        UM_KV_OVERWRITTEN
+        UM_KV_RESERVED
+        UM_KV_UNRESERVED
+        UM_KV_UNEVEN
+        UM_PAGED_FULL
+        UM_PAGED_UNHELD
+        UM_PAGED_UNEVEN
+
     ctypedef struct um_error:
         um_status status
+        um_detail detail
         int os_errno
         uint64_t limit
         uint64_t used
@@ -274,6 +295,15 @@ cdef extern from "unimem.h" nogil:
         UM_Q5_0
         UM_Q5_1
         UM_IQ4_NL
+        UM_DTYPE_COUNT
+
+    ctypedef struct um_dtype_info:
+        const char *name
+        uint32_t block_values
+        uint32_t block_bytes
+        uint32_t ggml_type
+
+    const um_dtype_info *um_dtype_describe(um_dtype type)
 
     size_t um_dtype_block_values(um_dtype type)
     size_t um_dtype_block_bytes(um_dtype type)

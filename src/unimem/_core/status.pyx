@@ -39,7 +39,8 @@ cdef object raise_status(um.um_status status, const um.um_error *err, str subjec
     if status == um.UM_E_IO:
         raise_file_status(status, err, subject, None)
     if status == um.UM_E_STATE:
-        raise (FrozenError if what == "frozen" else RuntimeError)(f"{subject}: {what}")
+        kind = FrozenError if err.detail == um.UM_TAPE_FROZEN else RuntimeError
+        raise kind(f"{subject}: {what}")
     if status == um.UM_E_BUSY:
         raise BufferError(f"{subject}: {what}")
     raise SystemError(f"{subject}: unknown status {<int>status}")

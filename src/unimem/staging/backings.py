@@ -177,15 +177,14 @@ class _Namespace:
             raise
 
     def seal(self) -> None:
-        self._socket.sendall(b"seal")
-        text = self._socket.recv(256)
-        if text != b"sealed":
-            self._refused(text)
+        self._socket.sendall(b"\1")
+        answer = self._socket.recv(256)
+        if len(answer) < 4 or any(answer[:4]):
+            self._refused(answer)
         self.close()
 
-    def _refused(self, text: bytes) -> None:
-        number, _, call = text.decode().partition(" ")
-        code = int(number or errno.EPERM)
+    def _refused(self, answer: bytes) -> None:
+        code, call = int.from_bytes(answer[:4], "little") or errno.EPERM, answer[4:].decode()
         raise PlacementError(
             code, f"mounting a tmpfs in a user namespace: {call or 'child'}: {os.strerror(code)}"
         )

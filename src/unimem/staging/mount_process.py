@@ -1,14 +1,15 @@
 """A child that mounts a tmpfs in a user namespace of its own, for a process that may not mount.
 
-Run by `places.py` as ``python -I -S FILE LIBRARY NBYTES HUGE SOCKET``. It answers with
-the descriptor of the mount, or with an errno and the name of the call; then it waits to be told to
-seal.
+Run by `places.py` as ``python -I -S FILE LIBRARY NBYTES HUGE SOCKET``. It mounts, and seals when it
+receives a byte. Each answer is an errno of four bytes, 0 for success, and the name of the call that
+failed, for people. The descriptor of the mount comes with the first answer.
 """
 
 from __future__ import annotations
 
 import array
 import ctypes
+import errno
 import os
 import socket
 import sys
@@ -23,6 +24,7 @@ class _Error(ctypes.Structure):
 
     _fields_ = (
         ("status", ctypes.c_int),
+        ("detail", ctypes.c_int),
         ("os_errno", ctypes.c_int),
         ("figures", ctypes.c_uint64 * 4),
         ("what", ctypes.c_char_p),
@@ -37,19 +39,22 @@ def main(library: str, nbytes: int, huge: int, ours: socket.socket) -> None:
     try:
         _enter_namespace()
     except OSError as refused:
-        ours.sendall(f"{refused.errno} {refused.filename or 'unshare'}".encode())
+        call = str(refused.filename or "unshare").encode()
+        ours.sendall(_answer(refused.errno or errno.EPERM, call))
         return
     if native.um_tmpfs_open(ctypes.byref(fd), ctypes.c_uint64(nbytes), huge, ctypes.byref(error)):
-        ours.sendall(b"%d %s" % (error.os_errno, error.what))
+        ours.sendall(_answer(error.os_errno, error.what))
         return
     ours.sendmsg(
-        [b"mounted"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd.value]))]
+        [_answer(0)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd.value]))]
     )
-    if ours.recv(16) == b"seal":
-        if native.um_tmpfs_seal(fd, ctypes.byref(error)):
-            ours.sendall(b"%d %s" % (error.os_errno, error.what))
-        else:
-            ours.sendall(b"sealed")
+    if ours.recv(1):
+        failed = native.um_tmpfs_seal(fd, ctypes.byref(error))
+        ours.sendall(_answer(error.os_errno, error.what) if failed else _answer(0))
+
+
+def _answer(code: int, call: bytes = b"") -> bytes:
+    return code.to_bytes(4, "little") + call
 
 
 def _enter_namespace() -> None:

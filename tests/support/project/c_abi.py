@@ -76,7 +76,10 @@ def describe(folder: Path) -> list[str]:
     program += ["int main(void) {"]
     for name, fields in sorted(structs_of(headers).items()):
         program.append(f'printf("struct {name}, %zu bytes:", sizeof({name}));')
-        program += [f'printf(" {f} %zu", offsetof({name}, {f}));' for f in fields]
+        program += [
+            f'printf(" {f} %zu+%zu", offsetof({name}, {f}), sizeof((({name} *)0)->{f}));'
+            for f in fields
+        ]
         program.append('puts("");')
     for name in sorted(constants_of(headers)):
         program.append(f'printf("constant {name} %lld\\n", (long long){name});')

@@ -11,7 +11,6 @@ from unimem.base.text import format_bytes
 
 cimport cython
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.string cimport strcmp
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
@@ -285,7 +284,7 @@ cdef class KVRows(Watcher):
 
     @cython.final
     cdef bint find_rows(self, um.um_error *err, uint64_t n) except -1:
-        if err.status != um.UM_E_FULL or strcmp(err.what, "rows") != 0:
+        if err.detail != um.UM_KV_ROWS:
             return False
         self.make_rows(err.used, n)
         self.begin_change()  # others may have run meanwhile
@@ -490,7 +489,7 @@ cdef class KVRows(Watcher):
         self.begin_change()
         self._most_bytes = self.most_bytes()
         if um.um_kv_crop(&self.kv, count, &err) != um.UM_OK:
-            if strcmp(err.what, "overwritten") == 0:
+            if err.detail == um.UM_KV_OVERWRITTEN:
                 raise ValueError(
                     f"KVCache.crop: the last {self.seq_len - count} of {self.seq_len} tokens "
                     "cannot be dropped, since those that the window would show then were "

@@ -13,7 +13,7 @@ cimport cython
 cimport numpy as cnp
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
-from libc.string cimport memmove, strcmp
+from libc.string cimport memmove
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
@@ -186,7 +186,7 @@ cdef class KVMemory(KVRows):
             status = um.um_block_overlay(block, begin, fd, offset, nbytes, &err)
             let_go(&self._region.lock)
             if status != um.UM_OK:
-                if strcmp(err.what, "the range goes beyond the end of the file") == 0:
+                if err.detail == um.UM_BLOCK_PAST_FILE:
                     err.status = um.UM_E_IO  # it was inside when the header was read
                 raise_file_status(err.status, &err, "KVCache.restore", path)
         self._high = self.whole_to(n)
