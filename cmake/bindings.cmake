@@ -58,7 +58,8 @@ function(unimem_add_module package module c_file maker)
 endfunction()
 
 # Builds the named modules of a package, a folder such as src/unimem/kv. One call of Cython
-# translates them: it reads what they share once. mypy finds their stubs in the source folder.
+# translates them: it reads what they share once. Their stubs are written, too: into the wheel, or,
+# where Python files are used in place, beside the sources.
 function(unimem_add_bindings package)
   string(REGEX REPLACE "^(src|bench)/" "" target_folder ${package})
   set(folder ${CMAKE_BINARY_DIR}/bindings/${target_folder})
@@ -72,8 +73,22 @@ function(unimem_add_bindings package)
             -I ${CMAKE_SOURCE_DIR}/src ${sources} --output-file ${folder}
     DEPENDS ${sources} ${UNIMEM_PXD} ${CMAKE_SOURCE_DIR}/cmake/cythonize.py
     VERBATIM)
+  if(SKBUILD_STATE STREQUAL "editable")
+    set(stub_folder ${source_folder})
+  else()
+    set(stub_folder ${folder})
+  endif()
+  list(TRANSFORM ARGN REPLACE "(.+)" "${stub_folder}/\\1.pyi" OUTPUT_VARIABLE stubs)
+  add_custom_command(
+    OUTPUT ${stubs}
+    COMMAND ${Python_EXECUTABLE} ${CMAKE_SOURCE_DIR}/tools/stubs.py ${sources} --to ${stub_folder}
+    DEPENDS ${sources} ${UNIMEM_PXD} ${CMAKE_SOURCE_DIR}/tools/stubs.py
+    VERBATIM)
+  if(NOT SKBUILD_STATE STREQUAL "editable")
+    install(FILES ${stubs} DESTINATION ${target_folder})
+  endif()
   string(REPLACE / _ bindings ${target_folder}_bindings)
-  add_custom_target(${bindings} DEPENDS ${c_files})
+  add_custom_target(${bindings} ALL DEPENDS ${c_files} ${stubs})
   foreach(module c_file IN ZIP_LISTS ARGN c_files)
     unimem_add_module(${package} ${module} ${c_file} ${bindings})
   endforeach()

@@ -1,9 +1,7 @@
 """Cython that writes signatures: into docstrings of classes, and into errors about arguments.
 
-It takes the arguments of `cython`. Cython embeds the signature of a method where `inspect` finds it,
-but not that of a class, and says of a wrong call only how many arguments there should have been.
-Where its internals have changed, both stay as Cython has them; tests/project/test_signatures.py
-notices.
+It takes the arguments of `cython`. Cython embeds the signature of a method where `inspect` finds
+it, but not that of a class, and reports a wrong call only by how many arguments it expected.
 """
 
 import inspect
