@@ -151,7 +151,7 @@ def arguments(header: str) -> tuple[list[tuple[str, str, str, str]], str]:
     found = []
     for part in split(header[begin : end - 1]):
         declared, *default = split(part, "=") if "=" in part else [part]
-        declared, _, annotation = (word.strip() for word in declared.partition(":"))
+        declared, annotation = [*split(declared, ":"), ""][:2]
         words = declared.removesuffix(" not None").removesuffix(" or None").split()
         found.append((" ".join(words[:-1]), words[-1], annotation, " = ".join(default)))
     return found, header[end:].partition("->")[2].strip()

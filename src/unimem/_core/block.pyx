@@ -31,7 +31,7 @@ from unimem._core.status cimport raise_status
 from unimem._core.block_html import block_html
 from unimem._core.status import row_name
 
-#: from unimem.system.placement import Lock, Pages, Placement
+#: from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
 #: class Requested(TypedDict):
 #:     nbytes: int
 #:     pages: Pages
@@ -46,6 +46,10 @@ cdef extern from "Python.h":
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 cdef dict _ACCESS = {"r": um.UM_ACCESS_READ, "c": um.UM_ACCESS_PRIVATE, "r+": um.UM_ACCESS_SHARED}
+
+
+cdef tuple _OPTIONS = tuple("pages numa lock warm shared strict reserve name category".split())
+cdef dict _DEFAULTS = {"pages": "auto", "lock": False, "warm": False, "strict": False}
 
 
 cdef class Block:
@@ -108,11 +112,15 @@ cdef class Block:
                  category: str = "other") -> None:
         if self._requested is not None:
             raise RuntimeError("the Block is made already")
-        self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, (), name, category,
-                   -1, None)
+        self._make(nbytes, {"pages": pages, "numa": numa, "lock": lock, "warm": warm,
+                            "shared": shared, "strict": strict, "reserve": reserve, "name": name,
+                            "category": category}, (), -1, None)
 
-    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, tuple mirror,
-                   name, category, int fd, fill) except -1:
+    cdef int _make(self, nbytes, dict options, tuple mirror, int fd, fill) except -1:
+        for option in options.keys() - set(_OPTIONS):
+            raise TypeError(f"unexpected argument '{option}': expected {', '.join(_OPTIONS)}")
+        pages, numa, lock, warm, shared, strict, reserve, name, category = map(
+            options.get, _OPTIONS)
         one_of(pages, "pages", PAGES)
         cdef um.um_category entered = category_of(category)
         cdef size_t size = size_of(nbytes, "nbytes", 1)
@@ -143,44 +151,48 @@ cdef class Block:
 
     @staticmethod
     def _mirrored(nbytes: int, piece_bytes: int, *, other_bytes: int = 0, run: int = 1,
-                  pages: Pages = "auto", numa: str | None = None, lock: Lock = False,
-                  warm: bool | int = False, strict: bool = False, name: str | None = None,
-                  category: str = "kv") -> Block:
-        """Make shared memory of which each piece is mapped twice, back to back.
+                  name: str | None = None, category: str = "kv",
+                  **placement: Unpack[PlacementOptions]) -> Block:
+        """Make shared memory whose pieces are each mapped twice, back to back.
 
-        What `nbytes`, offsets and arrays of the block count is its address space, twice the memory:
-        the ith piece is at ``2 * i * piece_bytes``, and once more ``piece_bytes`` behind that.
+        `nbytes`, offsets and arrays of the block count address space, which is twice the memory:
+        piece i is at ``2 * i * piece_bytes``, and once more ``piece_bytes`` behind that.
 
         Parameters
         ----------
         nbytes, piece_bytes : int
-            Whole pieces; whole pages of the size asked for; of ``pages="thp"``, base pages do.
+            Whole pieces of whole pages of the size asked for; base pages for ``pages="thp"``.
         other_bytes, run : int, optional
-            Another size: `run` pieces of `piece_bytes` and as many of this one take turns.
-        pages, numa, lock, warm, strict, name, category
-            As for the class; ``"auto"`` are base pages.
+            Another size: `run` pieces of `piece_bytes` alternate with `run` pieces of this size.
+        name, category, **placement
+            As for the class; ``"auto"`` means base pages.
         """
         cdef size_t piece = size_of(piece_bytes, "piece_bytes", 1), count = size_of(run, "run", 1)
         cdef size_t size = size_of(nbytes, "nbytes", 1), other = size_of(other_bytes, "other_bytes")
-        cdef size_t page = {"2m": 2 << 20, "1g": 1 << 30}.get(pages, um.um_page_bytes())
+        cdef size_t page = {"2m": 2 << 20, "1g": 1 << 30}.get(placement.get("pages"),
+                                                              um.um_page_bytes())
         if piece % page or other % page or size % ((piece + other) * (count if other else 1)):
             raise ValueError(f"expected pieces of whole pages of {page} bytes, and whole pieces, "
                              f"got pieces of {piece} and {other}, runs of {run}, nbytes={size}")
         cdef Block block = Block.__new__(Block)
-        block._make(size, pages, numa, lock, warm, True, strict, None, (piece, other, count), name,
-                    category, -1, None)
+        block._make(size, _DEFAULTS | placement | {"shared": True, "name": name,
+                                                   "category": category},
+                    (piece, other, count), -1, None)
         return block
 
     @staticmethod
     def _filled(nbytes: int, fill: Callable[[Block], object], *, fd: int | None = None,
-                pages: Pages = "auto", numa: str | None = None, lock: Lock = False,
-                strict: bool = False, name: str | None = None, category: str = "other") -> Block:
-        """Make a block that ``fill(block)`` writes whole, before it is locked and looked at: so
-        what is read into memory is the first that touches it. What `fill` raises is raised. `fd`
-        is an open, empty, writable file in shared memory that the block is made of."""
+                name: str | None = None, category: str = "other",
+                **placement: Unpack[PlacementOptions]) -> Block:
+        """Make a block that ``fill(block)`` writes in full before it is locked and verified.
+
+        So reading a file into it is the first touch of its pages. Errors of `fill` propagate. `fd`
+        is an open, empty, writable file in shared memory to make the block of.
+        """
         cdef Block block = Block.__new__(Block)
-        block._make(nbytes, pages, numa, lock, False, fd is not None, strict, None, (), name,
-                    category, -1 if fd is None else fd, fill)
+        block._make(nbytes, _DEFAULTS | placement | {"shared": fd is not None, "name": name,
+                                                     "category": category},
+                    (), -1 if fd is None else fd, fill)
         return block
 
     def _place_named(self, path, request, um.um_category category, unsigned n_threads, bint warm,
@@ -535,8 +547,8 @@ cdef class Block:
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
                       object progress, size_t before, size_t total, bint write=False) except -1:
         self.note_granted(None)
-        return warm_region(region, self._choice, self.path, offset, nbytes, n_threads, progress,
-                           before, total, write)
+        told = None if progress is None else (progress, before, total)
+        return warm_region(region, self._choice, self.path, offset, nbytes, n_threads, told, write)
 
     def verify(self) -> Placement:
         """Read from the kernel where the memory is.

@@ -35,11 +35,10 @@ cdef object lock_region(Region region, object choice, list problems)
 cdef object lock_all(Region region, object how, object asked)
 # What um_block_pages says: flags and, if they are asked for, nodes (else None) of base pages.
 cdef tuple pages_of(Region region, size_t offset, size_t nbytes, bint with_nodes)
-# Brings a part into RAM, `before` of `total` bytes being there already; with a path in /dev/shm,
-# or None. With `write`, pages of a file become writable, too.
+# Brings a part into RAM. `path` is one in /dev/shm, or None; `progress` is None, or a callable, the
+# bytes that are done already and the total. With `write`, pages of a file become writable, too.
 cdef int warm_region(Region region, object choice, str path, size_t offset, size_t nbytes,
-                     unsigned n_threads, object progress, size_t before, size_t total,
-                     bint write=*) except -1
+                     unsigned n_threads, tuple progress, bint write=*) except -1
 # What the kernel says of it now, a Placement.
 cdef object placement_of(Region region)
 # The bytes of memory under so much of its address space.

@@ -219,8 +219,7 @@ cdef tuple pages_of(Region region, size_t offset, size_t nbytes, bint with_nodes
 
 
 cdef int warm_region(Region region, object choice, str path, size_t offset, size_t nbytes,
-                     unsigned n_threads, object progress, size_t before, size_t total,
-                     bint write=False) except -1:
+                     unsigned n_threads, tuple progress, bint write=False) except -1:
     cdef um.um_error err
     cdef um.um_status status
     cdef int cpus[MOST_THREADS]
@@ -248,7 +247,8 @@ cdef int warm_region(Region region, object choice, str path, size_t offset, size
             explain(region, path, status, &err, f"warming block '{region.name}'")
         at += size
         if progress is not None:
-            progress(before + at - offset, total)
+            tell, before, total = progress
+            tell(before + at - offset, total)
     return 0
 
 
@@ -350,7 +350,7 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
         n_undo = len(missing)
         if hugetlb and policy.is_prefaulted(choice):
             for first, n in missing:
-                warm_region(region, choice, path, first, n, 1, None, 0, n)
+                warm_region(region, choice, path, first, n, 1, None)
     except BaseException:
         for begin, size in missing[:n_undo]:
             # What the kernel does not take back stays committed, and in the ledger.
