@@ -36,7 +36,7 @@ FLOORS = (
 )
 # The same of the benchmarks, but those of one line may know each other.
 BENCH_FLOORS = (
-    {"record", "stats", "plain", "files", "run_folder"},
+    {"record", "stats", "plain", "files", "run_folder", "empty_call"},
     {"rounds", "suite"},
     {"states", "huge_pages", "models", "weight_files", "buffer_instances", "kv_sides", "kv_rings"}
     | {"side_server", "unimem_side", "llama_cpp_side", "llama_start", "decoders", "decoding"}

@@ -90,7 +90,8 @@ cdef object _numpy_dtype(object named):
     return np.dtype(kind) if isinstance(kind, type) else None
 
 
-def as_dtype(dtype, among=None, what="dtype"):
+def as_dtype(dtype: object, among: Collection[str] | None = None,
+             what: str = "dtype") -> np.dtype[Any]:
     """Return the NumPy dtype that a user names, in the one vocabulary that all calls share.
 
     Parameters
@@ -145,7 +146,7 @@ cdef size_t size_of(object n, str what, object least=0) except? 0:
     return exact
 
 
-def checked_size(n, str what, object least=0):
+def checked_size(n: int, str what, object least: int = 0) -> int:
     """Return an integer from `least` to 2**63 - 1; `what` names it in the ValueError otherwise."""
     return size_of(n, what, least)
 
@@ -201,7 +202,9 @@ cdef tuple shape_within(str name, size_t base, size_t nbytes, size_t offset, obj
     return dims
 
 
-def array_within(name, base, nbytes, offset, shape, dtype):
+def array_within(name: str, base: int, nbytes: int, offset: int,
+                 shape: int | tuple[int, ...] | None,
+                 dtype: DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Check an array over memory that the GPU has, as that of a block is checked.
 
     Parameters

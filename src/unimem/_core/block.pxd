@@ -22,8 +22,8 @@ cdef class Block:
     cdef Region region(self)
     # The first byte, which never moves; raises ClosedError.
     cdef void *base(self) except NULL
-    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, tuple mirror,
-                   name, category, int fd, fill) except -1
+    # `options` are the keyword arguments of the constructor.
+    cdef int _make(self, nbytes, dict options, tuple mirror, int fd, fill) except -1
     # Makes ranges usable of which nothing is, (offset, nbytes) in whole steps: all, or none.
     cdef int commit_ranges(self, list ranges) except -1
     # Notes what the kernel said; None: it may be something else now.

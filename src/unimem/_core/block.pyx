@@ -20,10 +20,10 @@ from libc.stdint cimport uint64_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.lock cimport hold, let_go
-from unimem._core.growth cimport check_unused, discard_range, grow, overlay_range, release_range
 from unimem._core.mapping cimport (
-    ADVICES, MOST_THREADS, PAGES, THP_BYTES, attach_file, category_of, collapse_region, lock_all,
-    lock_region, map_file, map_request, memory_bytes, pages_of, placement_of, repair_region,
+    ADVICES, MOST_THREADS, PAGES, THP_BYTES, attach_file, category_of, check_unused,
+    collapse_region, discard_range, grow, lock_all, lock_region, map_file, map_request,
+    memory_bytes, overlay_range, pages_of, placement_of, release_range, repair_region,
     requested_of, require_room, resident_bytes, warm_region,
 )
 from unimem._core.region cimport Region, leave_out_of_child, n_references
@@ -31,12 +31,25 @@ from unimem._core.status cimport raise_status
 from unimem._core.block_html import block_html
 from unimem._core.status import row_name
 
+#: from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
+#: class Requested(TypedDict):
+#:     nbytes: int
+#:     pages: Pages
+#:     numa: str | None
+#:     lock: Lock
+#:     shared: bool | str
+#:     reserve: int
+
 cdef extern from "Python.h":
     int PyObject_GetBuffer(object exporter, Py_buffer *view, int flags) except -1
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 cdef dict _ACCESS = {"r": um.UM_ACCESS_READ, "c": um.UM_ACCESS_PRIVATE, "r+": um.UM_ACCESS_SHARED}
+
+
+cdef tuple _OPTIONS = tuple("pages numa lock warm shared strict reserve name category".split())
+cdef dict _DEFAULTS = {"pages": "auto", "lock": False, "warm": False, "strict": False}
 
 
 cdef class Block:
@@ -90,16 +103,24 @@ cdef class Block:
     ...     block.granted.pages
     '4k'
     """
+    #: path: str | None
+    #: def __buffer__(self, flags: int, /) -> memoryview: ...
 
-    def __init__(self, nbytes, *, pages="auto", numa=None, lock=False, warm=False, shared=False,
-                 strict=False, reserve=None, name=None, category="other"):
+    def __init__(self, nbytes: int, *, pages: Pages = "auto", numa: str | None = None,
+                 lock: Lock = False, warm: bool | int = False, shared: bool | str = False,
+                 strict: bool = False, reserve: int | None = None, name: str | None = None,
+                 category: str = "other") -> None:
         if self._requested is not None:
             raise RuntimeError("the Block is made already")
-        self._make(nbytes, pages, numa, lock, warm, shared, strict, reserve, (), name, category,
-                   -1, None)
+        self._make(nbytes, {"pages": pages, "numa": numa, "lock": lock, "warm": warm,
+                            "shared": shared, "strict": strict, "reserve": reserve, "name": name,
+                            "category": category}, (), -1, None)
 
-    cdef int _make(self, nbytes, pages, numa, lock, warm, shared, strict, reserve, tuple mirror,
-                   name, category, int fd, fill) except -1:
+    cdef int _make(self, nbytes, dict options, tuple mirror, int fd, fill) except -1:
+        for option in options.keys() - set(_OPTIONS):
+            raise TypeError(f"unexpected argument '{option}': expected {', '.join(_OPTIONS)}")
+        pages, numa, lock, warm, shared, strict, reserve, name, category = map(
+            options.get, _OPTIONS)
         one_of(pages, "pages", PAGES)
         cdef um.um_category entered = category_of(category)
         cdef size_t size = size_of(nbytes, "nbytes", 1)
@@ -129,42 +150,49 @@ cdef class Block:
         return 0
 
     @staticmethod
-    def _mirrored(nbytes, piece_bytes, *, other_bytes=0, run=1, pages="auto", numa=None,
-                  lock=False, warm=False, strict=False, name=None, category="kv"):
-        """Make shared memory of which each piece is mapped twice, back to back.
+    def _mirrored(nbytes: int, piece_bytes: int, *, other_bytes: int = 0, run: int = 1,
+                  name: str | None = None, category: str = "kv",
+                  **placement: Unpack[PlacementOptions]) -> Block:
+        """Make shared memory whose pieces are each mapped twice, back to back.
 
-        What `nbytes`, offsets and arrays of the block count is its address space, twice the memory:
-        the ith piece is at ``2 * i * piece_bytes``, and once more ``piece_bytes`` behind that.
+        `nbytes`, offsets and arrays of the block count address space, which is twice the memory:
+        piece i is at ``2 * i * piece_bytes``, and once more ``piece_bytes`` behind that.
 
         Parameters
         ----------
         nbytes, piece_bytes : int
-            Whole pieces; whole pages of the size asked for; of ``pages="thp"``, base pages do.
+            Whole pieces of whole pages of the size asked for; base pages for ``pages="thp"``.
         other_bytes, run : int, optional
-            Another size: `run` pieces of `piece_bytes` and as many of this one take turns.
-        pages, numa, lock, warm, strict, name, category
-            As for the class; ``"auto"`` are base pages.
+            Another size: `run` pieces of `piece_bytes` alternate with `run` pieces of this size.
+        name, category, **placement
+            As for the class; ``"auto"`` means base pages.
         """
         cdef size_t piece = size_of(piece_bytes, "piece_bytes", 1), count = size_of(run, "run", 1)
         cdef size_t size = size_of(nbytes, "nbytes", 1), other = size_of(other_bytes, "other_bytes")
-        cdef size_t page = {"2m": 2 << 20, "1g": 1 << 30}.get(pages, um.um_page_bytes())
+        cdef size_t page = {"2m": 2 << 20, "1g": 1 << 30}.get(placement.get("pages"),
+                                                              um.um_page_bytes())
         if piece % page or other % page or size % ((piece + other) * (count if other else 1)):
             raise ValueError(f"expected pieces of whole pages of {page} bytes, and whole pieces, "
                              f"got pieces of {piece} and {other}, runs of {run}, nbytes={size}")
         cdef Block block = Block.__new__(Block)
-        block._make(size, pages, numa, lock, warm, True, strict, None, (piece, other, count), name,
-                    category, -1, None)
+        block._make(size, _DEFAULTS | placement | {"shared": True, "name": name,
+                                                   "category": category},
+                    (piece, other, count), -1, None)
         return block
 
     @staticmethod
-    def _filled(nbytes, fill, *, fd=None, pages="auto", numa=None, lock=False, strict=False,
-                name=None, category="other"):
-        """Make a block that ``fill(block)`` writes whole, before it is locked and looked at: so
-        what is read into memory is the first that touches it. What `fill` raises is raised. `fd`
-        is an open, empty, writable file in shared memory that the block is made of."""
+    def _filled(nbytes: int, fill: Callable[[Block], object], *, fd: int | None = None,
+                name: str | None = None, category: str = "other",
+                **placement: Unpack[PlacementOptions]) -> Block:
+        """Make a block that ``fill(block)`` writes in full before it is locked and verified.
+
+        So reading a file into it is the first touch of its pages. Errors of `fill` propagate. `fd`
+        is an open, empty, writable file in shared memory to make the block of.
+        """
         cdef Block block = Block.__new__(Block)
-        block._make(nbytes, pages, numa, lock, False, fd is not None, strict, None, (), name,
-                    category, -1 if fd is None else fd, fill)
+        block._make(nbytes, _DEFAULTS | placement | {"shared": fd is not None, "name": name,
+                                                     "category": category},
+                    (), -1 if fd is None else fd, fill)
         return block
 
     def _place_named(self, path, request, um.um_category category, unsigned n_threads, bint warm,
@@ -210,7 +238,9 @@ cdef class Block:
             policy.warn(text)
 
     @staticmethod
-    def map(path, *, offset=0, nbytes=None, mode="r", name=None, category="weights"):
+    def map(path: str | PathLike[str], *, offset: int = 0, nbytes: int | None = None,
+            mode: Literal["r", "c", "r+"] = "r", name: str | None = None,
+            category: str = "weights") -> Block:
         """Map a file without reading it.
 
         Parameters
@@ -257,7 +287,8 @@ cdef class Block:
             return Block._map_fd(fd, start, nbytes, mode, file, category, name)
 
     @staticmethod
-    def _map_fd(int fd, offset, nbytes, mode, file, category="weights", name=None):
+    def _map_fd(int fd, offset: int, nbytes: int, mode: Literal["r", "c", "r+"], file: str,
+                category: str = "weights", name: str | None = None) -> Block:
         cdef um.um_category entered = category_of(category)
         cdef uint64_t start = size_of(offset, "offset")
         cdef size_t size = size_of(nbytes, f"nbytes of {file} from byte {offset} on", 1)
@@ -266,7 +297,8 @@ cdef class Block:
         return _new_block(region, string(name, "name", file), category, mode == "r+")
 
     @staticmethod
-    def attach(fd_or_path, *, writable=False, name=None, category="other"):
+    def attach(fd_or_path: int | str | PathLike[str], *, writable: bool = False,
+               name: str | None = None, category: str = "other") -> Block:
         """Map the shared memory that another block has made, here or in another process.
 
         Parameters
@@ -310,7 +342,7 @@ cdef class Block:
         block.path = label if label.startswith(limits.SHM + "/") else None
         return block
 
-    def sealed_copy(self, *, pages="auto", name=None):
+    def sealed_copy(self, *, pages: Pages = "auto", name: str | None = None) -> Block:
         """Copy the memory into shared memory that nobody can write, grow or shrink any more.
 
         Parameters
@@ -366,38 +398,38 @@ cdef class Block:
         return self.region().block.base
 
     @property
-    def address(self):
+    def address(self) -> int:
         """Address of the first byte; it never changes."""
         return <uintptr_t>self.base()
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Usable bytes from the base on, up to the first gap: whole pages."""
         return self.region().block.nbytes
 
     @property
-    def reserved_bytes(self):
+    def reserved_bytes(self) -> int:
         """Address space from the base on, into which the block can grow."""
         return self.region().block.reserved_nbytes
 
     @property
-    def committed_bytes(self):
+    def committed_bytes(self) -> int:
         """Bytes that are usable, wherever they are."""
         return self.region().block.committed_nbytes
 
     @property
-    def step_bytes(self):
+    def step_bytes(self) -> int:
         """The page, huge or not: `commit` and `release` work in whole steps."""
         return self.region().block.step_nbytes
 
     @property
-    def requested(self):
+    def requested(self) -> Requested:
         """What was asked for: a dict of `nbytes`, `pages`, `numa`, `lock`, `shared`, `reserve`."""
         self.region()
         return dict(self._requested)
 
     @property
-    def granted(self):
+    def granted(self) -> Placement:
         """The `Placement` as it was when it was last read from the kernel (see `verify`)."""
         self.region()
         with cython.critical_section(self):
@@ -406,11 +438,12 @@ cdef class Block:
 
     @property
     @cython.critical_section
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the block was closed (or left out of this forked child)."""
         return self._region is None or self._region.block.base == NULL
 
-    def as_array(self, dtype="uint8", shape=None, offset=0):
+    def as_array(self, dtype: npt.DTypeLike = "uint8", shape: int | Sequence[int] | None = None,
+                 offset: int = 0) -> npt.NDArray[Any]:
         """View the memory as an array, without a copy.
 
         Parameters
@@ -444,7 +477,8 @@ cdef class Block:
         # the buffer go at once and keeps the exporter only, which is not what keeps the memory.
         pass
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: npt.DTypeLike | None = None,
+                  copy: bool | None = None) -> npt.NDArray[Any]:
         array = self.as_array()
         if copy or (dtype is not None and np.dtype(dtype) != array.dtype):
             if copy is False:
@@ -452,13 +486,14 @@ cdef class Block:
             return np.array(array, dtype=dtype)
         return array
 
-    def __dlpack__(self, **options):
+    def __dlpack__(self, **options: Any) -> Any:
         return self.as_array().__dlpack__(**options)
 
-    def __dlpack_device__(self):
+    def __dlpack_device__(self) -> tuple[int, int]:
         return self.as_array().__dlpack_device__()
 
-    def warm(self, threads=None, progress=None):
+    def warm(self, threads: int | None = None,
+             progress: Callable[[int, int], object] | None = None) -> None:
         """Bring all pages into RAM, so that no later access faults.
 
         Parameters
@@ -483,7 +518,8 @@ cdef class Block:
         check_callable(progress)
         self._warm_runs(region.runs(region.block.reserved_nbytes, True), threads, progress)
 
-    def _warm_range(self, offset, nbytes, threads=None, *, write=False):
+    def _warm_range(self, offset: int, nbytes: int, threads: int | None = None, *,
+                    write: bool = False) -> None:
         self._warm_runs([(offset, nbytes)], threads, None, write)
 
     def _warm_runs(self, list runs, threads, progress, bint write=False):
@@ -501,7 +537,7 @@ cdef class Block:
         self._granted = placement
         return placement
 
-    def _require_room(self, list runs):
+    def _require_room(self, list runs: list[tuple[int, int]]) -> None:
         require_room(self.region(), self.name, self._choice, runs)
 
     cdef unsigned check_threads(self, object threads) except 0:
@@ -511,10 +547,10 @@ cdef class Block:
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
                       object progress, size_t before, size_t total, bint write=False) except -1:
         self.note_granted(None)
-        return warm_region(region, self._choice, self.path, offset, nbytes, n_threads, progress,
-                           before, total, write)
+        told = None if progress is None else (progress, before, total)
+        return warm_region(region, self._choice, self.path, offset, nbytes, n_threads, told, write)
 
-    def verify(self):
+    def verify(self) -> Placement:
         """Read from the kernel where the memory is.
 
         Returns
@@ -528,7 +564,7 @@ cdef class Block:
         """
         return self.note_granted(placement_of(self.region()))
 
-    def repair(self):
+    def repair(self) -> Placement:
         """Move what lies elsewhere than the NUMA policy says to where it says, and verify.
 
         A `PlacementWarning` tells what cannot be moved.
@@ -554,7 +590,7 @@ cdef class Block:
             policy.warn(policy.misplaced_message(self.name, self._choice.numa, left, placement))
         return placement
 
-    def collapse(self):
+    def collapse(self) -> Placement:
         """Put what is in RAM into huge pages now, shared memory included, and verify.
 
         Where no huge page is free, a `PlacementWarning` says so.
@@ -577,7 +613,7 @@ cdef class Block:
             policy.warn(text)
         return placement
 
-    def commit(self, nbytes):
+    def commit(self, nbytes: int) -> None:
         """Make the first `nbytes` bytes usable, inside of what is reserved; nothing moves.
 
         Parameters
@@ -608,7 +644,7 @@ cdef class Block:
         self.note_granted(None)
         return grow(self.region(), self._choice, self.path, ranges, ranges)
 
-    def release(self, offset=0, nbytes=None):
+    def release(self, offset: int = 0, nbytes: int | None = None) -> int:
         """Give memory back; RSS and commit charge fall, and addresses stay reserved.
 
         Parameters
@@ -641,7 +677,7 @@ cdef class Block:
         self.note_granted(None)
         return release_range(region, first, size)
 
-    def _discard(self, offset, nbytes):
+    def _discard(self, offset: int, nbytes: int) -> int:
         """Forget whole steps of a range: their pages go, they stay committed, and read as zeros.
 
         Returns the bytes of memory that were covered. Raises as `release`, and ValueError for
@@ -653,7 +689,7 @@ cdef class Block:
         self.note_granted(None)
         return discard_range(region, first, size)
 
-    def _overlay(self, offset, int fd, file_offset, nbytes):
+    def _overlay(self, offset: int, int fd, file_offset: int, nbytes: int) -> None:
         """Commit a range as a private mapping of a file, which never changes.
 
         Raises ValueError for a range that cannot be a file's or is not in the file, and OSError.
@@ -664,7 +700,9 @@ cdef class Block:
         self.note_granted(None)
         overlay_range(region, first, fd, start, size)
 
-    def advise(self, advice):
+    def advise(self,
+               advice: Literal["willneed", "sequential", "random", "dontneed", "hugepage",
+                   "nohugepage"]) -> None:
         """Tell the kernel how the memory will be used.
 
         Parameters
@@ -691,7 +729,7 @@ cdef class Block:
         if status != um.UM_OK:
             raise_status(status, &err, f"Block '{self.name}'")
 
-    def fileno(self):
+    def fileno(self) -> int:
         """Return the descriptor of shared memory, which stays the block's.
 
         Raises
@@ -705,20 +743,21 @@ cdef class Block:
                                           "shared=True")
         return fd
 
-    def _resident_range(self, offset, nbytes):
+    def _resident_range(self, offset: int, nbytes: int) -> int:
         """How many bytes of a range are in RAM, in whole pages."""
         return resident_bytes(self.region(), offset, nbytes)
 
     @property
-    def _is_cache_hidden(self):
+    def _is_cache_hidden(self) -> bool:
         """Whether the kernel does not tell what of the mapped file is in the page cache."""
         return bool(self.region().block.is_cache_hidden)
 
-    def _pages(self, offset, nbytes, nodes=False):
+    def _pages(self, offset: int, nbytes: int,
+               nodes: bool = False) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int16] | None]:
         """Flags (UM_PAGE_*) of each base page of a range, uint8, and its node, int16, or None."""
         return pages_of(self.region(), size_of(offset, "offset"), size_of(nbytes, "nbytes"), nodes)
 
-    def _lock(self, how, *, asked=None):
+    def _lock(self, how: Lock, *, asked: Lock | None = None) -> Lock:
         """Lock all of it (True, "onfault") or unlock it (False); returns what it was.
 
         Raises PlacementError, which names the limit, and what was asked for if that is not what is
@@ -727,7 +766,7 @@ cdef class Block:
         return lock_all(self.region(), how, how if asked is None else asked)
 
     @cython.critical_section
-    def close(self):
+    def close(self) -> None:
         """Give the memory back. Closing twice is no error.
 
         Raises
@@ -738,7 +777,7 @@ cdef class Block:
         self._check_idle()
         self._drop()
 
-    def _check_idle(self):
+    def _check_idle(self) -> None:
         n_users = 0 if self._region is None else n_references(<PyObject *>self._region) - 1
         if n_users > 0:
             raise BufferError(
@@ -755,12 +794,12 @@ cdef class Block:
         if self._remove_name is not None:
             self._remove_name()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.region()
         return self
 
     @cython.critical_section
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         # Arrays that are still alive keep the memory; it goes with the last of them.
         self._drop()
 

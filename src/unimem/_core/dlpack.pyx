@@ -23,7 +23,7 @@ cdef dict CODES = {
 cdef object _numpy_export = np.ndarray.__dlpack__
 
 
-def export(array, **options):
+def export(array: npt.NDArray[Any], **options: Any) -> Any:
     """Make a capsule of an array, as its ``__dlpack__`` does, of ml_dtypes' types too.
 
     Parameters
@@ -55,6 +55,7 @@ def export(array, **options):
     return capsule
 
 
+#: class ExportedArray(np.ndarray[Any, np.dtype[Any]]): ...
 class ExportedArray(np.ndarray):
     """An array of a type of ml_dtypes, as which other libraries take it by DLPack."""
 
@@ -73,7 +74,7 @@ class ExportedArray(np.ndarray):
         return np.asarray(self).__reduce_ex__(protocol)
 
 
-def exported(array):
+def exported(array: Any) -> Any:
     """Return an array as other libraries take it: a view where NumPy does not export the dtype."""
     if isinstance(array, np.ndarray) and array.dtype.isbuiltin == 2:  # of ml_dtypes
         return array.view(ExportedArray)

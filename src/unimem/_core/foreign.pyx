@@ -14,6 +14,11 @@ from unimem._core.dlpack cimport (
     DLPackExchangeAPI, DLTensor,
 )
 
+#: AnyArray: TypeAlias = npt.NDArray[Any] | SupportsDLPack | Buffer
+#: class SupportsDLPack(Protocol):
+#:     def __dlpack__(self, *, stream: None = None) -> Any: ...
+#:     def __dlpack_device__(self) -> tuple[Any, Any]: ...
+
 cnp.import_array()
 
 # Returns -1 with an exception set where it fails.

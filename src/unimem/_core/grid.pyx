@@ -13,6 +13,10 @@ from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.status cimport raise_status
 from unimem._core.tape cimport Tape
 
+#: from unimem._core.tape import Bump
+#: from unimem.system.placement import PlacementOptions
+#: _TapeT = TypeVar("_TapeT", bound=Bump[Any])
+
 
 cdef class Cell:
     """One cell of a `Grid`; of no use after `Grid.give`.
@@ -32,7 +36,7 @@ cdef class Cell:
 
     @property
     @cython.critical_section
-    def address(self):
+    def address(self) -> int:
         """Address of its first byte, a multiple of 64."""
         cdef Cells grid = self.taken_from()
         grid.tape.check_open()
@@ -40,12 +44,12 @@ cdef class Cell:
 
     @property
     @cython.critical_section
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Its size in bytes, as the grid was asked for it."""
         return self.taken_from().cell_bytes
 
     @cython.critical_section
-    def as_array(self, dtype="uint8", shape=None):
+    def as_array(self, dtype: Any = "uint8", shape: int | Sequence[int] | None = None) -> Any:
         """View the cell as an array, without a copy, as `Block.as_array`.
 
         Parameters
@@ -95,8 +99,10 @@ cdef size_t _check_sizes(object cell_bytes, object n_cells) except 0:
     return nbytes
 
 
+#: class Cells(Generic[_TapeT]):
 cdef class Cells:
     """What a `Grid` is, whatever memory its tape is over: that is never touched here."""
+    #: tape: _TapeT
 
     cdef object begin(self):
         # A flag, and not what is made last: converting the arguments may come here again.
@@ -133,7 +139,7 @@ cdef class Cells:
                                  f"got {cell_id}")
         return 0
 
-    def take(self):
+    def take(self) -> Cell:
         """Take a cell; it is not initialised.
 
         Returns
@@ -158,7 +164,7 @@ cdef class Cells:
         cell.id = cell_id
         return cell
 
-    def give(self, Cell cell not None):
+    def give(self, Cell cell not None) -> None:
         """Give a cell back.
 
         Raises
@@ -179,30 +185,30 @@ cdef class Cells:
             cell._grid = None
 
     @property
-    def n_available(self):
+    def n_available(self) -> int:
         """How many cells are free."""
         return um.um_grid_n_available(&self.grid)
 
     @property
-    def n_cells(self):
+    def n_cells(self) -> int:
         """How many cells there are."""
         return self.grid.n_cells
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the grid was closed."""
         return self.tape is None or self.tape.closed
 
-    def close(self):
+    def close(self) -> None:
         """Give the memory back; raises BufferError while arrays use it."""
         if self.tape is not None:
             self.tape.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.check_open()
         return self
 
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         if self.tape is not None:
             self.tape.__exit__(*exc_info)
 
@@ -217,6 +223,7 @@ cdef class Cells:
                 f"{self.cell_bytes} bytes free, {self.tape.block.granted})")
 
 
+#: class Grid(Cells[Tape]):
 cdef class Grid(Cells):
     """Cells of one size over a tape, for things that come and go in any order.
 
@@ -229,8 +236,10 @@ cdef class Grid(Cells):
         Size of a cell; cells lie at multiples of 64 bytes.
     n_cells : int
         How many, below 2**32 - 2.
+    name, category : str
+        As for `Tape`.
     **placement
-        See `PlacementOptions`; `name` and `category` as for `Tape`.
+        See `PlacementOptions`.
 
     Attributes
     ----------
@@ -253,23 +262,26 @@ cdef class Grid(Cells):
     8
     """
 
-    def __init__(self, cell_bytes, n_cells, *, name=None, **placement):
+    def __init__(self, cell_bytes: int, n_cells: int, *, name: str | None = None,
+                 category: str = "scratch", **placement: Unpack[PlacementOptions]) -> None:
         self.begin()
         cdef um.um_error err
         cdef size_t nbytes = _check_sizes(cell_bytes, n_cells)
-        cdef Tape tape = Tape(nbytes, name=string(name, "name", "grid"), **placement)
+        cdef Tape tape = Tape(nbytes, name=string(name, "name", "grid"), category=category,
+                              **placement)
         self.tape, self.cell_bytes = tape, cell_bytes
         if um.um_grid_init(&self.grid, &tape.tape, self.cell_bytes, n_cells, &err) != um.UM_OK:
             self.fail(&err)
 
 
+#: class DeviceGrid(Cells[Any]):
 cdef class DeviceGrid(Cells):
     """The half of `cuda.Grid` that needs no device: the free list is in main memory.
 
     `new_tape` makes a tape of so many bytes.
     """
 
-    def __init__(self, cell_bytes, n_cells, new_tape):
+    def __init__(self, cell_bytes: int, n_cells: int, new_tape: Callable[[int], Bump[Any]]) -> None:
         self.begin()
         cdef um.um_error err
         _check_sizes(cell_bytes, n_cells)

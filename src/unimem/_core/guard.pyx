@@ -13,7 +13,7 @@ from unimem._core.status cimport raise_file_status
 cdef size_t MANY_BYTES = 64 << 10
 
 
-def copy(out, address, nbytes, str what):
+def copy(out: NDArray[Any] | bytearray | memoryview, address: int, nbytes: int, str what) -> None:
     """Copy from a mapped file, as far as it is there.
 
     Any number of threads may copy at once. The interpreter's lock is given up for more than a few

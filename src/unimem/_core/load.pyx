@@ -77,7 +77,9 @@ cdef class _Parts:
         return 0
 
 
-def load(parts, *, threads=None, cpus=None, bint direct=False, request_bytes=None, progress=None):
+def load(parts: Iterable[tuple[int, int, Block, int, int, str]], *, threads: int | None = None,
+         cpus: Sequence[int] | None = None, bint direct=False, request_bytes: int | None = None,
+         progress: Callable[[int, int], object] | None = None) -> None:
     """Read ranges of files into memory, with several pinned threads.
 
     It returns, or raises, when all its threads have ended. Any number of loads may run at once. The
@@ -147,7 +149,7 @@ def load(parts, *, threads=None, cpus=None, bint direct=False, request_bytes=Non
         progress(given.total, given.total)
 
 
-def move_pages(Block block not None, numa):
+def move_pages(Block block not None, numa: str | None) -> list[str]:
     """Move pages of a mapped file to NUMA nodes, and let `Block.repair` do so from now on.
 
     Of the page cache, those pages move that this process has mapped, and no other has.

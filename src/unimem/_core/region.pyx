@@ -314,7 +314,7 @@ cdef Py_ssize_t n_references(PyObject *region) except -1:
         return Py_REFCNT(region)
 
 
-def regions():
+def regions() -> list[tuple[str, str, int, int, int, dict[str, Any] | None, str | None]]:
     """What is mapped now, the newest first.
 
     Returns
@@ -357,7 +357,7 @@ cdef object enter_holder(object holder):
     _holders[<uintptr_t><PyObject *>reference] = reference
 
 
-def holder_parts():
+def holder_parts() -> list[tuple[str, int, int, int, int]]:
     """Return the parts that holders name, in the order in which the holders were entered.
 
     Returns

@@ -14,6 +14,21 @@ from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um
 
+#: VERSION: str
+#: SOVERSION: int
+#: class CallCounters(TypedDict):
+#:     os_calls: int
+#:     allocations: int
+#:     allocated_bytes: int
+#: class LedgerRow(TypedDict):
+#:     n_mappings: int
+#:     mapped_bytes: int
+#:     high_water_bytes: int
+#: class DeviceRow(TypedDict):
+#:     n_allocations: int
+#:     nbytes: int
+#:     high_water_bytes: int
+
 
 cdef str full_text(str subject, object asked, str unit, object limit, object used):
     return (f"{subject}: asked for {asked} {unit}, but {used} of {limit} are used: "
@@ -59,7 +74,7 @@ VERSION = um.um_version().decode()
 SOVERSION = um.UM_SOVERSION
 
 
-def counters():
+def counters() -> CallCounters:
     """What the native library has cost this process since it was loaded.
 
     Returns
@@ -73,7 +88,7 @@ def counters():
             "allocated_bytes": c.allocated_bytes}
 
 
-def row_name(str category):
+def row_name(str category) -> str:
     """How rows of plans and reports call a category of the ledger.
 
     A runtime's history is its KV cache, which is what users look for.
@@ -86,7 +101,7 @@ def row_name(str category):
     return "kv" if category == "history" else category
 
 
-def ledger():
+def ledger() -> dict[str, LedgerRow]:
     """What is mapped now, by category.
 
     Returns
@@ -131,7 +146,7 @@ cdef class Marks:
         if self._begun:
             um.um_marks_end(self._number)
 
-    def read(self):
+    def read(self) -> list[int]:
         """The most so far.
 
         Returns
@@ -177,6 +192,7 @@ cdef class DeviceEntry:
     ValueError
         There is no such category.
     """
+    #: def __init__(self, device: str, category: str, nbytes: int) -> None: ...
 
     cdef _DeviceRow _row
     cdef long long _nbytes
@@ -203,7 +219,7 @@ cdef class DeviceEntry:
                 self._row.nbytes -= self._nbytes
 
 
-def device_ledger():
+def device_ledger() -> dict[tuple[str, str], DeviceRow]:
     """What is allocated on devices now, by device and category.
 
     Returns

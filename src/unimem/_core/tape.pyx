@@ -28,6 +28,9 @@ from unimem._core.lock cimport hold, let_go
 from unimem._core.region cimport Region, enter_holder, n_references
 from unimem._core.status cimport full_text, raise_status
 
+#: from unimem.system.placement import PlacementOptions
+#: _BlockT = TypeVar("_BlockT")
+
 cdef extern from "Python.h":
     long long PyLong_AsLongLongAndOverflow(object n, int *overflow) except? -1
     PyObject *PyDict_GetItemWithError(object mapping, object key) except? NULL
@@ -104,6 +107,7 @@ cdef str _public_name(object kind):
     return f"{package}.{kind.__name__}" if package else kind.__name__
 
 
+#: class Bump(Generic[_BlockT]):
 cdef class Bump:
     """The arithmetic of a tape over a range of addresses, which is never touched here.
 
@@ -112,7 +116,8 @@ cdef class Bump:
     memory that was taken back, and `_where` describes it for `repr`.
     """
 
-    def __init__(self, str name, block, address, total, *, bint owns_block):
+    def __init__(self, str name, block: _BlockT, address: int, total: int, *,
+                 bint owns_block) -> None:
         cdef um.um_error err
         if self.tape.base != NULL:
             raise RuntimeError("the Tape is made already")
@@ -125,7 +130,7 @@ cdef class Bump:
         self._open = True
 
     @classmethod
-    def _require(cls, tape):
+    def _require(cls, tape: object) -> None:
         """Raise TypeError for what is no tape of this kind."""
         if not isinstance(tape, cls):
             raise TypeError(f"tape: expected a {_public_name(cls)}, got "
@@ -164,17 +169,18 @@ cdef class Bump:
                            self.tape.total, used, nbytes)
         return nbytes
 
+    #: def _holds(self, address: int, nbytes: int) -> bool: ...
     cpdef bint _holds(self, uintptr_t address, size_t nbytes):
         cdef uintptr_t base = <uintptr_t>self.tape.base
         return (self._open and address >= base
                 and address - base + nbytes <= um.um_tape_used(&self.tape))
 
-    def take_address(self, nbytes, align=64):
+    def take_address(self, nbytes: int, align: int = 64) -> int:
         """Take `nbytes` bytes and return their address; otherwise as `take`."""
         return <uintptr_t>self.take_raw(_fast_size(nbytes, "nbytes"), _align_of(align))
 
     @cython.critical_section
-    def clear(self):
+    def clear(self) -> None:
         """Take everything back but what is kept: O(1), and nothing is zeroed."""
         self.check_open()
         if self._tenants is not None:
@@ -183,18 +189,18 @@ cdef class Bump:
         um.um_tape_clear(&self.tape)
 
     @cython.critical_section
-    def keep(self):
+    def keep(self) -> None:
         """Keep what is taken so far: `clear` and `rewind` stop there from now on."""
         self.check_open()
         um.um_tape_keep(&self.tape)
 
-    def mark(self):
+    def mark(self) -> int:
         """Return a mark for `rewind`: the bytes used so far."""
         self.check_open()
         return um.um_tape_mark(&self.tape)
 
     @cython.critical_section
-    def rewind(self, mark):
+    def rewind(self, mark: int) -> None:
         """Take back what was taken after `mark`, down to what is kept.
 
         Raises
@@ -226,7 +232,7 @@ cdef class Bump:
                 self._overwrite(<uintptr_t>self.tape.base + floor, used - floor)
 
     @cython.critical_section
-    def _tell(self, tenant, end):
+    def _tell(self, tenant: object, end: int) -> None:
         """Call ``tenant.end(reason)`` once bytes below `end` are taken back, while it is alive."""
         if self._tenants is None:
             self._tenants = weakref.WeakKeyDictionary()
@@ -240,7 +246,7 @@ cdef class Bump:
                 tenant.end(f"lay on Tape '{self.name}', which took the memory back")
 
     @contextmanager
-    def frame(self):
+    def frame(self) -> Iterator[Self]:
         """Take back, at the end of the ``with``, what was taken inside."""
         mark = self.mark()
         try:
@@ -250,23 +256,23 @@ cdef class Bump:
             if self._open:
                 self.rewind(min(mark, self.used_bytes))
 
-    def freeze(self):
+    def freeze(self) -> None:
         """Refuse every further take with `FrozenError`, until `thaw`."""
         self._freeze_at(0)
 
-    def _freeze_at(self, size_t limit):
+    def _freeze_at(self, size_t limit) -> None:
         """Refuse takes that would pass `limit` bytes."""
         cdef um.um_error err
         self.check_open()
         if um.um_tape_freeze(&self.tape, limit, &err) != um.UM_OK:
             self.fail(&err)
 
-    def thaw(self):
+    def thaw(self) -> None:
         """Allow takes again."""
         self.check_open()
         um.um_tape_thaw(&self.tape)
 
-    def owns(self, array_or_address):
+    def owns(self, array_or_address: Any) -> bool:
         """Whether an array's first byte, or an address, lies in the tape's memory."""
         self.check_open()
         # Of any tape: one of a device may be over pinned memory, which NumPy's arrays can lie in.
@@ -278,51 +284,51 @@ cdef class Bump:
                 and bool(um.um_tape_owns(&self.tape, <void *><uintptr_t>address)))
 
     @property
-    def used_bytes(self):
+    def used_bytes(self) -> int:
         """Bytes up to the end of the last take, padding for alignment included."""
         self.check_open()
         return um.um_tape_used(&self.tape)
 
     @property
-    def available_bytes(self):
+    def available_bytes(self) -> int:
         """Bytes that are left."""
         return self.tape.total - self.used_bytes
 
     @property
-    def total_bytes(self):
+    def total_bytes(self) -> int:
         """The tape's size in bytes."""
         return self.tape.total
 
     @property
-    def high_water_bytes(self):
+    def high_water_bytes(self) -> int:
         """The most that `used_bytes` has ever been."""
         self.check_open()
         return um.um_tape_high_water(&self.tape)
 
     @property
-    def n_takes(self):
+    def n_takes(self) -> int:
         """How often something was taken."""
         return um.um_tape_n_takes(&self.tape)
 
     @property
-    def frozen(self):
+    def frozen(self) -> bool:
         """Whether takes are refused."""
         return bool(um.um_tape_frozen(&self.tape))
 
     @property
     @cython.critical_section
-    def block(self):
+    def block(self) -> _BlockT:
         """The block under the tape."""
         self.check_open()
         return self._block
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the tape was closed."""
         return not self._open
 
     @cython.critical_section
-    def close(self):
+    def close(self) -> None:
         """Close the tape and, where it is the tape's own, give its block back.
 
         Raises
@@ -334,7 +340,7 @@ cdef class Bump:
             self._check_unused()
             self._release()
 
-    def _check_unused(self):
+    def _check_unused(self) -> None:
         """Raise BufferError where `close` would."""
         if self._owns_block and self._open:
             n_views = self._n_views()
@@ -348,12 +354,12 @@ cdef class Bump:
             self._block.__exit__()
         self._block = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.check_open()
         return self
 
     @cython.critical_section
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         # Arrays that are still alive keep the memory; it goes with the last of them.
         self._release()
 
@@ -373,6 +379,7 @@ cdef class Bump:
                 f"{format_bytes(self.total_bytes)} used, {self._where()}{state})")
 
 
+#: class Tape(Bump[Block]):
 cdef class Tape(Bump):
     """A bump allocator: memory is taken in order and cleared all at once.
 
@@ -408,7 +415,8 @@ cdef class Tape(Bump):
     24
     """
 
-    def __init__(self, nbytes_or_block, *, name=None, category="scratch", **placement):
+    def __init__(self, nbytes_or_block: int | Block, *, name: str | None = None,
+                 category: str = "scratch", **placement: Unpack[PlacementOptions]) -> None:
         cdef Block block
         cdef bint owns_block = not isinstance(nbytes_or_block, Block)
         if owns_block:
@@ -466,6 +474,12 @@ cdef class Tape(Bump):
     cdef float[::1] take_floats(self, size_t n):
         return self.take(n, "float32")
 
+    #: @overload
+    #: def take(self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32", *,
+    #:          align: int = 64) -> npt.NDArray[Any]: ...
+    #: @overload
+    #: def take(self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32", *,
+    #:          align: int = 64, like: ModuleType) -> Any: ...
     @cython.critical_section
     def take(self, shape, dtype="float32", *, align=64, like=None):
         """Take an array.
@@ -514,20 +528,20 @@ cdef class Tape(Bump):
                                 _align_of(align))
         return array_over(address, dims, descr, self._region, True)
 
-    def take_bytes(self, nbytes, *, align=64):
+    def take_bytes(self, nbytes: int, *, align: int = 64) -> npt.NDArray[Any]:
         """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
         if type(nbytes) is not int or nbytes < 0:
             nbytes = size_of(nbytes, "nbytes")
         return self.take(nbytes, "uint8", align=align)
 
     @cython.critical_section
-    def warm(self, threads=None):
+    def warm(self, threads: int | None = None) -> None:
         """Bring the tape's memory into RAM, as `Block.warm`."""
         self.check_open()
         self._block._warm_range(0, self.tape.total, threads)
 
     @property
-    def _is_of_file(self):
+    def _is_of_file(self) -> bool:
         """Whether its memory is a file that is mapped."""
         return bool((<Block>self._block).region().block.is_file)
 
@@ -548,6 +562,7 @@ cdef class Tape(Bump):
         return "its block closed" if self._block.closed else self._block.granted
 
 
+#: class DeviceTape(Bump[Any]):
 cdef class DeviceTape(Bump):
     """The half of `cuda.Tape` that a decode step calls for every buffer.
 
@@ -555,11 +570,12 @@ cdef class DeviceTape(Bump):
     has made. A subclass makes them, `_new_array(offset, shape, dtype)`, and brings the tensors of
     a model to what it takes: `_upload(weights, ...)`.
     """
+    #: def _upload(self, weights: Any, **options: Any) -> dict[str, Any]: ...
 
     def __cinit__(self, *args, **options):
         self._made = {}
 
-    def __init__(self, str name, block, total, str left_out, *, bint owns_block):
+    def __init__(self, str name, block: Any, total: int, str left_out, *, bint owns_block) -> None:
         memory = block._opened()
         Bump.__init__(self, name, block, block.address, total, owns_block=owns_block)
         self._memory = memory
@@ -575,7 +591,8 @@ cdef class DeviceTape(Bump):
         self._memory = None
 
     @cython.critical_section
-    def take(self, shape, dtype="float32", *, align=256):
+    def take(self, shape: int | Sequence[int], dtype: npt.DTypeLike = "float32", *,
+             align: int = 256) -> Any:
         """Take an array.
 
         The same take at the same place, after `clear` or `rewind`, gets the same array object as
@@ -627,7 +644,7 @@ cdef class DeviceTape(Bump):
             self._made[key] = array
         return array
 
-    def take_bytes(self, nbytes, *, align=256):
+    def take_bytes(self, nbytes: int, *, align: int = 256) -> Any:
         """Take `nbytes` bytes as a uint8 array; otherwise as `take`."""
         if type(nbytes) is not int or nbytes < 0:
             nbytes = size_of(nbytes, "nbytes")

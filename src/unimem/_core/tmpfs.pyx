@@ -6,7 +6,7 @@ from unimem._core cimport native as um
 from unimem._core.status cimport raise_status
 
 
-def open_mount(uint64_t nbytes, bint huge):
+def open_mount(uint64_t nbytes, bint huge) -> int:
     """Make a file system in memory, and return the descriptor of its folder.
 
     It goes with the last descriptor of the folder, and a file's memory with its last user.
@@ -33,7 +33,7 @@ def open_mount(uint64_t nbytes, bint huge):
     return fd
 
 
-def seal_mount(int fd):
+def seal_mount(int fd) -> None:
     """Make it read-only, in all its mounts.
 
     Raises
@@ -49,6 +49,6 @@ def seal_mount(int fd):
         raise_status(status, &err, "sealing a tmpfs")
 
 
-def huge_page_bytes():
+def huge_page_bytes() -> int:
     """Return the size of transparent huge pages; 0 where the kernel has none."""
     return um.um_huge_page_bytes()

@@ -603,7 +603,7 @@ class KVStore:
         self.close()
 
     def __del__(self) -> None:
-        if self._tiers and not self.closed:
+        if getattr(self, "_tiers", None) and not self.closed:
             warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=1, source=self)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@
 cdef class EmptyCall:
     """Has the cheapest method there is, which `unimem_bench` compares with."""
 
-    def call(self, size_t nbytes, size_t align):
+    def call(self, size_t nbytes, size_t align) -> None:
         """Do nothing.
 
         Parameters

@@ -1,9 +1,0 @@
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
-def exported(array: Any) -> Any: ...
-def export(array: npt.NDArray[Any], **options: Any) -> Any: ...
-
-class ExportedArray(np.ndarray[Any, np.dtype[Any]]): ...
