@@ -23,7 +23,7 @@ file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd
 
 # Modules that are called when something is made or read, not once a token: they are made small.
 set(UNIMEM_COLD cyutility status dlpack foreign region mapping growth block header_bytes gguf
-  safetensors load guard tmpfs device parts scratchpad thread_count)
+  safetensors load guard tmpfs device layered scratchpad thread_count)
 
 # Builds one module of the room ROOM, such as kv or kv/cache, from its C file.
 function(unimem_add_module room module c_file)
@@ -78,6 +78,6 @@ unimem_add_module(_core cyutility ${UNIMEM_UTILITY_C})
 unimem_add_bindings(_core status dlpack arrays foreign region mapping growth block tape grid
   load guard tmpfs empty_call)
 unimem_add_bindings(kv arrays states paged scratchpad rotate_heads)
-unimem_add_bindings(kv/cache rows storage cache parts layered device)
+unimem_add_bindings(kv/cache rows storage one_kind layered cache device)
 unimem_add_bindings(weights header_bytes gguf safetensors)
 unimem_add_bindings(engine thread_count turn rotation_op forward)

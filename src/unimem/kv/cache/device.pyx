@@ -48,10 +48,9 @@ cdef class KVDevice(KVRows):
     tokens of so many layers.
     """
 
-    def _plan(self, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name):
-        """Check what the cache is to be, and return the bytes of its storage."""
-        self.describe(&self._spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None,
-                      budget_bytes, name)
+    def _plan(self, wanted):
+        """Check a `KVSpec`, and return the bytes of its storage."""
+        self.describe(&self._spec, wanted)
         return self.plan_fixed(&self._spec, &self._storage)
 
     def _place(self, DeviceTape tape not None, driver, *, bint owns_tape):
