@@ -21,9 +21,10 @@ from unimem.kv.cache.one_kind cimport OneKindCache
 from unimem.kv.cache.rows cimport KVRows
 
 
-def _figure(name, base=OneKindCache):
+def _figure(name, doc=None):
     """Return a property that is the body's."""
-    return property(operator.attrgetter(f"_body.{name}"), doc=getattr(base, name).__doc__)
+    return property(operator.attrgetter(f"_body.{name}"),
+                    doc=doc or getattr(OneKindCache, name).__doc__)
 
 
 def _call(method):
@@ -501,16 +502,16 @@ cdef class KVCache:
 
     # ---- figures ----
 
-    tape = _figure("tape")
-    block = _figure("block")
-    name = _figure("name")
-    dtype = _figure("dtype")
-    v_dtype = _figure("v_dtype")
-    order = _figure("order")
-    window = _figure("window")
-    budget_bytes = _figure("budget_bytes")
-    grow = _figure("grow")
-    rotate = _figure("rotate")
+    tape = _figure("tape", "The tape that the storage lies on, or None.")
+    block = _figure("block", "The block of its own that the storage lies on, or None.")
+    name = _figure("name", "What messages call it.")
+    dtype = _figure("dtype", 'What is stored of K, such as ``"f16"``; with `layers`, of each layer.')
+    v_dtype = _figure("v_dtype", "What is stored of V.")
+    order = _figure("order", 'What lies side by side: ``"token"`` or ``"head"``.')
+    window = _figure("window", "Tokens of a ring, or None; with `layers`, of each layer.")
+    budget_bytes = _figure("budget_bytes", "The most bytes of storage, or None.")
+    grow = _figure("grow", "Whether memory is committed as tokens come.")
+    rotate = _figure("rotate", "Whether appends rotate heads.")
     seq_len = _figure("seq_len")
     next_position = _figure("next_position")
     memory_usage_bytes = _figure("memory_usage_bytes")
