@@ -7,10 +7,12 @@ foreach(found Python_INCLUDE_DIR Python_NumPy_INCLUDE_DIR SKBUILD_SOABI)
     message(FATAL_ERROR "${found} is not set: expected a build by pip, with NumPy installed")
   endif()
 endforeach()
-find_program(CYTHON cython HINTS ${Python_EXECUTABLE}/.. REQUIRED)
+set(UNIMEM_CYTHON ${Python_EXECUTABLE} ${CMAKE_SOURCE_DIR}/cmake/cythonize.py)
 
-# Every module runs without the interpreter's lock, where Python has none: docs/threads.md.
-set(UNIMEM_CYTHON_OPTIONS -3 -X freethreading_compatible=True)
+# Every module runs without the interpreter's lock, where Python has none: docs/threads.md. Methods
+# are C's, which are smaller than Cython's own and tell their signatures. Annotations are for stubs.
+set(UNIMEM_CYTHON_OPTIONS -3 -X freethreading_compatible=True -X binding=False
+  -X embedsignature=True -X embedsignature.format=clinic -X annotation_typing=False)
 if(UNIMEM_COVERAGE)
   # gcov then counts the lines of the .pyx.
   list(APPEND UNIMEM_CYTHON_OPTIONS --line-directives)
@@ -21,63 +23,76 @@ set(UNIMEM_UTILITY unimem._core.cyutility)
 file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd
   ${CMAKE_SOURCE_DIR}/src/unimem/*/*/*.pxd)
 
-# Modules that are called when something is made or read, not once a token: they are made small.
-set(UNIMEM_COLD cyutility status dlpack foreign region mapping growth block header_bytes gguf
-  safetensors load guard tmpfs device layered scratchpad thread_count)
+# Modules that are called for each token: they are made fast. All others are made small.
+set(UNIMEM_HOT unimem/_core/arrays unimem/_core/tape unimem/_core/grid unimem/kv/arrays
+  unimem/kv/paged unimem/kv/cache/rows unimem/kv/cache/storage unimem/kv/cache/one_kind
+  unimem/kv/cache/layered unimem/kv/cache/cache
+  unimem/engine/forward)
 
-# Builds one module of the room ROOM, such as kv or kv/cache, from its C file.
-function(unimem_add_module room module c_file)
-  string(REPLACE / _ target ${room}_${module})
-  string(REGEX REPLACE "[^/]+" ".." up ${room})
+# Builds one module of a package, such as src/unimem/kv, from its C file, which a target makes.
+function(unimem_add_module package module c_file maker)
+  string(REGEX REPLACE "^(src|bench)/" "" target_folder ${package})
+  string(REPLACE / _ target ${target_folder}_${module})
+  string(REGEX REPLACE "[^/]+" ".." up ${target_folder})
   add_library(${target} MODULE ${c_file})
+  add_dependencies(${target} ${maker})
   set_target_properties(${target} PROPERTIES
     PREFIX "" OUTPUT_NAME ${module} SUFFIX .${SKBUILD_SOABI}.so
-    LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bindings/${room}
-    INSTALL_RPATH "$ORIGIN/${up}/lib" BUILD_WITH_INSTALL_RPATH ON)
+    LIBRARY_OUTPUT_DIRECTORY ${CMAKE_BINARY_DIR}/bindings/${target_folder}
+    INSTALL_RPATH "$ORIGIN/${up}/unimem/lib" BUILD_WITH_INSTALL_RPATH ON)
   target_compile_definitions(${target} PRIVATE NPY_NO_DEPRECATED_API=NPY_2_0_API_VERSION
     NPY_TARGET_VERSION=NPY_2_0_API_VERSION)
-  if(module IN_LIST UNIMEM_COLD)
+  # Nothing is ever thrown through a module.
+  target_compile_options(${target} PRIVATE
+    -fno-plt $<$<CONFIG:Release>:-fno-asynchronous-unwind-tables>)
+  if("${target_folder}/${module}" IN_LIST UNIMEM_HOT)
+    target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O2>)
+  else()
     target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-Os>)
+    target_compile_definitions(${target} PRIVATE CYTHON_UNPACK_METHODS=0
+      CYTHON_FAST_THREAD_STATE=0 CYTHON_USE_DICT_VERSIONS=0)
   endif()
   target_include_directories(${target} SYSTEM PRIVATE
     ${Python_INCLUDE_DIR} ${Python_NumPy_INCLUDE_DIR})
   target_link_libraries(${target} PRIVATE unimem)
-  install(TARGETS ${target} DESTINATION unimem/${room})
+  install(TARGETS ${target} DESTINATION ${target_folder})
 endfunction()
 
-# Builds the named modules of the room ROOM, which is the folder src/unimem/ROOM. One call
-# of Cython translates a room: it reads what the modules share once.
-function(unimem_add_bindings room)
-  set(folder ${CMAKE_BINARY_DIR}/bindings/${room})
-  list(TRANSFORM ARGN REPLACE "(.+)" "${CMAKE_SOURCE_DIR}/src/unimem/${room}/\\1.pyx"
-    OUTPUT_VARIABLE sources)
+# Builds the named modules of a package, a folder such as src/unimem/kv. One call of Cython
+# translates them: it reads what they share once. mypy finds their stubs in the source folder.
+function(unimem_add_bindings package)
+  string(REGEX REPLACE "^(src|bench)/" "" target_folder ${package})
+  set(folder ${CMAKE_BINARY_DIR}/bindings/${target_folder})
+  set(source_folder ${CMAKE_SOURCE_DIR}/${package})
+  list(TRANSFORM ARGN REPLACE "(.+)" "${source_folder}/\\1.pyx" OUTPUT_VARIABLE sources)
   list(TRANSFORM ARGN REPLACE "(.+)" "${folder}/\\1.c" OUTPUT_VARIABLE c_files)
   file(MAKE_DIRECTORY ${folder})
   add_custom_command(
     OUTPUT ${c_files}
-    COMMAND ${CYTHON} ${UNIMEM_CYTHON_OPTIONS} --shared=${UNIMEM_UTILITY}
+    COMMAND ${UNIMEM_CYTHON} ${UNIMEM_CYTHON_OPTIONS} --shared=${UNIMEM_UTILITY}
             -I ${CMAKE_SOURCE_DIR}/src ${sources} --output-file ${folder}
-    DEPENDS ${sources} ${UNIMEM_PXD}
+    DEPENDS ${sources} ${UNIMEM_PXD} ${CMAKE_SOURCE_DIR}/cmake/cythonize.py
     VERBATIM)
-  string(REPLACE / _ bindings ${room}_bindings)
+  string(REPLACE / _ bindings ${target_folder}_bindings)
   add_custom_target(${bindings} DEPENDS ${c_files})
-  foreach(module ${ARGN})
-    unimem_add_module(${room} ${module} ${folder}/${module}.c)
-    string(REPLACE / _ target ${room}_${module})
-    add_dependencies(${target} ${bindings})
+  foreach(module c_file IN ZIP_LISTS ARGN c_files)
+    unimem_add_module(${package} ${module} ${c_file} ${bindings})
   endforeach()
 endfunction()
 
-set(UNIMEM_UTILITY_C ${CMAKE_BINARY_DIR}/bindings/_core/cyutility.c)
+set(UNIMEM_UTILITY_C ${CMAKE_BINARY_DIR}/bindings/unimem/_core/cyutility.c)
 add_custom_command(
   OUTPUT ${UNIMEM_UTILITY_C}
-  COMMAND ${CYTHON} ${UNIMEM_CYTHON_OPTIONS} --module-name ${UNIMEM_UTILITY}
+  COMMAND ${UNIMEM_CYTHON} ${UNIMEM_CYTHON_OPTIONS} --module-name ${UNIMEM_UTILITY}
           --generate-shared=${UNIMEM_UTILITY_C}
+  DEPENDS ${CMAKE_SOURCE_DIR}/cmake/cythonize.py
   VERBATIM)
-unimem_add_module(_core cyutility ${UNIMEM_UTILITY_C})
-unimem_add_bindings(_core status dlpack arrays foreign region mapping growth block tape grid
-  load guard tmpfs empty_call)
-unimem_add_bindings(kv arrays states paged scratchpad rotate_heads)
-unimem_add_bindings(kv/cache rows storage one_kind layered cache device)
-unimem_add_bindings(weights header_bytes gguf safetensors)
-unimem_add_bindings(engine thread_count turn rotation_op forward)
+add_custom_target(unimem_utility DEPENDS ${UNIMEM_UTILITY_C})
+unimem_add_module(src/unimem/_core cyutility ${UNIMEM_UTILITY_C} unimem_utility)
+unimem_add_bindings(src/unimem/_core status dlpack arrays foreign region mapping block tape grid
+  load guard tmpfs)
+unimem_add_bindings(src/unimem/kv arrays states paged scratchpad rotate_heads)
+unimem_add_bindings(src/unimem/kv/cache rows storage one_kind layered cache device)
+unimem_add_bindings(src/unimem/weights header_bytes gguf safetensors)
+unimem_add_bindings(src/unimem/engine thread_count turn rotation_op forward)
+unimem_add_bindings(bench/unimem_bench empty_call)

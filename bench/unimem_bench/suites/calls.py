@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
-from unimem._core.empty_call import EmptyCall
+from unimem_bench.empty_call import EmptyCall
 from unimem_bench import plain
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem_bench.suite import Measure, Suite, costs, faster

@@ -20,10 +20,10 @@ from libc.stdint cimport uint64_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, size_of
 from unimem._core.lock cimport hold, let_go
-from unimem._core.growth cimport check_unused, discard_range, grow, overlay_range, release_range
 from unimem._core.mapping cimport (
-    ADVICES, MOST_THREADS, PAGES, THP_BYTES, attach_file, category_of, collapse_region, lock_all,
-    lock_region, map_file, map_request, memory_bytes, pages_of, placement_of, repair_region,
+    ADVICES, MOST_THREADS, PAGES, THP_BYTES, attach_file, category_of, check_unused,
+    collapse_region, discard_range, grow, lock_all, lock_region, map_file, map_request,
+    memory_bytes, overlay_range, pages_of, placement_of, release_range, repair_region,
     requested_of, require_room, resident_bytes, warm_region,
 )
 from unimem._core.region cimport Region, leave_out_of_child, n_references

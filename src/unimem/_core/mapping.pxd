@@ -1,4 +1,4 @@
-# From a request to a region: mapping, warming and locking it, and what the kernel says of it.
+# Mapping regions: from a request to memory, its growth, warming and locks, and its placement.
 from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um
@@ -51,3 +51,13 @@ cdef object resident_bytes(Region region, size_t offset, size_t nbytes)
 cdef object require_room(Region region, str name, object choice, list runs)
 # Raises what a failure means, where the status alone does not tell what to do.
 cdef object explain(Region region, str path, um.um_status status, const um.um_error *err, str doing)
+# Commits ranges, (offset, nbytes), of which `missing` is not there yet: all of them, or nothing.
+cdef int grow(Region region, object choice, str path, list ranges, list missing) except -1
+# Raises BufferError where whole steps of a range are in use.
+cdef int check_unused(Region region, size_t first, size_t size) except -1
+# Gives whole steps of a range back, and returns their bytes.
+cdef object release_range(Region region, size_t first, size_t size)
+# Drops the pages of whole steps of a range, which stay committed, and returns their bytes.
+cdef object discard_range(Region region, size_t first, size_t size)
+# Commits a range as a private mapping of a file.
+cdef int overlay_range(Region region, size_t first, int fd, uint64_t start, size_t size) except -1
