@@ -17,16 +17,16 @@ from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
-from unimem.kv.arrays import block_values, kv_type
 from unimem.kv.cache.device import KVDevice
 from unimem.kv.cache.spec import KVSpec
 from unimem.kv.layer_specs import LayerState
+from unimem.kv.types import block_bytes, block_values, kv_type
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]
 
 # Of q8_0: a block of 32 values, which kernels copy as so many float16.
-_BLOCK_BYTES = 34
+_BLOCK_BYTES = block_bytes("q8_0")
 
 Axes = tuple[int | None, int | None, int, int, int]
 

@@ -13,10 +13,10 @@ from unimem.backends import ggml
 from unimem.engine.model import Model
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.cache.layered import LayeredKVCache
 from unimem.kv.snapshot import Snapshot
+from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.cache.storage import ring_rows
+from unimem.kv.types import kv_pair
 from unimem.models.families import KeptState
 from unimem.planning.hosts import pressures_on
 from unimem.system import policy

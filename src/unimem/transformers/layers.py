@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from unimem.kv.arrays import block_values
 from unimem.kv.cache.cache import KVCache
+from unimem.kv.types import block_values
 
 __all__ = ["CacheOptions", "Group", "Layer"]
 

@@ -10,7 +10,7 @@ from unimem._core.foreign import AnyArray
 from unimem._core.tape import Tape
 from unimem.kv.cache.rows import ModelDims
 from unimem.kv.layer_specs import Layer
-from unimem.kv.snapshot.format_rows import DType
+from unimem.kv.types import DType
 from unimem.system.placement import Pages, Placement, PlacementOptions
 
 _ArrayT = TypeVar("_ArrayT", bound=AnyArray)

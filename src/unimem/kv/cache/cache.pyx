@@ -4,10 +4,9 @@
 A `KVCache` holds a body, which does the work: a `OneKindCache` where all layers are alike, and a
 `LayeredKVCache`, made of such caches, where they differ. Neither knows this class.
 """
-import functools
-import operator
 import warnings
 
+from unimem.kv.cache.held import call, figure
 from unimem.kv.cache.rows import for_dims
 from unimem.kv.cache.spec import SIGNATURE, KVSpec, spec_of
 from unimem.kv.cache_html import kv_html
@@ -19,24 +18,6 @@ from unimem._core cimport native as um
 from unimem.kv.cache.layered cimport LayeredKVCache
 from unimem.kv.cache.one_kind cimport OneKindCache
 from unimem.kv.cache.rows cimport KVRows
-
-
-def _figure(name, doc=None):
-    """Return a property that is the body's."""
-    return property(operator.attrgetter(f"_body.{name}"),
-                    doc=doc or getattr(OneKindCache, name).__doc__)
-
-
-def _call(method):
-    """Return a method that calls the body's, and has its signature and document."""
-    name = method.__name__
-
-    @functools.wraps(method)
-    def call(self, *args, **options):
-        return getattr(self._body, name)(*args, **options)
-
-    call.__qualname__ = f"KVCache.{name}"
-    return call
 
 
 def _made(spec):
@@ -313,11 +294,11 @@ cdef class KVCache:
         with gil:
             return self._layered.rows(layer, v, out_n, stream)
 
-    address = _call(KVRows.address)
-    row_of = _call(KVRows.row_of)
-    reserve = _call(KVRows.reserve)
-    commit = _call(KVRows.commit)
-    rollback = _call(KVRows.rollback)
+    address = call(KVRows.address)
+    row_of = call(KVRows.row_of)
+    reserve = call(KVRows.reserve)
+    commit = call(KVRows.commit)
+    rollback = call(KVRows.rollback)
 
     # ---- reading ----
 
@@ -354,10 +335,10 @@ cdef class KVCache:
 
     # ---- forgetting ----
 
-    crop = _call(KVRows.crop)
-    trim_to = _call(KVRows.trim_to)
-    clear = _call(KVRows.clear)
-    give_back = _call(OneKindCache.give_back)
+    crop = call(KVRows.crop)
+    trim_to = call(KVRows.trim_to)
+    clear = call(KVRows.clear)
+    give_back = call(OneKindCache.give_back)
 
     def enforce_memory_limit(self, max_bytes):
         """Keep as many of the last tokens as fit, and give the memory of all others back.
@@ -390,9 +371,9 @@ cdef class KVCache:
 
     # ---- states ----
 
-    state = _call(KVRows.state)
-    checkpoint = _call(KVRows.checkpoint)
-    checkpoints = _figure("checkpoints")
+    state = call(KVRows.state)
+    checkpoint = call(KVRows.checkpoint)
+    checkpoints = figure(OneKindCache.checkpoints)
 
     # ---- copies and snapshots ----
 
@@ -502,35 +483,35 @@ cdef class KVCache:
 
     # ---- figures ----
 
-    tape = _figure("tape", "The tape that the storage lies on, or None.")
-    block = _figure("block", "The block of its own that the storage lies on, or None.")
-    name = _figure("name", "What messages call it.")
-    dtype = _figure("dtype", 'What is stored of K, such as ``"f16"``; with `layers`, of each layer.')
-    v_dtype = _figure("v_dtype", "What is stored of V.")
-    order = _figure("order", 'What lies side by side: ``"token"`` or ``"head"``.')
-    window = _figure("window", "Tokens of a ring, or None; with `layers`, of each layer.")
-    budget_bytes = _figure("budget_bytes", "The most bytes of storage, or None.")
-    grow = _figure("grow", "Whether memory is committed as tokens come.")
-    rotate = _figure("rotate", "Whether appends rotate heads.")
-    seq_len = _figure("seq_len")
-    next_position = _figure("next_position")
-    memory_usage_bytes = _figure("memory_usage_bytes")
-    layers = _figure("layers")
-    n_layers = _figure("n_layers")
-    n_kv_heads = _figure("n_kv_heads")
-    head_dim = _figure("head_dim")
-    v_head_dim = _figure("v_head_dim")
-    batch = _figure("batch")
-    n_growths = _figure("n_growths")
-    max_seq_len = _figure("max_seq_len")
-    n_rows = _figure("n_rows")
-    row_bytes = _figure("row_bytes")
-    v_row_bytes = _figure("v_row_bytes")
-    capacity_bytes = _figure("capacity_bytes")
-    resident_bytes = _figure("resident_bytes")
-    granted = _figure("granted")
-    closed = _figure("closed")
-    _pieces = _figure("_pieces")
+    tape = figure(OneKindCache.tape, "The tape that the storage lies on, or None.")
+    block = figure(OneKindCache.block, "The block of its own that the storage lies on, or None.")
+    name = figure(OneKindCache.name, "What messages call it.")
+    dtype = figure(OneKindCache.dtype, 'What is stored of K, such as ``"f16"``; with `layers`, of each layer.')
+    v_dtype = figure(OneKindCache.v_dtype, "What is stored of V.")
+    order = figure(OneKindCache.order, 'What lies side by side: ``"token"`` or ``"head"``.')
+    window = figure(OneKindCache.window, "Tokens of a ring, or None; with `layers`, of each layer.")
+    budget_bytes = figure(OneKindCache.budget_bytes, "The most bytes of storage, or None.")
+    grow = figure(OneKindCache.grow, "Whether memory is committed as tokens come.")
+    rotate = figure(OneKindCache.rotate, "Whether appends rotate heads.")
+    seq_len = figure(OneKindCache.seq_len)
+    next_position = figure(OneKindCache.next_position)
+    memory_usage_bytes = figure(OneKindCache.memory_usage_bytes)
+    layers = figure(OneKindCache.layers)
+    n_layers = figure(OneKindCache.n_layers)
+    n_kv_heads = figure(OneKindCache.n_kv_heads)
+    head_dim = figure(OneKindCache.head_dim)
+    v_head_dim = figure(OneKindCache.v_head_dim)
+    batch = figure(OneKindCache.batch)
+    n_growths = figure(OneKindCache.n_growths)
+    max_seq_len = figure(OneKindCache.max_seq_len)
+    n_rows = figure(OneKindCache.n_rows)
+    row_bytes = figure(OneKindCache.row_bytes)
+    v_row_bytes = figure(OneKindCache.v_row_bytes)
+    capacity_bytes = figure(OneKindCache.capacity_bytes)
+    resident_bytes = figure(OneKindCache.resident_bytes)
+    granted = figure(OneKindCache.granted)
+    closed = figure(OneKindCache.closed)
+    _pieces = figure(OneKindCache._pieces)
 
     @property
     def is_empty(self):
@@ -539,9 +520,9 @@ cdef class KVCache:
 
     # ---- the end ----
 
-    warm = _call(OneKindCache.warm)
-    close = _call(KVRows.close)
-    _freeze = _call(OneKindCache._freeze)
+    warm = call(OneKindCache.warm)
+    close = call(KVRows.close)
+    _freeze = call(OneKindCache._freeze)
 
     def __enter__(self):
         self._body.check_open()

@@ -33,7 +33,8 @@ from libc.stdint cimport uint32_t, uint64_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem._core.status cimport full_text
-from unimem.kv.arrays cimport Given, check_token, contiguous, kv_pair, layer_number
+from unimem.kv.inputs cimport Given, check_token, contiguous, layer_number
+from unimem.kv.types cimport kv_pair
 from unimem.kv.cache.one_kind cimport OneKindCache
 from unimem.kv.cache.rows cimport refuse_torn, refuse_views
 from unimem.kv.states cimport LayerStates

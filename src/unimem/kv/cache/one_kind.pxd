@@ -17,6 +17,7 @@ cdef class OneKindCache(KVStorage):
     cdef void *rows(self, uint32_t layer, bint v, uint64_t *out_n, uint32_t stream=*) noexcept nogil
     cdef um.um_dtype given_blocks(self) noexcept
     cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n)
+    cdef bint append_few(self, layer, k, v) noexcept
     cdef int append_tokens(self, layer, k, v) except -1
     cdef uint64_t next_row(self, uint32_t layer)
     cdef int _read(self, uint32_t layer, bint v, uint64_t first, uint64_t n,

@@ -7,15 +7,17 @@ from unimem.kv.cache.spec import KVSpec
 
 cimport cython
 cimport numpy as cnp
+from cpython.exc cimport PyErr_Clear
+from cpython.long cimport PyLong_AsSsize_t, PyLong_CheckExact
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem._core.lock cimport NO_GIL
-from unimem.kv.arrays cimport (
-    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type, pair_of,
-    shape_of,
+from unimem.kv.inputs cimport (
+    Given, check_token, check_tokens, contiguous, layer_number, pair_of, shape_of,
 )
+from unimem.kv.types cimport kv_type, number_of_type
 from unimem.kv.cache.storage cimport KVStorage
 from unimem._core.region cimport Region, new_window
 from unimem._core.tape cimport Tape
@@ -23,7 +25,8 @@ from unimem._core.tape cimport Tape
 cnp.import_array()
 
 # Giving the interpreter's lock up and taking it again costs more than copying a few rows.
-cdef uint64_t MANY_ROWS = 64
+cdef enum:
+    FEW_ROWS = 64
 
 
 @cython.nonecheck(False)
@@ -133,15 +136,54 @@ cdef class OneKindCache(KVStorage):
     # ---- appending ----
 
     @cython.final
+    cdef bint append_few(self, layer, k, v) noexcept:
+        """Append float16 or float32 in NumPy's own arrays, if there is room; else change nothing.
+
+        It is `append_tokens` for what most calls bring: each check is of C alone.
+        """
+        cdef um.um_kv_spec *s = &self.kv.spec
+        cdef um.um_error err
+        cdef cnp.npy_intp *sizes
+        cdef Py_ssize_t index
+        cdef int number
+        if NO_GIL or not (cnp.PyArray_CheckExact(k) and cnp.PyArray_CheckExact(v)
+                          and PyLong_CheckExact(layer)):
+            return False
+        number = cnp.PyArray_TYPE(<cnp.ndarray>k)
+        sizes = cnp.PyArray_DIMS(<cnp.ndarray>k)
+        if (number != cnp.PyArray_TYPE(<cnp.ndarray>v)
+                or (number != cnp.NPY_FLOAT16 and number != cnp.NPY_FLOAT32)
+                or not cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>k)
+                or not cnp.PyArray_ISCARRAY_RO(<cnp.ndarray>v)
+                or cnp.PyArray_NDIM(<cnp.ndarray>k) != 3 or cnp.PyArray_NDIM(<cnp.ndarray>v) != 3
+                or self._batch != 1 or self._v_head_dim != s.head_dim or sizes[0] > FEW_ROWS
+                or sizes[1] != self._heads or sizes[2] != s.head_dim
+                or not cnp.PyArray_CompareLists(sizes, cnp.PyArray_DIMS(<cnp.ndarray>v), 3)
+                or self._file is not None or not _is_ready(self)):
+            return False
+        index = PyLong_AsSsize_t(layer)
+        if not 0 <= index < s.n_layers:
+            PyErr_Clear()
+            return False
+        return um.um_kv_append(
+            &self.kv, <uint32_t>index, cnp.PyArray_DATA(<cnp.ndarray>k),
+            cnp.PyArray_DATA(<cnp.ndarray>v),
+            um.UM_F16 if number == cnp.NPY_FLOAT16 else um.UM_F32, um.UM_KV_TOKEN_MAJOR,
+            <uint64_t>sizes[0], &err) == um.UM_OK
+
+    @cython.final
     cdef int append_tokens(self, layer, k, v) except -1:
         cdef um.um_error err
-        cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
+        cdef cnp.ndarray ka, va
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef Region _held = None
         cdef um.um_block *mapped
         cdef um.um_status status
         cdef uint32_t index
         cdef Given given
+        if self.append_few(layer, k, v):
+            return 0
+        ka, va = contiguous(k, "k"), contiguous(v, "v")
         index = layer_number(layer, s.n_layers, "layer")
         check_tokens(&given, ka, va, self.given_blocks(), self._batch, self._heads, s.head_dim,
                      self._v_head_dim, "KVCache.append")
@@ -155,7 +197,7 @@ cdef class OneKindCache(KVStorage):
             mapped = NULL
             if self._file is not None:
                 mapped = self.mapped(self.next_row(index), given.n)
-            if given.n > MANY_ROWS:
+            if given.n > FEW_ROWS:
                 _held = self.open_region()  # nobody closes the cache meanwhile
                 self._n_busy += 1
                 self._writing = True

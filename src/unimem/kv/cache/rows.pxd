@@ -107,4 +107,3 @@ cdef int refuse_torn(str doing, bint is_reserved, bint is_uneven) except -1
 cdef int refuse_views(str name, Py_ssize_t n_users) except -1
 # Whether "k" or "v" is the latter.
 cdef bint is_v(object part) except -1
-cdef size_t round_up(size_t n, size_t unit)

@@ -4,7 +4,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy.typing as npt
 
 from unimem.kv.layer_specs import Layer
-from unimem.kv.snapshot.format_rows import DType
+from unimem.kv.types import DType
 
 class ModelDims(Protocol):
     @property

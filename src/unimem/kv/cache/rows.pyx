@@ -16,9 +16,8 @@ from libc.string cimport strcmp
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
-from unimem.kv.arrays cimport (
-    check_head_dim, kv_name, kv_types, layer_number, number_of_type, numpy_type,
-)
+from unimem.kv.inputs cimport layer_number
+from unimem.kv.types cimport check_head_dim, kv_name, kv_types, number_of_type, numpy_type, rounded
 from unimem._core.region cimport Region
 from unimem._core.status cimport full_text, raise_file_status, raise_status
 
@@ -68,10 +67,6 @@ cdef bint is_v(object part) except -1:
     return part == "v"
 
 
-cdef size_t round_up(size_t n, size_t unit):
-    return (n + unit - 1) // unit * unit
-
-
 cdef int refuse_torn(str doing, bint is_reserved, bint is_uneven) except -1:
     if is_reserved:
         raise RuntimeError(f"KVCache.{doing}: rows are reserved: commit or roll back first")
@@ -87,7 +82,7 @@ cdef int refuse_views(str name, Py_ssize_t n_users) except -1:
 
 cdef size_t pair_bytes(uint64_t n_rows, size_t row, size_t v_row):
     """The bytes of a lane of K and one of V."""
-    return round_up(n_rows * row, LANE_ALIGN) + round_up(n_rows * v_row, LANE_ALIGN)
+    return rounded(n_rows * row, LANE_ALIGN) + rounded(n_rows * v_row, LANE_ALIGN)
 
 
 # A fork may come while another thread is in the middle of a call, which never ends in the child.
@@ -170,8 +165,8 @@ cdef class KVRows:
         if n_rows * token >= 1 << 62:  # a sum of sizes overflows
             raise ValueError(f"KVCache: {n_rows} tokens of {token} bytes are more "
                              "than there can be: a smaller max_seq_len")
-        storage.lane_stride = round_up(n_rows * row, LANE_ALIGN)
-        storage.v_lane_stride = round_up(n_rows * v_row, LANE_ALIGN)
+        storage.lane_stride = rounded(n_rows * row, LANE_ALIGN)
+        storage.v_lane_stride = rounded(n_rows * v_row, LANE_ALIGN)
         storage.n_rows = storage.usable_rows = n_rows
         self._storage_bytes = n_pairs * (storage.lane_stride + storage.v_lane_stride)
         return self._storage_bytes

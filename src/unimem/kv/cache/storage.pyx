@@ -19,8 +19,9 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem._core.block cimport Block
 from unimem._core.lock cimport hold, let_go
-from unimem.kv.arrays cimport layer_number
-from unimem.kv.cache.rows cimport KVRows, is_v, round_up
+from unimem.kv.inputs cimport layer_number
+from unimem.kv.types cimport rounded
+from unimem.kv.cache.rows cimport KVRows, is_v
 from unimem._core.region cimport Region, Watcher, enter_holder, new_window, n_references
 from unimem._core.status cimport raise_file_status, raise_status
 from unimem._core.tape cimport Tape
@@ -68,7 +69,7 @@ def ring_rows(size_t row_bytes, size_t v_row_bytes, uint64_t n, pages):
     elif pages == "2m" or (pages == "thp"
                            and n * least_row(row_bytes, v_row_bytes) >= HUGE_BYTES):
         page = max(um.um_huge_page_bytes(), HUGE_BYTES)
-    return round_up(n, math.lcm(page // math.gcd(page, row_bytes),
+    return rounded(n, math.lcm(page // math.gcd(page, row_bytes),
                                 page // math.gcd(page, v_row_bytes)))
 
 
@@ -141,7 +142,7 @@ cdef class KVStorage(KVRows):
         self._region = self.block.region()
         step = self._region.block.step_nbytes
         if self.budget_bytes is not None:
-            least = n_pairs * (round_up(row, step) + round_up(v_row, step))
+            least = n_pairs * (rounded(row, step) + rounded(v_row, step))
             if least > self.budget_bytes:
                 raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
                                 f"needs on pages of {format_bytes(step)}, {least} bytes",
@@ -199,7 +200,7 @@ cdef class KVStorage(KVRows):
             if self.lane_row(lane) == 0:  # there may be no V
                 continue
             begin = self.lane_offset(lane)
-            nbytes = round_up(n * self.lane_row(lane), block.step_nbytes)
+            nbytes = rounded(n * self.lane_row(lane), block.step_nbytes)
             offset = offsets[lane]
             hold(&self._region.lock)
             status = um.um_block_overlay(block, begin, fd, offset, nbytes, &err)
@@ -320,7 +321,7 @@ cdef class KVStorage(KVRows):
     cdef uint64_t end_whole(self, uint64_t row, size_t nbytes) noexcept:
         """The same of lanes whose rows have so many bytes."""
         cdef size_t step = self._region.block.step_nbytes
-        return self.kv.n_rows if nbytes == 0 else round_up(row * nbytes, step) // nbytes
+        return self.kv.n_rows if nbytes == 0 else rounded(row * nbytes, step) // nbytes
 
     @cython.final
     cdef list steps_of(self, uint64_t first, uint64_t end, uint64_t but_first, uint64_t but_end):
@@ -330,9 +331,9 @@ cdef class KVStorage(KVRows):
         cdef list found = []
         for lane in range(self._n_lanes if first < end else 0):
             row = self.lane_row(lane)
-            begin, stop = first * row // step * step, round_up(end * row, step)
+            begin, stop = first * row // step * step, rounded(end * row, step)
             if but_first < but_end and but_first <= first:
-                begin = max(begin, round_up(but_end * row, step))
+                begin = max(begin, rounded(but_end * row, step))
             elif but_first < but_end:
                 stop = min(stop, but_first * row // step * step)
             if begin < stop:

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from unimem._core import guard
 from unimem.errors import CacheFull
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.cache.layered import LayeredKVCache
 from unimem.kv.cache.one_kind import OneKindCache
 from unimem.kv.layer_specs import Layer, LayerState, kinds_of, places_of
 from unimem.kv.paged import Sequence
 from unimem.kv.store.chunk import EqualLayers, Kind, LayerRows, MixedLayers
+from unimem.kv.types import kv_pair
 
 __all__ = ["Holder", "Rows", "rows_of"]
 
