@@ -24,8 +24,9 @@ file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd
   ${CMAKE_SOURCE_DIR}/src/unimem/*/*/*.pxd)
 
 # Modules that are called for each token: they are made fast. All others are made small.
-set(UNIMEM_HOT unimem/_core/arrays unimem/_core/tape unimem/_core/grid unimem/kv/arrays
-  unimem/kv/paged unimem/kv/cache/rows unimem/kv/cache/storage unimem/kv/cache/cache
+set(UNIMEM_HOT unimem/_core/arrays unimem/_core/tape unimem/_core/grid unimem/kv/inputs
+  unimem/kv/paged unimem/kv/cache/rows unimem/kv/cache/storage unimem/kv/cache/one_kind
+  unimem/kv/cache/layered unimem/kv/cache/cache
   unimem/engine/forward)
 
 # Builds one module of a package, such as src/unimem/kv, from its C file, which a target makes.
@@ -105,8 +106,8 @@ add_custom_target(unimem_utility DEPENDS ${UNIMEM_UTILITY_C})
 unimem_add_module(src/unimem/_core cyutility ${UNIMEM_UTILITY_C} unimem_utility)
 unimem_add_bindings(src/unimem/_core status dlpack arrays foreign region mapping block tape grid
   load guard tmpfs)
-unimem_add_bindings(src/unimem/kv arrays states paged scratchpad rotate_heads)
-unimem_add_bindings(src/unimem/kv/cache rows storage cache parts layered device)
+unimem_add_bindings(src/unimem/kv types inputs states paged scratchpad rotate_heads)
+unimem_add_bindings(src/unimem/kv/cache rows storage one_kind layered cache device)
 unimem_add_bindings(src/unimem/weights header_bytes gguf safetensors)
 unimem_add_bindings(src/unimem/engine thread_count turn rotation_op forward)
 unimem_add_bindings(bench/unimem_bench empty_call)

@@ -89,8 +89,8 @@ class _Save(Case):
         self._last = 0
 
     def work(self, number: int) -> None:
-        for lane in self._kv._lanes():
-            self._kv._rows(*lane)[:] = number % 251
+        for lane in self._kv._body._lanes():
+            self._kv._body._rows(*lane)[:] = number % 251
         self._kv.save(self._path, tokens=TOKENS, model=str(number))
 
     def left(self) -> list[str]:
@@ -103,7 +103,7 @@ class _Save(Case):
         assert now == number or not done, "what was saved is lost"
         if now:
             with um.KVCache.restore(self._path) as kv:
-                assert all((kv._rows(*lane) == now % 251).all() for lane in kv._lanes())
+                assert all((kv._body._rows(*lane) == now % 251).all() for lane in kv._body._lanes())
         self._last = now
 
     def begin_anew(self) -> None:
@@ -185,8 +185,9 @@ class _Store(Case):
             n = store.restore_into(kv, [number, *TOKENS[1:]], model="m")
             assert n == len(TOKENS) or not done, "what was put is lost"
             assert store.stat().damaged_chunks == 0, "a chunk is torn"
-            for lane in kv._lanes() if n else ():
-                assert (kv._rows(*lane) == self._kv._rows(*lane)[: kv._rows(*lane).size]).all()
+            for lane in kv._body._lanes() if n else ():
+                there, ours = kv._body._rows(*lane), self._kv._body._rows(*lane)
+                assert (there == ours[: there.size]).all()
 
     def begin_anew(self) -> None:
         with self._open() as store:

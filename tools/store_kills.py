@@ -61,7 +61,7 @@ def make_cache() -> um.KVCache:
 
 def rows_of(kv: um.KVCache, n: int) -> list[NDArray[np.uint32]]:
     """Return the words of n tokens, of each lane."""
-    return [kv._rows(*lane).view(np.uint32).reshape(n, -1) for lane in kv._lanes()]
+    return [kv._body._rows(*lane).view(np.uint32).reshape(n, -1) for lane in kv._body._lanes()]
 
 
 def fill(kv: um.KVCache, tokens: Sequence[int]) -> None:

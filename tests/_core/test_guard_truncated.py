@@ -109,14 +109,14 @@ TOUCHING: dict[str, Callable[[um.KVCache, Path], object]] = {
 @pytest.mark.parametrize("name", TOUCHING)
 def test_what_touches_lost_rows_changes_nothing(name: str, file: Path, tmp_path: Path) -> None:
     with um.KVCache.restore(file) as kv:
-        before = kv._rows(0, "k", 0).tobytes()
+        before = kv._body._rows(0, "k", 0).tobytes()
         keep_one_lane(file, elsewhere if name == "append" else os.truncate)
         was = (kv.seq_len, kv.next_position, kv.capacity_bytes, bus_handler())
         for _ in range(2):
             with lost(file):
                 TOUCHING[name](kv, tmp_path)
         assert (kv.seq_len, kv.next_position, kv.capacity_bytes, bus_handler()) == was
-        assert kv._rows(0, "k", 0).tobytes() == before
+        assert kv._body._rows(0, "k", 0).tobytes() == before
         assert os.listdir(tmp_path) == ["session"]
         # What is lost can be given up, once nobody views it, and the cache goes on.
         gc.collect()
@@ -192,13 +192,13 @@ def test_rows_that_were_written_over_come_back_when_a_later_lane_is_lost(file: P
     with um.KVCache.restore(file) as kv:
         append(kv, N)
         keep_one_lane(file)
-        before = kv._rows(0, "k", 0).tobytes()
+        before = kv._body._rows(0, "k", 0).tobytes()
         # The first tokens are read from the file, and go to memory of the cache's own.
         assert kv.row_of(2 * N - 10) > 2 * ROWS_A_PAGE
         with lost(file, "trim_to: moving rows"):
             kv.trim_to(8, keep_first=3)
         assert (kv.seq_len, kv.next_position) == (2 * N, 2 * N)
-        assert kv._rows(0, "k", 0).tobytes() == before
+        assert kv._body._rows(0, "k", 0).tobytes() == before
 
 
 def test_tokens_that_begin_anew_at_the_first_row_stay_where_they_were(tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_tokens_that_begin_anew_at_the_first_row_stay_where_they_were(tmp_path: 
         # The last row is used, and the first tokens lie in the last page of the file.
         assert kv.row_of(kv.next_position - 1) == 2 * most - 1
         assert most <= kv.row_of(first) < 2 * ROWS_A_PAGE
-        before, was = kv._rows(0, "k", 0).tobytes(), kv.seq_len
+        before, was = kv._body._rows(0, "k", 0).tobytes(), kv.seq_len
         keep_one_lane(path)
         with lost(path, "move: moving rows"):
             append_all(kv)
         assert kv.seq_len == was
         assert kv.row_of(kv.next_position - 1) == 2 * most - 1
-        assert kv._rows(0, "k", 0).tobytes() == before
+        assert kv._body._rows(0, "k", 0).tobytes() == before
 
 
 def test_a_snapshot_is_read_into_a_cache_whose_file_was_lost(file: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 import unimem as um
 from support.kernel import huge_pages
 from support.project.checkout import ROOT
-from unimem_bench.empty_call import EmptyCall
 from unimem_bench import plain, states
+from unimem_bench.empty_call import EmptyCall
 from unimem_bench.suite import NotMeasured
 
 Patch = pytest.MonkeyPatch

@@ -487,7 +487,7 @@ def test_a_snapshot_is_read_into_a_cache_with_less_room(saved: Path) -> None:
     with made(*described.layers, checkpoints=2, **options) as kv:
         snapshot.read_into(kv, saved, model="tiny")
         assert (kv.next_position, states_at(kv), kv.seq_len) == (21, 21, 21)
-        assert kv._states.positions == [16, 20]
+        assert kv._body._states.positions == [16, 20]
         assert kv.checkpoints == ()  # of the window only what is shown was saved
         damaged = bytearray(saved.read_bytes())
         damaged[-1] ^= 1

@@ -13,7 +13,7 @@ import pytest
 
 import unimem as um
 from support.contracts.things import DIMS, MODEL, Things
-from unimem.kv.arrays import kv_type
+from unimem.kv.types import kv_type
 
 
 def torch_dtype(name: str) -> Any:

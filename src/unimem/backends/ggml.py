@@ -43,11 +43,6 @@ REBUILD = (
 
 MAX_DIMS = 4
 F32, F16, Q8_0, I32, I64, BF16 = 0, 1, 8, 26, 27, 30
-# Types of a KV cache.
-KV_KINDS = {
-    **{"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0, "q4_0": 2, "q4_1": 3, "q5_0": 6},
-    **{"q5_1": 7, "iq4_nl": 20},
-}
 ROPE_NORMAL, ROPE_NEOX = 0, 2
 PREC_F32 = 10
 ALL_THREADS = -1

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from unimem.kv.arrays import kv_name, kv_pair
+from unimem.kv.types import KV_TYPES, kv_name, kv_pair
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.system.placement import Pages
 from unimem.system.policy import parse_numa
@@ -95,9 +95,6 @@ Threads = Annotated[
 ]
 
 
-_KV_TYPES = ("f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
-
-
 def _parse_kv_type(text: str) -> str:
     try:
         return kv_name(*kv_pair(text))
@@ -109,8 +106,8 @@ KVType = Annotated[
     str,
     typer.Option(
         parser=_parse_kv_type,
-        metavar="[" + "|".join(_KV_TYPES) + "]",
-        autocompletion=lambda: list(_KV_TYPES),
+        metavar="[" + "|".join(KV_TYPES) + "]",
+        autocompletion=lambda: list(KV_TYPES),
         help="Type of the KV cache; two, as q8_0,q4_0, are those of K and of V.",
     ),
 ]

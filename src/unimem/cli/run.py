@@ -43,8 +43,8 @@ from unimem.cli.unsupported import other_ways
 from unimem.errors import CacheFull
 from unimem.governor import Governor
 from unimem.kv import snapshot
-from unimem.kv.arrays import kv_pair
 from unimem.kv.store.store import KVStore
+from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan

@@ -17,15 +17,16 @@ from unimem.cuda.block import check_placement, refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels
 from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
-from unimem.kv.arrays import block_values, kv_type
 from unimem.kv.cache.device import KVDevice
+from unimem.kv.cache.spec import KVSpec
 from unimem.kv.layer_specs import LayerState
+from unimem.kv.types import block_bytes, block_values, kv_type
 from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]
 
 # Of q8_0: a block of 32 values, which kernels copy as so many float16.
-_BLOCK_BYTES = 34
+_BLOCK_BYTES = block_bytes("q8_0")
 
 Axes = tuple[int | None, int | None, int, int, int]
 
@@ -141,9 +142,9 @@ class KVCache(KVDevice):
             unsupported("rows by head", "KVCache: rows by head (order='head')", "order='token'")
         if block_values(kind := kv_type(dtype)) > 1 and kind != "q8_0":
             unsupported("fewer bits", f"KVCache: dtype={kind!r}", "dtype='q8_0'")
-        nbytes = self._plan(
-            n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name
-        )
+        dims = n_layers, n_kv_heads, head_dim, max_seq_len
+        spec = KVSpec(*dims, batch, dtype, budget_bytes=budget_bytes, name=name)
+        nbytes = self._plan(spec)
         if tape is not None:
             if not isinstance(tape, Tape):
                 raise TypeError(f"tape: expected a cuda.Tape, got {type(tape).__name__}")

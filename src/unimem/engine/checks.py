@@ -13,10 +13,10 @@ from unimem.backends import ggml
 from unimem.engine.model import Model
 from unimem.errors import CacheFull, SnapshotError
 from unimem.kv import snapshot
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
-from unimem.kv.cache.layered import MixedKVCache
+from unimem.kv.cache.layered import LayeredKVCache
 from unimem.kv.snapshot import Snapshot
+from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
@@ -105,9 +105,9 @@ def check_session(
         )
     keys: tuple[str, ...] = ("n_layers", "n_kv_heads", "head_dim", "batch")
     keys += ("dtype", "v_dtype", "window", "order", "rotate")
-    if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv, MixedKVCache):
+    if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv._body, LayeredKVCache):
         there, ours = "differ", "do not"
-        if isinstance(kv, MixedKVCache):
+        if isinstance(kv._body, LayeredKVCache):
             there, ours = "are alike", "differ"
         raise SnapshotError(
             f"it is of a cache whose layers {there}, and this one's {ours}", path=name

@@ -28,9 +28,9 @@ from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turns import Turn, in_turn
 from unimem.errors import CacheFull, ClosedError, TapeFull
 from unimem.kv import snapshot
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
 from unimem.kv.store.store import KVStore
+from unimem.kv.types import GGML_TYPES, kv_pair
 from unimem.layout import Layout
 from unimem.models.dims import ModelDims
 from unimem.planning.needs import PREFILL_BATCH
@@ -248,7 +248,7 @@ class Decoder:
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
         part = history.parts[0]  # they have the same types
-        kinds = ggml.KV_KINDS[part.dtype], ggml.KV_KINDS[part.v_dtype]
+        kinds = GGML_TYPES[part.dtype], GGML_TYPES[part.v_dtype]
         lanes, n_rows = history.lanes(), history.n_rows
         headers = Headers(model, tensors, lanes, n_rows, kinds, part.rotate, take(nbytes), nbytes)
         self._made.append(headers)

@@ -9,6 +9,7 @@ from unimem.engine.sampling import Sampling
 from unimem.engine.thread_count import ThreadCount
 from unimem.engine.turn import Ownership
 from unimem.kv.cache.cache import KVCache
+from unimem.kv.cache.one_kind import OneKindCache
 
 class ForwardPass:
     def __init__(
@@ -16,7 +17,7 @@ class ForwardPass:
         decode: Graph,
         prefill: Graph,
         kv: KVCache,
-        parts: Sequence[KVCache],
+        parts: Sequence[OneKindCache],
         inputs: Arrays,
         logits: NDArray[Any],
         ids: NDArray[Any],

@@ -22,6 +22,7 @@ from unimem._core cimport native as um
 from unimem.engine.thread_count cimport ThreadCount
 from unimem.engine.turn cimport Ownership
 from unimem.kv.cache.cache cimport KVCache
+from unimem.kv.cache.one_kind cimport OneKindCache
 
 cdef extern from "<stdbool.h>":
     ctypedef bint c_bool "bool"
@@ -159,7 +160,7 @@ cdef class ForwardPass:
         The graph of one token, and that of a batch, with their memory.
     kv : KVCache
         With a row for each token that is seen, and of a batch.
-    parts : sequence of KVCache
+    parts : sequence of OneKindCache
         The caches that it is of: itself, or one for each kind of layers, those that keep all
         tokens first.
     inputs : unimem.engine.graph.Arrays
@@ -213,7 +214,7 @@ cdef class ForwardPass:
     def __init__(self, decode, prefill, KVCache kv not None, parts, inputs,
                  cnp.ndarray logits not None, cnp.ndarray ids not None, *, windows,
                  ThreadCount threads not None, Ownership turn not None):
-        cdef KVCache cache
+        cdef OneKindCache cache
         cdef int i
         self._prefill_graph = prefill
         self._kv, self._caches, self._n_parts = kv, tuple(parts), len(parts)
@@ -276,7 +277,7 @@ cdef class ForwardPass:
 
     cdef int _begin_change(self) except -1:
         for cache in self._caches:
-            (<KVCache>cache).begin_change()
+            (<OneKindCache>cache).begin_change()
         return 0
 
     cdef uint64_t _position(self) noexcept:
@@ -287,7 +288,7 @@ cdef class ForwardPass:
         """Where the tokens end that this has computed, at most."""
         cdef uint64_t end = <uint64_t>-1
         for cache in self._caches:
-            end = min(end, (<KVCache>cache)._lowest_end)
+            end = min(end, (<OneKindCache>cache)._lowest_end)
         return end
 
     cdef int _reserve(self, uint64_t n) except -1:
@@ -305,7 +306,7 @@ cdef class ForwardPass:
             done += 1
         if done == self._n_parts:
             for cache in self._caches:
-                (<KVCache>cache)._reserved = n
+                (<OneKindCache>cache)._reserved = n
             return 0
         for i in range(done):
             um.um_kv_rollback(self._parts[i].kv)
@@ -320,7 +321,7 @@ cdef class ForwardPass:
         cdef int i
         for i in range(self._n_parts):
             if um.um_kv_commit(self._parts[i].kv, n, &err) == um.UM_OK:
-                (<KVCache>self._caches[i])._reserved = 0
+                (<OneKindCache>self._caches[i])._reserved = 0
             else:
                 self._caches[i].commit(n)  # says why
         return 0
@@ -488,12 +489,12 @@ cdef class ForwardPass:
         """Count as `Tally.count` and `Tally.hold`."""
         cells = self.tally._cells  # an end or a fork changes which they are
         cdef uint64_t *cell = <uint64_t *>PyMemoryView_GET_BUFFER(cells).buf
-        cdef KVCache kv
+        cdef OneKindCache kv
         cdef int i
         cell[1] += n_generated
         cell[2] = cell[3] = 0
         for i in range(self._n_parts):
-            kv = <KVCache>self._caches[i]
+            kv = <OneKindCache>self._caches[i]
             cell[2] += kv.used_bytes()
             cell[3] = max(cell[3], um.um_kv_seq_len(&kv.kv))
         return 0
@@ -649,5 +650,5 @@ cdef class ForwardPass:
             memcpy(<int32_t *>cnp.PyArray_DATA(self._ids) + position, tokens, 4 * n)
             self.n_ids = end
         for cache in self._caches:
-            (<KVCache>cache)._lowest_end = end  # before they are committed; a rollback lowers it
+            (<OneKindCache>cache)._lowest_end = end  # before they are committed; a rollback lowers it
         return 0

@@ -14,7 +14,7 @@ from unimem._core.tape import Tape
 from unimem.engine.graph import view
 from unimem.engine.model import Model
 from unimem.kv.cache.cache import KVCache
-from unimem.kv.cache.layered import MixedKVCache
+from unimem.kv.cache.one_kind import OneKindCache
 from unimem.kv.layer_specs import LayerKV, kinds_of, places_of
 
 __all__ = ["History"]
@@ -70,12 +70,11 @@ class History:
             "spare_rows": batch,
             **{name: tape.block.requested[name] for name in ("pages", "numa", "lock")},
         }
-        self.parts: tuple[KVCache, ...]
+        self.parts: tuple[OneKindCache, ...]
         if len(set(windows)) > 1:
             layers = [LayerKV(dims.num_kv_heads, dims.head_dim, window=each) for each in windows]
             self.kv = KVCache(layers=layers, **ring)
-            assert isinstance(self.kv, MixedKVCache)
-            self.parts = self.kv._parts
+            self.parts = self.kv._body._parts
             kinds: list[Any] = list(kinds_of(self.kv.layers))
             self.part_of = tuple(kinds.index(place.kind) for place in places_of(self.kv.layers))
         else:
@@ -83,7 +82,7 @@ class History:
                 self.kv = KVCache.for_dims(dims, tape=tape, **same)
             else:
                 self.kv = KVCache.for_dims(dims, window=windows[0], **ring)
-            self.parts, self.part_of = (self.kv,), (0,) * dims.num_layers
+            self.parts, self.part_of = (self.kv._body,), (0,) * dims.num_layers
         self.windows = tuple(part.window or ctx for part in self.parts)
 
     @property

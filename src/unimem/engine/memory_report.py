@@ -17,7 +17,7 @@ from unimem.base.text import format_bytes, format_ranges
 from unimem.engine.history import History
 from unimem.engine.model import Model
 from unimem.engine.model_memory import ModelMemory
-from unimem.kv.arrays import kv_name
+from unimem.kv.types import kv_name
 from unimem.layout import Layout
 from unimem.system.process import read_process
 from unimem.weights.opened import Weights, WeightsCopy

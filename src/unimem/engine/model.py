@@ -13,7 +13,7 @@ from unimem.backends import ggml
 from unimem.base.arguments import flag
 from unimem.base.text import format_count
 from unimem.engine.rotation_op import rotation_block
-from unimem.kv.arrays import block_values
+from unimem.kv.types import block_values
 from unimem.models.dims import (
     ARCHITECTURES,
     ArchMetadata,

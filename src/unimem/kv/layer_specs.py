@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy.typing as npt
 
 from unimem.base.arguments import integer
-from unimem.kv.arrays import block_values, kv_name, kv_pair, kv_type
+from unimem.kv.types import block_values, kv_name, kv_pair, kv_type
 
 __all__ = [
     "Layer",

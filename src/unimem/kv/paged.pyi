@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from unimem._core.block import Block
 from unimem._core.foreign import AnyArray
-from unimem.kv.snapshot.format_rows import DType
+from unimem.kv.types import DType
 from unimem.system.placement import Placement, PlacementOptions
 
 _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]

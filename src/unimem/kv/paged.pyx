@@ -9,6 +9,7 @@ from unimem.base.arguments import flag, string
 from unimem.base.text import format_bytes
 from unimem.kv.cache_html import paged_html
 from unimem.kv.prefix import PrefixIndex
+from unimem.kv.token_ids import token_ids
 
 cimport cython
 cimport numpy as cnp
@@ -19,9 +20,10 @@ from libc.string cimport memcpy
 from unimem._core cimport native as um
 from unimem._core.arrays cimport new_array, size_of
 from unimem._core.block cimport Block
-from unimem.kv.arrays cimport (
-    Given, check_head_dim, check_token, check_tokens, contiguous, ids_of, kv_types, layer_number,
-    number_of_type, numpy_type, out_type, pair_of, units)
+from unimem.kv.inputs cimport (
+    Given, check_token, check_tokens, contiguous, layer_number, out_type, pair_of, units,
+)
+from unimem.kv.types cimport check_head_dim, kv_types, number_of_type, numpy_type
 from unimem._core.region cimport Region, enter_holder, new_window, n_references
 from unimem._core.status cimport raise_status
 
@@ -176,7 +178,7 @@ cdef class PagedKVCache:
         """
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
-        cdef bytes ids = ids_of(tokens, "tokens")
+        cdef bytes ids = token_ids(tokens).tobytes()
         cdef list found = []
         cdef int32_t[::1] blocks
         cdef uint32_t n = 0
@@ -593,7 +595,7 @@ cdef class Sequence:
             What is no token id.
         ClosedError
         """
-        cdef bytes told = ids_of(ids, "ids")
+        cdef bytes told = token_ids(ids, "ids").tobytes()
         with cython.critical_section(self.cache):
             self.open_region()
             self._ids += told

@@ -8,7 +8,7 @@ cimport numpy as cnp
 
 from unimem._core cimport native as um
 from unimem._core.status cimport raise_status
-from unimem.kv.arrays cimport contiguous, shape_of
+from unimem.kv.inputs cimport contiguous, shape_of
 from unimem._core.foreign cimport target_of
 
 cnp.import_array()

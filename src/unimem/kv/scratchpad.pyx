@@ -15,7 +15,7 @@ from unimem._core.arrays cimport (
     array_over, dtype_among, dtype_of, index_of, nbytes_of, size_of, vector_over,
 )
 from unimem._core.foreign cimport array_of
-from unimem.kv.arrays cimport Bytes, find_bytes, on_device
+from unimem.kv.inputs cimport Bytes, find_bytes, on_device
 from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport full_text, raise_status
 from unimem._core.tape cimport Bump, Tape

@@ -18,8 +18,7 @@ from unimem._core.arrays cimport dtype_of, new_array, size_of, vector_over
 from unimem._core.block cimport Block
 from unimem._core.lock cimport hold, let_go
 from unimem._core.region cimport Region, enter_holder, new_window, n_references
-from unimem.kv.arrays cimport number_of_type, numpy_type
-from unimem.kv.cache.rows cimport round_up
+from unimem.kv.types cimport number_of_type, numpy_type, rounded
 
 cnp.import_array()
 
@@ -84,7 +83,7 @@ cdef class LayerStates:
         begins = []
         for dims, dtype in zip(self._dims, self._dtypes, strict=True):
             begins.append(begin)
-            begin += round_up(math.prod(dims) * dtype.itemsize, ALIGN)
+            begin += rounded(math.prod(dims) * dtype.itemsize, ALIGN)
         self._begins, self.state_bytes = tuple(begins), begin
         self._held, self._free = [], list(range(self.n_checkpoints, 0, -1))
         self.block = Block(total, name=name, category="kv", **placement)

@@ -1,4 +1,4 @@
-"""Token ids as they are given: any sequence of integers that are ids."""
+"""The one check of token ids: any sequence of integers becomes an array of ids."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ __all__ = ["Tokens", "token_ids"]
 Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
-def token_ids(tokens: Tokens) -> NDArray[np.int32]:
+def token_ids(tokens: Tokens, what: str = "tokens") -> NDArray[np.int32]:
     """Return an ``int32`` array of its own of token ids.
 
     Parameters
     ----------
     tokens : sequence of int
         From 0 to 2**31 - 1.
+    what : str
+        The argument, for messages.
 
     Raises
     ------
@@ -29,11 +31,13 @@ def token_ids(tokens: Tokens) -> NDArray[np.int32]:
     try:
         given = np.asarray(tokens)
     except (ValueError, OverflowError):
-        raise ValueError(f"tokens: expected a sequence of integers, got {tokens!r:.60}") from None
+        raise ValueError(f"{what}: expected a sequence of integers, got {tokens!r:.60}") from None
+    if given.ndim == 0:
+        raise TypeError(f"{what}: expected a sequence of integers, got {tokens!r:.60}")
     if given.ndim != 1:
-        raise ValueError(f"tokens: expected one dimension, got shape {given.shape}")
+        raise ValueError(f"{what}: expected one dimension, got shape {given.shape}")
     if given.size and given.dtype.kind not in "iu":
-        raise TypeError(f"tokens: expected integers, got {given.dtype}")
+        raise TypeError(f"{what}: expected integers, got {given.dtype}")
     if given.size and not 0 <= given.min() <= given.max() < 2**31:
-        raise ValueError(f"tokens: expected 0 to 2**31 - 1, got {given.min()} to {given.max()}")
+        raise ValueError(f"{what}: expected 0 to 2**31 - 1, got {given.min()} to {given.max()}")
     return given.astype(np.int32)

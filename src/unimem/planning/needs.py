@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
 from unimem.accounting.published import NBYTES as PUBLISHED_BYTES
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
+from unimem.kv.cache.storage import ring_rows
+from unimem.kv.types import kv_pair
 from unimem.models.families import KeptState
 from unimem.planning.hosts import pressures_on
 from unimem.system import policy
@@ -474,7 +475,7 @@ class Session:
             return ctx
         least = layers.window + min(PREFILL_BATCH, ctx)
         row, v_row = self._row_bytes(layers)
-        return int(KVCache._ring_rows(row, v_row, least, self.storage.pages))
+        return int(ring_rows(row, v_row, least, self.storage.pages))
 
     def _row_bytes(self, layers: Layers) -> tuple[int, int]:
         """Return the bytes of a row of K, and of V, which may have none."""

@@ -13,7 +13,7 @@ from unimem.accounting.row import Row, in_order
 from unimem.base.arguments import integer
 from unimem.base.text import format_bytes, format_ranges
 from unimem.buffers.decode_buffers import DecodeBuffers
-from unimem.kv.arrays import kv_name, kv_pair
+from unimem.kv.types import kv_name, kv_pair
 from unimem.models.dims import ModelDims
 from unimem.planning.gpu_bytes import RESERVE_BYTES, STAGING_BYTES, round_to_pages
 from unimem.planning.hosts import DescribedHost, Host, find_host

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from unimem._core.block import Block
+from unimem.kv.types import block_values, round_up, row_bytes_of
 from unimem.models import shapes
 from unimem.planning.gpu_bytes import bytes_needed
 from unimem.planning.needs import Budget, Mode, Need, Storage
@@ -109,7 +110,8 @@ class DimsSource:
         hidden = dims.hidden_size
         layer = hidden * (2 * dims.q_size + 2 * dims.kv_size + 3 * dims.intermediate_size)
         values = 2 * hidden * dims.vocab_size + dims.num_layers * layer
-        self._types = {"q8_0": -(-values // 32) * 34} if dims.quantized else {"f16": 2 * values}
+        kind = "q8_0" if dims.quantized else "f16"
+        self._types = {kind: row_bytes_of(1, round_up(values, block_values(kind)), kind)}
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""

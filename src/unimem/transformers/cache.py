@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DummyLayer, get_layer_types_and_kwargs
 
 from unimem.base.arguments import flag, integer
-from unimem.kv import arrays
+from unimem.kv import types
 from unimem.kv.cache.cache import KVCache as CoreCache
 from unimem.kv.store.store import KVStore
 from unimem.system.placement import PlacementOptions
@@ -120,7 +120,7 @@ class KVCache(Cache):  # type: ignore[misc]
             max_seq_len = text.max_position_embeddings
         options = CacheOptions(
             max_seq_len=integer(max_seq_len, "max_seq_len", 1),
-            dtype=None if dtype is None else arrays.kv_type(dtype),
+            dtype=None if dtype is None else types.kv_type(dtype),
             grow=flag(grow, "grow"),
             spare_rows=integer(spare_rows, "spare_rows", 0),
             budget_bytes=budget_bytes,

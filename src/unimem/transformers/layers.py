@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from unimem.kv.arrays import block_values
 from unimem.kv.cache.cache import KVCache
+from unimem.kv.types import block_values
 
 __all__ = ["CacheOptions", "Group", "Layer"]
 
@@ -153,7 +153,7 @@ class Group:
             return
         # What the window would show then, and of that what the next token attends to.
         shown = self.kv.next_position - n - self.window
-        there = self.kv._oldest_position()
+        there = self.kv._body._oldest_position()
         lost = max(0, shown + 1) < max(self.oldest, there) or (n and max(0, shown) < there)
         if lost or n > self.kv.seq_len:
             raise ValueError(
@@ -202,7 +202,7 @@ class Group:
             return
         n = kv.next_position if self.window is None else kv.n_rows
         for layer in self.layers:
-            for rows in kv._all_rows(layer.index):
+            for rows in kv._body._all_rows(layer.index):
                 held = rows[:, :, :n]
                 held[moved] = held[source[moved]]
 
@@ -215,12 +215,12 @@ class Group:
         n, position = kv.seq_len, kv.next_position
         row = 0 if self.window is None else (position - n) % made.n_rows
         try:
-            made._begin_restore(position, n)
+            made._body._begin_restore(position, n)
             for layer in self.layers:
-                parts = zip(made._all_rows(layer.index), kv.layer(layer.index), strict=True)
+                parts = zip(made._body._all_rows(layer.index), kv.layer(layer.index), strict=True)
                 for new, old in parts:
                     new[:, :, row : row + n] = old[source]
-            made._finish_restore(position, n)
+            made._body._finish_restore(position, n)
         except BaseException:
             made.__exit__()
             raise
@@ -325,15 +325,15 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         if window is not None and window - 1 + n > kv.n_rows:
             return self._append_far(kv, key_states, value_states)
         if n == 1 and _is_plain(key_states) and _is_plain(value_states, key_states.dtype):
-            row = kv._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
+            row = kv._body._append_token(self.index, key_states.data_ptr(), value_states.data_ptr())
             self.length += 1
             keys, values = self._rows_to(kv, row + 1)
         else:
-            row = kv._append_begin(self.index, n)
+            row = kv._body._append_begin(self.index, n)
             keys, values = self._rows_to(kv, row + n)
             keys.narrow(2, row, n).copy_(key_states)
             values.narrow(2, row, n).copy_(value_states)
-            kv._append_end(self.index, n)
+            kv._body._append_end(self.index, n)
             self.length += n
         first, end = 0, row + n
         if window is not None:
@@ -348,7 +348,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         if rows is None or rows[0].shape[2] < end:
             # Not inference tensors, which nobody could write to in another mode.
             with torch.inference_mode(False):
-                k, v = kv._all_rows(self.index)
+                k, v = kv._body._all_rows(self.index)
                 rows = self._rows = as_tensor(k), as_tensor(v)
         return rows
 
@@ -361,11 +361,11 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         if self.length and self.group.window != 1:
             keys, values = self.keys, self.values
             shown = torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2)
-        row = kv._append_begin(self.index, n)
+        row = kv._body._append_begin(self.index, n)
         kept = min(n, kv.n_rows)
-        for rows, given in zip(kv._all_rows(self.index), states, strict=True):
+        for rows, given in zip(kv._body._all_rows(self.index), states, strict=True):
             as_tensor(rows).narrow(2, row, kept).copy_(given[:, :, n - kept :])
-        kv._append_end(self.index, n)
+        kv._body._append_end(self.index, n)
         self.length += n
         return shown
 

@@ -50,7 +50,7 @@ def append_token(KVCache cache, const float[:, ::1] k, const float[:, ::1] v):
     cdef um.um_error err
     cdef um.um_status status = um.UM_OK
     cdef uint64_t row
-    cdef um.um_kv *kv = &cache.kv
+    cdef um.um_kv *kv = cache.kv
     cdef size_t n = kv.spec.n_kv_heads * kv.spec.head_dim
     with nogil:
         status = um.um_kv_reserve(kv, 1, &row, &err)

@@ -16,8 +16,8 @@ from support.contracts.kv_model import as_float32, same_bits
 from support.processes.forks import in_child
 from unimem._core.status import ledger
 from unimem.kv import snapshot
-from unimem.kv.cache.layered import MixedKVCache
-from unimem.kv.cache.parts import KVParts
+from unimem.kv.cache.layered import LayeredKVCache
+from unimem.kv.cache.one_kind import OneKindCache
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -72,7 +72,7 @@ def test_each_layer_keeps_its_own() -> None:
 def test_a_window_of_all_tokens_is_none() -> None:
     with made(um.LayerKV(2, 64, window=64), FULL) as kv:
         assert kv.window == (None, None)
-        assert len(kv._parts) == 1
+        assert len(kv._body._parts) == 1
 
 
 def test_layers_that_are_alike_are_named_the_same_way() -> None:
@@ -83,15 +83,19 @@ def test_layers_that_are_alike_are_named_the_same_way() -> None:
         assert kv.layers == layers
 
 
-def test_all_that_is_public_is_of_the_parts() -> None:
-    """What the class of equal layers does must not come through: it looks at one cache."""
-    base = {name for kind in um.KVCache.__mro__ for name in vars(kind)}
-    theirs = {name for name in base if not name.startswith("_")} | {"__enter__", "__del__"}
-    kept = {"batch", "close", "for_dims", "is_empty", "restore", "storage_bytes"}
-    # What is set when it is made.
-    kept |= {"block", "tape", "name", "dtype", "v_dtype", "order", "window", "budget_bytes", "grow"}
-    kept |= {"rotate"}
-    assert theirs - set(vars(MixedKVCache)) - set(vars(KVParts)) == kept
+def test_both_bodies_have_all_that_is_public() -> None:
+    made_of_the_face = {
+        "append",
+        "for_dims",
+        "is_empty",
+        "restore",
+        "save",
+        "storage_bytes",
+        "verify",
+    }
+    shown = {name for name in vars(um.KVCache) if not name.startswith("_")} - made_of_the_face
+    for body in (OneKindCache, LayeredKVCache):
+        assert shown <= set(dir(body)), body
 
 
 # ---- what is refused ----
@@ -353,7 +357,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", ["map", "copy"])
 def test_a_snapshot_has_all_layers(saved: Path, mode: Any) -> None:
     with um.KVCache.restore(saved, mode=mode, model="tiny", tokens=list(range(30))) as kv:
-        assert isinstance(kv, MixedKVCache)
+        assert isinstance(kv._body, LayeredKVCache)
         assert (kv.seq_len, kv.next_position, kv.max_seq_len) == (20, 20, 64)
         assert kv.layers[2] == um.LayerKV(2, 64, dtype="f16", share_of=1)
         assert positions(kv, 0) == [16, 17, 18, 19]

@@ -30,7 +30,7 @@ KILLS = """
         # All bytes of a generation are alike, and unlike those of the last.
         for layer in range(kv.n_layers):
             for part in ("k", "v"):
-                kv._rows(layer, part, 0)[:] = generation % 251
+                kv._body._rows(layer, part, 0)[:] = generation % 251
 
     kv = um.KVCache(2, 8, 64, 1024, pages="4k")
     zeros = np.zeros((1024, 8, 64), np.float16)

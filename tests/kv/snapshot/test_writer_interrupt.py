@@ -267,7 +267,7 @@ def test_the_file_of_a_mapped_cache_may_outlive_all_modules(
         import builtins, sys
         import unimem as um
         with um.KVCache.restore({str(path)!r}) as kv:
-            builtins.kept = sys.kept = [kv._snapshot]
+            builtins.kept = sys.kept = [kv._body._snapshot]
         builtins.kept.append(builtins.kept)  # which no count of references ends
         """
     )

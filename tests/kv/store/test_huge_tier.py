@@ -42,14 +42,14 @@ def cache(value: int | None = None) -> Iterator[um.KVCache]:
     with um.KVCache(2, 8, 128, CHUNK, pages="4k") as kv:
         if value is not None:
             kv.reserve(CHUNK)
-            for lane in kv._lanes():
-                kv._restore_rows(*lane, CHUNK, CHUNK)[:] = value
+            for lane in kv._body._lanes():
+                kv._body._restore_rows(*lane, CHUNK, CHUNK)[:] = value
             kv.commit(CHUNK)
         yield kv
 
 
 def bytes_of(kv: um.KVCache) -> bytes:
-    return b"".join(kv._rows(*lane).tobytes() for lane in kv._lanes())
+    return b"".join(kv._body._rows(*lane).tobytes() for lane in kv._body._lanes())
 
 
 @pytest.fixture

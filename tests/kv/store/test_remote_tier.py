@@ -52,7 +52,9 @@ def cache(n: int = 0, **options: Any) -> Iterator[um.KVCache]:
 
 
 def bytes_of(kv: um.KVCache, n: int) -> bytes:
-    return b"".join(kv._rows(*lane)[: n * kv.row_bytes].tobytes() for lane in kv._lanes())
+    return b"".join(
+        kv._body._rows(*lane)[: n * kv.row_bytes].tobytes() for lane in kv._body._lanes()
+    )
 
 
 # ---- snapshots ----

@@ -67,7 +67,7 @@ def bytes_of(kv: um.KVCache, n: int) -> bytes:
     """The bytes of the first n tokens."""
     heads = kv.n_kv_heads if kv.order == "head" else 1
     sizes = {"k": n * kv.row_bytes // heads, "v": n * kv.v_row_bytes // heads}
-    return b"".join(kv._rows(*lane)[: sizes[lane[1]]].tobytes() for lane in kv._lanes())
+    return b"".join(kv._body._rows(*lane)[: sizes[lane[1]]].tobytes() for lane in kv._body._lanes())
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -541,8 +541,8 @@ def large_cache() -> Iterator[um.KVCache]:
     """A cache of one chunk of 4 MiB."""
     with um.KVCache(2, 8, 128, 512, pages="4k") as kv:
         kv.reserve(512)
-        for lane in kv._lanes():
-            kv._restore_rows(*lane, 512, 512)[:] = 7
+        for lane in kv._body._lanes():
+            kv._body._restore_rows(*lane, 512, 512)[:] = 7
         kv.commit(512)
         yield kv
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import unimem as um
 from support.contracts.kv_model import NUMPY_DTYPES, Array
-from unimem.kv.arrays import kv_pair
+from unimem.kv.types import kv_pair
 
 
 def block_values(dtype: str) -> int:

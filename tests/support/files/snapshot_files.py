@@ -39,7 +39,7 @@ def cache(n: int, max_seq_len: int = 64, *, seed: int = 0, **options: Any) -> um
 
 def rows(kv: um.KVCache) -> list[bytes]:
     """Return the bytes of every lane."""
-    return [kv._rows(*lane).tobytes() for lane in kv._lanes()]
+    return [kv._body._rows(*lane).tobytes() for lane in kv._body._lanes()]
 
 
 class Interposed:

@@ -1,106 +1,41 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""The KV cache: K and V of all layers of one conversation, in memory that never moves."""
-import numpy as np
+"""The KV cache as users see it: its arguments, its documents, and the cache that it holds.
 
-from unimem.base.arguments import flag
-from unimem.system.placement import PlacementOptions
+A `KVCache` holds a body, which does the work: a `OneKindCache` where all layers are alike, and a
+`LayeredKVCache`, made of such caches, where they differ. Neither knows this class.
+"""
+import warnings
+
+from unimem.kv.cache.held import call, figure
+from unimem.kv.cache.rows import for_dims
+from unimem.kv.cache.spec import SIGNATURE, KVSpec, spec_of
+from unimem.kv.cache_html import kv_html
 
 cimport cython
-cimport numpy as cnp
-from cpython.object cimport PyObject, PyTypeObject, newfunc
-from libc.stdint cimport uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport dtype_of, new_array, size_of
-from unimem._core.lock cimport NO_GIL
-from unimem.kv.arrays cimport (
-    Given, check_token, check_tokens, contiguous, kv_type, layer_number, number_of_type, pair_of,
-    shape_of,
-)
-from unimem.kv.cache.storage cimport KVMemory
-from unimem._core.region cimport Region, new_window
-from unimem._core.tape cimport Tape
-
-cnp.import_array()
-
-# Giving the interpreter's lock up and taking it again costs more than copying a few rows.
-cdef uint64_t MANY_ROWS = 64
-
-cdef tuple _PLACEMENT = tuple(PlacementOptions.__annotations__)
+from unimem.kv.cache.layered cimport LayeredKVCache
+from unimem.kv.cache.one_kind cimport OneKindCache
+from unimem.kv.cache.rows cimport KVRows
 
 
-@cython.nonecheck(False)
-cdef inline bint _is_ready(KVMemory kv) noexcept nogil:
-    """Whether `begin_change` would pass, without the lock."""
-    if kv._closed or kv._writing:
-        return False
-    return kv.tape._region is not None if kv._region is None else kv._region.block.base != NULL
+def _made(spec):
+    """Return the body that a KVSpec or a LayersSpec asks for."""
+    return OneKindCache(spec) if isinstance(spec, KVSpec) else LayeredKVCache(spec)
 
 
-# Calls that touch rows: with `mapped`, which is a block that has pages of a file here, under the
-# guard, since these may be lost; NULL: all pages are the cache's own.
+class _Restored:
+    """What `snapshot.restore` makes: bodies."""
 
-cdef enum:
-    ALL_LAYERS = 0xffffffff
+    def __new__(cls, **fields):
+        return _made(spec_of((), fields))
 
-cdef struct Append:
-    um.um_kv *kv
-    uint32_t layer
-    const void *k
-    const void *v
-    const Given *given
-    um.um_error *err
-    um.um_status status
+    _mapped = staticmethod(OneKindCache.mapped_from)
+    _of_layers = staticmethod(LayeredKVCache.of_parts)
 
 
-cdef void _run_append(void *context) noexcept nogil:
-    cdef Append *a = <Append *>context
-    if a.layer == ALL_LAYERS:
-        a.status = um.um_kv_append_all(a.kv, a.k, a.v, a.given.type, a.err)
-    else:
-        a.status = um.um_kv_append(a.kv, a.layer, a.k, a.v, a.given.type, a.given.order, a.given.n,
-                                   a.err)
-
-
-cdef um.um_status _append(um.um_kv *kv, const um.um_block *mapped, uint32_t layer, const void *k,
-                          const void *v, const Given *given, um.um_error *err) noexcept nogil:
-    cdef Append job
-    cdef um.um_status status = um.UM_OK
-    job.kv, job.layer, job.k, job.v, job.given, job.err = kv, layer, k, v, given, err
-    if mapped == NULL:
-        _run_append(&job)
-    else:
-        status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_append, &job, err)
-    return status if status != um.UM_OK else job.status
-
-
-cdef struct Read:
-    const um.um_kv *kv
-    uint32_t layer
-    bint v
-    uint64_t first
-    uint64_t n
-    void *out
-    um.um_dtype type
-    um.um_error *err
-    um.um_status status
-
-
-cdef void _run_read(void *context) noexcept nogil:
-    cdef Read *r = <Read *>context
-    r.status = um.um_kv_read(r.kv, r.layer, r.v, r.first, r.n, r.out, r.type, r.err)
-
-
-cdef um.um_status _read(const um.um_block *mapped, Read *job) noexcept nogil:
-    cdef um.um_status status = um.UM_OK
-    if mapped == NULL:
-        _run_read(job)
-    else:
-        status = um.um_guard_run(mapped.base, mapped.reserved_nbytes, _run_read, job, job.err)
-    return status if status != um.UM_OK else job.status
-
-
-cdef class KVCache(KVMemory):
+cdef class KVCache:
     """K and V of all layers of one stream (optionally a batch).
 
     For each layer the storage holds K and V, each ``[batch, rows, n_kv_heads, head_dim]``, or with
@@ -212,39 +147,45 @@ cdef class KVCache(KVMemory):
     (3, (1, 4, 3, 8), 'float16')
     """
 
-    def __init__(self, n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                 k_dtype=None, v_dtype=None, v_head_dim=None, order="token", window=None,
-                 spare_rows=0, budget_bytes=None, grow=False, rotate=False, tape=None, name=None,
-                 **placement):
-        cdef um.um_kv_spec spec
-        for option in placement:
-            if option not in _PLACEMENT:
-                raise TypeError(f"KVCache: unexpected option {option!r}; placement is "
-                                f"{', '.join(_PLACEMENT)}")
-        self.describe(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, window,
-                      budget_bytes, name, order, k_dtype, v_dtype, v_head_dim,
-                      flag(rotate, "rotate"))
-        self._placement = placement
-        if size_of(spare_rows, "spare_rows") and window is None:
-            raise ValueError("spare_rows: expected together with window")
-        cdef bint is_growing = flag(grow, "grow")
-        if window is not None and is_growing:
-            raise ValueError("window and grow: a ring's memory is taken at once: expected one of "
-                             "them")
-        if tape is not None:
-            Tape._require(tape)
-        if tape is not None and (window is not None or is_growing):
-            raise ValueError("tape: fixed storage is taken from it once: expected no window and "
-                             "no grow beside it")
-        if tape is not None and placement:
-            raise ValueError("a tape is placed already: "
-                             f"{', '.join(placement)} not accepted beside tape=")
-        if window is not None:
-            self.place_ring(&spec, spare_rows, placement)
-        elif is_growing:
-            self.place_growing(&spec, placement)
-        else:
-            self.place_fixed(&spec, tape, placement)
+    __signature__ = SIGNATURE
+
+    def __cinit__(self):
+        self.hold(OneKindCache.__new__(OneKindCache))
+
+    def __init__(self, *dims, **options):
+        if self._is_made:
+            raise RuntimeError("the KVCache is made already")
+        body = _made(spec_of(dims, options))
+        if self._is_made:  # by what converted the arguments
+            body.__exit__()
+            raise RuntimeError("the KVCache is made already")
+        self.hold(body)
+        self._is_made = True
+
+    cdef object hold(self, body):
+        self._body = body
+        self._one = body if isinstance(body, OneKindCache) else None
+        self._layered = body if isinstance(body, LayeredKVCache) else None
+        self.kv = NULL if self._one is None else &self._one.kv
+
+    @classmethod
+    def for_dims(cls, dims, *, max_seq_len=None, **options):
+        """Make a cache for a model.
+
+        Parameters
+        ----------
+        dims : ModelDims
+            The model's dimensions.
+        max_seq_len : int, optional
+            ``dims.max_seq_len`` by default.
+        **options
+            As for the class.
+
+        Returns
+        -------
+        KVCache
+        """
+        return for_dims(cls, dims, max_seq_len, options)
 
     @staticmethod
     def storage_bytes(*dims, layers=None, **options):
@@ -270,13 +211,11 @@ cdef class KVCache(KVMemory):
         ValueError, TypeError
             As the class.
         """
-        if layers is None:
-            return KVMemory.storage_bytes(*dims, **options)
-        return _mixed._storage_bytes(layers, *dims, **options)
+        return (OneKindCache.storage_bytes(*dims, **options) if layers is None else
+                LayeredKVCache.storage_bytes(layers, *dims, **options))
 
     # ---- appending ----
 
-    @cython.critical_section
     def append(self, layer, k, v):
         """Append tokens to one layer.
 
@@ -310,49 +249,13 @@ cdef class KVCache(KVMemory):
         -----
         When it raises, no row was appended.
         """
-        self.append_tokens(layer, k, v)
+        if self._one is not None:
+            with cython.critical_section(self._one):
+                self._one.append_tokens(layer, k, v)
+        else:
+            with cython.critical_section(self._layered):
+                self._layered.append_tokens(layer, k, v)
 
-    @cython.final
-    cdef int append_tokens(self, layer, k, v) except -1:
-        cdef um.um_error err
-        cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
-        cdef um.um_kv_spec *s = &self.kv.spec
-        cdef Region _held = None
-        cdef um.um_block *mapped
-        cdef um.um_status status
-        cdef uint32_t index
-        cdef Given given
-        index = layer_number(layer, s.n_layers, "layer")
-        check_tokens(&given, ka, va, self.given_blocks(), self._batch, self._heads, s.head_dim,
-                     self._v_head_dim, "KVCache.append")
-        # From here on nothing of Python's runs, and so nobody else; without the interpreter's lock
-        # somebody may, who closes the tape.
-        if NO_GIL:
-            _held = self.open_region()
-        if not _is_ready(self):
-            self.begin_change()
-        while True:
-            mapped = NULL
-            if self._file is not None:
-                mapped = self.mapped(self.next_row(index), given.n)
-            if given.n > MANY_ROWS:
-                _held = self.open_region()  # nobody closes the cache meanwhile
-                self._n_busy += 1
-                self._writing = True
-                with nogil:
-                    status = _append(&self.kv, mapped, index, cnp.PyArray_DATA(ka),
-                                     cnp.PyArray_DATA(va), &given, &err)
-                self._writing = False
-                self.end_busy()
-            else:
-                status = _append(&self.kv, mapped, index, cnp.PyArray_DATA(ka),
-                                 cnp.PyArray_DATA(va), &given, &err)
-            if status == um.UM_OK:
-                return 0
-            if not self.find_rows(&err, given.n):
-                self.fail(&err, "append")
-
-    @cython.critical_section
     def append_all(self, k, v):
         """Append one token to all layers (batch 1).
 
@@ -367,133 +270,38 @@ cdef class KVCache(KVMemory):
         CacheFull, CapacityError, ValueError, TypeError, RuntimeError, BufferError, OSError
             As `append`; RuntimeError also when layers differ in length.
         """
-        cdef um.um_error err
-        cdef um.um_block *mapped
-        cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
-        cdef um.um_kv_spec *s = &self.kv.spec
-        cdef Region _held
-        cdef Given given
-        check_token(&given, ka, va, self.given_blocks(), s.n_layers, self._heads, s.head_dim,
-                    self._v_head_dim, "KVCache.append_all")
-        if self._batch != 1:
-            raise ValueError("KVCache.append_all: batch is not 1")
-        if NO_GIL:
-            _held = self.open_region()
-        if not _is_ready(self):
-            self.begin_change()
-        while True:
-            mapped = NULL
-            if self._file is not None:
-                mapped = self.mapped(self.next_row(0), 1)
-            if _append(&self.kv, mapped, ALL_LAYERS, cnp.PyArray_DATA(ka), cnp.PyArray_DATA(va),
-                       &given, &err) == um.UM_OK:
-                return
-            if not self.find_rows(&err, 1):
-                self.fail(&err, "append_all")
-
-    cdef um.um_dtype given_blocks(self) noexcept:
-        """The type whose blocks K and V may be; where they have two, that of floats."""
-        cdef um.um_kv_spec *s = &self.kv.spec
-        return s.type if s.type == s.v_type else um.UM_F32
+        self._body.append_all(k, v)
 
     # ---- for runtimes in Cython ----
 
     cdef int append_rows(self, uint32_t layer, const void *k, const void *v, um.um_dtype type,
                          uint64_t n) except -1 nogil:
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef um.um_block *mapped = NULL
-        cdef Given given
-        given.type, given.order, given.n = type, um.UM_KV_TOKEN_MAJOR, n
-        if not _is_ready(self):
-            with gil:
-                self.begin_change()
-        while True:
-            if self._file is not None:
-                with gil:
-                    mapped = self.mapped(self.next_row(layer), n)
-            self._writing = True
-            # No layer has the number that stands for all of them.
-            status = _append(&self.kv, mapped, min(layer, <uint32_t>ALL_LAYERS - 1), k, v, &given,
-                             &err)
-            self._writing = False
-            if status == um.UM_OK:
-                return 0
-            with gil:
-                if not self.find_rows(&err, n):
-                    self.fail(&err, "append_rows")
+        if self._one is not None:
+            return self._one.append_rows(layer, k, v, type, n)
+        with gil:
+            return self._layered.append_rows(layer, k, v, type, n)
 
     cdef void *lane(self, uint32_t layer, bint v, uint32_t stream=0) noexcept nogil:
-        return um.um_kv_lane(&self.kv, layer, v, stream)
+        if self._one is not None:
+            return self._one.lane(layer, v, stream)
+        with gil:
+            return self._layered.lane(layer, v, stream)
 
     cdef void *rows(self, uint32_t layer, bint v, uint64_t *out_n,
                     uint32_t stream=0) noexcept nogil:
-        cdef size_t row = self.kv.v_row_bytes if v else self.kv.row_bytes
-        cdef char *lane = <char *>um.um_kv_lane(&self.kv, layer, v, stream)
-        cdef uint64_t first = 0
-        out_n[0] = um.um_kv_layer_len(&self.kv, layer, &first)
-        return NULL if lane == NULL else lane + um.um_kv_row(&self.kv, first) * row
+        if self._one is not None:
+            return self._one.rows(layer, v, out_n, stream)
+        with gil:
+            return self._layered.rows(layer, v, out_n, stream)
 
-    # ---- for unimem.transformers: a token, or rows that the caller writes, of one layer ----
-
-    @cython.critical_section
-    def _append_token(self, layer, uintptr_t k, uintptr_t v):
-        """Append a token that is stored as it is given, and return its row.
-
-        k and v are addresses of ``[batch, n_kv_heads, 1, head_dim]``.
-
-        Raises
-        ------
-        CacheFull, CapacityError, MemoryError, PlacementError, RuntimeError, BufferError, OSError
-            As `append`.
-        """
-        cdef uint64_t first = 0, n
-        cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
-        self.append_rows(index, <const void *>k, <const void *>v, self.kv.spec.type, 1)
-        n = um.um_kv_layer_len(&self.kv, index, &first)
-        return um.um_kv_row(&self.kv, first + n - 1)
-
-    @cython.critical_section
-    def _all_rows(self, i):
-        """Views of all rows of a layer that can be written now; of a ring, of both images.
-
-        They hold the memory as those of `layer` do. A growing cache has more rows once it has
-        grown.
-        """
-        cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers, "i")
-        cdef uint64_t n = self.kv.usable_rows * (1 if self.kv.spec.window == 0 else 2)
-        return self._view(layer, False, 0, n), self._view(layer, True, 0, n)
-
-    cdef uint64_t next_row(self, uint32_t layer):
-        """The row behind the last token of a layer."""
-        cdef uint64_t first = 0, n = um.um_kv_layer_len(&self.kv, layer, &first)
-        return um.um_kv_row(&self.kv, first + n)
+    address = call(KVRows.address)
+    row_of = call(KVRows.row_of)
+    reserve = call(KVRows.reserve)
+    commit = call(KVRows.commit)
+    rollback = call(KVRows.rollback)
 
     # ---- reading ----
 
-    cdef object _view(self, uint32_t layer, bint v, uint64_t first, uint64_t n):
-        cdef um.um_kv_spec *s = &self.kv.spec
-        cdef Region region = self.open_region()
-        cdef object kind = self._v_dtype if v else self._dtype
-        cdef size_t row = self.kv.v_row_bytes if v else self.kv.row_bytes, item = kind.itemsize
-        cdef size_t lane = self.kv.v_lane_stride if v else self.kv.lane_stride
-        cdef size_t head = row // s.n_kv_heads
-        cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0)
-        cdef cnp.npy_intp *sizes = [self._batch, self._heads, n, head // item]
-        cdef cnp.npy_intp *strides = [s.batch // self._batch * lane,
-                                      head if s.n_kv_heads == self._heads else lane, row, item]
-        cdef size_t begin
-        cdef object windows
-        data += first * row
-        begin = data - <char *>region.block.base
-        if s.batch == 1:
-            windows = new_window(region, begin, n * row)
-        else:
-            windows = tuple([new_window(region, begin + stream * lane, n * row)
-                             for stream in range(s.batch)])
-        return new_array(data, 4, sizes, strides, kind, windows, True)
-
-    @cython.critical_section
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds.
 
@@ -523,57 +331,15 @@ cdef class KVCache(KVMemory):
         OSError
             Of copies: the rows are mapped from a file, which has become shorter.
         """
-        cdef uint64_t first = 0, n, row
-        layer = layer_number(i, self.kv.spec.n_layers, "i")
-        self.open_region()
-        n = um.um_kv_layer_len(&self.kv, layer, &first)
-        if dtype is None:
-            if out is not None:
-                raise ValueError("out: expected together with dtype")
-            row = um.um_kv_row(&self.kv, first)
-            return self._view(layer, False, row, n), self._view(layer, True, row, n)
-        wanted = dtype_of(dtype)
-        if wanted.kind != "f" and wanted.name != "bfloat16":
-            raise ValueError(f"dtype: expected a floating-point type, got {wanted}")
-        shapes = [(self._batch, self._heads, n, dim) for dim in (self.head_dim, self._v_head_dim)]
-        if out is None:
-            out = tuple([np.empty(shape, wanted) for shape in shapes])
-        out, targets = pair_of(out)
-        for shape, target in zip(shapes, targets, strict=True):
-            if (shape_of(target) != shape or target.dtype != wanted
-                    or not target.flags.writeable):
-                raise ValueError(f"out: expected two writable arrays of shapes {shapes} and "
-                                 f"dtype {wanted}, got {shape_of(target)} and {target.dtype}")
-        for v, target in enumerate(targets):
-            self._read(layer, v, first, n, target)
-        return out
+        return self._body.layer(i, dtype, out)
 
-    cdef int _read(self, uint32_t layer, bint v, uint64_t first, uint64_t n,
-                   cnp.ndarray out) except -1:
-        cdef um.um_error err
-        cdef um.um_status status
-        cdef um.um_block *mapped = self.mapped(um.um_kv_row(&self.kv, first), n)
-        cdef Read job
-        cdef cnp.ndarray target = out
-        cdef Region _held = self.open_region()  # nobody closes the cache meanwhile
-        is_native = out.dtype.isnative and out.dtype.itemsize <= 4
-        kind = out.dtype if is_native else dtype_of("float32")
-        if kind != out.dtype or not cnp.PyArray_ISCARRAY(out):
-            target = np.empty_like(out, kind, order="C", subok=False)
-        job.kv, job.layer, job.v, job.first, job.n = &self.kv, layer, v, first, n
-        job.out, job.type = cnp.PyArray_DATA(target), number_of_type(kv_type(kind))
-        job.err = &err
-        self._n_busy += 1
-        with nogil:
-            status = _read(mapped, &job)
-        self.end_busy()
-        if status != um.UM_OK:
-            self.fail(&err, "layer")
-        if target is not out:
-            np.copyto(out, target, casting="unsafe")
-        return 0
+    # ---- forgetting ----
 
-    @cython.critical_section
+    crop = call(KVRows.crop)
+    trim_to = call(KVRows.trim_to)
+    clear = call(KVRows.clear)
+    give_back = call(OneKindCache.give_back)
+
     def enforce_memory_limit(self, max_bytes):
         """Keep as many of the last tokens as fit, and give the memory of all others back.
 
@@ -601,27 +367,16 @@ cdef class KVCache(KVMemory):
         in whole pages; that of a fixed cache or a ring stays where it is locked, or of hugetlb
         pages. Pages that the system refuses to take now go with a later call.
         """
-        cdef size_t most = size_of(max_bytes, "max_bytes")
-        cdef size_t token = self._n_lanes // 2 * (self.kv.row_bytes + self.kv.v_row_bytes)
-        cdef um.um_error err
-        cdef uint64_t n, held
-        self.begin_change()
-        self._most_bytes = self.most_bytes()
-        held = um.um_kv_seq_len(&self.kv)
-        n = min(held, most // token)
-        if self.memory_usage_bytes <= most:
-            if self.capacity_bytes <= most or self.resident_bytes <= most:
-                return False
-            n = held
-        self.check_droppable(n)
-        if um.um_kv_trim(&self.kv, n, 0, &err) != um.UM_OK:
-            self.fail(&err, "enforce_memory_limit")
-        self.settle(True)
-        return n < held
+        return self._body.enforce_memory_limit(max_bytes)
+
+    # ---- states ----
+
+    state = call(KVRows.state)
+    checkpoint = call(KVRows.checkpoint)
+    checkpoints = figure(OneKindCache.checkpoints)
 
     # ---- copies and snapshots ----
 
-    @cython.critical_section
     def copy(self):
         """Return a cache of the same kind with the same tokens, in memory of its own.
 
@@ -634,55 +389,7 @@ cdef class KVCache(KVMemory):
         OSError
             The rows are mapped from a file, which has become shorter.
         """
-        cdef um.um_kv_spec *s = &self.kv.spec
-        self.open_region()
-        self.check_whole("copy")
-        spare = self.kv.n_rows - s.window if self.window is not None else 0
-        other = KVCache(s.n_layers, self._heads, s.head_dim, s.max_seq_len, batch=self._batch,
-                        dtype=self.dtype, v_dtype=self.v_dtype, v_head_dim=self._v_head_dim,
-                        rotate=self.rotate, order=self.order, window=self.window,
-                        spare_rows=spare, grow=self.grow,
-                        budget_bytes=self.budget_bytes, name=self.name, **self._placement)
-        n, position = self.seq_len, self.next_position
-        try:
-            other._begin_restore(position, n)
-            for lane in self._lanes():
-                self.copy_rows(other._restore_rows(*lane, n, position), self._rows(*lane))
-            other._finish_restore(position, n)
-        except BaseException:
-            other.close()
-            raise
-        return other
-
-    @classmethod
-    def _mapped(cls, fields, int fd, path, list offsets, n, next_position):
-        """A growing cache whose first rows are mapped from a file, privately.
-
-        Parameters
-        ----------
-        fields : dict
-            For the class; of these `grow` and `window` are not used.
-        fd, path : int, str
-            The file, which may be closed afterwards, and what errors call it.
-        offsets : list of int
-            Of each lane the byte in the file where its rows begin, in whole pages, and whole pages
-            of rows follow.
-        n, next_position : int
-            How many tokens there are, and the position behind the last.
-        """
-        cdef KVCache cache = cls(**(fields | {"grow": True, "window": None, "pages": "4k"}))
-        try:
-            cache.overlay(fd, path, offsets, n)
-            cache._finish_restore(next_position, n)
-        except BaseException:
-            cache.close()
-            raise
-        return cache
-
-    @staticmethod
-    def _of_layers(layers, parts, max_seq_len, states=None):
-        """A cache of layers that differ, of its parts and states."""
-        return _mixed._of_layers(layers, parts, max_seq_len, states)
+        return _around(KVCache, self._body.copy())
 
     def save(self, path, *, tokens=None, model=None):
         """Write the tokens to a file, for `restore`.
@@ -711,9 +418,9 @@ cdef class KVCache(KVMemory):
         """
         from unimem.kv import snapshot
 
-        self.open_region()
-        self.check_whole("save")
-        snapshot.save(self, path, tokens, model)
+        self._body.check_saveable()
+        write = snapshot.save if self._layered is None else snapshot.save_layers
+        write(self._body, path, tokens, model)
 
     @classmethod
     def restore(cls, path, *, mode="map", tokens=None, model=None, verify=None, **placement):
@@ -754,7 +461,8 @@ cdef class KVCache(KVMemory):
         """
         from unimem.kv import snapshot
 
-        return snapshot.restore(cls, path, mode, tokens, model, verify, placement)
+        return _around(cls, snapshot.restore(_Restored, path, mode, tokens, model, verify,
+                                             placement))
 
     def verify(self):
         """Compare the data of the file that the cache was restored from with its checksums.
@@ -770,26 +478,81 @@ cdef class KVCache(KVMemory):
         """
         from unimem.kv import snapshot
 
-        self.open_region()
-        snapshot.verify(self)
+        self._body.check_open()
+        snapshot.verify(self._body)
+
+    # ---- figures ----
+
+    tape = figure(OneKindCache.tape, "The tape that the storage lies on, or None.")
+    block = figure(OneKindCache.block, "The block of its own that the storage lies on, or None.")
+    name = figure(OneKindCache.name, "What messages call it.")
+    dtype = figure(OneKindCache.dtype, 'What is stored of K, such as ``"f16"``; with `layers`, of each layer.')
+    v_dtype = figure(OneKindCache.v_dtype, "What is stored of V.")
+    order = figure(OneKindCache.order, 'What lies side by side: ``"token"`` or ``"head"``.')
+    window = figure(OneKindCache.window, "Tokens of a ring, or None; with `layers`, of each layer.")
+    budget_bytes = figure(OneKindCache.budget_bytes, "The most bytes of storage, or None.")
+    grow = figure(OneKindCache.grow, "Whether memory is committed as tokens come.")
+    rotate = figure(OneKindCache.rotate, "Whether appends rotate heads.")
+    seq_len = figure(OneKindCache.seq_len)
+    next_position = figure(OneKindCache.next_position)
+    memory_usage_bytes = figure(OneKindCache.memory_usage_bytes)
+    layers = figure(OneKindCache.layers)
+    n_layers = figure(OneKindCache.n_layers)
+    n_kv_heads = figure(OneKindCache.n_kv_heads)
+    head_dim = figure(OneKindCache.head_dim)
+    v_head_dim = figure(OneKindCache.v_head_dim)
+    batch = figure(OneKindCache.batch)
+    n_growths = figure(OneKindCache.n_growths)
+    max_seq_len = figure(OneKindCache.max_seq_len)
+    n_rows = figure(OneKindCache.n_rows)
+    row_bytes = figure(OneKindCache.row_bytes)
+    v_row_bytes = figure(OneKindCache.v_row_bytes)
+    capacity_bytes = figure(OneKindCache.capacity_bytes)
+    resident_bytes = figure(OneKindCache.resident_bytes)
+    granted = figure(OneKindCache.granted)
+    closed = figure(OneKindCache.closed)
+    _pieces = figure(OneKindCache._pieces)
+
+    @property
+    def is_empty(self):
+        """Whether there is no token."""
+        return self.seq_len == 0
+
+    # ---- the end ----
+
+    warm = call(OneKindCache.warm)
+    close = call(KVRows.close)
+    _freeze = call(OneKindCache._freeze)
+
+    def __enter__(self):
+        self._body.check_open()
+        return self
+
+    def __exit__(self, *exc_info):
+        # Views that are still alive keep the memory; it goes with the last of them.
+        self._body.__exit__()
+
+    def __reduce__(self):
+        raise TypeError("a KVCache cannot be pickled: it is memory of this process. "
+                        "Write it with save() and use KVCache.restore")
+
+    def __len__(self):
+        return self._body.seq_len
+
+    def __repr__(self):
+        return repr(self._body)
+
+    _repr_html_ = kv_html
+
+    def __del__(self):
+        if self._one.is_left_open() if self._one is not None else self._layered.is_left_open():
+            warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1,
+                          source=self)
 
 
-# `KVCache(layers=...)` makes one of the subclass, which makes itself known here. Python has __new__
-# for that; the classes of Cython have only its slot.
-cdef object _mixed = None
-cdef newfunc _new_equal = (<PyTypeObject *>KVCache).tp_new
-
-
-def set_mixed(kind):
-    """Take a class for caches whose layers differ."""
-    global _mixed
-    _mixed = kind
-
-
-cdef object _new(type cls, PyObject *arguments, PyObject *options):
-    if cls is KVCache and options != NULL and "layers" in <dict>options:
-        return _mixed.__new__(_mixed)
-    return _new_equal(cls, arguments, options)
-
-
-(<PyTypeObject *>KVCache).tp_new = <newfunc>_new
+cdef KVCache _around(type cls, body):
+    """A cache that holds a body which is made."""
+    cdef KVCache cache = cls.__new__(cls)
+    cache.hold(body)
+    cache._is_made = True
+    return cache

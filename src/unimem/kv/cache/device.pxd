@@ -2,7 +2,7 @@
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem.kv.arrays cimport Bytes, Given
+from unimem.kv.inputs cimport Bytes, Given
 from unimem.kv.cache.rows cimport KVRows
 from unimem._core.region cimport Region
 from unimem._core.tape cimport DeviceTape

@@ -6,6 +6,7 @@ import numpy.typing as npt
 
 from unimem._core.tape import DeviceTape
 from unimem.kv.cache.rows import KVRows
+from unimem.kv.cache.spec import KVSpec
 from unimem.system.placement import Placement
 
 _T = TypeVar("_T")
@@ -24,17 +25,7 @@ class KVDevice(KVRows):
     @property
     def closed(self) -> bool: ...
     def warm(self, threads: int | None = None) -> None: ...
-    def _plan(
-        self,
-        n_layers: int,
-        n_kv_heads: int,
-        head_dim: int,
-        max_seq_len: int,
-        batch: int,
-        dtype: npt.DTypeLike,
-        budget_bytes: int | None,
-        name: str | None,
-    ) -> int: ...
+    def _plan(self, wanted: KVSpec) -> int: ...
     def _place(self, tape: DeviceTape, driver: Any, *, owns_tape: bool) -> None: ...
     _driver: Any
     _dtype: np.dtype[Any]

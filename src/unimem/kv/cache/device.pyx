@@ -3,6 +3,7 @@
 import warnings
 
 from unimem.errors import ClosedError
+from unimem.kv.types import KV_TYPES, kv_type
 
 cimport cython
 cimport numpy as cnp
@@ -10,9 +11,9 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
-from unimem.kv.arrays cimport (
-    Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number, on_device,
-    refuse_tokens,
+from unimem.kv.inputs cimport (
+    Bytes, Given, check_token_shapes, check_types, find_bytes, fits_tokens, layer_number,
+    on_device, refuse_tokens,
 )
 from unimem.kv.cache.rows cimport KVRows, is_v
 from unimem._core.region cimport Region, new_window
@@ -20,10 +21,6 @@ from unimem._core.tape cimport DeviceTape
 
 cnp.import_array()
 
-# What kernels call the types, and NumPy those that are no blocks.
-cdef dict _KERNEL_TYPES = {um.UM_F32: "f32", um.UM_F16: "f16", um.UM_BF16: "bf16",
-                           um.UM_Q8_0: "q8_0"}
-cdef dict _FLOATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 # Which axes of what is given are layers, streams, heads, tokens and values.
 cdef dict _AXES = {um.UM_KV_TOKEN_MAJOR: (None, None, 1, 0, 2),
                    um.UM_KV_HEAD_MAJOR: (None, 0, 1, 2, 3)}
@@ -48,10 +45,9 @@ cdef class KVDevice(KVRows):
     tokens of so many layers.
     """
 
-    def _plan(self, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes, name):
-        """Check what the cache is to be, and return the bytes of its storage."""
-        self.describe(&self._spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, None,
-                      budget_bytes, name)
+    def _plan(self, wanted):
+        """Check a `KVSpec`, and return the bytes of its storage."""
+        self.describe(&self._spec, wanted)
         return self.plan_fixed(&self._spec, &self._storage)
 
     def _place(self, DeviceTape tape not None, driver, *, bint owns_tape):
@@ -240,7 +236,7 @@ cdef class KVDevice(KVRows):
                 copy(out, k_bytes.at, nbytes, stream)
                 copy(out + self.kv.lane_stride, v_bytes.at, nbytes, stream)
             else:
-                self._write(k, v, _KERNEL_TYPES[given.type], _AXES[given.order], given.n, index, 1,
+                self._write(k, v, KV_TYPES[given.type], _AXES[given.order], given.n, index, 1,
                             row, 0, stream)
         finally:
             self._writing = False
@@ -272,7 +268,7 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory
         self._writing = True
         try:
-            self._write(k, v, _KERNEL_TYPES[given.type], _OF_ALL_LAYERS, 1, 0, s.n_layers, row, 0,
+            self._write(k, v, KV_TYPES[given.type], _OF_ALL_LAYERS, 1, 0, s.n_layers, row, 0,
                         stream)
         except BaseException:
             um.um_kv_rollback(&self.kv)
@@ -305,7 +301,7 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory
         self._writing = True
         try:
-            self._write(k, v, _KERNEL_TYPES[given.type], _AXES[given.order], given.n, index, 1, 0,
+            self._write(k, v, KV_TYPES[given.type], _AXES[given.order], given.n, index, 1, 0,
                         row.data.ptr, stream)
         finally:
             self._writing = False
@@ -358,9 +354,9 @@ cdef class KVDevice(KVRows):
     def _wanted(self, dtype):
         """A dtype that rows can be converted to, and what kernels call it."""
         wanted = dtype_of(dtype)
-        if wanted.name not in _FLOATS or not wanted.isnative:
+        if wanted.name not in ("float32", "float16", "bfloat16") or not wanted.isnative:
             raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {wanted}")
-        return wanted, _FLOATS[wanted.name]
+        return wanted, kv_type(wanted)
 
     # ---- figures and the end ----
 

@@ -1,14 +1,28 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""KV caches whose layers differ."""
+"""KV caches whose layers differ: a cache for each kind of them, states, and one position for all.
+
+Layers of one kind (`unimem.kv.layer_specs.RowsKind`) are a part: those that keep all tokens a fixed
+or growing cache, and those of a window a ring. All parts end at one position, and hold tokens from
+one position on, except that a ring holds no more than its rows. A layer that keeps a state has no
+part: its state is that of the same position.
+
+      layers      full   sliding   sliding   state   full (shares)
+                    |       |_________|        |       |
+      parts     [ fixed ] [    ring     ]      |   rows of layer 0
+      states                              [ LayerStates ]
+"""
 import bisect
+import weakref
 
 import numpy as np
 
-from unimem.errors import CacheFull
-from unimem.kv.cache.cache import set_mixed
-from unimem.kv.layer_specs import check_layers, kinds_of, states_of
 from unimem.base.arguments import flag, one_of, string
-from unimem.system.placement import PlacementOptions
+from unimem.base.text import format_bytes, format_count
+from unimem.errors import CacheFull, ClosedError
+from unimem.kv.cache.spec import KVSpec
+from unimem.kv.cache.storage import ring_rows
+from unimem.kv.layer_specs import check_layers, kinds_of, places_of, states_of
+from unimem.system.placement import sum_placements
 
 cimport cython
 cimport numpy as cnp
@@ -19,24 +33,25 @@ from libc.stdint cimport uint32_t, uint64_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem._core.status cimport full_text
-from unimem.kv.arrays cimport Given, check_token, contiguous, layer_number
-from unimem.kv.cache.cache cimport KVCache
-from unimem.kv.cache.parts cimport KVParts
+from unimem.kv.inputs cimport Given, check_token, contiguous, layer_number
+from unimem.kv.types cimport kv_pair
+from unimem.kv.cache.one_kind cimport OneKindCache
+from unimem.kv.cache.rows cimport refuse_torn, refuse_views
 from unimem.kv.states cimport LayerStates
 
 cnp.import_array()
 
-cdef tuple _PLACEMENT = tuple(PlacementOptions.__annotations__)
 # Rows whose bytes are whole lanes of fixed caches, which are rounded up to 64 bytes.
 cdef size_t ROUND_ROWS = 64
-
+# The most checkpoints that a message names.
+cdef Py_ssize_t MOST_NAMED = 8
 
 # ---- bytes ----
 
 
 def _plain_bytes(kind, n_layers, n_rows, batch, order):
     """What a fixed cache of layers that keep all tokens takes."""
-    return KVCache.storage_bytes(n_layers, kind.n_kv_heads, kind.head_dim, n_rows, batch=batch,
+    return OneKindCache.storage_bytes(n_layers, kind.n_kv_heads, kind.head_dim, n_rows, batch=batch,
                                  dtype=kind.dtype, order=order, v_head_dim=kind.v_head_dim)
 
 
@@ -44,9 +59,9 @@ def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
     """What the ring of layers that slide takes."""
     heads = 1 if order == "head" else kind.n_kv_heads  # in a row of a lane
     dims = 1, heads, kind.head_dim, ROUND_ROWS
-    row, both = [KVCache.storage_bytes(*dims, dtype=kind.dtype, v_head_dim=size) // ROUND_ROWS
+    row, both = [OneKindCache.storage_bytes(*dims, dtype=kind.dtype, v_head_dim=size) // ROUND_ROWS
                  for size in (0, kind.v_head_dim)]
-    n_rows = KVCache._ring_rows(row, both - row, kind.window + spare_rows, pages)
+    n_rows = ring_rows(row, both - row, kind.window + spare_rows, pages)
     return n_layers * batch * (kind.n_kv_heads // heads) * n_rows * both
 
 
@@ -93,60 +108,51 @@ cdef tuple _tokens_of(object given, str what, Py_ssize_t n):
     return found
 
 
-cdef class MixedKVCache(KVParts):
-    """What ``KVCache(layers=[...])`` is.
+cdef class LayeredKVCache:
+    """A cache whose layers differ.
 
-    Layers of one kind (`unimem.kv.layer_specs.RowsKind`) are a cache, a part of this one: those that
-    keep all tokens a fixed or growing one, and those of a window a ring. All parts end at one
-    position, and hold tokens from one position on, but that rings hold no more than their rows.
-    Layers that keep a state have no part: their states are those of that position.
+    Its public methods are those of `KVCache`, which documents them.
     """
 
-    def __init__(self, *dims, layers, max_seq_len, batch=1, dtype="f16", order="token",
-                 spare_rows=0, budget_bytes=None, grow=False, rotate=False, checkpoints=0,
-                 checkpoint_every=None, name=None, **placement):
-        if self._layers:
-            raise RuntimeError("the KVCache is made already")
-        if dims:
-            raise TypeError("KVCache: expected n_layers, n_kv_heads, head_dim and max_seq_len, or "
-                            "layers= and max_seq_len=, got both")
-        for option in placement:
-            if option not in _PLACEMENT:
-                raise TypeError(f"KVCache: unexpected option {option!r} beside layers=; placement "
-                                f"is {', '.join(_PLACEMENT)}")
-        cdef size_t most = size_of(max_seq_len, "max_seq_len", 1)
-        cdef size_t spare = size_of(spare_rows, "spare_rows")
-        cdef bint is_growing = flag(grow, "grow")
-        cdef size_t n_checkpoints = size_of(checkpoints, "checkpoints")
-        layers = check_layers(layers, most, dtype)
+    def __cinit__(self):
+        self._parts = self.layers = self._part_of = ()
+        self._closed = True
+
+    def __init__(self, wanted):
+        cdef size_t most = size_of(wanted.max_seq_len, "max_seq_len", 1)
+        cdef size_t spare = size_of(wanted.spare_rows, "spare_rows")
+        cdef size_t n_checkpoints = size_of(wanted.checkpoints, "checkpoints")
+        cdef bint is_growing = flag(wanted.grow, "grow")
+        cdef LayerStates kept = None
+        batch, order, budget_bytes = wanted.batch, wanted.order, wanted.budget_bytes
+        layers = check_layers(wanted.layers, most, wanted.dtype)
         one_of(order, "order", ("token", "head"))
         kinds, states = kinds_of(layers), states_of(layers)
         rings = {kind: n for kind, n in kinds.items() if kind.window is not None}
         plain = {kind: n for kind, n in kinds.items() if kind.window is None}
         if spare and not rings:
             raise ValueError("spare_rows: expected together with a window")
-        if checkpoint_every is not None and not n_checkpoints:
+        if wanted.checkpoint_every is not None and not n_checkpoints:
             raise ValueError("checkpoint_every: expected together with checkpoints")
         if n_checkpoints and not states:
             raise ValueError("checkpoints: expected together with a LayerState: layers that keep "
                              "tokens go back without them")
         left = None if budget_bytes is None else size_of(budget_bytes, "budget_bytes", 1)
-        common = {"batch": batch, "order": order, "rotate": flag(rotate, "rotate"), "name": name,
-                  **placement}
         made = {}
-        cdef LayerStates kept = None
 
         def make(kind, **options):
-            made[kind] = KVCache(kinds[kind], kind.n_kv_heads, kind.head_dim, most,
-                                 v_head_dim=kind.v_head_dim, dtype=kind.dtype, **options, **common)
+            made[kind] = OneKindCache(KVSpec(
+                kinds[kind], kind.n_kv_heads, kind.head_dim, most, batch, kind.dtype,
+                v_head_dim=kind.v_head_dim, order=order, rotate=wanted.rotate, name=wanted.name,
+                placement=wanted.placement, **options))
 
         try:
-            # States and rings take all of their memory at once, and the rest is for the others.
+            # States and rings take all of their memory at once; the rest is for the other parts.
             if states:
                 if left is not None:
                     left = _left_of(left, states, batch, n_checkpoints)
-                kept = LayerStates(states, batch, n_checkpoints, checkpoint_every,
-                                   string(name, "name", "kv"), placement)
+                kept = LayerStates(states, batch, n_checkpoints, wanted.checkpoint_every,
+                                   string(wanted.name, "name", "kv"), dict(wanted.placement))
             for kind in rings:
                 make(kind, window=kind.window, spare_rows=spare, budget_bytes=left)
                 if left is not None:
@@ -163,14 +169,14 @@ cdef class MixedKVCache(KVParts):
             raise
 
     @staticmethod
-    def _of_layers(layers, list parts, max_seq_len, LayerStates states=None):
-        """A cache of the layers of a snapshot, of its parts and states."""
-        cdef MixedKVCache cache = MixedKVCache.__new__(MixedKVCache)
+    def of_parts(layers, list parts, max_seq_len, LayerStates states=None):
+        """Return a cache of the parts and states of a snapshot."""
+        cdef LayeredKVCache cache = LayeredKVCache.__new__(LayeredKVCache)
         cache.assemble(layers, parts, max_seq_len, None, states)
         return cache
 
     @staticmethod
-    def _storage_bytes(layers, max_seq_len, *, batch=1, dtype="f16", order="token", spare_rows=0,
+    def storage_bytes(layers, max_seq_len, *, batch=1, dtype="f16", order="token", spare_rows=0,
                        checkpoints=0, pages="auto"):
         layers = check_layers(layers, max_seq_len, dtype)
         kinds = kinds_of(layers)
@@ -181,6 +187,179 @@ cdef class MixedKVCache(KVParts):
                 for kind, n in kinds.items()]
         return states + sum(rows)
 
+    cdef int assemble(self, layers, list parts, max_seq_len, budget_bytes,
+                      LayerStates states) except -1:
+        """Make it of parts, in the order of their kinds, that end at one position, and states."""
+        cdef OneKindCache part
+        places = places_of(layers)
+        of_kind = dict(zip(kinds_of(layers), parts, strict=True))
+        self.layers = layers
+        self.n_layers = len(layers)
+        self.max_seq_len = max_seq_len
+        self._part_of = tuple([of_kind.get(place.kind) for place in places])
+        self._index_of = tuple([place.number for place in places])
+        self._owns = bytes([place.is_own for place in places])
+        # What may fail comes first: rings forget what they overwrite.
+        written = [i for i in range(self.n_layers) if self._owns[i]]
+        self._written = sorted(written, key=lambda i: layers[i].window is not None)
+        self._n_plain = sum([part.window is None for part in parts])
+        self.dtype, self.v_dtype = zip(*[kv_pair(layer.dtype) for layer in layers], strict=True)
+        self.window = tuple([getattr(layer, "window", None) for layer in layers])
+        self._widest = max([window or 0 for window in self.window])
+        self._parts, self._states = tuple(parts), states
+        first = self._pieces[0]
+        self.name, self.batch = first.name, first.batch
+        self.n_kv_heads, self.head_dim, self.v_head_dim = [
+            tuple([getattr(layer, name, 0) for layer in layers])
+            for name in ("n_kv_heads", "head_dim", "v_head_dim")]
+        self.n_rows, self.row_bytes, self.v_row_bytes = [
+            tuple([0 if part is None else getattr(part, name) for part in self._part_of])
+            for name in ("n_rows", "row_bytes", "v_row_bytes")]
+        self.order = parts[0].order if parts else "token"
+        self.grow = bool(parts) and parts[0].grow
+        self.rotate = bool(parts) and parts[0].rotate
+        self.budget_bytes = budget_bytes
+        for part in parts:
+            part._whole = weakref.ref(self)
+        for part in parts[self._n_plain:]:
+            part._beside = self._parts[:self._n_plain]
+        self._closed = False
+        # What rings have behind that, they lack.
+        oldest = min([(<OneKindCache>part)._oldest_position() for part in parts], default=0)
+        self.set_first(oldest, 0)
+        return 0
+
+    # ---- the parts ----
+
+    @property
+    def _pieces(self):
+        """All that has memory: the parts, and the states."""
+        return self._parts if self._states is None else (*self._parts, self._states)
+
+    cdef OneKindCache part_of(self, uint32_t index):
+        """The part that has the rows of a layer."""
+        cdef object part = <object>PyTuple_GET_ITEM(self._part_of, index)
+        if part is None:
+            raise ValueError(f"KVCache: layer {index} keeps a state and no tokens: expected "
+                             f"state({index})")
+        return part
+
+    cdef int begin(self) except -1:
+        """`begin_change` of all of them."""
+        cdef OneKindCache part
+        if not self.layers:
+            self.refuse_closed()
+        for part in self._parts:
+            part.begin_change()
+        if self._states is not None:
+            self._states.begin_change()
+        return 0
+
+    cpdef int check_open(self) except -1:
+        """Raise ClosedError where a part is closed."""
+        cdef OneKindCache part
+        if not self.layers:
+            self.refuse_closed()
+        for part in self._parts:
+            part.open_region()
+        if self._states is not None:
+            self._states.open_region()
+        return 0
+
+    cdef int check_whole(self, str doing) except -1:
+        return refuse_torn(doing, self.is_reserved(), self.is_uneven())
+
+    cdef bint is_reserved(self) except -1:
+        cdef OneKindCache part
+        for part in self._parts:
+            if part._reserved:
+                return True
+        return self._reserved > 0
+
+    cdef bint is_uneven(self) except -1:
+        """Whether some layers hold tokens that others lack."""
+        cdef OneKindCache part
+        cdef uint64_t end = self.end_of_all()
+        for part in self._parts:
+            if part.end_position() != end:
+                return True
+        return False
+
+    cdef bint is_torn(self) except -1:
+        """Whether tokens are reserved, or some layers lack them: states may be those behind."""
+        return self.is_reserved() or self.is_uneven()
+
+    cdef uint64_t end_of_all(self) noexcept:
+        """The position behind the last token that all layers hold."""
+        cdef OneKindCache part
+        cdef uint64_t end = <uint64_t>-1
+        if not self._parts:
+            return self._end
+        for part in self._parts:
+            end = min(end, um.um_kv_next_position(&part.kv))
+        return end
+
+    cdef uint64_t first_of_all(self) noexcept:
+        """The position of the first token that counts."""
+        cdef OneKindCache part
+        cdef uint64_t end = self.end_of_all(), first = self._first
+        if self._parts and self._n_plain == 0 and end > self._widest:
+            first = max(first, end - self._widest)
+        for part in self._parts[self._n_plain:]:
+            first = max(first, um.um_kv_lost_before(&part.kv, end))
+        return min(first, end)
+
+    cdef int set_first(self, uint64_t first, uint64_t held) except -1:
+        """Note where the tokens begin, of which rings lack those before `held`."""
+        cdef OneKindCache part
+        self._first = first
+        for part in self._parts[self._n_plain:]:
+            um.um_kv_set_first(&part.kv, first, max(held, um.um_kv_oldest_position(&part.kv)))
+        return self.limit_ends()
+
+    cdef int limit_ends(self) except -1:
+        """Where the others have no room, a ring would forget for nothing."""
+        cdef OneKindCache part
+        for part in self._parts[self._n_plain:]:
+            part.limit_end()
+        return 0
+
+    cdef int keep(self, uint64_t n, uint64_t keep_first) except -1:
+        """Keep the last n tokens, and the first of the parts that have them. All was checked."""
+        cdef OneKindCache part
+        cdef uint64_t end = self.end_of_all()
+        cdef list rings = [(part, part.seq_len) for part in self._parts[self._n_plain:]]
+        for part in self._parts[:self._n_plain]:
+            part.trim_to(n, keep_first=keep_first)
+        for part, _ in rings:
+            part._most_bytes = part.most_bytes()
+        self.set_first(end - n - keep_first, end - n if keep_first else 0)
+        for part, held in rings:
+            part._dropped += (held - part.seq_len) * part.kv.row_bytes
+            part.settle()
+        return 0
+
+    cdef int roll_back_to(self, uint64_t end) except -1:
+        cdef OneKindCache part
+        cdef um.um_error err
+        cdef uint64_t first = self._first, lost = 0
+        for part in self._parts[self._n_plain:]:
+            lost = max(lost, um.um_kv_lost_before(&part.kv, end))
+        for part in self._parts:
+            part._most_bytes = part.most_bytes()
+            um.um_kv_rollback_to(&part.kv, end)
+            part._reserved = 0
+        if lost > first:
+            # What a ring lacks inside of its window counts no more in any layer.
+            first = lost
+            for part in self._parts[:self._n_plain]:
+                if um.um_kv_trim(&part.kv, end - lost, 0, &err) != um.UM_OK:
+                    part.fail(&err, "rollback")
+        for part in self._parts:
+            part.note_end()
+            part.settle()
+        return self.set_first(first, 0)
+
     # ---- appending ----
 
     cdef object refuse_append(self, uint32_t index):
@@ -188,55 +367,37 @@ cdef class MixedKVCache(KVParts):
             raise ValueError(f"KVCache.append: layer {index} keeps a state and no tokens: write "
                              f"into state({index})")
         raise ValueError(f"KVCache.append: layer {index} shows the rows of layer "
-                         f"{self._layers[index].share_of}: append to that one")
+                         f"{self.layers[index].share_of}: append to that one")
 
-    @cython.critical_section
-    def append(self, layer, k, v):
-        """Append tokens to one layer: see `KVCache.append`."""
-        cdef uint32_t index = layer_number(layer, self._n_layers, "layer")
-        cdef KVCache part = self.part_to_append(index)
-        part.append_tokens(<object>PyTuple_GET_ITEM(self._index_of, index), k, v)
+    cdef int append_tokens(self, layer, k, v) except -1:
+        cdef uint32_t index = layer_number(layer, self.n_layers, "layer")
+        cdef OneKindCache part = self.part_to_append(index)
+        return part.append_tokens(<object>PyTuple_GET_ITEM(self._index_of, index), k, v)
 
-    cdef KVCache part_to_append(self, uint32_t layer):
-        layer_number(layer, self._n_layers, "layer")
+    cdef OneKindCache part_to_append(self, uint32_t layer):
+        layer_number(layer, self.n_layers, "layer")
         if not PyBytes_AS_STRING(self._owns)[layer]:
             self.refuse_append(layer)
-        return <KVCache>PyTuple_GET_ITEM(self._part_of, layer)
+        return <OneKindCache>PyTuple_GET_ITEM(self._part_of, layer)
 
     cdef int append_rows(self, uint32_t layer, const void *k, const void *v, um.um_dtype type,
-                         uint64_t n) except -1 nogil:
-        with gil:
-            self.part_to_append(layer).append_rows(self._index_of[layer], k, v, type, n)
-        return 0
+                         uint64_t n) except -1:
+        return self.part_to_append(layer).append_rows(self._index_of[layer], k, v, type, n)
 
-    cdef void *lane(self, uint32_t layer, bint v, uint32_t stream=0) noexcept nogil:
-        with gil:
-            return (NULL if layer >= self._n_layers or self._part_of[layer] is None  # a state
-                    else (<KVCache>self._part_of[layer]).lane(self._index_of[layer], v, stream))
+    cdef void *lane(self, uint32_t layer, bint v, uint32_t stream) noexcept:
+        if layer >= self.n_layers or self._part_of[layer] is None:  # it keeps a state
+            return NULL
+        return (<OneKindCache>self._part_of[layer]).lane(self._index_of[layer], v, stream)
 
-    cdef void *rows(self, uint32_t layer, bint v, uint64_t *out_n,
-                    uint32_t stream=0) noexcept nogil:
+    cdef void *rows(self, uint32_t layer, bint v, uint64_t *out_n, uint32_t stream) noexcept:
         out_n[0] = 0
-        with gil:
-            return (NULL if layer >= self._n_layers or self._part_of[layer] is None  # a state
-                    else (<KVCache>self._part_of[layer]).rows(self._index_of[layer], v, out_n,
-                                                              stream))
+        if layer >= self.n_layers or self._part_of[layer] is None:  # it keeps a state
+            return NULL
+        return (<OneKindCache>self._part_of[layer]).rows(self._index_of[layer], v, out_n, stream)
 
     @cython.critical_section
     def append_all(self, k, v):
-        """Append one token to all layers (batch 1): to those that have rows of their own.
-
-        Parameters
-        ----------
-        k, v : array or sequence of array
-            ``[n_kv_heads, head_dim]`` of each of these layers.
-
-        Raises
-        ------
-        CacheFull, CapacityError, ValueError, TypeError, RuntimeError, BufferError, OSError
-            As `KVCache.append_all`.
-        """
-        cdef KVCache part
+        cdef OneKindCache part
         cdef Given given
         cdef um.um_error err
         cdef uint64_t row = 0, end
@@ -249,13 +410,13 @@ cdef class MixedKVCache(KVParts):
             check_token(&given, ka, va, part.given_blocks(), 1, part._heads, part.kv.spec.head_dim,
                         part._v_head_dim, f"KVCache.append_all: layer {i}")
             tokens[i] = ka, va
-        if self._batch != 1:
+        if self.batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
         if not self._parts:
             raise ValueError("KVCache.append_all: no layer keeps tokens: reserve and commit say "
                              "that states have gone on")
         self.begin()
-        self.check_all_whole("append_all")
+        self.check_whole("append_all")
         for part in self._parts:
             while um.um_kv_append_begin(&part.kv, 0, 1, &row, &err) != um.UM_OK:
                 if not part.find_rows(&err, 1):
@@ -274,18 +435,11 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def reserve(self, n):
-        """Reserve n rows in every layer: see `KVCache.reserve`.
-
-        Returns
-        -------
-        tuple of int
-            Of each layer the first row; None of a layer that keeps a state.
-        """
-        cdef KVCache part
+        cdef OneKindCache part
         cdef uint64_t count = size_of(n, "n")
         cdef list rows = []
         self.begin()
-        self.check_all_whole("reserve")
+        self.check_whole("reserve")
         for part in self._parts[self._n_plain:]:
             if count > part.kv.n_rows:
                 raise CacheFull(full_text("KVCache.reserve", n, "tokens", part.kv.n_rows, 0),
@@ -308,11 +462,7 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def commit(self, n):
-        """Make the first n reserved rows tokens of all layers: see `KVCache.commit`.
-
-        States are those behind all that was reserved: with states, n is all of it.
-        """
-        cdef KVCache part
+        cdef OneKindCache part
         cdef uint64_t count = size_of(n, "n"), end = self.end_of_all()
         self.begin()
         if self._states is not None and count != self._reserved:
@@ -329,12 +479,6 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def rollback(self):
-        """Drop what is reserved, and tokens that not all layers hold.
-
-        Where a window has overwritten tokens that it would have to show then, all layers drop the
-        tokens before these; `spare_rows` keeps as many of them. With states there has to be a
-        checkpoint of the position where the tokens end then.
-        """
         cdef uint64_t end = self.end_of_all()
         self.begin()
         if self._states is None or not self.is_torn():
@@ -355,17 +499,12 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def crop(self, n):
-        """Keep the first n tokens: see `KVCache.crop`.
-
-        With states, these go back to the checkpoint of that position, which there has to be. Then
-        what is reserved, and tokens that not all layers hold, are dropped, too.
-        """
-        cdef KVCache part
+        cdef OneKindCache part
         cdef um.um_error err
         cdef uint64_t count = size_of(n, "n"), held, target, least
         self.begin()
         if self._states is None:
-            self.check_all_whole("crop")
+            self.check_whole("crop")
         held = self.seq_len
         if count > held:
             raise ValueError(f"KVCache.crop: expected n of at most {held}, the tokens that are "
@@ -397,15 +536,10 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def trim_to(self, n, *, keep_first=0):
-        """Keep the last n tokens, and the first `keep_first`: see `KVCache.trim_to`.
-
-        The first tokens are kept in layers that keep all tokens. So n has to be at least the
-        largest window: none may need them.
-        """
-        cdef KVCache part
+        cdef OneKindCache part
         cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), held
         self.begin()
-        self.check_all_whole("trim_to")
+        self.check_whole("trim_to")
         held = self.seq_len
         if last >= held or first >= held - last:
             return False
@@ -422,8 +556,7 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def clear(self):
-        """Forget all tokens, and what is reserved: see `KVCache.clear`."""
-        cdef KVCache part
+        cdef OneKindCache part
         self.begin()
         for part in self._parts:
             part.clear()
@@ -434,13 +567,12 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def enforce_memory_limit(self, max_bytes):
-        """Keep as many of the last tokens as fit: see `KVCache.enforce_memory_limit`."""
-        cdef KVCache part
+        cdef OneKindCache part
         cdef size_t most = size_of(max_bytes, "max_bytes")
         cdef size_t fixed = 0 if self._states is None else self._states.state_bytes
         cdef uint64_t held, n
         self.begin()
-        self.check_all_whole("enforce_memory_limit")
+        self.check_whole("enforce_memory_limit")
         held = self.seq_len
         if fixed > most:
             raise CacheFull(f"KVCache.enforce_memory_limit: the states alone are {fixed} bytes, "
@@ -469,7 +601,6 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def give_back(self):
-        """Give back memory that holds no tokens: see `KVCache.give_back`."""
         given_back = sum([part.give_back() for part in self._parts])
         self.limit_ends()
         return given_back
@@ -478,35 +609,31 @@ cdef class MixedKVCache(KVParts):
 
     @cython.critical_section
     def layer(self, i, dtype=None, out=None):
-        """View the tokens that one layer holds: see `KVCache.layer`."""
-        cdef uint32_t index = layer_number(i, self._n_layers, "i")
+        cdef uint32_t index = layer_number(i, self.n_layers, "i")
         return self.part_of(index).layer(self._index_of[index], dtype, out)
 
     def address(self, layer, part):
-        """Return where a layer's K or V begins: see `KVCache.address`."""
-        cdef uint32_t index = layer_number(layer, self._n_layers, "layer")
+        cdef uint32_t index = layer_number(layer, self.n_layers, "layer")
         return self.part_of(index).address(self._index_of[index], part)
 
     def row_of(self, position, layer=0):
-        """Return the row of the token of a position in a layer: see `KVCache.row_of`."""
-        return self.part_of(layer_number(layer, self._n_layers, "layer")).row_of(position)
+        return self.part_of(layer_number(layer, self.n_layers, "layer")).row_of(position)
 
     # ---- copies and snapshots ----
 
     @cython.critical_section
     def copy(self):
-        """Return a cache of the same layers with the same tokens: see `KVCache.copy`."""
-        cdef MixedKVCache other = MixedKVCache.__new__(MixedKVCache)
+        cdef LayeredKVCache other = LayeredKVCache.__new__(LayeredKVCache)
         cdef list parts = []
         cdef LayerStates states = None
         self.check_open()
-        self.check_all_whole("copy")
+        self.check_whole("copy")
         try:
             for part in self._parts:
                 parts.append(part.copy())
             if self._states is not None:
                 states = self._states.copy()
-            other.assemble(self._layers, parts, self._max_seq_len, self.budget_bytes, states)
+            other.assemble(self.layers, parts, self.max_seq_len, self.budget_bytes, states)
             other._end = self._end
             other._first = max(other._first, self._first)
         except BaseException:
@@ -517,13 +644,9 @@ cdef class MixedKVCache(KVParts):
             raise
         return other
 
-    def save(self, path, *, tokens=None, model=None):
-        """Write the tokens to a file: see `KVCache.save`."""
-        from unimem.kv import snapshot
-
+    def check_saveable(self):
         self.check_open()
-        self.check_all_whole("save")
-        snapshot.save_layers(self, path, tokens, model)
+        self.check_whole("save")
 
     @cython.critical_section
     def _finish_restore(self, next_position, n):
@@ -531,14 +654,173 @@ cdef class MixedKVCache(KVParts):
         self._end = next_position
         self.set_first(next_position - n, 0)
 
-    def verify(self):
-        """Compare the data of the file that the cache was restored from: see `KVCache.verify`."""
-        from unimem.kv import snapshot
+    # ---- states ----
 
+    @cython.critical_section
+    def state(self, layer):
+        cdef uint32_t index = layer_number(layer, self.n_layers, "layer")
         self.check_open()
-        snapshot.verify(self)
+        if self._part_of[index] is not None:
+            raise ValueError(f"KVCache.state: layer {index} keeps tokens and no state: expected "
+                             f"layer({index})")
+        return self._states.view(self._index_of[index])
 
-cdef int _check_readable(KVCache part, uint64_t last, uint64_t first) except -1:
+    @property
+    @cython.critical_section
+    def checkpoints(self):
+        self.check_open()
+        return tuple(self.ways_back()) if self._states is not None else ()
+
+    @cython.critical_section
+    def checkpoint(self):
+        cdef uint64_t end = self.end_of_all()
+        self.begin()
+        self.check_whole("checkpoint")
+        if self._states is None:
+            raise ValueError("KVCache.checkpoint: no layer keeps a state: crop goes back without "
+                             "checkpoints")
+        if self._states.n_checkpoints == 0:
+            raise ValueError("KVCache.checkpoint: the cache has no room for one: make it with "
+                             "checkpoints=")
+        self._states.take(end)
+        return end
+
+    cdef int checkpoint_if_due(self, uint64_t before) except -1:
+        """Take one where the tokens since a position have reached a multiple of `every`."""
+        cdef uint64_t every = 0 if self._states is None else self._states.every
+        if every and self.end_of_all() // every > before // every:
+            self._states.take(self.end_of_all())
+        return 0
+
+    cdef list ways_back(self):
+        """The positions of checkpoints whose tokens all layers still have."""
+        cdef OneKindCache part
+        cdef uint64_t first = self.first_of_all(), end = self.end_of_all(), position
+        cdef list found = []
+        for position in self._states.positions:
+            if first <= position <= end and not any(
+                    [um.um_kv_lost_before(&(<OneKindCache>part).kv, position) for part in
+                     self._parts[self._n_plain:]]):
+                found.append(position)
+        return found
+
+    cdef object refuse_to_go_back(self, str doing, kind):
+        cdef uint64_t first = self.first_of_all()
+        cdef list found = self.ways_back()
+        there = ", ".join([f"{position - first}" for position in found[-MOST_NAMED:]])
+        if len(found) > MOST_NAMED:
+            there += f" (and {len(found) - MOST_NAMED} before these: see checkpoints)"
+        where = (f"crop(n) with n of {there} goes back to a checkpoint" if found else
+                 "there is none: take them with checkpoint(), or begin anew with clear()")
+        raise kind(f"KVCache.{doing}: states are no rows that can be dropped, and go back to a "
+                   f"checkpoint only; {where}")
+
+    # ---- figures ----
+
+    @property
+    @cython.critical_section
+    def seq_len(self):
+        self.check_open()
+        return self.end_of_all() - self.first_of_all()
+
+    @property
+    @cython.critical_section
+    def next_position(self):
+        self.check_open()
+        return self.end_of_all()
+
+    @property
+    @cython.critical_section
+    def memory_usage_bytes(self):
+        fixed = 0 if self._states is None else self._states.state_bytes
+        return fixed + sum([part.memory_usage_bytes for part in self._parts])
+
+    @property
+    def capacity_bytes(self):
+        return sum([piece.capacity_bytes for piece in self._pieces])
+
+    @property
+    def resident_bytes(self):
+        return sum([piece.resident_bytes for piece in self._pieces])
+
+    @property
+    def granted(self):
+        self.check_open()
+        return sum_placements([piece.block.granted for piece in self._pieces])
+
+    @property
+    def n_growths(self):
+        return sum([part.n_growths for part in self._parts])
+
+    # ---- the end ----
+
+    @property
+    def closed(self):
+        return not self.layers or any([piece.closed for piece in self._pieces])
+
+    def warm(self, threads=None):
+        self.check_open()
+        for piece in self._pieces:
+            piece.warm(threads)
+
+    @cython.critical_section
+    def _freeze(self, bint frozen):
+        """Refuse, or allow again, to commit memory and to give it back unasked."""
+        for part in self._parts:
+            part._freeze(frozen)
+
+    cdef Py_ssize_t n_users(self):
+        cdef OneKindCache part
+        cdef Py_ssize_t n = 0 if self._states is None else self._states.n_users()
+        for part in self._parts:
+            n += part.n_users()
+        return n
+
+    cdef object end(self):
+        cdef OneKindCache part
+        self._closed = True
+        for part in self._parts:
+            part.end()
+        if self._states is not None:
+            self._states.end()
+
+    @cython.critical_section
+    def close(self):
+        n_users = 0 if self._closed else self.n_users()
+        if n_users > 0:
+            refuse_views(self.name, n_users)
+        self.end()
+
+    @cython.critical_section
+    def __exit__(self, *exc_info):
+        self.end()
+
+    cdef int refuse_closed(self) except -1:
+        raise ClosedError(f"KVCache '{self.name}' is closed")
+
+    cdef bint is_left_open(self):
+        return not self._closed
+
+    def __repr__(self):
+        if self.closed:
+            return "KVCache(closed)"
+        shared = [layer for layer in self.layers if getattr(layer, "share_of", None) is not None]
+        kinds = [f"{n} of {kind.n_kv_heads} heads of {kind.head_dim} {kind.dtype}"
+                 + (f" with a window of {kind.window}" if kind.window else "")
+                 for kind, n in kinds_of(self.layers).items()]
+        if shared:
+            kinds.append(f"{len(shared)} that share rows")
+        if self._states is not None:
+            states = format_count(len(self._states.states), "state")
+            kinds.append(f"{states} of {format_bytes(self._states.state_bytes)}")
+        batch = f", batch {self.batch}" if self.batch > 1 else ""
+        batch += ", rows by head" if self.order == "head" else ""
+        batch += ", growing" if self.grow else ""
+        return (f"KVCache({self.seq_len} of {self.max_seq_len} tokens, {self.n_layers} layers: "
+                f"{', '.join(kinds)}{batch}, {format_bytes(self.capacity_bytes)})")
+
+
+cdef int _check_readable(OneKindCache part, uint64_t last, uint64_t first) except -1:
     """Touch the rows that a trim copies, and those that it copies them to, where these are a
     file's: it may fail in none of several parts, or in the first."""
     cdef uint64_t row
@@ -549,6 +831,3 @@ cdef int _check_readable(KVCache part, uint64_t last, uint64_t first) except -1:
             rows = part._lane_rows(layer, which, stream, row, first)
             part.copy_rows(np.empty_like(rows), rows)
     return 0
-
-
-set_mixed(MixedKVCache)

@@ -2,9 +2,10 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from unimem._core cimport native as um
-from unimem._core.region cimport Region, Watcher
+from unimem._core.region cimport Region
 
-cdef class KVRows(Watcher):
+cdef class KVRows:
+    cdef object __weakref__
     # The native cache: C callers use the um_kv_* functions on it directly.
     # Its streams and heads are not the cache's where the rows of a head lie side by side: there it
     # has a stream of one head for each head of each stream.
@@ -41,10 +42,8 @@ cdef class KVRows(Watcher):
     cdef bint _writing
     cdef bint _postponed, _closed
 
-    # Notes what the cache is to be, checked.
-    cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                      dtype, window, budget_bytes, name, order=*, k_dtype=*,
-                      v_dtype=*, v_head_dim=*, bint rotate=*) except -1
+    # Notes what the cache is to be (a KVSpec), checked.
+    cdef int describe(self, um.um_kv_spec *spec, wanted) except -1
     cdef size_t check_row(self, um.um_kv_spec *spec) except 0
     # The bytes of fixed storage, and all of it but where it is.
     cdef size_t plan_fixed(self, um.um_kv_spec *spec, um.um_kv_storage *storage) except 0
@@ -102,6 +101,9 @@ cdef class KVRows(Watcher):
     cdef uint64_t used_bytes(self) noexcept
     cdef uint64_t most_bytes(self) noexcept
 
+# Raises RuntimeError unless a cache is whole: nothing is reserved, and all layers end alike.
+cdef int refuse_torn(str doing, bint is_reserved, bint is_uneven) except -1
+# Raises BufferError for views over a cache that is to be closed.
+cdef int refuse_views(str name, Py_ssize_t n_users) except -1
 # Whether "k" or "v" is the latter.
 cdef bint is_v(object part) except -1
-cdef size_t round_up(size_t n, size_t unit)

@@ -4,9 +4,9 @@ from typing import Any, Literal, Protocol, Self
 import numpy.typing as npt
 
 from unimem.kv.layer_specs import Layer
-from unimem.kv.snapshot.format_rows import DType
+from unimem.kv.types import DType
 
-class _Dims(Protocol):
+class ModelDims(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
@@ -29,7 +29,9 @@ class KVRows:
     _file: str | None
     _lowest_end: int
     @classmethod
-    def for_dims(cls, dims: _Dims, *, max_seq_len: int | None = None, **options: Any) -> Self: ...
+    def for_dims(
+        cls, dims: ModelDims, *, max_seq_len: int | None = None, **options: Any
+    ) -> Self: ...
     @staticmethod
     def storage_bytes(
         n_layers: int,

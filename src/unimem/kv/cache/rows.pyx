@@ -5,8 +5,9 @@ import weakref
 
 from unimem.errors import CacheFull
 from unimem.kv.cache_html import kv_html
+from unimem.kv.cache.spec import KVSpec
 from unimem.kv.layer_specs import LayerKV
-from unimem.base.arguments import one_of, string
+from unimem.base.arguments import flag, one_of, string
 from unimem.base.text import format_bytes
 
 cimport cython
@@ -14,9 +15,8 @@ from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
-from unimem.kv.arrays cimport (
-    check_head_dim, kv_name, kv_types, layer_number, number_of_type, numpy_type,
-)
+from unimem.kv.inputs cimport layer_number
+from unimem.kv.types cimport check_head_dim, kv_name, kv_types, number_of_type, numpy_type, rounded
 from unimem._core.region cimport Region
 from unimem._core.status cimport full_text, raise_file_status, raise_status
 
@@ -24,12 +24,14 @@ cdef enum:
     LANE_ALIGN = 64
 
 
-cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, object head_dim,
-                    object max_seq_len, object batch, tuple dtypes, object window,
-                    object order, object v_head_dim=None, bint rotate=False) except -1:
-    one_of(order, "order", ("token", "head"))
-    for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
-                    ("max_seq_len", max_seq_len), ("batch", batch)):
+cdef int _fill_spec(um.um_kv_spec *spec, object wanted, tuple dtypes) except -1:
+    """Check a KVSpec, and write it as the core takes it."""
+    cdef bint rotate = flag(wanted.rotate, "rotate")
+    n_kv_heads, head_dim, max_seq_len = wanted.n_kv_heads, wanted.head_dim, wanted.max_seq_len
+    window, v_head_dim = wanted.window, wanted.v_head_dim
+    one_of(wanted.order, "order", ("token", "head"))
+    for what in ("n_layers", "n_kv_heads", "head_dim", "max_seq_len", "batch"):
+        n = getattr(wanted, what)
         if size_of(n, what, 1) >= 2**32:
             raise ValueError(f"{what}: expected at most 2**32 - 1, got {n}")
     if window is not None and size_of(window, "window", 1) > max_seq_len:
@@ -45,9 +47,9 @@ cdef int _fill_spec(um.um_kv_spec *spec, object n_layers, object n_kv_heads, obj
                              f"{v_dim if v else head_dim}")
     spec.v_head_dim = 0 if v_dim == head_dim else v_dim or um.UM_KV_NO_V
     spec.rotate = rotate
-    spec.n_layers, spec.n_kv_heads, spec.head_dim = n_layers, n_kv_heads, head_dim
-    spec.max_seq_len, spec.batch = max_seq_len, batch
-    if order == "head":
+    spec.n_layers, spec.n_kv_heads, spec.head_dim = wanted.n_layers, n_kv_heads, head_dim
+    spec.max_seq_len, spec.batch = max_seq_len, wanted.batch
+    if wanted.order == "head":
         n_lanes = <object>spec.batch * spec.n_kv_heads
         if n_lanes >= 2**32:
             raise ValueError("batch: expected at most 2**32 - 1 heads in all streams, got "
@@ -64,13 +66,22 @@ cdef bint is_v(object part) except -1:
     return part == "v"
 
 
-cdef size_t round_up(size_t n, size_t unit):
-    return (n + unit - 1) // unit * unit
+cdef int refuse_torn(str doing, bint is_reserved, bint is_uneven) except -1:
+    if is_reserved:
+        raise RuntimeError(f"KVCache.{doing}: rows are reserved: commit or roll back first")
+    if is_uneven:
+        raise RuntimeError(f"KVCache.{doing}: layers differ in length: roll back first")
+    return 0
+
+
+cdef int refuse_views(str name, Py_ssize_t n_users) except -1:
+    raise BufferError(f"KVCache '{name}' has {n_users} live views: drop them first, or leave a "
+                      "'with'")
 
 
 cdef size_t pair_bytes(uint64_t n_rows, size_t row, size_t v_row):
     """The bytes of a lane of K and one of V."""
-    return round_up(n_rows * row, LANE_ALIGN) + round_up(n_rows * v_row, LANE_ALIGN)
+    return rounded(n_rows * row, LANE_ALIGN) + rounded(n_rows * v_row, LANE_ALIGN)
 
 
 # A fork may come while another thread is in the middle of a call, which never ends in the child.
@@ -86,33 +97,39 @@ def _enter_child():
 os.register_at_fork(after_in_child=_enter_child)
 
 
-cdef class KVRows(Watcher):
-    """What caches share that touches none of their memory."""
+def for_dims(kind, dims, max_seq_len, options):
+    """Make a cache of a class for a model."""
+    try:
+        sizes = dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.max_seq_len
+    except AttributeError:
+        raise TypeError(f"dims: expected ModelDims, got {dims!r:.60}") from None
+    return kind(*sizes[:3], sizes[3] if max_seq_len is None else max_seq_len, **options)
+
+
+cdef class KVRows:
+    """The rows and positions of a cache, in whatever memory: nothing here touches that."""
 
     def __dealloc__(self):
         um.um_kv_free(&self.kv)
 
     # ---- making one ----
 
-    cdef int describe(self, um.um_kv_spec *spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                      dtype, window, budget_bytes, name, order="token", k_dtype=None,
-                      v_dtype=None, v_head_dim=None, bint rotate=False) except -1:
+    cdef int describe(self, um.um_kv_spec *spec, wanted) except -1:
         if self.kv.base != NULL:
             raise RuntimeError("the KVCache is made already")
         self._closed = True
-        dtypes = kv_types(dtype, k_dtype, v_dtype)
-        _fill_spec(spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtypes, window, order,
-                   v_head_dim, rotate)
-        self._batch, self._heads = batch, n_kv_heads
-        self._v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        self.rotate = rotate
-        self.order = "head" if order == "head" else "token"
+        dtypes = kv_types(wanted.dtype, wanted.k_dtype, wanted.v_dtype)
+        _fill_spec(spec, wanted, dtypes)
+        self._batch, self._heads = wanted.batch, wanted.n_kv_heads
+        self._v_head_dim = wanted.head_dim if wanted.v_head_dim is None else wanted.v_head_dim
+        self.rotate = spec.rotate
+        self.order = "head" if wanted.order == "head" else "token"
         self.dtype, self.v_dtype = dtypes
         self._dtype, self._v_dtype = numpy_type(spec.type), numpy_type(spec.v_type)
-        self.name = string(name, "name", "kv")
-        self.window = window
-        self.budget_bytes = (None if budget_bytes is None
-                             else size_of(budget_bytes, "budget_bytes", 1))
+        self.name = string(wanted.name, "name", "kv")
+        self.window = wanted.window
+        self.budget_bytes = (None if wanted.budget_bytes is None
+                             else size_of(wanted.budget_bytes, "budget_bytes", 1))
         return 0
 
     cdef size_t check_row(self, um.um_kv_spec *spec) except 0:
@@ -147,8 +164,8 @@ cdef class KVRows(Watcher):
         if n_rows * token >= 1 << 62:  # a sum of sizes overflows
             raise ValueError(f"KVCache: {n_rows} tokens of {token} bytes are more "
                              "than there can be: a smaller max_seq_len")
-        storage.lane_stride = round_up(n_rows * row, LANE_ALIGN)
-        storage.v_lane_stride = round_up(n_rows * v_row, LANE_ALIGN)
+        storage.lane_stride = rounded(n_rows * row, LANE_ALIGN)
+        storage.v_lane_stride = rounded(n_rows * v_row, LANE_ALIGN)
         storage.n_rows = storage.usable_rows = n_rows
         self._storage_bytes = n_pairs * (storage.lane_stride + storage.v_lane_stride)
         return self._storage_bytes
@@ -183,11 +200,7 @@ cdef class KVRows(Watcher):
         -------
         KVCache
         """
-        try:
-            sizes = dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.max_seq_len
-        except AttributeError:
-            raise TypeError(f"dims: expected ModelDims, got {dims!r:.60}") from None
-        return cls(*sizes[:3], sizes[3] if max_seq_len is None else max_seq_len, **options)
+        return for_dims(cls, dims, max_seq_len, options)
 
     @staticmethod
     def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
@@ -208,8 +221,8 @@ cdef class KVRows(Watcher):
         cdef um.um_kv_spec spec
         cdef um.um_error err
         cdef size_t nbytes
-        _fill_spec(&spec, n_layers, n_kv_heads, head_dim, max_seq_len, batch,
-                   kv_types(dtype, k_dtype, v_dtype), None, order, v_head_dim)
+        _fill_spec(&spec, KVSpec(n_layers, n_kv_heads, head_dim, max_seq_len, batch, order=order,
+                                 v_head_dim=v_head_dim), kv_types(dtype, k_dtype, v_dtype))
         if um.um_kv_storage_bytes(&spec, &nbytes, &err) != um.UM_OK:
             raise_status(err.status, &err, "KVCache")
         return nbytes
@@ -355,12 +368,8 @@ cdef class KVRows(Watcher):
         return n
 
     cdef int check_whole(self, str doing) except -1:
-        if self._reserved:
-            raise RuntimeError(f"KVCache.{doing}: rows are reserved: commit or roll back first")
-        cdef uint64_t end = um.um_kv_next_position(&self.kv)
-        if self.end_position() != end:
-            raise RuntimeError(f"KVCache.{doing}: layers differ in length: roll back first")
-        return 0
+        return refuse_torn(doing, self._reserved > 0,
+                           self.end_position() != um.um_kv_next_position(&self.kv))
 
     def address(self, layer, part):
         """Return where a layer's K or V begins, for an engine that writes rows itself.
@@ -763,8 +772,7 @@ cdef class KVRows(Watcher):
         if not self._closed:
             n_users = self.n_users()
             if n_users > 0:
-                raise BufferError(f"KVCache '{self.name}' has {n_users} live views: drop them "
-                                  "first, or leave a 'with'")
+                refuse_views(self.name, n_users)
             self.end()
 
     def __enter__(self):

@@ -1,14 +1,18 @@
-# The memory of a KV cache, for kv.pyx.
+# The memory of a KV cache, for one_kind.pyx.
 from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um
 from unimem._core.block cimport Block
 from unimem._core.lock cimport Lock
 from unimem.kv.cache.rows cimport KVRows
-from unimem._core.region cimport Region
+from unimem._core.region cimport Region, Watcher
 from unimem._core.tape cimport Tape
 
-cdef class KVMemory(KVRows):
+# Settles a cache when a view over it has gone.
+cdef class Settler(Watcher):
+    cdef object cache  # a weak reference
+
+cdef class KVStorage(KVRows):
     cdef readonly Tape tape
     cdef readonly Block block
     cdef Region _region
@@ -18,6 +22,7 @@ cdef class KVMemory(KVRows):
     cdef object _whole
     # Of a growing cache, the rows that are committed in all lanes.
     cdef uint64_t _low, _high
+    cdef Settler _settler
     cdef bint _waiting, _left_behind, _frozen
     # Of a ring, or None: caches of other layers, which have room before it forgets for a token.
     cdef tuple _beside

@@ -1,7 +1,7 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """The memory under a KV cache: where its lanes lie, how they grow, and what is given back."""
 import math
-import warnings
+import weakref
 
 import numpy as np
 
@@ -19,9 +19,10 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, new_array, size_of
 from unimem._core.block cimport Block
 from unimem._core.lock cimport hold, let_go
-from unimem.kv.arrays cimport layer_number
-from unimem.kv.cache.rows cimport KVRows, is_v, round_up
-from unimem._core.region cimport Region, enter_holder, new_window, n_references
+from unimem.kv.inputs cimport layer_number
+from unimem.kv.types cimport rounded
+from unimem.kv.cache.rows cimport KVRows, is_v
+from unimem._core.region cimport Region, Watcher, enter_holder, new_window, n_references
 from unimem._core.status cimport raise_file_status, raise_status
 from unimem._core.tape cimport Tape
 
@@ -60,12 +61,43 @@ cdef size_t least_row(size_t row, size_t v_row) noexcept:
     return row if v_row == 0 else min(row, v_row)
 
 
+def ring_rows(size_t row_bytes, size_t v_row_bytes, uint64_t n, pages):
+    """Return the rows of a ring for n tokens: its lanes of K and of V are whole pages."""
+    cdef size_t page = um.um_page_bytes()
+    if pages == "1g":
+        page = 1 << 30
+    elif pages == "2m" or (pages == "thp"
+                           and n * least_row(row_bytes, v_row_bytes) >= HUGE_BYTES):
+        page = max(um.um_huge_page_bytes(), HUGE_BYTES)
+    return rounded(n, math.lcm(page // math.gcd(page, row_bytes),
+                                page // math.gcd(page, v_row_bytes)))
+
+
 cdef object bytes_in(list ranges):
     return sum([nbytes for _, nbytes in ranges])
 
 
-cdef class KVMemory(KVRows):
-    """What `KVCache` stands on."""
+cdef class Settler(Watcher):
+    """Gives memory back once no view lies over it."""
+
+    cdef int window_ended(self) except -1:
+        cdef KVStorage cache = self.cache()
+        if cache is None:
+            return 0
+        whole = None if cache._whole is None else cache._whole()
+        whole = cache if whole is None else whole
+        with cython.critical_section(whole):
+            cache._waiting = False
+            try:
+                if not cache.closed:
+                    cache.settle()
+            except Exception:  # a view goes whether or not memory can be given back
+                return 0
+        return 0
+
+
+cdef class KVStorage(KVRows):
+    """The storage of rows in main memory: fixed, growing or a ring, and what it gives back."""
 
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1:
         cdef um.um_kv_storage storage
@@ -110,7 +142,7 @@ cdef class KVMemory(KVRows):
         self._region = self.block.region()
         step = self._region.block.step_nbytes
         if self.budget_bytes is not None:
-            least = n_pairs * (round_up(row, step) + round_up(v_row, step))
+            least = n_pairs * (rounded(row, step) + rounded(v_row, step))
             if least > self.budget_bytes:
                 raise CacheFull(f"KVCache: budget_bytes={self.budget_bytes} is less than a token "
                                 f"needs on pages of {format_bytes(step)}, {least} bytes",
@@ -124,18 +156,6 @@ cdef class KVMemory(KVRows):
         storage.usable_rows = 0
         return self.start(spec, &storage)
 
-    @staticmethod
-    def _ring_rows(size_t row_bytes, size_t v_row_bytes, uint64_t n, pages):
-        """How many rows a ring has for n: so many that lanes of K and of V are whole pages."""
-        cdef size_t page = um.um_page_bytes()
-        if pages == "1g":
-            page = 1 << 30
-        elif pages == "2m" or (pages == "thp"
-                               and n * least_row(row_bytes, v_row_bytes) >= HUGE_BYTES):
-            page = max(um.um_huge_page_bytes(), HUGE_BYTES)
-        return round_up(n, math.lcm(page // math.gcd(page, row_bytes),
-                                    page // math.gcd(page, v_row_bytes)))
-
     cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1:
         cdef um.um_kv_storage storage
         cdef size_t row = self.check_row(spec), v_row = self._v_row
@@ -144,8 +164,8 @@ cdef class KVMemory(KVRows):
         if (<object>spec.window + spare_rows) * token >= MOST_BYTES // 2:
             raise ValueError(f"KVCache: a ring of {spec.window} rows and {spare_rows} to spare is "
                              "more than there can be: fewer of them")
-        n_rows = self._ring_rows(row, v_row, spec.window + spare_rows,
-                                 placement.get("pages", "auto"))
+        n_rows = ring_rows(row, v_row, spec.window + spare_rows,
+                           placement.get("pages", "auto"))
         total = n_rows * token
         if self.budget_bytes is not None and total > self.budget_bytes:
             raise CacheFull(f"KVCache: a ring of {n_rows} rows, in whole pages, needs {total} "
@@ -180,7 +200,7 @@ cdef class KVMemory(KVRows):
             if self.lane_row(lane) == 0:  # there may be no V
                 continue
             begin = self.lane_offset(lane)
-            nbytes = round_up(n * self.lane_row(lane), block.step_nbytes)
+            nbytes = rounded(n * self.lane_row(lane), block.step_nbytes)
             offset = offsets[lane]
             hold(&self._region.lock)
             status = um.um_block_overlay(block, begin, fd, offset, nbytes, &err)
@@ -301,7 +321,7 @@ cdef class KVMemory(KVRows):
     cdef uint64_t end_whole(self, uint64_t row, size_t nbytes) noexcept:
         """The same of lanes whose rows have so many bytes."""
         cdef size_t step = self._region.block.step_nbytes
-        return self.kv.n_rows if nbytes == 0 else round_up(row * nbytes, step) // nbytes
+        return self.kv.n_rows if nbytes == 0 else rounded(row * nbytes, step) // nbytes
 
     @cython.final
     cdef list steps_of(self, uint64_t first, uint64_t end, uint64_t but_first, uint64_t but_end):
@@ -311,9 +331,9 @@ cdef class KVMemory(KVRows):
         cdef list found = []
         for lane in range(self._n_lanes if first < end else 0):
             row = self.lane_row(lane)
-            begin, stop = first * row // step * step, round_up(end * row, step)
+            begin, stop = first * row // step * step, rounded(end * row, step)
             if but_first < but_end and but_first <= first:
-                begin = max(begin, round_up(but_end * row, step))
+                begin = max(begin, rounded(but_end * row, step))
             elif but_first < but_end:
                 stop = min(stop, but_first * row // step * step)
             if begin < stop:
@@ -399,7 +419,7 @@ cdef class KVMemory(KVRows):
         return 0
 
     cdef int take_beside(self, uint64_t end) except -1:
-        cdef KVMemory other
+        cdef KVStorage other
         cdef um.um_error err
         cdef uint64_t first = 0, row = 0, held, n
         for other in self._beside:
@@ -411,7 +431,7 @@ cdef class KVMemory(KVRows):
         return self.limit_end()
 
     cdef int limit_end(self) except -1:
-        cdef KVMemory other
+        cdef KVStorage other
         cdef uint64_t end = <uint64_t>-1, first
         for other in self._beside:
             first = um.um_kv_oldest_position(&other.kv)
@@ -478,7 +498,10 @@ cdef class KVMemory(KVRows):
         if self.has_views(ranges):
             if not self._waiting:
                 self._waiting = True
-                region.watch(self)
+                if self._settler is None:
+                    self._settler = Settler.__new__(Settler)
+                    self._settler.cache = weakref.ref(self)
+                region.watch(self._settler)
             # Making the watch may have collected the last of them.
             if self.has_views(ranges):
                 self._stay_inside()
@@ -561,18 +584,6 @@ cdef class KVMemory(KVRows):
             return 0  # others may have run meanwhile
         self.settle(True)
         return max(0, before - (self.capacity_bytes if self.grow else self.resident_bytes))
-
-    cdef int window_ended(self) except -1:
-        whole = None if self._whole is None else self._whole()
-        whole = self if whole is None else whole
-        with cython.critical_section(whole):
-            self._waiting = False
-            try:
-                if not self.closed:
-                    self.settle()
-            except Exception:  # a view goes whether or not memory can be given back
-                return 0
-        return 0
 
     # ---- rows that are a file's ----
 
@@ -720,11 +731,6 @@ cdef class KVMemory(KVRows):
         last = None
         if self.block is not None:
             self.block.__exit__()
-
-    def __del__(self):
-        if not self._closed and self._region is not None:
-            warnings.warn(f"unclosed '{self.name}': {self!r}", ResourceWarning, stacklevel=1,
-                          source=self)
 
     # ---- for unimem.transformers, which writes rows itself ----
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from unimem.base.text import format_bytes, format_count
 from unimem.errors import SnapshotError
-from unimem.kv.arrays import kv_name
 from unimem.kv.layer_specs import Layer, LayerKV, kinds_of, places_of
 from unimem.kv.snapshot.format_rows import DAMAGED, MAGIC, Order, Snapshot, round_up, seal_header
 from unimem.kv.snapshot.format_states import StatesSnapshot
+from unimem.kv.types import kv_name
 
 __all__ = [
     "Head",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from unimem.base.text import format_bytes, format_count
 from unimem.errors import SnapshotError
+from unimem.kv.types import KV_TYPES, DType, block_values, round_up, row_bytes_of
 
 __all__ = [
     "Chunk",
@@ -33,17 +34,12 @@ __all__ = [
     "tokens_of",
 ]
 
-DType: TypeAlias = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
 Order: TypeAlias = Literal["token", "head"]
 
 MAGIC = b"UNIMEMKV"
 VERSION = 1
-# In the file a dtype is its index here; of each, the values in a block and the bytes of one.
-DTYPES: tuple[DType, ...] = get_args(DType)
-_BLOCKS = {
-    **{"f32": (1, 4), "f16": (1, 2), "bf16": (1, 2), "q8_0": (32, 34), "q4_0": (32, 18)},
-    **{"q4_1": (32, 20), "q5_0": (32, 22), "q5_1": (32, 24), "iq4_nl": (32, 18)},
-}
+# In the file a dtype is its index here.
+DTYPES = KV_TYPES
 _GROW, _HAS_MODEL, _HAS_TOKENS, _BY_HEAD, _V_DIM, _ROTATED = 1, 2, 4, 8, 16, 32
 # Of heads, where those of V have another size; there the upper half of a field is V's.
 _MOST_HALF = 0xFFFF
@@ -94,17 +90,6 @@ OFFSETS = {
 }
 #: What every error of a damaged file ends with.
 DAMAGED = "the file is damaged, take another copy of it or save anew"
-
-
-def round_up(n: int, step: int) -> int:
-    """Return the smallest multiple of `step` that is not below `n`."""
-    return -(-n // step) * step
-
-
-def row_bytes_of(n_kv_heads: int, head_dim: int, dtype: str) -> int:
-    """Return the bytes of one token's K (or V) in one layer, of so many heads."""
-    block_values, block_bytes = _BLOCKS[dtype]
-    return n_kv_heads * head_dim // block_values * block_bytes
 
 
 class Lane(NamedTuple):
@@ -525,9 +510,9 @@ def _check_dims(values: dict[str, Any], path: str) -> None:
     check(known, "dtype", f"numbers below {len(DTYPES)}, and another one of V than of K")
     values["dtype"], values["v_dtype"] = DTYPES[k], DTYPES[k if v < 0 else v]
     for name, dim in ((values["dtype"], "head_dim"), (values["v_dtype"], "v_head_dim")):
-        block_values, _ = _BLOCKS[name]
-        whole = values[dim] % block_values == 0
-        check(whole, "head_dim", f"a multiple of {block_values} for {name}")
+        in_block = block_values(name)
+        whole = values[dim] % in_block == 0
+        check(whole, "head_dim", f"a multiple of {in_block} for {name}")
         whole = not values["rotate"] or values[dim] % _ROTATION == 0
         check(whole, "head_dim", f"a multiple of {_ROTATION} where heads are rotated")
     alignment = values["alignment"]

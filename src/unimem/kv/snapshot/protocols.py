@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from unimem.kv.layer_specs import Layer
 from unimem.kv.states import LayerStates
 
-__all__ = ["Cache", "CacheOfLayers", "HostCache"]
+__all__ = ["AnyCache", "Cache", "CacheOfLayers", "HeldCache", "HostCache", "body_of"]
 
 
 class Cache(Protocol):
@@ -107,6 +107,21 @@ class CacheOfLayers(Protocol):
 
     def _finish_restore(self, next_position: int, n: int) -> None:
         """Take over the tokens that were read into the parts."""
+
+
+class HeldCache(Protocol):
+    """A cache of users', which holds one of the others."""
+
+    _body: Any
+
+
+#: A cache as a user has it.
+AnyCache: TypeAlias = Cache | CacheOfLayers | HeldCache
+
+
+def body_of(kv: AnyCache) -> Cache | CacheOfLayers:
+    """Return the cache that a user's cache holds, or is."""
+    return cast(Cache | CacheOfLayers, getattr(kv, "_body", kv))
 
 
 class HostCache(Cache, Protocol):

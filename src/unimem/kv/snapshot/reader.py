@@ -35,7 +35,7 @@ from unimem.kv.snapshot.chunk_threads import (
 from unimem.kv.snapshot.format_layers import LayersSnapshot
 from unimem.kv.snapshot.format_rows import Chunk, Snapshot
 from unimem.kv.snapshot.format_states import StatesSnapshot
-from unimem.kv.snapshot.protocols import Cache, CacheOfLayers, HostCache
+from unimem.kv.snapshot.protocols import AnyCache, Cache, CacheOfLayers, HostCache, body_of
 from unimem.kv.snapshot.source import LocalSnapshot, RemoteSnapshot, SnapshotBytes, open_source
 from unimem.kv.states import LayerStates
 from unimem.kv.token_ids import Tokens, token_ids
@@ -486,7 +486,7 @@ def _restored_layers(
 
 
 def read_into(
-    kv: Cache | CacheOfLayers,
+    kv: AnyCache,
     path: str | os.PathLike[str],
     tokens: Tokens | None = None,
     model: str | None = None,
@@ -546,9 +546,10 @@ class OpenSnapshot:
             check_data(part, self.source)
 
     def read_into(
-        self, kv: Cache | CacheOfLayers, tokens: Tokens | None = None, model: str | None = None
+        self, kv: AnyCache, tokens: Tokens | None = None, model: str | None = None
     ) -> None:
         """Read it into a cleared cache, as `snapshot.read_into` does."""
+        kv = body_of(kv)
         _check_cleared(kv)
         source, snapshot = self.source, self.facts
         ids = None if tokens is None else token_ids(tokens)

@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 
 from unimem._core import guard
 from unimem.errors import CacheFull
-from unimem.kv.arrays import kv_pair
 from unimem.kv.cache.cache import KVCache
-from unimem.kv.cache.layered import MixedKVCache
+from unimem.kv.cache.layered import LayeredKVCache
+from unimem.kv.cache.one_kind import OneKindCache
 from unimem.kv.layer_specs import Layer, LayerState, kinds_of, places_of
 from unimem.kv.paged import Sequence
 from unimem.kv.store.chunk import EqualLayers, Kind, LayerRows, MixedLayers
+from unimem.kv.types import kv_pair
 
 __all__ = ["Holder", "Rows", "rows_of"]
 
@@ -77,7 +78,7 @@ def rows_of(kv: Holder) -> Rows:
         It has several streams, or layers that keep a state.
     """
     if isinstance(kv, KVCache):
-        return _CacheRows(kv)
+        return _CacheRows(kv._body)
     if isinstance(kv, Sequence):
         return _SequenceRows(kv)
     raise TypeError(f"kv: expected a KVCache or a Sequence of a PagedKVCache, got {kv!r:.60}")
@@ -86,7 +87,7 @@ def rows_of(kv: Holder) -> Rows:
 class _Lane(NamedTuple):
     """K or V of a layer, in the cache that has its rows."""
 
-    cache: KVCache
+    cache: OneKindCache
     layer: int
     part: Literal["k", "v"]
 
@@ -97,20 +98,20 @@ class _Lane(NamedTuple):
             yield self.cache._rows_at(self.layer, self.part, stream, first, n)
 
 
-def _lanes_of(cache: KVCache, layer: int) -> list[_Lane]:
+def _lanes_of(cache: OneKindCache, layer: int) -> list[_Lane]:
     return [_Lane(cache, layer, part) for part in get_args(Literal["k", "v"])]
 
 
 class _CacheRows:
     """Those of a `KVCache`, whose layers may differ."""
 
-    def __init__(self, kv: KVCache) -> None:
+    def __init__(self, kv: OneKindCache | LayeredKVCache) -> None:
         if kv.batch != 1:
             raise ValueError(f"kv: expected a cache of one stream, got one of batch={kv.batch}")
         self._kv = kv
         rotation = "hadamard" if kv.rotate else "none"
         self.kind: Kind
-        if isinstance(kv, MixedKVCache):
+        if isinstance(kv, LayeredKVCache):
             self.kind = MixedLayers(tuple(map(_rows_kind, range(kv.n_layers), kv.layers)), rotation)
             self._parts = kv._parts
             of_kind = dict(zip(kinds_of(kv.layers), kv._parts, strict=True))
@@ -133,7 +134,7 @@ class _CacheRows:
     def check_source(self) -> int:
         kv = self._kv
         kv.crop(kv.seq_len)  # drops nothing, and refuses reserved rows and layers that differ
-        dropped = kv._first if isinstance(kv, MixedKVCache) else kv.next_position - kv.seq_len
+        dropped = kv._first if isinstance(kv, LayeredKVCache) else kv.next_position - kv.seq_len
         if dropped:
             raise ValueError(
                 f"kv: expected a cache that holds its first tokens, got one in which {dropped} "
@@ -164,7 +165,7 @@ class _CacheRows:
                 f"kv: expected a cleared cache, got one at position {kv.next_position}: call "
                 "clear() first"
             )
-        is_mixed = isinstance(kv, MixedKVCache)
+        is_mixed = isinstance(kv, LayeredKVCache)
         # Windows of a cache whose layers differ go on without end.
         parts = [part for part in self._parts if not (is_mixed and part.window)]
         return 0, min(map(_most_tokens, parts), default=sys.maxsize)
@@ -187,7 +188,7 @@ class _CacheRows:
             return
         for part in self._parts:
             part._finish_restore(n, min(n, part.window or n))
-        if isinstance(self._kv, MixedKVCache):
+        if isinstance(self._kv, LayeredKVCache):
             self._kv._finish_restore(n, n)
 
     def abandon(self) -> None:
@@ -204,7 +205,7 @@ def _rows_kind(number: int, layer: Layer) -> LayerRows:
     return LayerRows(layer.n_kv_heads, layer.head_dim, *types, *kept, layer.v_head_dim)
 
 
-def _most_tokens(part: KVCache) -> int:
+def _most_tokens(part: OneKindCache) -> int:
     """Return how many tokens a cache, or a part of one, can take from position 0 on."""
     if part.window is not None or part.grow:
         return part.window or part.max_seq_len

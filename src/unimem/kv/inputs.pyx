@@ -1,5 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""Types of KV memory, and the arrays that are appended to it."""
+"""Checks of what is given to KV caches: arrays of tokens, layers and outputs.
+
+`contiguous` makes an array of any library NumPy's; `check_tokens` and `check_token` compare type and
+shape with the cache's and fill a `Given`, from which the core appends.
+"""
 import numpy as np
 
 cimport numpy as cnp
@@ -8,98 +12,12 @@ from libc.stdint cimport uint32_t, uintptr_t
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of, index_of
 from unimem._core.foreign cimport array_of, target_of
+from unimem.kv.types cimport BLOCK_VALUES, numpy_type
 
 cnp.import_array()
 
-cdef enum:
-    BLOCK_VALUES = 32
-
-# KV types by NumPy's names, which are those of dtypes.
-cdef dict _TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-cdef dict _NUMBERS = {
-    "f32": um.UM_F32, "f16": um.UM_F16, "bf16": um.UM_BF16, "q8_0": um.UM_Q8_0,
-    "q4_0": um.UM_Q4_0, "q4_1": um.UM_Q4_1, "q5_0": um.UM_Q5_0, "q5_1": um.UM_Q5_1,
-    "iq4_nl": um.UM_IQ4_NL,
-}
-cdef list _NIBBLES = [("qs", "u1", (BLOCK_VALUES // 2,))]
-cdef list _FIFTH_BITS = [("qh", "u1", (BLOCK_VALUES // 8,)), *_NIBBLES]
-# Of the types from q8_0 on, ggml's blocks.
-cdef dict _BLOCKS = {
-    um.UM_Q8_0: np.dtype([("d", "<f2"), ("qs", "i1", (BLOCK_VALUES,))]),
-    um.UM_Q4_0: np.dtype([("d", "<f2"), *_NIBBLES]),
-    um.UM_Q4_1: np.dtype([("d", "<f2"), ("m", "<f2"), *_NIBBLES]),
-    um.UM_Q5_0: np.dtype([("d", "<f2"), *_FIFTH_BITS]),
-    um.UM_Q5_1: np.dtype([("d", "<f2"), ("m", "<f2"), *_FIFTH_BITS]),
-    um.UM_IQ4_NL: np.dtype([("d", "<f2"), *_NIBBLES]),
-}
 # NumPy's number for bfloat16, which ml_dtypes adds; found with the first such array.
 cdef int _bf16_number = -1
-
-
-cpdef str kv_type(object dtype, str what="dtype"):
-    """The name of a KV type, such as ``"f16"`` or ``"q8_0"``.
-
-    Parameters
-    ----------
-    dtype : str or dtype-like
-        Such a name, or a dtype as `as_dtype` takes it.
-    what : str
-        The argument, for messages.
-
-    Raises
-    ------
-    ValueError
-        It is none of these.
-    """
-    if isinstance(dtype, str) and dtype in _NUMBERS:
-        return dtype
-    try:
-        return _TYPES[dtype_of(dtype).name]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{what}: expected one of {', '.join(_NUMBERS)}, or a dtype that is one "
-                         f"of these, got {dtype!r:.60}") from None
-
-
-cpdef tuple kv_pair(object dtype, str what="kv_dtype"):
-    """The names of the types of K and of V of one argument: ``"q8_0,q4_0"``, or one type of both.
-
-    Raises
-    ------
-    ValueError
-        As `kv_type`.
-    """
-    parts = dtype.split(",") if isinstance(dtype, str) else [dtype]
-    if len(parts) != 2:
-        parts = [dtype, dtype]
-    return kv_type(parts[0], what), kv_type(parts[1], what)
-
-
-cpdef str kv_name(str k_dtype, str v_dtype):
-    """The name of the types of K and V, as `kv_pair` takes it."""
-    return k_dtype if k_dtype == v_dtype else f"{k_dtype},{v_dtype}"
-
-
-cdef tuple kv_types(object dtype, object k_dtype, object v_dtype):
-    """The names of the types of K and of V: `dtype`, where no other is named for one of them."""
-    of_k, of_v = kv_pair(dtype, "dtype")
-    return (of_k if k_dtype is None else kv_type(k_dtype, "k_dtype"),
-            of_v if v_dtype is None else kv_type(v_dtype, "v_dtype"))
-
-
-cpdef int block_values(str name) except -1:
-    """The values of a block of a KV type: 1 of a float, which has none."""
-    return um.um_dtype_block_values(number_of_type(name))
-
-
-cdef um.um_dtype number_of_type(str name) except *:
-    return <um.um_dtype><int>_NUMBERS[name]
-
-
-cdef object numpy_type(um.um_dtype number):
-    if number >= um.UM_Q8_0:
-        return _BLOCKS[number]
-    return dtype_of("float32" if number == um.UM_F32 else
-                    "float16" if number == um.UM_F16 else "bfloat16")
 
 
 cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1:
@@ -116,7 +34,7 @@ cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1:
         _bf16_number = number
     if number == _bf16_number:
         return um.UM_BF16
-    if stored >= um.UM_Q8_0 and dtype == _BLOCKS[stored]:
+    if stored >= um.UM_Q8_0 and dtype == numpy_type(stored):
         return stored
     raise TypeError(f"{what}: expected float32, float16 or bfloat16, got {dtype}")
 
@@ -132,13 +50,6 @@ cdef cnp.ndarray contiguous(object a, str what):
 
 cdef uint32_t units(um.um_dtype type, uint32_t head_dim):
     return head_dim // BLOCK_VALUES if type >= um.UM_Q8_0 else head_dim
-
-
-cdef int check_head_dim(str name, object head_dim) except -1:
-    if head_dim % block_values(name):
-        raise ValueError(f"head_dim: expected a multiple of {BLOCK_VALUES} for {name}, got "
-                         f"{head_dim}")
-    return 0
 
 
 cdef tuple shape_of(cnp.ndarray a):
@@ -232,20 +143,6 @@ cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t
             out.end += <uintptr_t>((size - 1) * stride)
         step *= size
     return 0
-
-
-cdef bytes ids_of(object tokens, str what):
-    """The bytes of token ids as int32."""
-    ids = np.asarray(tokens)
-    if ids.size == 0:
-        return b""
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise TypeError(f"{what}: expected a sequence of integers, got {ids.ndim} dimensions of "
-                        f"{ids.dtype}")
-    if ids.min() < 0 or ids.max() >= 2**31:
-        raise ValueError(f"{what}: expected ids from 0 to 2**31 - 1, got {ids.min()} to "
-                         f"{ids.max()}")
-    return ids.astype(np.int32).tobytes()
 
 
 cdef tuple pair_of(object out):

@@ -1,4 +1,4 @@
-# Types of KV memory, and the arrays that are appended to it.
+# Checks of arrays that are given to KV caches, for Cython callers.
 cimport numpy as cnp
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
@@ -17,19 +17,6 @@ cdef struct Bytes:
     # Whether it is C-contiguous.
     bint in_order
 
-# The name of a KV type ("f16") of a name of it or of a dtype; `what` is the argument, for messages.
-cpdef str kv_type(object dtype, str what=*)
-# Those of K and V in one name, "q8_0,q4_0", and this name.
-cpdef tuple kv_pair(object dtype, str what=*)
-cpdef str kv_name(str k_dtype, str v_dtype)
-# Those of K and V, of what a cache was asked for.
-cdef tuple kv_types(object dtype, object k_dtype, object v_dtype)
-# The values of its blocks, 1 of a float; and ValueError for heads that are not whole blocks.
-cpdef int block_values(str name) except -1
-cdef int check_head_dim(str name, object head_dim) except -1
-# Its native number; and the NumPy dtype of its elements or blocks.
-cdef um.um_dtype number_of_type(str name) except *
-cdef object numpy_type(um.um_dtype number)
 # The native type of elements of a dtype, which are to go to memory of type `stored`. Of the other
 # byte order there is none. `what` is the argument that has it, for messages, here and below.
 cdef int number_of(cnp.dtype dtype, um.um_dtype stored, str what) except -1
@@ -60,8 +47,6 @@ cdef uint32_t units(um.um_dtype type, uint32_t head_dim)
 cdef tuple shape_of(cnp.ndarray a)
 # The memory of an array of any library; strides are in bytes.
 cdef int find_bytes(Bytes *out, uintptr_t at, tuple shape, tuple strides, size_t item) except -1
-# The bytes of token ids as int32; `what` is the argument, for messages.
-cdef bytes ids_of(object tokens, str what)
 # The two arrays of an argument `out`, of any library, and the two over their memory as NumPy's.
 cdef tuple pair_of(object out)
 # An array on the device of a driver; TypeError, which names the argument, for what is none.
