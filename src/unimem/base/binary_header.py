@@ -1,4 +1,4 @@
-"""Binary headers of files: packed from fields, and read with the rule and the byte in each error."""
+"""Binary headers of files: packed from fields, and read with a rule and an offset in each error."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class HeaderFields(dict[str, Any]):
             rule = f"the file is longer than it should be: {nbytes} bytes, not {whole}"
             self.refuse_at(whole, rule)
 
-    def check_tables(self, tables: bytes | NDArray[np.uint8], name: str) -> None:
+    def check_tables(self, tables: bytes | memoryview, name: str) -> None:
         """Refuse bytes behind the header whose checksum is not that of a field."""
         if xxhash.xxh3_64_intdigest(tables) != self[name]:
             self.refuse_at(self.header.nbytes, "the checksum of the tables does not match")
@@ -230,7 +230,7 @@ class Tables:
     """
 
     def __init__(self, fields: HeaderFields, data: NDArray[np.uint8]) -> None:
-        fields.check_tables(data, "tables_checksum")
+        fields.check_tables(data.data, "tables_checksum")
         self._data, self._begin = data, fields.header.nbytes
         self.at = self._begin
 

@@ -1,4 +1,4 @@
-"""KV chunks: their identity, which is a chained hash, and the bytes that a store keeps of one.
+"""KV chunks: their identities, which are chained hashes, and the bytes that a store keeps.
 
 ``docs/store.md`` specifies both, with test vectors. Nothing here opens a file.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from unimem.base.binary_header import BinaryHeader
 from unimem.kv.snapshot.format_rows import round_up, row_bytes_of
 
 __all__ = [
@@ -30,65 +30,70 @@ __all__ = [
     "seal",
 ]
 
-MAGIC = b"UNIMEMCH"
-VERSION = 1
-#: A page, so that the data begins at one.
+#: A page, so that the data begins at a page.
 HEADER_BYTES = 4096
-_HEADER = struct.Struct("<8sIIQQ32s16sIIQ")
+_HEADER = BinaryHeader(
+    """
+    8s magic; I version header_bytes; Q file_bytes data_bytes; 32s key; 16s hash;
+    I n_tokens n_lanes; Q row_bytes
+    """,
+    b"UNIMEMCH",
+    "chunk",
+)
 
 
 class LaneGroup(NamedTuple):
-    """Layers whose rows lie in one chunk: all that keep all tokens, or all of one window.
+    """Layers whose rows share a chunk: all layers without a window, or all with the same window.
 
     Attributes
     ----------
     window : int or None
-        The last tokens that they keep; None for all.
+        The number of last tokens that they keep; None for all tokens.
     row_bytes : tuple of int
-        Bytes of a token in each lane: K of the first of these layers, V of it, K of the next.
+        Bytes of a token in each lane: K of the first layer, V of the first layer, K of the next.
     """
 
     window: int | None
     row_bytes: tuple[int, ...]
 
     def key(self, key: bytes) -> bytes:
-        """Return the identity of its rows, by that of the tokens."""
+        """Return the identity of its rows, given the identity of the tokens."""
         if self.window is None:
             return key
         return hashlib.sha256(f"unimem.kv-window/1\nwindow={self.window}\n".encode() + key).digest()
 
     def first_needed(self, end: int) -> int:
-        """Return the first position whose rows a cache has to have that ends at `end`."""
+        """Return the first position whose rows a cache needs to continue at `end`."""
         return 0 if self.window is None else max(0, end - self.window)
 
 
 class Kind(Protocol):
-    """What caches have in common that can take each other's rows."""
+    """The kind of a cache: caches of one kind can take each other's rows."""
 
     @property
     def text(self) -> str:
-        """What is hashed of it. Tokens begin at position 0, with K as the model has rotated it."""
+        """The hashed text. Tokens begin at position 0, with K as the model has rotated it."""
 
     @property
     def groups(self) -> Sequence[LaneGroup]:
-        """Its layers, by what they keep; those that keep all tokens come first."""
+        """Its layers, grouped by window; those that keep all tokens are first."""
 
 
 class LayerRows(NamedTuple):
-    """What a layer of a cache keeps whose layers differ.
+    """What one layer keeps in a cache whose layers differ.
 
     Attributes
     ----------
     n_kv_heads, head_dim : int
         Dimensions of the layer.
     dtype, v_dtype : str
-        What is stored of K, and of V.
+        The stored types of K and V.
     window : int or None
-        The last tokens that it keeps; None for all.
+        The number of last tokens that it keeps; None for all tokens.
     share_of : int or None
-        The layer whose rows it shows; None where it has its own.
+        The layer whose rows it shows; None if it has its own.
     v_head_dim : int or None
-        Values of a head of V; None for as many as `head_dim`.
+        Values of a head of V; None for `head_dim`.
     """
 
     n_kv_heads: int
@@ -110,33 +115,31 @@ class LayerRows(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is hashed of it."""
+        """The hashed text."""
         if self.share_of is not None:
             return f"share={self.share_of}"
         return f"{self.rows_text} window={self.window or 'none'}"
 
     @property
     def rows_text(self) -> str:
-        """What is hashed of its rows."""
-        # Most have heads of one size. Their text is that of stores which knew no other.
+        """The hashed text of its rows."""
+        # If heads have one size, the text is that of stores that knew no other.
         differs = self.v_head_dim not in (None, self.head_dim)
         v_dim = f" v_dim={self.v_head_dim}" if differs else ""
         return f"heads={self.n_kv_heads} dim={self.head_dim}{v_dim} k={self.dtype} v={self.v_dtype}"
 
 
 class EqualLayers(NamedTuple):
-    """The kind of a cache whose layers are alike.
-
-    Its chunks have all tokens, whatever the cache keeps.
+    """The kind of a cache whose layers are alike. Its chunks have all tokens.
 
     Attributes
     ----------
     n_layers, n_kv_heads, head_dim : int
         Dimensions of the cache.
     dtype, v_dtype : str
-        What is stored of K, and of V, as `KVCache.dtype`.
+        The stored types of K and V, as `KVCache.dtype`.
     rotation : str
-        What was done to heads before they were stored: "none", or "hadamard" (`KVCache.rotate`).
+        The rotation of stored heads: "none", or "hadamard" (`KVCache.rotate`).
     v_head_dim : int or None
         As of `LayerRows`.
     """
@@ -156,7 +159,7 @@ class EqualLayers(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is hashed of it."""
+        """The hashed text."""
         layer = self._layer.rows_text
         return f"layers={self.n_layers} {layer} position=0 rotation={self.rotation}"
 
@@ -172,7 +175,7 @@ class MixedLayers(NamedTuple):
     Attributes
     ----------
     layers : tuple of LayerRows
-        What each keeps.
+        What each layer keeps.
     rotation : str
         As of `EqualLayers`.
     """
@@ -182,13 +185,13 @@ class MixedLayers(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is hashed of it."""
+        """The hashed text."""
         head = f"layers={len(self.layers)} position=0 rotation={self.rotation}"
         return "\n".join([head, *(layer.text for layer in self.layers)])
 
     @property
     def groups(self) -> tuple[LaneGroup, ...]:
-        """Those that keep all tokens, and those of each window, the smallest first."""
+        """The layers that keep all tokens, then the layers of each window, the smallest first."""
         rows: dict[int | None, list[int]] = {}
         for layer in self.layers:
             if layer.share_of is None:
@@ -203,15 +206,15 @@ def chunk_keys(
 ) -> Iterator[bytes]:
     """Give the identities of the whole chunks of a conversation.
 
-    SHA-256 is not the fastest hash. But prompts come from strangers, and with it nobody can make
-    one whose chunks another conversation would be given.
+    The hash is SHA-256, although others are faster: strangers send prompts, and must not be able
+    to make one whose chunks another conversation would be given.
 
     Parameters
     ----------
     kind : Kind
-        Of the cache.
+        The kind of the cache.
     model : str
-        What tells models apart.
+        A text that tells models apart.
     ids : numpy.ndarray
         ``int32``: the tokens from position 0 on.
     chunk_tokens : int
@@ -220,7 +223,7 @@ def chunk_keys(
     Yields
     ------
     bytes
-        The 32 bytes of each, in the order of the tokens.
+        32 bytes for each chunk, in the order of the tokens.
     """
     root = f"unimem.kv-chunk/1\n{kind.text}\n{model}".encode()
     key = hashlib.sha256(root).digest()
@@ -236,7 +239,7 @@ class DataShape(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in it; 0 where only its engine knows."""
+        """Tokens in it; 0 if only its engine knows."""
 
     @property
     def n_lanes(self) -> int:
@@ -256,7 +259,7 @@ class DataShape(Protocol):
 
 
 class BytesShape(NamedTuple):
-    """The shape of a chunk of another engine: one lane, of one row, of no token that we know.
+    """The shape of another engine's chunk: one lane of one row, with an unknown number of tokens.
 
     Attributes
     ----------
@@ -268,17 +271,17 @@ class BytesShape(NamedTuple):
 
     @property
     def n_tokens(self) -> int:
-        """Known to the engine alone."""
+        """0: only the engine knows."""
         return 0
 
     @property
     def n_lanes(self) -> int:
-        """All of it is one."""
+        """One lane."""
         return 1
 
     @property
     def row_bytes(self) -> int:
-        """All of it is one row."""
+        """One row."""
         return self.data_bytes
 
     @property
@@ -288,12 +291,12 @@ class BytesShape(NamedTuple):
 
 
 class ChunkShape(NamedTuple):
-    """The shape of a chunk: what its bytes are, all but the data.
+    """The shape of a chunk of rows.
 
     Attributes
     ----------
     group : LaneGroup
-        Of a cache's layers.
+        The layers whose rows it has.
     n_tokens : int
         Tokens in it.
     """
@@ -308,7 +311,7 @@ class ChunkShape(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token in one lane; 0 where lanes differ."""
+        """Bytes of a token in one lane; 0 if lanes differ."""
         first = self.group.row_bytes[0]
         return first if set(self.group.row_bytes) == {first} else 0
 
@@ -333,15 +336,21 @@ class ChunkShape(NamedTuple):
 
 
 def _header(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:
-    digest = xxhash.xxh3_128_digest(blob[HEADER_BYTES:].data)
-    return _HEADER.pack(
-        MAGIC, VERSION, HEADER_BYTES, chunk.nbytes, chunk.data_bytes, key, digest,
-        chunk.n_tokens, chunk.n_lanes, chunk.row_bytes,
-    ).ljust(HEADER_BYTES, b"\0")  # fmt: skip
+    values = {
+        "header_bytes": HEADER_BYTES,
+        "file_bytes": chunk.nbytes,
+        "data_bytes": chunk.data_bytes,
+        "key": key,
+        "hash": xxhash.xxh3_128_digest(blob[HEADER_BYTES:].data),
+        "n_tokens": chunk.n_tokens,
+        "n_lanes": chunk.n_lanes,
+        "row_bytes": chunk.row_bytes,
+    }
+    return _HEADER.pack(values).ljust(HEADER_BYTES, b"\0")
 
 
 def seal(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> None:
-    """Write what is not data into a chunk whose data is there: the header, and the zeros behind.
+    """Complete a chunk that has its data: write the header, and zeros behind the data.
 
     Parameters
     ----------
@@ -357,13 +366,14 @@ def seal(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> None:
 
 
 def find_fault(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> str | None:
-    """Say what is wrong with a chunk that was read; None where every byte is as it was sealed.
+    """Say what is wrong with a chunk that was read; None if every byte is as it was sealed.
 
-    All of the header is known beforehand but for the hash of the data, so it is compared whole.
+    The whole header is compared, since all of it but the data's hash is known beforehand.
     """
     found = blob[:HEADER_BYTES].tobytes()
     if found == _header(chunk, key, blob):
         return None
-    if found.startswith(MAGIC) and found[32:64] != key:
+    at = _HEADER.offsets["key"]
+    if _HEADER.is_magic(found) and found[at : at + len(key)] != key:
         return "it is another chunk than its name says"
     return "its bytes are not those that were written"
