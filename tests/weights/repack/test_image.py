@@ -26,10 +26,10 @@ from unimem.base.atomic_file import NewFile
 from unimem.base.cache_folder import cache_folder
 from unimem.weights.files import version_of
 from unimem.weights.repack import image_identity, image_search, image_writer, repack
+from unimem.weights.repack.arrangement import arrange
 from unimem.weights.repack.image import IMAGE_NAME, Image, write_image
 from unimem.weights.repack.image_cache import ImageCache
 from unimem.weights.repack.image_format import key_of
-from unimem.weights.repack.repacked import arrange
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(
@@ -225,7 +225,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], bytes | bytearray], str]] = {
     "empty": (lambda raw: b"", "does not begin with UNIMEMRP"),
     "cut in the table": (lambda raw: raw[:200], "cut off"),
     "cut in the data": (lambda raw: raw[:-1], "cut off"),
-    "a bit of the header": (lambda raw: flip(raw, 33), "checksum of the header"),
+    "a bit of the header": (lambda raw: flip(raw, 33), "header's checksum"),
     "a bit of a tensor": (lambda raw: flip(raw, len(raw) - 5000), "hash of"),
     "half written": (lambda raw: raw[:4096] + bytes(len(raw) - 4096), "hash of"),
 }

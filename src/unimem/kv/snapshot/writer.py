@@ -149,9 +149,7 @@ def _rows_section(kv: Cache, target: _Target, base: int) -> _Section:
     return _section_of(made, rows, kv._file)
 
 
-def _states_section(
-    kv: CacheOfLayers, states: LayerStates, target: _Target, base: int
-) -> _Section:
+def _states_section(kv: CacheOfLayers, states: LayerStates, target: _Target, base: int) -> _Section:
     """Lay out the states of a cache, from a byte of the file on."""
     facts: dict[str, Any] = {
         "states": states.states,
@@ -219,9 +217,7 @@ def _write_head(file: NewFile, head: NDArray[np.uint8], offset: int) -> None:
         del aligned
 
 
-def _save_object(
-    sections: list[_Section], url: str, front: NDArray[np.uint8], nbytes: int
-) -> None:
+def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8], nbytes: int) -> None:
     """Write an object from its first byte to its last; it appears when it is complete.
 
     Headers are first and have the checksums, so all data is read twice.

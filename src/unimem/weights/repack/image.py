@@ -29,15 +29,15 @@ from unimem.errors import FormatError
 from unimem.system import limits
 from unimem.weights import loading
 from unimem.weights.loading import Progress
+from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.repack.image_format import (
     ALIGN,
-    HEADER_BYTES,
+    HEADER,
     ImageHeader,
     ImageTensor,
     pack,
     parse,
 )
-from unimem.weights.repack.repacked import Arrangement
 
 __all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header", "write_image"]
 
@@ -255,12 +255,13 @@ class Image:
 
 
 def read_image_header(fd: int, nbytes: int, path: str) -> ImageHeader:
-    """Read and check the header and the table of an image of so many bytes in all."""
-    head = os.pread(fd, HEADER_BYTES + ALIGN, 0)
-    if len(head) >= HEADER_BYTES:
-        # Where the data begins: what it says is checked with the rest.
-        end = int.from_bytes(head[24:32], "little")
-        if HEADER_BYTES + ALIGN < end <= min(nbytes, 1 << 27):
+    """Read and check the header and the table of an image of `nbytes` bytes."""
+    head = os.pread(fd, HEADER.nbytes + ALIGN, 0)
+    if len(head) >= HEADER.nbytes:
+        # Where the data begins; `parse` checks it with the other fields.
+        at = HEADER.offsets["data_offset"]
+        end = int.from_bytes(head[at : at + 8], "little")
+        if HEADER.nbytes + ALIGN < end <= min(nbytes, 1 << 27):
             head = os.pread(fd, end, 0)
     return parse(head, nbytes, path)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from unimem.weights.repack.repacked import Arrangement
+from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.tensors import Contents
 
 __all__ = ["identify"]

@@ -14,12 +14,12 @@ from unimem.remote.client import is_url
 from unimem.staging.keeper import holders
 from unimem.system import policy
 from unimem.system.placement import Pages
+from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.repack.image import IMAGE_NAME, Image, is_for, write_image
 from unimem.weights.repack.image_cache import CacheChoice, choose_cache
 from unimem.weights.repack.image_format import key_of
 from unimem.weights.repack.image_identity import identify
 from unimem.weights.repack.image_writer import Keeping
-from unimem.weights.repack.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
 __all__ = ["Images", "is_mapped", "look"]

@@ -40,10 +40,11 @@ from unimem.weights.page_cache import (
     runs_beside,
     write_back,
 )
+from unimem.weights.repack.arrangement import Arrangement, Slot, arrange, new_buffers
 from unimem.weights.repack.image import Image
 from unimem.weights.repack.image_cache import CacheChoice, check_cache
 from unimem.weights.repack.image_search import Images, is_mapped
-from unimem.weights.repack.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
+from unimem.weights.repack.repacked import Repacked
 from unimem.weights.tensors import Contents
 
 __all__ = [

@@ -1,102 +1,26 @@
-"""Weights in the order that ggml multiplies fastest: which of a model, and where they lie."""
+"""Weights in memory, in the order that ggml multiplies fastest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError
-from unimem.staging.llama_cpp import LOOKED_UP
 from unimem.weights.loading import Lifetime
+from unimem.weights.repack.arrangement import Arrangement, new_buffers
 from unimem.weights.repack.image_writer import Keeping
-from unimem.weights.tensors import Contents, Tensor
 
 if TYPE_CHECKING:
-    from unimem.backends.ggml_orders import Buffer, Order
+    from unimem.backends.ggml_orders import Buffer
 
-__all__ = ["Arrangement", "Repacked", "RepackedTensor", "Slot", "arrange"]
+__all__ = ["Repacked", "RepackedTensor"]
 
-_ALIGN = 64  # of each tensor, which suits every type of buffer, and a line of the CPU's caches
 _PADDING = "weights:padding"
-_EXPERTS = "_exps."  # in the names of 3-d tensors whose matrices are chosen by token
-
-
-class Slot(NamedTuple):
-    """One tensor that is repacked: what it is in the file, its order, and where it is put."""
-
-    tensor: Tensor
-    order: Order
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """What of a model is repacked, and where each tensor lies in one piece of memory.
-
-    It follows from the headers of the files, this build of ggml and the CPU alone.
-
-    Attributes
-    ----------
-    slots : tuple of Slot
-        In the order of the files.
-    nbytes : int
-        Of the memory, with what aligns the tensors.
-    source_bytes : int
-        What the tensors take in the files.
-    """
-
-    slots: tuple[Slot, ...]
-    nbytes: int
-    source_bytes: int
-
-    @property
-    def types(self) -> dict[str, int]:
-        """Repacked bytes of each type."""
-        found: dict[str, int] = {}
-        for tensor, order, _ in self.slots:
-            found[tensor.type] = found.get(tensor.type, 0) + order.nbytes
-        return found
-
-
-def arrange(contents: Contents) -> Arrangement:
-    """Find what of a model is repacked, and lay it out.
-
-    That are matrices of types for which ggml has an order here, and stacks of matrices of experts.
-    A table of which rows are looked up stays in the order of the file, also where the model's head
-    is the same table: rows cannot be read back from the other order, and a second copy would double
-    the memory.
-
-    Parameters
-    ----------
-    contents : Contents
-        Headers of a model; no data is read.
-
-    Raises
-    ------
-    ImportError
-        ggml-python is not installed.
-    """
-    from unimem.backends.ggml_orders import find_order  # ggml, which few need
-
-    slots: list[Slot] = []
-    at = source_bytes = 0
-    for tensor in contents.tensors.values():
-        if tensor.ggml_type is None or tensor.name in LOOKED_UP:
-            continue
-        if len(tensor.ne) == 3 and _EXPERTS not in tensor.name:
-            continue
-        order = find_order(tensor.ggml_type, tensor.ne) if prod(tensor.ne) else None
-        if order is not None:
-            slots.append(Slot(tensor, order, at))
-            at += -(-order.nbytes // _ALIGN) * _ALIGN
-            source_bytes += tensor.nbytes
-    return Arrangement(tuple(slots), at, source_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +217,3 @@ class Repacked:
             return f"{name}, closed)"
         types = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.types.items())
         return f"{name}, {len(self.tensors)} tensors, bytes: {types or 0})"
-
-
-def new_buffers(arrangement: Arrangement, address: int) -> dict[str, Buffer]:
-    """Make ggml's buffers over the memory of an arrangement, by the names of their types."""
-    from unimem.backends.ggml_orders import Buffer
-
-    types = {slot.order.buffer_type for slot in arrangement.slots}
-    return {one.name: Buffer(one, address, arrangement.nbytes) for one in types}
