@@ -104,7 +104,7 @@ class CachedFile(NamedTuple):
 
 
 class BudgetFolder:
-    """Files of one folder, of which the least recently used make room for new ones.
+    """Files of one folder; the least recently used ones make room for new ones.
 
     No index can be wrong: a file is found by its name, and its modification time is the time of its
     last use. Files are only unlinked, and never cut: other processes may have them mapped without a

@@ -304,7 +304,7 @@ class FolderTier:
         return found
 
     def _make_room(self, cost: int, used_ns: int) -> bool:
-        """Take room for one file; if there is none, drop the least recently used chunks."""
+        """Take room for one file; drop the least recently used chunks if the budget is used up."""
         if cost > self._most:
             return False
         used = self._used()

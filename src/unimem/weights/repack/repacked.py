@@ -36,7 +36,7 @@ class RepackedTensor:
     ne : tuple of int
         Shape in ggml's order.
     order : str
-        The buffer type that wrote it, as ggml calls it: "CPU_REPACK", "AMX".
+        The buffer type that wrote it, by ggml's name: "CPU_REPACK", "AMX".
     nbytes : int
         Bytes in this order.
     """
@@ -52,12 +52,12 @@ class RepackedTensor:
 
     @property
     def address(self) -> int:
-        """Address of the first byte in this process; it never changes.
+        """The constant address of the first byte in this process.
 
         Raises
         ------
         ClosedError
-            The repacked weights were closed, or the tape that they lie on took the memory back.
+            The repacked weights were closed, or their tape took the memory back.
         """
         self._lifetime.check()
         return self._address
@@ -66,21 +66,21 @@ class RepackedTensor:
 class Repacked:
     """Weights of a model in the order that ggml multiplies fastest. Made by `unimem.repack`.
 
-    Any number of threads may read, and any number of decoders; closing is for one. After a fork the
-    child has it too: private memory is copied page by page as either side writes.
-    Leaving a ``with`` closes it to new use, and the memory returns with the last user. An image
-    that is being kept is kept first, or by an exception given up.
+    Any number of threads and decoders may read them; closing is for one thread. A forked child has
+    them too: private memory is copied page by page as either side writes.
+    Leaving a ``with`` closes them to new use, and the memory returns with the last user. If an
+    image is being kept, leaving waits for it, and an exception gives it up.
 
     Attributes
     ----------
     tensors : mapping of str to RepackedTensor
-        Those that have another order here, by name; all others are the file's.
+        The tensors with another order here, by name; all others are in the file.
     nbytes : int
         Their bytes.
     types : dict of str to int
         Their bytes by type.
     image : str or None
-        The repacked image that they were mapped or read from; None where they were repacked here.
+        The repacked image that they were mapped or read from; None if they were repacked here.
     """
 
     def __init__(
@@ -129,24 +129,24 @@ class Repacked:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What the tensors lie in: one block, or none where no tensor has another order."""
+        """The memory of the tensors: one block, or none if no tensor has another order."""
         self._check_open()
         return () if self._block is None else (self._block,)
 
     def _adopt(self, header: int, name: str) -> None:
-        """Make a header of ggml this tensor: products of it then take the kernel of its order.
+        """Turn a header of ggml into this tensor, so that products use the kernel of its order.
 
         Parameters
         ----------
         header : int
-            Address of a `ggml_tensor` of the same type and shape.
+            The address of a `ggml_tensor` of the same type and shape.
         name : str
-            Of `tensors`.
+            The tensor's name.
 
         Raises
         ------
         ValueError
-            The header is of another type or shape.
+            The header has another type or shape.
         ClosedError
             The repacked weights were closed.
         """
@@ -161,14 +161,14 @@ class Repacked:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or has lost its memory: a tape took it back."""
+        """Whether they were closed, or a tape took the memory back."""
         return self._lifetime.ended or (self._block is not None and self._block.closed)
 
     def close(self) -> None:
-        """Give the memory back; what was taken of a tape stays the tape's. Twice is no error.
+        """Give the memory back, unless it is a tape's. Closing twice is no error.
 
-        An image of it that is being kept is kept first. An interrupt gives that up, and nothing is
-        closed then.
+        If an image is being kept, this waits for it. An interrupt gives the image up, and closes
+        nothing.
 
         Raises
         ------
