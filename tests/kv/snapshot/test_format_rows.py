@@ -47,7 +47,7 @@ def test_the_most_that_a_header_allows(name: str) -> None:
     for value in (most, 2 * most):
         sizes = {"chunk_bytes": max(FACTS["chunk_bytes"], value), name: value}
         made = sf.new(FACTS | sizes, None, None, "-")
-        head = made.head()[: sf.HEADER.nbytes].tobytes()
+        head = made._head()[: sf.HEADER.nbytes].tobytes()
         if value == most:
             assert sf.checked_header(head, made.file_bytes, "-")[name] == most
         else:

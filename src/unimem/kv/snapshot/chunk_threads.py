@@ -93,7 +93,7 @@ def for_each_chunk(section: Section, work: Callable[[Chunk, NDArray[np.uint8]], 
     n_threads = min(_THREADS, len(section.checksums))
     if n_threads == 0:
         return
-    nbytes = min(section.chunk_bytes, section.longest_lane)
+    nbytes = min(section.chunk_bytes, section._longest_lane)
     buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
 
     stopped, failed = False, len(section.checksums)

@@ -170,12 +170,12 @@ class Section(ABC):
         """Where the token ids begin in the file."""
 
     @property
-    def longest_lane(self) -> int:
+    def _longest_lane(self) -> int:
         """Bytes of the longest lane with its padding."""
         return self.lane_stride
 
     @abstractmethod
-    def places(self) -> Iterator[tuple[int, int, int]]:
+    def _places(self) -> Iterator[tuple[int, int, int]]:
         """Give the offset in the file, the bytes and the stride of each lane."""
 
     @abstractmethod
@@ -183,13 +183,13 @@ class Section(ABC):
         """Name a lane, for errors."""
 
     @abstractmethod
-    def head(self) -> NDArray[np.uint8]:
+    def _head(self) -> NDArray[np.uint8]:
         """Return all bytes before the data: the header and the tables."""
 
     def chunks(self) -> Iterator[Chunk]:
         """Give the chunks, in the order of their checksums."""
         number = 0
-        for lane, (offset, lane_bytes, stride) in enumerate(self.places()):
+        for lane, (offset, lane_bytes, stride) in enumerate(self._places()):
             for begin in range(0, stride, self.chunk_bytes):
                 end = min(begin + self.chunk_bytes, stride)
                 nbytes = min(end, lane_bytes) - begin
@@ -278,18 +278,23 @@ class Snapshot(Section):
         """Where the token ids begin in the file."""
         return self.base + HEADER.nbytes + 8 * len(self.checksums)
 
+    def offset_of(self, lane: int) -> int:
+        """Return where a lane begins in the file."""
+        n = self.batch * self.lanes_per_stream
+        layer, in_layer = divmod(lane, 2 * n)
+        of_k, of_v = layer * n + min(in_layer, n), layer * n + max(in_layer - n, 0)
+        return self.base + self.data_offset + of_k * self.lane_stride + of_v * self.v_lane_stride
+
     @property
-    def longest_lane(self) -> int:
+    def _longest_lane(self) -> int:
         """Bytes of the longest lane with its padding."""
         return max(self.lane_stride, self.v_lane_stride)
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
+    def _places(self) -> Iterator[tuple[int, int, int]]:
         """Give the offset in the file, the bytes and the stride of each lane."""
-        offset = self.base + self.data_offset
         strides = {"k": self.lane_stride, "v": self.v_lane_stride}
-        for lane in self.lanes:
-            yield offset, self.lane_bytes(lane.part), strides[lane.part]
-            offset += strides[lane.part]
+        for i, lane in enumerate(self.lanes):
+            yield self.offset_of(i), self.lane_bytes(lane.part), strides[lane.part]
 
     def name_of(self, lane: int) -> str:
         """Name a lane, for errors."""
@@ -299,7 +304,7 @@ class Snapshot(Section):
         of_stream = f" of stream {stream}" if self.batch > 1 else ""
         return f"{part} of layer {layer}{of_head}{of_stream}"
 
-    def head(self) -> NDArray[np.uint8]:
+    def _head(self) -> NDArray[np.uint8]:
         """Return all bytes before the data: the header and the tables."""
         flags = _GROW * self.grow | _BY_HEAD * (self.order == "head") | _ROTATED * self.rotate
         head_dim = self.head_dim

@@ -91,7 +91,7 @@ class StatesSnapshot(Section):
         tables = len(self.states) * _STATE.itemsize + 8 * len(self.positions)
         return self.base + HEADER.nbytes + tables + 8 * len(self.checksums)
 
-    def places(self) -> Iterator[tuple[int, int, int]]:
+    def _places(self) -> Iterator[tuple[int, int, int]]:
         """Give the offset in the file, the bytes and the stride of each lane."""
         for lane in range(1 + len(self.positions)):
             offset = self.base + self.data_offset + lane * self.lane_stride
@@ -101,7 +101,7 @@ class StatesSnapshot(Section):
         """Name a lane, for errors."""
         return "the states" if lane == 0 else f"the checkpoint of {self.positions[lane - 1]}"
 
-    def head(self) -> NDArray[np.uint8]:
+    def _head(self) -> NDArray[np.uint8]:
         """Return all bytes before the data: the header and the tables."""
         table = np.zeros(len(self.states), _STATE)
         for row, state in zip(table, self.states, strict=True):

@@ -185,7 +185,7 @@ def _restored(cls: type[_HostCacheT], snapshot: Snapshot, how: _Restoring) -> _H
     if how.file and snapshot.seq_len and not snapshot.window and in_pages:
         if how.verify:
             check_data(snapshot, how.source)
-        offsets = [offset for offset, _, _ in snapshot.places()]
+        offsets = [offset for offset, _, _ in snapshot._places()]
         end = snapshot.seq_len, snapshot.next_position
         return cls._mapped(fields, how.file.fd, snapshot.path, offsets, *end)
     kv = cls(**fields, **how.placement)

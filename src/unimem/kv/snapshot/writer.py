@@ -198,7 +198,7 @@ def _save(sections: list[_Section], name: str, front: NDArray[np.uint8]) -> None
         file.allocate(nbytes)
         for facts, data_of in sections:
             _write_data(file, facts, data_of)
-            _write_head(file, facts.head(), facts.base)  # last, since it has the checksums
+            _write_head(file, facts._head(), facts.base)  # last, since it has the checksums
         if front.size:
             _write_head(file, front, 0)
         file.publish()
@@ -231,7 +231,7 @@ def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8], n
             if front.size:
                 yield front.data
             for facts, data_of in sections:
-                yield facts.head().data
+                yield facts._head().data
                 for chunk in facts.chunks():
                     # New memory, since a chunk may be on its way when the next one is asked for.
                     yield data_of(chunk, np.empty(chunk.nbytes + chunk.padding, np.uint8)).data

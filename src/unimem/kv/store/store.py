@@ -117,7 +117,10 @@ class _Chunks:
         return self._groups[group].first_needed(n * self._size)
 
     def needed(self, first: int, n: int) -> list[_GroupChunk]:
-        """List the chunks needed to continue after n chunks; full layers need them from `first` on."""
+        """List the chunks needed to continue after n chunks.
+
+        Layers that keep all tokens have their chunks before `first` already.
+        """
         return [
             self._piece(group, i)
             for group, window in enumerate(self.windows)
