@@ -157,20 +157,10 @@ class NewFile:
         return True
 
     def allocate(self, nbytes: int) -> None:
-        """Allocate the room on the disk, if the file system can.
+        """Allocate the room for a file of `nbytes`, if the file system can.
 
-        Threads that write past the page cache then wait for each other less, and a full disk is
-        reported before anything is written.
-
-        Parameters
-        ----------
-        nbytes : int
-            The size that the file will have.
-
-        Raises
-        ------
-        OSError
-            There is no room.
+        Threads that write past the page cache then wait for each other less, and a full disk raises
+        OSError before anything is written.
         """
         if not self._direct or nbytes == 0:
             return
@@ -186,18 +176,7 @@ class NewFile:
     def write(self, data: NDArray[np.uint8], offset: int) -> None:
         """Write all of `data`.
 
-        Parameters
-        ----------
-        data : numpy.ndarray
-            ``uint8``. Its address, its size and the offset are multiples of 4096, as O_DIRECT
-            needs.
-        offset : int
-            Where in the file.
-
-        Raises
-        ------
-        OSError
-            It cannot be written.
+        Its address, its size and the offset are multiples of 4096, as O_DIRECT needs.
         """
         rest = data.data
         with _attribute_errors(self.path):
@@ -262,13 +241,7 @@ class NewFile:
 
 
 def remove_unlocked(path: str | bytes, *, dir_fd: int | None = None) -> None:
-    """Unlink a file unless somebody has it locked (``flock``).
-
-    Raises
-    ------
-    OSError
-        It is locked, missing, or cannot be removed.
-    """
+    """Unlink a file; raise OSError if somebody has it locked (``flock``), or it is missing."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     with Descriptors() as fds:
         fd = fds.add(partial(os.open, dir_fd=dir_fd), path, flags)
@@ -277,20 +250,7 @@ def remove_unlocked(path: str | bytes, *, dir_fd: int | None = None) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text in UTF-8, whole or not at all.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        The file to make or to replace, as in `NewFile`.
-    text : str
-        Its content.
-
-    Raises
-    ------
-    OSError
-        It cannot be written. The old file is there as before.
-    """
+    """Write a text in UTF-8, whole or not at all, as `NewFile` does."""
     with NewFile(file_path(path)) as file:
         file.write(np.frombuffer(text.encode(), np.uint8), 0)
         file.publish()

@@ -27,27 +27,21 @@ class BinaryHeader:
     ----------
     fields : str
         The code of `struct` and the names of its fields, by semicolons: ``"I version; Q nbytes"``.
-    magic : bytes
-        The first bytes of each file.
-    what : str
-        The kind of file, for errors.
+    magic, what : bytes, str
+        The first bytes of each file, and the kind of file for errors.
     versions : tuple of int
         The versions that have this layout.
     newest : int, optional
         The newest version that this library reads in any layout.
-    error : type
-        The error to raise.
-    advice : str
-        What to do about a damaged file, for errors.
+    error, advice : type, str
+        The error to raise, and what to do about a damaged file.
 
     Attributes
     ----------
     nbytes : int
         Bytes of the header.
-    offsets : dict of str to int
-        Where each field begins.
-    codes : dict of str to str
-        The code of each field.
+    offsets, codes : dict
+        Where each field begins, and its code of `struct`.
     """
 
     def __init__(
@@ -86,13 +80,7 @@ class BinaryHeader:
         return int.from_bytes(head[at : at + 4], "little")
 
     def pack(self, values: Mapping[str, Any]) -> bytes:
-        """Return the bytes of a header.
-
-        Parameters
-        ----------
-        values : mapping
-            The values of the fields; magic, version, size and checksum have their defaults.
-        """
+        """Return a header; magic, version, size and checksum have their defaults."""
         own = {"magic": self.magic, "version": self.versions[0], "header_bytes": self.nbytes}
         values = own | {"header_checksum": 0} | dict(values)
         packed = self._struct.pack(*(values[name] for name in self.codes))
@@ -116,19 +104,7 @@ class BinaryHeader:
     def read(self, head: bytes, path: str, base: int = 0) -> HeaderFields:
         """Read a header and check its magic number, version and checksum.
 
-        Parameters
-        ----------
-        head : bytes
-            The first `nbytes` bytes, or all bytes of a shorter file.
-        path : str
-            The file, for errors.
-        base : int
-            Where the header begins in the file.
-
-        Raises
-        ------
-        FormatError
-            The bytes are no such header, of another version, damaged, or too few.
+        `head` is the header, or all bytes of a shorter file. The header begins at byte `base`.
         """
         fields = HeaderFields(self, path, base)
         if not head or not self.magic.startswith(head[:_MAGIC_BYTES]):
@@ -155,17 +131,7 @@ class BinaryHeader:
 
 
 class HeaderFields(dict[str, Any]):
-    """The fields of a header that was read, by name, and the checks of them.
-
-    Attributes
-    ----------
-    header : BinaryHeader
-        The layout.
-    path : str
-        The file.
-    base : int
-        Where the header begins in it.
-    """
+    """The fields of a header that was read, by name, and the checks of them."""
 
     def __init__(self, header: BinaryHeader, path: str, base: int = 0) -> None:
         super().__init__()
@@ -211,22 +177,8 @@ class HeaderFields(dict[str, Any]):
 class Tables:
     """The tables behind a header, taken one after the other.
 
-    Parameters
-    ----------
-    fields : HeaderFields
-        The header; `tables_checksum` covers all tables.
-    data : numpy.ndarray
-        ``uint8``: all bytes from the header to the data.
-
-    Attributes
-    ----------
-    at : int
-        Where the next table begins, counted from the header.
-
-    Raises
-    ------
-    FormatError
-        The checksum does not match.
+    `data` is ``uint8``: all bytes from the header to the data; `tables_checksum` covers them. `at`
+    is the byte of the next table, counted from the header.
     """
 
     def __init__(self, fields: HeaderFields, data: NDArray[np.uint8]) -> None:

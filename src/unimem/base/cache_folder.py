@@ -43,21 +43,10 @@ def cache_folder() -> str | None:
 def check_own_folder(
     folder: str, *, create: bool = False, instead: str = "another one in UNIMEM_CACHE"
 ) -> None:
-    """Check that a folder belongs to this user alone.
+    """Check that a folder belongs to this user alone, and make a missing one with `create`.
 
-    Parameters
-    ----------
-    folder : str
-        Its absolute path.
-    create : bool
-        Whether to make a missing folder.
-    instead : str
-        Another remedy, for the message.
-
-    Raises
-    ------
-    OSError
-        It cannot be made or examined; PermissionError if other users own it or may write to it.
+    It raises OSError if the folder cannot be made or examined, and PermissionError if other users
+    own it or may write to it. `instead` is another remedy, for the message.
     """
     if create:
         os.makedirs(folder, 0o700, exist_ok=True)
@@ -74,29 +63,13 @@ def check_own_folder(
 
 
 def default_bytes(folder: str) -> int:
-    """Return the default budget of a folder: a tenth of its file system.
-
-    Raises
-    ------
-    OSError
-        The file system cannot be examined.
-    """
+    """Return the default budget of a folder: a tenth of its file system."""
     info = os.statvfs(folder)
     return info.f_blocks * info.f_frsize // _SHARE_OF_DISK
 
 
 class CachedFile(NamedTuple):
-    """A file of a `BudgetFolder`.
-
-    Attributes
-    ----------
-    name : str
-        Its name in the folder.
-    nbytes : int
-        Its size.
-    used_ns : int
-        When it was last used, in nanoseconds since 1970.
-    """
+    """A file of a `BudgetFolder`; `used_ns` is its last use, in nanoseconds since 1970."""
 
     name: str
     nbytes: int
@@ -110,12 +83,7 @@ class BudgetFolder:
     last use. Files are only unlinked, and never cut: other processes may have them mapped without a
     lock, and would die of a file that is cut under the mapping (SIGBUS).
 
-    Parameters
-    ----------
-    folder : str or int
-        Its path, or an open descriptor of it.
-    names : re.Pattern
-        Matches the names of its files; other files are ignored.
+    `folder` is a path, or an open descriptor. Files whose names do not match are ignored.
     """
 
     def __init__(self, folder: str | int, names: re.Pattern[str]) -> None:
@@ -128,13 +96,7 @@ class BudgetFolder:
         return os.path.join(self._folder, name), None
 
     def files(self) -> list[CachedFile]:
-        """List the files, in no order.
-
-        Raises
-        ------
-        OSError
-            The folder cannot be listed.
-        """
+        """List the files, in no order."""
         found = []
         with os.scandir(self._folder) as entries:
             for entry in entries:
@@ -170,14 +132,7 @@ class BudgetFolder:
     ) -> int:
         """Remove the least recently used files until `nbytes` are free; return the bytes freed.
 
-        Parameters
-        ----------
-        files : iterable of CachedFile
-            The files that may be removed, with the bytes that count.
-        nbytes : int
-            The bytes to free.
-        remove : callable, optional
-            Removes a file by its name instead of `remove`; returns a false value if it cannot.
+        `remove` replaces the method of this name; it returns a false value if it fails.
         """
         freed = 0
         for file in sorted(files, key=lambda file: (file.used_ns, file.name)):

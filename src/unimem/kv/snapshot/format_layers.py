@@ -63,16 +63,9 @@ _PART, _LAYER = np.dtype([("offset", "<u8"), ("nbytes", "<u8")]), np.dtype("<u4"
 class Head(NamedTuple):
     """What the tables of a file say.
 
-    Attributes
-    ----------
-    file_bytes, data_offset : int
-        Bytes of the file, and where its first section begins.
-    has_states : bool
-        Whether the first section holds the states.
-    parts : list of tuple of int
-        Where each section begins, and its bytes.
-    layers : list of tuple
-        For each layer, the number of its section, and the layer whose rows it shows, or None.
+    `parts` has the offset and the bytes of each section; the first one holds the states if
+    `has_states`. `layers` has, for each layer, the number of its section, and the layer whose rows
+    it shows, or None.
     """
 
     file_bytes: int
@@ -179,17 +172,7 @@ def _tables_end(n_layers: int, n_parts: int) -> int:
 
 
 def encode(layers: Sequence[Layer], sections: Sequence[Section], out: NDArray[np.uint8]) -> None:
-    """Write the header and the tables.
-
-    Parameters
-    ----------
-    layers : sequence of LayerKV and LayerState
-        The layers of the cache.
-    sections : sequence of Section
-        Its states, if it has any, and its parts, in their order.
-    out : numpy.ndarray
-        ``uint8``, all zeros: the bytes before the first section.
-    """
+    """Write the header and the tables to `out`, the bytes before the first section."""
     has_states = isinstance(sections[0], StatesSnapshot)
     numbers: dict[Any, int] = {None: 0}
     numbers |= {kind: has_states + i for i, kind in enumerate(kinds_of(layers))}
@@ -216,24 +199,8 @@ def _shared(layer: Layer) -> int:
 def checked_header(head: bytes, file_bytes: int, path: str) -> HeaderFields:
     """Read the header of a file of version 2 or 3 and check every field.
 
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file: its header, or all bytes of a shorter file.
-    file_bytes : int
-        Bytes of the file.
-    path : str
-        The file, for errors.
-
-    Returns
-    -------
-    HeaderFields
-        `data_offset` is inside the file.
-
-    Raises
-    ------
-    SnapshotError
-        The file is damaged, cut off or too long.
+    `head` is the header, or all bytes of a shorter file. In the result, `data_offset` is inside the
+    file. It raises SnapshotError if the file is damaged, cut off or too long.
     """
     values = HEADER.read(head, path)
     values.check_range("n_layers", 1, MAX_LAYERS)
@@ -247,20 +214,7 @@ def checked_header(head: bytes, file_bytes: int, path: str) -> HeaderFields:
 
 
 def checked_head(values: HeaderFields, data: NDArray[np.uint8]) -> Head:
-    """Read the tables behind a header.
-
-    Parameters
-    ----------
-    values : HeaderFields
-        From `checked_header`.
-    data : numpy.ndarray
-        ``uint8``: the bytes between the header and `data_offset`.
-
-    Raises
-    ------
-    SnapshotError
-        Their checksum does not match, or they hold impossible values.
-    """
+    """Read the tables: `data` are all bytes between the header and `data_offset`."""
     tables = Tables(values, data)
     n_parts, n_layers = values["n_parts"], values["n_layers"]
     parts = [(int(at), int(n)) for at, n in tables.take(_PART, n_parts)]
@@ -280,22 +234,7 @@ def checked_head(values: HeaderFields, data: NDArray[np.uint8]) -> Head:
 
 
 def checked_layers(head: Head, sections: Sequence[Section], path: str) -> LayersSnapshot:
-    """Put the sections of one cache together.
-
-    Parameters
-    ----------
-    head : Head
-        From `checked_head`.
-    sections : sequence of Section
-        What the sections say, with the states first.
-    path : str
-        The file.
-
-    Raises
-    ------
-    SnapshotError
-        The sections are not of one cache.
-    """
+    """Put the sections together; raise SnapshotError if they are not of one cache."""
     first, n_tokens = sections[0], max(section.seq_len for section in sections)
     states = first if isinstance(first, StatesSnapshot) else None
     parts = [part for part in sections if isinstance(part, Snapshot)]

@@ -101,18 +101,8 @@ class Lane(NamedTuple):
 class Chunk(NamedTuple):
     """A piece of a lane that has a checksum of its own.
 
-    Attributes
-    ----------
-    number : int
-        The index of its checksum.
-    lane : int
-        The index of its lane.
-    begin, nbytes : int
-        Its bytes of the lane's rows.
-    padding : int
-        Zeros that follow in the file; the checksum covers them, too.
-    offset : int
-        Where it begins in the file.
+    `begin` and `nbytes` are its bytes of the lane's rows. The checksum covers the `padding` behind
+    them, too. `number` is the index of the checksum, and `offset` the byte of the file.
     """
 
     number: int
@@ -133,10 +123,8 @@ class Section(ABC):
         The file.
     max_seq_len, batch : int
         Dimensions of the cache.
-    seq_len : int
-        Tokens in the file.
-    next_position : int
-        The position after the last token.
+    seq_len, next_position : int
+        Tokens in the file, and the position after the last one.
     model : str or None
         The fingerprint of the model that it was saved with.
     tokens : numpy.ndarray or None
@@ -146,7 +134,7 @@ class Section(ABC):
     checksums : numpy.ndarray
         ``uint64 [n_chunks]``: the checksum of each chunk of the data.
     base : int
-        Where this section begins in the file. Offsets in its header count from there.
+        Where this section begins in the file; offsets in its header count from there.
     """
 
     path: str
@@ -216,21 +204,14 @@ class Snapshot(Section):
 
     Attributes
     ----------
-    n_layers, n_kv_heads, head_dim : int
-        The cache's dimensions. If `budget_bytes` has cut the rows of a fixed cache, `max_seq_len`
-        is the number of these rows.
-    v_head_dim : int
-        Elements of a head of V.
+    n_layers, n_kv_heads, head_dim, v_head_dim : int
+        The cache's dimensions. `max_seq_len` is smaller if `budget_bytes` has cut its rows.
     dtype, v_dtype : str
         The stored types of K and V, as for `KVCache`.
-    rotate : bool
-        Whether heads are stored rotated.
-    window : int or None
-        The tokens that a ring shows.
-    spare_rows : int
-        The rows of a ring beyond its window.
-    grow : bool
-        Whether the cache's storage grew with its tokens.
+    rotate, grow : bool
+        Whether heads are stored rotated, and whether the cache's storage grew with its tokens.
+    window, spare_rows : int or None, int
+        The tokens that a ring shows, and its rows beyond them.
     order : {"token", "head"}
         Whether a row of a lane has all heads of a token, or each head has a lane.
     row_bytes, v_row_bytes : int
@@ -383,25 +364,11 @@ def new(
     path: str,
     base: int = 0,
 ) -> Snapshot:
-    """Lay out a new file.
+    """Lay out a new file, with checksums that are all zeros.
 
-    Parameters
-    ----------
-    facts : dict
-        The dimensions of the cache and the fields from `seq_len` on that `Snapshot` has, with
-        `alignment` and `chunk_bytes`.
-    model, tokens, path, base
-        As in `Snapshot`.
-
-    Returns
-    -------
-    Snapshot
-        With checksums that are all zeros.
-
-    Raises
-    ------
-    ValueError
-        The cache has more lanes or bytes, or the model a longer name, than a snapshot can have.
+    `facts` are the fields of `Snapshot` that describe the cache and its end, with `alignment` and
+    `chunk_bytes`. It raises ValueError if the cache is larger, or the model's name longer, than a
+    snapshot can have.
     """
     n_lanes = _n_lanes(facts)
     if n_lanes > MAX_LANES:
@@ -444,26 +411,12 @@ def check_model(model: str | None) -> int:
 
 
 def checked_header(head: bytes, file_bytes: int, path: str, base: int = 0) -> HeaderFields:
-    """Read the header of a file and check every field.
+    """Read the header of a file or of a section, and check every field.
 
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the file: its header, or all bytes of a shorter file.
-    file_bytes : int
-        Bytes of the file, or of this section.
-    path, base
-        As in `Section`.
-
-    Returns
-    -------
-    HeaderFields
-        `data_offset` is inside the file, and every other size is what it has to be.
-
-    Raises
-    ------
-    SnapshotError
-        The file is no snapshot, of another version, damaged, cut off or too long.
+    `head` is the header, or all bytes of a shorter file; `file_bytes` counts the bytes from `base`
+    on. In the result, `data_offset` is inside the file, and every other size is what it has to be.
+    It raises SnapshotError if the file is no snapshot, of another version, damaged, cut off or too
+    long.
     """
     values = HEADER.read(head, path, base)
     _check_dims(values)
@@ -550,13 +503,7 @@ def n_ids(values: HeaderFields) -> int:
 def ids_and_model(
     values: HeaderFields, tables: Tables
 ) -> tuple[NDArray[np.int32] | None, str | None]:
-    """Read the last tables of a section: token ids, and the model's name.
-
-    Raises
-    ------
-    SnapshotError
-        An id is negative, or the name is not valid UTF-8.
-    """
+    """Read the last tables of a section: token ids, and the model's name."""
     begin, n = tables.at, n_ids(values)
     tokens = tables.take("<i4", n).astype(np.int32)
     tokens.flags.writeable = False
@@ -573,19 +520,9 @@ def ids_and_model(
 
 
 def checked_tables(values: HeaderFields, data: NDArray[np.uint8]) -> Snapshot:
-    """Read the tables behind a header.
+    """Read the tables: `data` are all bytes between the header and `data_offset`.
 
-    Parameters
-    ----------
-    values : HeaderFields
-        From `checked_header`.
-    data : numpy.ndarray
-        ``uint8``: the bytes between the header and `data_offset`.
-
-    Raises
-    ------
-    SnapshotError
-        Their checksum does not match, or they hold impossible values.
+    It raises SnapshotError if their checksum does not match, or they hold impossible values.
     """
     tables = Tables(values, data)
     sizes = _sizes(values, n_ids(values))

@@ -143,21 +143,7 @@ def new(
     path: str,
     base: int = 0,
 ) -> StatesSnapshot:
-    """Lay out the states of a new file.
-
-    Parameters
-    ----------
-    facts : dict
-        `states`, `every`, `max_checkpoints` and `positions`, the dimensions of the cache, its end,
-        `alignment` and `chunk_bytes`.
-    model, tokens, path, base
-        As in `StatesSnapshot`.
-
-    Raises
-    ------
-    ValueError
-        The states have more bytes, or the model a longer name, than a snapshot can have.
-    """
+    """Lay out the states of a new file, as `format_rows.new` does."""
     nbytes = _bytes_of(facts["states"], facts["batch"])
     if nbytes * (1 + facts["max_checkpoints"]) > MAX_CACHE_BYTES:
         raise ValueError(
@@ -188,22 +174,7 @@ def new(
 
 
 def checked_header(head: bytes, nbytes: int, path: str, base: int = 0) -> HeaderFields:
-    """Read the header of the states and check every field.
-
-    Parameters
-    ----------
-    head : bytes
-        The first bytes of the states: their header, or all bytes if there are fewer.
-    nbytes : int
-        Bytes of the states in the file.
-    path, base
-        As in `StatesSnapshot`.
-
-    Raises
-    ------
-    SnapshotError
-        The states are damaged, or cut off.
-    """
+    """Read the header of the states and check every field, as `format_rows` does."""
     values = HEADER.read(head, path, base)
     check_storage(values)
     check = values.check
@@ -230,20 +201,7 @@ def checked_header(head: bytes, nbytes: int, path: str, base: int = 0) -> Header
 
 
 def checked_tables(values: HeaderFields, data: NDArray[np.uint8]) -> StatesSnapshot:
-    """Read the tables behind a header.
-
-    Parameters
-    ----------
-    values : HeaderFields
-        From `checked_header`.
-    data : numpy.ndarray
-        ``uint8``: the bytes between the header and `data_offset`.
-
-    Raises
-    ------
-    SnapshotError
-        Their checksum does not match, or they hold impossible values.
-    """
+    """Read the tables behind a header, as `format_rows.checked_tables` does."""
     tables = Tables(values, data)
     try:
         states = tuple(_state_of(row) for row in tables.take(_STATE, values["n_states"]))

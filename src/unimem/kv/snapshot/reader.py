@@ -42,11 +42,6 @@ _FIELD_OF = {"order": "flags", "rotate": "flags", "v_dtype": "dtype", "v_head_di
 def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
     """Read and check the headers and tables of a snapshot, without its data.
 
-    Parameters
-    ----------
-    path : path-like
-        The file.
-
     Returns
     -------
     Snapshot, or LayersSnapshot
@@ -64,17 +59,7 @@ def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
 
 
 def check(path: str | os.PathLike[str]) -> Snapshot | Any:
-    """Read all of a snapshot and check it; nothing is kept.
-
-    Parameters
-    ----------
-    path : path-like
-        The file.
-
-    Returns
-    -------
-    Snapshot, or LayersSnapshot
-        As `describe` returns it.
+    """Read all of a snapshot and check it; return what `describe` returns.
 
     Raises
     ------
@@ -99,12 +84,10 @@ def restore(
     verify: bool | None,
     placement: PlacementOptions,
 ) -> _HostCacheT:
-    """Make a cache from a snapshot.
+    """Make a cache of the class `cls` from a snapshot.
 
     Parameters
     ----------
-    cls : type
-        KVCache.
     path : path-like
         The file, or its URL.
     mode : {"map", "copy"}
@@ -118,10 +101,6 @@ def restore(
         Whether to check the data. By default, read data is checked and mapped data is not.
     placement : PlacementOptions
         As for KVCache; only with ``"copy"``.
-
-    Returns
-    -------
-    KVCache
 
     Raises
     ------
@@ -229,20 +208,10 @@ def read_into(
     tokens: Tokens | None = None,
     model: str | None = None,
 ) -> Snapshot | Any:
-    """Read a snapshot into an existing cache and check all of it.
+    """Read a snapshot into a cleared cache and check all of it; return what `describe` returns.
 
-    Parameters
-    ----------
-    kv : KVCache
-        Cleared, and of the snapshot's dimensions; `max_seq_len`, `spare_rows` and `grow` may
-        differ.
-    path, tokens, model
-        As in `restore`.
-
-    Returns
-    -------
-    Snapshot, or LayersSnapshot
-        As `describe` returns it.
+    The cache has the snapshot's dimensions; `max_seq_len`, `spare_rows` and `grow` may differ. When
+    this raises, the cache is as empty as before.
 
     Raises
     ------
@@ -254,10 +223,6 @@ def read_into(
         The cache is not cleared; `tokens` are no ids.
     OSError
         The file cannot be read.
-
-    Notes
-    -----
-    When it raises, the cache is as empty as before.
     """
     with opened(path) as file:
         file.read_into(kv, tokens, model)
@@ -267,12 +232,7 @@ def read_into(
 class OpenSnapshot:
     """A snapshot that is held open, so that all work is done with the same file.
 
-    Attributes
-    ----------
-    source : LocalSnapshot or RemoteSnapshot
-        The open file; another file may have its name meanwhile.
-    facts : Snapshot or LayersSnapshot
-        Its checked headers and tables.
+    `source` is the open file, and `facts` are its checked headers and tables.
     """
 
     def __init__(self, source: LocalSnapshot | RemoteSnapshot, facts: Any) -> None:
@@ -315,22 +275,7 @@ class OpenSnapshot:
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[OpenSnapshot]:
-    """Open a snapshot, read its headers as `describe` does, and close it at the end.
-
-    Parameters
-    ----------
-    path : path-like
-        The file, or its URL.
-
-    Yields
-    ------
-    OpenSnapshot
-
-    Raises
-    ------
-    SnapshotError, OSError
-        As `describe`.
-    """
+    """Open a snapshot, read its headers as `describe` does, and close it at the end."""
     with open_source(file_path(path)) as source:
         yield OpenSnapshot(source, again(source, lambda: _read_header(source)))
 
@@ -340,11 +285,6 @@ def verify(kv: Cache | CacheOfLayers) -> None:
 
     It checks the file as it was saved. Later changes of the cache do not matter, since they never
     change the file.
-
-    Parameters
-    ----------
-    kv : KVCache
-        Restored with ``mode="map"``.
 
     Raises
     ------

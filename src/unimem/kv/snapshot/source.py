@@ -23,12 +23,7 @@ __all__ = ["LocalSnapshot", "RemoteSnapshot", "SnapshotBytes", "open_source"]
 class SnapshotBytes(Protocol):
     """The bytes of a snapshot. Any number of threads may read.
 
-    Attributes
-    ----------
-    path : str
-        Its name in errors.
-    nbytes : int
-        All bytes when it was opened.
+    `path` is its name in errors, and `nbytes` its size when it was opened.
     """
 
     path: str

@@ -65,20 +65,7 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
 def save_layers(
     kv: CacheOfLayers, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None
 ) -> None:
-    """Write the tokens of a cache whose layers differ, as `save` does.
-
-    Parameters
-    ----------
-    kv : KVCache
-        As for `save`.
-    path, tokens, model
-        As for `save`.
-
-    Raises
-    ------
-    ValueError, TypeError, OSError, MemoryError
-        As `save`.
-    """
+    """Write the tokens of a cache whose layers differ, as `save` does."""
     name, ids = file_path(path), _checked_ids(kv, tokens)
     target = _Target(name, model_name(model), ids)
     pieces = kv._parts if kv._states is None else (kv._states, *kv._parts)

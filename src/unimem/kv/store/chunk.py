@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
@@ -17,9 +17,7 @@ from unimem.base.binary_header import BinaryHeader
 from unimem.kv.snapshot.format_rows import round_up, row_bytes_of
 
 __all__ = [
-    "BytesShape",
     "ChunkShape",
-    "DataShape",
     "EqualLayers",
     "Kind",
     "LaneGroup",
@@ -45,12 +43,8 @@ _HEADER = BinaryHeader(
 class LaneGroup(NamedTuple):
     """Layers whose rows share a chunk: all layers without a window, or all with the same window.
 
-    Attributes
-    ----------
-    window : int or None
-        The number of last tokens that they keep; None for all tokens.
-    row_bytes : tuple of int
-        Bytes of a token in each lane: K of the first layer, V of the first layer, K of the next.
+    `row_bytes` has the bytes of a token in each lane: K of the first layer, V of the first layer, K
+    of the next.
     """
 
     window: int | None
@@ -67,33 +61,11 @@ class LaneGroup(NamedTuple):
         return 0 if self.window is None else max(0, end - self.window)
 
 
-class Kind(Protocol):
-    """The kind of a cache: caches of one kind can take each other's rows."""
-
-    @property
-    def text(self) -> str:
-        """The hashed text. Tokens begin at position 0, with K as the model has rotated it."""
-
-    @property
-    def groups(self) -> Sequence[LaneGroup]:
-        """Its layers, grouped by window; those that keep all tokens are first."""
-
-
 class LayerRows(NamedTuple):
     """What one layer keeps in a cache whose layers differ.
 
-    Attributes
-    ----------
-    n_kv_heads, head_dim : int
-        Dimensions of the layer.
-    dtype, v_dtype : str
-        The stored types of K and V.
-    window : int or None
-        The number of last tokens that it keeps; None for all tokens.
-    share_of : int or None
-        The layer whose rows it shows; None if it has its own.
-    v_head_dim : int or None
-        Values of a head of V; None for `head_dim`.
+    The layer shows the rows of the layer `share_of`, or has its own. `v_head_dim` is None if heads
+    of V have `head_dim` values.
     """
 
     n_kv_heads: int
@@ -132,16 +104,8 @@ class LayerRows(NamedTuple):
 class EqualLayers(NamedTuple):
     """The kind of a cache whose layers are alike. Its chunks have all tokens.
 
-    Attributes
-    ----------
-    n_layers, n_kv_heads, head_dim : int
-        Dimensions of the cache.
-    dtype, v_dtype : str
-        The stored types of K and V, as `KVCache.dtype`.
-    rotation : str
-        The rotation of stored heads: "none", or "hadamard" (`KVCache.rotate`).
-    v_head_dim : int or None
-        As of `LayerRows`.
+    Types are those of `KVCache.dtype`, and `rotation` is "none", or "hadamard" for heads that were
+    rotated before they were stored (`KVCache.rotate`).
     """
 
     n_layers: int
@@ -170,15 +134,7 @@ class EqualLayers(NamedTuple):
 
 
 class MixedLayers(NamedTuple):
-    """The kind of a cache whose layers differ.
-
-    Attributes
-    ----------
-    layers : tuple of LayerRows
-        What each layer keeps.
-    rotation : str
-        As of `EqualLayers`.
-    """
+    """The kind of a cache whose layers differ."""
 
     layers: tuple[LayerRows, ...]
     rotation: str = "none"
@@ -201,29 +157,18 @@ class MixedLayers(NamedTuple):
         )
 
 
+#: The kind of a cache: caches of one kind can take each other's rows.
+Kind: TypeAlias = EqualLayers | MixedLayers
+
+
 def chunk_keys(
     kind: Kind, model: str, ids: NDArray[np.int32], chunk_tokens: int
 ) -> Iterator[bytes]:
-    """Give the identities of the whole chunks of a conversation.
+    """Give the identities of the whole chunks of a conversation, 32 bytes each.
 
     The hash is SHA-256, although others are faster: strangers send prompts, and must not be able
-    to make one whose chunks another conversation would be given.
-
-    Parameters
-    ----------
-    kind : Kind
-        The kind of the cache.
-    model : str
-        A text that tells models apart.
-    ids : numpy.ndarray
-        ``int32``: the tokens from position 0 on.
-    chunk_tokens : int
-        Tokens of a chunk.
-
-    Yields
-    ------
-    bytes
-        32 bytes for each chunk, in the order of the tokens.
+    to make one whose chunks another conversation would be given. `model` is a text that tells
+    models apart, and `ids` are the tokens from position 0 on.
     """
     root = f"unimem.kv-chunk/1\n{kind.text}\n{model}".encode()
     key = hashlib.sha256(root).digest()
@@ -234,86 +179,12 @@ def chunk_keys(
         yield key
 
 
-class DataShape(Protocol):
-    """What the header of a chunk says of its data."""
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens in it; 0 if only its engine knows."""
-
-    @property
-    def n_lanes(self) -> int:
-        """Lanes of the data."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row in a lane."""
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all lanes."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole chunk: header, data, and zeros up to a multiple of 4096."""
-
-
-class BytesShape(NamedTuple):
-    """The shape of another engine's chunk: one lane of one row, with an unknown number of tokens.
-
-    Attributes
-    ----------
-    data_bytes : int
-        Bytes of the data.
-    """
-
-    data_bytes: int
-
-    @property
-    def n_tokens(self) -> int:
-        """0: only the engine knows."""
-        return 0
-
-    @property
-    def n_lanes(self) -> int:
-        """One lane."""
-        return 1
-
-    @property
-    def row_bytes(self) -> int:
-        """One row."""
-        return self.data_bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole chunk: header, data, and zeros up to a multiple of 4096."""
-        return HEADER_BYTES + round_up(self.data_bytes, HEADER_BYTES)
-
-
 class ChunkShape(NamedTuple):
-    """The shape of a chunk of rows.
-
-    Attributes
-    ----------
-    group : LaneGroup
-        The layers whose rows it has.
-    n_tokens : int
-        Tokens in it.
-    """
+    """The shape of a chunk of some tokens; the chunk of another engine is one row of one lane."""
 
     group: LaneGroup
     n_tokens: int
-
-    @property
-    def n_lanes(self) -> int:
-        """K and V of each layer."""
-        return len(self.group.row_bytes)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a token in one lane; 0 if lanes differ."""
-        first = self.group.row_bytes[0]
-        return first if set(self.group.row_bytes) == {first} else 0
+    of_engine: bool = False
 
     @property
     def data_bytes(self) -> int:
@@ -335,41 +206,38 @@ class ChunkShape(NamedTuple):
         return found
 
 
-def _header(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:
+def _header(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> bytes:
+    lanes = chunk.group.row_bytes
     values = {
         "header_bytes": HEADER_BYTES,
         "file_bytes": chunk.nbytes,
         "data_bytes": chunk.data_bytes,
         "key": key,
         "hash": xxhash.xxh3_128_digest(blob[HEADER_BYTES:].data),
-        "n_tokens": chunk.n_tokens,
-        "n_lanes": chunk.n_lanes,
-        "row_bytes": chunk.row_bytes,
+        # Only the other engine knows its tokens.
+        "n_tokens": 0 if chunk.of_engine else chunk.n_tokens,
+        "n_lanes": len(lanes),
+        "row_bytes": lanes[0] if len(set(lanes)) == 1 else 0,
     }
     return _HEADER.pack(values).ljust(HEADER_BYTES, b"\0")
 
 
-def seal(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> None:
-    """Complete a chunk that has its data: write the header, and zeros behind the data.
-
-    Parameters
-    ----------
-    chunk : DataShape
-        Its shape.
-    key : bytes
-        Its identity.
-    blob : numpy.ndarray
-        ``uint8 [chunk.nbytes]``.
-    """
+def seal(chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8]) -> None:
+    """Complete ``uint8 [chunk.nbytes]`` with its data: write the header, and zeros behind."""
     blob[HEADER_BYTES + chunk.data_bytes :] = 0
     blob[:HEADER_BYTES] = np.frombuffer(_header(chunk, key, blob), np.uint8)
 
 
-def find_fault(chunk: DataShape, key: bytes, blob: NDArray[np.uint8]) -> str | None:
+def find_fault(
+    chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], nbytes: int | None = None
+) -> str | None:
     """Say what is wrong with a chunk that was read; None if every byte is as it was sealed.
 
-    The whole header is compared, since all of it but the data's hash is known beforehand.
+    The whole header is compared, since all of it but the data's hash is known beforehand. `nbytes`
+    is the size of the file that it was read from.
     """
+    if nbytes not in (None, chunk.nbytes):
+        return f"it has {nbytes} bytes, not {chunk.nbytes}"
     found = blob[:HEADER_BYTES].tobytes()
     if found == _header(chunk, key, blob):
         return None

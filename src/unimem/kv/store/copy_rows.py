@@ -26,14 +26,9 @@ Lanes = list[NDArray[np.uint8]]
 
 
 class Rows(Protocol):
-    """The tokens of a cache from position 0 on.
+    """The tokens of a cache of one kind, from position 0 on.
 
     Lanes belong to a group of its layers; each is ``uint8 [tokens, row bytes]``.
-
-    Attributes
-    ----------
-    kind : Kind
-        The kind of the cache.
     """
 
     kind: Kind
@@ -69,12 +64,8 @@ class Rows(Protocol):
 def rows_of(kv: Holder) -> Rows:
     """Return the rows of a cache.
 
-    Raises
-    ------
-    TypeError
-        `kv` is neither a `KVCache` nor a `Sequence`.
-    ValueError
-        The cache has several streams, or layers that keep a state.
+    It raises TypeError unless `kv` is a `KVCache` or a `Sequence`, and ValueError if it has several
+    streams or layers that keep a state.
     """
     if isinstance(kv, KVCache):
         return _CacheRows(kv)

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from unimem.kv.store.chunk import HEADER_BYTES, BytesShape, seal
+from unimem.kv.store.chunk import HEADER_BYTES, ChunkShape, LaneGroup, seal
 from unimem.kv.store.store import KVStore
 
 __all__ = ["EngineChunks"]
@@ -24,22 +24,14 @@ class EngineChunks:
     """Chunks of one size in one namespace. Any number of threads may use it.
 
     Each thread that puts or gets has memory for one chunk. A chunk is checked there before it is
-    copied to the engine.
-
-    Parameters
-    ----------
-    store : KVStore
-        The store, which stays open.
-    namespace : str
-        All that the bytes of a chunk depend on besides its key: the engine, the model, the layout.
-    chunk_bytes : int
-        Bytes of each chunk.
+    copied to the engine. The store stays open. The namespace has all that the bytes of a chunk
+    depend on besides its key: the engine, the model, the layout.
     """
 
     def __init__(self, store: KVStore, namespace: str, chunk_bytes: int) -> None:
         self._store = store
         self._root = hashlib.sha256(f"unimem.engine-chunk/1\n{namespace}".encode()).digest()
-        self._shape = BytesShape(chunk_bytes)
+        self._shape = ChunkShape(LaneGroup(None, (chunk_bytes,)), 1, of_engine=True)
         self._own = threading.local()
 
     def identity(self, key: bytes) -> bytes:
@@ -47,13 +39,7 @@ class EngineChunks:
         return hashlib.sha256(self._root + key).digest()
 
     def has(self, key: bytes) -> bool:
-        """Whether a tier has a chunk; its bytes are not examined.
-
-        Raises
-        ------
-        OSError
-            The tiers cannot be searched.
-        """
+        """Whether a tier has a chunk; its bytes are not examined."""
         identity = self.identity(key)
         return any(tier.has(identity) for tier in self._store._tiers)
 
@@ -62,25 +48,7 @@ class EngineChunks:
         self._store._touch([self.identity(key) for key in keys])
 
     def put(self, key: bytes, data: NDArray[np.uint8]) -> bool:
-        """Keep a chunk in each tier that lacks it.
-
-        Parameters
-        ----------
-        key : bytes
-            The engine's key.
-        data : numpy.ndarray
-            ``uint8 [chunk_bytes]``.
-
-        Returns
-        -------
-        bool
-            Whether the store has it now; False if no tier has room.
-
-        Raises
-        ------
-        OSError
-            A tier cannot write it.
-        """
+        """Keep a chunk, ``uint8 [chunk_bytes]``, in each tier that lacks it; False without room."""
         identity, tiers = self.identity(key), self._store._tiers
         lacking = [tier for tier in tiers if not tier.has(identity)]
         if not lacking:

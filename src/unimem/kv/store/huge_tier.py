@@ -24,24 +24,9 @@ class HugeTier(RamTier):
     """Chunks in hugetlb pages of 2 MiB, for all processes of this user that have the same store.
 
     A hugetlbfs has no `write`: chunks are written through a mapping, and the lock file lies in
-    shared memory. A chunk takes whole huge pages, which count in the budget.
-
-    Parameters
-    ----------
-    folder : str
-        The store's folder, which identifies its memory.
-    budget_bytes : int
-        The most bytes that it may take.
-    numa : str, optional
-        Nodes of the chunks, as for `RamTier`.
-
-    Raises
-    ------
-    PlacementError
-        The pool is too small, or this user may not write to any hugetlbfs: the message has the
-        command that helps.
-    ValueError, OSError
-        As `RamTier`.
+    shared memory. A chunk takes whole huge pages, which count in the budget. It raises
+    PlacementError if the pool is too small or this user may not write to any hugetlbfs, with the
+    command that helps.
     """
 
     _block_pages = "2m"

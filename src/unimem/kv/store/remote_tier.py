@@ -35,22 +35,7 @@ class RemoteTier:
 
     No object is listed or dropped: the server's own rules expire old ones. A chunk is written only
     if it is missing. An error of the server is a warning and a miss, and the server is then left
-    alone for a minute.
-
-    Parameters
-    ----------
-    url : str
-        The prefix; see `client.open_server`.
-
-    Attributes
-    ----------
-    path : str
-        The URL without secrets.
-
-    Raises
-    ------
-    ValueError, ImportError
-        As `client.open_server`.
+    alone for a minute. `path` is the URL without secrets.
     """
 
     def __init__(self, url: str) -> None:

@@ -25,7 +25,7 @@ from unimem._core.block import Block
 from unimem.base.arguments import file_path, integer, one_of
 from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
 from unimem.errors import ClosedError, PlacementError
-from unimem.kv.store.chunk import ChunkShape, DataShape, Kind, chunk_keys, find_fault, seal
+from unimem.kv.store.chunk import ChunkShape, Kind, chunk_keys, find_fault, seal
 from unimem.kv.store.copy_rows import Holder, Rows, rows_of
 from unimem.kv.store.huge_tier import HugeTier
 from unimem.kv.store.remote_tier import RemoteTier
@@ -71,17 +71,7 @@ class StoreStat:
 
 
 class _GroupChunk(NamedTuple):
-    """A chunk of one group of layers.
-
-    Attributes
-    ----------
-    number, first : int
-        Its number in the conversation, and the position of its first token.
-    group : int
-        The index of its group of layers.
-    key : bytes
-        Its identity.
-    """
+    """A chunk of one group of layers: its number, the position of its first token, its identity."""
 
     number: int
     first: int
@@ -135,16 +125,9 @@ class _Chunks:
         has: Callable[[bytes], bool],
         look_up: Callable[[list[bytes]], None],
     ) -> int:
-        """Return the number of chunks after which a cache can continue.
+        """Return the number of chunks, at most `most`, after which a cache can continue.
 
-        Parameters
-        ----------
-        most : int
-            The most chunks to consider.
-        has : callable
-            Tells whether there is a chunk of an identity.
-        look_up : callable
-            Prepares `has` for many identities.
+        `has` tells whether there is a chunk of an identity; `look_up` prepares it for many.
         """
         n = most
         for group, window in enumerate(self.windows):
@@ -494,20 +477,19 @@ class KVStore:
             return False
         return True
 
-    def _load(self, chunk: DataShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
+    def _load(self, chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
         """Read a chunk from the first tier that has it whole, and keep it in the faster tiers."""
         for i, tier in enumerate(self._tiers):
             fault: str | None
             try:
-                n = tier.read(key, blob)
+                # A chunk from a server may have been damaged in transit.
+                for _ in range(1 + isinstance(tier, RemoteTier)):
+                    n = tier.read(key, blob)
+                    fault = find_fault(chunk, key, blob, n) if n else None
+                    if fault is None:
+                        break
                 if n == 0:
                     continue
-                fault = _find_fault(chunk, key, blob, n)
-                if fault and isinstance(tier, RemoteTier):  # it may have been damaged in transit
-                    n = tier.read(key, blob)
-                    if n == 0:
-                        continue
-                    fault = _find_fault(chunk, key, blob, n)
             except OSError as error:
                 fault = error.strerror or str(error)
                 if error.errno in _BUSY:
@@ -646,12 +628,6 @@ def _folder_before(url: str, ram_bytes: int, disk_bytes: int | None) -> str:
             )
         return ""
     return os.path.join(cache, "kv", hashlib.sha256(url.encode()).hexdigest()[:32])
-
-
-def _find_fault(chunk: DataShape, key: bytes, blob: NDArray[np.uint8], nbytes: int) -> str | None:
-    if nbytes != blob.nbytes:
-        return f"it has {nbytes} bytes, not {blob.nbytes}"
-    return find_fault(chunk, key, blob)
 
 
 def _given(kv: Holder, tokens: Tokens) -> tuple[Rows, NDArray[np.int32]]:

@@ -58,18 +58,8 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class TierStat(NamedTuple):
     """What a tier holds.
 
-    Attributes
-    ----------
-    name : str
-        ``"ram"`` or ``"disk"``.
-    path : str
-        Its folder or URL.
-    nbytes : int
-        Bytes that its files take, with what the file system needs for them.
-    budget_bytes : int
-        The most bytes that they may take.
-    n_chunks : int
-        Chunks.
+    `nbytes` counts what its files take, with what the file system needs for them, and
+    `budget_bytes` is the most that they may take.
     """
 
     name: str
@@ -112,32 +102,16 @@ class Tier(Protocol):
 
 
 class FolderTier:
-    """Chunks as files of one folder.
+    """Chunks as files of one folder, an existing one that belongs to this user alone.
 
-    The lock file notes the bytes of all files. They are added before a file is made and subtracted
-    after one was removed, so a killed process leaves a figure that is too large, and never one that
-    is too small. When the budget seems to be used up, the files are counted anew. A note from
-    before the last boot does not count.
+    The lock file, which may lie in another folder (`notes`), notes the bytes of all files. They are
+    added before a file is made and subtracted after one was removed, so a killed process leaves a
+    figure that is too large, and never one that is too small. When the budget seems to be used up,
+    the files are counted anew. A note from before the last boot does not count.
 
     A file has a shared lock (``flock``) while it is read or written. To remove a file, a process
     takes an exclusive lock and cuts the file first, so that its memory is free at once. The lock
     makes that safe: chunks are never mapped without it.
-
-    Parameters
-    ----------
-    name : str
-        The tier's name.
-    folder : str
-        The absolute path of an existing folder that belongs to this user alone.
-    budget_bytes : int
-        The most bytes that it may take.
-    notes : str, optional
-        Another folder for the lock file.
-
-    Raises
-    ------
-    OSError
-        The folder cannot be written, or has no locks.
     """
 
     def __init__(
@@ -356,15 +330,7 @@ class FolderTier:
 
 
 class DiskTier(FolderTier):
-    """Chunks in a folder on a disk. They stay when the store is closed.
-
-    Parameters
-    ----------
-    folder : str
-        Its absolute path; a missing folder is made.
-    budget_bytes : int
-        The most bytes that it may take.
-    """
+    """Chunks in a folder on a disk, which is made if it is missing. They outlive the store."""
 
     def __init__(self, folder: str, budget_bytes: int) -> None:
         check_own_folder(folder, create=True, instead="another folder")
@@ -382,21 +348,12 @@ class RamTier(FolderTier):
     folder : str
         The store's folder, which identifies its memory.
     budget_bytes : int
-        The most bytes that it may take.
+        The most bytes that it may take; CapacityError if ``/dev/shm`` is smaller.
     pages : {"4k", "thp"}
         Pages of the chunks that are written here. Written memory is collapsed into huge pages as
         far as a chunk has whole ones; if that fails, there is a `PlacementWarning`.
     numa : str, optional
         Nodes of the chunks, as for `PlacementOptions`, set before the memory is written to.
-
-    Raises
-    ------
-    CapacityError
-        ``/dev/shm`` is smaller than the budget.
-    ValueError
-        `numa` is no such policy.
-    OSError
-        ``/dev/shm`` is missing, or cannot be written.
     """
 
     #: The pages of memory that gets a NUMA policy.

@@ -34,16 +34,9 @@ class Slot(NamedTuple):
 class Arrangement:
     """The tensors of a model that are repacked, and their places in one piece of memory.
 
-    It depends only on the headers of the files, this build of ggml, and the CPU.
-
-    Attributes
-    ----------
-    slots : tuple of Slot
-        In the order of the files.
-    nbytes : int
-        Bytes of the memory, with what aligns the tensors.
-    source_bytes : int
-        Bytes of the tensors in the files.
+    It depends only on the headers of the files, this build of ggml, and the CPU. `slots` have the
+    order of the files. `nbytes` counts the memory with what aligns the tensors, and `source_bytes`
+    the tensors in the files.
     """
 
     slots: tuple[Slot, ...]
@@ -60,22 +53,14 @@ class Arrangement:
 
 
 def arrange(contents: Contents) -> Arrangement:
-    """Choose the tensors of a model to repack, and lay them out.
+    """Choose the tensors of a model to repack, and lay them out; its data is not read.
 
     These are the matrices, and stacks of experts' matrices, whose types have an order of their own
     on this CPU. Tables whose rows are looked up keep the order of the file, even if the model's
     head is the same table: rows cannot be read back from the other order, and a second copy would
     double the memory.
 
-    Parameters
-    ----------
-    contents : Contents
-        Headers of a model; no data is read.
-
-    Raises
-    ------
-    ImportError
-        ggml-python is not installed.
+    It raises ImportError without ggml-python.
     """
     from unimem.backends.ggml_orders import find_order  # ggml, which few need
 

@@ -54,21 +54,8 @@ _NO_HASH = "0" * 32
 class Image:
     """An opened image with a checked header. For one thread.
 
-    Leaving the ``with`` closes the descriptor; mappings stay.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-
-    Attributes
-    ----------
-    path : str
-        The file.
-    header : ImageHeader
-        Its header.
-    is_staged : bool
-        Whether it lies in shared memory. Such an image was checked when it was staged.
+    Leaving the ``with`` closes the descriptor; mappings stay. `is_staged` tells whether the image
+    lies in shared memory: such an image was checked when it was staged.
 
     Raises
     ------
@@ -112,19 +99,10 @@ class Image:
         return self.cached_bytes >= loading.MOSTLY * self.data_bytes
 
     def map(self, threads: int, progress: Progress | None = None) -> Block:
-        """Map the data read-only and check its bytes.
+        """Map the data read-only in whole pages, and check its bytes.
 
-        Parameters
-        ----------
-        threads : int
-            Threads that bring it into the page tables and hash it.
-        progress : callable, optional
-            Called with the bytes done and all bytes; an exception from it stops the work.
-
-        Returns
-        -------
-        Block
-            The data in whole pages.
+        `threads` bring it into the page tables and hash it. `progress` is called with the bytes
+        done and all bytes; an exception from it stops the work.
 
         Raises
         ------
@@ -166,19 +144,7 @@ class Image:
     def read(self, block: Block, base: int, progress: Progress | None = None) -> None:
         """Read the data into a block and check it, past the page cache unless most of it is there.
 
-        Parameters
-        ----------
-        block : Block
-            Writable memory, warm or not.
-        base : int
-            The place in the block, a multiple of 4096.
-        progress : callable, optional
-            As for `map`.
-
-        Raises
-        ------
-        FormatError, OSError
-            As for `map`.
+        `base` is the place in the block, a multiple of 4096. The rest is as for `map`.
         """
         header = self.header
         part = (self._fd, header.data_offset, block, base, header.data_bytes, self.path)
@@ -288,20 +254,9 @@ def pack_image(
 ) -> bytes:
     """Return the header and the table of an image.
 
-    Parameters
-    ----------
-    found : Arrangement
-        Its tensors.
-    identity, model
-        As in `ImageHeader`.
-    block : Block or None
-        The memory with the data; None for a header of the same length, without hashes.
-    base : int
-        Where the data begins in the block.
-    threads : int, optional
-        Threads that hash the data.
-    progress : callable, optional
-        Called with the bytes hashed and all bytes; an exception from it stops the work.
+    Without a block, the result has the same length, and no hashes. With one, the data at byte
+    `base` is hashed in `threads`. `progress` is called with the bytes hashed and all bytes; an
+    exception from it stops the work.
     """
     tensors = [
         ImageTensor(t.name, t.type, t.ne, order.buffer_type.name, at, order.nbytes, _NO_HASH)
@@ -324,21 +279,9 @@ def write_image(
 ) -> None:
     """Hash repacked tensors in a block and write them as an image, in this thread and one more.
 
-    Parameters
-    ----------
-    new : NewFile
-        The file, which the caller publishes afterwards.
-    found, identity, model, block, base
-        As for `pack_image`; `base` is a multiple of 4096.
-    check : callable
-        Called every few MiB; an exception from it ends the work.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    ClosedError
-        The block was closed meanwhile.
+    `base` is a multiple of 4096. `check` is called every few MiB; an exception from it ends the
+    work. The caller publishes the file. It raises OSError if the file cannot be written, and
+    ClosedError if the block was closed meanwhile.
     """
     head = pack_image(found, identity, model, block, base, 1, lambda *_: check())
     # Writes past the page cache need memory in whole pages. The data is in such memory.

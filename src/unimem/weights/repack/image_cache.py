@@ -70,15 +70,9 @@ def choose_cache(
 ) -> ImageCache | None:
     """Choose where the image of a model is kept; None to keep no image.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model.
-    cache : bool or path-like, optional
-        False: nowhere. True: in `cache_folder`. A path: in this folder. None: as True, unless
-        another user owns or may write to a file of the model or its folder.
-    create : bool
-        Whether to make the folder and to check the size of the cache.
+    `cache` is False for nowhere, True for `cache_folder`, or a path. None is as True, unless
+    another user owns or may write to a file of the model or its folder. With `create`, the folder
+    is made and the size of the cache is checked.
 
     Raises
     ------
@@ -139,20 +133,14 @@ class CachedImage(NamedTuple):
 
     Attributes
     ----------
-    key : str
-        Its name: the hash of all that its bytes depend on.
-    path : str
-        Its file.
-    nbytes : int
-        Bytes of the file.
+    key, path, nbytes : str, str, int
+        Its name (the hash of all that its bytes depend on), its file, and the file's bytes.
     used : float
         When it was last used, in seconds since 1970.
-    model : str or None
-        The model that it was made from; None if the image is damaged.
-    current : bool
-        Whether that model is unchanged.
+    model, current : str or None, bool
+        The model that it was made from, and whether that is unchanged.
     problem : str or None
-        The fault of a damaged image.
+        The fault of a damaged image, whose model is None.
     """
 
     key: str
@@ -167,17 +155,8 @@ class CachedImage(NamedTuple):
 class ImageCache:
     """A folder of images of this user. Any number of threads and processes may use it.
 
-    Parameters
-    ----------
-    folder : str
-        Its absolute path.
-    create : bool
-        Whether to make a missing folder.
-
-    Raises
-    ------
-    OSError
-        It cannot be made or examined; PermissionError if other users own it or may write to it.
+    `folder` is its absolute path; `create` makes a missing one. It raises OSError if the folder
+    cannot be made or examined, and PermissionError if other users own it or may write to it.
     """
 
     def __init__(self, folder: str, *, create: bool = False) -> None:
@@ -192,17 +171,7 @@ class ImageCache:
     def find(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
         """Open the image of a model and note its use; remove a damaged image.
 
-        Parameters
-        ----------
-        found : Arrangement
-            The repacked tensors of the model.
-        identity : dict
-            The identity that the image has to have.
-
-        Returns
-        -------
-        Image or None
-            Its header was checked, and its data is not read yet.
+        Its header is checked, and its data is not read yet.
         """
         self._sweep()
         key = key_of(identity)
@@ -260,17 +229,8 @@ class ImageCache:
     def new_file(self, found: Arrangement, identity: dict[str, Any], model: str) -> NewFile:
         """Begin an image, and remove the least recently used images to make room.
 
-        Parameters
-        ----------
-        found, identity
-            As for `find`.
-        model : str
-            The path of the model, for `images`.
-
-        Returns
-        -------
-        NewFile
-            With its room on the disk allocated; to be written (`write_image`) and published.
+        The room on the disk is allocated; the caller writes (`write_image`) and publishes the file.
+        `model` is the path of the model, for `images`.
 
         Raises
         ------
@@ -305,10 +265,7 @@ class ImageCache:
     def most_bytes(self) -> int:
         """Return the budget: ``UNIMEM_CACHE_BYTES``, or a tenth of the file system.
 
-        Raises
-        ------
-        ValueError
-            The variable is no size.
+        It raises ValueError if the variable is no size.
         """
         text = os.environ.get("UNIMEM_CACHE_BYTES", "")
         if not text:
@@ -348,13 +305,7 @@ class ImageCache:
     def verify(
         self, image: CachedImage, progress: Callable[[int, int], object] | None = None
     ) -> str | None:
-        """Read an image and compare every hash; return the fault of a damaged image and remove it.
-
-        Raises
-        ------
-        OSError
-            It cannot be read.
-        """
+        """Read an image and compare every hash; remove a damaged image and return its fault."""
         try:
             with Image(image.path) as opened:
                 if opened.header.key != image.key:

@@ -49,20 +49,9 @@ HEADER = BinaryHeader(
 class ImageTensor:
     """One tensor of an image.
 
-    Attributes
-    ----------
-    name, type : str
-        As in the model's file.
-    ne : tuple of int
-        Shape in ggml's order.
-    order : str
-        The buffer type that wrote it, as ggml calls it.
-    offset : int
-        Where it begins in the data.
-    nbytes : int
-        Bytes in this order.
-    hash : str
-        XXH3 (128 bits) of these bytes, in hexadecimal.
+    `name` and `type` are as in the model's file, and `ne` is the shape in ggml's order. `order` is
+    the buffer type that wrote it, by ggml's name. `offset` counts from the beginning of the data,
+    `nbytes` are the bytes in this order, and `hash` is their XXH3 (128 bits) in hexadecimal.
     """
 
     name: str
@@ -78,18 +67,9 @@ class ImageTensor:
 class ImageHeader:
     """What the header of an image says.
 
-    Attributes
-    ----------
-    key : str
-        SHA-256 of `identity` in its canonical form, in hexadecimal.
-    identity : dict
-        All that the bytes depend on: see `unimem.weights.repack.image_identity`.
-    model : str
-        The absolute path of the model's first file when the image was made, for people.
-    tensors : tuple of ImageTensor
-        In the order of their offsets.
-    data_offset, data_bytes, file_bytes : int
-        Where the data begins, its bytes, and the bytes of the file.
+    `key` is the SHA-256 of `identity` in its canonical form, in hexadecimal; the identity is all
+    that the bytes depend on (see `image_identity`). `model` is the absolute path of the model's
+    first file when the image was made, for people. `tensors` have the order of their offsets.
     """
 
     key: str
@@ -127,22 +107,9 @@ def _round_up(n: int) -> int:
 def pack(
     identity: dict[str, Any], model: str, tensors: Sequence[ImageTensor], data_bytes: int
 ) -> bytes:
-    """Return the header and the table of an image, whose length does not depend on hashes.
+    """Return the header and the table of an image in whole pages; hashes do not change the length.
 
-    Parameters
-    ----------
-    identity, model, tensors, data_bytes
-        As in `ImageHeader`.
-
-    Returns
-    -------
-    bytes
-        All bytes before the data, in whole pages.
-
-    Raises
-    ------
-    ValueError
-        The table has more bytes than an image can have.
+    It raises ValueError if the table has more bytes than an image can have.
     """
     rows = [asdict(tensor) for tensor in tensors]
     table = _canonical({"identity": identity, "model": model, "tensors": rows})
@@ -167,24 +134,9 @@ def pack(
 def parse(head: bytes, file_bytes: int, path: str) -> ImageHeader:
     """Read the header and the table of an image, and check every field.
 
-    Parameters
-    ----------
-    head : bytes
-        The beginning of the file, with as much of the header and the table as there is.
-    file_bytes : int
-        Bytes of the file.
-    path : str
-        The file, for errors.
-
-    Returns
-    -------
-    ImageHeader
-        Every tensor is inside the data, and the data inside the file.
-
-    Raises
-    ------
-    FormatError
-        The file is no image, of another version, damaged, cut off or too long.
+    `head` is the beginning of the file, with as much of header and table as there is. In the
+    result, every tensor is inside the data, and the data inside the file. It raises FormatError if
+    the file is no image, of another version, damaged, cut off or too long.
     """
     values = HEADER.read(head, path)
     values.check_range("table_bytes", 1, _MOST_TABLE_BYTES)

@@ -28,17 +28,8 @@ _WIDTH, _ROWS = 512, 64  # of a pattern: multiples of what any order interleaves
 def identify(contents: Contents, found: Arrangement) -> dict[str, Any]:
     """Return the identity that an image of a model has to have, here and now.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model; only its headers are read.
-    found : Arrangement
-        Its repacked tensors.
-
-    Returns
-    -------
-    dict
-        ``model``, ``files``, ``ggml`` and ``probe``, as JSON can hold them.
+    It has ``model``, ``files``, ``ggml`` and ``probe``, as JSON can hold them. Only headers of the
+    model are read.
     """
     from unimem.backends import ggml_orders
 

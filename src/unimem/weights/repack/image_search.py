@@ -28,16 +28,7 @@ __all__ = ["Images", "is_mapped", "look"]
 class Images:
     """The places where the image of one model may be, and where it is kept. For one thread.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model.
-    found : Arrangement
-        Its repacked tensors.
-    cache : bool or path-like, optional
-        As for `choose_cache`; with False, staged images are not used, either.
-    create : bool
-        As for `choose_cache`.
+    `cache` and `create` are as for `choose_cache`; with False, staged images are not used, either.
     """
 
     def __init__(
@@ -108,12 +99,8 @@ class Images:
     def keep(self, block: Block, base: int, made: ExitStack) -> Keeping | None:
         """Prepare to keep the image; if that fails and was requested, there is a warning.
 
-        Parameters
-        ----------
-        block, base
-            The memory with the data, which stays until the result is ended.
-        made : ExitStack
-            It holds `making`, and is closed when the image is kept.
+        The memory with the data stays until the result is ended. `made` holds `making`, and is
+        closed when the image is kept.
         """
         if self._cache is None:
             return None
@@ -145,10 +132,7 @@ class Images:
 def look(contents: Contents, found: Arrangement) -> Image | None:
     """Find the image that `repack` would take for a model by default, without changes.
 
-    Returns
-    -------
-    Image or None
-        Closed; its header is known, and how much of it was in RAM.
+    It is closed; its header is known, and how much of it was in RAM.
     """
     try:
         image = Images(contents, found, None, create=False).look()

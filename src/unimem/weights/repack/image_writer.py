@@ -26,14 +26,9 @@ class Keeping:
     At its end a process waits for the image, and an interrupt gives it up. A killed process leaves
     a temporary file, which the next writer removes. A forked child does not write it.
 
-    Parameters
-    ----------
-    write : callable
-        Writes the image. It gets a callable, calls it every few MiB, and passes on its exceptions.
-    closes : ExitStack
-        Closed in the thread when `write` has ended.
-    failed : callable
-        Called with the error of `write`, in the thread that ends this.
+    `write` gets a callable, calls it every few MiB, and passes on its exceptions. `closes` is
+    closed in the thread when `write` has ended. `failed` is called with the error of `write`, in
+    the thread that ends this.
     """
 
     def __init__(
@@ -85,13 +80,7 @@ class Keeping:
             raise _CancelledError
 
     def end(self, *, cancel: bool = False) -> None:
-        """Wait until the image is kept or given up.
-
-        Parameters
-        ----------
-        cancel : bool
-            Whether to give it up now. So does an interrupt meanwhile.
-        """
+        """Wait until the image is kept or given up: by `cancel`, or by an interrupt."""
         if os.getpid() != self._pid:
             return
         self._is_cancelled = self._is_cancelled or cancel

@@ -388,16 +388,7 @@ def _cpus(block: Block, n_threads: int) -> list[int]:
 class _Repacking:
     """Pieces that are being repacked. Its threads share it; `read` and `run` are for one thread.
 
-    Parameters
-    ----------
-    pieces : list of _Piece
-        The pieces to repack.
-    weights : Weights
-        The weights that they are of.
-    found : Arrangement
-        The repacked tensors.
-    address : int
-        The address of the memory for them.
+    The result begins at `address`.
     """
 
     def __init__(
@@ -424,21 +415,10 @@ class _Repacking:
         flags: int,
         dropped: dict[str, list[tuple[int, int]]],
     ) -> None:
-        """Repack tensors that are read from files.
+        """Repack tensors from files, which are opened with these flags.
 
-        Parameters
-        ----------
-        cpus, progress
-            As for `run`.
-        flags : int
-            Flags to open the files with.
-        dropped : dict of str to list of (begin, end)
-            Files that are dropped from the page cache, except these ranges.
-
-        Raises
-        ------
-        NoDirectReadsError
-            `flags` has ``O_DIRECT``, which a file system lacks.
+        `dropped` are the files to drop from the page cache, except these ranges. It raises
+        NoDirectReadsError if the flags have ``O_DIRECT`` and a file system lacks it.
         """
         with ExitStack() as opened:
             try:

@@ -29,12 +29,8 @@ class RepackedTensor:
 
     Attributes
     ----------
-    name, type : str
-        As in the file.
-    ggml_type : int
-        ggml's number of the type.
-    ne : tuple of int
-        Shape in ggml's order.
+    name, type, ggml_type, ne : str, str, int, tuple of int
+        As in the file: its name, type, ggml's number of the type, and shape in ggml's order.
     order : str
         The buffer type that wrote it, by ggml's name: "CPU_REPACK", "AMX".
     nbytes : int
@@ -136,19 +132,8 @@ class Repacked:
     def _adopt(self, header: int, name: str) -> None:
         """Turn a header of ggml into this tensor, so that products use the kernel of its order.
 
-        Parameters
-        ----------
-        header : int
-            The address of a `ggml_tensor` of the same type and shape.
-        name : str
-            The tensor's name.
-
-        Raises
-        ------
-        ValueError
-            The header has another type or shape.
-        ClosedError
-            The repacked weights were closed.
+        `header` is the address of a `ggml_tensor` of the same type and shape, or else it raises
+        ValueError.
         """
         self._check_open()
         tensor = self.tensors[name]
