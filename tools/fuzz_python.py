@@ -118,7 +118,7 @@ class _Snapshots:
             return
         assert str(found)
         at = 0
-        for section in self.reader._parts_of(found):
+        for section in self.reader._sections_of(found):
             at = self.check_section(section)
         assert at == len(file)
 
@@ -146,23 +146,24 @@ class _Snapshots:
             form = self.forms.get(bytes(file[:12]))
             if form is None:
                 return
-            codes = {name: f"<{code}" for name, code in form._FIELDS}
+            header = form.HEADER
             try:
-                form.checked_header(bytes(file[: form.HEADER_BYTES]), len(file), "")
+                form.checked_header(bytes(file[: header.nbytes]), len(file), "")
             except self.error as error:
-                if set_expected(file, error.rule, form.OFFSETS, codes):
+                if set_expected(file, error.rule, header.offsets, header.codes):
                     continue
             return
 
     def seal_all(self, file: bytearray) -> None:
         for base in range(0, len(file), PAGE):
             form = self.forms.get(bytes(file[base : base + 12]))
-            if form is not None and base + form.HEADER_BYTES <= len(file):
-                at = base + form.OFFSETS["data_offset"]
-                begin, data = base + form.HEADER_BYTES, struct.unpack_from("<Q", file, at)[0]
+            if form is not None and base + form.HEADER.nbytes <= len(file):
+                offsets = form.HEADER.offsets
+                at = base + offsets["data_offset"]
+                begin, data = base + form.HEADER.nbytes, struct.unpack_from("<Q", file, at)[0]
                 tables = xxhash.xxh3_64_intdigest(file[begin : max(begin, base + data)])
-                struct.pack_into("<Q", file, base + form.OFFSETS["tables_checksum"], tables)
-                file[base:begin] = form.seal_header(bytes(file[base:begin]))
+                struct.pack_into("<Q", file, base + offsets["tables_checksum"], tables)
+                file[base:begin] = form.HEADER.seal(bytes(file[base:begin]))
 
 
 def set_expected(
@@ -300,10 +301,10 @@ def image() -> Run:
     from unimem.errors import FormatError
     from unimem.weights.repack import image_format as fmt
 
-    codes = {name: f"<{code}" for name, code in fmt._FIELDS}
+    header = fmt.HEADER
 
     def put(file: bytearray, name: str, value: Any) -> None:
-        struct.pack_into(codes[name], file, fmt._OFFSETS[name], value)
+        struct.pack_into(header.codes[name], file, header.offsets[name], value)
 
     def read(file: bytes, nbytes: int) -> None:
         try:
@@ -321,16 +322,16 @@ def image() -> Run:
 
     def run(raw: bytes) -> None:
         read(raw, len(raw))
-        if len(raw) <= fmt.HEADER_BYTES:
+        if len(raw) <= header.nbytes:
             return
-        file, text = bytearray(raw), raw[fmt.HEADER_BYTES :]
-        file[:8] = fmt._MAGIC
+        file, text = bytearray(raw), raw[header.nbytes :]
+        file[:8] = header.magic
         data_offset = fmt._round_up(len(raw))
-        data_bytes = 1 + struct.unpack_from("<Q", raw, fmt._OFFSETS["data_bytes"])[0] % (1 << 40)
+        data_bytes = 1 + struct.unpack_from("<Q", raw, header.offsets["data_bytes"])[0] % (1 << 40)
         nbytes = fmt.image_bytes(data_offset, data_bytes)
         sizes: dict[str, Any] = {
-            "version": fmt.VERSION,
-            "header_bytes": fmt.HEADER_BYTES,
+            "version": header.versions[0],
+            "header_bytes": header.nbytes,
             "file_bytes": nbytes,
         }
         sizes |= {"data_offset": data_offset, "data_bytes": data_bytes, "table_bytes": len(text)}
@@ -341,7 +342,7 @@ def image() -> Run:
             sizes["key"] = bytes.fromhex(fmt.key_of(table["identity"]))
         for name, value in sizes.items():
             put(file, name, value)
-        put(file, "header_checksum", xxhash.xxh3_64_intdigest(file[: fmt.HEADER_BYTES - 8]))
+        put(file, "header_checksum", xxhash.xxh3_64_intdigest(file[: header.nbytes - 8]))
         read(bytes(file), nbytes)
 
     return run

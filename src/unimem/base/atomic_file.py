@@ -18,17 +18,20 @@ from numpy.typing import NDArray
 from unimem.base.arguments import file_path
 from unimem.base.descriptors import Descriptors
 
-__all__ = ["NewFile", "write_text"]
+__all__ = ["TEMPORARY", "NewFile", "remove_unlocked", "write_text"]
 
-_SUFFIX = b".unimem-tmp"
+TEMPORARY = ".unimem-tmp"
+"""The end of the names of temporary files."""
+
+_SUFFIX = TEMPORARY.encode()
 _TOKEN_BYTES = 8
-# File systems limit a name to 255 bytes; so many of the file's own stand in the temporary one.
+# File systems limit a name to 255 bytes; the temporary one has this many of the file's own.
 _MAX_PREFIX = 200
 
 
 @contextlib.contextmanager
 def _attribute_errors(path: str) -> Iterator[None]:
-    """Make every OSError name the file to be written, not the temporary one."""
+    """Make each OSError name the file to be written, not the temporary one."""
     try:
         yield
     except OSError as error:
@@ -37,19 +40,19 @@ def _attribute_errors(path: str) -> Iterator[None]:
 
 
 class NewFile:
-    """A file that is written beside the old one, and takes its place in the end.
+    """A file that is written beside the old one and then replaces it.
 
-    Leaving the ``with`` without `publish` removes it. Any number of threads may write; the rest is
-    for one.
+    Leaving the ``with`` without `publish` removes it. Any number of threads may write; all other
+    calls are for one thread.
 
-    While it is written it is locked (``flock``). The kernel drops the lock of a process that dies,
-    and by that the next writer of the same path knows what to remove.
+    The file is locked (``flock``) while it is written. The kernel drops the lock of a process that
+    dies, so the next writer of the same path can tell which files to remove.
 
     Parameters
     ----------
     path : str
-        The file to make, or to replace. Where it is a symbolic link, the file that this names.
-        One that is there keeps its permissions.
+        The file to make or to replace. Of a symbolic link, the target is replaced. An existing
+        file keeps its permissions.
 
     Raises
     ------
@@ -59,7 +62,7 @@ class NewFile:
     """
 
     def __init__(self, path: str) -> None:
-        # What ends so is the name of a folder, also where there is none: realpath() would drop it.
+        # Such a path names a folder, even a missing one: realpath() would drop the end.
         if os.path.basename(path) in {"", ".", ".."}:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         self.path = os.path.realpath(path)
@@ -67,7 +70,7 @@ class NewFile:
         self._name = name
         self._temporary: bytes | None = None
         self._pid = os.getpid()
-        # Of the folder and, once it is made, of the temporary file.
+        # The folder's descriptor and, once it is made, the temporary file's.
         self._fds = Descriptors()
         with _attribute_errors(self.path):
             try:
@@ -84,7 +87,7 @@ class NewFile:
                 raise
 
     def _read_old_mode(self) -> int | None:
-        """Return the permissions of the file that will be replaced, None where there is none."""
+        """Return the permissions of the file that will be replaced; None without such a file."""
         try:
             old = os.stat(self._name, dir_fd=self._folder)
         except FileNotFoundError:
@@ -100,7 +103,7 @@ class NewFile:
         return b"." + self._name[:_MAX_PREFIX] + b"."
 
     def _remove_stale(self) -> None:
-        """Remove what writers of this path left behind when they were killed."""
+        """Remove the temporary files of writers of this path that were killed."""
         length = len(self._prefix) + _TOKEN_BYTES + len(_SUFFIX)
         names: list[bytes] = []
         with contextlib.suppress(OSError):
@@ -108,14 +111,7 @@ class NewFile:
         for name in names:
             if len(name) == length and name.startswith(self._prefix) and name.endswith(_SUFFIX):
                 with contextlib.suppress(OSError):
-                    self._remove_if_unlocked(name)
-
-    def _remove_if_unlocked(self, name: bytes) -> None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        with Descriptors() as fds:
-            fd = fds.add(partial(os.open, dir_fd=self._folder), name, flags)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(name, dir_fd=self._folder)
+                    remove_unlocked(name, dir_fd=self._folder)
 
     def _create(self) -> int:
         """Make the temporary file, locked."""
@@ -126,7 +122,7 @@ class NewFile:
             with contextlib.suppress(FileExistsError):
                 opens = partial(os.open, dir_fd=self._folder)
                 fd = self._fds.add(opens, self._temporary, flags, 0o666)
-                # Another writer that removes what is stale may have been faster than the lock.
+                # Another writer may have removed it as stale before it was locked.
                 if self._lock(fd) and os.fstat(fd).st_nlink:
                     return fd
                 self._unlink()
@@ -146,12 +142,12 @@ class NewFile:
         except BlockingIOError:
             return False
         except OSError as error:
-            # Without locks nobody takes the file for a stale one.
+            # Without locks, no writer takes the file for a stale one.
             return error.errno in {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
         return True
 
     def _set_direct(self) -> bool:
-        """Write past the page cache, where the file system can."""
+        """Write past the page cache if the file system can."""
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
         except OSError as error:
@@ -161,20 +157,10 @@ class NewFile:
         return True
 
     def allocate(self, nbytes: int) -> None:
-        """Take the room on the disk beforehand, where the file system can.
+        """Allocate the room for a file of `nbytes`, if the file system can.
 
-        Threads that write past the page cache wait for each other less then, and a disk that is
-        full says so before anything is written.
-
-        Parameters
-        ----------
-        nbytes : int
-            The size that the file will have.
-
-        Raises
-        ------
-        OSError
-            There is no room.
+        Threads that write past the page cache then wait for each other less, and a full disk raises
+        OSError before anything is written.
         """
         if not self._direct or nbytes == 0:
             return
@@ -182,26 +168,15 @@ class NewFile:
             try:
                 os.posix_fallocate(self._fd, 0, nbytes)
             except OSError as error:
-                # Where the file system cannot, the C library would write a byte a block instead,
-                # which O_DIRECT refuses.
+                # If the file system cannot, the C library writes a byte a block instead, which
+                # O_DIRECT refuses.
                 if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}:
                     raise
 
     def write(self, data: NDArray[np.uint8], offset: int) -> None:
         """Write all of `data`.
 
-        Parameters
-        ----------
-        data : numpy.ndarray
-            ``uint8``. Address and size are multiples of 4096, and so is the offset: what O_DIRECT
-            needs.
-        offset : int
-            Where in the file.
-
-        Raises
-        ------
-        OSError
-            It cannot be written.
+        Its address, its size and the offset are multiples of 4096, as O_DIRECT needs.
         """
         rest = data.data
         with _attribute_errors(self.path):
@@ -212,8 +187,8 @@ class NewFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL or not direct:
                         raise
-                    # The file system takes O_DIRECT only so far, or the device has larger blocks.
-                    # In this order: another thread that finds it False writes as usual already.
+                    # The file system limits O_DIRECT, or the device has larger blocks. The flag
+                    # is cleared first: a thread that finds `_direct` False writes as usual.
                     fcntl.fcntl(self._fd, fcntl.F_SETFL, 0)
                     self._direct = False
                     continue
@@ -222,13 +197,13 @@ class NewFile:
                 rest, offset = rest[n:], offset + n
 
     def publish(self) -> None:
-        """Bring the file to the disk, then put it in the place of the old one, for good.
+        """Bring the file to the disk, and replace the old one durably.
 
         Raises
         ------
         OSError
-            It cannot be done. The old file is there as before, unless only the last step failed,
-            which is to bring the change of the folder to the disk.
+            It failed. The old file is there as before, unless only the last step failed, which
+            brings the change of the folder to the disk.
         """
         with _attribute_errors(self.path):
             os.fsync(self._fd)
@@ -240,7 +215,7 @@ class NewFile:
             try:
                 os.fsync(self._folder)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system without such a thing
+                if error.errno != errno.EINVAL:  # the file system cannot sync folders
                     raise
 
     def close(self) -> None:
@@ -265,21 +240,17 @@ class NewFile:
         self.close()
 
 
+def remove_unlocked(path: str | bytes, *, dir_fd: int | None = None) -> None:
+    """Unlink a file; raise OSError if somebody has it locked (``flock``), or it is missing."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    with Descriptors() as fds:
+        fd = fds.add(partial(os.open, dir_fd=dir_fd), path, flags)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path, dir_fd=dir_fd)
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text in UTF-8, whole or not at all.
-
-    Parameters
-    ----------
-    path : str or os.PathLike
-        The file to make, or to replace, as in `NewFile`.
-    text : str
-        What it will hold.
-
-    Raises
-    ------
-    OSError
-        It cannot be written. The old file is there as before.
-    """
+    """Write a text in UTF-8, whole or not at all, as `NewFile` does."""
     with NewFile(file_path(path)) as file:
         file.write(np.frombuffer(text.encode(), np.uint8), 0)
         file.publish()

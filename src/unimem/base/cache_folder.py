@@ -1,28 +1,41 @@
-"""The folder that this user keeps files in which would cost something to make again."""
+"""Folders of this user that keep files: where they are, and which files make room for new ones."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
 
-__all__ = ["OTHERS_WRITE", "cache_folder", "check_own_folder", "default_bytes"]
+from unimem.base.atomic_file import remove_unlocked
+
+__all__ = [
+    "OTHERS_WRITE",
+    "BudgetFolder",
+    "CachedFile",
+    "cache_folder",
+    "check_own_folder",
+    "default_bytes",
+]
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHARE_OF_DISK = 10
 
 
 def cache_folder() -> str | None:
-    """Return the folder, there or not; None where nothing is kept.
+    """Return the cache folder, whether it exists or not; None if nothing is kept.
 
-    That is ``UNIMEM_CACHE``, or else ``unimem`` in ``XDG_CACHE_HOME`` or ``~/.cache``. With
+    The folder is ``UNIMEM_CACHE``, or else ``unimem`` in ``XDG_CACHE_HOME`` or ``~/.cache``. With
     ``UNIMEM_CACHE=off`` nothing is kept.
     """
     asked = os.environ.get("UNIMEM_CACHE", "")
     if asked:
         return None if asked == "off" else os.path.abspath(asked)
     home = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(home):  # the specification has others ignored
+    if not os.path.isabs(home):  # the specification says to ignore relative paths
         home = os.path.expanduser("~/.cache")
     return os.path.join(home, "unimem") if os.path.isabs(home) else None
 
@@ -30,21 +43,10 @@ def cache_folder() -> str | None:
 def check_own_folder(
     folder: str, *, create: bool = False, instead: str = "another one in UNIMEM_CACHE"
 ) -> None:
-    """Check that a folder is of this user alone.
+    """Check that a folder belongs to this user alone, and make a missing one with `create`.
 
-    Parameters
-    ----------
-    folder : str
-        Its absolute path.
-    create : bool
-        Whether to make it where there is none.
-    instead : str
-        What else helps, for the message.
-
-    Raises
-    ------
-    OSError
-        It cannot be made or looked at; PermissionError where other users own it or may write it.
+    It raises OSError if the folder cannot be made or examined, and PermissionError if other users
+    own it or may write to it. `instead` is another remedy, for the message.
     """
     if create:
         os.makedirs(folder, 0o700, exist_ok=True)
@@ -61,12 +63,81 @@ def check_own_folder(
 
 
 def default_bytes(folder: str) -> int:
-    """Return what is kept in a folder at most, where nobody has said: a tenth of its file system.
-
-    Raises
-    ------
-    OSError
-        It cannot be looked at.
-    """
+    """Return the default budget of a folder: a tenth of its file system."""
     info = os.statvfs(folder)
     return info.f_blocks * info.f_frsize // _SHARE_OF_DISK
+
+
+class CachedFile(NamedTuple):
+    """A file of a `BudgetFolder`; `used_ns` is its last use, in nanoseconds since 1970."""
+
+    name: str
+    nbytes: int
+    used_ns: int
+
+
+class BudgetFolder:
+    """Files of one folder; the least recently used ones make room for new ones.
+
+    No index can be wrong: a file is found by its name, and its modification time is the time of its
+    last use. Files are only unlinked, and never cut: other processes may have them mapped without a
+    lock, and would die of a file that is cut under the mapping (SIGBUS).
+
+    `folder` is a path, or an open descriptor. Files whose names do not match are ignored.
+    """
+
+    def __init__(self, folder: str | int, names: re.Pattern[str]) -> None:
+        self._folder, self._names = folder, names
+
+    def _place(self, name: str) -> tuple[str, int | None]:
+        """Return a path, and the descriptor of the folder that it starts from."""
+        if isinstance(self._folder, int):
+            return name, self._folder
+        return os.path.join(self._folder, name), None
+
+    def files(self) -> list[CachedFile]:
+        """List the files, in no order."""
+        found = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if not self._names.fullmatch(entry.name):
+                    continue
+                with suppress(OSError):
+                    info = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(info.st_mode):
+                        found.append(CachedFile(entry.name, info.st_size, info.st_mtime_ns))
+        return found
+
+    def sweep(self, names: re.Pattern[str]) -> None:
+        """Remove matching files that nobody has locked: killed processes have left them."""
+        for name in os.listdir(self._folder):
+            if names.fullmatch(name):
+                with suppress(OSError):
+                    path, dir_fd = self._place(name)
+                    remove_unlocked(path, dir_fd=dir_fd)
+
+    def remove(self, name: str) -> bool:
+        """Unlink a file; return whether that succeeded."""
+        path, dir_fd = self._place(name)
+        with suppress(OSError):
+            os.unlink(path, dir_fd=dir_fd)
+            return True
+        return False
+
+    def remove_oldest(
+        self,
+        files: Iterable[CachedFile],
+        nbytes: int,
+        remove: Callable[[str], object] | None = None,
+    ) -> int:
+        """Remove the least recently used files until `nbytes` are free; return the bytes freed.
+
+        `remove` replaces the method of this name; it returns a false value if it fails.
+        """
+        freed = 0
+        for file in sorted(files, key=lambda file: (file.used_ns, file.name)):
+            if freed >= nbytes:
+                break
+            if (remove or self.remove)(file.name):
+                freed += file.nbytes
+        return freed

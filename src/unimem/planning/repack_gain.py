@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from unimem.base.text import format_bytes
 from unimem.planning.needs import Budget, Need, Storage
+from unimem.weights.repack.arrangement import Arrangement, arrange
 from unimem.weights.repack.image import Image
 from unimem.weights.repack.image_search import is_mapped
 from unimem.weights.repack.repack import staging_bytes
-from unimem.weights.repack.repacked import Arrangement, arrange
 from unimem.weights.tensors import Contents
 
 __all__ = ["NO_ROOM", "NO_ROOM_TO_COPY", "RepackedPart", "find_gain", "reason_of"]

@@ -19,9 +19,9 @@ from unimem.weights import loading
 from unimem.weights.files import ModelFiles
 from unimem.weights.node_copies import is_mirrored
 from unimem.weights.remote_files import RemoteFiles
+from unimem.weights.repack.arrangement import arrange
 from unimem.weights.repack.image_search import look
 from unimem.weights.repack.repack import why_nothing
-from unimem.weights.repack.repacked import arrange
 from unimem.weights.safetensors import SafetensorsHeader
 from unimem.weights.tensors import Contents, headers_of
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from unimem.weights.files import ModelFile
     from unimem.weights.loading import EngineLoad, LoadChoice
     from unimem.weights.opened import Weights
-    from unimem.weights.repack.repacked import Arrangement
+    from unimem.weights.repack.arrangement import Arrangement
 
 __all__ = ["DimsSource", "FileSource", "ModeChoice", "ModelSource", "WeightsSource", "shape_of"]
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from unimem.base import kernel_files
 from unimem.weights.files import ModelFiles
+from unimem.weights.repack.arrangement import EMBEDDING, LOOKED_UP
 
-__all__ = ["LOOKED_UP", "RepackedByLlamaCpp", "cpu_features", "find_repacked"]
+__all__ = ["RepackedByLlamaCpp", "cpu_features", "find_repacked"]
 
 # By the kernel's name of a CPU feature: types, and the number that divides their rows.
 _KERNELS: dict[str, dict[str, int]] = {
@@ -22,11 +23,6 @@ _KERNELS: dict[str, dict[str, int]] = {
     "asimd": {"iq4_nl": 4},
     "asimddp": {"q4_0": 4, "q4_K": 8, "q5_K": 8, "q6_K": 8, "q8_0": 4, "mxfp4": 4},
 }
-_EMBEDDING = "token_embd.weight"
-LOOKED_UP = frozenset(
-    {_EMBEDDING, "per_layer_token_embd.weight", "position_embd.weight", "token_types.weight"}
-)
-"""Tables of which single rows are looked up, which needs the order of the file."""
 
 
 class RepackedByLlamaCpp(NamedTuple):
@@ -72,7 +68,7 @@ def find_repacked(model: ModelFiles, features: frozenset[str]) -> RepackedByLlam
     ]
     looked_up = LOOKED_UP
     if not any(name == "output.weight" for name, *_ in rows):
-        looked_up = LOOKED_UP - {_EMBEDDING}  # which is multiplied with, too
+        looked_up = LOOKED_UP - {EMBEDDING}  # which is multiplied with, too
     nbytes = sum(
         nbytes
         for name, ne, kind, _, _, nbytes in rows

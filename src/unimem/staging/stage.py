@@ -48,12 +48,12 @@ from unimem.weights.loading import Progress
 from unimem.weights.node_copies import is_mirrored, without_lone_mirror
 from unimem.weights.opened import Weights, open_weights
 from unimem.weights.remote_files import RemoteFiles, open_files
+from unimem.weights.repack.arrangement import arrange
 from unimem.weights.repack.image import IMAGE_NAME, pack_image
 from unimem.weights.repack.image_cache import choose_cache
 from unimem.weights.repack.image_format import image_bytes
 from unimem.weights.repack.image_identity import identify
 from unimem.weights.repack.repack import repack_into, why_nothing
-from unimem.weights.repack.repacked import arrange
 from unimem.weights.safetensors import SafetensorsHeader
 
 __all__ = ["Stage", "stage", "stage_files"]

@@ -1,19 +1,19 @@
-r"""A hash of all that a model holds, whatever files it lies in and however it came into memory.
+r"""A hash of all content of a model, independent of its files and of how it was loaded.
 
-What is hashed, so that others can compute it. Integers are unsigned, of 64 bits, little-endian; a
-text is its length in bytes and its UTF-8; hashes are XXH3 of 128 bits with the seed 0, and where
-one is hashed itself, its canonical (big-endian) 16 bytes. In this order:
+This specifies the hash, so that other programs can compute it. Integers are unsigned, little-endian
+and have 64 bits. A text is its length in bytes and its UTF-8. Hashes are XXH3 (128 bits, seed 0); a
+hash that is hashed itself is its canonical (big-endian) 16 bytes. The input, in this order:
 
 - the 17 bytes ``unimem content 1\n``;
 - the number of keys of the metadata, without ``split.no``, ``split.count`` and
-  ``split.tensors.count``; and for each, in the order of the keys' bytes: the key, as a text; the
-  length and the bytes of its value. A value of GGUF is the number of its type (of 32 bits), of an
-  array then that of its items (of 32 bits) and their count, and then what lies in the file, a
-  string without its length. A value of safetensors is the 4 bytes ``str\0`` and its UTF-8. Of
-  several files the first one's metadata counts;
-- the number of tensors; and for each, in the order of the names' bytes: the name and the type, as
-  texts (`Tensor.type`); the number of dimensions, and each, the contiguous one first; the bytes of
-  its data; and of each 8 MiB of it (the last ones may be fewer) the hash.
+  ``split.tensors.count``; then for each key, in the order of the keys' bytes: the key as a text,
+  and the length and the bytes of its value. A value of GGUF is the number of its type (32 bits),
+  for an array the type of its items (32 bits) and their count, and then the bytes of the file, a
+  string without its length. A value of safetensors is the 4 bytes ``str\0`` and its UTF-8. If a
+  model has several files, the metadata of the first file counts;
+- the number of tensors; then for each tensor, in the order of the names' bytes: the name and the
+  type as texts (`Tensor.type`); the number of dimensions, and each dimension, the contiguous one
+  first; the bytes of its data; and the hash of each 8 MiB of the data (the last may be shorter).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["content_hash"]
 _HEAD = b"unimem content 1\n"
 _OF_A_SPLIT = frozenset({"split.no", "split.count", "split.tensors.count"})
 _CHUNK_BYTES = 8 << 20
-# What is copied of a mapped file at a time: it stays in the cache of the core that hashes it.
+# Bytes copied from a mapped file at a time: they fit the cache of the core that hashes them.
 _PIECE_BYTES = 1 << 20
 
 
@@ -77,9 +77,9 @@ def content_hash(
 
 
 def _check_versions(contents: Contents, mapped: bool) -> None:
-    """Raise OSError (ESTALE) when a mapped file was replaced or written to."""
+    """Raise OSError (ESTALE) if a mapped file was replaced or written to."""
     for part in contents._parts if mapped else ():
-        # A file that was removed is still what is mapped. It has no path to look at it by.
+        # A removed file is still mapped, and has no path to examine it by.
         with suppress(FileNotFoundError):
             check_version(part.file, os.stat(part.file.absolute_path))
 
@@ -103,7 +103,7 @@ def _text(text: str) -> bytes:
 
 
 class _Chunk(NamedTuple):
-    data: NDArray[np.uint8]  # which keeps the memory
+    data: NDArray[np.uint8]  # it keeps the memory
     path: str
 
 
@@ -114,22 +114,22 @@ def _chunks(tensor: Tensor) -> Iterator[_Chunk]:
 
 
 class _Work:
-    """Chunks that are being hashed. Its threads share it; `run` is for one."""
+    """Chunks that are being hashed. Its threads share it; `run` is for one thread."""
 
     def __init__(self, chunks: list[_Chunk], *, mapped: bool) -> None:
         self.nbytes = sum(chunk.data.nbytes for chunk in chunks)
         self.digests = [b""] * len(chunks)
         self._chunks = chunks
         self._mapped = mapped
-        # As they lie in the files, which are read ahead. Taking the next one is one step under the
-        # interpreter's lock.
+        # In the order of the files, which are read ahead. Taking the next chunk is one step under
+        # the interpreter's lock.
         in_memory = sorted(range(len(chunks)), key=lambda i: chunks[i].data.ctypes.data)
         self._next = iter(in_memory)
         self._done: deque[int] = deque()
         self._stopped = False
 
     def run(self, n_threads: int, progress: Progress | None) -> None:
-        """Hash all; no thread is left when this returns or raises."""
+        """Hash all chunks; no thread is left when this returns or raises."""
         n = min(n_threads, len(self._chunks))
         if n == 0:
             return
@@ -145,7 +145,7 @@ class _Work:
         try:
             run_in_threads(n, self._work, stop=self._stop, tick=tick)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+            traceback.clear_frames(error.__traceback__)  # the frames of threads keep memory
             raise
         finally:
             self._chunks.clear()
@@ -163,7 +163,7 @@ class _Work:
                     return
                 data = chunk.data[begin : begin + _PIECE_BYTES]
                 if self._mapped:
-                    # A file that is truncated meanwhile is an error here, and no signal.
+                    # If the file is truncated meanwhile, that is an error here, and no signal.
                     guard.copy(piece, data.ctypes.data, data.nbytes, chunk.path)
                     data = piece[: data.nbytes]
                 hasher.update(data.data)

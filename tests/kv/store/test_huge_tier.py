@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import unimem as um
+from support.files.prefix_stores import bytes_of, large_cache
 from support.kernel.huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from unimem.kv.store import huge_tier
 from unimem.kv.store.store import KVStore
@@ -35,21 +36,6 @@ def opened(folder: Path, **options: Any) -> Iterator[KVStore]:
     } | options
     with um.KVStore(folder, **given) as store:
         yield store
-
-
-@contextmanager
-def cache(value: int | None = None) -> Iterator[um.KVCache]:
-    with um.KVCache(2, 8, 128, CHUNK, pages="4k") as kv:
-        if value is not None:
-            kv.reserve(CHUNK)
-            for lane in kv._body._lanes():
-                kv._body._restore_rows(*lane, CHUNK, CHUNK)[:] = value
-            kv.commit(CHUNK)
-        yield kv
-
-
-def bytes_of(kv: um.KVCache) -> bytes:
-    return b"".join(kv._body._rows(*lane).tobytes() for lane in kv._body._lanes())
 
 
 @pytest.fixture
@@ -86,10 +72,10 @@ def test_chunks_lie_in_pages_of_the_pool(tmp_path: Path, there: Path, numa: str 
         warnings.simplefilter("error")
         with opened(tmp_path / "s", **options) as store, opened(tmp_path / "s") as other:
             for value in range(3):
-                with cache(value) as kv:
+                with large_cache(value) as kv:
                     kept = store.put(kv, [value, *range(CHUNK - 1)], model=MODEL)
                     assert kept == CHUNK
-                    expected = bytes_of(kv)
+                    expected = bytes_of(kv, CHUNK)
             # There was room for two, and the first had to go.
             tier = other.stat().tiers[0]
             assert (tier.n_chunks, tier.nbytes) == (2, 2 * COST)
@@ -98,10 +84,10 @@ def test_chunks_lie_in_pages_of_the_pool(tmp_path: Path, there: Path, numa: str 
             granted = other.granted
             assert granted is not None
             assert (granted.pages, granted.huge_bytes) == ("2m", 6 * PAGE_BYTES)
-            with cache() as kv:
+            with large_cache(None) as kv:
                 assert other.restore_into(kv, [0, *range(CHUNK - 1)], model=MODEL) == 0
                 assert other.restore_into(kv, [2, *range(CHUNK - 1)], model=MODEL) == CHUNK
-                assert bytes_of(kv) == expected
+                assert bytes_of(kv, CHUNK) == expected
             assert store.give_back() == 2 * COST
             assert count("free_hugepages") == free
     assert list(there.iterdir()) == []
@@ -116,7 +102,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, there: Path) -> N
 
 def test_a_damaged_chunk_is_a_miss(tmp_path: Path, there: Path) -> None:
     tokens = range(CHUNK)
-    with opened(tmp_path / "s") as store, cache(7) as kv:
+    with opened(tmp_path / "s") as store, large_cache(7) as kv:
         store.put(kv, tokens, model=MODEL)
         (path,) = there.glob("*/*.kv")
         with um.Block.map(path, mode="r+") as block:
@@ -130,7 +116,7 @@ def falls_back(folder: Path, match: str) -> None:
     """The tier has the next best pages, in shared memory, and says why."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with opened(folder) as store, cache(5) as kv:
+        with opened(folder) as store, large_cache(5) as kv:
             assert store.put(kv, range(CHUNK), model=MODEL) == CHUNK
             assert store.stat().tiers[0].path.startswith(limits.SHM)
             kv.clear()

@@ -12,7 +12,7 @@ import pytest
 
 import unimem as um
 from unimem.base import atomic_file
-from unimem.kv.snapshot import reader
+from unimem.kv.snapshot import writer
 
 #: What saving asks of the system, by the module that it asks.
 CALLS = {
@@ -70,4 +70,4 @@ def interpose(patch: pytest.MonkeyPatch, before: Callable[..., None]) -> None:
 
 def small_chunks(patch: pytest.MonkeyPatch, nbytes: int = 4096) -> None:
     """Make small caches have several chunks a lane."""
-    patch.setattr(reader, "_CHUNK_BYTES", nbytes)
+    patch.setattr(writer, "_CHUNK_BYTES", nbytes)

@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from unimem.errors import FormatError
-from unimem.weights.repack.image_format import HEADER_BYTES, ImageTensor, pack, parse
+from unimem.weights.repack.image_format import HEADER, ImageTensor, pack, parse
 
 
 def reseal(raw: bytearray, **changed: int | bytes) -> bytearray:
@@ -24,7 +24,9 @@ def reseal(raw: bytearray, **changed: int | bytes) -> bytearray:
     for name, value in changed.items():
         code, at = places[name]
         struct.pack_into(code, raw, at, value)
-    struct.pack_into("<Q", raw, HEADER_BYTES - 8, xxhash.xxh3_64_intdigest(raw[: HEADER_BYTES - 8]))
+    struct.pack_into(
+        "<Q", raw, HEADER.nbytes - 8, xxhash.xxh3_64_intdigest(raw[: HEADER.nbytes - 8])
+    )
     return raw
 
 
@@ -52,10 +54,10 @@ def test_what_was_packed_is_read() -> None:
         (lambda raw: raw[:50], 50, "cut off"),
         (lambda raw: raw[:200], N_BYTES, "checksum of the table"),
         (lambda raw: raw, N_BYTES - 1, "cut off"),
-        (lambda raw: raw, N_BYTES + 1, "too long"),
+        (lambda raw: raw, N_BYTES + 1, "longer than"),
         (lambda raw: reseal(raw, version=2), N_BYTES, "version 1"),
-        (lambda raw: flip(raw, 33), N_BYTES, "checksum of the header"),
-        (lambda raw: flip(raw, HEADER_BYTES + 9), N_BYTES, "checksum of the table"),
+        (lambda raw: flip(raw, 33), N_BYTES, "header's checksum"),
+        (lambda raw: flip(raw, HEADER.nbytes + 9), N_BYTES, "checksum of the table"),
         (lambda raw: reseal(raw, table_bytes=1 << 63), N_BYTES, "table_bytes"),
         (lambda raw: reseal(raw, data_bytes=0), N_BYTES, "data_bytes"),
         (lambda raw: reseal(raw, data_bytes=1 << 60), N_BYTES, "data_bytes"),
@@ -103,7 +105,7 @@ def test_headers_are_checked(
 def test_tables_of_strangers_are_refused(change: Any, expected: str) -> None:
     raw = pack({}, "", [TENSOR], 4096)
     size = struct.unpack_from("<Q", raw, 40)[0]
-    table = json.loads(raw[HEADER_BYTES : HEADER_BYTES + size])
+    table = json.loads(raw[HEADER.nbytes : HEADER.nbytes + size])
     if isinstance(change, bytes):
         text = change
     else:
@@ -116,8 +118,8 @@ def test_tables_of_strangers_are_refused(change: Any, expected: str) -> None:
         else:
             table["tensors"][0] |= change
         text = json.dumps(table).encode()
-    offset = -(-(HEADER_BYTES + len(text)) // 4096) * 4096
-    head = bytearray(raw[:HEADER_BYTES] + text)
+    offset = -(-(HEADER.nbytes + len(text)) // 4096) * 4096
+    head = bytearray(raw[: HEADER.nbytes] + text)
     count = len(table["tensors"]) if isinstance(table["tensors"], list) else 1
     sizes = {"table_bytes": len(text), "data_offset": offset, "file_bytes": offset + 4096}
     sums = {"n_tensors": count, "table_checksum": xxhash.xxh3_64_intdigest(text)}

@@ -1,104 +1,71 @@
-"""What llama.cpp copies of a mapped model: by types and shapes, and as llama.cpp itself says."""
+"""Repacked weights: described by type, usable until they are closed, and gone with their tape."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from support.models.make import Shape, write_model
-from unimem.staging.llama_cpp import RepackedByLlamaCpp, cpu_features, find_repacked
-from unimem.weights.files import open_model
+import unimem as um
+from support.models.image_models import KINDS, cache, leaves_nothing, model, uses_images
+from unimem.backends import ggml_orders
 
-SHAPE = Shape(hidden=256, layers=1, heads=8, kv_heads=4, inner=256, vocab=512, ctx=256)
-AVX2, AVX512, AMX = {"avx2"}, {"avx2", "avx512f"}, {"avx2", "avx512f", "amx_int8"}
-DOT, OLD_ARM = {"asimd", "asimddp", "i8mm"}, {"asimd"}
+__all__ = ["cache", "leaves_nothing", "model"]  # fixtures
 
-
-def model(*tensors: tuple[str, str, tuple[int, ...]]) -> Any:
-    """A model of these tensors, of 100 bytes each."""
-    header = SimpleNamespace(
-        tensor_names=lambda: {name: i for i, (name, _, _) in enumerate(tensors)},
-        tensor=lambda i: (tensors[i][2], tensors[i][1], 0, 0, 100),
-    )
-    return SimpleNamespace(files=[SimpleNamespace(header=header)])
+pytestmark = uses_images
 
 
-@pytest.mark.parametrize(
-    ("kind", "where"),
-    [
-        ("q4_0", [AVX2, AVX512, AMX, DOT]),
-        ("q4_K", [AVX2, AVX512, AMX, DOT]),
-        ("iq4_nl", [AVX2, AVX512, AMX, DOT, OLD_ARM]),
-        ("mxfp4", [AVX2, AVX512, AMX, DOT]),
-        ("q2_K", [AVX512, AMX]),
-        ("q5_K", [AMX, DOT]),
-        ("q6_K", [AMX, DOT]),
-        ("q8_0", [AMX, DOT]),
-        ("iq4_xs", [AMX]),
-        ("q4_1", [AMX]),
-        *((kind, []) for kind in ("f32", "f16", "bf16", "q3_K")),
-    ],
-)
-def test_types_by_cpu(kind: str, where: list[set[str]]) -> None:
-    one = model(("output.weight", kind, (256, 64)))
-    for features in (AVX2, AVX512, AMX, DOT, OLD_ARM, set()):
-        found = find_repacked(one, frozenset(features))
-        assert found == RepackedByLlamaCpp(100 if features in where else 0, 100), features
+def test_tensors_and_types_are_described(model: Path) -> None:
+    with um.open_weights(model) as weights, um.repack(weights, cache=False) as repacked:
+        names = {"up.weight", "down.weight", "down_exps.weight"}
+        assert set(repacked.tensors) == names
+        assert repacked.nbytes == sum(repacked.types.values())
+        (kind,) = repacked.types
+        for tensor in repacked.tensors.values():
+            source = weights.tensors[tensor.name]
+            assert (tensor.type, tensor.ne, tensor.ggml_type) == (kind, source.ne, KINDS[0])
+            assert tensor.nbytes == ggml_orders.find_order(KINDS[0], source.ne).nbytes  # type: ignore[union-attr]
+        assert repr(repacked) == (
+            f"Repacked('{model}', 3 tensors, bytes: {kind} {repacked.nbytes:,})"
+        )
+        rows = {row.category: row.nbytes for row in um.report().rows}
+        assert rows[f"weights:{kind} repacked"] == repacked.nbytes
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(repacked)
 
 
-OUTPUT = ("output.weight", "f32", (256, 64))
+def test_users_keep_the_memory(model: Path) -> None:
+    with um.open_weights(model) as weights:
+        repacked = um.repack(weights, cache=False)
+    (block,) = repacked.blocks
+    view = block.as_array("uint8")
+    with pytest.raises(BufferError):
+        repacked.close()
+    del view
+    repacked.close()
+    repacked.close()
+    assert repr(repacked).endswith("closed)")
+    for use in (
+        lambda: repacked.blocks,
+        repacked.__enter__,
+        lambda: repacked._adopt(0, "up.weight"),
+        lambda: repacked.tensors["up.weight"].address,
+    ):
+        with pytest.raises(um.ClosedError):
+            use()
 
 
-@pytest.mark.parametrize(
-    ("name", "ne", "nbytes"),
-    [
-        ("blk.0.attn_q.weight", (256, 64), 100),
-        ("blk.0.attn_q.weight", (256, 60), 0),  # rows that 8 does not divide
-        ("blk.0.attn_q.bias", (256,), 0),
-        ("blk.0.ffn_up_exps.weight", (256, 64, 8), 100),
-        ("token_embd.weight", (256, 64), 0),
-        ("per_layer_token_embd.weight", (256, 64), 0),
-    ],
-)
-def test_tensors_by_name_and_shape(name: str, ne: tuple[int, ...], nbytes: int) -> None:
-    found = find_repacked(model(OUTPUT, (name, "q4_0", ne)), frozenset(AVX2))
-    assert found == RepackedByLlamaCpp(nbytes, 200)
-
-
-def test_embeddings_that_are_the_output_too() -> None:
-    found = find_repacked(model(("token_embd.weight", "q4_0", (256, 64))), frozenset(AVX2))
-    assert found == RepackedByLlamaCpp(100, 100)
-
-
-KINDS = ("q4_0", "q4_K", "iq4_nl", "mxfp4", "q5_K", "q6_K", "q8_0")
-
-
-@pytest.mark.parametrize(
-    ("kind", "tied"),
-    [
-        ("q4_0", False),
-        ("q4_0", True),
-        ("q8_0", False),
-        *(
-            pytest.param(kind, tied, marks=pytest.mark.slow)
-            for kind in KINDS
-            for tied in (False, True)
-            if kind != "q4_0" and (kind, tied) != ("q8_0", False)
-        ),
-    ],
-)
-def test_as_llama_cpp_says(kind: str, tied: bool, tmp_path: Path) -> None:
-    pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
-    pytest.importorskip("gguf", reason="gguf (extra test) writes models")
-    from support.models import llama_cpp
-
-    path = write_model(
-        tmp_path / "m.gguf", shape=SHAPE, kind=kind.lower(), tied=tied, random_bits=True
-    )
-    with open_model(path) as opened:
-        found = find_repacked(opened, cpu_features() - {"amx_int8"})
-    # llama.cpp tells hundredths of a MiB.
-    assert llama_cpp.repacked_mib(path) == pytest.approx(found.nbytes / (1 << 20), abs=0.006)
+def test_a_tape_takes_the_memory_back(model: Path) -> None:
+    with um.Tape(4 << 20) as tape, um.open_weights(model) as weights:
+        mark = tape.mark()
+        repacked = um.repack(weights, tape=tape, cache=False)
+        used = tape.used_bytes
+        assert all(tape.owns(tensor.address) for tensor in repacked.tensors.values())
+        tape.rewind(mark)
+        assert repacked.closed
+        with pytest.raises(um.ClosedError, match="tape"):
+            repacked._adopt(0, "up.weight")
+        again = um.repack(weights, tape=tape, cache=False)
+        again.close()
+        assert tape.used_bytes == used

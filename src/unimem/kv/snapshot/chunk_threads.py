@@ -1,11 +1,11 @@
-"""The data of a snapshot: its chunks are written, read and checked in threads."""
+"""Threads over the chunks of a snapshot, which write, read and check its data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import xxhash
@@ -14,22 +14,19 @@ from numpy.typing import NDArray
 from unimem._core.block import Block
 from unimem.base.threads import starting_threads, wait_until
 from unimem.errors import SnapshotError
-from unimem.kv.snapshot.format_rows import DAMAGED, Chunk, Snapshot
-from unimem.kv.snapshot.format_states import StatesSnapshot
+from unimem.kv.snapshot.format_rows import DAMAGED, Chunk, Section
 from unimem.kv.snapshot.source import RemoteSnapshot, SnapshotBytes
 
-__all__ = ["Section", "again", "check_data", "for_each_chunk", "read_rows", "staging"]
+__all__ = ["again", "check_data", "for_each_chunk", "read_rows", "staging"]
 
 # One thread hashes while others write; more keep no disk busier.
 _THREADS = 4
 
-#: What has data in a file: a cache whose layers are alike, or states.
-Section: TypeAlias = Snapshot | StatesSnapshot
 _T = TypeVar("_T")
 
 
 def again(source: SnapshotBytes, work: Callable[[], _T]) -> _T:
-    """Do what reads and checks; where a server's bytes are damaged, once more."""
+    """Do the work of reading and checking; repeat it once if a server's bytes are damaged."""
     try:
         return work()
     except SnapshotError:
@@ -40,12 +37,12 @@ def again(source: SnapshotBytes, work: Callable[[], _T]) -> _T:
 
 def read_rows(
     rows: Sequence[NDArray[np.uint8] | None],
-    snapshot: Section,
+    section: Section,
     source: SnapshotBytes,
     *,
     verify: bool,
 ) -> None:
-    """Read lanes into memory; None of one that is not wanted."""
+    """Read lanes into memory; None skips a lane."""
 
     def read(chunk: Chunk, buffer: NDArray[np.uint8]) -> None:
         lane = rows[chunk.lane]
@@ -56,59 +53,58 @@ def read_rows(
         if verify:
             padding = buffer[: chunk.padding]
             source.read(padding, chunk.offset + chunk.nbytes)
-            _check_chunk(snapshot, chunk, data, padding)
+            _check_chunk(section, chunk, data, padding)
 
-    for_each_chunk(snapshot, lambda *given: again(source, lambda: read(*given)))
+    for_each_chunk(section, lambda *given: again(source, lambda: read(*given)))
 
 
-def check_data(snapshot: Section, source: SnapshotBytes) -> None:
-    """Read all data of a section, and compare its checksums."""
+def check_data(section: Section, source: SnapshotBytes) -> None:
+    """Read all data of a section and compare its checksums."""
 
     def check(chunk: Chunk, buffer: NDArray[np.uint8]) -> None:
         data = buffer[: chunk.nbytes + chunk.padding]
         source.read(data, chunk.offset)
-        _check_chunk(snapshot, chunk, data)
+        _check_chunk(section, chunk, data)
 
-    for_each_chunk(snapshot, lambda *given: again(source, lambda: check(*given)))
+    for_each_chunk(section, lambda *given: again(source, lambda: check(*given)))
 
 
-def _check_chunk(snapshot: Section, chunk: Chunk, *pieces: NDArray[np.uint8]) -> None:
+def _check_chunk(section: Section, chunk: Chunk, *pieces: NDArray[np.uint8]) -> None:
     digest = xxhash.xxh3_64()
     for piece in pieces:
         digest.update(piece.data)
-    if digest.intdigest() != snapshot.checksums[chunk.number]:
-        rule = f"the data's checksum does not match in {snapshot.name_of(chunk.lane)}"
-        raise SnapshotError(f"{rule}; {DAMAGED}", chunk.offset, snapshot.path)
+    if digest.intdigest() != section.checksums[chunk.number]:
+        rule = f"the data's checksum does not match in {section.name_of(chunk.lane)}"
+        raise SnapshotError(f"{rule}; {DAMAGED}", chunk.offset, section.path)
 
 
 def staging(nbytes: int) -> Block:
-    """Take page-aligned memory that data goes through."""
+    """Take page-aligned memory for data on its way."""
     return Block(nbytes, pages="4k", name="snapshot", category="staging")
 
 
-def for_each_chunk(snapshot: Section, work: Callable[[Chunk, NDArray[np.uint8]], object]) -> None:
-    """Do the work for every chunk, in threads, each with page-aligned memory for a chunk.
+def for_each_chunk(section: Section, work: Callable[[Chunk, NDArray[np.uint8]], object]) -> None:
+    """Do the work for every chunk in threads, each with page-aligned memory for a chunk.
 
-    The error of the first chunk that has one is raised, and what has not begun then is left. No
-    work is under way any more when this returns or raises, however often it is interrupted: the
-    caller closes the file, and gives the memory to others.
+    If chunks fail, the error of the first of them in the file is raised, and no further work
+    begins. When this returns or raises, no work is under way, however often it was interrupted:
+    the caller may close the file and reuse the memory.
     """
-    n_threads = min(_THREADS, len(snapshot.checksums))
+    n_threads = min(_THREADS, len(section.checksums))
     if n_threads == 0:
         return
-    longest = max(snapshot.lane_stride, snapshot.v_lane_stride)
-    nbytes = min(snapshot.chunk_bytes, longest)
+    nbytes = min(section.chunk_bytes, section._longest_lane)
     buffers: SimpleQueue[NDArray[np.uint8]] = SimpleQueue()
 
-    stopped, failed = False, len(snapshot.checksums)
+    stopped, failed = False, len(section.checksums)
 
     def one(chunk: Chunk) -> None:
         nonlocal failed
         buffer = buffers.get()
         try:
-            # Read while the buffer is held: a thread without one begins no work after the stop.
-            # Chunks before one that failed are done: the error of the first is raised. Of several
-            # that failed any number will do here, so it needs no lock.
+            # Read while the buffer is held: a thread without a buffer begins no work after the
+            # stop. Chunks before a failed one are still done, since the first error is raised. If
+            # several fail, any of their numbers will do, so no lock is needed.
             if not stopped and chunk.number < failed:
                 work(chunk, buffer)
         except BaseException:
@@ -125,7 +121,7 @@ def for_each_chunk(snapshot: Section, work: Callable[[Chunk, NDArray[np.uint8]],
             buffers.put(block.as_array("uint8", nbytes, i * nbytes))
         try:
             with starting_threads():
-                for _ in pool.map(one, snapshot.chunks()):
+                for _ in pool.map(one, section.chunks()):
                     pass
         finally:
             stopped = True

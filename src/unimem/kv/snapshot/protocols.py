@@ -1,4 +1,4 @@
-"""What snapshots ask of caches, in main memory or on a device."""
+"""Protocols of the caches that snapshots save and restore, in main memory or on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AnyCache", "Cache", "CacheOfLayers", "HeldCache", "HostCache", "body
 
 
 class Cache(Protocol):
-    """What of a cache is saved and restored, in main memory or on a device."""
+    """A cache whose layers are alike, in main memory or on a device."""
 
     _snapshot: Any
 
@@ -46,7 +46,7 @@ class Cache(Protocol):
 
     @property
     def order(self) -> Literal["token", "head"]:
-        """What lies side by side in a lane."""
+        """Whether a row has all heads of a token, or each head has a lane."""
 
     def crop(self, n: int) -> None:
         """Keep the first tokens."""
@@ -66,12 +66,12 @@ class Cache(Protocol):
         """Return the memory into which the tokens of one lane are read."""
 
     def _finish_restore(self, next_position: int, n: int) -> None:
-        """Take over the tokens that were read."""
+        """Adopt the tokens that were read."""
 
 
 @runtime_checkable
 class CacheOfLayers(Protocol):
-    """A cache whose layers differ: one for each kind of them."""
+    """A cache whose layers differ, made of a cache for each kind of layers."""
 
     _snapshot: Any
 
@@ -81,7 +81,7 @@ class CacheOfLayers(Protocol):
 
     @property
     def _parts(self) -> Sequence[Any]:
-        """The caches."""
+        """The caches of the kinds."""
 
     @property
     def _states(self) -> LayerStates | None:
@@ -106,7 +106,7 @@ class CacheOfLayers(Protocol):
         """Drop all tokens."""
 
     def _finish_restore(self, next_position: int, n: int) -> None:
-        """Take over the tokens that were read into the parts."""
+        """Adopt the tokens that were read into the parts."""
 
 
 class HeldCache(Protocol):
@@ -125,10 +125,10 @@ def body_of(kv: AnyCache) -> Cache | CacheOfLayers:
 
 
 class HostCache(Cache, Protocol):
-    """A cache in main memory, which can be made of a snapshot."""
+    """A cache in main memory, which can be made from a snapshot."""
 
     def __init__(self, **options: Any) -> None:
-        """Make an empty one."""
+        """Make an empty cache."""
 
     @classmethod
     def _mapped(
@@ -140,7 +140,7 @@ class HostCache(Cache, Protocol):
         n: int,
         next_position: int,
     ) -> Self:
-        """Make one whose rows are mapped from a file."""
+        """Make a cache whose rows are mapped from a file."""
 
     @staticmethod
     def _of_layers(
@@ -149,7 +149,7 @@ class HostCache(Cache, Protocol):
         max_seq_len: int,
         states: LayerStates | None = None,
     ) -> Any:
-        """Make one of layers that differ, of its parts and states."""
+        """Make a cache whose layers differ from its parts and states."""
 
     def __exit__(
         self,

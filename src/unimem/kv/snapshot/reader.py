@@ -1,314 +1,51 @@
-"""Snapshots of KV caches: files that are written whole or not at all, and checked when read.
+"""Reading snapshots: described, checked, restored as caches, or read into caches.
 
-`KVCache.save`, `KVCache.restore` and `KVCache.verify` are the way in; the format is described in
-``docs/snapshots.md``.
+`KVCache.restore` and `KVCache.verify` call it; ``docs/snapshots.md`` describes the format.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from unimem._core import guard
 from unimem.base.arguments import file_path, flag, one_of
-from unimem.base.atomic_file import NewFile
 from unimem.base.descriptors import Descriptors
 from unimem.errors import CacheFull, SnapshotError
-from unimem.kv.snapshot import format_layers as many
-from unimem.kv.snapshot import format_rows as fmt
-from unimem.kv.snapshot import format_states as st
-from unimem.kv.snapshot.chunk_threads import (
-    Section,
-    again,
-    check_data,
-    for_each_chunk,
-    read_rows,
-    staging,
-)
+from unimem.kv.snapshot import format_layers, format_rows, format_states
+from unimem.kv.snapshot.chunk_threads import again, check_data, read_rows
 from unimem.kv.snapshot.format_layers import LayersSnapshot
-from unimem.kv.snapshot.format_rows import Chunk, Snapshot
+from unimem.kv.snapshot.format_rows import Section, Snapshot
 from unimem.kv.snapshot.format_states import StatesSnapshot
 from unimem.kv.snapshot.protocols import AnyCache, Cache, CacheOfLayers, HostCache, body_of
 from unimem.kv.snapshot.source import LocalSnapshot, RemoteSnapshot, SnapshotBytes, open_source
+from unimem.kv.snapshot.writer import DIMS, model_name
 from unimem.kv.states import LayerStates
 from unimem.kv.token_ids import Tokens, token_ids
-from unimem.remote.client import is_url, open_server
 from unimem.system.placement import PlacementOptions
 
-__all__ = [
-    "LayersSnapshot",
-    "OpenSnapshot",
-    "Snapshot",
-    "check",
-    "describe",
-    "opened",
-    "read_into",
-    "restore",
-    "save",
-    "save_layers",
-    "verify",
-]
-
-# What is written at once: more makes no disk faster.
-_CHUNK_BYTES = 8 << 20
+__all__ = ["OpenSnapshot", "check", "describe", "opened", "read_into", "restore", "verify"]
 
 _HostCacheT = TypeVar("_HostCacheT", bound=HostCache)
-_T = TypeVar("_T")
 
-
-def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None) -> None:
-    """Write a cache's tokens to a file, which is replaced whole or not at all.
-
-    Parameters
-    ----------
-    kv : KVCache
-        Without reserved rows, and of equally many tokens in all layers: the caller has checked.
-    path : path-like
-        The file, or the URL of an object. A file that is there keeps its permissions.
-    tokens : sequence of int, optional
-        The ids of all tokens of the conversation, up to `next_position`, those that were trimmed
-        included.
-    model : str, optional
-        A fingerprint of the model.
-
-    Raises
-    ------
-    ValueError, TypeError
-        `tokens` are not `next_position` many, or no ids; `model` is too long or no string.
-    OSError
-        The file cannot be written. It is as before, or was not there and is not.
-    MemoryError
-        There is no room for what is written by way of page-aligned memory.
-    """
-    name = file_path(path)
-    ids = _checked_ids(kv, tokens)
-    _save([_section(kv, _model_name(model), ids, name, 0)], name, np.empty(0, np.uint8))
-
-
-def save_layers(
-    kv: CacheOfLayers, path: str | os.PathLike[str], tokens: Tokens | None, model: str | None
-) -> None:
-    """Write the tokens of a cache whose layers differ, as `save` does.
-
-    Parameters
-    ----------
-    kv : KVCache
-        As for `save`.
-    path, tokens, model
-        As for `save`.
-
-    Raises
-    ------
-    ValueError, TypeError, OSError, MemoryError
-        As `save`.
-    """
-    name, ids = file_path(path), _checked_ids(kv, tokens)
-    pieces = kv._parts if kv._states is None else (kv._states, *kv._parts)
-    begin = base = many.first_offset(len(kv.layers), len(pieces), mmap.PAGESIZE)
-    sections: list[_Section] = []
-    for piece in pieces:
-        own = (None, None) if sections else (_model_name(model), ids)
-        if isinstance(piece, LayerStates):
-            sections.append(_states_section(kv, piece, *own, name, base))
-        else:
-            sections.append(_section(piece, *own, name, base))
-        base += sections[-1].snapshot.file_bytes
-    head = np.zeros(begin, np.uint8)
-    many.encode(kv.layers, [section.snapshot for section in sections], head)
-    _save(sections, name, head)
-
-
-def _checked_ids(kv: Cache | CacheOfLayers, tokens: Tokens | None) -> NDArray[np.int32] | None:
-    """Return the ids of all tokens up to `next_position`."""
-    ids = None if tokens is None else token_ids(tokens)
-    if ids is not None and len(ids) != kv.next_position:
-        raise ValueError(
-            f"tokens: expected the ids of all {kv.next_position} tokens up to next_position, got "
-            f"{len(ids)}"
-        )
-    return ids
-
-
-_DataOf: TypeAlias = Callable[[Chunk, NDArray[np.uint8]], NDArray[np.uint8]]
-
-
-class _Section(NamedTuple):
-    """What a cache is in a file, and what gives the bytes of a chunk, and notes their checksum."""
-
-    snapshot: Section
-    data_of: _DataOf
-
-
-def _section(
-    kv: Cache, model: str | None, ids: NDArray[np.int32] | None, path: str, base: int
-) -> _Section:
-    """Lay out what of a file is a cache's, from a byte on."""
-    snapshot = fmt.new(
-        {
-            **{key: getattr(kv, key) for key in _DIMS if key != "spare_rows"},
-            # A fixed cache may have fewer rows, for its budget_bytes.
-            "max_seq_len": kv.max_seq_len if kv.window else min(kv.max_seq_len, kv.n_rows),
-            "spare_rows": kv.n_rows - kv.window if kv.window else 0,
-            "seq_len": kv.seq_len,
-            "next_position": kv.next_position,
-            "alignment": mmap.PAGESIZE,
-            "chunk_bytes": _CHUNK_BYTES,
-        },
-        model,
-        ids,
-        path,
-        base,
-    )
-    rows = [kv._rows(*lane) for lane in snapshot.lanes] if snapshot.seq_len else []
-    return _section_of(snapshot, rows, kv._file)
-
-
-def _states_section(
-    kv: CacheOfLayers,
-    states: LayerStates,
-    model: str | None,
-    ids: NDArray[np.int32] | None,
-    path: str,
-    base: int,
-) -> _Section:
-    """Lay out what of a file is a cache's states, from a byte on."""
-    facts = {
-        **{"states": states.states, "batch": states.batch, "every": states.every or None},
-        **{"max_checkpoints": states.n_checkpoints, "positions": tuple(states.positions)},
-        **{key: getattr(kv, key) for key in ("seq_len", "next_position", "max_seq_len")},
-        **{"alignment": mmap.PAGESIZE, "chunk_bytes": _CHUNK_BYTES},
-    }
-    snapshot = st.new(facts, model, ids, path, base)
-    return _section_of(snapshot, [states._slot(slot) for slot in states._slots()], None)
-
-
-def _section_of(snapshot: Section, rows: list[NDArray[np.uint8]], file: str | None) -> _Section:
-    """Make a section of the bytes of its lanes, which may be mapped from a file."""
-
-    def data_of(chunk: Chunk, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        data = rows[chunk.lane][chunk.begin : chunk.begin + chunk.nbytes]
-        # Pages of a file that may be lost are copied first: neither hashed nor written from.
-        if chunk.padding or data.ctypes.data % mmap.PAGESIZE or file is not None:
-            piece = buffer[: chunk.nbytes + chunk.padding]
-            if file is None:
-                piece[: chunk.nbytes] = data
-            else:
-                guard.copy(piece, data.ctypes.data, chunk.nbytes, file)
-            piece[chunk.nbytes :] = 0
-            data = piece
-        snapshot.checksums[chunk.number] = xxhash.xxh3_64_intdigest(data.data)
-        return data
-
-    return _Section(snapshot, data_of)
-
-
-def _save(sections: list[_Section], name: str, front: NDArray[np.uint8]) -> None:
-    """Write what comes in front, and the sections."""
-    if is_url(name):
-        _save_object(sections, name, front)
-    else:
-        _save_file(sections, name, front)
-
-
-def _file_bytes(sections: list[_Section]) -> int:
-    last = sections[-1].snapshot
-    return last.base + last.file_bytes
-
-
-def _save_file(sections: list[_Section], name: str, front: NDArray[np.uint8]) -> None:
-    with NewFile(name) as file:
-        file.allocate(_file_bytes(sections))
-        for snapshot, data_of in sections:
-            _save_section(file, snapshot, data_of)
-        if front.size:
-            _write_head(file, front, 0)
-        file.publish()
-
-
-def _save_section(file: NewFile, snapshot: Section, data_of: _DataOf) -> None:
-    for_each_chunk(snapshot, lambda chunk, buffer: file.write(data_of(chunk, buffer), chunk.offset))
-    # Last, since it has the checksums.
-    _write_head(file, _head(snapshot), snapshot.base)
-
-
-def _head(snapshot: Section) -> NDArray[np.uint8]:
-    head = np.zeros(snapshot.data_offset, np.uint8)
-    if isinstance(snapshot, StatesSnapshot):
-        st.encode(snapshot, head)
-    else:
-        fmt.encode(snapshot, head)
-    return head
-
-
-def _write_head(file: NewFile, head: NDArray[np.uint8], offset: int) -> None:
-    """Write by way of memory that is aligned to pages."""
-    with staging(len(head)) as block:
-        aligned = block.as_array("uint8", len(head))
-        aligned[:] = head
-        file.write(aligned, offset)
-        del aligned
-
-
-def _save_object(sections: list[_Section], url: str, front: NDArray[np.uint8]) -> None:
-    """Write an object from its first byte to its last; it is there when all of it is.
-
-    Headers come first and have the checksums, so all data is looked at twice.
-    """
-    server, shown = open_server(url)
-    try:
-        for snapshot, data_of in sections:
-            for_each_chunk(snapshot, data_of)
-
-        def parts() -> Iterator[memoryview]:
-            if front.size:
-                yield front.data
-            for snapshot, data_of in sections:
-                yield _head(snapshot).data
-                for chunk in snapshot.chunks():
-                    # Of its own, since it may be on its way when the next one is asked for.
-                    yield data_of(chunk, np.empty(chunk.nbytes + chunk.padding, np.uint8)).data
-
-        server.put_parts(shown, parts(), _file_bytes(sections))
-    finally:
-        server.close()
-
-
-# The constructor's arguments, which a snapshot has as fields of these names.
-_DIMS = tuple(
-    """
-    n_layers n_kv_heads head_dim max_seq_len batch dtype window spare_rows grow order v_dtype
-    v_head_dim rotate
-""".split()
-)
-
-
-# What a cache that a snapshot is read into has in common with it.
-_SAME = tuple(
-    """
-    n_layers n_kv_heads head_dim v_head_dim batch dtype v_dtype window order rotate
-""".split()
-)
+# What a cache and a snapshot that is read into it have in common.
+_SAME = "n_layers n_kv_heads head_dim v_head_dim batch dtype v_dtype window order rotate".split()
+# The fields of the header that hold these.
+_FIELD_OF = {"order": "flags", "rotate": "flags", "v_dtype": "dtype", "v_head_dim": "head_dim"}
 
 
 def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
-    """Read and check what a snapshot says of itself; its data is not read.
-
-    Parameters
-    ----------
-    path : path-like
-        The file.
+    """Read and check the headers and tables of a snapshot, without its data.
 
     Returns
     -------
     Snapshot, or LayersSnapshot
-        The latter of a cache whose layers differ.
+        The latter for a cache whose layers differ.
 
     Raises
     ------
@@ -322,17 +59,7 @@ def describe(path: str | os.PathLike[str]) -> Snapshot | Any:
 
 
 def check(path: str | os.PathLike[str]) -> Snapshot | Any:
-    """Read all of a snapshot and check it; nothing is kept.
-
-    Parameters
-    ----------
-    path : path-like
-        The file.
-
-    Returns
-    -------
-    Snapshot, or LayersSnapshot
-        As `describe` returns it.
+    """Read all of a snapshot and check it; return what `describe` returns.
 
     Raises
     ------
@@ -357,36 +84,30 @@ def restore(
     verify: bool | None,
     placement: PlacementOptions,
 ) -> _HostCacheT:
-    """Make a cache of a snapshot.
+    """Make a cache of the class `cls` from a snapshot.
 
     Parameters
     ----------
-    cls : type
-        KVCache.
     path : path-like
         The file, or its URL.
     mode : {"map", "copy"}
-        Map the file, privately, so that pages are read when they are touched; or read all of it. A
-        ring, a cache without tokens, and what a URL names, is read in both.
+        Map the file privately, so that pages are read when they are touched; or read all of it.
+        Both modes read rings, caches without tokens, and URLs.
     tokens : sequence of int, optional
-        What the conversation shall begin with: the snapshot's tokens have to be a prefix of these.
+        The beginning of the conversation: the snapshot's tokens have to be a prefix of these.
     model : str, optional
         The fingerprint that the snapshot has to have.
     verify : bool, optional
-        Whether to check the data; by default, what is read is checked and what is mapped is not.
+        Whether to check the data. By default, read data is checked and mapped data is not.
     placement : PlacementOptions
         As for KVCache; only with ``"copy"``.
-
-    Returns
-    -------
-    KVCache
 
     Raises
     ------
     SnapshotError
         The snapshot cannot be used: `rule` says why.
     ValueError, TypeError
-        An unknown mode or option, placement of what is mapped, `tokens` that are no ids.
+        An unknown mode or option, placement of a mapped file, `tokens` that are no ids.
     OSError
         The file cannot be read.
     MemoryError, PlacementError
@@ -409,45 +130,46 @@ def restore(
     ids = None if tokens is None else token_ids(tokens)
     with opened(path) as there:
         source, snapshot = there.source, there.facts
-        _check_wanted(_parts_of(snapshot)[0], ids, model)
+        _check_wanted(_sections_of(snapshot)[0], ids, model)
         file = None
         if mode == "map" and isinstance(source, LocalSnapshot):
             file = _SnapshotFile(source.fd, snapshot)
-        given = (source, file, verify, placement)
+        how = _Restoring(source, file, verify, placement)
         if isinstance(snapshot, Snapshot):
-            kv = _restored(cls, snapshot, *given)
+            kv = _restored(cls, snapshot, how)
         else:
-            kv = _restored_layers(cls, snapshot, *given)
+            kv = _restored_layers(cls, snapshot, how)
         kv._snapshot = file
         return kv
 
 
-def _restored(
-    cls: type[_HostCacheT],
-    snapshot: Snapshot,
-    source: SnapshotBytes,
-    file: _SnapshotFile | None,
-    verify: bool | None,
-    placement: PlacementOptions,
-) -> _HostCacheT:
+class _Restoring(NamedTuple):
+    """How a cache is made from a snapshot."""
+
+    source: SnapshotBytes
+    file: _SnapshotFile | None
+    verify: bool | None
+    placement: PlacementOptions
+
+    @property
+    def checks_reads(self) -> bool:
+        """Whether read data is checked."""
+        return self.verify is not False
+
+
+def _restored(cls: type[_HostCacheT], snapshot: Snapshot, how: _Restoring) -> _HostCacheT:
     """Make a cache whose layers are alike."""
-    fields = {key: getattr(snapshot, key) for key in _DIMS}
+    fields = {key: getattr(snapshot, key) for key in DIMS}
     in_pages = snapshot.alignment % mmap.PAGESIZE == snapshot.base % mmap.PAGESIZE == 0
-    if file and snapshot.seq_len and not snapshot.window and in_pages:
-        if verify:
-            check_data(snapshot, source)
-        offsets = [snapshot.offset_of(lane) for lane in range(len(snapshot.lanes))]
-        return cls._mapped(
-            fields,
-            file.fd,
-            snapshot.path,
-            offsets,
-            snapshot.seq_len,
-            snapshot.next_position,
-        )
-    kv = cls(**fields, **placement)
+    if how.file and snapshot.seq_len and not snapshot.window and in_pages:
+        if how.verify:
+            check_data(snapshot, how.source)
+        offsets = [offset for offset, _, _ in snapshot._places()]
+        end = snapshot.seq_len, snapshot.next_position
+        return cls._mapped(fields, how.file.fd, snapshot.path, offsets, *end)
+    kv = cls(**fields, **how.placement)
     try:
-        _read(kv, snapshot, source, verify=verify is not False)
+        _read(kv, snapshot, how.source, verify=how.checks_reads)
     except BaseException:
         # Not close(), which raises while the error's traceback holds views.
         kv.__exit__()
@@ -456,12 +178,7 @@ def _restored(
 
 
 def _restored_layers(
-    cls: type[_HostCacheT],
-    snapshot: LayersSnapshot,
-    source: SnapshotBytes,
-    file: _SnapshotFile | None,
-    verify: bool | None,
-    placement: PlacementOptions,
+    cls: type[_HostCacheT], snapshot: LayersSnapshot, how: _Restoring
 ) -> _HostCacheT:
     """Make a cache whose layers differ."""
     parts: list[_HostCacheT] = []
@@ -469,10 +186,10 @@ def _restored_layers(
     try:
         if (of := snapshot.states) is not None:
             room = of.max_checkpoints, of.every
-            states = LayerStates(of.states, of.batch, *room, "kv", dict(placement))
-            _read_states(states, of, source, verify=verify is not False)
+            states = LayerStates(of.states, of.batch, *room, "kv", dict(how.placement))
+            _read_states(states, of, how.source, verify=how.checks_reads)
         for part in snapshot.parts:
-            parts.append(_restored(cls, part, source, file, verify, placement))
+            parts.append(_restored(cls, part, how))
         made: _HostCacheT = cls._of_layers(snapshot.layers, parts, snapshot.max_seq_len, states)
         if states is not None:
             made._finish_restore(snapshot.next_position, snapshot.seq_len)
@@ -491,20 +208,10 @@ def read_into(
     tokens: Tokens | None = None,
     model: str | None = None,
 ) -> Snapshot | Any:
-    """Read a snapshot into a cache that is there, and check all of it.
+    """Read a snapshot into a cleared cache and check all of it; return what `describe` returns.
 
-    Parameters
-    ----------
-    kv : KVCache
-        Cleared, and of the snapshot's dimensions; `max_seq_len`, `spare_rows` and `grow` may
-        differ.
-    path, tokens, model
-        As in `restore`.
-
-    Returns
-    -------
-    Snapshot, or LayersSnapshot
-        As `describe` returns it.
+    The cache has the snapshot's dimensions; `max_seq_len`, `spare_rows` and `grow` may differ. When
+    this raises, the cache is as empty as before.
 
     Raises
     ------
@@ -516,10 +223,6 @@ def read_into(
         The cache is not cleared; `tokens` are no ids.
     OSError
         The file cannot be read.
-
-    Notes
-    -----
-    When it raises, the cache is as empty as before.
     """
     with opened(path) as file:
         file.read_into(kv, tokens, model)
@@ -527,14 +230,9 @@ def read_into(
 
 
 class OpenSnapshot:
-    """A snapshot that is held open: all that is done with it is done with one file.
+    """A snapshot that is held open, so that all work is done with the same file.
 
-    Attributes
-    ----------
-    source : LocalSnapshot or RemoteSnapshot
-        What is read; another file may have its name meanwhile.
-    facts : Snapshot or LayersSnapshot
-        What it says of itself, which is checked.
+    `source` is the open file, and `facts` are its checked headers and tables.
     """
 
     def __init__(self, source: LocalSnapshot | RemoteSnapshot, facts: Any) -> None:
@@ -542,8 +240,8 @@ class OpenSnapshot:
 
     def check(self) -> None:
         """Read all of it and check it, as `snapshot.check` does."""
-        for part in _parts_of(self.facts):
-            check_data(part, self.source)
+        for section in _sections_of(self.facts):
+            check_data(section, self.source)
 
     def read_into(
         self, kv: AnyCache, tokens: Tokens | None = None, model: str | None = None
@@ -553,7 +251,7 @@ class OpenSnapshot:
         _check_cleared(kv)
         source, snapshot = self.source, self.facts
         ids = None if tokens is None else token_ids(tokens)
-        _check_wanted(_parts_of(snapshot)[0], ids, model)
+        _check_wanted(_sections_of(snapshot)[0], ids, model)
         pairs = _check_like(kv, snapshot)
         if snapshot.seq_len > kv.max_seq_len:
             raise CacheFull(
@@ -578,77 +276,16 @@ class OpenSnapshot:
 
 @contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[OpenSnapshot]:
-    """Open a snapshot and read what it says of itself, as `describe` does; close it at the end.
-
-    Parameters
-    ----------
-    path : path-like
-        The file, or its URL.
-
-    Yields
-    ------
-    OpenSnapshot
-
-    Raises
-    ------
-    SnapshotError, OSError
-        As `describe`.
-    """
+    """Open a snapshot, read its headers as `describe` does, and close it at the end."""
     with open_source(file_path(path)) as source:
         yield OpenSnapshot(source, again(source, lambda: _read_header(source)))
-
-
-def _check_cleared(kv: Cache | CacheOfLayers) -> None:
-    """Refuse a cache that holds tokens, or reserved rows."""
-    if kv.next_position:
-        raise ValueError(
-            f"expected a cleared cache, got one at position {kv.next_position}: call clear() first"
-        )
-    try:
-        kv.crop(0)  # drops nothing, and refuses what no position shows
-    except RuntimeError as error:
-        raise ValueError(
-            "expected a cleared cache, got one with reserved rows, or with tokens that not all "
-            "layers hold: call clear() first"
-        ) from error
-
-
-def _check_like(
-    kv: Cache | CacheOfLayers, snapshot: Snapshot | LayersSnapshot
-) -> list[tuple[Cache, Snapshot]]:
-    """Refuse the snapshot of another kind of cache; return the caches that its parts belong in."""
-    if isinstance(kv, CacheOfLayers) and isinstance(snapshot, LayersSnapshot):
-        keys: tuple[str, ...] = ("layers", "batch", "order", "rotate")
-        pairs: list[tuple[Cache, Snapshot]] = list(zip(kv._parts, snapshot.parts, strict=False))
-    elif isinstance(kv, CacheOfLayers) or isinstance(snapshot, LayersSnapshot):
-        kinds = "layers that differ", "layers that are alike"
-        there, here = kinds if isinstance(snapshot, LayersSnapshot) else reversed(kinds)
-        rule = f"the snapshot is of a cache of {there}, and this one is of {here}"
-        raise SnapshotError(f"{rule}: make the cache with the same", 8, snapshot.path)
-    else:
-        keys = _SAME
-        pairs = [(kv, snapshot)]
-    for key in keys:
-        there, here = getattr(snapshot, key), getattr(kv, key)
-        if there != here:
-            rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
-            fields = {"order": "flags", "rotate": "flags", "v_dtype": "dtype"}
-            field = (fields | {"v_head_dim": "head_dim"}).get(key, key)
-            at = fmt.OFFSETS.get(field, many.HEADER_BYTES)
-            raise SnapshotError(f"{rule}: make the cache with the same", at, snapshot.path)
-    return pairs
 
 
 def verify(kv: Cache | CacheOfLayers) -> None:
     """Check the data of the file that a cache was mapped from.
 
-    What is checked is the file, as it was saved: it does not matter what was done to the cache
-    since then, which never changes the file.
-
-    Parameters
-    ----------
-    kv : KVCache
-        Restored with ``mode="map"``.
+    It checks the file as it was saved. Later changes of the cache do not matter, since they never
+    change the file.
 
     Raises
     ------
@@ -665,7 +302,7 @@ def verify(kv: Cache | CacheOfLayers) -> None:
 
 
 class _SnapshotFile:
-    """The file behind a mapped cache, held open: another may have its name by now."""
+    """The file behind a mapped cache, held open: another file may have its name by now."""
 
     def __init__(self, fd: int, snapshot: Snapshot | LayersSnapshot) -> None:
         self._fds = Descriptors()
@@ -683,81 +320,109 @@ class _SnapshotFile:
                 self._snapshot.path,
             )
         source = LocalSnapshot(self.fd, self._snapshot.path, there)
-        for part in _parts_of(self._snapshot):
-            check_data(part, source)
+        for section in _sections_of(self._snapshot):
+            check_data(section, source)
 
 
-# ---- what the caller gave ----
+# ---- checks of arguments ----
 
 
-def _model_name(model: str | None) -> str | None:
-    if model is not None and not isinstance(model, str):
-        raise TypeError(f"model: expected a str, got {type(model).__name__}")
-    return model
+def _check_cleared(kv: Cache | CacheOfLayers) -> None:
+    """Refuse a cache that holds tokens or reserved rows."""
+    if kv.next_position:
+        raise ValueError(
+            f"expected a cleared cache, got one at position {kv.next_position}: call clear() first"
+        )
+    try:
+        kv.crop(0)  # drops nothing, and refuses what no position shows
+    except RuntimeError as error:
+        raise ValueError(
+            "expected a cleared cache, got one with reserved rows, or with tokens that not all "
+            "layers hold: call clear() first"
+        ) from error
 
 
-def _check_wanted(snapshot: Section, tokens: NDArray[np.int32] | None, model: str | None) -> None:
+def _check_like(
+    kv: Cache | CacheOfLayers, snapshot: Snapshot | LayersSnapshot
+) -> list[tuple[Cache, Snapshot]]:
+    """Refuse the snapshot of another kind of cache; return the cache for each of its parts."""
+    if isinstance(kv, CacheOfLayers) and isinstance(snapshot, LayersSnapshot):
+        keys = ["layers", "batch", "order", "rotate"]
+        pairs: list[tuple[Cache, Snapshot]] = list(zip(kv._parts, snapshot.parts, strict=False))
+    elif isinstance(kv, CacheOfLayers) or isinstance(snapshot, LayersSnapshot):
+        kinds = "layers that differ", "layers that are alike"
+        there, here = kinds if isinstance(snapshot, LayersSnapshot) else reversed(kinds)
+        rule = f"the snapshot is of a cache of {there}, and this one is of {here}"
+        raise SnapshotError(f"{rule}: make the cache with the same", 8, snapshot.path)
+    else:
+        keys, pairs = _SAME, [(kv, snapshot)]
+    for key in keys:
+        there, here = getattr(snapshot, key), getattr(kv, key)
+        if there != here:
+            rule = f"the snapshot is of a cache with {key}={there!r}, and this one has {here!r}"
+            offsets, behind = format_rows.HEADER.offsets, format_layers.HEADER.nbytes
+            at = offsets.get(_FIELD_OF.get(key, key), behind)
+            raise SnapshotError(f"{rule}: make the cache with the same", at, snapshot.path)
+    return pairs
+
+
+def _check_wanted(section: Section, tokens: NDArray[np.int32] | None, model: str | None) -> None:
     """Refuse the snapshot of another model or conversation."""
-    path = snapshot.path
-    if _model_name(model) is not None and model != snapshot.model:
-        there = "no model" if snapshot.model is None else f"model {snapshot.model!r}"
+    path = section.path
+    if model_name(model) is not None and model != section.model:
+        there = "no model" if section.model is None else f"model {section.model!r}"
         rule = f"expected a snapshot of model {model!r}, got one of {there}"
-        at = snapshot.tokens_offset + (0 if snapshot.tokens is None else snapshot.tokens.nbytes)
+        at = section.tokens_offset + (0 if section.tokens is None else section.tokens.nbytes)
         raise SnapshotError(f"{rule}: restore it with its own model, or save anew", at, path)
     if tokens is None:
         return
-    if snapshot.tokens is None:
+    if section.tokens is None:
         rule = "expected the tokens given, got a snapshot without token ids"
-        raise SnapshotError(f"{rule}: save it with tokens=", snapshot.tokens_offset, path)
-    n = min(len(tokens), len(snapshot.tokens))
-    different = np.flatnonzero(tokens[:n] != snapshot.tokens[:n])
-    if different.size or n < len(snapshot.tokens):
+        raise SnapshotError(f"{rule}: save it with tokens=", section.tokens_offset, path)
+    n = min(len(tokens), len(section.tokens))
+    different = np.flatnonzero(tokens[:n] != section.tokens[:n])
+    if different.size or n < len(section.tokens):
         at = int(different[0]) if different.size else n
         rule = (
-            f"its {len(snapshot.tokens)} tokens are no prefix of the {len(tokens)} given, from "
+            f"its {len(section.tokens)} tokens are no prefix of the {len(tokens)} given, from "
             f"token {at} on: restore without tokens=, or begin anew"
         )
-        raise SnapshotError(rule, snapshot.tokens_offset + 4 * at, path)
+        raise SnapshotError(rule, section.tokens_offset + 4 * at, path)
 
 
 # ---- reading ----
 
 
 def _read_header(source: SnapshotBytes) -> Snapshot | LayersSnapshot:
-    begin = _read_bytes(source, 0, min(many.HEADER_BYTES, source.nbytes)).tobytes()
-    if many.is_head(begin):
+    nbytes = min(format_layers.HEADER.nbytes, source.nbytes)
+    begin = _read_bytes(source, 0, nbytes).tobytes()
+    if format_layers.is_head(begin):
         return _read_layers(source, begin)
-    snapshot: Snapshot = _read_part(source, 0, source.nbytes)
+    snapshot: Snapshot = _read_section(source, 0, source.nbytes, format_rows)
     return snapshot
 
 
-def _read_part(source: SnapshotBytes, base: int, nbytes: int, form: Any = fmt) -> Any:
-    """Read the header and the tables of a snapshot, which has these bytes of the file."""
-    head = _read_bytes(source, base, min(form.HEADER_BYTES, nbytes))
-    try:
-        values = form.checked_header(head.tobytes(), nbytes, source.path)
-        size = values["data_offset"] - form.HEADER_BYTES
-        tables = _read_bytes(source, base + form.HEADER_BYTES, size)
-        return form.checked_tables(values, tables, source.path, base)
-    except SnapshotError as error:
-        if not base:
-            raise
-        raise SnapshotError(error.rule, base + (error.offset or 0), source.path) from None
+def _read_section(source: SnapshotBytes, base: int, nbytes: int, form: Any) -> Any:
+    """Read the header and the tables of a section that has `nbytes` bytes of the file."""
+    head = _read_bytes(source, base, min(form.HEADER.nbytes, nbytes)).tobytes()
+    values = form.checked_header(head, nbytes, source.path, base)
+    size = values["data_offset"] - len(head)
+    return form.checked_tables(values, _read_bytes(source, base + len(head), size))
 
 
 def _read_layers(source: SnapshotBytes, head: bytes) -> LayersSnapshot:
-    """Read the header of a cache whose layers differ, and those of its parts."""
-    values = many.checked_header(head, source.nbytes, source.path)
-    size = values["data_offset"] - many.HEADER_BYTES
-    found = many.checked_head(values, _read_bytes(source, many.HEADER_BYTES, size), source.path)
+    """Read the header of a cache whose layers differ, and those of its sections."""
+    values = format_layers.checked_header(head, source.nbytes, source.path)
+    size = values["data_offset"] - len(head)
+    found = format_layers.checked_head(values, _read_bytes(source, len(head), size))
     sections: list[Section] = []
     for i, (at, nbytes) in enumerate(found.parts):
-        of_states = found.has_states and i == 0
-        sections.append(_read_part(source, at, nbytes, st if of_states else fmt))
-    return many.checked_layers(found, sections, source.path)
+        form = format_states if found.has_states and i == 0 else format_rows
+        sections.append(_read_section(source, at, nbytes, form))
+    return format_layers.checked_layers(found, sections, source.path)
 
 
-def _parts_of(snapshot: Snapshot | LayersSnapshot) -> tuple[Section, ...]:
+def _sections_of(snapshot: Snapshot | LayersSnapshot) -> tuple[Section, ...]:
     return snapshot.sections if isinstance(snapshot, LayersSnapshot) else (snapshot,)
 
 
@@ -779,7 +444,7 @@ def _read(kv: Cache, snapshot: Snapshot, source: SnapshotBytes, *, verify: bool)
 def _read_states(
     states: LayerStates, snapshot: StatesSnapshot, source: SnapshotBytes, *, verify: bool
 ) -> None:
-    """Read states, and the newest of their checkpoints for which there is room."""
+    """Read states, and as many of their newest checkpoints as there is room for."""
     n_left = max(0, len(snapshot.positions) - states.n_checkpoints)
     positions = snapshot.positions[n_left:]
     rows: list[NDArray[np.uint8] | None] = [states._slot(0), *([None] * n_left)]

@@ -21,25 +21,20 @@ __all__ = ["LocalSnapshot", "RemoteSnapshot", "SnapshotBytes", "open_source"]
 
 
 class SnapshotBytes(Protocol):
-    """The bytes of a snapshot. Any number of threads read.
+    """The bytes of a snapshot. Any number of threads may read.
 
-    Attributes
-    ----------
-    path : str
-        For errors.
-    nbytes : int
-        Of all of it, when it was opened.
+    `path` is its name in errors, and `nbytes` its size when it was opened.
     """
 
     path: str
     nbytes: int
 
     def read(self, out: NDArray[np.uint8], offset: int) -> None:
-        """Fill memory from a byte on; raise OSError, or SnapshotError where it became shorter."""
+        """Fill memory from a byte on; raise OSError, or SnapshotError if it became shorter."""
 
 
 class LocalSnapshot:
-    """An open file, which others close."""
+    """An open file, which the caller closes."""
 
     def __init__(self, fd: int, path: str, nbytes: int) -> None:
         self.fd, self.path, self.nbytes = fd, path, nbytes
@@ -59,7 +54,7 @@ class LocalSnapshot:
 
 
 class RemoteSnapshot:
-    """An object on a server, which has to stay the same."""
+    """An object on a server, which must not change."""
 
     def __init__(self, server: Server, path: str) -> None:
         def ask() -> Version:

@@ -1,4 +1,4 @@
-"""Rows of chunks, copied from caches and into them: plain caches and paged sequences."""
+"""Copying rows between chunks and caches: plain caches and paged sequences."""
 
 from __future__ import annotations
 
@@ -27,23 +27,18 @@ Lanes = list[NDArray[np.uint8]]
 
 
 class Rows(Protocol):
-    """The tokens of a cache from position 0 on.
+    """The tokens of a cache of one kind, from position 0 on.
 
-    Lanes are those of a group of its layers, each ``uint8 [tokens, row bytes]``.
-
-    Attributes
-    ----------
-    kind : Kind
-        Of the cache.
+    Lanes belong to a group of its layers; each is ``uint8 [tokens, row bytes]``.
     """
 
     kind: Kind
 
     def check_tokens(self, ids: NDArray[np.int32]) -> None:
-        """Refuse ids that are known to be others than those of its tokens."""
+        """Refuse ids that differ from known ids of its tokens."""
 
     def check_source(self) -> int:
-        """Return how many tokens can be read; refuse what holds none from position 0 on."""
+        """Return how many tokens can be read; refuse a cache without its first tokens."""
 
     def first_held(self, group: int) -> int:
         """Return the first position that the layers of a group still have."""
@@ -52,30 +47,26 @@ class Rows(Protocol):
         """Copy the tokens from a position on."""
 
     def check_target(self) -> tuple[int, int]:
-        """Return how many tokens it holds and can hold; refuse what cannot go on from there."""
+        """Return how many tokens it holds and can hold; refuse a cache that cannot continue."""
 
     def begin(self, n: int) -> None:
         """Prepare for n tokens in all."""
 
     def write(self, group: int, first: int, lanes: Lanes) -> bool:
-        """Take the tokens from a position on, but those that it holds; False where it is full."""
+        """Store the tokens from a position on, except held ones; return False if it is full."""
 
     def finish(self, n: int) -> None:
         """Keep the first n tokens."""
 
     def abandon(self) -> None:
-        """Leave no token half restored."""
+        """Drop tokens that are half restored."""
 
 
 def rows_of(kv: Holder) -> Rows:
     """Return the rows of a cache.
 
-    Raises
-    ------
-    TypeError
-        It is neither a `KVCache` nor a `Sequence`.
-    ValueError
-        It has several streams, or layers that keep a state.
+    It raises TypeError unless `kv` is a `KVCache` or a `Sequence`, and ValueError if it has several
+    streams or layers that keep a state.
     """
     if isinstance(kv, KVCache):
         return _CacheRows(kv._body)
@@ -92,7 +83,7 @@ class _Lane(NamedTuple):
     part: Literal["k", "v"]
 
     def rows(self, first: int, n: int) -> Iterator[NDArray[np.uint8]]:
-        """View the bytes of n tokens from a position on: all heads, or one after the other."""
+        """View the bytes of n tokens from a position on: all heads, or one head at a time."""
         n_streams = self.cache.n_kv_heads if self.cache.order == "head" else 1
         for stream in range(n_streams):
             yield self.cache._rows_at(self.layer, self.part, stream, first, n)
@@ -103,7 +94,7 @@ def _lanes_of(cache: OneKindCache, layer: int) -> list[_Lane]:
 
 
 class _CacheRows:
-    """Those of a `KVCache`, whose layers may differ."""
+    """Rows of a `KVCache`, whose layers may differ."""
 
     def __init__(self, kv: OneKindCache | LayeredKVCache) -> None:
         if kv.batch != 1:
@@ -129,11 +120,11 @@ class _CacheRows:
             self._lanes = [[lane for i in range(kv.n_layers) for lane in _lanes_of(kv, i)]]
 
     def check_tokens(self, ids: NDArray[np.int32]) -> None:
-        pass  # it knows none
+        pass  # a cache knows no ids
 
     def check_source(self) -> int:
         kv = self._kv
-        kv.crop(kv.seq_len)  # drops nothing, and refuses reserved rows and layers that differ
+        kv.crop(kv.seq_len)  # drops nothing, and refuses reserved rows and unequal layers
         dropped = kv._first if isinstance(kv, LayeredKVCache) else kv.next_position - kv.seq_len
         if dropped:
             raise ValueError(
@@ -166,7 +157,7 @@ class _CacheRows:
                 "clear() first"
             )
         is_mixed = isinstance(kv, LayeredKVCache)
-        # Windows of a cache whose layers differ go on without end.
+        # Windows of a cache whose layers differ take any number of tokens.
         parts = [part for part in self._parts if not (is_mixed and part.window)]
         return 0, min(map(_most_tokens, parts), default=sys.maxsize)
 
@@ -206,14 +197,14 @@ def _rows_kind(number: int, layer: Layer) -> LayerRows:
 
 
 def _most_tokens(part: OneKindCache) -> int:
-    """Return how many tokens a cache, or a part of one, can take from position 0 on."""
+    """Return how many tokens a cache or a part can take from position 0 on."""
     if part.window is not None or part.grow:
         return part.window or part.max_seq_len
-    return min(part.max_seq_len, part.n_rows)  # fewer rows for its budget_bytes
+    return min(part.max_seq_len, part.n_rows)  # a budget_bytes may leave fewer rows
 
 
 class _SequenceRows:
-    """Those of a sequence, whose blocks are taken and put whole."""
+    """Rows of a sequence, whose blocks are read and written whole."""
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence, self._pool = sequence, sequence.cache
@@ -222,7 +213,7 @@ class _SequenceRows:
         self.kind: Kind = EqualLayers(*dims, pool.dtype, pool.v_dtype)
 
     def check_tokens(self, ids: NDArray[np.int32]) -> None:
-        # Its pool gives blocks to others by the ids that it was told.
+        # Its pool shares blocks with other sequences by these ids.
         told = self._sequence._told_ids()
         n = min(len(told), len(ids))
         different = np.flatnonzero(told[:n] != ids[:n])
@@ -234,7 +225,7 @@ class _SequenceRows:
             )
 
     def check_source(self) -> int:
-        self._sequence.fork().close()  # which refuses layers that differ, and changes nothing
+        self._sequence.fork().close()  # refuses unequal layers, and changes nothing
         return len(self._sequence)
 
     def first_held(self, group: int) -> int:
@@ -251,7 +242,7 @@ class _SequenceRows:
 
     def check_target(self) -> tuple[int, int]:
         held = self.check_source()
-        # Its tail block may have room, and what is shared is copied: `write` sees what fits.
+        # Its last block may have room, and shared blocks are copied: `write` finds out what fits.
         return held, held + (self._pool.n_blocks_available + 1) * self._pool.block_tokens
 
     def begin(self, n: int) -> None:
@@ -272,5 +263,5 @@ class _SequenceRows:
         pass
 
     def abandon(self) -> None:
-        with suppress(RuntimeError):  # it was closed meanwhile
+        with suppress(RuntimeError):  # the sequence was closed meanwhile
             self._sequence.rollback()

@@ -1,4 +1,4 @@
-"""A RAM tier in hugetlb pages: files of a hugetlbfs, whose names other processes can find."""
+"""A RAM tier in hugetlb pages: files of a hugetlbfs, which other processes find by name."""
 
 from __future__ import annotations
 
@@ -23,25 +23,10 @@ _PAGE_BYTES = 2 << 20
 class HugeTier(RamTier):
     """Chunks in hugetlb pages of 2 MiB, for all processes of this user that have the same store.
 
-    A hugetlbfs takes no `write`: chunks are written through a mapping, and the folder's lock and
-    what it notes lie in shared memory. A chunk takes whole huge pages, which count in the budget.
-
-    Parameters
-    ----------
-    folder : str
-        Of the store, which tells its memory from that of others.
-    budget_bytes : int
-        The most that it may take.
-    numa : str, optional
-        Its nodes, as for `RamTier`.
-
-    Raises
-    ------
-    PlacementError
-        The pool is smaller, or there is no hugetlbfs that this user may write to: the message says
-        which command changes it.
-    ValueError, OSError
-        As `RamTier`.
+    A hugetlbfs has no `write`: chunks are written through a mapping, and the lock file lies in
+    shared memory. A chunk takes whole huge pages, which count in the budget. It raises
+    PlacementError if the pool is too small or this user may not write to any hugetlbfs, with the
+    command that helps.
     """
 
     _block_pages = "2m"
@@ -51,7 +36,7 @@ class HugeTier(RamTier):
         self._pages, self._numa = "2m", numa
         info = os.stat(folder)
         path = os.path.join(_mount_point(), self._folder_name(info))
-        # What others have put there already is theirs and ours.
+        # Chunks that other processes have put there count for this budget, too.
         more = max(0, budget_bytes - _held_bytes(path))
         if shortfall := policy.pool_shortfall("2m", more, limits, nodes):
             raise PlacementError(shortfall)
@@ -67,7 +52,7 @@ class HugeTier(RamTier):
 
 
 def _held_bytes(folder: str) -> int:
-    """Return what the files of a folder take; 0 where there is none."""
+    """Return the bytes of the files of a folder; 0 for a missing folder."""
     held = 0
     with suppress(FileNotFoundError), ExitStack() as undo:
         for entry in undo.enter_context(os.scandir(folder)):
@@ -78,7 +63,7 @@ def _held_bytes(folder: str) -> int:
 
 
 def _mount_point() -> str:
-    """Return the folder of a hugetlbfs with pages of 2 MiB that this user may write to."""
+    """Return the mount point of a writable hugetlbfs with pages of 2 MiB."""
     for line in (read_text("/proc/self/mounts") or "").splitlines():
         _, path, kind, options, *_ = [*line.split(), *4 * [""]]
         if kind == "hugetlbfs" and "pagesize=2M" in options.split(","):

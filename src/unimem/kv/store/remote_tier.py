@@ -1,4 +1,4 @@
-"""The tier of a store of KV chunks that lies on a server: an object for each chunk."""
+"""The tier of a store of KV chunks on a server: an object for each chunk."""
 
 from __future__ import annotations
 
@@ -19,45 +19,30 @@ from unimem.system import policy
 
 __all__ = ["RemoteTier"]
 
-# So long a server that failed is left alone: no prompt is to wait for it again and again.
+# A server that failed is not asked for this long, so that prompts do not wait again and again.
 REST_S = 60.0
-# The alternative is to compute: it is not waited for as for a model.
+# Shorter than for a model, since the tokens can be computed instead.
 WAIT_S, TRIES = 5.0, 3
 _THREADS = 16
 _FIRST_LOOK = 4
 _MOST_KNOWN = 1 << 17
-# Without the right to list a bucket, S3 answers so for what is not there, too.
+# S3 answers EACCES for a missing object if the bucket may not be listed.
 _MISSING = {errno.ENOENT, errno.EACCES}
 
 
 class RemoteTier:
-    """Chunks as objects below a URL. Any number of threads, processes and machines use them.
+    """Chunks as objects below a URL. Any number of threads, processes and machines may use them.
 
-    Nothing is listed, and nothing is dropped: what is too old, the store's own rules say. A chunk
-    is written on the condition that it is not there. What goes wrong with the server is a warning,
-    and a miss; then the server is left alone for a minute.
-
-    Parameters
-    ----------
-    url : str
-        Of the prefix; see `objects.open_server`.
-
-    Attributes
-    ----------
-    path : str
-        The same, as it is shown.
-
-    Raises
-    ------
-    ValueError, ImportError
-        As `objects.open_server`.
+    No object is listed or dropped: the server's own rules expire old ones. A chunk is written only
+    if it is missing. An error of the server is a warning and a miss, and the server is then left
+    alone for a minute. `path` is the URL without secrets.
     """
 
     def __init__(self, url: str) -> None:
         self._server, self.path = open_server(url, WAIT_S)
         self.path = self.path.rstrip("/")
         self._lock = threading.Lock()
-        self._there: OrderedDict[bytes, Version] = OrderedDict()  # as far as this object knows
+        self._there: OrderedDict[bytes, Version] = OrderedDict()  # known objects
         self._resting_until = 0.0
 
     def _path_of(self, key: bytes) -> str:
@@ -66,11 +51,11 @@ class RemoteTier:
     # ---- chunks ----
 
     def has(self, key: bytes) -> bool:
-        """Whether there is an object of this identity; asked once, if there is."""
+        """Whether there is an object of this identity; an existing object is asked for once."""
         return self._version_of(key) is not None
 
     def look_up(self, keys: Sequence[bytes]) -> None:
-        """Ask for the chunks of a prefix, many at once, up to the first that is not there."""
+        """Ask for the chunks of a prefix, many at once, up to the first missing chunk."""
         asked = [key for key in keys if key not in self._there]
         n = _FIRST_LOOK
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -99,7 +84,7 @@ class RemoteTier:
         return version
 
     def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
-        """Read an object that has as many bytes as `out`; return its bytes, 0 without one."""
+        """Read an object of the size of `out`; return its size in any case, 0 without an object."""
         version = self._version_of(key)
         if version is None or self._is_resting():
             return 0
@@ -116,7 +101,7 @@ class RemoteTier:
         return out.nbytes
 
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
-        """Write an object, unless there is one; False where the server takes none."""
+        """Write an object, unless it exists; return False if the server takes none."""
         if not self._server.can_write or self._is_resting():
             return False
         path = self._path_of(key)
@@ -128,28 +113,28 @@ class RemoteTier:
         return True
 
     def remove(self, key: bytes) -> None:
-        """Remove an object, where that is allowed."""
+        """Remove an object, if that is allowed."""
         self._forget(key)
         self._server.remove(self._path_of(key))
 
     def touch(self, keys: Sequence[bytes], used_ns: int) -> None:
-        """Note nothing: the server has times of its own."""
+        """Do nothing: the server has times of its own."""
 
     def give_back(self) -> int:
-        """Drop nothing: it is no memory."""
+        """Drop nothing: objects take no memory."""
         return 0
 
     def stat(self) -> TierStat:
-        """Count what this object knows to be there, since nothing is listed."""
+        """Count the known objects, since none are listed."""
         with self._lock:
             sizes = [version.nbytes for version in self._there.values()]
         return TierStat("remote", self.path, sum(sizes), 0, len(sizes))
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._server.close()
 
-    # ---- what is known ----
+    # ---- known objects ----
 
     def _remember(self, key: bytes, version: Version) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
-"""A store of prefixes: chunks of KV that any process finds again by the tokens they were made of.
+"""A store of prefixes: chunks of KV that any process finds by the tokens they were made of.
 
-``docs/store.md`` says how chunks are known, and what a folder of them looks like.
+``docs/store.md`` specifies the identities of chunks and the folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from unimem._core.block import Block
 from unimem.base.arguments import file_path, integer, one_of
 from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
 from unimem.errors import ClosedError, PlacementError
-from unimem.kv.store.chunk import ChunkShape, DataShape, Kind, chunk_keys, find_fault, seal
+from unimem.kv.store.chunk import ChunkShape, Kind, chunk_keys, find_fault, seal
 from unimem.kv.store.copy_rows import Holder, Rows, rows_of
 from unimem.kv.store.huge_tier import HugeTier
 from unimem.kv.store.remote_tier import RemoteTier
@@ -38,28 +38,28 @@ from unimem.system.placement import Placement
 __all__ = ["KVStore", "StoreStat"]
 
 _MOST_CHUNK_TOKENS = 1 << 20
-# What says nothing of a chunk that is read.
+# Errors that say nothing about the chunk that is read.
 _BUSY = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR}
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStat:
-    """What a store holds, and what was done with it by this object.
+    """What a store holds, and what this object has done with it.
 
     Attributes
     ----------
     tiers : tuple of TierStat
         The fastest first.
     put_chunks : int
-        Chunks that were written to a tier that did not have them.
+        Chunks that were written to a tier that lacked them.
     known_chunks : int
-        Chunks that were put and are there already.
+        Chunks that were put and that all tiers had already.
     refused_chunks : int
         Chunks for which no tier had room.
     restored_chunks : int
         Chunks that were restored.
     damaged_chunks : int
-        Chunks that were read, were not what they should be, and were removed.
+        Chunks that were read, found damaged, and removed.
     """
 
     tiers: tuple[TierStat, ...]
@@ -71,17 +71,7 @@ class StoreStat:
 
 
 class _GroupChunk(NamedTuple):
-    """A chunk of one group of layers.
-
-    Attributes
-    ----------
-    number, first : int
-        Which of the conversation, and the position of its first token.
-    group : int
-        Which group of the cache's layers.
-    key : bytes
-        Its identity.
-    """
+    """A chunk of one group of layers: its number, the position of its first token, its identity."""
 
     number: int
     first: int
@@ -90,10 +80,10 @@ class _GroupChunk(NamedTuple):
 
 
 class _Chunks:
-    """The chunks of a conversation, of each group of a cache's layers.
+    """The chunks of a conversation for each group of a cache's layers.
 
-    A cache that ends at some token needs all chunks before it of layers that keep all tokens, and
-    of those of a window only the last ones. vLLM and SGLang find prefixes by the same rule.
+    To continue at some token, a cache needs all earlier chunks of layers that keep all tokens, and
+    only the last chunks of layers with a window. vLLM and SGLang find prefixes by the same rule.
     """
 
     def __init__(self, kind: Kind, model: str, ids: NDArray[np.int32], size: int) -> None:
@@ -107,17 +97,20 @@ class _Chunks:
         return _GroupChunk(i, i * self._size, group, self._groups[group].key(self.keys[i]))
 
     def pieces(self) -> Iterator[_GroupChunk]:
-        """Give all, in the order of the tokens."""
+        """Give all chunks, in the order of the tokens."""
         for i in range(len(self.keys)):
             for group in range(len(self._groups)):
                 yield self._piece(group, i)
 
     def first_needed(self, group: int, n: int) -> int:
-        """Return the first position whose rows are needed to end behind n chunks."""
+        """Return the first position whose rows are needed to continue after n chunks."""
         return self._groups[group].first_needed(n * self._size)
 
     def needed(self, first: int, n: int) -> list[_GroupChunk]:
-        """List what is needed to end behind n chunks; of layers that keep all, from `first` on."""
+        """List the chunks needed to continue after n chunks.
+
+        Layers that keep all tokens have their chunks before `first` already.
+        """
         return [
             self._piece(group, i)
             for group, window in enumerate(self.windows)
@@ -132,16 +125,9 @@ class _Chunks:
         has: Callable[[bytes], bool],
         look_up: Callable[[list[bytes]], None],
     ) -> int:
-        """Return behind how many chunks, of at most so many, a cache can end.
+        """Return the number of chunks, at most `most`, after which a cache can continue.
 
-        Parameters
-        ----------
-        most : int
-            Of the first chunks.
-        has : callable
-            Whether there is a chunk of an identity.
-        look_up : callable
-            Prepares for such questions.
+        `has` tells whether there is a chunk of an identity; `look_up` prepares it for many.
         """
         n = most
         for group, window in enumerate(self.windows):
@@ -150,7 +136,7 @@ class _Chunks:
                 look_up(keys)
                 n = next((i for i, key in enumerate(keys) if not has(key)), n)
         while n:
-            last = self.needed(n, n)[::-1]  # those of windows
+            last = self.needed(n, n)[::-1]  # the chunks of windows
             look_up([piece.key for piece in last])
             lacking = next((piece for piece in last if not has(piece.key)), None)
             if lacking is None:
@@ -162,10 +148,9 @@ class _Chunks:
 class KVStore:
     """Chunks of KV caches in RAM, on disk and on a server, found by the tokens they were made of.
 
-    A conversation that begins as another one did takes its first tokens from here, in any process
-    and after any restart. Chunks are the same for all conversations that begin alike, and are kept
-    once. Each is checked by its hash before it is used; one that is damaged is removed, with a
-    warning, and is a miss.
+    A conversation that begins like an earlier one takes its first tokens from here, in any process
+    and after any restart. Conversations that begin alike share their chunks. Each chunk is checked
+    by its hash before it is used; a damaged chunk is removed with a warning, and is a miss.
 
     Any number of threads and processes may use one folder. A process that is killed, or a machine
     that stops, loses at most the chunk that is being written. In a forked child the store is
@@ -174,44 +159,44 @@ class KVStore:
     Parameters
     ----------
     where : path-like
-        A folder of this user alone; it is made where there is none. Or the URL of a prefix, such as
-        ``s3://bucket/prefix`` (``http://`` is read-only): then the folder is one of this user's
-        cache, in front of the server. See docs/remote.md.
+        A folder that belongs to this user alone; a missing folder is made. Or the URL of a prefix,
+        such as ``s3://bucket/prefix`` (``http://`` is read-only), with a folder of this user's
+        cache in front of the server. See docs/remote.md.
     ram_bytes : int
-        The most that chunks take in shared memory (``/dev/shm``), for all processes of this user
-        that have the folder open as a store; it goes with the last of them. 0 for none.
+        The most bytes that chunks take in shared memory (``/dev/shm``), for all processes of this
+        user that have the store open. The last of them frees the memory. 0 for no chunks in RAM.
     disk_bytes : int, optional
-        The most that chunks take in the folder, 0 for none. By default a tenth of its file system.
-        Where processes give different figures, each keeps to its own when it writes.
+        The most bytes that chunks take in the folder, 0 for no chunks on disk. The default is a
+        tenth of its file system. If processes give different figures, each keeps to its own.
     chunk_tokens : int, default 256
-        Tokens of a chunk. Stores that shall find each other's chunks have the same.
+        Tokens of a chunk. Stores find each other's chunks only if they have the same number.
     pages : {"4k", "thp", "2m"}
-        Of the chunks that this object puts into RAM. Of ``"thp"``, a chunk of 2 MiB or more lies in
-        huge pages as far as it has whole ones; where the kernel has none, a `PlacementWarning` says
-        so. ``"2m"`` are pages of the hugetlb pool, on a hugetlbfs: processes that ask for them
-        share a RAM tier of their own. Where they cannot be had, chunks are ``"thp"``, and a
-        `PlacementWarning` says why.
+        The pages of chunks that this object puts into RAM. With ``"thp"``, a chunk of 2 MiB or more
+        lies in huge pages as far as it has whole ones. ``"2m"`` takes pages of the hugetlb pool on
+        a hugetlbfs; processes that ask for them share a RAM tier of their own. If they cannot be
+        had, chunks are ``"thp"``. A `PlacementWarning` says which pages are missing and why.
     numa : str, optional
         The nodes of these chunks, as for `PlacementOptions`.
 
     Raises
     ------
     ValueError, TypeError
-        An argument is out of range, or both figures are 0 of a folder; a URL that nothing reads.
+        An argument is out of range, both figures are 0 for a folder, or the URL's scheme is
+        unknown.
     ImportError
         A URL needs the extra ``remote``.
     CapacityError
         ``/dev/shm`` is smaller than `ram_bytes`.
     OSError
-        The folder cannot be made, written or locked; PermissionError where others may write to it,
-        since who writes it decides what is restored.
+        The folder cannot be made, written or locked; PermissionError if others may write to it,
+        since they could decide what is restored.
 
     Attributes
     ----------
     folder : str
-        The absolute path of the folder; "" where a URL has none in front of it.
+        The absolute path of the folder; "" for a URL without one.
     url : str
-        The URL as it is shown, without what may be secret; "" of a folder.
+        The URL without secrets; "" for a folder.
     chunk_tokens : int
         As given.
 
@@ -277,7 +262,7 @@ class KVStore:
                 tiers.append(remote)
             undo.pop_all()
         self._tiers = tuple(tiers)
-        # At the end of the interpreter, too: shared memory is not to stay behind.
+        # Also at the end of the interpreter, so that no shared memory stays behind.
         self._end = weakref.finalize(self, _close_all, self._tiers)
 
     # ---- chunks ----
@@ -290,22 +275,22 @@ class KVStore:
         kv : KVCache or Sequence
             Of one stream, holding its tokens from position 0 on.
         tokens : sequence of int
-            The ids of its tokens, from position 0 on. Those that it does not hold yet do not count,
-            nor do those that are not told.
+            The ids of its tokens, from position 0 on. Tokens that it does not hold yet, and tokens
+            without an id, do not count.
         model : str
-            What tells models apart, such as ``weights.content_hash()``.
+            A text that tells models apart, such as ``weights.content_hash()``.
 
         Returns
         -------
         int
-            Tokens of this conversation that the store has now, from the first one on: fewer than
-            were put where there is no room.
+            Tokens of this conversation that the store has now, from the first one on. If there is
+            no room, they are fewer than were put.
 
         Raises
         ------
         ValueError, TypeError
-            `kv` is none of these, or was trimmed; `tokens` are no ids, or not those that a sequence
-            was told; `model` is no text.
+            `kv` is neither, or was trimmed; `tokens` are no ids, or differ from the ids of the
+            sequence; `model` is no text.
         RuntimeError
             Rows are reserved, or layers differ in length.
         OSError
@@ -316,7 +301,7 @@ class KVStore:
         rows, ids = _given(kv, tokens)
         chunks = _Chunks(rows.kind, _text(model), ids[: rows.check_source()], self.chunk_tokens)
         firsts = [rows.first_held(group) for group in range(len(chunks.shapes))]
-        # The rest of a window was overwritten.
+        # Earlier rows of a window were overwritten.
         held = [piece for piece in chunks.pieces() if piece.first >= firsts[piece.group]]
         now = self._touch([piece.key for piece in held])
         there: set[bytes] = set()
@@ -339,14 +324,14 @@ class KVStore:
         tokens : sequence of int
             The ids of a conversation, from position 0 on.
         model : str
-            As it was put.
+            The same text as for `put`.
         kv : KVCache or Sequence
-            A cache of the kind that they would be restored into: kinds have chunks of their own.
+            A cache of the kind to restore into: each kind has chunks of its own.
 
         Returns
         -------
         int
-            A multiple of `chunk_tokens`. Whether the chunks are whole is seen when they are read.
+            A multiple of `chunk_tokens`. Damaged chunks are found only when they are read.
 
         Raises
         ------
@@ -363,23 +348,23 @@ class KVStore:
         Parameters
         ----------
         kv : KVCache or Sequence
-            A cleared cache of one stream; or a sequence, which may hold first ones of `tokens`.
+            A cleared cache of one stream; or a sequence, which may hold the first of `tokens`.
         tokens : sequence of int
-            The ids of the conversation, from position 0 on. The logits of a token are not stored:
-            leave out the last one to have one left that is computed.
+            The ids of the conversation, from position 0 on. Logits are not stored: leave out the
+            last token, so that it is left to be computed.
         model : str
-            As it was put.
+            The same text as for `put`.
 
         Returns
         -------
         int
-            The tokens that `kv` holds now; the first to be computed is ``tokens[n]``.
+            The number of tokens that `kv` holds now; ``tokens[n]`` is the next to compute.
 
         Raises
         ------
         ValueError, TypeError
-            `kv` is none of these, or not cleared; `tokens` are no ids, or not those that a sequence
-            was told; `model` is no text.
+            `kv` is neither, or not cleared; `tokens` are no ids, or differ from the ids of the
+            sequence; `model` is no text.
         MemoryError, BufferError
             There is no memory for a chunk, or for the tokens.
         ClosedError
@@ -409,9 +394,9 @@ class KVStore:
     def _fill(
         self, rows: Rows, chunks: _Chunks, first: int, n: int, blob: NDArray[np.uint8]
     ) -> int:
-        """Read chunks from the first on up to n, or as many as can be had; return how many."""
+        """Read the chunks from `first` up to n, as far as possible; return the last one's end."""
         read: set[bytes] = set()
-        lacking: set[bytes] = set()  # what was there when it was looked for
+        lacking: set[bytes] = set()  # found by `longest`, but unreadable
         done = first
         while n > first:
             wanted = chunks.needed(done, n)
@@ -426,7 +411,7 @@ class KVStore:
                 if not rows.write(piece.group, start, lanes):
                     return piece.number
                 self._count("restored")
-                if chunks.windows[piece.group] is None:  # others are read anew for another end
+                if chunks.windows[piece.group] is None:  # windows are read anew for another end
                     read.add(piece.key)
                     done = piece.number + 1
             else:
@@ -444,23 +429,24 @@ class KVStore:
         there: Set[bytes] = frozenset(),
         lacking: Set[bytes] = frozenset(),
     ) -> int:
-        """Return behind how many of the first chunks a cache can end; of some it is known."""
+        """Return the number of chunks after which a cache can continue; `there` are known."""
         *faster, slowest = self._tiers
 
         def has(key: bytes) -> bool:
             return key in there or (key not in lacking and self._has(key))
 
         def look_up(keys: list[bytes]) -> None:
-            if isinstance(slowest, RemoteTier):  # of which each question takes a while
+            if isinstance(slowest, RemoteTier):  # each question takes a while
                 unknown = (key for key in keys if key not in there and key not in lacking)
                 slowest.look_up([key for key in unknown if not any(t.has(key) for t in faster)])
 
         return chunks.longest(most, has, look_up)
 
     def _touch(self, keys: list[bytes]) -> int:
-        """Keep what is there of a prefix from making room for the rest; return when it was used.
+        """Mark the chunks of a prefix as used now, and return the time.
 
-        Of its chunks, later ones count as used earlier: without the first ones they are of no use.
+        Then they do not make room for the rest of the prefix. Later chunks count as used earlier,
+        since they are of no use without the first ones.
         """
         now = time.time_ns()
         for tier in self._tiers:
@@ -475,7 +461,7 @@ class KVStore:
         blob: NDArray[np.uint8],
         used_ns: int,
     ) -> bool:
-        """Write a chunk to the tiers that do not have it; False where none has it then."""
+        """Write a chunk to the tiers that lack it; return whether any tier has it then."""
         lacking = [tier for tier in self._tiers if not tier.has(piece.key)]
         if not lacking:
             self._count("known")
@@ -491,20 +477,19 @@ class KVStore:
             return False
         return True
 
-    def _load(self, chunk: DataShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
-        """Read a chunk from the first tier that has it whole, and keep it in those before."""
+    def _load(self, chunk: ChunkShape, key: bytes, blob: NDArray[np.uint8], used_ns: int) -> bool:
+        """Read a chunk from the first tier that has it whole, and keep it in the faster tiers."""
         for i, tier in enumerate(self._tiers):
             fault: str | None
             try:
-                n = tier.read(key, blob)
+                # A chunk from a server may have been damaged in transit.
+                for _ in range(1 + isinstance(tier, RemoteTier)):
+                    n = tier.read(key, blob)
+                    fault = find_fault(chunk, key, blob, n) if n else None
+                    if fault is None:
+                        break
                 if n == 0:
                     continue
-                fault = _find_fault(chunk, key, blob, n)
-                if fault and isinstance(tier, RemoteTier):  # it may have been damaged on its way
-                    n = tier.read(key, blob)
-                    if n == 0:
-                        continue
-                    fault = _find_fault(chunk, key, blob, n)
             except OSError as error:
                 fault = error.strerror or str(error)
                 if error.errno in _BUSY:
@@ -512,7 +497,7 @@ class KVStore:
                     continue
             if fault is None:
                 for faster in self._tiers[:i]:
-                    with suppress(OSError):  # it is read from here again
+                    with suppress(OSError):  # the slower tier still has it
                         faster.write(key, blob, used_ns)
                 return True
             with suppress(OSError):
@@ -522,10 +507,10 @@ class KVStore:
             policy.warn(f"a chunk of the store {where} was removed: {key.hex()}: {fault}")
         return False
 
-    # ---- what there is ----
+    # ---- counts and placement ----
 
     def stat(self) -> StoreStat:
-        """Count what the tiers hold; this lists all of their files.
+        """Count what the tiers hold, by listing all of their files.
 
         Returns
         -------
@@ -545,9 +530,9 @@ class KVStore:
 
     @property
     def granted(self) -> Placement | None:
-        """How the chunks in RAM lie, as the kernel says, whoever put them there; None without any.
+        """The placement of all chunks in RAM, as the kernel reports it; None without chunks.
 
-        Each is mapped for it: the more there are, the longer it takes.
+        Each chunk is mapped for it: that takes a while for many chunks.
         """
         self._check_open()
         for tier in self._tiers:
@@ -556,12 +541,12 @@ class KVStore:
         return None
 
     def give_back(self) -> int:
-        """Drop the chunks in RAM that nobody reads. A `Governor` calls it.
+        """Drop the chunks in RAM that are not being read. A `Governor` calls it.
 
         Returns
         -------
         int
-            The bytes that this frees; 0 for a store that is closed.
+            The bytes freed; 0 for a closed store.
         """
         if self.closed:
             return 0
@@ -571,7 +556,7 @@ class KVStore:
         with self._lock:
             self._counts[name] += n
 
-    # ---- the end ----
+    # ---- closing ----
 
     @property
     def closed(self) -> bool:
@@ -583,9 +568,9 @@ class KVStore:
             raise ClosedError("the KVStore is closed, or was opened before a fork: open it anew")
 
     def close(self) -> None:
-        """Close it. Chunks on disk stay; those in RAM go with the last process that has them.
+        """Close the store. Chunks on disk stay; the last process with the store frees the RAM.
 
-        Closing twice is no error. No other thread may use it meanwhile.
+        Closing twice is no error. No other thread may use the store meanwhile.
         """
         if self._tiers:
             self._end()
@@ -615,7 +600,7 @@ class KVStore:
 
 
 def _ram_tier(folder: str, ram_bytes: int, pages: RamPages, numa: str | None) -> RamTier:
-    """Open the tier in RAM, in the pages that were asked for or the next best."""
+    """Open the tier in RAM with the requested pages, or the next best ones."""
     if pages == "2m":
         try:
             return HugeTier(folder, ram_bytes, numa=numa)
@@ -631,7 +616,7 @@ def _close_all(tiers: Sequence[Tier]) -> None:
 
 
 def _folder_before(url: str, ram_bytes: int, disk_bytes: int | None) -> str:
-    """Return the folder in front of a server; "" for none."""
+    """Return the folder in front of a server; "" for no folder."""
     if ram_bytes == 0 and disk_bytes == 0:
         return ""
     cache = cache_folder()
@@ -643,12 +628,6 @@ def _folder_before(url: str, ram_bytes: int, disk_bytes: int | None) -> str:
             )
         return ""
     return os.path.join(cache, "kv", hashlib.sha256(url.encode()).hexdigest()[:32])
-
-
-def _find_fault(chunk: DataShape, key: bytes, blob: NDArray[np.uint8], nbytes: int) -> str | None:
-    if nbytes != blob.nbytes:
-        return f"it has {nbytes} bytes, not {blob.nbytes}"
-    return find_fault(chunk, key, blob)
 
 
 def _given(kv: Holder, tokens: Tokens) -> tuple[Rows, NDArray[np.int32]]:
@@ -669,9 +648,9 @@ def _text(model: str) -> str:
 
 @contextmanager
 def _blob_of(chunks: _Chunks) -> Iterator[NDArray[np.uint8]]:
-    """Give memory for one chunk, where there is one."""
+    """Give memory for one chunk; empty memory if there are no chunks."""
     if not chunks.keys:
-        yield np.empty(0, np.uint8)  # nobody looks at it
+        yield np.empty(0, np.uint8)
         return
     nbytes = max(shape.nbytes for shape in chunks.shapes)
     with Block(nbytes, pages="4k", name="chunk", category="staging") as block:

@@ -1,8 +1,6 @@
-"""Tiers of a store of KV chunks: where chunks lie, and which are dropped when there is no room.
+"""Tiers of a store of KV chunks: folders on a disk or in shared memory, each with a budget.
 
-A tier is an object with the methods of `Tier`. Those that are here are folders: of a disk, or of
-shared memory. There is no index that could be wrong: a chunk is found by its name, which is its
-identity, and the time of its last use is that of its file.
+A chunk is a file whose name is the chunk's identity.
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ from numpy.typing import NDArray
 
 from unimem._core.block import Block
 from unimem._core.tmpfs import huge_page_bytes
-from unimem.base.cache_folder import check_own_folder
+from unimem.base.atomic_file import TEMPORARY
+from unimem.base.cache_folder import BudgetFolder, CachedFile, check_own_folder
 from unimem.base.descriptors import Descriptors
 from unimem.base.kernel_files import read_text
 from unimem.errors import CapacityError, PlacementError
@@ -36,18 +35,20 @@ __all__ = ["DiskTier", "FolderTier", "RamPages", "RamTier", "Tier", "TierStat"]
 RamPages = Literal["4k", "thp", "2m"]
 
 _PREFIX = "unimem-kv-"
-_SUFFIX, _TEMPORARY = ".kv", ".unimem-tmp"
+_SUFFIX = ".kv"
 _CHUNK = re.compile(rf"[0-9a-f]{{64}}{re.escape(_SUFFIX)}")
+_TEMPORARY = re.compile(rf"\..*{re.escape(TEMPORARY)}", re.S)
+_ANY_FILE = re.compile(f"{_CHUNK.pattern}|{_TEMPORARY.pattern}", re.S)
 _LOCK = ".lock"
 _STATE = re.compile(rb"unimem KV chunks 1 (\d{1,20}) (\S{1,64})\s*")
 _STATE_BYTES = 128
-# Of a file system that does not say what its blocks are.
+# Block size of a file system that reports none.
 _LEAST_BLOCK_BYTES = 4096
-# What a file system needs for a file beside its data: its name, and where its pieces lie.
+# What a file system needs for a file beside its data: the name, and the map of its pieces.
 _ENTRY_BYTES = 8192
-# The same of the folder and the lock.
+# The same for the folder and the lock.
 _FOLDER_BYTES = 16384
-# Where there is no room, so much more is made: files are listed and sorted once for many chunks.
+# A full tier makes room for many chunks at once, so that files are listed and sorted seldom.
 _SHARE_OF_ROOM = 16
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM}
 _NO_ALLOCATION = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -57,18 +58,8 @@ _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 class TierStat(NamedTuple):
     """What a tier holds.
 
-    Attributes
-    ----------
-    name : str
-        ``"ram"`` or ``"disk"``.
-    path : str
-        Where it lies.
-    nbytes : int
-        What its files take, with what the file system needs for them.
-    budget_bytes : int
-        The most that they may.
-    n_chunks : int
-        Chunks.
+    `nbytes` counts what its files take, with what the file system needs for them, and
+    `budget_bytes` is the most that they may take.
     """
 
     name: str
@@ -79,63 +70,48 @@ class TierStat(NamedTuple):
 
 
 class Tier(Protocol):
-    """Where chunks lie. Any number of threads and processes use one at a time."""
+    """A place for chunks. Any number of threads and processes may use it at a time."""
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a chunk of this identity; its bytes are not looked at."""
+        """Whether there is a chunk of this identity; its bytes are not examined."""
 
     def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
-        """Read a chunk; return its bytes, 0 where there is none, and fill `out` if it has these."""
+        """Read a chunk of the size of `out`; return its size in any case, 0 without a chunk."""
 
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
-        """Keep a chunk, whole or not at all; False where there is no room.
+        """Keep a chunk, whole or not at all; return False if there is no room.
 
-        It counts as used at `used_ns` (nanoseconds since 1970), and only chunks that were used
-        before that make room for it.
+        It counts as used at `used_ns` (nanoseconds since 1970). Only chunks that were used before
+        that make room for it.
         """
 
     def remove(self, key: bytes) -> None:
-        """Drop a chunk, unless somebody reads it."""
+        """Drop a chunk, unless it is being read."""
 
     def touch(self, keys: Sequence[bytes], used_ns: int) -> None:
-        """Note when the chunks of a prefix were used: each one a nanosecond before the last."""
+        """Note when the chunks of a prefix were used: each one a nanosecond before the previous."""
 
     def give_back(self) -> int:
-        """Drop what nobody reads, and return its bytes."""
+        """Drop all chunks that are not being read, and return their bytes."""
 
     def stat(self) -> TierStat:
-        """Count."""
+        """Count the chunks and their bytes."""
 
     def close(self) -> None:
-        """Use it no more. Twice is no error."""
+        """Close the tier. Closing twice is no error."""
 
 
 class FolderTier:
-    """Chunks as files of one folder.
+    """Chunks as files of one folder, an existing one that belongs to this user alone.
 
-    What all files take is noted in the lock file, before a file is made and after one was removed,
-    so that a process that is killed in between leaves a figure that is too large, and never one
-    that is too small. When the budget seems to be used up, files are counted anew. A note from
-    before the machine was started is not believed.
+    The lock file, which may lie in another folder (`notes`), notes the bytes of all files. They are
+    added before a file is made and subtracted after one was removed, so a killed process leaves a
+    figure that is too large, and never one that is too small. When the budget seems to be used up,
+    the files are counted anew. A note from before the last boot does not count.
 
-    A file that is read has a shared lock (``flock``), as has one that is written. Who removes a
-    file takes an exclusive one and cuts it off first, so that its memory is free at once.
-
-    Parameters
-    ----------
-    name : str
-        Of the tier.
-    folder : str
-        Its absolute path. It is there, and of this user alone.
-    budget_bytes : int
-        The most that it may take.
-    notes : str, optional
-        The folder of the lock and of what it notes, where that is another one.
-
-    Raises
-    ------
-    OSError
-        It cannot be written, or has no locks.
+    A file has a shared lock (``flock``) while it is read or written. To remove a file, a process
+    takes an exclusive lock and cuts the file first, so that its memory is free at once. The lock
+    makes that safe: chunks are never mapped without it.
     """
 
     def __init__(
@@ -144,14 +120,15 @@ class FolderTier:
         self.name, self.folder, self.budget_bytes = name, folder, budget_bytes
         self._most = budget_bytes - _FOLDER_BYTES
         boot = read_text("/proc/sys/kernel/random/boot_id")
-        self._boot = (boot or os.urandom(8).hex()).encode()  # without one, files are counted
+        self._boot = (boot or os.urandom(8).hex()).encode()  # unknown: files are counted anew
         self._mutex = threading.Lock()
         self._fd = self._lock = -1
         self._fds = Descriptors()
         with ExitStack() as undo:
             undo.callback(self._close_files)
             self._fd = self._fds.add(os.open, folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            # Of shared memory, a page of the kernel.
+            self._files = BudgetFolder(self._fd, _ANY_FILE)
+            # In shared memory, a block is a page of the kernel.
             self._block_bytes = max(_LEAST_BLOCK_BYTES, os.fstatvfs(self._fd).f_frsize)
             flags = os.O_RDWR | os.O_CREAT | _OPEN
             path = os.path.join(notes or folder, _LOCK)
@@ -170,11 +147,11 @@ class FolderTier:
             return False
 
     def read(self, key: bytes, out: NDArray[np.uint8]) -> int:
-        """Read a file that has as many bytes as `out`; return its bytes, 0 without a file."""
+        """Read a file of the size of `out`; return its size in any case, 0 without a file."""
         with suppress(FileNotFoundError, BlockingIOError), Descriptors() as fds:
             opens = partial(os.open, dir_fd=self._fd)
             fd = fds.add(opens, _name(key), os.O_RDONLY | _OPEN)
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # it may be being removed
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # another process may be removing it
             n = os.fstat(fd).st_size
             if n != self._file_bytes(out.nbytes):
                 return n
@@ -190,10 +167,10 @@ class FolderTier:
     def write(self, key: bytes, data: NDArray[np.uint8], used_ns: int) -> bool:
         """Write a file under another name, bring it to the disk, and rename it."""
         name, cost = _name(key), self._cost(data.nbytes)
-        temporary = f".{os.urandom(8).hex()}{_TEMPORARY}"
+        temporary = f".{os.urandom(8).hex()}{TEMPORARY}"
         with ExitStack() as undo:
             with self._locked():
-                if self.has(key):  # another was faster
+                if self.has(key):  # another writer was faster
                     return True
                 if not self._make_room(cost, used_ns):
                     return False
@@ -201,7 +178,7 @@ class FolderTier:
                 fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
                 undo.callback(os.close, fd)
                 undo.callback(self._forget, temporary, cost)
-                fcntl.flock(fd, fcntl.LOCK_SH)  # an unlocked one is stale
+                fcntl.flock(fd, fcntl.LOCK_SH)  # unlocked temporary files are stale
                 if not self._allocate(fd, self._file_bytes(data.nbytes)):
                     self._unlink(temporary, cost)
                     return False
@@ -211,27 +188,27 @@ class FolderTier:
             with self._locked():
                 if not self.has(key):
                     os.replace(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        with suppress(OSError):  # a file system without such a thing
+        with suppress(OSError):  # the file system cannot sync folders
             os.fsync(self._fd)
         return True
 
     def _allocate(self, fd: int, nbytes: int) -> bool:
-        """Give an empty file its room; False where there is none."""
+        """Allocate the room of an empty file; return False if there is not enough."""
         return _allocate(fd, nbytes)
 
     def _file_bytes(self, nbytes: int) -> int:
-        """Return the size of the file of a chunk."""
+        """Return the size of the file of a chunk of `nbytes` bytes."""
         return nbytes
 
     def _fill(self, fd: int, data: NDArray[np.uint8]) -> None:
-        """Write a file that has its room."""
+        """Write a file whose room is allocated."""
         rest, offset = data.data, 0
         while rest:
             done = os.pwrite(fd, rest, offset)
             rest, offset = rest[done:], offset + done
 
     def remove(self, key: bytes) -> None:
-        """Remove a file, unless somebody reads it."""
+        """Remove a file, unless it is being read."""
         with self._locked():
             if freed := self._drop(_name(key)):
                 self._note(max(0, self._used() - freed))
@@ -239,14 +216,14 @@ class FolderTier:
     def touch(self, keys: Sequence[bytes], used_ns: int) -> None:
         """Set the times of files."""
         for i, key in enumerate(keys):
-            with suppress(OSError):  # it is not here
+            with suppress(OSError):  # this tier does not have it
                 os.utime(_name(key), ns=(used_ns - i, used_ns - i), dir_fd=self._fd)
 
     def give_back(self) -> int:
-        """Remove all files that nobody reads or writes, and return what they took."""
+        """Remove all files that are not being read or written, and return the bytes they took."""
         with self._locked():
             files = self._scan()
-            freed = sum(self._drop(name) for _, name, _ in files)
+            freed = sum(self._drop(file.name) for file in files)
             self._note(self._used() - freed)
         return freed
 
@@ -255,11 +232,11 @@ class FolderTier:
         with self._locked():
             files = self._scan()
             used = self._used()
-        n_chunks = sum(bool(_CHUNK.fullmatch(name)) for _, name, _ in files)
+        n_chunks = sum(bool(_CHUNK.fullmatch(file.name)) for file in files)
         return TierStat(self.name, self.folder, used, self.budget_bytes, n_chunks)
 
     def close(self) -> None:
-        """Close the folder. Twice is no error."""
+        """Close the folder. Closing twice is no error."""
         with self._mutex:
             self._close_files()
 
@@ -267,14 +244,14 @@ class FolderTier:
         self._lock = self._fd = -1
         self._fds.close()
 
-    # ---- what files take: all of it with the lock ----
+    # ---- the bytes that files take: all with the lock ----
 
     def _cost(self, nbytes: int) -> int:
         return -(-nbytes // self._block_bytes) * self._block_bytes + _ENTRY_BYTES
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with self._mutex:  # which a lock of this process does not keep its threads from
+        with self._mutex:  # a lock of the process does not exclude its own threads
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 yield
@@ -293,41 +270,35 @@ class FolderTier:
         text = b"unimem KV chunks 1 %d %s" % (used, self._boot)
         os.pwrite(self._lock, text.ljust(_STATE_BYTES), 0)
 
-    def _scan(self) -> list[tuple[int, str, int]]:
-        """List chunks, and files that become chunks: times, names and costs; note their sum."""
-        found = []
-        for name in os.listdir(self._fd):
-            is_temporary = name.startswith(".") and name.endswith(_TEMPORARY)
-            if (is_temporary and not self._drop(name)) or _CHUNK.fullmatch(name):
-                with suppress(FileNotFoundError):
-                    info = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-                    found.append((info.st_mtime_ns, name, self._cost(info.st_size)))
-        self._note(sum(nbytes for _, _, nbytes in found))
+    def _scan(self) -> list[CachedFile]:
+        """List chunks and temporary files in use, with the bytes they take; note the sum."""
+        self._files.sweep(_TEMPORARY)
+        found = [file._replace(nbytes=self._cost(file.nbytes)) for file in self._files.files()]
+        self._note(sum(file.nbytes for file in found))
         return found
 
     def _make_room(self, cost: int, used_ns: int) -> bool:
-        """Take room for one file, and drop what was used longest ago if there is none."""
+        """Take room for one file; drop the least recently used chunks if the budget is used up."""
         if cost > self._most:
             return False
         used = self._used()
         if used + cost > self._most:
-            files = self._scan()
-            used = sum(nbytes for _, _, nbytes in files)
+            files, now = self._scan(), time.time_ns()
+            # A time in the future is from a wrong clock.
+            older = [
+                file
+                for file in files
+                if (file.used_ns < used_ns or file.used_ns > now) and _CHUNK.fullmatch(file.name)
+            ]
+            used = sum(file.nbytes for file in files)
             enough = max(0, self._most - cost - self._most // _SHARE_OF_ROOM)
-            now = time.time_ns()
-            for at, name, nbytes in sorted(files):
-                if used <= enough:
-                    break
-                # A time to come is of a clock that was wrong.
-                is_older = at < used_ns or at > now
-                if is_older and _CHUNK.fullmatch(name) and self._drop(name):
-                    used -= nbytes
+            used -= self._files.remove_oldest(older, used - enough, self._drop)
         fits = used + cost <= self._most
         self._note(used + cost * fits)
         return fits
 
     def _drop(self, name: str) -> int:
-        """Remove a file that nobody holds, and return what it took; 0 where somebody does."""
+        """Cut and remove a file without readers; return the bytes it took, 0 if it stays."""
         try:
             fd = os.open(name, os.O_RDWR | _OPEN, dir_fd=self._fd)
         except OSError:  # it is gone, or not ours
@@ -346,7 +317,7 @@ class FolderTier:
         return self._cost(info.st_size)
 
     def _forget(self, temporary: str, cost: int) -> None:
-        """Remove what did not become a chunk."""
+        """Remove a temporary file that did not become a chunk."""
         with suppress(FileNotFoundError):
             os.stat(temporary, dir_fd=self._fd, follow_symlinks=False)
             with self._locked():
@@ -359,15 +330,7 @@ class FolderTier:
 
 
 class DiskTier(FolderTier):
-    """Chunks in a folder of a disk, which stay.
-
-    Parameters
-    ----------
-    folder : str
-        Its absolute path; it is made where there is none.
-    budget_bytes : int
-        The most that it may take.
-    """
+    """Chunks in a folder on a disk, which is made if it is missing. They outlive the store."""
 
     def __init__(self, folder: str, budget_bytes: int) -> None:
         check_own_folder(folder, create=True, instead="another folder")
@@ -377,32 +340,23 @@ class DiskTier(FolderTier):
 class RamTier(FolderTier):
     """Chunks in shared memory, for all processes of this user that have the same store open.
 
-    It goes with the last of them. What processes leave that were killed goes when the next store is
-    opened.
+    The memory is freed when the last of them closes the store. If processes were killed, it is
+    freed when the next store is opened.
 
     Parameters
     ----------
     folder : str
-        Of the store, which tells its memory from that of others.
+        The store's folder, which identifies its memory.
     budget_bytes : int
-        The most that it may take.
+        The most bytes that it may take; CapacityError if ``/dev/shm`` is smaller.
     pages : {"4k", "thp"}
-        Of the chunks that are written here. Huge pages are made of what was written, where a chunk
-        has whole ones; a `PlacementWarning` says where they cannot be had.
+        Pages of the chunks that are written here. Written memory is collapsed into huge pages as
+        far as a chunk has whole ones; if that fails, there is a `PlacementWarning`.
     numa : str, optional
-        Their nodes, as `PlacementOptions` has them; memory is on them before it is written to.
-
-    Raises
-    ------
-    CapacityError
-        ``/dev/shm`` is smaller.
-    ValueError
-        `numa` is no such policy.
-    OSError
-        There is none, or it cannot be written.
+        Nodes of the chunks, as for `PlacementOptions`, set before the memory is written to.
     """
 
-    #: Of the memory that a policy is set for.
+    #: The pages of memory that gets a NUMA policy.
     _block_pages: Pages = "4k"
 
     def __init__(
@@ -434,7 +388,7 @@ class RamTier(FolderTier):
         return f"{_PREFIX}{os.geteuid()}-{store.st_dev:x}-{store.st_ino:x}"
 
     def _open_for_all(self, folders: list[str], budget_bytes: int) -> None:
-        """Open folders that go with the last process that has them: that of the notes first."""
+        """Open folders that the last process with them removes: the folder of the notes first."""
         self._pid = os.getpid()
         self._kept: list[tuple[str, int]] = []
         with ExitStack() as undo:
@@ -454,7 +408,7 @@ class RamTier(FolderTier):
                 raise CapacityError("there is no room for a chunk", nbytes, 0, nbytes)
             block.warm()
 
-        # The policy stays with the file, whoever writes to it, and however.
+        # The policy stays with the file, whichever process writes to it.
         how: dict[str, Any] = {"pages": self._block_pages, "numa": self._numa}
         how["category"] = "staging"
         try:
@@ -476,7 +430,7 @@ class RamTier(FolderTier):
         return Block._map_fd(fd, 0, nbytes, mode, self.folder, "staging", "chunk")
 
     def granted(self) -> Placement | None:
-        """Ask the kernel how the chunks lie, whoever wrote them; None without chunks."""
+        """Ask the kernel where all chunks lie; None without chunks."""
         found = []
         for name in os.listdir(self._fd):
             if not _CHUNK.fullmatch(name):
@@ -484,7 +438,7 @@ class RamTier(FolderTier):
             with suppress(FileNotFoundError, BlockingIOError), ExitStack() as undo:
                 fd = os.open(name, os.O_RDONLY | _OPEN, dir_fd=self._fd)
                 undo.callback(os.close, fd)
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # it is not cut off meanwhile
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # so that it is not cut meanwhile
                 if nbytes := os.fstat(fd).st_size:
                     block = undo.enter_context(self._mapped(fd, nbytes, "r"))
                     block.warm()
@@ -492,14 +446,14 @@ class RamTier(FolderTier):
         return sum_placements(found) if found else None
 
     def close(self) -> None:
-        """Close the folder, and remove it where no other process has it open."""
+        """Close the folder, and remove it if no other process has it open."""
         super().close()
         self._leave()
 
     def _leave(self) -> None:
         while self._kept:
             folder, fd = self._kept.pop()
-            # A forked child has the same lock, and leaves all to its parent.
+            # A forked child has the same lock, and leaves the removal to its parent.
             if os.getpid() == self._pid:
                 _remove_unkept(folder, fd)
             with suppress(OSError):  # it is closed in any case
@@ -511,7 +465,7 @@ def _name(key: bytes) -> str:
 
 
 def _allocate(fd: int, nbytes: int) -> bool:
-    """Give a file its size, and its room where the file system can; False where there is none."""
+    """Set the size of a file and allocate its room, if possible; False if there is too little."""
     try:
         os.ftruncate(fd, nbytes)
         os.posix_fallocate(fd, 0, nbytes)
@@ -524,7 +478,7 @@ def _allocate(fd: int, nbytes: int) -> bool:
 
 
 def _keep(path: str) -> int:
-    """Make a folder of shared memory where there is none, and keep others from removing it."""
+    """Make a missing folder of shared memory, and keep other processes from removing it."""
     while True:
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -548,7 +502,7 @@ def _remove_unkept(path: str, fd: int) -> None:
 
 
 def _sweep(root: str) -> None:
-    """Remove what processes of this user that were killed have left in shared memory."""
+    """Remove the folders that killed processes of this user have left in shared memory."""
     for name in os.listdir(root):
         if name.startswith(f"{_PREFIX}{os.geteuid()}-"):
             path = f"{root}/{name}"

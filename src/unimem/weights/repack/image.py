@@ -1,4 +1,4 @@
-"""Repacked images: opening one for a model, checking its bytes, and making one."""
+"""Repacked images: opened and checked, or made from a repacked model."""
 
 from __future__ import annotations
 
@@ -29,53 +29,40 @@ from unimem.errors import FormatError
 from unimem.system import limits
 from unimem.weights import loading
 from unimem.weights.loading import Progress
+from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.repack.image_format import (
     ALIGN,
-    HEADER_BYTES,
+    HEADER,
     ImageHeader,
     ImageTensor,
     pack,
     parse,
 )
-from unimem.weights.repack.repacked import Arrangement
 
 __all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header", "write_image"]
 
 IMAGE_NAME = "repacked.unimem"
-"""Of an image that is staged, beside links to the files of its model."""
+"""The name of a staged image, which lies beside links to the files of its model."""
 
-_PIECE_BYTES = 1 << 20  # it stays in the cache of the core that hashes it
+_PIECE_BYTES = 1 << 20  # fits the cache of the core that hashes it
 _WRITE_BYTES = 4 << 20
 _WARM_BYTES = 256 << 20
-_READERS = 8  # threads that wait for a disk take no CPU
+_READERS = 8  # threads that wait for a disk use no CPU
 _NO_HASH = "0" * 32
 
 
 class Image:
-    """An image that was opened for reading, and whose header was checked. For one thread.
+    """An opened image with a checked header. For one thread.
 
-    Leaving the ``with`` closes the descriptor; what was mapped stays.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-
-    Attributes
-    ----------
-    path : str
-        The same.
-    header : ImageHeader
-        What it says.
-    is_staged : bool
-        Whether it lies in shared memory, where it was checked when it was put there.
+    Leaving the ``with`` closes the descriptor; mappings stay. `is_staged` tells whether the image
+    lies in shared memory: such an image was checked when it was staged.
 
     Raises
     ------
     FormatError
         It is no image, or damaged.
     OSError
-        It cannot be read, or is no regular file; PermissionError where it is another user's.
+        It cannot be read, or is no regular file; PermissionError if it is another user's.
     """
 
     def __init__(self, path: str) -> None:
@@ -103,33 +90,24 @@ class Image:
 
     @cached_property
     def cached_bytes(self) -> int:
-        """Bytes of the data that were in the page cache when this was asked first."""
+        """Bytes of the data in the page cache when this was first asked."""
         with self._map() as block:
             return block._resident_range(0, block.nbytes)
 
     def is_cached(self) -> bool:
-        """Tell whether most of it is in the page cache."""
+        """Whether most of it is in the page cache."""
         return self.cached_bytes >= loading.MOSTLY * self.data_bytes
 
     def map(self, threads: int, progress: Progress | None = None) -> Block:
-        """Map the data read-only, once its bytes are those that were written.
+        """Map the data read-only in whole pages, and check its bytes.
 
-        Parameters
-        ----------
-        threads : int
-            That bring it into the page tables, and hash it.
-        progress : callable, optional
-            Called with the bytes that are done and all bytes; what it raises stops the work.
-
-        Returns
-        -------
-        Block
-            Of the data, in whole pages.
+        `threads` bring it into the page tables and hash it. `progress` is called with the bytes
+        done and all bytes; an exception from it stops the work.
 
         Raises
         ------
         FormatError
-            A tensor's bytes are not those of its hash, or the disk has lost some.
+            The hash of a tensor does not match, or the disk has lost bytes.
         CapacityError
             It cannot stay in RAM.
         OSError
@@ -139,8 +117,8 @@ class Image:
         try:
             if not self.is_staged:
                 limits.require_cached(block.nbytes, self.cached_bytes, f"mapping {self.path}")
-                # Then the kernel reads ahead in huge pages, where the file system has them.
-                with suppress(OSError):  # a kernel without them
+                # Then the kernel reads ahead in huge pages, if the file system has them.
+                with suppress(OSError):  # the kernel has none
                     block.advise("hugepage")
             with self._loss_as_damage():
                 self._warm(block, threads, progress)
@@ -155,7 +133,7 @@ class Image:
         return block
 
     def _warm(self, block: Block, threads: int, progress: Progress | None) -> None:
-        """Bring it in, by pieces, between which an interrupt comes; that is half of the work."""
+        """Bring it in by pieces, so that it can be interrupted; that is half of the work."""
         if not (self.is_staged or self.is_cached()):
             threads = max(threads, _READERS)
         for begin in range(0, block.nbytes, _WARM_BYTES):
@@ -164,28 +142,16 @@ class Image:
             block._warm_range(begin, min(_WARM_BYTES, block.nbytes - begin), threads)
 
     def read(self, block: Block, base: int, progress: Progress | None = None) -> None:
-        """Read the data into memory of a block, and check it: past the page cache, if not in it.
+        """Read the data into a block and check it, past the page cache unless most of it is there.
 
-        Parameters
-        ----------
-        block : Block
-            Writable, warm or not.
-        base : int
-            Where in it, a multiple of 4096.
-        progress : callable, optional
-            As for `map`, of what is read.
-
-        Raises
-        ------
-        FormatError, OSError
-            As for `map`.
+        `base` is the place in the block, a multiple of 4096. The rest is as for `map`.
         """
         header = self.header
         part = (self._fd, header.data_offset, block, base, header.data_bytes, self.path)
         read = read_parts if self.is_staged or self.is_cached() else loading.read_direct
 
         def tell(done: int, total: int) -> None:
-            if progress is not None and done < total:  # the end is told when it was checked
+            if progress is not None and done < total:  # the end is reported after the check
                 progress(done, total)
 
         with self._loss_as_damage():
@@ -198,7 +164,7 @@ class Image:
             progress(header.data_bytes, header.data_bytes)
 
     def check(self, threads: int | None = None, progress: Progress | None = None) -> None:
-        """Read all of it, and compare every tensor with its hash: raises as `map`."""
+        """Read all of it and compare every tensor with its hash; raise as `map`."""
         with self._map() as block:
             self._check(block, 0, threads or limits.thread_count(), progress)
 
@@ -206,12 +172,12 @@ class Image:
         header = self.header
         try:
             return Block._map_fd(self._fd, header.data_offset, self.data_bytes, "r", self.path)
-        except ValueError:  # the range was inside the file when its header was read
+        except ValueError:  # the range was inside the file before
             raise FormatError("the image has become shorter", None, self.path) from None
 
     @contextmanager
     def _loss_as_damage(self) -> Iterator[None]:
-        """Raise FormatError where bytes cannot be had: cut off, or lost by the disk."""
+        """Raise FormatError for bytes that are cut off, or that the disk has lost."""
         try:
             yield
         except OSError as error:
@@ -238,7 +204,7 @@ class Image:
                 raise FormatError(f"the hash of {tensor.name} does not match", at, self.path)
 
     def close(self) -> None:
-        """Close the descriptor. Twice is no error."""
+        """Close the descriptor. Closing twice is no error."""
         self._fds.close()
         self._fd = -1
 
@@ -255,18 +221,19 @@ class Image:
 
 
 def read_image_header(fd: int, nbytes: int, path: str) -> ImageHeader:
-    """Read and check the header and the table of an image of so many bytes in all."""
-    head = os.pread(fd, HEADER_BYTES + ALIGN, 0)
-    if len(head) >= HEADER_BYTES:
-        # Where the data begins: what it says is checked with the rest.
-        end = int.from_bytes(head[24:32], "little")
-        if HEADER_BYTES + ALIGN < end <= min(nbytes, 1 << 27):
+    """Read and check the header and the table of an image of `nbytes` bytes."""
+    head = os.pread(fd, HEADER.nbytes + ALIGN, 0)
+    if len(head) >= HEADER.nbytes:
+        # Where the data begins; `parse` checks it with the other fields.
+        at = HEADER.offsets["data_offset"]
+        end = int.from_bytes(head[at : at + 8], "little")
+        if HEADER.nbytes + ALIGN < end <= min(nbytes, 1 << 27):
             head = os.pread(fd, end, 0)
     return parse(head, nbytes, path)
 
 
 def is_for(header: ImageHeader, found: Arrangement) -> bool:
-    """Tell whether an image has the tensors of an arrangement, where that puts them."""
+    """Whether an image has exactly the tensors and places of an arrangement."""
     if header.data_bytes != found.nbytes or len(header.tensors) != len(found.slots):
         return False
     return all(
@@ -285,22 +252,11 @@ def pack_image(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> bytes:
-    """Return what is in front of the data of an image.
+    """Return the header and the table of an image.
 
-    Parameters
-    ----------
-    found : Arrangement
-        What is in it.
-    identity, model
-        As in `ImageHeader`.
-    block : Block or None
-        Where the data lies; None for a header of the same length, without hashes.
-    base : int
-        Where in the block.
-    threads : int, optional
-        That hash the data.
-    progress : callable, optional
-        Called with the bytes that are hashed and all bytes; what it raises stops the work.
+    Without a block, the result has the same length, and no hashes. With one, the data at byte
+    `base` is hashed in `threads`. `progress` is called with the bytes hashed and all bytes; an
+    exception from it stops the work.
     """
     tensors = [
         ImageTensor(t.name, t.type, t.ne, order.buffer_type.name, at, order.nbytes, _NO_HASH)
@@ -321,26 +277,14 @@ def write_image(
     base: int,
     check: Callable[[], object],
 ) -> None:
-    """Hash what lies in a block, and write it as an image: all in this thread and one more.
+    """Hash repacked tensors in a block and write them as an image, in this thread and one more.
 
-    Parameters
-    ----------
-    new : NewFile
-        To be published afterwards.
-    found, identity, model, block, base
-        As for `pack_image`; `base` is a multiple of 4096.
-    check : callable
-        Called every few MiB; what it raises ends the work.
-
-    Raises
-    ------
-    OSError
-        It cannot be written.
-    ClosedError
-        The block was closed meanwhile.
+    `base` is a multiple of 4096. `check` is called every few MiB; an exception from it ends the
+    work. The caller publishes the file. It raises OSError if the file cannot be written, and
+    ClosedError if the block was closed meanwhile.
     """
     head = pack_image(found, identity, model, block, base, 1, lambda *_: check())
-    # What is written past the page cache has to lie in whole pages, as the data does.
+    # Writes past the page cache need memory in whole pages. The data is in such memory.
     room = np.empty(len(head) + ALIGN, np.uint8)
     pages = room[-room.ctypes.data % ALIGN :][: len(head)]
     pages[:] = np.frombuffer(head, np.uint8)
@@ -362,7 +306,7 @@ def _second_half(progress: Progress | None) -> Progress | None:
 
 
 def _is_in_memory(fd: int) -> bool:
-    # Files in shared memory have seals, and no others have.
+    # Only files in shared memory have seals.
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -379,7 +323,7 @@ def _hash_tensors(
     *,
     path: str | None = None,
 ) -> list[str]:
-    """Hash tensors in memory, the largest first; what is mapped of a file, under the guard."""
+    """Hash tensors in memory, the largest first; a mapped file is read under the guard."""
     digests = [""] * len(tensors)
     work = iter(sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes))
     total, done = sum(tensor.nbytes for tensor in tensors), 0
@@ -423,7 +367,7 @@ def _hash(
             break
         piece = memory[begin : begin + _PIECE_BYTES]
         if copy is not None:
-            # A file that is truncated meanwhile is an error here, and no signal.
+            # If the file is truncated meanwhile, that is an error here, and no signal.
             guard.copy(copy, piece.ctypes.data, piece.nbytes, path)
             piece = copy[: piece.nbytes]
         hasher.update(piece.data)

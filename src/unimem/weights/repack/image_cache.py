@@ -1,7 +1,6 @@
-"""The folder that keeps repacked images on disk: found again, replaced whole, and never too many.
+"""The folder that keeps repacked images on disk, within a budget.
 
-There is no index that could be wrong: an image is found by its name, which is the hash of all that
-its bytes depend on. The time of its last use is that of its file.
+The name of an image is the hash of all that its bytes depend on.
 """
 
 from __future__ import annotations
@@ -16,16 +15,23 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from unimem.base.arguments import file_path
-from unimem.base.atomic_file import NewFile
-from unimem.base.cache_folder import OTHERS_WRITE, cache_folder, check_own_folder, default_bytes
+from unimem.base.atomic_file import TEMPORARY, NewFile
+from unimem.base.cache_folder import (
+    OTHERS_WRITE,
+    BudgetFolder,
+    CachedFile,
+    cache_folder,
+    check_own_folder,
+    default_bytes,
+)
 from unimem.base.text import format_bytes
 from unimem.errors import FormatError
 from unimem.remote.client import is_url
 from unimem.system import policy
 from unimem.weights.files import identity_of
+from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.repack.image import Image, is_for, pack_image
 from unimem.weights.repack.image_format import image_bytes, key_of
-from unimem.weights.repack.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
 __all__ = [
@@ -39,16 +45,17 @@ __all__ = [
 CacheChoice = bool | str | os.PathLike[str] | None
 
 _SUFFIX = ".repacked"
-_TEMPORARY = ".unimem-tmp"  # of `atomic_file`
+_IMAGE = re.compile(rf"[^.].*{re.escape(_SUFFIX)}", re.S)
+_LEFT_BEHIND = re.compile(rf"\..*({re.escape(TEMPORARY)}|\.lock)", re.S)
 _SIZE = re.compile(r"([0-9]{1,15})([kmgt]?)(i?b)?", re.I | re.A)
 _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
-# ---- which folder -------------------------------------------------------------------------------
+# ---- the choice of a folder ---------------------------------------------------------------------
 
 
 def check_cache(cache: CacheChoice) -> None:
-    """Raise TypeError or ValueError for what is no `CacheChoice`."""
+    """Raise TypeError or ValueError unless the value is a `CacheChoice`."""
     if cache is not None and not isinstance(cache, bool):
         try:
             file_path(cache, "cache")
@@ -61,26 +68,20 @@ def check_cache(cache: CacheChoice) -> None:
 def choose_cache(
     contents: Contents, cache: CacheChoice, *, create: bool = True
 ) -> ImageCache | None:
-    """Choose where the image of a model is kept; None where it is not.
+    """Choose where the image of a model is kept; None to keep no image.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model.
-    cache : bool or path-like, optional
-        False: nowhere. True: in `cache_folder`. A path: in this folder. None: as True, unless
-        another user owns or may write a file of the model, or the folder that it lies in.
-    create : bool
-        Whether the folder is made, and the size of the cache checked: False only looks.
+    `cache` is False for nowhere, True for `cache_folder`, or a path. None is as True, unless
+    another user owns or may write to a file of the model or its folder. With `create`, the folder
+    is made and the size of the cache is checked.
 
     Raises
     ------
     TypeError
-        None of these.
+        `cache` is none of these.
     ValueError
         ``UNIMEM_CACHE_BYTES`` is no size.
     OSError
-        The folder that was asked for cannot be used.
+        The requested folder cannot be used.
     """
     if cache is False:
         return None
@@ -100,12 +101,12 @@ def choose_cache(
             return None
         raise
     if create:
-        found.most_bytes()  # before anything is repacked that could not be kept
+        found.most_bytes()  # so that a wrong size is refused before the model is repacked
     return found
 
 
 def _file_without_version(contents: Contents) -> str:
-    """Return a file on a server that may be another one the next time; "" for none."""
+    """Return a file on a server that reports no version; "" if all have versions."""
     files = (part.file for part in contents._parts)
     return next((one.path for one in files if is_url(one.path) and not one.version[3]), "")
 
@@ -132,20 +133,14 @@ class CachedImage(NamedTuple):
 
     Attributes
     ----------
-    key : str
-        Its name: the hash of what its bytes depend on.
-    path : str
-        Its file.
-    nbytes : int
-        Bytes of the file.
+    key, path, nbytes : str, str, int
+        Its name (the hash of all that its bytes depend on), its file, and the file's bytes.
     used : float
-        When it was used last: seconds since 1970.
-    model : str or None
-        The model that it was made of; None of one that is damaged.
-    current : bool
-        Whether that model is still what it was.
+        When it was last used, in seconds since 1970.
+    model, current : str or None, bool
+        The model that it was made from, and whether that is unchanged.
     problem : str or None
-        What is wrong with it.
+        The fault of a damaged image, whose model is None.
     """
 
     key: str
@@ -158,43 +153,25 @@ class CachedImage(NamedTuple):
 
 
 class ImageCache:
-    """A folder of images, of this user. Any number of threads and processes may use it.
+    """A folder of images of this user. Any number of threads and processes may use it.
 
-    Parameters
-    ----------
-    folder : str
-        Its absolute path.
-    create : bool
-        Whether to make it where there is none.
-
-    Raises
-    ------
-    OSError
-        It cannot be made or looked at; PermissionError where other users own it or may write it.
+    `folder` is its absolute path; `create` makes a missing one. It raises OSError if the folder
+    cannot be made or examined, and PermissionError if other users own it or may write to it.
     """
 
     def __init__(self, folder: str, *, create: bool = False) -> None:
         self.folder = folder
+        self._files = BudgetFolder(folder, _IMAGE)
         check_own_folder(folder, create=create)
 
     def path_of(self, key: str) -> str:
-        """Return the file of an image, there or not."""
+        """Return the path of an image, whether it exists or not."""
         return os.path.join(self.folder, key + _SUFFIX)
 
     def find(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
-        """Open the image of a model, and note that it was used; one that is damaged is removed.
+        """Open the image of a model and note its use; remove a damaged image.
 
-        Parameters
-        ----------
-        found : Arrangement
-            What of the model is repacked.
-        identity : dict
-            What the image has to be.
-
-        Returns
-        -------
-        Image or None
-            Its header was checked, and its data is not read yet.
+        Its header is checked, and its data is not read yet.
         """
         self._sweep()
         key = key_of(identity)
@@ -203,7 +180,7 @@ class ImageCache:
         except FormatError as error:
             self.discard(key, str(error))
             return None
-        except OSError:  # there is none, or none of this user
+        except OSError:  # missing, or another user's
             return None
         if image.header.key != key or not is_for(image.header, found):
             image.close()
@@ -214,7 +191,7 @@ class ImageCache:
         return image
 
     def look(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
-        """Open the image of a model as `find`, and change nothing; one that is damaged is none."""
+        """Open the image of a model as `find`, without changes; None for a damaged image."""
         key = key_of(identity)
         try:
             image = Image(self.path_of(key))
@@ -226,23 +203,23 @@ class ImageCache:
         return None
 
     def discard(self, key: str, why: str) -> None:
-        """Remove an image that is damaged, and say so in a warning."""
+        """Remove a damaged image, with a warning."""
         with suppress(OSError):
             os.unlink(self.path_of(key))
         policy.warn(f"a repacked image of the cache was removed: {why}")
 
     @contextmanager
     def making(self, identity: dict[str, Any]) -> Iterator[None]:
-        """Wait until no other process makes this image, and keep others from it."""
+        """Hold the lock of this image, so that only one process makes it at a time."""
         path = os.path.join(self.folder, f".{key_of(identity)}.lock")
         with ExitStack() as undo:
-            with suppress(OSError):  # without a lock both make it, and one result stays
+            with suppress(OSError):  # without a lock, both make it and one result stays
                 while True:
                     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                     with ExitStack() as closes:
                         closes.callback(os.close, fd)
                         fcntl.flock(fd, fcntl.LOCK_EX)
-                        # Who had it before has removed it.
+                        # The process that held the lock before may have removed the file.
                         if os.fstat(fd).st_nlink and os.path.samestat(os.stat(path), os.fstat(fd)):
                             closes.pop_all()
                             undo.callback(_unlock, path, fd)
@@ -250,25 +227,16 @@ class ImageCache:
             yield
 
     def new_file(self, found: Arrangement, identity: dict[str, Any], model: str) -> NewFile:
-        """Begin an image, and remove those for which there is no room any more.
+        """Begin an image, and remove the least recently used images to make room.
 
-        Parameters
-        ----------
-        found, identity
-            As for `find`.
-        model : str
-            The path of the model, for `list`.
-
-        Returns
-        -------
-        NewFile
-            With its room on the disk; to be written (`write_image`), and published.
+        The room on the disk is allocated; the caller writes (`write_image`) and publishes the file.
+        `model` is the path of the model, for `images`.
 
         Raises
         ------
         OSError
-            It is larger than all that is kept may be, and nothing has changed; or there is no room
-            on the disk, and those that made room for it are gone.
+            The image is larger than the budget, and nothing has changed; or the disk is full, and
+            the images that made room are gone.
         ValueError
             The model has too many tensors.
         """
@@ -282,9 +250,11 @@ class ImageCache:
                 ": UNIMEM_CACHE_BYTES sets that",
                 path,
             )
-        self._make_room(most - nbytes, keep=path)
+        self._sweep()
+        others = [file for file in self._files.files() if file.name != os.path.basename(path)]
+        self._files.remove_oldest(others, sum(file.nbytes for file in others) + nbytes - most)
         with suppress(FileNotFoundError):
-            if not stat.S_ISREG(os.lstat(path).st_mode):  # which would not be replaced
+            if not stat.S_ISREG(os.lstat(path).st_mode):  # NewFile would not replace it
                 os.unlink(path)
         with ExitStack() as undo:
             new = undo.enter_context(NewFile(path))
@@ -293,12 +263,9 @@ class ImageCache:
         return new
 
     def most_bytes(self) -> int:
-        """Return what all images may take: ``UNIMEM_CACHE_BYTES``, or a tenth of the file system.
+        """Return the budget: ``UNIMEM_CACHE_BYTES``, or a tenth of the file system.
 
-        Raises
-        ------
-        ValueError
-            The variable is no size.
+        It raises ValueError if the variable is no size.
         """
         text = os.environ.get("UNIMEM_CACHE_BYTES", "")
         if not text:
@@ -308,43 +275,28 @@ class ImageCache:
             raise ValueError(f"UNIMEM_CACHE_BYTES: expected a size as 20G, got {text!r:.40}")
         return int(found[1]) * _SCALES[found[2].lower()]
 
-    def _make_room(self, most: int, *, keep: str) -> None:
-        """Remove what was used longest ago, until the rest takes at most so many bytes."""
-        self._sweep()
-        files = [entry for entry in self._files() if entry[0] != keep]
-        total = sum(info.st_size for _, info in files)
-        for path, info in sorted(files, key=lambda entry: entry[1].st_mtime_ns):
-            if total <= most:
-                break
-            with suppress(OSError):
-                os.unlink(path)
-                total -= info.st_size
-
-    def _files(self) -> list[tuple[str, os.stat_result]]:
-        found = []
-        for name in os.listdir(self.folder):
-            if name.endswith(_SUFFIX) and not name.startswith("."):
-                path = os.path.join(self.folder, name)
-                with suppress(OSError):
-                    info = os.stat(path, follow_symlinks=False)
-                    if stat.S_ISREG(info.st_mode):
-                        found.append((path, info))
-        return found
-
     def _sweep(self) -> None:
-        """Remove what processes that were killed have left: what nobody has locked."""
-        for name in os.listdir(self.folder):
-            if name.startswith(".") and name.endswith((_TEMPORARY, ".lock")):
-                with suppress(OSError):
-                    _remove_unlocked(os.path.join(self.folder, name))
+        """Remove unlocked temporary files and locks, which killed processes have left."""
+        self._files.sweep(_LEFT_BEHIND)
 
     def images(self) -> list[CachedImage]:
-        """List the images, the one that was used last in front; data is not read."""
-        found = [_describe(path, info) for path, info in self._files()]
+        """List the images, the most recently used first; data is not read."""
+        found = [self._describe(file) for file in self._files.files()]
         return sorted(found, key=lambda image: (-image.used, image.key))
 
+    def _describe(self, file: CachedFile) -> CachedImage:
+        path, key = os.path.join(self.folder, file.name), file.name.removesuffix(_SUFFIX)
+        model, current, problem = None, False, None
+        try:
+            with Image(path) as image:
+                model = image.header.model
+                current = _is_current(image.header.identity, model)
+        except (OSError, FormatError) as error:
+            problem = error.rule if isinstance(error, FormatError) else error.strerror or str(error)
+        return CachedImage(key, path, file.nbytes, file.used_ns / 1e9, model, current, problem)
+
     def drop(self, images: Sequence[CachedImage]) -> None:
-        """Remove images; processes that have one mapped keep it."""
+        """Remove images; processes that have an image mapped keep it."""
         self._sweep()
         for image in images:
             with suppress(FileNotFoundError):
@@ -353,13 +305,7 @@ class ImageCache:
     def verify(
         self, image: CachedImage, progress: Callable[[int, int], object] | None = None
     ) -> str | None:
-        """Read an image, and compare every hash: returns what is wrong, and removes it then.
-
-        Raises
-        ------
-        OSError
-            It cannot be read.
-        """
+        """Read an image and compare every hash; remove a damaged image and return its fault."""
         try:
             with Image(image.path) as opened:
                 if opened.header.key != image.key:
@@ -383,27 +329,6 @@ def _unlock(path: str, fd: int) -> None:
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)  # a forked child has the descriptor, too
     os.close(fd)
-
-
-def _remove_unlocked(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)
-    finally:
-        os.close(fd)
-
-
-def _describe(path: str, info: os.stat_result) -> CachedImage:
-    key = os.path.basename(path).removesuffix(_SUFFIX)
-    model, current, problem = None, False, None
-    try:
-        with Image(path) as image:
-            model = image.header.model
-            current = _is_current(image.header.identity, model)
-    except (OSError, FormatError) as error:
-        problem = error.rule if isinstance(error, FormatError) else error.strerror or str(error)
-    return CachedImage(key, path, info.st_size, info.st_mtime, model, current, problem)
 
 
 def _is_current(identity: dict[str, Any], model: str) -> bool:

@@ -1,10 +1,9 @@
-"""What a repacked image is of and for: a model, a build of ggml, a CPU, and how both order bytes.
+"""The identity of a repacked image: a model, a build of ggml, a CPU, and the order of bytes.
 
-Two identities are equal where the bytes are the same. The model is known by its fingerprint (its
-headers and sizes) and by what the file system says of each file: device, inode, size, and the times
-of the last change of its data and of its inode. Nothing of its data is read. ggml is known by its
-version and by the hash of its files, the CPU by the features that ggml finds. The probe is what
-they do: a known pattern in each order, hashed.
+Equal identities mean equal bytes. The model is identified by its fingerprint (headers and sizes),
+and by each file's device, inode, size, and times of the last change of its data and its inode. None
+of its data is read. ggml is identified by its version and the hash of its files, and the CPU by the
+features that ggml finds. The probe is the hash of a known pattern in each order.
 """
 
 from __future__ import annotations
@@ -17,29 +16,20 @@ from typing import Any
 
 import xxhash
 
-from unimem.weights.repack.repacked import Arrangement
+from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.tensors import Contents
 
 __all__ = ["identify"]
 
 _ALIGN = 4096
-_WIDTH, _ROWS = 512, 64  # of a pattern: what every order interleaves divides both
+_WIDTH, _ROWS = 512, 64  # of a pattern: multiples of what any order interleaves
 
 
 def identify(contents: Contents, found: Arrangement) -> dict[str, Any]:
-    """Tell what an image of a model has to be, here and now.
+    """Return the identity that an image of a model has to have, here and now.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model; its headers are all that is needed.
-    found : Arrangement
-        What of it is repacked.
-
-    Returns
-    -------
-    dict
-        ``model``, ``files``, ``ggml`` and ``probe``, of what JSON can hold.
+    It has ``model``, ``files``, ``ggml`` and ``probe``, as JSON can hold them. Only headers of the
+    model are read.
     """
     from unimem.backends import ggml_orders
 
@@ -52,7 +42,7 @@ def identify(contents: Contents, found: Arrangement) -> dict[str, Any]:
 
 
 def _probe(found: Arrangement) -> dict[str, str]:
-    """Hash a known pattern in each order: one for all tensors that the same code multiplies."""
+    """Hash a known pattern in each order: one pattern for all tensors of the same kernel."""
     shapes: dict[tuple[int, int, int], tuple[int, ...]] = {}
     names: dict[tuple[int, int, int], str] = {}
     for tensor, order, _ in found.slots:
@@ -66,7 +56,7 @@ def _probe(found: Arrangement) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=1024)
 def _pattern_shape(kind: int, ne: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a small shape that the same code orders; that of the tensor, where there is none."""
+    """Return a small shape that the same code orders, or else the tensor's shape."""
     from unimem.backends.ggml_orders import find_order
 
     wanted = find_order(kind, ne)

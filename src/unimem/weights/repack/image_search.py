@@ -1,4 +1,4 @@
-"""The image of a model that is staged, or kept in the cache."""
+"""The search for the image of a model: staged, or kept in the cache."""
 
 from __future__ import annotations
 
@@ -14,30 +14,21 @@ from unimem.remote.client import is_url
 from unimem.staging.keeper import holders
 from unimem.system import policy
 from unimem.system.placement import Pages
+from unimem.weights.repack.arrangement import Arrangement
 from unimem.weights.repack.image import IMAGE_NAME, Image, is_for, write_image
 from unimem.weights.repack.image_cache import CacheChoice, choose_cache
 from unimem.weights.repack.image_format import key_of
 from unimem.weights.repack.image_identity import identify
 from unimem.weights.repack.image_writer import Keeping
-from unimem.weights.repack.repacked import Arrangement
 from unimem.weights.tensors import Contents
 
 __all__ = ["Images", "is_mapped", "look"]
 
 
 class Images:
-    """Where the image of one model may be, and where it is kept. For one thread.
+    """The places where the image of one model may be, and where it is kept. For one thread.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model.
-    found : Arrangement
-        What of it is repacked.
-    cache : bool or path-like, optional
-        As for `choose_cache`; with False, what is staged is not used, either.
-    create : bool
-        As for `choose_cache`.
+    `cache` and `create` are as for `choose_cache`; with False, staged images are not used, either.
     """
 
     def __init__(
@@ -50,20 +41,20 @@ class Images:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What an image of this model has to be, here and now."""
+        """The identity that an image of this model has to have, here and now."""
         return identify(self._contents, self._found)
 
     def find(self) -> Image | None:
-        """Open the image that is staged, or else the one of the cache; None where there is none."""
+        """Open the staged image, or else the image of the cache; None without either."""
         image = None if self._is_off else self._find_staged()
         return self.find_kept() if image is None else image
 
     def find_kept(self) -> Image | None:
-        """Open the image of the cache; None where there is none."""
+        """Open the image of the cache; None without one."""
         return None if self._cache is None else self._cache.find(self._found, self.identity)
 
     def look(self) -> Image | None:
-        """Open the image that `find` would open now, and change nothing."""
+        """Open the image that `find` would open now, without changes."""
         image = self._find_staged()
         if image is None and self._cache is not None:
             image = self._cache.look(self._found, self.identity)
@@ -73,7 +64,7 @@ class Images:
         for path in self._staged_paths():
             try:
                 image = Image(path)
-            except (OSError, FormatError):  # there is none, or it is somebody's file
+            except (OSError, FormatError):  # missing, or another kind of file
                 continue
             key = image.header.key
             if (
@@ -86,33 +77,30 @@ class Images:
         return None
 
     def _staged_paths(self) -> Iterator[str]:
-        """Give where it may be staged: beside a link by which the model was opened, or elsewhere.
+        """Give the paths where it may be staged.
 
-        That is by a process that a command has left, or by any that called `stage`.
+        These are beside the link by which the model was opened, and in the processes that keep
+        staged models: keepers that a command has left, and processes that called `stage`.
         """
         parts = self._contents._parts
         if is_url(parts[0].file.path):
             return
         yield os.path.join(os.path.dirname(parts[0].file.absolute_path), IMAGE_NAME)
         files = [part.file.identity for part in parts]
-        with suppress(PlacementError):  # no holder can be seen here
+        with suppress(PlacementError):  # this system hides them
             for held in holders():
                 if held.is_repacked and [version for _, version in held.versions] == files:
                     yield held.paths[0]
 
     def making(self) -> AbstractContextManager[None]:
-        """Wait until no other process makes the image that is kept, and keep others from it."""
+        """Hold the lock of the kept image, so that only one process makes it at a time."""
         return nullcontext() if self._cache is None else self._cache.making(self.identity)
 
     def keep(self, block: Block, base: int, made: ExitStack) -> Keeping | None:
-        """Prepare to keep the image; where it cannot be, a warning says so if it was asked for.
+        """Prepare to keep the image; if that fails and was requested, there is a warning.
 
-        Parameters
-        ----------
-        block, base
-            Where it lies, as it stays until that is ended.
-        made : ExitStack
-            With `making`; closed when the image is kept.
+        The memory with the data stays until the result is ended. `made` holds `making`, and is
+        closed when the image is kept.
         """
         if self._cache is None:
             return None
@@ -136,34 +124,31 @@ class Images:
             return None
 
     def discard(self, image: Image, error: FormatError) -> None:
-        """Remove an image whose bytes are damaged; what is staged stays its keeper's."""
+        """Remove a damaged image; a staged one stays with its keeper."""
         if self._cache is not None and not image.is_staged:
             self._cache.discard(image.header.key, str(error))
 
 
 def look(contents: Contents, found: Arrangement) -> Image | None:
-    """Look which image `repack` would take of a model by default; nothing is made or removed.
+    """Find the image that `repack` would take for a model by default, without changes.
 
-    Returns
-    -------
-    Image or None
-        Closed: it tells what it is, and how much of it was in RAM.
+    It is closed; its header is known, and how much of it was in RAM.
     """
     try:
         image = Images(contents, found, None, create=False).look()
         if image is None:
             return None
         with image:
-            _ = image.cached_bytes  # which stays known
+            _ = image.cached_bytes  # asked while it is open
             return image
-    except (OSError, FormatError):  # it has just become another one
+    except (OSError, FormatError):  # it was replaced meanwhile
         return None
 
 
 def is_mapped(image: Image, pages: Pages, numa: object) -> bool:
-    """Whether a mapping is the memory that was asked for; then later starts share its pages.
+    """Whether a mapping of the image satisfies the requested placement.
 
-    Otherwise it is read into memory that is placed as it was asked for.
+    Later starts share the pages of a mapping. Otherwise the image is read into placed memory.
     """
     mappable = ("auto", "4k", "thp") if image.is_staged else ("auto", "4k")
     return numa is None and pages in mappable

@@ -1,4 +1,4 @@
-"""Writing a repacked image while its model is used already."""
+"""Writing a repacked image in a thread, while its model is in use."""
 
 from __future__ import annotations
 
@@ -12,29 +12,23 @@ from unimem.base.threads import wait_until
 
 __all__ = ["Keeping"]
 
-_NICE = 10  # what computes goes first, and who waits for the image still gets it soon
+_NICE = 10  # computing goes first, and the image is still written soon
 _running: set[Keeping] = set()
 
 
 class _CancelledError(Exception):
-    """The image is not wanted any more."""
+    """The image is no longer wanted."""
 
 
 class Keeping:
     """An image that a thread of low priority writes. Ending it is for one thread at a time.
 
-    A process that ends waits for it, an interrupt gives it up, and a process that is killed leaves
-    a temporary file that the next one removes. A forked child has nothing of it.
+    At its end a process waits for the image, and an interrupt gives it up. A killed process leaves
+    a temporary file, which the next writer removes. A forked child does not write it.
 
-    Parameters
-    ----------
-    write : callable
-        Writes the image. It is given a callable to call every few MiB, and lets through what that
-        raises.
-    closes : ExitStack
-        Closed in the thread when `write` has ended.
-    failed : callable
-        Told the error that has ended `write`, by the thread that ends this.
+    `write` gets a callable, calls it every few MiB, and passes on its exceptions. `closes` is
+    closed in the thread when `write` has ended. `failed` is called with the error of `write`, in
+    the thread that ends this.
     """
 
     def __init__(
@@ -47,12 +41,12 @@ class Keeping:
         self._pid = os.getpid()
         self._is_cancelled = False
         self._error: Exception | None = None
-        self._begun = threading.Lock()  # taken by what closes `closes`
+        self._begun = threading.Lock()  # held by the thread that closes `closes`
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin to write. Where no thread can be started, that is told as what has failed."""
-        # A thread that Python does not wait for: `_end_all` does, and can be interrupted.
+        """Begin to write. If no thread can be started, `failed` gets that error."""
+        # A daemon thread, since the wait of `_end_all` can be interrupted, and Python's cannot.
         thread = threading.Thread(target=self._run, name="unimem image", daemon=True)
         _running.add(self)
         try:
@@ -72,12 +66,12 @@ class Keeping:
         except _CancelledError:
             pass
         except Exception as error:
-            self._error = error.with_traceback(None)  # which would keep the memory
+            self._error = error.with_traceback(None)  # a traceback would keep the memory
         finally:
             self._finish()
 
     def _finish(self) -> None:
-        del self._write  # which keeps the memory
+        del self._write  # it keeps the memory
         _running.discard(self)
         self._ended.set()
 
@@ -86,13 +80,7 @@ class Keeping:
             raise _CancelledError
 
     def end(self, *, cancel: bool = False) -> None:
-        """Wait until the image is kept, or given up.
-
-        Parameters
-        ----------
-        cancel : bool
-            Whether to give it up now. An interrupt meanwhile does so, too.
-        """
+        """Wait until the image is kept or given up: by `cancel`, or by an interrupt."""
         if os.getpid() != self._pid:
             return
         self._is_cancelled = self._is_cancelled or cancel

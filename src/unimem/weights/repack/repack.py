@@ -1,4 +1,4 @@
-"""Repacking weights: read past the page cache, piece by piece, in threads on the right nodes."""
+"""Repacking weights: pieces are read past the page cache, in threads on the right nodes."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ from unimem.weights.page_cache import (
     runs_beside,
     write_back,
 )
+from unimem.weights.repack.arrangement import Arrangement, Slot, arrange, new_buffers
 from unimem.weights.repack.image import Image
 from unimem.weights.repack.image_cache import CacheChoice, check_cache
 from unimem.weights.repack.image_search import Images, is_mapped
-from unimem.weights.repack.repacked import Arrangement, Repacked, Slot, arrange, new_buffers
+from unimem.weights.repack.repacked import Repacked
 from unimem.weights.tensors import Contents
 
 __all__ = [
@@ -57,12 +58,12 @@ __all__ = [
 ]
 
 STAGING_SHARE = 100
-"""What is read, not yet repacked, takes a hundredth of the model, if pieces can be so small."""
+"""Memory for pieces before they are repacked: a hundredth of the model, if pieces allow it."""
 
 _ALIGN = 4096  # of reads past the page cache
 _ROWS = 64  # a multiple of the rows that any order interleaves
 _TICK = 0.05  # seconds between two calls of a callback
-_MOST_BYTES, _LEAST_BYTES = 4 << 20, 256 << 10  # of a piece, where a type allows pieces
+_MOST_BYTES, _LEAST_BYTES = 4 << 20, 256 << 10  # of a piece, if a type allows pieces
 
 
 def repack(
@@ -75,53 +76,53 @@ def repack(
 ) -> Repacked:
     """Put weights in the order that ggml multiplies fastest on this CPU, in placed memory.
 
-    Matrices that have such an order are read past the page cache, or out of it, and dropped from
-    it, unless others have the file mapped: memory is not doubled. `weights` stay as they are, and
-    so do their arrays: what is asked for of a mapped file is read from it again.
+    Matrices with such an order are read past the page cache, or from it, and dropped from it unless
+    other processes have the file mapped: memory is not doubled. `weights` and their arrays stay as
+    they are, and a mapped file is read again where it is used.
 
-    Where an image of them is staged (``unimem stage --repack``) or kept in the cache, that is
-    mapped or read instead; docs/images.md says when, and what is checked. Otherwise one is written
-    to the cache while they are used already; closing waits for that.
+    If an image of them is staged (``unimem stage --repack``) or kept in the cache, it is mapped or
+    read instead; docs/images.md says when, and what is checked. Otherwise an image is written to
+    the cache while the weights are in use; closing waits for that.
 
     Parameters
     ----------
     weights : Weights
-        An opened model, mapped or in memory of its own, where it stays.
+        An opened model, mapped or in memory of its own. It stays there.
     tape : Tape, optional
-        What the memory is taken from, instead of a block of its own: then placement is the tape's.
+        A tape to take the memory from, with its placement, instead of a block.
     cache : bool or path-like, optional
-        Where an image is kept for the next start: True, in the cache folder; a path, in this
-        folder; False, nowhere, and none is used that is there. By default as True, unless another
-        user owns or may write the model or its folder.
+        Where to keep an image for the next start: True for the cache folder, or a path. With False,
+        no image is kept or used. The default is as True, unless another user owns or may write to
+        the model or its folder.
     progress : callable, optional
         Called with the bytes of the file that are repacked and all such bytes, in this thread, at
-        most 20 times a second, and once at the end. What it raises, as an interrupt does, stops the
-        work: nothing stays taken, and no thread is left.
+        most 20 times a second, and once at the end. An exception from it, or an interrupt, stops
+        the work: no memory stays taken, and no thread is left.
     **placement
-        See `PlacementOptions`. The memory is warm anyway.
+        See `PlacementOptions`. The memory is always warm.
 
     Returns
     -------
     Repacked
-        Without tensors, and with a `PlacementWarning`, where none has another order here.
+        Without tensors, and with a `PlacementWarning`, if no tensor has another order here.
 
     Raises
     ------
     CapacityError, PlacementError, MemoryError
-        It does not fit, or not as it was asked for; nothing was taken.
+        The weights do not fit, or not with this placement; nothing was taken.
     TapeFull, FrozenError, ClosedError
-        The tape has no room, or is frozen, or was cleared or closed meanwhile.
+        The tape is full or frozen, or was cleared or closed meanwhile.
     OSError
         A file cannot be read, has become shorter, or was replaced or written to meanwhile.
     ImportError
         ggml-python is not installed.
     TypeError, ValueError
-        An option that is unknown, or that does not go with another.
+        An option is unknown, or contradicts another.
 
     Notes
     -----
-    The order is ggml's own (`unimem.backends.ggml_orders`); docs/weights.md says which types have
-    one. Threads are pinned to the CPUs of the nodes that the memory is placed on.
+    The order is ggml's own (`unimem.backends.ggml_orders`); docs/weights.md lists the types that
+    have one. Threads are pinned to the CPUs of the nodes that the memory is placed on.
 
     Examples
     --------
@@ -159,7 +160,7 @@ def repack(
         if keeping is not None:
             undo.callback(keeping.end, cancel=True)
             keeping.start()
-            if tape is not None:  # which may take the memory back at any time
+            if tape is not None:  # a tape may take the memory back at any time
                 keeping.end()
         made = Repacked(found, work.block, work.base, work.lifetime, tape, path, keeping)
         weights._repacked.add(made)
@@ -169,7 +170,7 @@ def repack(
 
 
 class _Request:
-    """One call of `repack`: where the tensors lie in the end."""
+    """One call of `repack`, with the memory that it has filled."""
 
     block: Block
     base: int
@@ -188,7 +189,7 @@ class _Request:
         self._name = weights.files[0]
 
     def from_image(self, images: Images, image: Image | None, undo: ExitStack) -> str | None:
-        """Take an image that was found; None where none was, or it is damaged."""
+        """Take an image and return its path; None without one, or if it is damaged."""
         if image is None:
             return None
         with image:
@@ -203,7 +204,7 @@ class _Request:
         return image.path
 
     def place(self, fill: Callable[[Block, int], object], undo: ExitStack) -> None:
-        """Fill memory of the tape, or of a block of its own."""
+        """Fill memory of the tape, or of a new block."""
         found, tape = self._found, self._tape
         with ExitStack() as attempt:
             self.lifetime = Lifetime(self._name)
@@ -252,14 +253,14 @@ class _Request:
             undo.push(attempt.pop_all())
 
     def _tell(self, done: int, of: int) -> None:
-        """Tell the progress of an image as the share of what is repacked that it is."""
+        """Report the progress of an image as a share of the repacked bytes."""
         total = self._found.source_bytes
         if self._progress is not None:
             self._progress(done * total // of, total)
 
 
 def why_nothing(contents: Contents) -> str:
-    """Say why nothing of a model is repacked."""
+    """Say why no tensor of a model is repacked."""
     types = ", ".join(contents.by_type())
     return f"no tensor has an order of its own on this CPU (types: {types})"
 
@@ -268,7 +269,7 @@ def why_nothing(contents: Contents) -> str:
 
 
 class _Piece(NamedTuple):
-    """Some rows of a tensor, or all: where they are in a file, and where they go."""
+    """Some rows of a tensor, or all, with their places in the file and in the memory."""
 
     slot: Slot
     ne: tuple[int, ...]
@@ -280,8 +281,8 @@ class _Piece(NamedTuple):
 def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
     """Cut tensors into pieces that suit the threads.
 
-    They are as in the files, so that memory comes as the page cache goes; but what stays whole and
-    is large comes first, so that no thread is left with it.
+    The pieces have the order of the files, so that memory grows as the page cache shrinks. Large
+    whole tensors are first, so that no thread is left with one at the end.
     """
     pieces = []
     for slot in found.slots:
@@ -299,7 +300,7 @@ def _cut(found: Arrangement, n_threads: int) -> list[_Piece]:
 
 
 def _count_rows(slot: Slot, found: Arrangement, n_threads: int) -> tuple[int, int]:
-    """Count the rows of a tensor, and those of its pieces: all where it stays whole."""
+    """Count the rows of a tensor, and of its pieces: all rows if it stays whole."""
     from unimem.backends.ggml_orders import are_rows_apart
 
     most = found.source_bytes // (STAGING_SHARE * n_threads)
@@ -312,14 +313,14 @@ def _count_rows(slot: Slot, found: Arrangement, n_threads: int) -> tuple[int, in
 
 
 def _slots_of(n_threads: int, piece_bytes: int, source_bytes: int) -> tuple[int, int]:
-    """Choose how many threads read, and the bytes of staging memory that each of them has."""
+    """Choose how many threads read, and the bytes of staging memory for each of them."""
     slot_bytes = (piece_bytes // _ALIGN + 2) * _ALIGN
     room = max(source_bytes // STAGING_SHARE, n_threads * _LEAST_BYTES)
     return max(1, min(n_threads, room // slot_bytes)), slot_bytes
 
 
 def staging_bytes(found: Arrangement, n_threads: int) -> int:
-    """Bound what is read of mapped files and not yet repacked, with at most so many threads."""
+    """Bound the bytes of mapped files that are read and not yet repacked, with `n_threads`."""
     most = 0
     for slot in found.slots:
         total, n_rows = _count_rows(slot, found, n_threads)
@@ -331,7 +332,7 @@ def staging_bytes(found: Arrangement, n_threads: int) -> int:
 def repack_into(
     weights: Weights, found: Arrangement, block: Block, base: int, progress: Progress | None
 ) -> None:
-    """Write all that is repacked, from byte `base` of a block on."""
+    """Write all repacked tensors to a block, from byte `base` on."""
     most = limits.thread_count()
     pieces = _cut(found, most)
     n_threads = min(most, len(pieces))
@@ -341,7 +342,7 @@ def repack_into(
         return
     names = {slot.tensor.name for slot in found.slots}
     runs = {part.file.path: runs_beside(part, weights, names) for part in weights._parts}
-    # What others have mapped is theirs; the rest would be in RAM twice.
+    # Files that others have mapped stay cached; the rest would be in RAM twice.
     droppable = {
         part.file.path
         for part in weights._parts
@@ -365,9 +366,9 @@ def repack_into(
 
 
 def _unmap(weights: Weights) -> None:
-    """Take files out of this process's page tables: what is mapped cannot be dropped."""
+    """Take files out of this process's page tables, since mapped pages cannot be dropped."""
     for part in weights._parts:
-        with suppress(OSError):  # it is locked, and shall stay
+        with suppress(OSError):  # it is locked, and stays
             part.memory.block.advise("dontneed")
 
 
@@ -377,7 +378,7 @@ def _cached_bytes(weights: Weights) -> int:
 
 
 def _cpus(block: Block, n_threads: int) -> list[int]:
-    """Choose the CPU of each thread: those of the nodes that the block is placed on."""
+    """Choose the CPU of each thread from the nodes that the block is placed on."""
     allowed = limits.cpus()
     numa = policy.parse_numa(block.requested["numa"])
     chosen = policy.warm_cpus(numa, n_threads, limits.nodes(), allowed) or sorted(allowed)
@@ -385,18 +386,9 @@ def _cpus(block: Block, n_threads: int) -> list[int]:
 
 
 class _Repacking:
-    """Pieces that are being repacked. Its threads share it; `read` and `run` are for one.
+    """Pieces that are being repacked. Its threads share it; `read` and `run` are for one thread.
 
-    Parameters
-    ----------
-    pieces : list of _Piece
-        What is to be done.
-    weights : Weights
-        Whose tensors they are.
-    found : Arrangement
-        What is repacked.
-    address : int
-        Where that begins.
+    The result begins at `address`.
     """
 
     def __init__(
@@ -412,7 +404,7 @@ class _Repacking:
         self._done: deque[int] = deque()
 
     def stage(self, staging: Block, slot_bytes: int) -> None:
-        """Use a block for what is read, a slot of so many bytes a thread; with 0, no longer."""
+        """Read into a block with a slot of `slot_bytes` for each thread; 0 releases the block."""
         n = staging.nbytes // slot_bytes if slot_bytes else 0
         self._staging = [staging.as_array("uint8", slot_bytes, i * slot_bytes) for i in range(n)]
 
@@ -423,21 +415,10 @@ class _Repacking:
         flags: int,
         dropped: dict[str, list[tuple[int, int]]],
     ) -> None:
-        """Repack what is in files.
+        """Repack tensors from files, which are opened with these flags.
 
-        Parameters
-        ----------
-        cpus, progress
-            As for `run`.
-        flags : int
-            To open the files with.
-        dropped : dict of str to list of (begin, end)
-            Files that are dropped from the page cache, but for these ranges.
-
-        Raises
-        ------
-        NoDirectReadsError
-            With ``O_DIRECT``, which a file system has not.
+        `dropped` are the files to drop from the page cache, except these ranges. It raises
+        NoDirectReadsError if the flags have ``O_DIRECT`` and a file system lacks it.
         """
         with ExitStack() as opened:
             try:
@@ -460,10 +441,10 @@ class _Repacking:
                 self._fds = {}
             for part in self._parts.values():
                 with reopen(part.file):
-                    pass  # it is the file that it was
+                    pass  # it raises if the file was replaced or written to
 
     def run(self, cpus: list[int], progress: Progress | None) -> None:
-        """Repack all, a thread a CPU; none is left when this returns or raises."""
+        """Repack all pieces, with a thread for each CPU; no thread is left when this ends."""
         total, done = self._found.source_bytes, 0
         self._done.clear()
         self._next = iter(self._pieces)
@@ -488,7 +469,7 @@ class _Repacking:
         try:
             run_in_threads(len(cpus), work, stop=self._stop, tick=tick)
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
+            traceback.clear_frames(error.__traceback__)  # the frames of threads keep memory
             raise
         finally:
             self._stopped = False
@@ -513,7 +494,7 @@ class _Repacking:
         buffer.write(tensor.ggml_type, piece.ne, source, self._address + piece.at)
 
     def _read(self, piece: _Piece, memory: NDArray[np.uint8]) -> int:
-        """Read a piece into staging memory; returns its address."""
+        """Read a piece into staging memory; return its address."""
         path, first = piece.slot.tensor.file, piece.offset // _ALIGN * _ALIGN
         fd, wanted, got = self._fds[path], piece.offset + piece.nbytes - first, 0
         size = -(-wanted // _ALIGN) * _ALIGN
@@ -526,22 +507,22 @@ class _Repacking:
                 error.filename = path
                 raise
             got += n
-            # A read past the page cache is of whole pages, but for the end of the file.
+            # A read past the page cache has whole pages, except at the end of the file.
             if n == 0 or (self._is_direct and got < wanted and got % _ALIGN):
                 raise OSError(errno.EIO, "The file has become shorter", path)
         return int(memory.ctypes.data) + piece.offset - first
 
 
-# ---- what stays in the page cache ---------------------------------------------------------------
+# ---- the rest of the model ----------------------------------------------------------------------
 
 
 def warm_rest(
     weights: Weights, repacked: Repacked, threads: int, progress: Progress | None = None
 ) -> None:
-    """Bring the tensors of a mapped model that were not repacked into RAM and the page tables.
+    """Bring those tensors of a mapped model into RAM that were not repacked.
 
-    Where they cannot stay there, a `PlacementWarning` says so. Others of the model do not come back
-    by being read ahead.
+    If they cannot stay there, there is a `PlacementWarning`. Reading ahead does not bring repacked
+    tensors back.
     """
     from unimem.weights.residency import require_room
 
@@ -566,7 +547,7 @@ def warm_rest(
                 if progress is not None and done < total and time.monotonic() - told >= _TICK:
                     told = time.monotonic()
                     progress(done, total)
-            for begin, end in read_ahead.items():  # what was still being read
+            for begin, end in read_ahead.items():  # it was still being read
                 drop(fd, begin, end)
     if progress is not None:
         progress(total, total)
@@ -578,7 +559,7 @@ def repack_and_warm(
     progress: Progress | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Repacked:
-    """Repack weights, and bring in the rest of a mapped model: one progress for both."""
+    """Repack weights and bring in the rest of a mapped model, with one progress for both."""
     found, rest_bytes = arrange(weights), 0
     if weights.load == "map":
         names = {slot.tensor.name for slot in found.slots}
@@ -587,7 +568,7 @@ def repack_and_warm(
     total = found.source_bytes + rest_bytes
 
     def tell(done: int, of: int) -> None:
-        # The end of the first is told by the second, if there is one.
+        # The second pass reports completion, if there is one.
         if progress is not None and (done < of or not rest_bytes):
             progress(done, total)
 

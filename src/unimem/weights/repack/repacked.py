@@ -1,102 +1,26 @@
-"""Weights in the order that ggml multiplies fastest: which of a model, and where they lie."""
+"""Weights in memory, in the order that ggml multiplies fastest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.tape import Tape
 from unimem.errors import ClosedError
-from unimem.staging.llama_cpp import LOOKED_UP
 from unimem.weights.loading import Lifetime
+from unimem.weights.repack.arrangement import Arrangement, new_buffers
 from unimem.weights.repack.image_writer import Keeping
-from unimem.weights.tensors import Contents, Tensor
 
 if TYPE_CHECKING:
-    from unimem.backends.ggml_orders import Buffer, Order
+    from unimem.backends.ggml_orders import Buffer
 
-__all__ = ["Arrangement", "Repacked", "RepackedTensor", "Slot", "arrange"]
+__all__ = ["Repacked", "RepackedTensor"]
 
-_ALIGN = 64  # of each tensor, which suits every type of buffer, and a line of the CPU's caches
 _PADDING = "weights:padding"
-_EXPERTS = "_exps."  # in the names of 3-d tensors whose matrices are chosen by token
-
-
-class Slot(NamedTuple):
-    """One tensor that is repacked: what it is in the file, its order, and where it is put."""
-
-    tensor: Tensor
-    order: Order
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Arrangement:
-    """What of a model is repacked, and where each tensor lies in one piece of memory.
-
-    It follows from the headers of the files, this build of ggml and the CPU alone.
-
-    Attributes
-    ----------
-    slots : tuple of Slot
-        In the order of the files.
-    nbytes : int
-        Of the memory, with what aligns the tensors.
-    source_bytes : int
-        What the tensors take in the files.
-    """
-
-    slots: tuple[Slot, ...]
-    nbytes: int
-    source_bytes: int
-
-    @property
-    def types(self) -> dict[str, int]:
-        """Repacked bytes of each type."""
-        found: dict[str, int] = {}
-        for tensor, order, _ in self.slots:
-            found[tensor.type] = found.get(tensor.type, 0) + order.nbytes
-        return found
-
-
-def arrange(contents: Contents) -> Arrangement:
-    """Find what of a model is repacked, and lay it out.
-
-    That are matrices of types for which ggml has an order here, and stacks of matrices of experts.
-    A table of which rows are looked up stays in the order of the file, also where the model's head
-    is the same table: rows cannot be read back from the other order, and a second copy would double
-    the memory.
-
-    Parameters
-    ----------
-    contents : Contents
-        Headers of a model; no data is read.
-
-    Raises
-    ------
-    ImportError
-        ggml-python is not installed.
-    """
-    from unimem.backends.ggml_orders import find_order  # ggml, which few need
-
-    slots: list[Slot] = []
-    at = source_bytes = 0
-    for tensor in contents.tensors.values():
-        if tensor.ggml_type is None or tensor.name in LOOKED_UP:
-            continue
-        if len(tensor.ne) == 3 and _EXPERTS not in tensor.name:
-            continue
-        order = find_order(tensor.ggml_type, tensor.ne) if prod(tensor.ne) else None
-        if order is not None:
-            slots.append(Slot(tensor, order, at))
-            at += -(-order.nbytes // _ALIGN) * _ALIGN
-            source_bytes += tensor.nbytes
-    return Arrangement(tuple(slots), at, source_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +29,10 @@ class RepackedTensor:
 
     Attributes
     ----------
-    name, type : str
-        As in the file.
-    ggml_type : int
-        ggml's number of the type.
-    ne : tuple of int
-        Shape in ggml's order.
+    name, type, ggml_type, ne : str, str, int, tuple of int
+        As in the file: its name, type, ggml's number of the type, and shape in ggml's order.
     order : str
-        The buffer type that wrote it, as ggml calls it: "CPU_REPACK", "AMX".
+        The buffer type that wrote it, by ggml's name: "CPU_REPACK", "AMX".
     nbytes : int
         Bytes in this order.
     """
@@ -128,12 +48,12 @@ class RepackedTensor:
 
     @property
     def address(self) -> int:
-        """Address of the first byte in this process; it never changes.
+        """The constant address of the first byte in this process.
 
         Raises
         ------
         ClosedError
-            The repacked weights were closed, or the tape that they lie on took the memory back.
+            The repacked weights were closed, or their tape took the memory back.
         """
         self._lifetime.check()
         return self._address
@@ -142,21 +62,21 @@ class RepackedTensor:
 class Repacked:
     """Weights of a model in the order that ggml multiplies fastest. Made by `unimem.repack`.
 
-    Any number of threads may read, and any number of decoders; closing is for one. After a fork the
-    child has it too: private memory is copied page by page as either side writes.
-    Leaving a ``with`` closes it to new use, and the memory returns with the last user. An image
-    that is being kept is kept first, or by an exception given up.
+    Any number of threads and decoders may read them; closing is for one thread. A forked child has
+    them too: private memory is copied page by page as either side writes.
+    Leaving a ``with`` closes them to new use, and the memory returns with the last user. If an
+    image is being kept, leaving waits for it, and an exception gives it up.
 
     Attributes
     ----------
     tensors : mapping of str to RepackedTensor
-        Those that have another order here, by name; all others are the file's.
+        The tensors with another order here, by name; all others are in the file.
     nbytes : int
         Their bytes.
     types : dict of str to int
         Their bytes by type.
     image : str or None
-        The repacked image that they were mapped or read from; None where they were repacked here.
+        The repacked image that they were mapped or read from; None if they were repacked here.
     """
 
     def __init__(
@@ -205,26 +125,15 @@ class Repacked:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What the tensors lie in: one block, or none where no tensor has another order."""
+        """The memory of the tensors: one block, or none if no tensor has another order."""
         self._check_open()
         return () if self._block is None else (self._block,)
 
     def _adopt(self, header: int, name: str) -> None:
-        """Make a header of ggml this tensor: products of it then take the kernel of its order.
+        """Turn a header of ggml into this tensor, so that products use the kernel of its order.
 
-        Parameters
-        ----------
-        header : int
-            Address of a `ggml_tensor` of the same type and shape.
-        name : str
-            Of `tensors`.
-
-        Raises
-        ------
-        ValueError
-            The header is of another type or shape.
-        ClosedError
-            The repacked weights were closed.
+        `header` is the address of a `ggml_tensor` of the same type and shape, or else it raises
+        ValueError.
         """
         self._check_open()
         tensor = self.tensors[name]
@@ -237,14 +146,14 @@ class Repacked:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or has lost its memory: a tape took it back."""
+        """Whether they were closed, or a tape took the memory back."""
         return self._lifetime.ended or (self._block is not None and self._block.closed)
 
     def close(self) -> None:
-        """Give the memory back; what was taken of a tape stays the tape's. Twice is no error.
+        """Give the memory back, unless it is a tape's. Closing twice is no error.
 
-        An image of it that is being kept is kept first. An interrupt gives that up, and nothing is
-        closed then.
+        If an image is being kept, this waits for it. An interrupt gives the image up, and closes
+        nothing.
 
         Raises
         ------
@@ -293,11 +202,3 @@ class Repacked:
             return f"{name}, closed)"
         types = ", ".join(f"{kind} {nbytes:,}" for kind, nbytes in self.types.items())
         return f"{name}, {len(self.tensors)} tensors, bytes: {types or 0})"
-
-
-def new_buffers(arrangement: Arrangement, address: int) -> dict[str, Buffer]:
-    """Make ggml's buffers over the memory of an arrangement, by the names of their types."""
-    from unimem.backends.ggml_orders import Buffer
-
-    types = {slot.order.buffer_type for slot in arrangement.slots}
-    return {one.name: Buffer(one, address, arrangement.nbytes) for one in types}

@@ -1,0 +1,102 @@
+"""Models whose tensors are repacked here, and the images that a cache keeps of them."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unimem as um
+from support.files import gguf_files as gf
+from support.files.weight_bytes import leaves_nothing
+from unimem.weights.repack import repack
+from unimem.weights.repack.image_cache import ImageCache
+
+pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
+pytest.importorskip(
+    "unimem.backends.ggml",
+    reason="the engine needs ggml: pip install '.[run]'",
+    exc_type=ImportError,
+)
+
+import gguf
+
+from unimem.backends import ggml, ggml_orders
+
+__all__ = ["leaves_nothing"]
+
+KINDS = [kind for kind in ggml.MATMUL_TYPES if ggml_orders.find_order(kind, (256, 64))]
+if not KINDS:
+    pytest.skip("this build of ggml has no orders of its own on this CPU", allow_module_level=True)
+
+uses_images = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
+
+
+def write(path: Path, seed: int = 0) -> Path:
+    """A model of random bytes: two matrices, experts, and a table that stays as it is."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (256, 64),
+        "up.weight": (512, 160),
+        "down.weight": (256, 64),
+        "down_exps.weight": (256, 96, 3),
+    }
+    data = {}
+    for i, (name, ne) in enumerate(shapes.items()):
+        shape = (*ne[:0:-1], int(ggml.row_size(KINDS[0], ne[0])))
+        values = gf.random_bytes(int(np.prod(shape)), seed + i).reshape(shape)
+        data[name] = (values, gguf.GGMLQuantizationType(KINDS[0]))
+    gf.write_with_gguf_py(path, {}, data)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return write(folder / "model.gguf")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageCache:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("UNIMEM_CACHE", str(folder))
+    monkeypatch.setenv("UNIMEM_CACHE_BYTES", "1G")
+    return ImageCache(str(folder), create=True)
+
+
+@pytest.fixture
+def repacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that were repacked, each time."""
+    found: list[str] = []
+    plain = repack.repack_into
+
+    def counted(weights: um.Weights, *rest: Any) -> None:
+        found.append(weights.files[0])
+        plain(weights, *rest)
+
+    monkeypatch.setattr(repack, "repack_into", counted)
+    return found
+
+
+def repacked_bytes(path: Path | str, **options: Any) -> tuple[str | None, dict[str, bytes]]:
+    """Where the repacked bytes of a model are from, and these."""
+    with um.open_weights(path, load="map") as weights, um.repack(weights, **options) as made:
+        found = {
+            name: ctypes.string_at(tensor.address, tensor.nbytes)
+            for name, tensor in made.tensors.items()
+        }
+        return made.image, found
+
+
+def expected_bytes(path: Path) -> dict[str, bytes]:
+    image, found = repacked_bytes(path, cache=False)
+    assert image is None
+    return found
+
+
+def only(cache: ImageCache) -> Path:
+    (image,) = cache.images()
+    return Path(image.path)
