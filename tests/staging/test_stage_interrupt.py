@@ -8,7 +8,8 @@ import unimem as um
 from support.processes import interrupts
 from support.processes.staged_models import TINY, left, may_mount
 from unimem._core.status import ledger
-from unimem.staging.keeper import Held, drop, hold
+from unimem.staging.keeper import drop, hold
+from unimem.weights.staged import Held
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 

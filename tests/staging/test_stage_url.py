@@ -25,15 +25,16 @@ from support.processes.staged_models import (
 from support.servers.model_server import serving
 from support.servers.object_server import BUCKET, ObjectServer, serving_objects
 from unimem.remote import transfers
-from unimem.staging import child
-from unimem.staging.keeper import Held, drop, holders
+from unimem.staging import keeper
+from unimem.staging.keeper import drop
 from unimem.staging.unfinished import find_unfinished
 from unimem.weights.remote_files import RemoteFiles
+from unimem.weights.staged import Held, holders
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
-CHILD = child.Child
+RUN_CHILD = keeper.run_child
 PIECE = 100_000
 N_PIECES = -(-TINY.stat().st_size // PIECE)
 HEADER = "0-262143"
@@ -239,13 +240,12 @@ def test_who_hands_it_over_is_not_what_keeps_it(
     """Whoever dropped it meanwhile would end this program."""
     seen: list[Held] = []
 
-    def start_and_look(*given: Any, **options: Any) -> child.Child:
+    def run_and_look(*given: Any, **options: Any) -> None:
         seen.extend(find_unfinished(URL))
-        started = CHILD(*given, **options)
+        RUN_CHILD(*given, **options)
         seen.extend(find_unfinished(URL))
-        return started
 
-    monkeypatch.setattr(child, "Child", start_and_look)
+    monkeypatch.setattr(keeper, "run_child", run_and_look)
     held = broken_off(store, resume=True)
     assert held is not None
     assert held.pid != os.getpid()
