@@ -16,8 +16,7 @@ from support.servers.model_server import serving
 from support.servers.object_server import ObjectServer, serving_objects
 from unimem.engine import embedded_model
 from unimem.remote import transfers
-from unimem.remote.digest_headers import find_digest, request_digest
-from unimem.remote.hashes import find_hashes
+from unimem.remote.hashes import find_digest, find_hashes, request_digest
 
 DATA = b"123456789"
 CRC = "e3069283"  # of these bytes, by RFC 3720 (check value of CRC-32C)

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The first bytes of a model file, read for a parser that says how many it needs."""
+"""The first bytes of a model file, for a parser that says how many it needs."""
 import hashlib
 
 from unimem.errors import CapacityError, ClosedError, FormatError
@@ -30,10 +30,10 @@ cdef list join_runs(list rows):
 
 
 cdef class HeaderBytes:
-    """What the headers of all formats are made of."""
+    """The base of the headers of all formats."""
 
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil:
-        return um.UM_E_STATE  # of a format, which this class is not
+        return um.UM_E_STATE  # only the class of a format has a parser
 
     cdef int read(self, int fd, str path, uint64_t first_nbytes, type format) except -1:
         cdef um.um_error err
@@ -69,8 +69,8 @@ cdef class HeaderBytes:
             nbytes = err.asked
 
     cdef void give_back_behind(self, size_t end) noexcept:
-        # Later pieces are read in large steps, of which the header may fill a small part. What the
-        # kernel would not take back stays, and is counted as what it is.
+        # Later reads take large steps, and the header may end early in the last. Memory that the
+        # kernel does not take back stays in the ledger.
         cdef um.um_block *block = &self._region.block
         cdef um.um_status _status = um.um_block_release(block, end, block.nbytes - end, NULL, NULL)
 
@@ -83,7 +83,7 @@ cdef class HeaderBytes:
     @property
     @cython.critical_section
     def address(self):
-        """Where the private copy lies; 0 without one."""
+        """The address of the private copy; 0 without one."""
         return 0 if self._region is None else <uintptr_t>self._region.block.base
 
     @property
@@ -94,14 +94,11 @@ cdef class HeaderBytes:
 
     @cython.critical_section
     def close(self):
-        """Give the copy back, and with it names, metadata and the fingerprint; the table stays.
-
-        Twice is no error.
-        """
+        """Free the copy with names, metadata and fingerprint; the table stays. Twice is no error."""
         self._region = None
 
     def fingerprint(self):
-        """A hash of the header and the size of the file, in hexadecimal."""
+        """Return a hash of the header and the size of the file, in hexadecimal."""
         digest = hashlib.blake2b(memoryview(self.opened())[:self.nbytes], digest_size=16)
         digest.update(int(self._file_nbytes).to_bytes(8, "little"))
         return digest.hexdigest()
