@@ -21,23 +21,11 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate (linux/falloc.h)
 
 
 class Piece(NamedTuple):
-    """A range of a file on a server.
+    """A range of a file on a server."""
 
-    Attributes
-    ----------
-    path : str
-        The URL as it is shown.
-    file_bytes : int
-        Size of the whole file.
-    tag : str
-        Its ETag.
-    first, nbytes : int
-        The range.
-    """
-
-    path: str
+    path: str  # the URL as it is shown
     file_bytes: int
-    tag: str
+    tag: str  # the ETag of the file
     first: int
     nbytes: int
 
@@ -53,15 +41,7 @@ class Arrivals:
         self._left: dict[Piece, list[tuple[int, bytes]]] = {}
 
     def note(self, piece: Piece, rows: NDArray[np.uint8]) -> None:
-        """Note that a piece has arrived.
-
-        Parameters
-        ----------
-        piece : Piece
-            The piece.
-        rows : numpy.ndarray
-            ``uint8``: its bytes.
-        """
+        """Note that a piece has arrived; `rows` are its bytes."""
         self._hashes[piece] = xxhash.xxh3_128_digest(rows.data)
 
     def add_left(self, piece: Piece, digest: bytes, fd: int) -> None:
@@ -72,19 +52,9 @@ class Arrivals:
         self._left.setdefault(piece, []).append((fd, digest))
 
     def recall(self, piece: Piece, rows: NDArray[np.uint8]) -> bool:
-        """Bring back a piece that has arrived before.
+        """Bring back a piece; whether its bytes are there and have the noted hash.
 
-        Parameters
-        ----------
-        piece : Piece
-            The piece.
-        rows : numpy.ndarray
-            ``uint8``: where it lies, or goes; undefined if it has not arrived.
-
-        Returns
-        -------
-        bool
-            Whether the bytes are there and have the noted hash.
+        `rows` is the memory where it lies, or goes; undefined if the piece has not arrived.
         """
         noted = self._hashes.get(piece)
         if noted is not None and xxhash.xxh3_128_digest(rows.data) == noted:

@@ -63,22 +63,12 @@ def shown(path: str) -> str:
 class Answer(ABC):
     """A server's answer to a request for a range of a file. For one thread.
 
-    Attributes
-    ----------
-    nbytes : int
-        Size of the whole file.
-    tag : str
-        The ETag of the file, or else the time of its last change; "" if the server sends neither.
-    digest : str
-        The server's hash of the whole file, for `find_hashes`; "" without one.
-    end : int
-        The end of the range.
-    has_ranges : bool
-        Whether the server sends parts of a file.
+    `tag` is the ETag of the file, or else the time of its last change; "" without either. `nbytes`
+    is the size of the whole file, and `end` the end of the range.
     """
 
-    has_ranges = True
-    digest = ""
+    has_ranges = True  # whether the server sends parts of a file
+    digest = ""  # the server's hash of the whole file, for `find_hashes`
 
     def __init__(self, nbytes: int, tag: str, end: int) -> None:
         self.nbytes, self.tag, self.end = nbytes, tag, min(end, nbytes)
@@ -95,14 +85,8 @@ class Answer(ABC):
 class Server(ABC):
     """A server, or a bucket of one. Any number of threads may use it; one may close it.
 
-    Its paths are URLs as they are shown. Errors are OSErrors with this URL.
-
-    Attributes
-    ----------
-    can_write : bool
-        Whether it takes objects.
-    wait_s : float
-        The longest wait, in seconds.
+    Its paths are URLs as they are shown. Errors are OSErrors with this URL. No wait takes longer
+    than `wait_s` seconds.
     """
 
     can_write = False
@@ -134,20 +118,7 @@ class Server(ABC):
             self._put_parts(path, parts, nbytes)
 
     def ask_digest(self, path: str, tag: str) -> str:
-        """Request the hash of a file, if answers to `get` have none.
-
-        Parameters
-        ----------
-        path : str
-            The file.
-        tag : str
-            Its `Answer.tag`: the hash of another version is ignored.
-
-        Returns
-        -------
-        str
-            As `Answer.digest`; "" without a hash, or after an error.
-        """
+        """Request the hash of the version `tag` of a file, if answers to `get` have none."""
         self._check()
         return ""
 
@@ -554,23 +525,10 @@ class _HfServer(_HttpServer):
 
 
 def open_server(url: str, wait_s: float = 0.0) -> tuple[Server, str]:
-    """Return the server of a URL, and the URL as it is shown.
+    """Return the server of a URL, and the URL as it is shown: without user and query.
 
-    Parameters
-    ----------
-    url : str
-        ``s3://bucket/key``, ``gs://``, ``az://container/key``; ``https://`` or ``http://``;
-        ``hf://owner/repository[@revision]/file``; or a URL that fsspec knows. The shown URL omits
-        the user and the query, which may be secret.
-    wait_s : float
-        The longest wait for an answer of a store, or the next byte of the web; by default `WAIT_S`.
-
-    Raises
-    ------
-    ValueError
-        A URL of another kind.
-    ImportError
-        The extra ``remote``, or a package that fsspec needs, is not installed.
+    `wait_s` is the longest wait for an answer of a store, or the next byte of the web; by default
+    `WAIT_S`. ValueError says that the URL is of another kind, ImportError what to install.
     """
     wait_s = wait_s or WAIT_S
     scheme, _, rest = url.partition("://")

@@ -39,17 +39,7 @@ _MD5_OF_FILE, _MD5_OF_CONTENT = "x-ms-blob-content-md5", "content-md5"
 
 
 class ObjectHash:
-    """A hash of an object, and the parts that it is made of.
-
-    Parameters
-    ----------
-    digest : str
-        The hash as the server reports it, without quotation marks.
-    nbytes : int
-        Size of the object.
-    part_bytes : int
-        Size of each part but the last.
-    """
+    """A server's hash of an object, without quotation marks, and the size of the hashed parts."""
 
     def __init__(self, digest: str, nbytes: int, part_bytes: int) -> None:
         self.digest, self.nbytes, self.part_bytes = digest, nbytes, part_bytes
@@ -80,20 +70,10 @@ class ObjectHash:
 
 
 def find_hashes(digest: str, nbytes: int) -> list[ObjectHash]:
-    """Return the possible meanings of a hash; none if it is not a known kind.
+    """Return the possible meanings of a hash: several if its parts may have one of several sizes.
 
-    Parameters
-    ----------
-    digest : str
-        An ETag of S3; or the MD5, SHA-256 or SHA-512 of the whole, or ``crc32c=`` and its CRC-32C
-        (RFC 3720), in hexadecimal.
-    nbytes : int
-        Size of the object.
-
-    Returns
-    -------
-    list of ObjectHash
-        Several if its parts may have one of several sizes.
+    The hash is an ETag of S3; or the MD5, SHA-256 or SHA-512 of the whole, or ``crc32c=`` and its
+    CRC-32C (RFC 3720), in hexadecimal. Other texts give no meaning.
     """
     digest = digest.strip('"').lower()
     found = _MD5_OF_PARTS.fullmatch(digest)
@@ -103,19 +83,9 @@ def find_hashes(digest: str, nbytes: int) -> list[ObjectHash]:
 
 
 def find_digest(headers: Iterable[tuple[str, str]], *, is_whole: bool) -> str:
-    """Find a hash of a whole file in the headers of an answer.
+    """Return the strongest hash of a whole file in the headers of an answer; "" without one.
 
-    Parameters
-    ----------
-    headers : iterable of (str, str)
-        Names and values; several may have one name.
-    is_whole : bool
-        Whether the answer has the whole file.
-
-    Returns
-    -------
-    str
-        The strongest hash that can be computed here, for `find_hashes`; "" without one.
+    `is_whole` says that the answer has the whole file. Only hashes that can be computed here count.
     """
     rows = [(name.lower(), value) for name, value in headers]
     stored = next((value for name, value in rows if name == "x-goog-stored-content-encoding"), "")
@@ -148,25 +118,11 @@ def _members(rows: list[tuple[str, str]], *, is_whole: bool) -> Iterator[tuple[s
 def request_digest(
     address: str, tag: str, wait_s: float, headers: Mapping[str, str] | None = None
 ) -> str:
-    """Request the headers of a file (HEAD), and return its hash.
+    """Request the headers of a file (HEAD), and return its hash; "" without one, or on an error.
 
-    Parameters
-    ----------
-    address : str
-        The address, with the credentials that the request needs. Redirects are not followed: the
-        credentials are for this server only.
-    tag : str
-        The ETag of the file, or the time of its last change: the hash of another version is
-        ignored.
-    wait_s : float
-        The longest wait, in seconds.
-    headers : mapping of str to str, optional
-        More headers for the request.
-
-    Returns
-    -------
-    str
-        As `find_digest`; "" also after an error.
+    The address and `headers` have the credentials for the request, so redirects are not followed.
+    `tag` is the ETag of the file, or the time of its last change: the hash of another version is
+    ignored.
     """
     from http.client import HTTPException
     from urllib.request import HTTPRedirectHandler, Request, build_opener

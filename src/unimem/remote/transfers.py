@@ -45,52 +45,24 @@ Progress = Callable[[int, int], object]
 
 
 class Version(NamedTuple):
-    """The version of a file on a server.
-
-    Attributes
-    ----------
-    nbytes : int
-        Its size.
-    tag : str
-        Its ETag; "" if the server sends none.
-    """
+    """The version of a file on a server."""
 
     nbytes: int
-    tag: str
+    tag: str  # the ETag; "" if the server sends none
 
 
 class RemoteBytes(NamedTuple):
-    """A range of a file on a server, and the memory to read it into.
+    """A range of a file on a server, and the memory to read it into."""
 
-    Attributes
-    ----------
-    path : str
-        The URL as it is shown.
-    version : Version
-        The version of the file.
-    digest : str
-        The server's hash of the whole file; "" for none, or to skip the check.
-    first : int
-        The first byte.
-    out : numpy.ndarray
-        ``uint8``, of the size of the range.
-    """
-
-    path: str
+    path: str  # the URL as it is shown
     version: Version
-    digest: str
+    digest: str  # the server's hash of the whole file; "" for none, or to skip the check
     first: int
     out: NDArray[np.uint8]
 
 
 def retried(work: Callable[[], _T], tries: int = 0, stop: threading.Event | None = None) -> _T:
-    """Call a function that may fail for a moment, up to `tries` times (by default `TRIES`).
-
-    Raises
-    ------
-    OSError
-        The error of the last try, or the first that another try would not change.
-    """
+    """Call a function that may fail for a moment, up to `tries` times (by default `TRIES`)."""
     tries = tries or TRIES
     for i in range(1, tries + 1):
         try:
@@ -127,28 +99,11 @@ def read_range(
     stop: threading.Event | None = None,
     tries: int = 0,
 ) -> None:
-    """Read a range of a file into memory; after a failure, continue where it stopped.
+    """Fill `out` with a range of a file; after a failure, continue where it stopped.
 
-    Parameters
-    ----------
-    server, path
-        As `open_server` returns them.
-    first : int
-        The first byte.
-    out : numpy.ndarray
-        ``uint8``, filled completely.
-    version : Version, optional
-        The version that the file must have.
-    stop : threading.Event, optional
-        Ends the read when it is set.
-    tries : int
-        How many requests in a row may bring nothing: by default `TRIES`.
-
-    Raises
-    ------
-    OSError
-        The file is gone, was replaced (ESTALE) or is shorter; or `tries` requests in a row brought
-        nothing.
+    `server` and `path` are those of `open_server`. Setting `stop` ends the read. OSError says that
+    the file is gone, is not of this version (ESTALE), or that `tries` requests in a row (by default
+    `TRIES`) brought nothing.
     """
     most = tries or TRIES
     done = failed = 0
@@ -428,31 +383,22 @@ def read_wanted(
     tries: int = 0,
     arrivals: Arrivals | None = None,
 ) -> None:
-    """Read ranges of files into memory, several at a time.
+    """Read ranges of files into memory, `threads` (by default `THREADS`) at a time.
 
     A file that is read completely is checked by the server's hash, if there is one. If it differs,
     the file is read again until two reads agree.
 
     Parameters
     ----------
-    server : Server
-        The server of the files.
-    sources : sequence of RemoteBytes
-        The ranges, in the order of the requests.
-    threads : int, optional
-        How many ranges are under way at once: `THREADS` by default.
+    server, sources
+        The server, and the ranges in the order of the requests.
+    threads, tries
+        How many ranges are under way at once; and as for `read_range`.
     progress : callable, optional
         Called in this thread as ``progress(done_bytes, total_bytes)``, at most 20 times a second,
         and at the end with both the same. If it raises, the read ends, as after Ctrl-C.
-    tries : int
-        As for `read_range`.
     arrivals : Arrivals, optional
         Pieces that have arrived before, which are not requested; new pieces are noted there.
-
-    Raises
-    ------
-    OSError
-        As `read_range`; or the bytes do not have the server's hash.
     """
     transfer = _Transfer(server, sources, tries, arrivals)
     try:

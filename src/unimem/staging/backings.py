@@ -91,17 +91,8 @@ class Place:
 class Mount(Place):
     """A tmpfs that is mounted nowhere: it goes with the last process that has it.
 
-    Parameters
-    ----------
-    nbytes : int
-        The most that its files may take.
-    huge : bool
-        Whether to use huge pages.
-
-    Raises
-    ------
-    PlacementError
-        This process may not mount, even in a user namespace of its own.
+    Its files take at most `nbytes`. PlacementError says that this process may not mount, even in a
+    user namespace of its own.
     """
 
     _child: _Namespace | None = None
@@ -196,13 +187,7 @@ class _Namespace:
 
 
 class Memfd(Place):
-    """One memfd, on base pages or from a pool of hugetlb pages.
-
-    Parameters
-    ----------
-    pages : {"2m", "1g"}, optional
-        The pool; its files end with a whole page.
-    """
+    """One memfd, on base pages or from a pool; with the latter its file ends with a whole page."""
 
     def __init__(self, pages: str | None = None) -> None:
         super().__init__()
@@ -231,12 +216,8 @@ class Memfd(Place):
 class Folder(Place):
     """A folder in ``/dev/shm`` that its keeper has locked; an unlocked one is stale.
 
-    It has no seal: the owner of the files could make them writable again.
-
-    Raises
-    ------
-    PlacementError
-        This process may not write to ``/dev/shm``.
+    It has no seal: the owner of the files could make them writable again. PlacementError says that
+    this process may not write to ``/dev/shm``.
     """
 
     _is_left = True  # until the folder exists

@@ -26,13 +26,7 @@ def stage_copies(
     progress: Progress | None,
     options: Mapping[str, Any],
 ) -> dict[int | None, _Stage]:
-    """Stage a model on each node, all or none; if no node has room, stage it once anywhere.
-
-    Returns
-    -------
-    dict of int to Stage
-        By node; the key of a stage that lies anywhere is None.
-    """
+    """Stage a model on each node, all or none; if no node has room, once anywhere, by key None."""
     with open_files(path) as model:
         nbytes = sum(file.nbytes for file in model.files)
     nodes = nodes_for_copies(f"staged {shown(file_path(path))}", nbytes, placement)

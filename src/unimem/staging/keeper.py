@@ -75,28 +75,11 @@ class _Staged(Protocol):
 def hold(
     stage: _Staged, source: str, asked: dict[str, Any], warnings: Sequence[str]
 ) -> Iterator[Held]:
-    """Give a staged model to a process of its own.
+    """Give a staged model to a process of its own, which keeps it after the ``with``.
 
-    The process keeps it after the ``with``. If anything fails before, the process ends and nothing
-    is left. The stage is closed either way.
-
-    Parameters
-    ----------
-    stage : Stage
-        A stage of this process.
-    source : str
-        The model, as an absolute path.
-    asked : dict
-        The options that it was staged with, for processes that look for it.
-    warnings : sequence of str
-        The warnings that staging gave.
-
-    Raises
-    ------
-    PlacementError
-        The process could not lock it.
-    OSError
-        The process could not be started.
+    If anything fails before, the process ends and nothing is left. The stage is closed either way.
+    `source` is an absolute path; `asked` are the options and `warnings` the warnings of staging.
+    PlacementError says that the process could not lock it, OSError that it could not be started.
     """
     with stage:
         place = stage._opened()
@@ -113,19 +96,9 @@ def hold(
 
 
 def show(stage: _Staged, source: str, asked: dict[str, Any]) -> None:
-    """Write into the note of a stage that this process keeps it.
+    """Write into the note of a stage that this process keeps it; `source`, `asked` as for `hold`.
 
     A forked child has a copy of the descriptor, and does not count as a keeper.
-
-    Parameters
-    ----------
-    stage, source, asked
-        As for `hold`.
-
-    Raises
-    ------
-    OSError
-        The system has no memory for the note.
     """
     with Descriptors() as fds:
         program = identity(fds.add(os.open, "/proc/self", PROCESS_FOLDER))
@@ -184,17 +157,9 @@ def hold_files(
 
 
 class Arrived(NamedTuple):
-    """The part of a model on a server that an interrupted load leaves: fields as in `Held`.
+    """The part of a model on a server that an interrupted load leaves, with fields of `Held`."""
 
-    Attributes
-    ----------
-    names : sequence of str
-        The names of its files in their place.
-    source, versions, asked, backing, pieces
-        As `Held` has them; the pieces are its `arrived`.
-    """
-
-    names: Sequence[str]
+    names: Sequence[str]  # of its files in their place
     source: str
     versions: Sequence[tuple[str, Version]]
     asked: dict[str, Any]
@@ -206,17 +171,7 @@ class Arrived(NamedTuple):
 def hold_unfinished(place: Place, arrived: Arrived) -> Iterator[Held]:
     """Give the part of a model that has arrived to a process of its own, as `hold`.
 
-    Parameters
-    ----------
-    place : Place
-        Where it lies, unsealed: the next load takes the pieces out of it.
-    arrived : Arrived
-        What lies there.
-
-    Raises
-    ------
-    PlacementError, OSError
-        The process could not be started.
+    The place is not sealed: the next load takes the pieces out of it.
     """
     nbytes = sum(n for _, _, n, _ in arrived.pieces)
     note = _new_note(
@@ -302,14 +257,8 @@ def run_child(command: Sequence[str], **options: Any) -> None:
 def drop(held: Held) -> None:
     """End the process that keeps a model, and wait until it is gone.
 
-    Processes that have the model open or mapped keep what they have.
-
-    Raises
-    ------
-    ValueError
-        The keeper is a program that called `um.stage`, which this function does not end.
-    PlacementError
-        The process could not be identified as the keeper. It was not ended.
+    Processes that have the model open or mapped keep it. A program that called `um.stage` is not
+    ended (ValueError), nor a process that cannot be identified as the keeper (PlacementError).
     """
     import select
 
@@ -347,14 +296,9 @@ def _pids_by_namespace(pid: str) -> list[int]:
 
 @contextmanager
 def exclude_others(source: str, waiting: Callable[[int], None]) -> Iterator[None]:
-    """Wait until no other command of this user stages this model.
+    """Wait until no other command of this user stages this model, an absolute path.
 
-    Parameters
-    ----------
-    source : str
-        The model, as an absolute path.
-    waiting : callable
-        Called with the process that this one waits for.
+    `waiting` is called with the process that this one waits for.
     """
     import socket
 

@@ -30,18 +30,10 @@ LOOKED_UP = frozenset(
 
 
 class RepackedByLlamaCpp(NamedTuple):
-    """How much of a model llama.cpp repacks.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of the tensors that llama.cpp copies.
-    total_bytes : int
-        Bytes of all tensors.
-    """
+    """How much of a model llama.cpp repacks, and thus copies."""
 
     nbytes: int
-    total_bytes: int
+    total_bytes: int  # of all tensors
 
 
 def cpu_features() -> frozenset[str]:
@@ -51,19 +43,9 @@ def cpu_features() -> frozenset[str]:
 
 
 def find_repacked(model: ModelFiles, features: frozenset[str]) -> RepackedByLlamaCpp:
-    """Count the bytes that llama.cpp repacks of a model that it runs on a CPU.
+    """Count the bytes that llama.cpp repacks of an opened model, on a CPU with these features.
 
-    Parameters
-    ----------
-    model : ModelFiles
-        An opened model; only its headers are read. Safetensors types have other names.
-    features : frozenset of str
-        The CPU's features, as `cpu_features` returns them.
-
-
-    Returns
-    -------
-    RepackedByLlamaCpp
+    Only headers are read. Safetensors types have other names, and are not repacked.
     """
     kernels = [types for feature, types in _KERNELS.items() if feature in features]
     rows = [

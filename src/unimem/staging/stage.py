@@ -66,26 +66,12 @@ _ALLOW: dict[Backing, str] = {
 
 
 class _Files(NamedTuple):
-    """The files of a staged model.
+    """The files of a staged model."""
 
-    Attributes
-    ----------
-    source : str
-        The model that is staged.
-    names : list of str
-        The names of the files, in the order of `Stage.paths`.
-    first : str
-        The name of the file to open.
-    versions : list of (str, Version)
-        The files that are read, and their versions.
-    nbytes : int
-        Bytes of the files.
-    """
-
-    source: str
-    names: list[str]
-    first: str
-    versions: list[tuple[str, Version]]
+    source: str  # the model that is staged
+    names: list[str]  # in the order of `Stage.paths`
+    first: str  # the name of the file to open
+    versions: list[tuple[str, Version]]  # the files that are read
     nbytes: int
 
 
@@ -313,14 +299,7 @@ def stage(
 def stage_files(model: ModelFiles, source: str, **placement: Unpack[PlacementOptions]) -> Stage:
     """Stage a model whose files are already opened, here or on a server, as `stage` does.
 
-    Parameters
-    ----------
-    model : ModelFiles
-        The model; it stays open.
-    source : str
-        Its name.
-    **placement
-        As for `stage`.
+    The files stay open; `source` is the name of the model.
     """
     policy.check_options(placement)
     policy.parse_numa(placement.get("numa"))  # "mirror" is refused
@@ -349,18 +328,10 @@ class _StageOptions:
 
 
 class _Staging(ABC):
-    """One call of `stage`. If it raises, nothing is left.
-
-    Attributes
-    ----------
-    files : _Files
-        The files that are staged.
-    mapped : list of (str, int)
-        The names and sizes of the files that are mapped.
-    """
+    """One call of `stage`. If it raises, nothing is left."""
 
     files: _Files
-    mapped: list[tuple[str, int]]
+    mapped: list[tuple[str, int]]  # names and sizes of the files that are mapped
 
     def __init__(self, source: str, options: _StageOptions) -> None:
         self.source = source

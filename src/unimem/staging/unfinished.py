@@ -29,32 +29,15 @@ _USELESS = (errno.ESTALE, errno.ENOENT)
 
 
 def find_unfinished(source: str) -> list[Held]:
-    """Find the parts that processes of this user keep of a model.
-
-    Parameters
-    ----------
-    source : str
-        Its URL as it is shown.
-    """
+    """Find the parts that processes of this user keep of a model, by its shown URL."""
     return [held for held in holders() if held.is_unfinished and held.source == source]
 
 
 class Unfinished:
     """The parts that earlier loads of one model have left. For one thread.
 
-    Parameters
-    ----------
-    model : RemoteFiles
-        The model; it stays open.
-    source : str
-        Its URL as it is shown.
-    versions : sequence of (str, Version)
-        Its files and their versions.
-
-    Attributes
-    ----------
-    arrivals : Arrivals
-        The pieces that have arrived.
+    `source` is the shown URL of `model`, which stays open, and `versions` are its files and their
+    versions. The attribute `arrivals` has the pieces that have arrived.
     """
 
     def __init__(
@@ -119,14 +102,7 @@ class Unfinished:
     ) -> None:
         """Have a process keep the pieces that have arrived in a place, unless they are useless.
 
-        Parameters
-        ----------
-        place : Place
-            Where they lie.
-        backing, names, asked
-            As for `Arrived`.
-        error : object
-            The reason of the interruption.
+        `backing`, `names` and `asked` are those of `Arrived`; `error` has interrupted the load.
         """
         # Pages of a pool are scarce, and without versions no later load could use the pieces.
         useless = isinstance(error, MemoryError) or getattr(error, "errno", None) in _USELESS

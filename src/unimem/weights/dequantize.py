@@ -32,18 +32,8 @@ def dequantize(
 ) -> Floats:
     """Convert a tensor's data, for `Tensor.dequantize`.
 
-    Parameters
-    ----------
-    array : numpy.ndarray
-        The data: values if NumPy or ml_dtypes has the type, else bytes.
-    kind : str
-        The type's name.
-    number : int or None
-        ggml's number of the type.
-    shape : tuple of int
-        The tensor's shape.
-    name, path : str
-        The tensor's name and its file, for messages.
+    `array` has values if NumPy or ml_dtypes has the type, else bytes; `number` is ggml's number of
+    the type; `name` and `path` are for messages.
     """
     what = f"tensor '{name}' is {kind}"
     if array.dtype != np.uint8 or kind == "u8":

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, TypeAlias, Union
+from typing import Any, NoReturn, Self, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,83 +52,21 @@ _INDEX_BYTES_MAX = 32 << 20
 Version = tuple[int, ...]
 
 
-class Header(Protocol):
-    """The interface of the headers of both formats."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the header."""
-
-    @property
-    def data_offset(self) -> int:
-        """The offset of the data in the file."""
-
-    def keys(self) -> dict[str, int]:
-        """Return the keys of the metadata, each with its index."""
-
-    def value(self, index: int) -> Value:
-        """Decode a value of the metadata."""
-
-    def raw_value(self, index: int) -> bytes:
-        """Return type and value of a key in a canonical form."""
-
-    def tensor_names(self) -> dict[str, int]:
-        """Return the names of the tensors, each with its index."""
-
-    def tensor(self, index: int) -> tuple[tuple[int, ...], str, int | None, int, int]:
-        """Return dimensions, type, ggml's number of the type, offset in the file and bytes."""
-
-    def bytes_by_type(self) -> dict[str, int]:
-        """Return the total bytes of the tensors of each type."""
-
-    def runs(self) -> list[tuple[int, int, str]]:
-        """Return offset, bytes and type of each run of tensors of one type, by offset."""
-
-    def fingerprint(self) -> str:
-        """Return a hash of the header and the file's size."""
-
-    @property
-    def address(self) -> int:
-        """The address of its private copy of the file's first bytes; 0 without one."""
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of that copy."""
-
-    def close(self) -> None:
-        """Free the copy, which ends access to names, metadata and the fingerprint."""
+Header: TypeAlias = GGUFHeader | SafetensorsHeader
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One file of a model, as it was when it was opened.
+    """One file of a model, as it was when it was opened."""
 
-    Attributes
-    ----------
-    path : str
-        The path that was given, or that of a file beside it.
-    absolute_path : str
-        The same, independent of the working directory.
-    version : tuple of int
-        See `version_of`. For a file on a server: 0, 0, its size, and a hash of its ETag, which is 0
-        without an ETag.
-    nbytes : int
-        Size of the file.
-    header : Header
-        Its header.
-    in_memory : bool
-        Whether its pages are shared memory or hugetlb, which cannot be dropped as a cache can.
-    changed_ns : int
-        Time of the last change of its inode (ctime), in nanoseconds; 0 for a file on a server.
-    """
-
-    path: str
+    path: str  # as given, or beside that file
     absolute_path: str
+    # See `version_of`. For a file on a server: 0, 0, its size, and a hash of its ETag or 0.
     version: Version
     nbytes: int
     header: Header = field(repr=False)
-    in_memory: bool
-    changed_ns: int = 0
+    in_memory: bool  # whether its pages are shared memory or hugetlb, which cannot be dropped
+    changed_ns: int = 0  # time of the last change of its inode (ctime)
 
     @property
     def identity(self) -> Version:
@@ -155,18 +93,9 @@ class _Descriptors(Descriptors):
 class ModelFiles:
     """The opened files of a model, in order. Leaving the ``with`` closes their descriptors.
 
-    For one thread. A forked child has the descriptors, too, and closes its own.
-
-    Attributes
-    ----------
-    files : list of ModelFile
-        At least one file.
-    fds : list of int
-        Their descriptors, open for reading; none for files on a server.
-    index : str or None
-        The path of the safetensors index that names the files.
-    index_text : bytes
-        The contents of the index.
+    For one thread. A forked child has the descriptors, too, and closes its own. `fds` are open for
+    reading; files on a server have none. `index` is the path of the safetensors index that names
+    the files.
     """
 
     def __init__(self) -> None:
@@ -248,22 +177,10 @@ class ModelFiles:
 def open_model(path: str | os.PathLike[str]) -> ModelFiles:
     """Open all files of a model, and read and check their headers.
 
-    Parameters
-    ----------
-    path : path-like
-        A GGUF file; any part of a split one (``-00001-of-00003.gguf``), beside the other parts; a
-        safetensors file; or the index of several (``model.safetensors.index.json``).
-
-    Returns
-    -------
-    ModelFiles
-
-    Raises
-    ------
-    GGUFError, SafetensorsError
-        A file breaks a rule of its format, or is a part of another model.
-    OSError
-        A file is missing, cannot be read, or is not a regular file.
+    The path is that of a GGUF file; of any part of a split one (``-00001-of-00003.gguf``), beside
+    the other parts; of a safetensors file; or of the index of several. GGUFError and
+    SafetensorsError say that a file breaks a rule of its format or belongs to another model,
+    OSError that one is missing, unreadable or not a regular file.
     """
     name = file_path(path)
     model = ModelFiles()

@@ -12,7 +12,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes, join_runs
+from unimem.weights.header_bytes cimport HeaderBytes
 from unimem._core.region cimport Region
 
 # Headers without a vocabulary fit into the first read. A longer one is read again from its start.
@@ -208,33 +208,13 @@ cdef class GGUFHeader(HeaderBytes):
         name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
         return ne, name, tensor.type, tensor.offset, tensor.nbytes
 
-    def bytes_by_type(self):
-        """Return the total bytes of the tensors of each type, by name."""
-        cdef um.um_gguf_tensor *tensor
-        cdef uint64_t i
-        cdef dict by_number = {}
-        for i in range(self._gguf.n_tensors):
-            tensor = &self._gguf.tensors[i]
-            by_number[tensor.type] = by_number.get(tensor.type, 0) + tensor.nbytes
-        return {um.um_gguf_type_of_tensor(number).name.decode(): nbytes
-                for number, nbytes in by_number.items()}
+    cdef uint64_t n_tensors(self):
+        return self._gguf.n_tensors
 
-    def runs(self):
-        """Return the runs of adjacent tensors of one type.
-
-        Returns
-        -------
-        list of (int, int, str)
-            Offset in the file, bytes and type of each run, by offset.
-        """
-        cdef um.um_gguf_tensor *tensor
-        cdef uint64_t i
-        rows = []
-        for i in range(self._gguf.n_tensors):
-            tensor = &self._gguf.tensors[i]
-            rows.append((tensor.offset, tensor.nbytes,
-                         um.um_gguf_type_of_tensor(tensor.type).name.decode()))
-        return join_runs(rows)
+    cdef tuple place(self, uint64_t i):
+        cdef um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
+        name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
+        return tensor.offset, tensor.nbytes, name
 
 
 def tensor_type(uint32_t number):

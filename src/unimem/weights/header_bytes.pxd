@@ -2,9 +2,6 @@
 from unimem._core cimport native as um
 from unimem._core.region cimport Region
 
-# Sorts tensors, as (offset, nbytes, type), and joins adjacent ones of a type.
-cdef list join_runs(list rows)
-
 cdef class HeaderBytes:
     # The private copy of the file's first bytes. Headers are never read from a mapping, where a
     # truncation of the file would end this process.
@@ -19,3 +16,6 @@ cdef class HeaderBytes:
     cdef Region opened(self)
     # The parser of the format, over the first nbytes.
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil
+    # The tensors of the format, and the offset, bytes and type of each.
+    cdef um.uint64_t n_tensors(self)
+    cdef tuple place(self, um.uint64_t i)

@@ -89,17 +89,8 @@ _ARRIVED: WeakKeyDictionary[Tape, Arrivals] = WeakKeyDictionary()
 class Lifetime:
     """The lifetime of loaded data, shared by one `Weights`, its tensors and the tape they lie on.
 
-    Any number of threads may ask; one may end it. A forked child has its own.
-
-    Parameters
-    ----------
-    name : str
-        The model, for messages.
-
-    Attributes
-    ----------
-    taken : object
-        The array taken from a tape, which keeps the tape's memory for as long; else None.
+    Any number of threads may ask; one may end it. A forked child has its own. `taken` is the array
+    taken from a tape, which keeps the tape's memory for as long; else None.
     """
 
     __slots__ = ("__weakref__", "_ended", "name", "taken")
@@ -126,21 +117,9 @@ class Lifetime:
 
 
 class LoadMemory(NamedTuple):
-    """The place of one file's data in memory.
+    """The place of one file's data in memory."""
 
-    Attributes
-    ----------
-    block : Block
-        The mapping, which may also hold data of other files.
-    file_offset, nbytes : int
-        The range of the file.
-    block_offset : int
-        Where it begins in the block.
-    lifetime : Lifetime
-        How long it lies there.
-    """
-
-    block: Block
+    block: Block  # it may also hold data of other files
     file_offset: int
     block_offset: int
     nbytes: int
@@ -149,13 +128,7 @@ class LoadMemory(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The options of `open_weights`, where the docstring explains them.
-
-    Attributes
-    ----------
-    why_mapped : str
-        Why a plan maps a model that would be copied, since its mapped pages may be reclaimed.
-    """
+    """The options of `open_weights`, where the docstring explains them."""
 
     load: Load = "auto"
     progress: Progress | None = None
@@ -164,16 +137,11 @@ class LoadRequest:
     advice: AccessPattern | None = None
     verify: bool = True
     placement: PlacementOptions = field(default_factory=PlacementOptions)
+    # Why a plan maps a model that would be copied, since its mapped pages may be reclaimed.
     why_mapped: str = ""
 
     def check(self) -> None:
-        """Check all options, in the same way for each mode, before a file is opened.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An option is invalid, or conflicts with another; the message names it.
-        """
+        """Check all options, in the same way for each mode; an error names the option."""
         check_load(self.load)
         check_tape(self.tape, self.placement)
         if self.tape is not None and self.load == "map":
@@ -194,17 +162,10 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """The chosen load mode, and the reason.
+    """The chosen load mode, the reason, and the text of a warning.
 
-    Attributes
-    ----------
-    mode : {"map", "copy", "direct"}
-        The mode.
-    reason, warning : str
-        The reason, and the text of a warning.
-    exposed : str
-        Why mapped pages may be reclaimed, if that is the reason to copy. If there is no room for
-        the copy beside everything else, the model is mapped after all.
+    `exposed` says why mapped pages may be reclaimed, if that is the reason to copy. If there is no
+    room for the copy beside everything else, the model is mapped after all.
     """
 
     mode: Literal["map", "copy", "direct"]
@@ -215,29 +176,14 @@ class LoadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model in memory.
+    """A model in memory."""
 
-    Attributes
-    ----------
-    memory : tuple of LoadMemory
-        One for each file, in order; for a mirrored model, those of the first copy.
-    blocks : tuple of Block
-        The blocks they lie in, each once.
-    choice : LoadChoice
-        The mode that was used.
-    lifetime : Lifetime
-        How long the data is there.
-    mapped_bytes : int
-        Bytes of the blocks, or the bytes taken from a tape.
-    copies : mapping of int to tuple of LoadMemory
-        For a mirrored model, the `memory` of the copy on each node; else empty.
-    """
-
-    memory: tuple[LoadMemory, ...]
-    blocks: tuple[Block, ...]
+    memory: tuple[LoadMemory, ...]  # one for each file; for a mirrored model, of the first copy
+    blocks: tuple[Block, ...]  # each once
     choice: LoadChoice
     lifetime: Lifetime
-    mapped_bytes: int
+    mapped_bytes: int  # bytes of the blocks, or those taken from a tape
+    # For a mirrored model, the `memory` of the copy on each node.
     copies: Mapping[int, tuple[LoadMemory, ...]] = field(default_factory=dict)
 
 
@@ -270,15 +216,8 @@ def check_tape(tape: Tape | None, placement: PlacementOptions) -> None:
 def load_model(model: ModelFiles, request: LoadRequest, undo: ExitStack) -> Loaded:
     """Bring the data of a model into memory, as `unimem.open_weights` does.
 
-    Parameters
-    ----------
-    model : ModelFiles
-        The opened files.
-    request : LoadRequest
-        Checked options.
-    undo : ExitStack
-        Takes the steps that give everything back, each before the memory is taken. Until the caller
-        empties it, an error leaves no block, and a tape as it was.
+    The request is checked. `undo` takes the steps that give memory back, each before it is taken:
+    until the caller empties it, an error leaves no block, and a tape as it was.
     """
     asked = request.placement
     request = replace(request, placement=without_lone_mirror(asked, limits))
@@ -574,15 +513,7 @@ def _fetch(
 def rows_of_block(
     block: Block, ranges: Iterable[tuple[int, int]]
 ) -> Iterator[list[NDArray[np.uint8]]]:
-    """Lend the bytes of ranges of a block; after the ``with`` not even an error refers to them.
-
-    Parameters
-    ----------
-    block : Block
-        The block.
-    ranges : iterable of (int, int)
-        The offset and size of each range.
-    """
+    """Lend the bytes of ranges (offset, size); not even an error refers to them afterwards."""
     rows = [block.as_array("uint8", nbytes, at) for at, nbytes in ranges]
     try:
         yield rows
@@ -653,10 +584,7 @@ def read_direct(
 ) -> None:
     """Read ranges of files past the page cache, as `unimem._core.load.load` does.
 
-    Raises
-    ------
-    NoDirectReadsError
-        A file system has no such reads. Some ranges may have been read.
+    NoDirectReadsError says that a file system has no such reads; some ranges may have been read.
     """
     raised = False
 

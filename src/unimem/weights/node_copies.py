@@ -33,21 +33,11 @@ _CHUNK_BYTES = 16 << 20  # copied between two checks for a stop
 
 
 class Copies(NamedTuple):
-    """The nodes that get a copy.
+    """The nodes that get a copy; if none has room, there is one copy, anywhere."""
 
-    Attributes
-    ----------
-    nodes : tuple of int
-        Nodes with room, ascending. If none has room, there is one copy, anywhere.
-    asked : tuple of int
-        Nodes that were asked for.
-    shortfalls : tuple of str
-        A sentence for each node that gets no copy.
-    """
-
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # ascending
     asked: tuple[int, ...]
-    shortfalls: tuple[str, ...]
+    shortfalls: tuple[str, ...]  # a sentence for each node that gets no copy
 
 
 def _mirror_of(placement: PlacementOptions) -> NumaPolicy | None:
@@ -107,12 +97,8 @@ def choose_copies(nbytes: int, placement: PlacementOptions, facts: policy.Facts)
 def nodes_for_copies(name: str, nbytes: int, placement: PlacementOptions) -> tuple[int, ...]:
     """Return the nodes that get a copy now, if there is room for all copies.
 
-    Raises
-    ------
-    PlacementError
-        With ``strict``, a node has no room. Otherwise a `PlacementWarning` says so.
-    CapacityError
-        A limit has no room for all copies together.
+    A node without room is a `PlacementWarning`, or with ``strict`` a PlacementError. CapacityError
+    says that a limit has no room for all copies together.
     """
     found = choose_copies(nbytes, placement, limits)
     if found.shortfalls:

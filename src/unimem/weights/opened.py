@@ -82,8 +82,6 @@ class WeightsCopy(Contents):
         ------
         OSError
             The kernel does not tell.
-        ClosedError
-            The weights were closed.
         """
         self._check_open()
         return self._parts[0].memory.block.verify()
@@ -106,6 +104,8 @@ class Weights(Contents):
 
     A mirrored model (``numa="mirror"``) has a copy on each of several nodes: `tensors` are those of
     the copy nearest to the calling thread, and `on` and `copies` give each.
+
+    Once it is closed, or a tape took its memory back, its members raise ClosedError.
     """
 
     def __init__(self, files: list[ModelFile], loaded: Loaded, tape: Tape | None) -> None:
@@ -189,8 +189,6 @@ class Weights(Contents):
         ------
         TypeError, ValueError
             There is no such node.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         if node is not None:
@@ -247,8 +245,6 @@ class Weights(Contents):
         ------
         OSError
             A mapped file has become shorter, or was replaced or written to since it was opened.
-        ClosedError
-            The weights were closed.
         """
         from unimem.weights.content_hash import content_hash
 
@@ -264,8 +260,6 @@ class Weights(Contents):
         ------
         OSError
             The kernel does not tell.
-        ClosedError
-            The weights were closed.
         """
         return sum_placements([block.verify() for block in self.blocks])
 
@@ -281,8 +275,6 @@ class Weights(Contents):
             The weights were opened without `numa`, or lie on a tape.
         OSError
             The kernel refuses to move pages, as in a container that may not.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         self._check_not_on_tape("move the tape's: tape.block.repair()")
@@ -301,8 +293,6 @@ class Weights(Contents):
         ------
         OSError
             The kernel does not tell.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         return residency.measure_residency(self)
@@ -325,8 +315,6 @@ class Weights(Contents):
             It does not fit into the memory that this process may have; nothing was read.
         OSError
             A file has become shorter, or cannot be read.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         residency.warm(self, mapped=self.load == "map", threads=threads, progress=progress)
@@ -372,8 +360,6 @@ class Weights(Contents):
             The model lies on a tape, which is locked as a whole; or an unknown lock.
         OSError
             As for `warm`.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         self._check_not_on_tape("make the tape with lock=True")
@@ -401,8 +387,6 @@ class Weights(Contents):
             The model lies in memory of its own, or is locked.
         OSError
             A file was replaced.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         if self.load != "map":

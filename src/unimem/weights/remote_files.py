@@ -57,12 +57,7 @@ _MAGIC_BYTES = 8
 def open_files(path: str | os.PathLike[str], tries: int = 0) -> ModelFiles:
     """Open all files of a model, here or on a server: see `open_model` and `open_remote`.
 
-    Parameters
-    ----------
-    path : path-like
-        A path or a URL.
-    tries : int
-        For a URL, how often a header is requested; by default `transfers.TRIES`.
+    For a URL, `tries` is how often a header is requested; by default `transfers.TRIES`.
     """
     if is_url(path):
         return open_remote(path, tries or transfers.TRIES)
@@ -72,19 +67,9 @@ def open_files(path: str | os.PathLike[str], tries: int = 0) -> ModelFiles:
 def open_remote(url: str, tries: int = 1, server: Server | None = None) -> RemoteFiles:
     """Read and check the headers of all files of a model on a server.
 
-    Parameters
-    ----------
-    url : str
-        As for `open_server`, of a file that `open_model` takes. The model's other files lie beside
-        it. Messages and results omit the user and the query, which may be secret.
-    tries : int
-        How often a header is requested.
-    server : Server, optional
-        The server of the files, by the shown `url`; by default that of the URL.
-
-    Returns
-    -------
-    RemoteFiles
+    The URL is that of a file that `open_model` takes, with the model's other files beside it. By
+    default it says which server has the files. Messages and results omit user and query, which may
+    be secret. A header may have 64 MiB, and all of them 256 MiB and 10 minutes.
 
     Raises
     ------
@@ -93,13 +78,10 @@ def open_remote(url: str, tries: int = 1, server: Server | None = None) -> Remot
     FormatError
         The server sends an HTML page instead.
     OSError
-        The server cannot be reached, refuses, or is too slow (`TimeoutError`); the file is missing
-        or ends early; a header is longer than 64 MiB, or all headers than 256 MiB; the headers have
-        taken 10 minutes (`TimeoutError`).
-    ValueError
-        A URL of another kind.
-    ImportError
-        The extra ``remote``, or another package that the URL needs, is not installed.
+        The server cannot be reached, refuses, or is too slow (`TimeoutError`); a file is missing or
+        ends early; a limit is exceeded.
+    ValueError, ImportError
+        A URL of another kind; or a package that it needs is not installed.
     """
     model = RemoteFiles(url, tries, server)
     add_files(model, model.path)
@@ -116,13 +98,6 @@ class _Started(NamedTuple):
 
 class RemoteFiles(ModelFiles):
     """The headers of a model's files on a server: `ModelFiles` without descriptors.
-
-    Parameters
-    ----------
-    url : str
-        The URL of one of its files, or of its index.
-    tries, server
-        As for `open_remote`.
 
     Attributes
     ----------
@@ -177,20 +152,8 @@ class RemoteFiles(ModelFiles):
     ) -> None:
         """Read a range of each file into memory, and check the files by the server's hashes.
 
-        Parameters
-        ----------
-        ranges : sequence of (int, numpy.ndarray)
-            For each file, in order: the first byte, and the memory of the range.
-        verify : bool
-            Whether to check a hash that the server reports for a file, which reads the header
-            again.
-        threads, progress, arrivals
-            As for `read_wanted`.
-
-        Raises
-        ------
-        OSError
-            As for `read_wanted`.
+        `ranges` has the first byte and the memory for each file, in order. With `verify`, a file
+        with a hash is read completely, its header included. The rest is as for `read_wanted`.
         """
         sources, starts = [], []
         for file, (first, out) in zip(self.files, ranges, strict=True):
@@ -220,21 +183,9 @@ class RemoteFiles(ModelFiles):
         progress: Progress | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """Read a whole file into memory, and check it.
+        """Read one of `files` into memory, and compare its header with the parsed one.
 
-        Parameters
-        ----------
-        file : ModelFile
-            One of `files`.
-        out : numpy.ndarray
-            ``uint8``, of the size of the file.
-        verify, progress, arrivals
-            As for `read_data`; the header is compared with the parsed one in any case.
-
-        Raises
-        ------
-        OSError
-            As for `read_wanted`.
+        The options are those of `read_data`.
         """
         started = self._started[file.path]
         digest = self._digest(file.path) if verify else ""
@@ -385,21 +336,7 @@ def _read_header(file: _FileStart) -> Header:
 
 
 class _FileStart:
-    """The bytes that were read from the start of a file on a server. For one thread.
-
-    Attributes
-    ----------
-    path : str
-        The URL as it is shown.
-    nbytes : int
-        Size of the whole file.
-    tag, digest : str
-        Its ETag, and the server's hash of it.
-    start : bytearray
-        The bytes.
-    has_ranges : bool
-        Whether the server sends parts of a file.
-    """
+    """The bytes that were read from the start of a file on a server. For one thread."""
 
     def __init__(self, server: Server, path: str) -> None:
         self._server, self.path = server, path

@@ -271,12 +271,7 @@ def evict(contents: Contents) -> int:
 class _Scan:
     """The state of the pages under one file's data at one moment.
 
-    Attributes
-    ----------
-    file_offset, nbytes : int
-        The range of the file.
-    nodes : set of int
-        The nodes of the pages; empty if the kernel does not tell.
+    `nodes` are those of the pages; empty if the kernel does not tell.
     """
 
     def __init__(self, part: ModelPart) -> None:
@@ -375,18 +370,8 @@ def require_room(
 ) -> None:
     """Raise CapacityError if warming does not fit, before anything is read.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model.
-    mapped : bool
-        Whether it lies in the page cache, instead of memory of its own.
-    what : str, optional
-        As for `limits.require`; by default the warming of its first file.
-    beside_bytes : int
-        Memory that will be taken beside it.
-    without : collection of str
-        Names of repacked tensors of a mapped model, which are not warmed.
+    `mapped` says that the model lies in the page cache; `what` is as for `limits.require`;
+    `beside_bytes` will be taken beside it; repacked tensors, named by `without`, are not warmed.
     """
     what = what or f"warming '{contents.files[0]}'"
     total = there = 0
@@ -436,17 +421,8 @@ def write_back(fd: int) -> None:
 class Dropper:
     """Drops used ranges of one file from the page cache. Any number of threads may use it.
 
-    Parameters
-    ----------
-    fd : int
-        The file.
-    runs : sequence of (begin, end)
-        Ranges that are still needed, sorted.
-
-    Attributes
-    ----------
-    kept : list of (begin, end)
-        Those of them that stay; small ones are dropped, too.
+    `runs` are the ranges that are still needed, sorted. The attribute `kept` has those of them that
+    stay; small ones are dropped, too.
     """
 
     def __init__(self, fd: int, runs: Sequence[tuple[int, int]]) -> None:
@@ -546,17 +522,10 @@ def _gaps(part: ModelPart, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[in
 
 
 def drop_files(files: Iterable[tuple[str, Version]]) -> int:
-    """Drop whole files from the page cache; mapped pages stay.
+    """Drop whole files from the page cache, except mapped pages; return the bytes that left it.
 
-    Parameters
-    ----------
-    files : iterable of (str, Version)
-        Paths and versions; a file that was replaced, or is gone, is left alone.
-
-    Returns
-    -------
-    int
-        Bytes that left it, as far as the kernel tells this user.
+    Files with another version than the given one, or that are gone, are left alone. The bytes are
+    counted as far as the kernel tells this user.
     """
     dropped = 0
     for path, version in files:

@@ -8,7 +8,7 @@ from libc.stdint cimport uint64_t
 from libc.string cimport memchr
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes, join_runs
+from unimem.weights.header_bytes cimport HeaderBytes
 from unimem._core.region cimport Region
 
 # Headers of about 500 tensors fit into the first read. A longer one is read again from its start.
@@ -143,29 +143,9 @@ cdef class SafetensorsHeader(HeaderBytes):
         name = _NAMES[<int>tensor.type]
         return ne, name, _GGML_TYPES.get(name), tensor.offset, tensor.nbytes
 
-    def bytes_by_type(self):
-        """Return the total bytes of the tensors of each type, by name."""
-        cdef um.um_safetensors_tensor *tensor
-        cdef uint64_t i
-        totals = {}
-        for i in range(self._safetensors.n_tensors):
-            tensor = &self._safetensors.tensors[i]
-            name = _NAMES[<int>tensor.type]
-            totals[name] = totals.get(name, 0) + tensor.nbytes
-        return totals
+    cdef uint64_t n_tensors(self):
+        return self._safetensors.n_tensors
 
-    def runs(self):
-        """Return the runs of adjacent tensors of one type.
-
-        Returns
-        -------
-        list of (int, int, str)
-            Offset in the file, bytes and type of each run, by offset.
-        """
-        cdef um.um_safetensors_tensor *tensor
-        cdef uint64_t i
-        rows = []
-        for i in range(self._safetensors.n_tensors):
-            tensor = &self._safetensors.tensors[i]
-            rows.append((tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]))
-        return join_runs(rows)
+    cdef tuple place(self, uint64_t i):
+        cdef um.um_safetensors_tensor *tensor = &self._safetensors.tensors[i]
+        return tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]

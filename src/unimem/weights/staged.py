@@ -49,26 +49,16 @@ class Held:
 
     Attributes
     ----------
-    pid : int
-        The process.
-    path : str
-        What to open instead of the model.
-    paths : tuple of str
-        All of its files.
+    path, paths : str, tuple of str
+        What to open instead of the model, and all of its files.
     source : str
         The model, as an absolute path.
     versions : tuple of (str, Version)
         The files that were read, and their versions; for a repacked model, their identities.
-    asked : dict
-        The options that it was staged with.
-    backing : str
-        As in `Stage`, or "page-cache".
-    nbytes : int
-        Bytes of the files.
-    granted : Placement
-        As in `Stage`.
-    warnings : tuple of str
-        The warnings that staging it gave.
+    asked, warnings : dict, tuple of str
+        The options that it was staged with, and the warnings that this gave.
+    backing, granted : str, Placement
+        As in `Stage`; the backing may be "page-cache".
     kept_by : {"command", "program"}
         Whether `unimem stage` started the process for this, or the process called `um.stage`.
     arrived : tuple of (int, int, int, str)
@@ -141,10 +131,8 @@ class Held:
 def holders() -> list[Held]:
     """Find the models that processes of this user keep, the oldest process first.
 
-    Raises
-    ------
-    PlacementError
-        The mounted ``/proc`` belongs to another PID namespace, or a process could not be examined.
+    PlacementError says that ``/proc`` belongs to another PID namespace, or that a process could not
+    be examined.
     """
     import psutil
 
@@ -153,13 +141,7 @@ def holders() -> list[Held]:
 
 
 def holders_of(pid: int) -> list[Held]:
-    """Find the models that one process keeps; none if it has ended or is another user's.
-
-    Raises
-    ------
-    PlacementError
-        This process lacks descriptors or memory to look.
-    """
+    """Find the models that one process keeps; none if it has ended or is another user's."""
     found = []
     try:
         with Descriptors() as fds:
@@ -181,14 +163,9 @@ def cannot_see(error: OSError, what: str) -> PlacementError:
 
 
 def proc_folder() -> str:
-    """Return this process's folder in ``/proc``.
+    """Return this process's folder in ``/proc``, or raise PlacementError if it is not there.
 
     Its name is the PID in the namespace that ``/proc`` was mounted in, which may be an outer one.
-
-    Raises
-    ------
-    PlacementError
-        ``/proc`` is not mounted, or belongs to a namespace that this process is not in.
     """
     try:
         return f"/proc/{os.readlink('/proc/self')}"
@@ -218,13 +195,7 @@ def read_note(fd: int, pid: int, folder: int) -> Held | None:
 
 
 def held_from_note(pid: int, began: int, note: dict[str, Any]) -> Held:
-    """Return the model that a note describes; the note is emptied.
-
-    Raises
-    ------
-    ValueError, LookupError, TypeError, AttributeError
-        The note is not of this schema.
-    """
+    """Return the model that a note describes; a note of another schema gives one of many errors."""
     if note.pop("schema") != SCHEMA:
         raise ValueError("another schema")
     is_program = note.pop("program", None) is not None
