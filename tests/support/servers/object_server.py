@@ -22,6 +22,7 @@ from support.servers.listener import listening
 _DELETED = b"<DeleteResult><Deleted><Key>k</Key></Deleted></DeleteResult>"
 # For this run only: another run may have staged the same URL.
 BUCKET = f"bucket-{os.getpid()}"
+TINY_URL, TINY_PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 URL, PATH = "s3://bucket/a/b", "/bucket/a/b"
 DATA = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8)
 FAULTS = ("reset", "short", "slow", "wrong bytes", "503", "closed")
@@ -47,6 +48,15 @@ class ObjectServer:
         """Add an object; by default with the ETag of one that was written at once."""
         self.objects[path] = data
         self.tags[path] = tag or hashlib.md5(data).hexdigest()
+
+    def begins(self, header: str = "") -> list[int]:
+        """Return the first bytes of the ranges requested since the last call, sorted.
+
+        A range of `header` does not count.
+        """
+        begins = [int(wanted.split("-")[0]) for _, _, wanted in self.asked if wanted != header]
+        self.asked.clear()
+        return sorted(begins)
 
 
 class Handler(BaseHTTPRequestHandler):
