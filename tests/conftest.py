@@ -69,6 +69,7 @@ MACHINE_MODULES = {
     "staging/test_stage",
     "staging/test_stage_interrupt",
     "staging/test_stage_url",
+    "staging/test_unfinished",
     "system/test_limits",
     "system/test_process",
     "test_governor",

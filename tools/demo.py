@@ -27,8 +27,9 @@ from typing import Any, NoReturn
 
 import unimem as um
 from unimem.base.text import Surface, format_bytes, table_lines
-from unimem.staging.keeper import Held, drop, hold
+from unimem.staging.keeper import drop, hold
 from unimem.system.placement import sum_placements
+from unimem.weights.staged import Held
 from unimem_bench.suites.load import llama_start
 
 __all__ = ["Facts", "demonstrate"]

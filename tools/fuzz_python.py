@@ -240,7 +240,7 @@ def note() -> Run:
     """Read what a process says of the staged model that it keeps."""
     import fcntl
 
-    from unimem.staging import keeper
+    from unimem.weights import staged
 
     def run(raw: bytes) -> None:
         fd = os.memfd_create("fuzzed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -249,7 +249,7 @@ def note() -> Run:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
         folder = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            found = keeper._read_note(fd, os.getpid(), folder)
+            found = staged.read_note(fd, os.getpid(), folder)
         finally:
             os.close(folder)
         assert found is None or found.pid == os.getpid()
@@ -388,7 +388,7 @@ TARGETS = {
         _Snapshots,
     ),
     "ledger": Target(("unimem.accounting.published", "unimem.accounting.exec_table"), ledger),
-    "note": Target(("unimem.staging.keeper",), note),
+    "note": Target(("unimem.weights.staged",), note),
     "process": Target(("unimem.system.process",), process),
     "image": Target(("unimem.weights.repack.image_format",), image),
     "index": Target(("unimem.weights.files",), index),

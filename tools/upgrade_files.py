@@ -28,8 +28,8 @@ import xxhash
 import unimem as um
 from unimem._core import ledger
 from unimem.accounting import exec_table, published
-from unimem.staging import keeper
 from unimem.system.placement import Placement
+from unimem.weights import staged
 from unimem.weights.repack import image_format
 
 FOLDER = Path(__file__).parent.parent / "tests/upgrades"
@@ -151,7 +151,7 @@ def _image(folder: Path) -> dict[str, Any]:
 def _stage(folder: Path) -> dict[str, Any]:
     placement = Placement("2m", 2 << 20, 4 << 20, 4 << 20, 0, 0, 4 << 20, {0: 4 << 20})
     note = {
-        **{"schema": keeper.SCHEMA, "path": "fd/3", "paths": ["fd/3"]},
+        **{"schema": staged.SCHEMA, "path": "fd/3", "paths": ["fd/3"]},
         **{"source": "/models/model.gguf", "versions": [["/models/model.gguf", [1, 2, 3, 4]]]},
         **{"asked": {"pages": "2m", "numa": None}, "backing": "memfd", "nbytes": 4 << 20},
         **{"granted": asdict(placement), "warnings": []},

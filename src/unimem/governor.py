@@ -26,7 +26,7 @@ from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
 from unimem.weights.opened import Weights
-from unimem.weights.page_cache import drop_files
+from unimem.weights.residency import drop_files
 
 __all__ = ["GivesBack", "Governor", "GovernorEvent"]
 

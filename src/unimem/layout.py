@@ -18,7 +18,7 @@ from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
 from unimem.system.python_heap import warm_python_heap
-from unimem.weights.loading import EngineLoad, Progress, way_of
+from unimem.weights.loading import EngineLoad, LoadRequest, Progress, way_of
 from unimem.weights.node_copies import is_mirrored
 from unimem.weights.opened import Weights, open_planned
 from unimem.weights.remote_files import is_url
@@ -466,9 +466,9 @@ class Layout(Lifetimes[Tape]):
                 if not repacks:
                     policy.warn(f"{before.facts['model']} is not repacked: {before.load_reason}")
             why_mapped = before.load_reason if before.load in ("map", "repack") else ""
-            weights = open_planned(
-                path_or_weights, why_mapped, load=load, progress=progress, placement=mapped
-            )
+            request = LoadRequest(load, progress=progress, placement=mapped, why_mapped=why_mapped)
+            weights = open_planned(path_or_weights, request)
+
         try:
             if not given:  # the file may be another one by now
                 needed = plan(weights, load="repack" if repacks else "auto", **options)

@@ -32,6 +32,7 @@ from unimem.accounting.mapped_models import MappedModel, library_files, models
 from unimem.staging import keeper as stage_held
 from unimem.system.process import Area, read_process
 from unimem.weights.gguf import GGUFHeader
+from unimem.weights.staged import Held, holders, holders_of
 
 Patch = pytest.MonkeyPatch
 MIB = 1 << 20
@@ -324,7 +325,7 @@ def test_devices_are_no_models(maps: Maps) -> None:
 
 
 @contextmanager
-def kept(path: Path, **options: Any) -> Iterator[stage_held.Held]:
+def kept(path: Path, **options: Any) -> Iterator[Held]:
     """A staged model that a process of its own keeps, as the command has it."""
     asked = {"lock": False} | options
     with stage_held.hold(um.stage(path, **options), str(path), asked, []) as held:
@@ -462,12 +463,12 @@ def test_a_program_that_stages_is_as_the_command(backing: Any, model: Path) -> N
         pytest.skip("this process may not mount a tmpfs")
     large = write_model(model.with_name("large.gguf"))
     with program(large, backing) as (pid, its_child, path):
-        (held,) = stage_held.holders_of(pid)
+        (held,) = holders_of(pid)
         assert (held.path, held.source, held.kept_by) == (path, str(large), "program")
         assert held.asked == {"pages": "4k", "numa": None, "lock": False, "backing": backing}
         assert held.staleness() is None
-        assert held in stage_held.holders()
-        assert stage_held.holders_of(its_child) == []
+        assert held in holders()
+        assert holders_of(its_child) == []
         with pytest.raises(ValueError, match=f"goes with process {pid}"):
             stage_held.drop(held)
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
@@ -478,14 +479,14 @@ def test_a_program_that_stages_is_as_the_command(backing: Any, model: Path) -> N
         (staging,) = (row for row in keeper.rows if row.category == "staging")
         assert staging.nbytes == -(-held.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         assert not any(row.category.startswith("weights") for row in keeper.rows)
-    assert stage_held.holders_of(pid) == []
+    assert holders_of(pid) == []
 
 
 def test_a_stage_of_this_process(model: Path, maps: Maps) -> None:
     """The ledger says what it keeps; what else it maps of that, it reads as others do."""
     large = write_model(model.with_name("large.gguf"))
     with um.stage(large, backing="memfd") as staged, um.stage(large, backing="shm") as other:
-        paths = [held.path for held in stage_held.holders_of(os.getpid())]
+        paths = [held.path for held in holders_of(os.getpid())]
         assert paths == [staged.path, other.path]
         nbytes = um.report()["staging"].nbytes
         maps(staged.path)
@@ -494,9 +495,9 @@ def test_a_stage_of_this_process(model: Path, maps: Maps) -> None:
         assert any(row.category.startswith("weights:q8_0") for row in report.rows)
         assert {each.source for each in found("memfd")} == {str(large)}
         staged.close()
-        (held,) = stage_held.holders_of(os.getpid())
+        (held,) = holders_of(os.getpid())
         assert held.path == other.path
-    assert stage_held.holders_of(os.getpid()) == []
+    assert holders_of(os.getpid()) == []
 
 
 def test_a_process_with_other_mounts(model: Path) -> None:

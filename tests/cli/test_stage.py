@@ -52,10 +52,11 @@ from support.processes.warm_python import start
 from support.terminal.screens import MAIN, Screen, run_command, show, start_command
 from unimem.errors import CapacityError
 from unimem.staging import keeper as stage_held
-from unimem.staging.keeper import SCHEMA, Held, drop, holders
+from unimem.staging.keeper import drop
 from unimem.staging.llama_cpp import RepackedByLlamaCpp
 from unimem.system import limits, policy
 from unimem.system.process import read_process
+from unimem.weights.staged import SCHEMA, Held, holders
 
 cli_stage = importlib.import_module("unimem.cli.stage")
 Patch = pytest.MonkeyPatch

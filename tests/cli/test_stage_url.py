@@ -16,8 +16,9 @@ from support.servers.model_server import serving
 from support.servers.object_server import BUCKET, ObjectServer, serving_objects
 from support.terminal.screens import Screen, show
 from unimem.remote import transfers
-from unimem.staging.keeper import Held, drop, holders
+from unimem.staging.keeper import drop
 from unimem.weights.remote_files import RemoteFiles
+from unimem.weights.staged import Held, holders
 
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 HEADER = "0-262143"

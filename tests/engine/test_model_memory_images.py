@@ -21,11 +21,11 @@ from unimem.accounting import mapped_models
 from unimem.backends import ggml_orders
 from unimem.engine import Decoder
 from unimem.planning import repack_gain as planned
-from unimem.staging.keeper import Held, holders
 from unimem.system import limits
 from unimem.system.process import read_process
 from unimem.weights.repack import image_search, repack
 from unimem.weights.repack.image import IMAGE_NAME
+from unimem.weights.staged import Held, holders
 
 if ggml_orders.find_order(2, (256, 64)) is None:
     pytest.skip("this build of ggml has no order for q4_0 on this CPU", allow_module_level=True)

@@ -24,7 +24,7 @@ from support.kernel.huge_pages import eight_huge_pages  # noqa: F401 -- a fixtur
 from support.kernel.proc_maps import huge_page_bytes
 from support.models.make import small, write_model
 from support.project.checkout import ROOT
-from unimem.staging.keeper import holders
+from unimem.weights.staged import holders
 
 MIB = 1 << 20
 DEMO = ROOT / "tools" / "demo.py"

@@ -20,7 +20,8 @@ from support.processes.warm_python import run_script
 from support.project.checkout import ROOT
 from support.servers.model_server import serving
 from unimem.engine import embedded_model
-from unimem.staging.keeper import drop, holders
+from unimem.staging.keeper import drop
+from unimem.weights.staged import holders
 
 # How many Python examples each has.
 N_EXAMPLES = {

@@ -19,7 +19,7 @@ from support.project.checkout import ROOT
 from unimem.accounting import published
 from unimem.errors import FormatError, SnapshotError
 from unimem.kv import snapshot
-from unimem.staging import keeper
+from unimem.weights import staged
 from unimem.weights.repack.image import Image
 
 VERSIONS = sorted((ROOT / "tests/upgrades").iterdir())
@@ -142,10 +142,10 @@ def test_an_image_is_read(folder: Path, tmp_path: Path) -> None:
 @by_version
 def test_the_note_of_a_stage_is_read(folder: Path) -> None:
     said, note = contents_of(folder)["stage"], json.loads(raw_of(folder, "stage"))
-    if note["schema"] != keeper.SCHEMA:  # which is passed over, since it is another version's
+    if note["schema"] != staged.SCHEMA:  # which is passed over, since it is another version's
         assert folder.name != um.__version__
         return
-    found = keeper._held(os.getpid(), 0, note)
+    found = staged.held_from_note(os.getpid(), 0, note)
     assert (found.source, found.nbytes, found.granted.pages) == (
         said["source"],
         said["nbytes"],

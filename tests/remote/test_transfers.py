@@ -1,4 +1,4 @@
-"""Bytes of objects: read by ranges, tried again, checked; and written whole."""
+"""Reads of objects by ranges, with retries and checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import hashlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import chain, repeat
 from typing import Any
@@ -14,37 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.processes.forks import in_child, refuses
-from support.servers.object_server import FAULTS, ObjectServer, serving_objects
+from support.servers.object_server import DATA, FAULTS, PATH, URL, ObjectServer, serving_objects
 from unimem.remote import client, transfers
 from unimem.remote.client import Server, open_server
-from unimem.remote.hashes import find_hashes
-from unimem.remote.transfers import RemoteBytes, Version, read_range, read_wanted, retried
-from unimem.remote.url_errors import in_own_words
+from unimem.remote.transfers import RemoteBytes, Version, read_range, read_wanted
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
-
-URL, PATH = "s3://bucket/a/b", "/bucket/a/b"
-DATA = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8)
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(transfers, "PIECE_BYTES", 50_000)
-    monkeypatch.setattr(client, "_STREAM_BYTES", 1)
-    monkeypatch.setattr(transfers, "_LEAST_BYTES", 1000)
-    with serving_objects(monkeypatch) as state:
-        state.add(PATH, DATA.tobytes())
-        yield state
-
-
-@pytest.fixture
-def server(store: ObjectServer) -> Iterator[Server]:
-    opened, shown = open_server(URL)
-    assert shown == URL
-    yield opened
-    opened.close()
 
 
 def sources(store: ObjectServer, out: np.ndarray, digest: str = "") -> list[RemoteBytes]:
@@ -208,168 +183,3 @@ def test_what_progress_raises_ends_it(store: ObjectServer, server: Server) -> No
         read_wanted(server, sources(store, np.zeros_like(DATA)), threads=2, progress=progress)
     assert len(store.asked) <= 4
     assert threading.active_count() <= before + 4  # those of the server
-
-
-# ---- writing ----
-
-
-def test_a_condition_keeps_what_is_there(store: ObjectServer, server: Server) -> None:
-    assert server.put("s3://bucket/new", b"one", create=True)
-    assert not server.put("s3://bucket/new", b"two", create=True)
-    assert store.objects["/bucket/new"] == b"one"
-    assert server.put("s3://bucket/new", b"two")
-    assert store.objects["/bucket/new"] == b"two"
-    server.remove("s3://bucket/new")
-    assert "/bucket/new" not in store.objects
-    assert not any(method == "GET" for method, _, _ in store.asked), "nothing is listed"
-
-
-def test_an_object_in_parts_is_there_at_the_end(store: ObjectServer, server: Server) -> None:
-    pieces = [DATA[:100_000].data, DATA[100_000:].data]
-    server.put_parts("s3://bucket/parts", iter(pieces), DATA.nbytes)
-    assert store.objects["/bucket/parts"] == DATA.tobytes()
-
-    def broken() -> Iterator[memoryview]:
-        yield DATA.data
-        raise OSError(errno.EIO, "lost")
-
-    with pytest.raises(OSError, match="lost"):
-        server.put_parts("s3://bucket/no", broken(), 2 * DATA.nbytes)
-    assert "/bucket/no" not in store.objects
-
-
-def test_a_put_is_tried_again(store: ObjectServer, server: Server) -> None:
-    faults = chain(["503", "closed"], repeat(""))
-    store.choose_fault = lambda *_: next(faults)
-    assert retried(lambda: server.put("s3://bucket/new", b"one", create=True))
-    assert len(store.asked) == 3
-
-
-# ---- servers of other kinds ----
-
-
-def test_what_fsspec_knows() -> None:
-    pytest.importorskip("fsspec", reason="fsspec reads memory://: pip install '.[remote]'")
-    server, shown = open_server("memory://box/a")
-    assert server.put(shown, DATA[:5000].data, create=True)
-    assert not server.put(shown, b"", create=True)
-    out = np.zeros(4000, np.uint8)
-    read_range(server, shown, 1000, out)
-    assert np.array_equal(out, DATA[1000:5000])
-    server.put_parts(shown, iter([b"ab", b"c"]), 3)
-    answer = server.get(shown, 0, 3)
-    assert bytes(answer.read(9)) == b"abc"
-    server.remove(shown)
-    with pytest.raises(FileNotFoundError, match="memory://box/a"):
-        server.get(shown, 0, 1)
-
-
-@pytest.mark.parametrize(
-    ("url", "kind", "text"),
-    [
-        ("nosuch://a/b", ValueError, "expected .*s3://.*got 'nosuch://a/b'"),
-        ("s3:///key", ValueError, "expected s3://bucket/key"),
-        ("s3://key:s3cret@bucket/k", ValueError, "expected s3://bucket/key"),
-        ("hf://me", ValueError, "expected hf://owner/repository/file"),
-    ],
-)
-def test_urls_that_are_none(url: str, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text) as caught:
-        open_server(url)
-    assert "s3cret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("Generic error: GET https://h/x?sig=s3cret in 3ms - HTTP error\nurl: s3cret", errno.EIO),
-        ("GET https://h/x?sig=s3cret: status code: 503 Slow", errno.EIO),
-        ("https://h/x?sig=s3cret: operation timed out", errno.ETIMEDOUT),
-        ("https://h/x?sig=s3cret: dns error", errno.EHOSTUNREACH),
-        ("https://h/x?sig=s3cret: status: 403 Forbidden", errno.EACCES),
-        ("Received redirect without LOCATION", errno.EINVAL),
-    ],
-)
-def test_texts_of_others_tell_no_secret(text: str, number: int) -> None:
-    with pytest.raises(OSError, match="az://box/a") as caught, in_own_words("az://box/a", 1):
-        raise RuntimeError(text)
-    assert caught.value.errno == number
-    assert "s3cret" not in str(caught.value)
-    assert caught.value.__cause__ is None
-
-
-@pytest.mark.parametrize("url", ["gs://bucket/a/b", "az://bucket/a/b"])
-def test_stores_of_other_makers(
-    store: ObjectServer, monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
-    here = f"http://127.0.0.1:{store.port}"
-    for name, value in {
-        "GOOGLE_BASE_URL": here, "GOOGLE_SKIP_SIGNATURE": "true", "AZURE_ENDPOINT": here,
-        "AZURE_SKIP_SIGNATURE": "true", "AZURE_STORAGE_ACCOUNT_NAME": "account",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
-    server, shown = open_server(url)
-    out = np.zeros_like(DATA)
-    read_range(server, shown, 0, out)
-    assert np.array_equal(out, DATA)
-    answer = server.get(shown, 0, 1)
-    assert (answer.nbytes, answer.digest) == (DATA.nbytes, ""), "their ETags are no hashes"
-    with pytest.raises(FileNotFoundError, match=f"{url}.none"):
-        server.get(f"{shown}.none", 0, 1)
-
-
-def test_a_web_server_is_read_only(store: ObjectServer) -> None:
-    pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
-    server, shown = open_server(f"http://me:s3cret@127.0.0.1:{store.port}{PATH}?key=s3cret")
-    out = np.zeros_like(DATA)
-    read_wanted(
-        server, [RemoteBytes(shown, Version(DATA.nbytes, f'"{store.tags[PATH]}"'), "", 0, out)]
-    )
-    assert np.array_equal(out, DATA)
-    with pytest.raises(OSError, match="read-only") as caught:
-        server.put(shown, b"")
-    assert "s3cret" not in str(caught.value)
-    server.close()
-
-
-def test_a_forked_child_is_told(server: Server) -> None:
-    assert in_child(lambda: refuses(lambda: server.get(URL, 0, 1), "forked child", "'spawn'"))
-
-
-# ---- hashes ----
-
-
-def md5(data: bytes) -> str:
-    return hashlib.md5(data).hexdigest()
-
-
-@pytest.mark.parametrize(
-    ("digest", "nbytes", "parts"),
-    [
-        (f'"{md5(b"")}"', 100, [[(0, 100)]]),
-        ("f" * 64, 100, [[(0, 100)]]),
-        (f"{md5(b'')}-1", 100, [[(0, 100)]]),
-        (f"{md5(b'')}-2", 20 << 20, None),
-        (f"{md5(b'')}-3", 100, []),
-        ('"5f-abc"', 100, []),
-        ("", 100, []),
-    ],
-)
-def test_what_tags_are_hashes(digest: str, nbytes: int, parts: list[Any] | None) -> None:
-    found = [each.parts for each in find_hashes(digest, nbytes)]
-    if parts is None:  # all that it may be
-        assert [(0, 10 << 20), (10 << 20, 20 << 20)] in found
-        assert all(len(each) == 2 for each in found)
-    else:
-        assert found == parts
-
-
-def test_a_hash_of_parts() -> None:
-    mib = 1 << 20
-    data = bytes(range(256)) * (12 * mib // 256)
-    pieces = [data[i : i + 5 * mib] for i in range(0, len(data), 5 * mib)]
-    digests = [hashlib.md5(piece) for piece in pieces]
-    tag = f"{md5(b''.join(each.digest() for each in digests))}-3"
-    first, *_ = (each for each in find_hashes(tag, len(data)) if each.part_bytes == 5 * mib)
-    assert first.matches(digests)
-    assert not first.matches([*digests[:2], hashlib.md5(b"")])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import pickle
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +17,30 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder  # noqa: F401
-from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
-from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder
+from support.kernel.cgroups import SmallCgroup, cgroup_512mb
+from support.kernel.huge_pages import eight_huge_pages, no_huge_pages
 from support.kernel.proc_maps import huge_page_bytes
 from support.processes.forks import in_child
 from support.processes.staged_models import (
     MIB,
     TINY,
-    indexed,  # noqa: F401
-    leaves_nothing,  # noqa: F401
     look,
     may_mount,
-    model,  # noqa: F401
     read_elsewhere,
-    split,  # noqa: F401
     start_reader,
     stop,
 )
-from unimem._core import tmpfs
 from unimem.errors import PlacementError
 from unimem.staging import backings
 from unimem.staging.backings import BACKINGS
 from unimem.system import limits
 
+__all__ = ["cgroup_512mb", "eight_huge_pages", "no_huge_pages", "open_folder"]  # fixtures
+
 PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
-
-needs_mount = pytest.mark.skipif(not may_mount(), reason="this process may not mount a tmpfs")
-
-
-@pytest.fixture(params=[pytest.param("tmpfs", marks=needs_mount), "memfd", "shm"])
-def backing(request: pytest.FixtureRequest) -> Any:
-    """Each kind but hugetlb, which needs a pool."""
-    return request.param
-
-
-@contextmanager
-def process(script: str, *wrapper: str, status: int = 0) -> Iterator[Callable[[], str]]:
-    """A script in a process of its own, to read its lines of; it may wait for the end of input."""
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*wrapper, sys.executable, "-c", script], **pipes) as started:
-        lines = started.stdout
-        assert lines is not None
-        yield lambda: lines.readline().rstrip("\n")
-        started.communicate("")
-        assert started.returncode == status
 
 
 # ---- what others get ----
@@ -95,7 +66,7 @@ def test_others_read_the_same_and_nobody_else_may(backing: Any, model: Path) -> 
     assert not os.path.exists(path)
 
 
-@needs_mount
+@pytest.mark.usefixtures("needs_mount")
 def test_the_first_choice_is_a_tmpfs_of_its_own(model: Path) -> None:
     before = Path("/proc/self/mountinfo").read_text()
     with um.stage(model) as staged:
@@ -104,7 +75,7 @@ def test_the_first_choice_is_a_tmpfs_of_its_own(model: Path) -> None:
         assert Path("/proc/self/mountinfo").read_text() == before, "it is mounted nowhere"
 
 
-@needs_mount
+@pytest.mark.usefixtures("needs_mount")
 @pytest.mark.parametrize("pages", ["thp", "4k"])
 def test_pages_are_huge_for_every_reader_of_a_tmpfs(model: Path, pages: Any) -> None:
     huge = huge_page_bytes()
@@ -180,7 +151,7 @@ def test_an_empty_pool_is_told(model: Path) -> None:
         assert staged.backing != "hugetlb"
 
 
-@pytest.mark.parametrize("backing", [pytest.param("tmpfs", marks=needs_mount), "shm"])
+@pytest.mark.parametrize("backing", ["tmpfs", "shm"], indirect=True)
 def test_split_models_keep_their_names(split: list[Path], backing: Any) -> None:
     with um.stage(split[1], backing=backing) as staged:
         assert [os.path.basename(path) for path in staged.paths] == [p.name for p in split]
@@ -238,47 +209,10 @@ def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> N
 # ---- what it is sealed against ----
 
 
-def test_nobody_can_write_to_a_memfd(model: Path) -> None:
-    with um.stage(model, backing="memfd") as staged:
-        with open(staged.path, "rb") as file:
-            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
-        all_seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-        assert seals & all_seals == all_seals
-        with pytest.raises(PermissionError):
-            os.pwrite(staged.fd, b"x", 0)
-
-
-@needs_mount
-def test_a_sealed_tmpfs_is_read_only_for_root(model: Path) -> None:
-    with um.stage(model, backing="tmpfs") as staged:
-        for attempt in (
-            lambda: os.open(staged.path, os.O_RDWR),
-            lambda: os.unlink(staged.path),
-            lambda: os.truncate(staged.path, 0),
-            lambda: os.chmod(staged.path, 0o666),
-            lambda: os.mkdir(os.path.join(os.path.dirname(staged.path), "more")),
-        ):
-            with pytest.raises(OSError, match="Read-only") as caught:
-                attempt()
-            assert caught.value.errno == errno.EROFS
-
-
-@needs_mount
-def test_clearing_an_attribute_of_the_mount_undoes_nothing(model: Path) -> None:
-    attributes = (ctypes.c_uint64 * 4)(0, 1)  # to be cleared: MOUNT_ATTR_RDONLY
-    with um.stage(model, backing="tmpfs") as staged:
-        libc = ctypes.CDLL(None, use_errno=True)
-        at_empty_path, number = 0x1000, 442
-        if libc.syscall(number, staged.fd, b"", at_empty_path, attributes, 32):
-            pytest.skip(f"mount_setattr: {os.strerror(ctypes.get_errno())}")
-        with pytest.raises(OSError, match="Read-only"):
-            os.open(staged.path, os.O_RDWR)
-
-
 # ---- in namespaces ----
 
 
-def test_the_path_is_of_the_proc_that_is_there(model: Path) -> None:
+def test_the_path_is_of_the_proc_that_is_there(model: Path, process: Any) -> None:
     """In a PID namespace without a /proc of its own, others find it under the outer PID."""
     unshare = ("unshare", "--pid", "--fork")
     refused = subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode
@@ -308,36 +242,10 @@ def test_without_a_proc_nothing_is_read(monkeypatch: pytest.MonkeyPatch, model: 
 # ---- where it cannot be ----
 
 
-@needs_mount
-def test_without_the_right_to_mount_a_namespace_of_its_own_serves(model: Path) -> None:
-    """Root without CAP_SYS_ADMIN, which a container has."""
-    if os.geteuid() or shutil.which("setpriv") is None:
-        pytest.skip("taking rights away needs root and setpriv")
-    script = f"""
-import os, unimem as um
-from unimem._core import tmpfs
-try:
-    tmpfs.open_mount(4096, False)
-except um.PlacementError as error:
-    print(error.errno)
-with um.stage({str(model)!r}) as staged:
-    print(staged.backing, staged.reason)
-    print(open(staged.path, "rb").read() == open({str(model)!r}, "rb").read())
-    try:
-        os.open(staged.path, os.O_RDWR)
-    except OSError as error:
-        print(error.strerror, flush=True)
-"""
-    with process(script, "setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin") as line:
-        assert int(line()) == errno.EPERM
-        backing, *sealed = line(), line(), line()
-    if not backing.startswith("tmpfs"):
-        pytest.skip(f"user namespaces are refused here: {backing}")
-    assert sealed == ["True", "Read-only file system"]
-
-
-@needs_mount
-def test_another_user_stages_and_root_may_read(model: Path, open_folder: Path) -> None:
+@pytest.mark.usefixtures("needs_mount")
+def test_another_user_stages_and_root_may_read(
+    model: Path, open_folder: Path, process: Any
+) -> None:
     if os.geteuid():
         pytest.skip("becoming another user needs root")
     python = shutil.which("python3", path="/usr/bin")
@@ -372,44 +280,6 @@ with um.stage({copied!r}) as staged:
     if backing != "tmpfs":
         pytest.skip("user namespaces are refused here")
     assert (same, refused) == (True, "Read-only file system")
-
-
-@pytest.fixture
-def no_mount(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing can be mounted; returns the program that would try it in a user namespace."""
-
-    def refuse(nbytes: int, huge: bool) -> int:
-        raise PlacementError(errno.EPERM, "mounting a tmpfs: fsopen: Operation not permitted")
-
-    child = tmp_path / "child.py"
-    # ENOSPC: no user namespaces are allowed.
-    child.write_text("import os, sys\nos.write(int(sys.argv[4]), b'\\x1c\\0\\0\\0unshare')\n")
-    monkeypatch.setattr(tmpfs, "open_mount", refuse)
-    monkeypatch.setattr(backings, "_CHILD", str(child))
-    return child
-
-
-@pytest.mark.usefixtures("no_huge_pages", "no_mount")
-def test_where_nothing_is_mounted_the_next_kind_is_taken(model: Path, split: list[Path]) -> None:
-    with um.stage(model) as staged:
-        assert staged.backing == "memfd"
-        assert "not tmpfs: mounting a tmpfs in a user namespace: unshare: No space" in staged.reason
-        assert "not hugetlb: pages='2m' needs 4" in staged.reason
-        assert read_elsewhere(staged.path) == model.read_bytes()
-    with um.stage(split[0]) as staged:
-        assert staged.backing == "shm"
-        assert "not memfd: several files" in staged.reason
-    with pytest.raises(PlacementError, match="user namespace"):
-        um.stage(model, backing="tmpfs")
-
-
-def test_a_child_that_dies(monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path) -> None:
-    no_mount.write_text("raise SystemExit(1)")
-    with pytest.raises(PlacementError, match="child"):
-        um.stage(model, backing="tmpfs")
-    monkeypatch.setattr(sys, "executable", str(no_mount.with_name("no-python")))
-    with pytest.raises(PlacementError, match="no-python"):
-        um.stage(model, backing="tmpfs")
 
 
 def test_no_room_is_told_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
@@ -568,15 +438,6 @@ def test_the_end_of_the_process_ends_it(model: Path, run_python: Run) -> None:
     assert not os.path.exists(path)
 
 
-@pytest.fixture
-def own_shm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder in the place of /dev/shm: what is stale there, no other process removes."""
-    with tempfile.TemporaryDirectory(dir=limits.SHM) as folder:
-        for module in (limits, backings):
-            monkeypatch.setattr(module, "SHM", folder)
-        yield Path(folder)
-
-
 def in_shm(folder: Path) -> str:
     """The beginning of a script that stages there."""
     return f"""
@@ -587,7 +448,9 @@ limits.SHM = backings.SHM = {str(folder)!r}
 """
 
 
-def test_readers_go_on_when_the_holder_is_killed(backing: Any, model: Path, own_shm: Path) -> None:
+def test_readers_go_on_when_the_holder_is_killed(
+    backing: Any, model: Path, own_shm: Path, process: Any
+) -> None:
     script = f"""{in_shm(own_shm)}
 staged = um.stage({str(model)!r}, backing={backing!r})
 print(staged.path, flush=True)
@@ -605,16 +468,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert not os.path.exists(path)
 
 
-def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
-    folder = own_shm / "unimem-stage-test"
-    (folder / "a" / "deeper").mkdir(parents=True)
-    (folder / "a" / "file").touch()
-    (folder / "z").touch()
-    (own_shm / "of somebody else").touch()
-    backings.sweep()
-    assert os.listdir(own_shm) == ["of somebody else"]
-
-
 def test_the_next_call_removes_what_was_left(model: Path, run_python: Run, own_shm: Path) -> None:
     ended = run_python(f"""{in_shm(own_shm)}
 def kill(*now):
@@ -626,14 +479,6 @@ um.stage({str(model)!r}, backing="shm", progress=kill)
     assert len(list(own_shm.iterdir())) == 1
     backings.sweep()
     assert not list(own_shm.iterdir())
-
-
-def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run) -> None:
-    with um.stage(model, backing="shm") as staged:
-        swept = run_python("from unimem.staging.backings import sweep; sweep()")
-        assert swept.returncode == 0, swept.stderr
-        backings.sweep()
-        assert read_elsewhere(staged.path) == model.read_bytes()
 
 
 def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> None:

@@ -8,7 +8,6 @@ import unimem as um
 from support.processes import interrupts
 from support.processes.staged_models import TINY, left, may_mount
 from unimem._core.status import ledger
-from unimem.staging.keeper import Held, drop, hold
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -35,25 +34,3 @@ def test_interrupted_at_each_line_nothing_is_left(backing: str) -> None:
         n += 1
         assert (left(), mapped()) == before, n
     assert n > 50
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_interrupted_at_each_line_of_handing_over_nothing_is_left() -> None:
-    asked = {"pages": "auto", "numa": None, "lock": False, "backing": "shm"}
-
-    def keep() -> None:
-        with hold(um.stage(TINY, backing="shm"), str(TINY), asked, []) as held:
-            given.append(held)
-
-    given: list[Held] = []
-    keep()
-    drop(given.pop())
-    before, n = (left(), mapped()), 0
-    for _ in interrupts.at_each_line(keep, "staging/keeper.py", "staging/backings.py"):
-        n += 1
-        while given:  # it was handed over by then, or never
-            drop(given.pop())
-        assert (left(), mapped()) == before, n
-    drop(given.pop())
-    assert n > 20

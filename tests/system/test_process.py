@@ -421,7 +421,7 @@ def test_processes_are_listed_by_psutil_which_loads_where_it_is_used(run_python:
         import os, sys
         import unimem
         from unimem.cli import processes
-        from unimem.staging.keeper import holders
+        from unimem.weights.staged import holders
         assert "psutil" not in sys.modules
         others = list(processes._others())
         assert "psutil" in sys.modules

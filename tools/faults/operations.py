@@ -15,7 +15,8 @@ import numpy as np
 
 import unimem as um
 from unimem.accounting import published
-from unimem.staging.keeper import Held, drop, hold
+from unimem.staging.keeper import drop, hold
+from unimem.weights.staged import Held
 
 __all__ = ["OPERATIONS", "Absent", "Call", "Operation"]
 

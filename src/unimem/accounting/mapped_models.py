@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from unimem._core.ledger import Part
 from unimem.errors import FormatError, PlacementError
-from unimem.staging.keeper import Held, holders, holders_of
 from unimem.system.limits import SHM
 from unimem.system.process import Area, Process
 from unimem.weights.files import Header, version_of
@@ -23,6 +22,7 @@ from unimem.weights.gguf import GGUFHeader
 from unimem.weights.repack.image import read_image_header
 from unimem.weights.repack.image_format import ImageHeader, is_image
 from unimem.weights.safetensors import SafetensorsHeader
+from unimem.weights.staged import Held, holders, holders_of
 
 __all__ = ["MappedModel", "library_files", "models"]
 

@@ -16,7 +16,7 @@ from unimem.cli import terminal
 from unimem.cli.options import AsJson, NumaNodes, check_numa
 from unimem.remote.client import is_url, shown
 from unimem.staging.backings import sweep
-from unimem.staging.keeper import Held, drop, exclude_others, hold, hold_files, holders
+from unimem.staging.keeper import drop, exclude_others, hold, hold_files
 from unimem.staging.llama_cpp import cpu_features, find_repacked
 from unimem.staging.stage import stage as make_stage
 from unimem.staging.unfinished import find_unfinished
@@ -24,6 +24,7 @@ from unimem.system.placement import Pages, sum_placements
 from unimem.weights.files import ModelFiles, Version
 from unimem.weights.opened import open_weights
 from unimem.weights.remote_files import open_files
+from unimem.weights.staged import Held, holders
 
 __all__ = ["stage", "stage_for"]
 

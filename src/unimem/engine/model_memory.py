@@ -14,7 +14,7 @@ from unimem.layout import Layout
 from unimem.remote.transfers import TRIES
 from unimem.system import policy
 from unimem.system.placement import PlacementOptions
-from unimem.weights.loading import EngineLoad, Progress, check_load, way_of
+from unimem.weights.loading import EngineLoad, LoadRequest, Progress, check_load, way_of
 from unimem.weights.opened import (
     Weights,
     lock_what_is_mapped,
@@ -96,9 +96,11 @@ class ModelMemory:
             why_mapped = reason if first.load == "map" else ""
             if opened == "repack":  # the nodes are those of what is repacked
                 placement = {}
-            self.weights = open_planned(
-                path_or_weights, why_mapped, load=way, progress=progress, placement=placement
+            request = LoadRequest(
+                way, progress=progress, placement=placement, why_mapped=why_mapped
             )
+            self.weights = open_planned(path_or_weights, request)
+
         try:
             self.model, self.plan = check_model(self.weights, self.weights, load=opened, **asked)
             self.load: str = self.plan.load

@@ -36,11 +36,10 @@ from unimem.system.machine import MachineFacts
 from unimem.system.placement import PlacementOptions
 from unimem.system.policy import NumaPolicy
 from unimem.weights import loading
-from unimem.weights.files import ModelFiles, open_model
 from unimem.weights.loading import EngineLoad
 from unimem.weights.node_copies import is_mirrored, without_lone_mirror
 from unimem.weights.opened import Weights
-from unimem.weights.remote_files import is_url, open_remote
+from unimem.weights.remote_files import open_files
 
 __all__ = ["plan", "plans_of"]
 
@@ -159,7 +158,7 @@ def plan(
         return _Planner(DimsSource(path_or_dims), host).plan(options)
     if isinstance(path_or_dims, Weights):
         return _Planner(WeightsSource(path_or_dims), host).plan(options)
-    with _open(path_or_dims) as model:
+    with open_files(path_or_dims, tries=1) as model:
         is_here = not isinstance(host, DescribedHost)
         return _Planner(FileSource(model, is_here=is_here), host).plan(options)
 
@@ -178,7 +177,7 @@ def plans_of(path: str) -> Iterator[Callable[..., Plan]]:
     callable
         ``of(machine, *, ctx, kv_dtype, load, sessions)``: as `plan`, for another machine.
     """
-    with _open(path) as model:
+    with open_files(path, tries=1) as model:
         source = FileSource(model, is_here=False)
 
         def of(
@@ -203,13 +202,6 @@ def plans_of(path: str) -> Iterator[Callable[..., Plan]]:
             return _Planner(source, find_host(machine)).plan(options)
 
         yield of
-
-
-def _open(path: str | os.PathLike[str]) -> ModelFiles:
-    """Open a model's files for their headers, here or on a server."""
-    if isinstance(path, str) and is_url(path):
-        return open_remote(path)
-    return open_model(path)
 
 
 @dataclass(frozen=True, slots=True)

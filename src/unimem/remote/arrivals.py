@@ -1,7 +1,7 @@
-"""What has come of files on servers, so that a load that was broken off goes on where it was.
+"""The pieces of files on servers that have arrived, for loads that continue interrupted ones.
 
-A piece is known by its file, the file's version and the range, and believed only where the bytes
-have the hash that was noted when they came.
+A piece is identified by its file, the file's version and the range. It is used only if its bytes
+have the hash that was noted when they arrived.
 """
 
 from __future__ import annotations
@@ -21,31 +21,19 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate (linux/falloc.h)
 
 
 class Piece(NamedTuple):
-    """A range of a file on a server.
+    """A range of a file on a server."""
 
-    Attributes
-    ----------
-    path : str
-        The URL as it is shown.
-    file_bytes : int
-        Size of the whole file.
-    tag : str
-        Its ETag.
-    first, nbytes : int
-        The range.
-    """
-
-    path: str
+    path: str  # the URL as it is shown
     file_bytes: int
-    tag: str
+    tag: str  # the ETag of the file
     first: int
     nbytes: int
 
 
 class Arrivals:
-    """Pieces of files that have come, each with a hash. Any number of threads may use it.
+    """The pieces that have arrived, each with a hash. Any number of threads may use it.
 
-    They lie where they came to, or in files that a load before this one has left.
+    They lie in their place in memory, or in files that an earlier load has left.
     """
 
     def __init__(self) -> None:
@@ -53,38 +41,20 @@ class Arrivals:
         self._left: dict[Piece, list[tuple[int, bytes]]] = {}
 
     def note(self, piece: Piece, rows: NDArray[np.uint8]) -> None:
-        """Say that a piece has come.
-
-        Parameters
-        ----------
-        piece : Piece
-            Which one.
-        rows : numpy.ndarray
-            ``uint8``: its bytes.
-        """
+        """Note that a piece has arrived; `rows` are its bytes."""
         self._hashes[piece] = xxhash.xxh3_128_digest(rows.data)
 
     def add_left(self, piece: Piece, digest: bytes, fd: int) -> None:
-        """Say that a piece lies at its own place in a file, which is open for reading and writing.
+        """Note that a piece lies at its offset in a file, which is open for reading and writing.
 
-        Once it was recalled, its memory there is given back.
+        `recall` gives its memory there back.
         """
         self._left.setdefault(piece, []).append((fd, digest))
 
     def recall(self, piece: Piece, rows: NDArray[np.uint8]) -> bool:
-        """Bring back a piece that has come before.
+        """Bring back a piece; whether its bytes are there and have the noted hash.
 
-        Parameters
-        ----------
-        piece : Piece
-            Which one.
-        rows : numpy.ndarray
-            ``uint8``: where it is, or goes; undefined where it has not come.
-
-        Returns
-        -------
-        bool
-            Whether the bytes are there and have the hash that was noted.
+        `rows` is the memory where it lies, or goes; undefined if the piece has not arrived.
         """
         noted = self._hashes.get(piece)
         if noted is not None and xxhash.xxh3_128_digest(rows.data) == noted:
@@ -100,17 +70,12 @@ class Arrivals:
         return bool(self._hashes or self._left)
 
     def __iter__(self) -> Iterator[tuple[Piece, bytes]]:
-        """Give the pieces that have come, or were recalled, and their hashes."""
+        """Yield the pieces that have arrived or were recalled, with their hashes."""
         return iter(list(self._hashes.items()))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of these pieces."""
-        return sum(piece.nbytes for piece, _ in self)
 
 
 def _read(fd: int, first: int, rows: NDArray[np.uint8]) -> bool:
-    """Read bytes of a file; False where it ends before them, or cannot be read."""
+    """Read bytes of a file; False if it ends before them, or cannot be read."""
     rest = rows.data
     while rest:
         try:
@@ -124,8 +89,8 @@ def _read(fd: int, first: int, rows: NDArray[np.uint8]) -> bool:
 
 
 def give_back(fd: int, first: int, nbytes: int) -> None:
-    """Give back the memory of a range of a file in shared memory; parts of pages stay."""
+    """Give back the memory of a range of a file in shared memory; partial pages stay."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    # Where a kernel cannot, all of it goes with the file.
+    # If the kernel cannot, the memory goes with the file.
     libc.fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, first, nbytes)

@@ -1,8 +1,8 @@
-"""Files on servers: objects of a store, and files of a web server; read by ranges, written whole.
+"""Files on servers, read by ranges and written whole: objects of stores, and files of the web.
 
-Only this module uses obstore, fsspec and what they bring, and imports them where a URL is opened.
-obstore is for S3, Google Cloud Storage and Azure; fsspec for the web, and for what else it knows.
-Each request is one try: `unimem.remote.transfers` tries again.
+Only this module uses obstore and fsspec, which it imports when a URL is opened: obstore for S3,
+Google Cloud Storage and Azure; fsspec for the web, and as the fallback for other file systems. Each
+request is one try: `unimem.remote.transfers` repeats them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from unimem.base.install_hint import install_hint
 from unimem.errors import ClosedError
-from unimem.remote.digest_headers import find_digest, request_digest
+from unimem.remote.hashes import find_digest, request_digest
 from unimem.remote.url_errors import in_own_words
 
 __all__ = ["Answer", "Data", "Server", "is_url", "open_server", "shown"]
@@ -31,13 +31,13 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
 _HF = re.compile(r"hf://(?P<repo>[^/@]+/[^/@]+)(?:@(?P<revision>[^/]+))?/(?P<file>[^/].*)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
-# What a URL may have as it is. All else is escaped, and what is escaped stays so.
+# Characters that stay in a URL; others are escaped, and escapes stay.
 _URL_CHARS = "%/:=&?~#+!$,;'@()*[]"
 
 WAIT_S = 30.0  # for a connection, and for each next byte
-TOTAL_S = 600  # for an answer of a web server
-_STREAM_BYTES = 256 << 10  # what a cut costs at most
-# Of a store that takes parts of an object: S3 takes 10,000 of them.
+TOTAL_S = 600  # for a whole answer of a web server
+_STREAM_BYTES = 256 << 10  # lost at most when an answer is cut
+# Parts of an object that is written to a store: S3 takes 10,000 of them.
 _PART_BYTES, _MOST_PARTS, _PART_TRIES = 16 << 20, 9_000, 8
 _INSTEAD = "download the file, and give its path"
 _FORKED = (
@@ -47,12 +47,12 @@ _FORKED = (
 
 
 def is_url(path: object) -> TypeGuard[str]:
-    """Whether it is the URL of a file, and no path."""
+    """Whether this is the URL of a file instead of a path."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def shown(path: str) -> str:
-    """Return a path, or a URL without what may be secret: a user, and what follows a ``?``."""
+    """Return a path, or a URL without the user and the query, which may be secret."""
     if not is_url(path):
         return path
     scheme, _, rest = path.partition("://")
@@ -61,49 +61,32 @@ def shown(path: str) -> str:
 
 
 class Answer(ABC):
-    """What a server sends of a file. For one thread.
+    """A server's answer to a request for a range of a file. For one thread.
 
-    Attributes
-    ----------
-    nbytes : int
-        Size of the whole file.
-    tag : str
-        The ETag of the file, or else the time of its last change: what changes when it does; ""
-        where the server has neither.
-    digest : str
-        A hash of the whole file that the server tells: see `find_hashes`; "" without one.
-    end : int
-        The first byte that does not come.
-    has_ranges : bool
-        Whether the server sends parts of a file.
+    `tag` is the ETag of the file, or else the time of its last change; "" without either. `nbytes`
+    is the size of the whole file, and `end` the end of the range.
     """
 
-    has_ranges = True
-    digest = ""
+    has_ranges = True  # whether the server sends parts of a file
+    digest = ""  # the server's hash of the whole file, for `find_hashes`
 
     def __init__(self, nbytes: int, tag: str, end: int) -> None:
         self.nbytes, self.tag, self.end = nbytes, tag, min(end, nbytes)
 
     @abstractmethod
     def read(self, n: int) -> Data:
-        """Return the next bytes, at most so many; none where the answer has ended."""
+        """Return at most the next `n` bytes; none at the end of the answer."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what is under way."""
+        """End the request."""
 
 
 class Server(ABC):
-    """A server, or a bucket of one. Any number of threads may use it; closing is for one.
+    """A server, or a bucket of one. Any number of threads may use it; one may close it.
 
-    Its paths are URLs as they are shown. Whatever goes wrong is an OSError with this URL.
-
-    Attributes
-    ----------
-    can_write : bool
-        Whether it takes objects.
-    wait_s : float
-        The longest wait, in seconds.
+    Its paths are URLs as they are shown. Errors are OSErrors with this URL. No wait takes longer
+    than `wait_s` seconds.
     """
 
     can_write = False
@@ -113,7 +96,7 @@ class Server(ABC):
         self._pid = os.getpid()
 
     def get(self, path: str, first: int, end: int) -> Answer:
-        """Ask for bytes of a file, at least one."""
+        """Request a range of a file, of at least one byte."""
         self._check()
         with in_own_words(path, self.wait_s):
             return self._get(path, first, end)
@@ -121,34 +104,21 @@ class Server(ABC):
     def put(self, path: str, data: Data, *, create: bool = False) -> bool:
         """Write an object, whole or not at all.
 
-        With `create`, one that is there stays as it is, and False is returned: by a condition of
-        the request where the server has such, and where not, as well as looking first can do it.
+        With `create`, an existing object stays as it is, and False is returned. The request has a
+        condition for this if the server knows such; otherwise the object is looked up first.
         """
         self._check_writable(path)
         with in_own_words(path, self.wait_s):
             return self._put(path, data, create)
 
     def put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
-        """Write an object of parts that come one after the other, `nbytes` in all."""
+        """Write an object of `nbytes` from its parts, one after the other."""
         self._check_writable(path)
         with in_own_words(path, self.wait_s):
             self._put_parts(path, parts, nbytes)
 
     def ask_digest(self, path: str, tag: str) -> str:
-        """Ask for a hash of a file, where answers to `get` tell none.
-
-        Parameters
-        ----------
-        path : str
-            The file.
-        tag : str
-            Its ETag, as `Answer.tag`: another file's hash is none.
-
-        Returns
-        -------
-        str
-            As `Answer.digest`; "" where the server tells none, whatever the reason.
-        """
+        """Request the hash of the version `tag` of a file, if answers to `get` have none."""
         self._check()
         return ""
 
@@ -159,14 +129,14 @@ class Server(ABC):
             self._remove(path)
 
     def escape(self, name: str) -> str:
-        """Return a file's name as a URL has it."""
+        """Return the name of a file, escaped for a URL."""
         return name
 
     def unescape(self, name: str) -> str:
-        """Return the name of a file, of what stands last in its URL."""
+        """Return the name of a file from the end of its URL."""
         return name
 
-    def close(self) -> None:  # noqa: B027 - those of stores end with their objects
+    def close(self) -> None:  # noqa: B027 - connections to stores end with their objects
         """End the connections."""
 
     def _check(self) -> None:
@@ -195,7 +165,7 @@ class Server(ABC):
 
 
 class _StreamAnswer(Answer):
-    """Of a stream of buffers."""
+    """An answer from a stream of buffers."""
 
     def __init__(self, nbytes: int, tag: str, end: int, stream: Iterator[Data]) -> None:
         super().__init__(nbytes, tag, end)
@@ -212,7 +182,7 @@ class _StreamAnswer(Answer):
 
 
 class _StoreServer(Server):
-    """A bucket, by obstore. What it needs to know stands in the environment, as for other tools."""
+    """A bucket, by obstore, which reads the same settings from the environment as other tools."""
 
     can_write = True
 
@@ -231,10 +201,10 @@ class _StoreServer(Server):
         return self._kind(
             retry_config={"max_retries": retries},
             client_options={
-                # For all of an answer: what takes longer is asked for again, from where it stopped.
+                # For a whole answer: a slow one is cut, and the next request asks for the rest.
                 "timeout": timedelta(seconds=self.wait_s),
                 "connect_timeout": timedelta(seconds=self.wait_s),
-                "allow_http": True,  # which the address of the server says
+                "allow_http": True,  # if the server's address says so
             },
             **self._options,
         )
@@ -266,7 +236,7 @@ class _StoreServer(Server):
 
     def _put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
         self._obstore.put(
-            self._connect(_PART_TRIES),  # which tries a part again, and not the whole
+            self._connect(_PART_TRIES),  # repeats a part instead of the whole
             self._key(path),
             iter(parts),
             use_multipart=True,
@@ -280,7 +250,7 @@ class _StoreServer(Server):
 
     def ask_digest(self, path: str, tag: str) -> str:
         self._check()
-        if self._has_md5:  # which every answer has told
+        if self._has_md5:  # every answer has had it
             return ""
         try:
             address = self._address(self._key(path))
@@ -289,19 +259,19 @@ class _StoreServer(Server):
         return request_digest(address, tag, self.wait_s)
 
     def _address(self, key: str) -> str:
-        """Return the address of an object, with a signature where one is needed."""
+        """Return the address of an object, signed if needed."""
         scheme, _, rest = self._prefix.partition("://")
         public = _public_address(scheme, rest + quote(key))
         if public:
             return public
-        # The right to read is that to ask for the headers, which Azure has no other for.
+        # In Azure, the right to read a blob includes the right to its headers.
         method = "GET" if scheme == "az" else "HEAD"
         signed: str = self._obstore.sign(self._store, method, key, timedelta(minutes=5))
         return signed
 
 
 def _public_address(scheme: str, name: str) -> str:
-    """Return the address of an object that is asked for without a signature; "" for others."""
+    """Return the address of an object that is requested without a signature; "" for others."""
     maker = "AZURE" if scheme == "az" else "GOOGLE"
     if os.environ.get(f"{maker}_SKIP_SIGNATURE", "").lower() not in ("true", "1", "yes", "on"):
         return ""
@@ -322,37 +292,36 @@ def _store_options(obstore: Any, scheme: str, bucket: str) -> tuple[Any, dict[st
 
 
 def _aws_options() -> dict[str, Any]:
-    """Find what AWS's own tools would use: profiles, roles and credentials that expire."""
+    """Return the settings that AWS's own tools use: profiles, roles and expiring credentials."""
     found: dict[str, Any] = {}
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if endpoint:
         found["endpoint"] = endpoint
     try:
         from botocore.session import get_session
-    except ImportError:  # obstore reads the environment itself
+    except ImportError:  # obstore reads the environment
         return found
     session = get_session()
     region = session.get_config_variable("region")
     if region:
         found["region"] = region
     credentials = session.get_credentials()
-    if credentials is None:  # public files need none
+    if credentials is None:  # only public files can be read
         return found | {"skip_signature": True}
 
     def provide() -> dict[str, Any]:
         frozen = credentials.get_frozen_credentials()
-        expires = getattr(credentials, "_expiry_time", None)
         return {
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": expires,
+            "expires_at": getattr(credentials, "_expiry_time", None),
         }
 
     return found | {"credential_provider": provide}
 
 
-# ---- other file systems, by fsspec ------------------------------------------------------------
+# ---- the fallback: other file systems, by fsspec ----------------------------------------------
 
 
 class _FsspecServer(Server):
@@ -376,39 +345,31 @@ class _FsspecServer(Server):
             raise ImportError(f"{scheme}:// is read by fsspec, which says: {error}") from None
         with in_own_words(url, wait_s):
             self._fs = kind(**kind._get_kwargs_from_urls(url), skip_instance_cache=True)
-
-    def _name(self, path: str) -> str:
-        name: str = self._fs._strip_protocol(path)
-        return name
+        self._name: Callable[[str], str] = self._fs._strip_protocol
 
     def _get(self, path: str, first: int, end: int) -> Answer:
         name = self._name(path)
         with suppress(AttributeError):
             self._fs.invalidate_cache(self._fs._parent(name))
         info = self._fs.info(name)
-        tags = (info.get(key) for key in ("ETag", "etag", "mtime", "created", "LastModified"))
-        tag = str(next((tag for tag in tags if tag), ""))
+        keys = ("ETag", "etag", "mtime", "created", "LastModified")
+        tag = next((str(info[key]) for key in keys if info.get(key)), "")
         data = self._fs.cat_file(name, first, end)
         return _StreamAnswer(info["size"], tag, end, iter((data,)))
 
     def _put(self, path: str, data: Data, create: bool) -> bool:
-        name = self._name(path)
-        if create and self._fs.exists(name):
+        if create and self._fs.exists(self._name(path)):
             return False
-        self._make_parent(name)
-        self._fs.pipe_file(name, bytes(data))
+        self._put_parts(path, (data,), len(data))
         return True
 
     def _put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
         name = self._name(path)
-        self._make_parent(name)
+        with suppress(FileExistsError, NotImplementedError):
+            self._fs.makedirs(self._fs._parent(name), exist_ok=True)
         with self._fs.transaction, self._fs.open(name, "wb") as file:
             for part in parts:
                 file.write(part)
-
-    def _make_parent(self, name: str) -> None:
-        with suppress(FileExistsError, NotImplementedError):
-            self._fs.makedirs(self._fs._parent(name), exist_ok=True)
 
     def _remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
@@ -430,11 +391,11 @@ class _HttpAnswer(Answer):
 
     def close(self) -> None:
         self._end()
-        self._body.close()  # which does not wait for the end
+        self._body.close()  # does not wait for the rest
 
 
 class _HttpServer(Server):
-    """Files by their URLs; `secrets` are the user and the query, which no path shows."""
+    """A web server; `secrets` are the user and the query, which no path shows."""
 
     def __init__(self, wait_s: float, secrets: tuple[str, str] = ("", "")) -> None:
         super().__init__(wait_s)
@@ -446,16 +407,16 @@ class _HttpServer(Server):
         timeout = aiohttp.ClientTimeout(total=TOTAL_S, connect=wait_s, sock_read=wait_s)
         self._sync = fsspec.asyn.sync
         self._fs = HTTPFileSystem(
-            # Of an answer that is an error, fsspec would keep the connection.
+            # Without raise_for_status, fsspec would keep the connection of an error.
             client_kwargs={"timeout": timeout, "trust_env": True, "raise_for_status": True},
             encoded=True,
             skip_instance_cache=True,
         )
 
     def _get(self, path: str, first: int, end: int) -> Answer:
-        """Ask for a range of bytes; of a server without ranges, the whole file comes."""
+        """Request a range; a server without ranges sends the whole file."""
         headers = {"Range": f"bytes={first}-{end - 1}", "Accept-Encoding": "identity"}
-        # With a size there is no request for it, and without blocks none for another range.
+        # A size and no blocks: fsspec makes no request of its own.
         body = self._fs.open(
             self._address(path), block_size=0, size=1, headers=headers | self._headers()
         )
@@ -479,7 +440,7 @@ class _HttpServer(Server):
         return {}
 
     def _digest(self, body: Any) -> str:
-        """Return the hash of the file that an answer tells; an ETag of the web is none."""
+        """Return the hash in an answer; an ETag of the web is not a hash."""
         return find_digest(body.r.headers.items(), is_whole=body.r.status == 200)
 
     def ask_digest(self, path: str, tag: str) -> str:
@@ -522,7 +483,7 @@ def _http_answer(body: Any, first: int, end: int, close: Callable[[], object]) -
 
 
 class _HfServer(_HttpServer):
-    """Files of repositories, by the links that Hugging Face has to them."""
+    """Hugging Face: files of repositories, by the links to them."""
 
     def __init__(self, wait_s: float) -> None:
         with _needs_extra():
@@ -532,7 +493,7 @@ class _HfServer(_HttpServer):
 
     def _address(self, path: str) -> str:
         found = _HF.fullmatch(path)
-        assert found is not None  # which `open_server` has seen to
+        assert found is not None  # `open_server` has checked it
         address: str = self._hub.hf_hub_url(
             found["repo"],
             found["file"],
@@ -546,12 +507,12 @@ class _HfServer(_HttpServer):
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     def _digest(self, body: Any) -> str:
-        answers = (*body.r.history, body.r)  # the hub's own, which leads elsewhere, is the first
+        answers = (*body.r.history, body.r)  # the hub's own redirect is the first
         tags = (each.headers.get("X-Linked-ETag", "").strip('"') for each in answers)
         return next((tag for tag in tags if _SHA256.fullmatch(tag)), super()._digest(body))
 
     def ask_digest(self, path: str, tag: str) -> str:
-        return ""  # the hub has told it, or has none
+        return ""  # the hub has sent it, or has none
 
     def escape(self, name: str) -> str:
         return name
@@ -564,23 +525,10 @@ class _HfServer(_HttpServer):
 
 
 def open_server(url: str, wait_s: float = 0.0) -> tuple[Server, str]:
-    """Return the server of a URL, and the URL as it is shown.
+    """Return the server of a URL, and the URL as it is shown: without user and query.
 
-    Parameters
-    ----------
-    url : str
-        ``s3://bucket/key``, ``gs://``, ``az://container/key``; ``https://`` or ``http://``;
-        ``hf://owner/repository[@revision]/file``; or a URL that fsspec knows. What is shown leaves
-        out a user, and what stands behind a ``?``, which may be secret.
-    wait_s : float
-        How long an answer of a store may take, or the next byte of the web; by default `WAIT_S`.
-
-    Raises
-    ------
-    ValueError
-        A URL of another kind.
-    ImportError
-        The extra ``remote`` is not installed, or what fsspec needs for it.
+    `wait_s` is the longest wait for an answer of a store, or the next byte of the web; by default
+    `WAIT_S`. ValueError says that the URL is of another kind, ImportError what to install.
     """
     wait_s = wait_s or WAIT_S
     scheme, _, rest = url.partition("://")

@@ -1,7 +1,7 @@
-"""Bytes of files on servers, brought into memory that is there: in parallel, tried again, checked.
+"""Reads of files on servers into existing memory: in parallel, with retries and checks.
 
-What has come stays: a range whose answer is cut off, or takes too long, goes on where it stopped;
-and a transfer that is given `Arrivals` goes on where an earlier one of the same files has ended.
+Bytes that have arrived stay: after a cut or a timeout, a range continues where it stopped, and a
+transfer with `Arrivals` continues an earlier one of the same files.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ __all__ = ["Progress", "RemoteBytes", "Version", "read_range", "read_wanted", "r
 
 #: Ranges under way at once, as S3's guidelines advise for a large object on a fast network.
 THREADS = 16
-#: Of a request, without anything that came. Between them are up to 13 s in all.
+#: Tries of a request that brings nothing, with pauses of up to 13 s in all.
 TRIES = 8
-#: The same of what would cost much to begin anew: an outage of half a minute is waited for.
+#: Tries if a new start is expensive: these span an outage of half a minute.
 PATIENT_TRIES = 12
 FIRST_WAIT_S, MOST_WAIT_S = 0.1, 6.4
-#: Of one request. Each costs a round trip, and is what a failure may cost.
+#: Bytes of one request, which costs a round trip; a failure may cost all of them.
 PIECE_BYTES = 8 << 20
-# Less than this is no progress: a server must not keep a reader for ever.
+# Fewer bytes are no progress: a server must not occupy a reader for ever.
 _LEAST_BYTES = 64 << 10
 _AGREEING = 2
 _MOST_READS = 5
@@ -45,52 +45,24 @@ Progress = Callable[[int, int], object]
 
 
 class Version(NamedTuple):
-    """What stays the same as long as a file on a server does.
-
-    Attributes
-    ----------
-    nbytes : int
-        Its size.
-    tag : str
-        Its ETag; "" where the server has none.
-    """
+    """The version of a file on a server."""
 
     nbytes: int
-    tag: str
+    tag: str  # the ETag; "" if the server sends none
 
 
 class RemoteBytes(NamedTuple):
-    """Bytes of a file on a server, and where they go.
+    """A range of a file on a server, and the memory to read it into."""
 
-    Attributes
-    ----------
-    path : str
-        The URL as it is shown.
-    version : Version
-        Of the file.
-    digest : str
-        A hash of the whole file that its server tells; "" for none, or not to look at it.
-    first : int
-        The first byte.
-    out : numpy.ndarray
-        ``uint8``: as many as are read.
-    """
-
-    path: str
+    path: str  # the URL as it is shown
     version: Version
-    digest: str
+    digest: str  # the server's hash of the whole file; "" for none, or to skip the check
     first: int
     out: NDArray[np.uint8]
 
 
 def retried(work: Callable[[], _T], tries: int = 0, stop: threading.Event | None = None) -> _T:
-    """Do what may fail for a moment, up to `tries` times (by default `TRIES`).
-
-    Raises
-    ------
-    OSError
-        What the last try raised, or the first one that another try would not change.
-    """
+    """Call a function that may fail for a moment, up to `tries` times (by default `TRIES`)."""
     tries = tries or TRIES
     for i in range(1, tries + 1):
         try:
@@ -110,7 +82,7 @@ def _fail(error: OSError, tries: int) -> NoReturn:
 
 
 def _pause(tries: int, stop: threading.Event | None) -> None:
-    # Clients that failed together shall not come back together.
+    # Random, so that clients that failed together do not return together.
     seconds = min(MOST_WAIT_S, FIRST_WAIT_S * 2 ** (tries - 1)) * random.uniform(0.5, 1)
     if stop is None:
         time.sleep(seconds)
@@ -127,28 +99,11 @@ def read_range(
     stop: threading.Event | None = None,
     tries: int = 0,
 ) -> None:
-    """Read bytes of a file into memory, and try again from where it stopped.
+    """Fill `out` with a range of a file; after a failure, continue where it stopped.
 
-    Parameters
-    ----------
-    server, path
-        As `objects.open_server` gives them.
-    first : int
-        The first byte.
-    out : numpy.ndarray
-        ``uint8``: all of it is filled.
-    version : Version, optional
-        What the file has to be still.
-    stop : threading.Event, optional
-        Set to have it given up.
-    tries : int
-        How many requests in a row may bring nothing: by default `TRIES`.
-
-    Raises
-    ------
-    OSError
-        The file is gone, was replaced (ESTALE) or is shorter; or so many requests in a row brought
-        nothing.
+    `server` and `path` are those of `open_server`. Setting `stop` ends the read. OSError says that
+    the file is gone, is not of this version (ESTALE), or that `tries` requests in a row (by default
+    `TRIES`) brought nothing.
     """
     most = tries or TRIES
     done = failed = 0
@@ -190,9 +145,9 @@ def _check_version(answer: Answer, path: str, version: Version | None, end: int)
 
 
 class _HashedPart:
-    """Bytes of one file that are hashed together: as they come, in their order.
+    """Bytes of one file that are hashed together, in their order, as they arrive.
 
-    One thread at a time hashes a part; others go on reading.
+    One thread at a time hashes a part; other threads continue to read.
     """
 
     def __init__(self, hashing: ObjectHash | None) -> None:
@@ -203,7 +158,7 @@ class _HashedPart:
         self._lock = threading.Lock()
 
     def advance(self, stop: threading.Event) -> None:
-        """Hash what has come, unless another thread does."""
+        """Hash the bytes that have arrived, unless another thread does."""
         if self.hasher is None:
             return
         with self._lock:
@@ -220,7 +175,7 @@ class _HashedPart:
 
 
 class _RangeRequest:
-    """What one request asks for."""
+    """The range of one request."""
 
     def __init__(self, source: RemoteBytes, part: _HashedPart) -> None:
         self.source, self.part, self.is_there = source, part, False
@@ -228,13 +183,13 @@ class _RangeRequest:
 
     @property
     def piece(self) -> Piece:
-        """What it is, in `Arrivals`."""
+        """The range as `Arrivals` identify it."""
         path, version, _, first, out = self.source
         return Piece(path, version.nbytes, version.tag, first, out.nbytes)
 
 
 class _Transfer:
-    """Sources that are being read. Its threads share it; `run` is for one."""
+    """A read of several sources. Its threads share it; one thread calls `run`."""
 
     def __init__(
         self,
@@ -267,7 +222,7 @@ class _Transfer:
                 while not self._stop.is_set() and (piece := next(following, None)) is not None:
                     work(piece)
 
-            self._stop.clear()  # which the end of other threads has set
+            self._stop.clear()  # earlier threads have set it at their end
             n = max(1, min(threads, len(rest)))
             try:
                 run_in_threads(n, run, stop=self._stop.set, tick=tick)
@@ -276,7 +231,7 @@ class _Transfer:
 
         pieces = [piece for file in self._files for piece in file.pieces]
         if self._arrivals:
-            # All of it first: nothing of it is lost then, whatever becomes of the rest.
+            # Recalled before anything is fetched, so that no failure loses these pieces.
             each(pieces, self._recall)
         each((piece for piece in pieces if not piece.is_there), self._fetch)
         for file in self._files:
@@ -287,10 +242,7 @@ class _Transfer:
             progress(self.nbytes, self.nbytes)
 
     def let_go(self) -> None:
-        """Let go of the memory that was read into, at once.
-
-        A thread that has done its work may still be about to end, and has all of this.
-        """
+        """Let go of the memory at once: a thread that is about to end may still refer to this."""
         for file in self._files:
             file.let_go()
 
@@ -300,13 +252,17 @@ class _Transfer:
             self._have(piece)
 
     def _fetch(self, piece: _RangeRequest) -> None:
-        path, version, _, first, out = piece.source
-        read_range(self._server, path, first, out, version, self._stop, self._tries)
+        out = piece.source.out
+        self._read(piece.source, out)
         if self._stop.is_set():
             return
         if self._arrivals is not None:
             self._arrivals.note(piece.piece, out)
         self._have(piece)
+
+    def _read(self, source: RemoteBytes, out: NDArray[np.uint8]) -> None:
+        path, version, _, first, _ = source
+        read_range(self._server, path, first, out, version, self._stop, self._tries)
 
     def _have(self, piece: _RangeRequest) -> None:
         piece.is_there = True
@@ -322,7 +278,7 @@ class _Transfer:
                 self._agree(piece.source)
 
         def tick() -> None:
-            if progress is not None:  # which may stop it
+            if progress is not None:  # it may stop the read
                 progress(self.nbytes - 1, self.nbytes)
 
         run_in_threads(min(threads, len(file.pieces)), work, stop=self._stop.set, tick=tick)
@@ -339,15 +295,7 @@ class _Transfer:
         seen = [source.out.tobytes()]
         again = np.empty(source.out.nbytes, np.uint8)
         while not self._stop.is_set():
-            read_range(
-                self._server,
-                source.path,
-                source.first,
-                again,
-                source.version,
-                self._stop,
-                self._tries,
-            )
+            self._read(source, again)
             seen.append(again.tobytes())
             if seen.count(seen[-1]) == _AGREEING:
                 source.out[:] = again
@@ -362,7 +310,7 @@ class _Transfer:
 
 
 class _FileTransfer:
-    """One file: its pieces, and its hash."""
+    """The pieces and the hash of one file."""
 
     def __init__(self, sources: Sequence[RemoteBytes]) -> None:
         self.path, self.digest = sources[0].path, sources[0].digest
@@ -395,7 +343,7 @@ class _FileTransfer:
         self._sources = ()
 
     def matches(self) -> bool:
-        """Whether what was hashed is what the server tells; True without a hash."""
+        """Whether the hash is the server's; True without a hash."""
         if not self._hashes:
             return True
         if self._hashes[0].matches([part.hasher for part in self.parts]):
@@ -403,7 +351,7 @@ class _FileTransfer:
         return any(self._is(other) for other in self._hashes[1:])
 
     def hash_again(self) -> bool:
-        """Whether the bytes in memory have the hash that the server tells."""
+        """Whether the bytes in memory have the server's hash."""
         return any(self._is(each) for each in self._hashes)
 
     def _is(self, hashing: ObjectHash) -> bool:
@@ -435,31 +383,22 @@ def read_wanted(
     tries: int = 0,
     arrivals: Arrivals | None = None,
 ) -> None:
-    """Read ranges of files into memory, several at a time.
+    """Read ranges of files into memory, `threads` (by default `THREADS`) at a time.
 
-    A file of which all bytes are read, and of which the server tells a hash, is compared with it.
-    Where it differs, the file is read again until two reads agree.
+    A file that is read completely is checked by the server's hash, if there is one. If it differs,
+    the file is read again until two reads agree.
 
     Parameters
     ----------
-    server : Server
-        That has the files.
-    sources : sequence of RemoteBytes
-        What is read, in this order.
-    threads : int, optional
-        How many ranges are under way at once: `THREADS` by default.
+    server, sources
+        The server, and the ranges in the order of the requests.
+    threads, tries
+        How many ranges are under way at once; and as for `read_range`.
     progress : callable, optional
         Called in this thread as ``progress(done_bytes, total_bytes)``, at most 20 times a second,
-        and at the end with both the same. What it raises ends the reading, as Ctrl-C does.
-    tries : int
-        As for `read_range`.
+        and at the end with both the same. If it raises, the read ends, as after Ctrl-C.
     arrivals : Arrivals, optional
-        What has come before, which is not asked for, and where it is noted what comes.
-
-    Raises
-    ------
-    OSError
-        As `read_range`; or the bytes are not those of the hash.
+        Pieces that have arrived before, which are not requested; new pieces are noted there.
     """
     transfer = _Transfer(server, sources, tries, arrivals)
     try:

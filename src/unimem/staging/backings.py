@@ -1,6 +1,6 @@
-"""Where a staged model lies: shared memory of four kinds, which others open by path.
+"""Shared memory of four kinds for staged models, whose files other processes open by path.
 
-A place is filled file by file, sealed, and goes when its descriptor is closed.
+A place is filled file by file, then sealed, and goes when its descriptor is closed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ __all__ = [
     "Memfd",
     "Mount",
     "Place",
-    "proc_folder",
     "sweep",
 ]
 
 Backing = Literal["tmpfs", "hugetlb", "memfd", "shm"]
 BACKINGS: tuple[Backing, ...] = ("tmpfs", "hugetlb", "memfd", "shm")
 
-# Of staged files. Where the model lies, folders may keep other users from what its own mode allows.
+# The mode of staged files: the folders above the model may be closed to users whom its mode allows.
 ACCESS_MODE = 0o400
 
 _PREFIX = "unimem-stage-"
@@ -46,18 +45,18 @@ _CHILD = os.path.join(os.path.dirname(__file__), "mount_process.py")
 
 
 class Place:
-    """A folder of files that others can open by path. It goes with its last user at the latest."""
+    """A folder of files that other processes open by path; it goes with its last user."""
 
     def __init__(self) -> None:
         self._fds = Descriptors()
 
     @property
     def fd(self) -> int:
-        """The descriptor that keeps it, of the folder or of the one file; -1 without one."""
+        """The descriptor of the folder or of the one file, which keeps it; -1 without one."""
         return self._fds[0] if self._fds else -1
 
     def create(self, name: str) -> int:
-        """Make an empty file, and return a descriptor that may write to it."""
+        """Make an empty file, and return a descriptor for reading and writing."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(name, flags, 0o600, dir_fd=self.fd)
 
@@ -66,18 +65,18 @@ class Place:
         os.symlink(target, name, dir_fd=self.fd)
 
     def seal(self) -> None:
-        """End all writing; no descriptor and no mapping that could write is left."""
+        """End all writing; the caller has closed all descriptors and mappings that could write."""
 
     def open(self, name: str) -> int:
         """Open a file for reading."""
         return os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.fd)
 
     def path(self, name: str) -> str:
-        """Return the path of a file, below the folder in ``/proc`` of a process that has `fd`."""
+        """Return the path of a file below the ``/proc`` folder of a process that has `fd`."""
         return f"fd/{self.fd}/{name}"
 
     def close(self) -> None:
-        """Let it go, and with it what is this process's alone."""
+        """Let it go, with everything that belongs to this process alone."""
         self.leave()
 
     def leave(self) -> None:
@@ -90,19 +89,10 @@ class Place:
 
 
 class Mount(Place):
-    """A tmpfs that is mounted nowhere: it goes with the last process that has it, whatever ends it.
+    """A tmpfs that is mounted nowhere: it goes with the last process that has it.
 
-    Parameters
-    ----------
-    nbytes : int
-        The most that its files may take.
-    huge : bool
-        Whether they shall have huge pages.
-
-    Raises
-    ------
-    PlacementError
-        This process may not mount, not even in a user namespace of its own.
+    Its files take at most `nbytes`. PlacementError says that this process may not mount, even in a
+    user namespace of its own.
     """
 
     _child: _Namespace | None = None
@@ -124,20 +114,20 @@ class Mount(Place):
             self._child.seal()
 
     def close(self) -> None:
-        """Let it go; the child, too."""
+        """End the child, and let the mount go."""
         if self._child is not None:
             self._child.close()
         self.leave()
 
 
 class _Namespace:
-    """A child with a user namespace of its own, in which it may mount; it ends at the seal.
+    """A child that mounts in a user namespace of its own; it ends at the seal.
 
-    What it mounts is this user's, and its descriptor comes over a socket.
+    The mount belongs to this user; its descriptor arrives over a socket.
     """
 
     def __init__(self, nbytes: int, huge: bool, fds: Descriptors) -> None:
-        # Here, since few processes stage, and `import unimem` shall stay light.
+        # Imported here to keep `import unimem` light: few processes stage.
         import socket
         import subprocess
 
@@ -196,13 +186,7 @@ class _Namespace:
 
 
 class Memfd(Place):
-    """One memfd, on base pages or from a pool of hugetlb pages.
-
-    Parameters
-    ----------
-    pages : {"2m", "1g"}, optional
-        The pool; its files end with a whole page.
-    """
+    """One memfd, on base pages or from a pool; with the latter its file ends with a whole page."""
 
     def __init__(self, pages: str | None = None) -> None:
         super().__init__()
@@ -210,7 +194,7 @@ class Memfd(Place):
 
     def create(self, name: str) -> int:
         """Make the one file."""
-        # What the kernel takes is 249 bytes; it stands in /proc/PID/maps.
+        # The kernel takes 249 bytes, and shows them in /proc/PID/maps.
         self._fds.add(new_memfd, os.fsdecode(os.fsencode(name)[:200]), self._flags)
         os.fchmod(self.fd, ACCESS_MODE)
         return os.dup(self.fd)
@@ -220,26 +204,22 @@ class Memfd(Place):
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _ALL_SEALS)
 
     def open(self, name: str) -> int:
-        """Open it anew, since the descriptor that made it may write."""
+        """Open the memfd anew: the descriptor that made it may write."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def path(self, name: str) -> str:
-        """Return its path, in which its name does not stand."""
+        """Return its path, which does not contain its name."""
         return f"fd/{self.fd}"
 
 
 class Folder(Place):
-    """A folder in ``/dev/shm``, which its keeper has locked: an unlocked one is stale.
+    """A folder in ``/dev/shm`` that its keeper has locked; an unlocked one is stale.
 
-    It has no seal: the owner of the files could make them writable again.
-
-    Raises
-    ------
-    PlacementError
-        This process may not write to ``/dev/shm``.
+    It has no seal: the owner of the files could make them writable again. PlacementError says that
+    this process may not write to ``/dev/shm``.
     """
 
-    _is_left = True  # there is none yet
+    _is_left = True  # until the folder exists
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,14 +231,14 @@ class Folder(Place):
                 os.mkdir(self.folder, 0o700)
             except OSError as error:
                 raise PlacementError(error.errno, f"{SHM}: {error.strerror}") from None
-            # Until it is locked, another process may take it for stale.
+            # Until it is locked, another process may remove it as stale.
             with suppress(FileNotFoundError):
                 if _lock(self.folder, self._fds.add(os.open, self.folder, _FOLDER)):
                     return
             self._fds.close()
 
     def path(self, name: str) -> str:
-        """Return its path, which is the same for every process."""
+        """Return its absolute path, the same for every process."""
         return f"{self.folder}/{name}"
 
     def close(self) -> None:
@@ -274,44 +254,24 @@ class Folder(Place):
         super().leave()
 
 
-def proc_folder() -> str:
-    """Return this process's folder in ``/proc``.
-
-    Its name is the PID in the namespace that ``/proc`` was mounted in, which may be an outer one.
-
-    Raises
-    ------
-    PlacementError
-        It is not there: ``/proc`` is not mounted, or not of a namespace that this process is in.
-    """
-    try:
-        return f"/proc/{os.readlink('/proc/self')}"
-    except OSError as error:
-        raise PlacementError(
-            error.errno,
-            f"/proc/self: {error.strerror}: others would open a staged model there; "
-            "'mount -t proc proc /proc' helps",
-        ) from None
-
-
 def sweep() -> None:
-    """Remove the folders in ``/dev/shm`` that nobody keeps any more, as after a crash."""
+    """Remove the stale folders in ``/dev/shm``, left by a crash."""
     try:
         names = os.listdir(SHM)
-    except OSError:  # where there is none, nothing lies in it
+    except OSError:  # there is no /dev/shm
         return
     for name in names:
         folder = f"{SHM}/{name}"
         if not name.startswith(_PREFIX):
             continue
-        with suppress(OSError), Descriptors() as fds:  # another user's, or gone already
+        with suppress(OSError), Descriptors() as fds:  # another user's, or already gone
             fd = fds.add(os.open, folder, _FOLDER)
             if _lock(folder, fd):
                 _remove(folder, fd)
 
 
 def _lock(folder: str, fd: int) -> bool:
-    """Lock a folder; False where another has it, or it is gone."""
+    """Lock a folder; False if another process has it, or it is gone."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.stat(folder), os.fstat(fd))
@@ -320,14 +280,14 @@ def _lock(folder: str, fd: int) -> bool:
 
 
 def _remove(folder: str, fd: int) -> None:
-    """Remove a folder, and what lies in it; one without a descriptor is empty."""
+    """Remove a folder and its contents; one without a descriptor is empty."""
     import shutil
 
     for name in os.listdir(fd) if fd >= 0 else ():
         with suppress(FileNotFoundError):
             try:
                 os.unlink(name, dir_fd=fd)
-            except IsADirectoryError:  # which the user has put there
+            except IsADirectoryError:  # the user has put it there
                 shutil.rmtree(name, dir_fd=fd)
     with suppress(FileNotFoundError):
         os.rmdir(folder)

@@ -26,13 +26,7 @@ def stage_copies(
     progress: Progress | None,
     options: Mapping[str, Any],
 ) -> dict[int | None, _Stage]:
-    """Stage a model on each node, all or none; where no node has room for it, anywhere.
-
-    Returns
-    -------
-    dict of int to Stage
-        By node; of one that lies anywhere, by None.
-    """
+    """Stage a model on each node, all or none; if no node has room, once anywhere, by key None."""
     with open_files(path) as model:
         nbytes = sum(file.nbytes for file in model.files)
     nodes = nodes_for_copies(f"staged {shown(file_path(path))}", nbytes, placement)
@@ -46,7 +40,6 @@ def stage_copies(
     with ExitStack() as undo:
         for node in places:
             placed = placement | {"numa": None if node is None else f"bind:{node}"}
-            made.append(stage(path, progress=tell, **options, **placed))
-            undo.enter_context(made[-1])
+            made.append(undo.enter_context(stage(path, progress=tell, **options, **placed)))
         undo.pop_all()
     return dict(zip(places, made, strict=True))

@@ -1,11 +1,11 @@
-"""A small process that keeps a staged model: it has the descriptors and maps the files, and sleeps.
+"""A small process that keeps a staged model: it holds the descriptors, maps the files and sleeps.
 
-Run by `held.py` as ``python -I -S FILE READY NOTE LOCK FOLDER FD...``. It maps what the FDs are of,
-so that the kernel counts it as this process's, and locks it unless LOCK is False. From READY, a
-socket, it reads what it keeps, and writes that into NOTE, a memfd, for those who look for it: they
-take the process that has a note for the keeper. It says on READY that it is ready, or why not.
-Where it is then told to keep the model, it lives until SIGTERM. At the end it removes FOLDER, where
-that is a descriptor and not -1. Little is imported, so that little memory is kept.
+Run by `keeper.py` as ``python -I -S FILE READY NOTE LOCK FOLDER FD...``. It maps the files of the
+FDs, so that the kernel counts them as this process's, and locks them unless LOCK is False. From
+READY, a socket, it reads the text of its note and writes it into NOTE, a memfd: the process that
+has a note is the keeper. It answers on READY that it is ready, or why not. If it reads "keep" then,
+it lives until SIGTERM. At the end it removes FOLDER, if that is a descriptor and not -1. It imports
+little, since it stays in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import suppress
 
 __all__ = ["main"]
 
-# The kernel's numbers (uapi/asm-generic/mman.h), which x86-64 and aarch64 have in common.
+# The kernel's numbers (uapi/asm-generic/mman.h), the same on x86-64 and aarch64.
 _PROT_NONE, _PROT_READ = 0, 1
 _MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS = 1, 2, 0x10, 0x20
 _MAP_NORESERVE, _MAP_POPULATE = 0x4000, 0x8000
@@ -30,7 +30,7 @@ _HUGE_PAGE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 
 def main(ready: int, note: int, lock: str, folder: int, fds: list[int]) -> None:
     """Keep the descriptors that this process was given, until SIGTERM."""
-    # Its parent need not wait for its end, and no terminal ends it.
+    # The parent need not wait for it, and no terminal ends it.
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -51,30 +51,30 @@ def _keep(ready: int, note: int, lock: str, fds: list[int]) -> None:
     except OSError as error:
         os.write(ready, f"{error.errno} {error.strerror}".encode())
         return
-    # Its number where /proc was mounted, which may be in an outer namespace.
+    # Its PID in the namespace of /proc, which may be an outer one.
     os.write(ready, f"0 {os.readlink('/proc/self')}".encode())
-    # The command that started it may end too early, and then no process knows of it.
+    # If the command ends too early, no process knows of this one: it ends, too.
     if os.read(ready, 16) == b"keep":
         os.close(ready)
         signal.sigwait({signal.SIGTERM})
 
 
 def _show(ready: int, note: int) -> None:
-    """Write the note, whose length comes first, and seal it against everything."""
+    """Copy the note from the socket, where its length precedes it, and seal it."""
     nbytes, text = int.from_bytes(os.read(ready, 8), "little"), b""
     while len(text) < nbytes:
         piece = os.read(ready, nbytes - len(text))
         if not piece:
             raise OSError(errno.EPIPE, "the command that started it has ended")
         text += piece
-    with open(note, "wb", closefd=False) as file:  # writes all of it, or raises
+    with open(note, "wb", closefd=False) as file:  # writes everything, or raises
         file.write(text)
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(note, fcntl.F_ADD_SEALS, seals)
 
 
 def _remove(folder: int) -> None:
-    """Remove a folder by its descriptor: what has its path by now may be another."""
+    """Remove a folder by its descriptor: another folder may have its path by now."""
     for name in os.listdir(folder):
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
@@ -83,7 +83,7 @@ def _remove(folder: int) -> None:
 
 
 def _map(fd: int, lock: str) -> None:
-    """Map a file for as long as this process lives, and keep it in RAM where that was asked for."""
+    """Map a file for as long as this process lives, and lock it if asked."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     nbytes = os.fstat(fd).st_size
@@ -102,7 +102,8 @@ def _map(fd: int, lock: str) -> None:
             raise OSError(code, f"mapping it: {os.strerror(code)}")
         return start
 
-    # Huge pages need an address that is a multiple of theirs: then they cost one entry each.
+    # An address that is a multiple of the huge page lets the kernel use huge entries.
+
     page = max(_huge_page_bytes(), os.fstatvfs(fd).f_bsize)
     anywhere = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
     address = -(-mmap(None, nbytes + page, _PROT_NONE, anywhere, -1) // page) * page

@@ -1,8 +1,8 @@
-"""What llama.cpp copies of a model although it is mapped: the weights that it repacks.
+"""The weights of a mapped model that llama.cpp copies, since it repacks them.
 
-Its code for CPUs wants some types in an order of its own. By default each process makes a private
-copy of these tensors, so that they are no longer shared. The kernels of each CPU, and how many
-rows they take at a time, are ggml's of 2026 (``ggml-cpu/repack.cpp``, ``ggml-cpu/amx``).
+Its code for CPUs needs some types in an order of its own. By default each process makes a private
+copy of these tensors, which are then not shared. The kernels of each CPU, and the number of rows
+that they take at a time, are ggml's of 2026 (``ggml-cpu/repack.cpp``, ``ggml-cpu/amx``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unimem.weights.repack.arrangement import EMBEDDING, LOOKED_UP
 
 __all__ = ["RepackedByLlamaCpp", "cpu_features", "find_repacked"]
 
-# By the kernel's name of a CPU feature: types, and the number that divides their rows.
+# CPU features by the kernel's names: types, each with the divisor of its number of rows.
 _KERNELS: dict[str, dict[str, int]] = {
     "avx2": {"q4_0": 8, "q4_K": 8, "iq4_nl": 8, "mxfp4": 8},
     "avx512f": {"q2_K": 8},
@@ -26,39 +26,22 @@ _KERNELS: dict[str, dict[str, int]] = {
 
 
 class RepackedByLlamaCpp(NamedTuple):
-    """What of a model is repacked.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of the tensors that llama.cpp copies.
-    total_bytes : int
-        Bytes of all tensors.
-    """
+    """How much of a model llama.cpp repacks, and thus copies."""
 
     nbytes: int
-    total_bytes: int
+    total_bytes: int  # of all tensors
 
 
 def cpu_features() -> frozenset[str]:
-    """Return the features of this machine's CPU, by the kernel's names."""
+    """Return the kernel's names for the features of this machine's CPU."""
     info = kernel_files.read_fields("/proc/cpuinfo")
     return frozenset(f"{info.get('flags', '')} {info.get('Features', '')}".split())
 
 
 def find_repacked(model: ModelFiles, features: frozenset[str]) -> RepackedByLlamaCpp:
-    """Find what llama.cpp repacks of a model that it computes on a CPU.
+    """Count the bytes that llama.cpp repacks of an opened model, on a CPU with these features.
 
-    Parameters
-    ----------
-    model : ModelFiles
-        Opened; its headers are all that is read. Types of safetensors have other names.
-    features : frozenset of str
-        Of the CPU, as `cpu_features` has them.
-
-    Returns
-    -------
-    RepackedByLlamaCpp
+    Only headers are read. Safetensors types have other names, and are not repacked.
     """
     kernels = [types for feature, types in _KERNELS.items() if feature in features]
     rows = [

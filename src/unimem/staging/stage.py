@@ -1,19 +1,19 @@
-"""Staging: a model once in shared memory, which any process opens by path."""
+"""Staging: a model once in shared memory, where any process opens it by path."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-import traceback
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, NamedTuple, Self, Unpack
 
 import numpy as np
 
@@ -33,7 +33,6 @@ from unimem.staging.backings import (
     Memfd,
     Mount,
     Place,
-    proc_folder,
     sweep,
 )
 from unimem.staging.each_node import stage_copies
@@ -43,7 +42,7 @@ from unimem.system import limits, policy
 from unimem.system.placement import Lock, Pages, Placement, PlacementOptions, sum_placements
 from unimem.system.process import read_process
 from unimem.weights import loading
-from unimem.weights.files import ModelFile, ModelFiles, Version
+from unimem.weights.files import ModelFiles, Version
 from unimem.weights.loading import Progress
 from unimem.weights.node_copies import is_mirrored, without_lone_mirror
 from unimem.weights.opened import Weights, open_weights
@@ -55,74 +54,81 @@ from unimem.weights.repack.image_format import image_bytes
 from unimem.weights.repack.image_identity import identify
 from unimem.weights.repack.repack import repack_into, why_nothing
 from unimem.weights.safetensors import SafetensorsHeader
+from unimem.weights.staged import proc_folder
 
 __all__ = ["Stage", "stage", "stage_files"]
 
-# What lets programs have huge pages that map a file wherever the kernel says.
+# Commands that give huge pages to programs that map a file at any address.
 _ALLOW: dict[Backing, str] = {
     "memfd": "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
     "shm": f"mount -o remount,huge=advise {limits.SHM}",
 }
 
 
-class Stage:
-    """A model in shared memory, sealed; made by `stage`, and there until it is closed.
+class _Files(NamedTuple):
+    """The files of a staged model."""
 
-    Any number of threads may read its attributes; closing is for one. A forked child has a copy of
-    the descriptor: the paths stay its parent's and go with that, and the memory goes when both have
-    closed. Other processes that have the model open or mapped keep what they have.
+    source: str  # the model that is staged
+    names: list[str]  # in the order of `Stage.paths`
+    first: str  # the name of the file to open
+    versions: list[tuple[str, Version]]  # the files that are read
+    nbytes: int
+
+
+class Stage:
+    """A model in sealed shared memory, made by `stage`, until it is closed.
+
+    Any number of threads may read its attributes; one thread may close it. A forked child has a
+    copy of the descriptor: the paths remain the parent's and go with the parent, and the memory
+    goes when both have closed. Other processes that have the model open or mapped keep it.
 
     Attributes
     ----------
     path : str
         What to open instead of the model that was staged: the file, the first part, or the index.
     paths : tuple of str
-        All files, in the model's order; an index comes last. Of a repacked model, the image.
+        All files, in the model's order; an index comes last. For a repacked model, the image.
     source : str
-        What was staged.
+        The model that was staged.
     backing : {"tmpfs", "hugetlb", "memfd", "shm"}
-        What kind of shared memory it lies in.
+        The kind of shared memory that it lies in.
     reason : str
-        Why it is of that kind.
+        Why this kind was chosen.
     nbytes : int
         Bytes of the files.
     granted : Placement
-        What a process gets that maps the files at a multiple of the huge page, as `open_weights`
-        does; the kernel was asked. Of tmpfs and hugetlb all others get the same. Of memfd and shm
-        they get base pages, unless ``shmem_enabled`` or the mount of ``/dev/shm`` allow more.
+        What the kernel gives to a process that maps the files at a multiple of the huge page, as
+        `open_weights` does. With tmpfs and hugetlb, all processes get the same. With memfd and shm
+        others get base pages, unless ``shmem_enabled`` or the mount of ``/dev/shm`` allow more.
     copies : dict of int to Stage
-        Of a model that was staged with ``numa="mirror"``, the stage on each node, of which this is
-        the first; else empty. Closing this one closes all.
+        With ``numa="mirror"``, the stage on each node, the first of which is this one; else empty.
+        Closing this one closes all.
     """
 
     def __init__(
         self,
         place: Place,
+        files: _Files,
         backing: Backing,
         reason: str,
-        source: str,
-        names: Sequence[str],
-        first: str,
-        versions: Sequence[tuple[str, Version]],
-        nbytes: int,
         granted: Placement,
         blocks: Sequence[Block],
     ) -> None:
         self._place = place
         self._note = Memfd()
-        self._names = tuple(names)
-        self._first = first
-        self._versions = tuple(versions)
+        self._names = tuple(files.names)
+        self._first = files.first
+        self._versions = tuple(files.versions)
         # Mapped, so that reports and the kernel count it as this process's.
         self._blocks = tuple(blocks)
         self._proc = proc_folder()
         self.backing = backing
         self.reason = reason
-        self.source = source
-        self.nbytes = nbytes
+        self.source = files.source
+        self.nbytes = files.nbytes
         self.granted = granted
         self.copies: dict[int, Stage] = {}
-        # When it is closed, collected, or at the end of the process.
+        # Runs when it is closed, collected, or the process ends.
         self._end = weakref.finalize(self, _leave, self._note, place)
 
     def _opened(self) -> Place:
@@ -132,7 +138,7 @@ class Stage:
 
     @property
     def path(self) -> str:
-        """What to open instead of what was staged; of this process's user, and root's."""
+        """The file to open instead of the model, for this process's user and root."""
         return os.path.join(self._proc, self._opened().path(self._first))
 
     @property
@@ -143,7 +149,7 @@ class Stage:
 
     @property
     def fd(self) -> int:
-        """The descriptor that keeps it, which stays the stage's: of the folder or of the file."""
+        """The descriptor of the folder or the file, which belongs to the stage and keeps it."""
         return self._opened().fd
 
     @property
@@ -152,7 +158,7 @@ class Stage:
         return not self._end.alive
 
     def close(self) -> None:
-        """Give it up: the paths are gone, the memory goes with its last user. Twice is no error."""
+        """End the stage: its paths go now, the memory with its last user. Twice is no error."""
         for other in list(self.copies.values())[1:]:
             other.close()
         for block in self._blocks:
@@ -200,8 +206,8 @@ def stage(
 ) -> Stage:
     """Read a model into shared memory that any process of the user can open by path.
 
-    All files of the model are read and checked first as `open_weights` does. The copies are sealed:
-    nobody can write to them any more.
+    All files of the model are opened and checked first, as `open_weights` does. The copies are
+    sealed against writing.
 
     Parameters
     ----------
@@ -211,21 +217,22 @@ def stage(
     backing : {"auto", "tmpfs", "hugetlb", "memfd", "shm"}
         The kind of shared memory. ``"tmpfs"``: a file system of its own that is mounted nowhere,
         with huge pages. ``"hugetlb"``: pages from a pool, for one GGUF file. ``"memfd"``: for one
-        file. ``"shm"``: files in ``/dev/shm``. ``"auto"`` takes the first of these that can be had.
+        file. ``"shm"``: files in ``/dev/shm``. ``"auto"`` takes the first of these that is
+        available.
     repack : bool, default False
-        Whether to stage, instead of the model, its weights in the order that ggml multiplies
-        fastest on this CPU (docs/images.md): decoders map these and are ready. `Stage.path` then
-        is a link to the model, beside them, and the rest of the model stays in the page cache. It
-        takes names, so ``"tmpfs"`` or ``"shm"``. Of a URL: stage it first, and give its path.
+        Whether to stage the weights in the order that ggml multiplies fastest on this CPU
+        (docs/images.md), instead of the model: decoders map them and are ready. `Stage.path` is a
+        link to the model then, beside them, and the rest of the model stays in the page cache.
+        This needs names, so ``"tmpfs"`` or ``"shm"``. For a URL: stage it first, and give its path.
     verify : bool
-        Of a URL: compare each file with the hash that the server tells of it, if it does.
+        For a URL: compare each file with the hash that the server reports, if it reports one.
     resume : bool
-        Of a URL: where this is broken off, a small process keeps what has come, as that of
-        ``unimem stage`` would, and the next call with `resume` takes it and asks the server for
-        the rest only. Otherwise nothing is left.
+        For a URL: if this is interrupted, a small process keeps the part that has arrived, as that
+        of ``unimem stage`` would. The next call with `resume` takes it and asks the server for the
+        rest only. Without it, nothing is left.
     progress : callable, optional
-        Called as ``progress(done_bytes, total_bytes)`` in this thread. What it raises ends the
-        staging, and nothing is left.
+        Called as ``progress(done_bytes, total_bytes)`` in this thread. If it raises, staging ends
+        and nothing is left.
     **placement
         See `PlacementOptions`; `warm` changes nothing, since all of it is in RAM. With `lock` it is
         locked for as long as this process has it. With ``numa="mirror"`` the model is staged once
@@ -240,17 +247,17 @@ def stage(
     GGUFError, SafetensorsError
         The model is refused; nothing was staged.
     CapacityError
-        There is no room, in a limit that is named; nothing was taken.
+        A limit, which is named, has no room; nothing was taken.
     OSError
         A file cannot be read, or was written to or replaced meanwhile.
     PlacementError
-        The backing that was asked for cannot be had; with `strict`, when not all of the placement
-        was granted. Without, one `PlacementWarning`.
+        The chosen backing is not available; or, with `strict`, not all of the placement was
+        granted. Without `strict` this is one `PlacementWarning`.
     ValueError
-        An unknown option, a backing that cannot hold this model, a model of which this CPU
-        repacks nothing, or `repack` of a URL.
+        An unknown option, a backing that cannot hold this model, a model without anything that
+        this CPU repacks, or `repack` of a URL.
     ImportError
-        With `repack`, ggml-python is not installed; of a URL, what reads it.
+        ggml-python is missing with `repack`, or the extra ``remote`` with a URL.
 
     Examples
     --------
@@ -271,12 +278,11 @@ def stage(
     if is_mirrored(placement):
         same = {"backing": backing, "repack": repack, "verify": verify, "resume": resume}
         made = stage_copies(stage, path, placement, progress, same)
-        first = next(iter(made.values()))  # which has all of them, and closes them
+        first = next(iter(made.values()))  # it has all copies, and closes them
         first.copies = {node: each for node, each in made.items() if node is not None}
         return first
-    options = _StageOptions(**placement)
-    proc_folder()  # without it, nobody could open what would be read in
-    sweep()
+    options = _StageOptions(backing, progress, verify, resume, **placement)
+    _prepare()
     source = shown(file_path(path))
     if repack:
         if is_url(path):
@@ -285,36 +291,35 @@ def stage(
                 "tensors could be read from: stage it first, and give the path of that"
             )
         with open_weights(path, load="map") as weights:
-            return _RepackedStaging(weights, source, backing, options, progress).run()
+            return _RepackedStaging(weights, source, options).run()
     with open_files(path) as model:
-        return _ModelStaging(
-            model, source, backing, options, progress, verify=verify, resume=resume
-        ).run()
+        return _ModelStaging(model, source, options).run()
 
 
 def stage_files(model: ModelFiles, source: str, **placement: Unpack[PlacementOptions]) -> Stage:
-    """Stage a model whose files are opened, here or on a server, as `stage` does.
+    """Stage a model whose files are already opened, here or on a server, as `stage` does.
 
-    Parameters
-    ----------
-    model : ModelFiles
-        It stays open.
-    source : str
-        What it is called.
-    **placement
-        As for `stage`.
+    The files stay open; `source` is the name of the model.
     """
     policy.check_options(placement)
-    policy.parse_numa(placement.get("numa"))  # which is that of one copy
-    proc_folder()
+    policy.parse_numa(placement.get("numa"))  # "mirror" is refused
+    _prepare()
+    return _ModelStaging(model, source, _StageOptions(**placement)).run()
+
+
+def _prepare() -> None:
+    proc_folder()  # without it, no process could open the paths
     sweep()
-    return _ModelStaging(model, source, "auto", _StageOptions(**placement), None).run()
 
 
 @dataclass(frozen=True)
 class _StageOptions:
-    """`PlacementOptions`, with their defaults."""
+    """The options of `stage`, with their defaults."""
 
+    backing: Backing | Literal["auto"] = "auto"
+    progress: Progress | None = None
+    verify: bool = True
+    resume: bool = False
     pages: Pages = "auto"
     numa: str | None = None
     lock: Lock = False
@@ -323,40 +328,15 @@ class _StageOptions:
 
 
 class _Staging(ABC):
-    """One call of `stage`: whatever it raises, nothing is left.
+    """One call of `stage`. If it raises, nothing is left."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of the files.
-    names : list of str
-        Of the files, in the order of `Stage.paths`.
-    mapped : list of (str, int)
-        Those that are mapped, and their bytes.
-    first : str
-        The name of what is to be opened.
-    versions : list of (str, Version)
-        The files that are read, and what they are.
-    """
+    files: _Files
+    mapped: list[tuple[str, int]]  # names and sizes of the files that are mapped
 
-    nbytes: int
-    names: list[str]
-    mapped: list[tuple[str, int]]
-    first: str
-    versions: list[tuple[str, Version]]
-
-    def __init__(
-        self,
-        source: str,
-        backing: Backing | Literal["auto"],
-        options: _StageOptions,
-        progress: Progress | None,
-    ) -> None:
+    def __init__(self, source: str, options: _StageOptions) -> None:
         self.source = source
-        self.asked = backing
         self.options = options
         self.pages = options.pages
-        self.progress = progress
 
     @abstractmethod
     def _fill_files(self, place: Place, backing: Backing) -> None:
@@ -364,15 +344,15 @@ class _Staging(ABC):
 
     @abstractmethod
     def _name_refusal(self, backing: Backing) -> str | None:
-        """Say why these files cannot lie in a place that gives no names; None where they can."""
+        """Explain why these files cannot lie in a place without names; None if they can."""
 
-    def _has_broken_off(  # noqa: B027 - of files there is nothing to save
+    def _save_part(  # noqa: B027 - only loads from servers are worth saving
         self, place: Place, backing: Backing, error: BaseException
     ) -> None:
-        """Save what is in a place that was not filled; it goes if nobody takes it."""
+        """Save what an interrupted call leaves in a place."""
 
     def _room_bytes(self) -> int:
-        """Return what of the room that there is not yet comes back as files are filled."""
+        """Return the bytes that become free while the files are filled."""
         return 0
 
     def run(self) -> Stage:
@@ -384,19 +364,15 @@ class _Staging(ABC):
             if refusal is None:
                 try:
                     place = self._make(backing)
-                except PlacementError as error:
-                    if self.asked != "auto":
+                except (PlacementError, CapacityError) as error:
+                    if self.options.backing != "auto":
                         raise
-                    refusal = error.strerror or str(error)
-                except CapacityError as error:
-                    if self.asked != "auto":
-                        raise
-                    # A pool may have what is not left of other memory.
-                    no_room = no_room or error
-                    refusal = str(error)
+                    if isinstance(error, CapacityError):  # a pool may still have room
+                        no_room = no_room or error
+                    refusal = getattr(error, "strerror", None) or str(error)
                 else:
                     return self._fill(place, backing, "; ".join(refusals))
-            elif self.asked != "auto":
+            elif self.options.backing != "auto":
                 raise ValueError(f"backing='{backing}': {refusal}")
             refusals.append(f"not {backing}: {refusal}")
         if no_room is not None:
@@ -404,26 +380,30 @@ class _Staging(ABC):
         raise PlacementError(f"staging {self.source}: {'; '.join(refusals)}")
 
     def _candidates(self) -> Sequence[Backing]:
-        """Return what to try, in this order.
+        """Return the backings to try, in this order.
 
-        Where no pool can hold the hugetlb pages that were asked for, they are given up.
+        If no pool can hold the requested hugetlb pages, they are given up.
         """
-        if self.asked != "auto":
-            return (self.asked,)
+        if self.options.backing != "auto":
+            return (self.options.backing,)
         if self.pages not in policy.HUGETLB:
             return BACKINGS
-        why = self._refusal("hugetlb") or self._pool_shortfall(self.pages)
+        why = self._refusal("hugetlb") or self._pool_shortfall()
         if why is None:
             return ("hugetlb",)
+        self._warn(why)
+        self.pages = "thp"
+        return BACKINGS
+
+    def _warn(self, why: str) -> None:
+        """Warn that a wish was not granted; with `strict`, raise PlacementError."""
         text = f"staging {self.source}: {why}"
         if self.options.strict:
             raise PlacementError(text)
         policy.warn(text)
-        self.pages = "thp"
-        return BACKINGS
 
     def _refusal(self, backing: Backing) -> str | None:
-        """Say why this model cannot lie there as it is asked to; None where it can."""
+        """Explain why a backing cannot hold this model as requested; None if it can."""
         if backing in ("hugetlb", "memfd") and (why := self._name_refusal(backing)):
             return why
         if backing != "hugetlb":
@@ -433,23 +413,21 @@ class _Staging(ABC):
             return f"pages='{self.pages}' come from no pool"
         return None
 
-    def _pool_shortfall(self, pages: str) -> str | None:
-        return policy.pool_shortfall(
-            pages, self.nbytes, limits, policy.parse_numa(self.options.numa)
-        )
+    def _pool_shortfall(self) -> str | None:
+        numa = policy.parse_numa(self.options.numa)
+        return policy.pool_shortfall(self.pages, self.files.nbytes, limits, numa)
 
     def _make(self, backing: Backing) -> Place:
-        """Make an empty place, once there is room for the model."""
+        """Make an empty place, if there is room for the model."""
         if backing == "hugetlb":
             if self.pages == "auto":
                 self.pages = "2m"
-            shortfall = self._pool_shortfall(self.pages)
-            if shortfall is not None:
+            if (shortfall := self._pool_shortfall()) is not None:
                 self.pages = self.options.pages
                 raise PlacementError(shortfall)
             return Memfd(self.pages)
         what = f"staging {self.source}"
-        needed = max(0, self.nbytes - self._room_bytes())
+        needed = max(0, self.files.nbytes - self._room_bytes())
         limits.require(needed, what)
         if backing == "memfd":
             return Memfd()
@@ -458,10 +436,10 @@ class _Staging(ABC):
                 raise PlacementError(errno.ENOENT, f"there is no {limits.SHM}")
             limits.require_shm(needed, what)
             return Folder()
-        # While a file is read in, it ends with a whole huge page.
+        # While a file is filled, it ends with a whole huge page.
         page = max(tmpfs.huge_page_bytes(), 1 << 16)
-        size = sum(-(-version[2] // page) * page for _, version in self.versions)
-        size = max(size, -(-self.nbytes // page) * page)  # some orders take more than the file
+        size = sum(-(-version[2] // page) * page for _, version in self.files.versions)
+        size = max(size, -(-self.files.nbytes // page) * page)  # some orders need more bytes
         return Mount(size, huge=self.pages != "4k" and tmpfs.huge_page_bytes() > 0)
 
     def _fill(self, place: Place, backing: Backing, reason: str) -> Stage:
@@ -470,22 +448,13 @@ class _Staging(ABC):
             try:
                 self._fill_files(place, backing)
             except BaseException as error:
-                self._has_broken_off(place, backing, error)
+                self._save_part(place, backing, error)
                 raise
             place.seal()
-            granted, blocks = self._look(place, backing, undo)
-            stage = Stage(
-                place,
-                backing,
-                reason or ("it was asked for" if self.asked != "auto" else "the first choice"),
-                self.source,
-                self.names,
-                self.first,
-                self.versions,
-                self.nbytes,
-                granted,
-                blocks,
-            )
+            granted, blocks = self._map_files(place, backing, undo)
+            is_wish = self.options.backing != "auto"
+            reason = reason or ("it was asked for" if is_wish else "the first choice")
+            stage = Stage(place, self.files, backing, reason, granted, blocks)
             undo.callback(stage.close)
             path = self.source if is_url(self.source) else os.path.abspath(self.source)
             show(stage, path, self._asked())
@@ -494,20 +463,13 @@ class _Staging(ABC):
 
     def _asked(self) -> dict[str, Any]:
         """Return the options as the command has them."""
-        options = self.options
-        asked = {"pages": options.pages, "numa": options.numa, "lock": options.lock}
-        return asked | {"backing": self.asked}
+        return {name: getattr(self.options, name) for name in ("pages", "numa", "lock", "backing")}
 
     def _put(
-        self,
-        place: Place,
-        backing: Backing,
-        name: str,
-        nbytes: int,
-        label: str,
-        fill: Callable[[Block], None],
+        self, place: Place, backing: Backing, name: str, nbytes: int, fill: Callable[[Block], None]
     ) -> None:
-        """Make one file of the place, through a block that puts it where it shall be."""
+        """Make one file of the place, through a block that has the requested placement."""
+        options = self.options
         with Descriptors() as fds:
             target = fds.add(place.create, name)
             with Block._filled(
@@ -515,10 +477,10 @@ class _Staging(ABC):
                 fill,
                 fd=target,
                 pages=self.pages,
-                numa=self.options.numa,
-                lock=self.options.lock,
-                strict=self.options.strict,
-                name=f"{backing}:{label}",
+                numa=options.numa,
+                lock=options.lock,
+                strict=options.strict,
+                name=f"{backing}:{self._label_of(name)}",
                 category="staging",
             ):
                 pass
@@ -526,11 +488,14 @@ class _Staging(ABC):
                 os.ftruncate(target, nbytes)
             os.fchmod(target, ACCESS_MODE)
 
-    def _look(
+    def _label_of(self, name: str) -> str:
+        """Return what a file is made from, for messages."""
+        return self.source
+
+    def _map_files(
         self, place: Place, backing: Backing, undo: ExitStack
     ) -> tuple[Placement, list[Block]]:
-        """Map the files as others will, and ask the kernel what that gives."""
-        placements: list[Placement] = []
+        """Map the files as other processes will, and ask the kernel for their placement."""
         blocks: list[Block] = []
         for name, _ in self.mapped:
             with Descriptors() as fds:
@@ -538,17 +503,16 @@ class _Staging(ABC):
                 block = undo.enter_context(Block.attach(fd, name=name, category="staging"))
             block.warm()
             if self.options.lock:
-                # Where it cannot be, that was told when the file was read in.
+                # A refusal was already reported when the file was filled.
                 with suppress(PlacementError):
                     block._lock(self.options.lock)
-            placements.append(block.verify())
             blocks.append(block)
         if self.pages == "thp":
             self._require_huge_pages(place, backing)
-        return sum_placements(placements), blocks
+        return sum_placements([block.verify() for block in blocks]), blocks
 
     def _require_huge_pages(self, place: Place, backing: Backing) -> None:
-        """Tell, or raise, when programs that just map the files do not get huge pages."""
+        """Warn if programs that just map the files do not get huge pages."""
         page = tmpfs.huge_page_bytes()
         found = whole = 0
         for name, nbytes in self.mapped:
@@ -558,145 +522,112 @@ class _Staging(ABC):
         if found == whole:
             return
         allow = f"'{_ALLOW[backing]}' allows them, and " if backing in _ALLOW else ""
-        text = (
-            f"staging {self.source}: pages='thp': a program that maps it gets "
+        self._warn(
+            f"pages='thp': a program that maps it gets "
             f"{format_bytes(found)} of {format_bytes(whole)} in huge pages: as root, {allow}"
             "'echo 1 > /proc/sys/vm/compact_memory' joins free memory"
         )
-        if self.options.strict:
-            raise PlacementError(text)
-        policy.warn(text)
 
 
 class _ModelStaging(_Staging):
-    """Of the files of a model, as they are."""
+    """The staging of a model's files as they are."""
 
-    def __init__(
-        self,
-        model: ModelFiles,
-        source: str,
-        backing: Backing | Literal["auto"],
-        options: _StageOptions,
-        progress: Progress | None,
-        *,
-        verify: bool = True,
-        resume: bool = False,
-    ) -> None:
-        super().__init__(source, backing, options, progress)
-        self.model, self.verify = model, verify
-        self.nbytes = sum(file.nbytes for file in model.files)
-        # What is not in the page cache need not come there on its way.
-        self.direct = loading.cached_bytes(model) < loading.MOSTLY * self.nbytes
-        self.names = [model.name_of(file.path) for file in model.files]
-        sizes = [file.nbytes for file in model.files]
-        self.mapped = list(zip(self.names, sizes, strict=True))
-        self.versions = [(file.path, file.version) for file in model.files]
-        self.first = self.names[0]
+    def __init__(self, model: ModelFiles, source: str, options: _StageOptions) -> None:
+        super().__init__(source, options)
+        self.model = model
+        nbytes = sum(file.nbytes for file in model.files)
+        # What is not in the page cache need not go through it.
+        self.direct = loading.cached_bytes(model) < loading.MOSTLY * nbytes
+        names = [model.name_of(file.path) for file in model.files]
+        self.mapped = list(zip(names, (file.nbytes for file in model.files), strict=True))
+        versions = [(file.path, file.version) for file in model.files]
+        first = names[0]
         if model.index is not None:
-            self.names.append(model.name_of(model.index))
-            self.versions.append((model.index, model.version_of(model.index)))
-            self.first = self.names[-1]
+            first = model.name_of(model.index)
+            names.append(first)
+            versions.append((model.index, model.version_of(model.index)))
+        self.files = _Files(source, names, first, versions, nbytes)
         self.unfinished: Unfinished | None = None
-        if resume and isinstance(model, RemoteFiles):
-            self.unfinished = Unfinished(model, source, self.versions)
+        if options.resume and isinstance(model, RemoteFiles):
+            self.unfinished = Unfinished(model, source, versions)
 
     def run(self) -> Stage:
-        """Stage the model, and go on with what was left of it."""
-        if self.unfinished is None:
-            return super().run()
-        with self.unfinished:
+        """Stage the model, from where an earlier load was interrupted."""
+        with self.unfinished or nullcontext():
             return super().run()
 
     def _room_bytes(self) -> int:
         return 0 if self.unfinished is None else self.unfinished.room_bytes
 
-    def _has_broken_off(self, place: Place, backing: Backing, error: BaseException) -> None:
+    def _save_part(self, place: Place, backing: Backing, error: BaseException) -> None:
         if self.unfinished is not None:
-            self.unfinished.keep(place, backing, self.names, self._asked(), error)
+            self.unfinished.keep(place, backing, self.files.names, self._asked(), error)
 
     def _name_refusal(self, backing: Backing) -> str | None:
-        if len(self.names) > 1:
+        if len(self.files.names) > 1:
             return "several files need names side by side, which only tmpfs and shm give"
         if backing == "hugetlb" and isinstance(self.model.files[0].header, SafetensorsHeader):
             return "a safetensors file ends exactly, and a file of hugetlb pages with a whole page"
         return None
 
+    def _label_of(self, name: str) -> str:
+        return self.model.files[self.files.names.index(name)].path
+
     def _fill_files(self, place: Place, backing: Backing) -> None:
         done = 0
-        for i, (name, file) in enumerate(zip(self.names, self.model.files, strict=False)):
-            read = self._fetching if isinstance(self.model, RemoteFiles) else self._reading
-            self._put(place, backing, name, file.nbytes, file.path, read(i, done))
-            done += file.nbytes
-        if self.model.index is not None:
-            _write(place, self.names[-1], self.model.index_text)
-        self._check_versions()
-
-    def _check_versions(self) -> None:
+        read = self._fetch if isinstance(self.model, RemoteFiles) else self._read
+        for i, (name, nbytes) in enumerate(self.mapped):
+            self._put(place, backing, name, nbytes, partial(read, i, self._progress_of(i, done)))
+            done += nbytes
         self.model.check_versions()
-        index = self.model.index
-        if index is not None and self.versions[-1][1] != self.model.version_of(index):
+        if (index := self.model.index) is None:
+            return
+        with open(place.create(self.files.names[-1]), "wb") as file:
+            os.fchmod(file.fileno(), ACCESS_MODE)
+            file.write(self.model.index_text)
+        if self.files.versions[-1][1] != self.model.version_of(index):
             raise OSError(errno.ESTALE, "The index was replaced or written to meanwhile", index)
 
-    def _progress_of(self, file: ModelFile, done: int) -> Progress:
+    def _progress_of(self, number: int, done: int) -> Progress:
+        """Return the callback for a file that `done` bytes of other files precede."""
+        nbytes, total, tell = self.mapped[number][1], self.files.nbytes, self.options.progress
+
         def progress(n: int, _: int) -> None:
-            # The end of a file is not the end of all.
-            if self.progress is not None and (n < file.nbytes or done + n == self.nbytes):
-                self.progress(done + n, self.nbytes)
+            # The end of a file is not always the end of the model.
+            if tell is not None and (n < nbytes or done + n == total):
+                tell(done + n, total)
 
         return progress
 
-    def _reading(self, number: int, done: int) -> Callable[[Block], None]:
-        """Return what reads a file, when so many bytes of those before it are there."""
-        file, source = self.model.files[number], self.model.fds[number]
-        progress = self._progress_of(file, done)
+    def _read(self, number: int, progress: Progress, block: Block) -> None:
+        """Read a file into its block."""
+        file = self.model.files[number]
+        _warm_end(block, file.nbytes)
+        parts = [(self.model.fds[number], 0, block, 0, file.nbytes, file.path)]
+        if self.direct:
+            try:
+                return loading.read_direct(parts, progress=progress)
+            except loading.NoDirectReadsError:
+                self.direct = False
+        return read_parts(parts, progress=progress)
 
-        def fill(block: Block) -> None:
-            _warm_end(block, file.nbytes)
-            parts = [(source, 0, block, 0, file.nbytes, file.path)]
-            if self.direct:
-                try:
-                    return loading.read_direct(parts, progress=progress)
-                except loading.NoDirectReadsError:
-                    self.direct = False
-            read_parts(parts, progress=progress)
-
-        return fill
-
-    def _fetching(self, number: int, done: int) -> Callable[[Block], None]:
-        """Return what reads a file on a server."""
+    def _fetch(self, number: int, progress: Progress, block: Block) -> None:
+        """Read a file on a server into its block."""
         model, file = self.model, self.model.files[number]
         assert isinstance(model, RemoteFiles)
-        progress = self._progress_of(file, done)
         arrivals = None if self.unfinished is None else self.unfinished.arrivals
-
-        def fill(block: Block) -> None:
-            _warm_end(block, file.nbytes)
-            rows = [block.as_array("uint8", file.nbytes)]
-            try:
-                model.read_file(
-                    file, rows[0], verify=self.verify, progress=progress, arrivals=arrivals
-                )
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
-                raise
-            finally:
-                rows.clear()
-
-        return fill
+        _warm_end(block, file.nbytes)
+        with loading.rows_of_block(block, [(0, file.nbytes)]) as rows:
+            model.read_file(
+                file, rows[0], verify=self.options.verify, progress=progress, arrivals=arrivals
+            )
 
 
 class _RepackedStaging(_Staging):
-    """Of the image of a model, beside links to the model's files."""
+    """The staging of a model's image, beside links to the model's files."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        source: str,
-        backing: Backing | Literal["auto"],
-        options: _StageOptions,
-        progress: Progress | None,
-    ) -> None:
-        super().__init__(source, backing, options, progress)
+    def __init__(self, weights: Weights, source: str, options: _StageOptions) -> None:
+        super().__init__(source, options)
         self.weights = weights
         self.found = arrange(weights)
         if not self.found.slots:
@@ -705,14 +636,14 @@ class _RepackedStaging(_Staging):
         files = [part.file for part in weights._parts]
         self.links = [os.path.realpath(file.absolute_path) for file in files]
         self.data_offset = len(pack_image(self.found, self.identity, self.links[0], None))
-        self.nbytes = image_bytes(self.data_offset, self.found.nbytes)
-        self.names = [IMAGE_NAME]
-        self.mapped = [(IMAGE_NAME, self.nbytes)]
-        self.versions = [(file.path, file.identity) for file in files]
-        self.first = os.path.basename(files[0].path)
+        nbytes = image_bytes(self.data_offset, self.found.nbytes)
+        first = os.path.basename(files[0].path)
         if source.endswith(".index.json"):
             self.links.append(os.path.realpath(source))
-            self.first = os.path.basename(source)
+            first = os.path.basename(source)
+        self.mapped = [(IMAGE_NAME, nbytes)]
+        versions = [(file.path, file.identity) for file in files]
+        self.files = _Files(source, [IMAGE_NAME], first, versions, nbytes)
 
     def _asked(self) -> dict[str, Any]:
         return super()._asked() | {"repack": True}
@@ -721,62 +652,53 @@ class _RepackedStaging(_Staging):
         return "an image lies beside links to its model, which only tmpfs and shm give"
 
     def _fill_files(self, place: Place, backing: Backing) -> None:
-        self._put(place, backing, IMAGE_NAME, self.nbytes, self.source, self._fill_image)
+        self._put(place, backing, IMAGE_NAME, self.files.nbytes, self._fill_image)
         names = [os.path.basename(part.file.path) for part in self.weights._parts]
-        for name, target in zip((*names, self.first), self.links, strict=False):
+        for name, target in zip((*names, self.files.first), self.links, strict=False):
             place.link(name, target)
 
     def _fill_image(self, block: Block) -> None:
-        """Read it from the cache, or repack; then write what is in front of it."""
+        """Read the image from the cache, or repack; then write its header."""
         found, base = self.found, self.data_offset
-        end = base + found.nbytes
-        _warm_end(block, end)
-        head = self._read_kept(block)
-        if head is None:
-            repack_into(self.weights, found, block, base, self.progress)
-            head = pack_image(found, self.identity, self.links[0], block, base)
+        _warm_end(block, base + found.nbytes)
+        if not self._read_kept(block):
+            repack_into(self.weights, found, block, base, self.options.progress)
+        head = pack_image(found, self.identity, self.links[0], block, base)
         block.as_array("uint8", len(head))[:] = np.frombuffer(head, np.uint8)
 
-    def _read_kept(self, block: Block) -> bytes | None:
-        """Read the image that the cache has; None without one."""
-        found, base = self.found, self.data_offset
+    def _read_kept(self, block: Block) -> bool:
+        """Read the image from the cache; False if it has none."""
         cache = choose_cache(self.weights, None)
-        image = None if cache is None else cache.find(found, self.identity)
+        image = None if cache is None else cache.find(self.found, self.identity)
         if cache is None or image is None:
-            return None
+            return False
         with image:
             try:
-                image.read(block, base, self.progress)
+                image.read(block, self.data_offset, self.options.progress)
             except FormatError as error:
                 cache.discard(image.header.key, str(error))
-                return None
-        return pack_image(found, self.identity, self.links[0], block, base)
+                return False
+        return True
 
 
 def _leave(note: Memfd, place: Place) -> None:
-    """Say no more that it is kept, and let it go."""
+    """Withdraw the note, then let the place go."""
     note.leave()
     place.close()
 
 
 def _warm_end(block: Block, nbytes: int) -> None:
-    """Warm what is behind the end, in its last page: it is there as well until it is cut off."""
+    """Warm the rest of the last page, which exists until the file is cut to its size."""
     end = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     if end < block.nbytes:
         block._warm_range(end, block.nbytes - end)
 
 
 def _huge_bytes(fd: int, nbytes: int) -> int:
-    """Map a file as any program does, wherever the kernel says, and count what is in huge pages."""
+    """Map a file at any address, as programs do, and count the bytes in huge pages."""
     with mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
         view = np.frombuffer(mapped, np.uint8)
         view[:: mmap.PAGESIZE].sum()
         start = view.ctypes.data
         del view
         return sum(area.huge_bytes for area in read_process().areas if area.start == start)
-
-
-def _write(place: Place, name: str, data: bytes) -> None:
-    with open(place.create(name), "wb") as file:
-        os.fchmod(file.fileno(), ACCESS_MODE)
-        file.write(data)

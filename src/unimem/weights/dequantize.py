@@ -1,4 +1,4 @@
-"""Tensors of any type as float32, by conversions that ggml, gguf-py, NumPy and ml_dtypes have."""
+"""Conversion of tensors of any type to float32, by ggml, gguf-py, NumPy and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Floats: TypeAlias = NDArray[np.float32]
 Convert: TypeAlias = Callable[[Bytes, Floats], None]
 
-# What is copied and converted at a time stays in the cache of a core.
+# Pieces are copied and converted one by one, and fit into the cache of a core.
 _PIECE_BYTES = 256 << 10
 
 
@@ -30,20 +30,10 @@ def dequantize(
     name: str,
     path: str,
 ) -> Floats:
-    """Convert a tensor's data: see `Tensor.dequantize`.
+    """Convert a tensor's data, for `Tensor.dequantize`.
 
-    Parameters
-    ----------
-    array : numpy.ndarray
-        The data: values where NumPy or ml_dtypes has the type, else bytes.
-    kind : str
-        The type's name.
-    number : int or None
-        ggml's number of the type.
-    shape : tuple of int
-        Of the tensor.
-    name, path : str
-        The tensor's name and its file, for messages.
+    `array` has values if NumPy or ml_dtypes has the type, else bytes; `number` is ggml's number of
+    the type; `name` and `path` are for messages.
     """
     what = f"tensor '{name}' is {kind}"
     if array.dtype != np.uint8 or kind == "u8":
@@ -57,13 +47,13 @@ def dequantize(
     step = max(1, _PIECE_BYTES // block_bytes)
     piece = np.empty(min(step, n_blocks) * block_bytes, np.uint8)
     try:
-        # What float32 cannot hold becomes infinite or NaN, as in any conversion: no reason to warn.
+        # Values beyond float32 become infinite or NaN without a warning, as in any conversion.
         with np.errstate(all="ignore"):
             for first in range(0, n_blocks, step):
                 end = min(first + step, n_blocks)
                 part = piece[: (end - first) * block_bytes]
-                # The file may be truncated meanwhile: an error of a copy, where converting from the
-                # mapping itself would end the process.
+                # If the file is truncated meanwhile, the copy fails with an error; converting from
+                # the mapping itself would end the process.
                 address = data.ctypes.data + first * block_bytes
                 guard.copy(part, address, part.nbytes, path)
                 convert(part, values[first * block_values : end * block_values])
@@ -85,7 +75,7 @@ def _by_numpy(dtype: np.dtype[Any], what: str) -> Convert:
 
 
 def _of_blocks(number: int | None, what: str) -> tuple[int, int, Convert]:
-    """Return the values and bytes of a block, and what converts blocks."""
+    """Return the values and bytes of a block, and the conversion of blocks."""
     if number is None:
         raise NotImplementedError(
             f"{what}, whose values are packed as no library here reads them: as_array() has the "
@@ -102,7 +92,7 @@ def _of_blocks(number: int | None, what: str) -> tuple[int, int, Convert]:
 
 
 def _by_ggml(number: int) -> Convert | str:
-    """Return ggml's conversion, or why there is none."""
+    """Return ggml's conversion, or the reason for its absence."""
     try:
         from unimem.backends import ggml
     except ImportError as error:
@@ -118,7 +108,7 @@ def _by_ggml(number: int) -> Convert | str:
 
 
 def _by_gguf_py(number: int) -> Convert | str:
-    """Return gguf-py's conversion, or why there is none."""
+    """Return gguf-py's conversion, or the reason for its absence."""
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError:

@@ -1,4 +1,4 @@
-"""Model files: which files are a model's, their headers, and whether they are still the same."""
+"""Model files: the files of a model, their headers and their versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, TypeAlias, Union
+from typing import Any, NoReturn, Self, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,7 @@ __all__ = [
     "version_of",
 ]
 
-#: What a key of the metadata may hold.
+#: A value of the metadata.
 Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot before Python 3.12
     int, float, bool, str, NDArray[np.number[Any] | np.bool_], list[str], list["Value"]
 ]
@@ -46,98 +46,36 @@ Value: TypeAlias = Union[  # noqa: UP007 - it refers to itself, which "|" cannot
 # As llama.cpp's gguf-split names them.
 _SPLIT_NAME = re.compile(r"(?P<stem>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
-# The longest known have about 20 MB. JSON may take 25 times its length when it is read.
+# The longest known have about 20 MB. Parsed JSON may take 25 times its length.
 _INDEX_BYTES_MAX = 32 << 20
 
 Version = tuple[int, ...]
 
 
-class Header(Protocol):
-    """What the headers of both formats tell."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the header."""
-
-    @property
-    def data_offset(self) -> int:
-        """The byte of the file where data begins."""
-
-    def keys(self) -> dict[str, int]:
-        """Return the keys of the metadata, each with its index."""
-
-    def value(self, index: int) -> Value:
-        """Decode a value of the metadata."""
-
-    def raw_value(self, index: int) -> bytes:
-        """Return the type and value of a key in one canonical form."""
-
-    def tensor_names(self) -> dict[str, int]:
-        """Return the names of the tensors, each with its index."""
-
-    def tensor(self, index: int) -> tuple[tuple[int, ...], str, int | None, int, int]:
-        """Return ne, type, ggml's number of it, offset in the file and bytes."""
-
-    def bytes_by_type(self) -> dict[str, int]:
-        """Return the bytes of all tensors of a type."""
-
-    def runs(self) -> list[tuple[int, int, str]]:
-        """Return offset, bytes and type of each run of tensors of a type, by offset."""
-
-    def fingerprint(self) -> str:
-        """Return a hash of the header and the file's size."""
-
-    @property
-    def address(self) -> int:
-        """Where its private copy of the file's first bytes lies; 0 without one."""
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of that copy."""
-
-    def close(self) -> None:
-        """Give the copy back, and with it names, metadata and the fingerprint."""
+Header: TypeAlias = GGUFHeader | SafetensorsHeader
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """One file of a model, as it was when it was opened.
+    """One file of a model, as it was when it was opened."""
 
-    Attributes
-    ----------
-    path : str
-        As it was given, or beside the one that was.
-    absolute_path : str
-        The same, wherever this process goes: what is opened and looked at later.
-    version : tuple of int
-        See `version_of`. Of a file on a server 0, 0, its size, and a hash of its ETag, which is 0
-        where the server tells none.
-    nbytes : int
-        Size of the file.
-    header : Header
-        Of either format.
-    in_memory : bool
-        Whether its pages are shared memory or hugetlb, and no cache that could be dropped.
-    changed_ns : int
-        When its inode changed last (ctime), in nanoseconds; 0 of a file on a server.
-    """
-
-    path: str
+    path: str  # as given, or beside that file
     absolute_path: str
+    # See `version_of`. For a file on a server: 0, 0, its size, and a hash of its ETag or 0.
     version: Version
     nbytes: int
     header: Header = field(repr=False)
-    in_memory: bool
-    changed_ns: int = 0
+    in_memory: bool  # whether its pages are shared memory or hugetlb, which cannot be dropped
+    changed_ns: int = 0  # time of the last change of its inode (ctime)
 
     @property
     def identity(self) -> Version:
-        """See `identity_of`."""
+        """The file's `identity_of`."""
         return (*self.version, self.changed_ns)
 
 
 class _Descriptors(Descriptors):
-    """Of the files of a model."""
+    """The descriptors of a model's files."""
 
     def open(self, path: str, flags: int = 0) -> int:
         """Open a file for reading."""
@@ -153,20 +91,11 @@ class _Descriptors(Descriptors):
 
 
 class ModelFiles:
-    """The opened files of a model, in their order. Leaving the ``with`` closes their descriptors.
+    """The opened files of a model, in order. Leaving the ``with`` closes their descriptors.
 
-    It is for one thread. A forked child has the descriptors, too, and closes its own.
-
-    Attributes
-    ----------
-    files : list of ModelFile
-        At least one.
-    fds : list of int
-        Their descriptors, open for reading; none of files on a server.
-    index : str or None
-        The path of the index that names the files, of safetensors.
-    index_text : bytes
-        What is in it.
+    For one thread. A forked child has the descriptors, too, and closes its own. `fds` are open for
+    reading; files on a server have none. `index` is the path of the safetensors index that names
+    the files.
     """
 
     def __init__(self) -> None:
@@ -179,7 +108,7 @@ class ModelFiles:
         """Open a file, and read and check its header."""
         absolute_path = os.path.abspath(path)
         fd, info = _open_regular(path, self.fds)
-        # What the kernel would read ahead is data, of which it is not known yet how it will come.
+        # Without reading ahead: how the data will be loaded is not known yet.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         header = read_header(fd, info.st_size, path)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
@@ -197,11 +126,11 @@ class ModelFiles:
         return self.files[-1]
 
     def beside(self, path: str, name: str) -> str:
-        """Return the path of a file that lies beside another."""
+        """Return the path of a file beside another."""
         return os.path.join(os.path.dirname(path), name)
 
     def read_start(self, path: str, nbytes: int) -> bytes:
-        """Read the first bytes of a file that is no part of the model: at most so many."""
+        """Read at most `nbytes` from the start of a file that is not a part of the model."""
         fds = _Descriptors()
         try:
             fd, _ = _open_regular(path, fds)
@@ -211,20 +140,20 @@ class ModelFiles:
             fds.close()
 
     def name_of(self, path: str) -> str:
-        """Return the name of a file, which no other file of the model has."""
+        """Return the name of a file, unique in the model."""
         return os.path.basename(path)
 
     def version_of(self, path: str) -> Version:
-        """Return the version that a file has now: see `version_of`."""
+        """Return the present version of a file."""
         return version_of(os.stat(path))
 
     def clear(self) -> None:
-        """Forget the files, to begin anew."""
+        """Close and forget the files."""
         self.fds.close()
         self.files.clear()
 
     def check_versions(self) -> None:
-        """Raise OSError (ESTALE) when a file was replaced or written to since it was opened."""
+        """Raise OSError (ESTALE) if a file was replaced or written to since it was opened."""
         for file, fd in zip(self.files, self.fds, strict=True):
             check_version(file, os.fstat(fd))
             check_version(file, os.stat(file.absolute_path))
@@ -248,22 +177,10 @@ class ModelFiles:
 def open_model(path: str | os.PathLike[str]) -> ModelFiles:
     """Open all files of a model, and read and check their headers.
 
-    Parameters
-    ----------
-    path : path-like
-        A GGUF file; any part of a split one (``-00001-of-00003.gguf``), which lies beside the
-        others; a safetensors file; or the index of several (``model.safetensors.index.json``).
-
-    Returns
-    -------
-    ModelFiles
-
-    Raises
-    ------
-    GGUFError, SafetensorsError
-        A file breaks a rule of its format, or is a part of another model.
-    OSError
-        A file is missing, cannot be read, or is no regular file.
+    The path is that of a GGUF file; of any part of a split one (``-00001-of-00003.gguf``), beside
+    the other parts; of a safetensors file; or of the index of several. GGUFError and
+    SafetensorsError say that a file breaks a rule of its format or belongs to another model,
+    OSError that one is missing, unreadable or not a regular file.
     """
     name = file_path(path)
     model = ModelFiles()
@@ -272,7 +189,7 @@ def open_model(path: str | os.PathLike[str]) -> ModelFiles:
 
 
 def add_files(model: ModelFiles, path: str) -> None:
-    """Open all files of a model, as `open_model` does; what fails closes it."""
+    """Open all files of a model, as `open_model` does; an error closes it."""
     try:
         if path.endswith(".index.json"):
             _add_indexed(model, path)
@@ -290,21 +207,21 @@ def add_files(model: ModelFiles, path: str) -> None:
 
 
 def version_of(info: os.stat_result) -> Version:
-    """Return what stays the same as long as a file is neither replaced nor written to."""
+    """Return a tuple that changes when a file is replaced or written to."""
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def identity_of(info: os.stat_result) -> Version:
     """Return the version and the time of the last change of the inode.
 
-    Programs can set the time of a write back, and not this one: it changes with every write, and
-    when a file takes another name, mode or owner.
+    That time changes with every write, and with a file's name, mode or owner. Programs can set the
+    time of a write back, but not this one.
     """
     return (*version_of(info), info.st_ctime_ns)
 
 
 def check_version(file: ModelFile, info: os.stat_result) -> None:
-    """Raise OSError (ESTALE) when a file is no longer what it was when it was opened."""
+    """Raise OSError (ESTALE) if a file has another version than when it was opened."""
     if version_of(info) != file.version:
         raise OSError(
             errno.ESTALE,
@@ -314,8 +231,8 @@ def check_version(file: ModelFile, info: os.stat_result) -> None:
 
 
 def _is_in_memory(fd: int) -> bool:
-    # Files in shared memory and hugetlbfs, memfds among them, have seals, and no others have. File
-    # systems cannot be told by their devices: those of btrfs and overlayfs may be mounted nowhere.
+    # Only files in shared memory and hugetlbfs, such as memfds, have seals. Devices do not identify
+    # file systems: those of btrfs and overlayfs may be mounted nowhere.
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -325,7 +242,7 @@ def _is_in_memory(fd: int) -> bool:
 
 @contextmanager
 def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
-    """Open a model's file anew, for reading, as long as it is what it was."""
+    """Open a model's file anew for reading, if it was neither replaced nor written to."""
     fds = _Descriptors()
     try:
         try:
@@ -358,8 +275,8 @@ def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
 
 
 def read_header(fd: int, nbytes: int, path: str) -> Header:
-    """Read and check the header of a file of either format, of so many bytes in all."""
-    # By what it begins with: names may be of descriptors, as in /proc/self/fd/3.
+    """Read and check the header of a file of either format, which has `nbytes` in all."""
+    # The first bytes decide: a name may be that of a descriptor, as in /proc/self/fd/3.
     try:
         head = os.pread(fd, 9, 0)
     except OSError as error:
@@ -374,7 +291,7 @@ def read_header(fd: int, nbytes: int, path: str) -> Header:
 
 
 def _add_parts(model: ModelFiles, first: ModelFile) -> None:
-    """Open the parts beside a part; a file that is whole stays alone."""
+    """Open the parts beside a part, if the model is split."""
     count, number = _split(first)
     if count == 1:
         return
@@ -406,7 +323,7 @@ def _check_part(model: ModelFiles, part: ModelFile, i: int, count: int) -> None:
         _refuse_part(part, f"split.count and split.no are {_split(part)}, expected {(count, i)}")
     first = model.files[0].header
     keys, firsts = part.header.keys(), first.keys()
-    # A part has these, or nothing but the keys of the split.
+    # Each part has these keys, or only those of the split.
     for key in ("split.tensors.count", "general.architecture", "general.name"):
         if key in keys and (
             key not in firsts or part.header.value(keys[key]) != first.value(firsts[key])
@@ -415,8 +332,8 @@ def _check_part(model: ModelFiles, part: ModelFile, i: int, count: int) -> None:
 
 
 def _split(file: ModelFile) -> tuple[int, int]:
-    """Return split.count and split.no; of a file that is whole, 1 and 0."""
-    has_count = "split.count" in file.header.keys()  # noqa: SIM118 - it is no mapping
+    """Return split.count and split.no; 1 and 0 for a model in one file."""
+    has_count = "split.count" in file.header.keys()  # noqa: SIM118 - not a mapping
     count = _integer(file, "split.count") if has_count else 1
     return (count, _integer(file, "split.no")) if count > 1 else (1, 0)
 
@@ -466,7 +383,7 @@ def _refuse_header(path: str) -> NoReturn:
 
 
 def _read_index(path: str, text: bytes) -> dict[str, str]:
-    """Return the file's name of each tensor."""
+    """Return the name of each tensor's file."""
     if len(text) > _INDEX_BYTES_MAX:
         raise SafetensorsError("the index is longer than 32 MiB", path=path)
     try:
@@ -477,7 +394,7 @@ def _read_index(path: str, text: bytes) -> dict[str, str]:
     if not isinstance(where, dict) or not where:
         raise SafetensorsError("the index has no weight_map from tensors to files", path=path)
     for name in where.values():
-        # A name from the internet must not lead elsewhere.
+        # A name from the internet must not lead to another folder.
         if not isinstance(name, str) or not is_name(name):
             raise SafetensorsError(
                 f"{name!r} is not the name of a file beside the index", path=path
@@ -486,8 +403,8 @@ def _read_index(path: str, text: bytes) -> dict[str, str]:
 
 
 def is_name(name: str) -> bool:
-    """Whether it is the name of a file, and leads nowhere else."""
-    # JSON can have lone halves of characters, and no file has them.
+    """Whether it is the name of a file in the same folder."""
+    # JSON can have lone surrogates, which no file name has.
     is_text = not any("\ud800" <= char <= "\udfff" for char in name)
     return is_text and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The header of a GGUF file: metadata decoded when it is asked for, and the tensor table."""
+"""The header of a GGUF file: metadata, decoded on access, and the tensor table."""
 import numpy as np
 
 from unimem.errors import GGUFError
@@ -12,10 +12,10 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes, join_runs
+from unimem.weights.header_bytes cimport HeaderBytes
 from unimem._core.region cimport Region
 
-# Headers without a vocabulary fit into the first read. A longer one is read anew, from its start.
+# Headers without a vocabulary fit into the first read. A longer one is read again from its start.
 cdef enum:
     FIRST_READ_NBYTES = 1 << 18
 
@@ -31,11 +31,11 @@ cdef class GGUFHeader(HeaderBytes):
     Parameters
     ----------
     fd : int
-        The file, open for reading; it is not needed afterwards.
+        The file, open for reading; it may be closed afterwards.
     file_nbytes : int
         Its size.
     path : str
-        Stands in messages.
+        The name for messages.
 
     Raises
     ------
@@ -64,7 +64,7 @@ cdef class GGUFHeader(HeaderBytes):
 
     @property
     def alignment(self):
-        """What offsets of tensors are multiples of, in bytes."""
+        """The alignment of tensor offsets, in bytes."""
         return self._gguf.alignment
 
     @property
@@ -74,11 +74,11 @@ cdef class GGUFHeader(HeaderBytes):
 
     @property
     def data_offset(self):
-        """The byte of the file where tensor data begins."""
+        """The offset of the tensor data in the file."""
         return self._gguf.data_offset
 
     def keys(self):
-        """The keys of the metadata, each with its index, in the order of the file."""
+        """Return the keys of the metadata with their indices, in the order of the file."""
         cdef const um.um_gguf_kv *kv
         cdef uint64_t i
         cdef Region _held = self.opened()
@@ -95,8 +95,8 @@ cdef class GGUFHeader(HeaderBytes):
         Returns
         -------
         int, float, bool, str, numpy.ndarray or list
-            An array of numbers or bools is a read-only array, an array of strings a list, an array
-            of arrays a list of what its arrays are.
+            An array of numbers or bools is a read-only array; an array of strings or of arrays is a
+            list.
         """
         cdef Region _held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
@@ -109,14 +109,13 @@ cdef class GGUFHeader(HeaderBytes):
         return self._numbers(kv.type, at, 1).item()
 
     def raw_value(self, Py_ssize_t index):
-        """One value of the metadata as bytes that no value of another type or content has.
+        """Return a value of the metadata as bytes that identify its type and content.
 
         Returns
         -------
         bytes
-            The number of the type (uint32), of an array also that of its items (uint32) and their
-            count (uint64), and behind them the value as it lies in the file, a string without its
-            length.
+            The number of the type (uint32); for an array also the type (uint32) and the count
+            (uint64) of its items; then the value as in the file, a string without its length.
         """
         cdef Region _held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
@@ -135,7 +134,7 @@ cdef class GGUFHeader(HeaderBytes):
         return &self._gguf.kv[index]
 
     cdef object _numbers(self, um.um_gguf_type type, uint64_t at, uint64_t n):
-        # A copy: numbers lie unaligned in a header, and bytes make the array read-only.
+        # A copy, since numbers lie unaligned in a header; bytes make the array read-only.
         dtype = _DTYPES[<int>type]
         copy = PyBytes_FromStringAndSize(<const char *>self._bytes + at,
                                          <Py_ssize_t>(n * <uint64_t>dtype.itemsize))
@@ -156,7 +155,7 @@ cdef class GGUFHeader(HeaderBytes):
         return strings
 
     cdef object _array(self, um.um_gguf_type item_type, uint64_t *at, uint64_t n):
-        # Leaves `at` behind the array. The parser has checked all bounds, and bounded the depth.
+        # Moves `at` behind the array. The parser has checked all bounds, and bounded the depth.
         cdef uint32_t inner_type
         cdef uint64_t inner_n
         if item_type == um.UM_GGUF_STRING:
@@ -174,7 +173,7 @@ cdef class GGUFHeader(HeaderBytes):
         return arrays
 
     def tensor_names(self):
-        """The names of the tensors, each with its index, in the order of the file."""
+        """Return the names of the tensors with their indices, in the order of the file."""
         cdef const um.um_gguf_tensor *tensor
         cdef uint64_t i
         cdef Region _held = self.opened()
@@ -191,7 +190,7 @@ cdef class GGUFHeader(HeaderBytes):
         return &self._gguf.tensors[index]
 
     def tensor(self, Py_ssize_t index):
-        """One row of the tensor table.
+        """Return one row of the tensor table.
 
         Returns
         -------
@@ -202,44 +201,24 @@ cdef class GGUFHeader(HeaderBytes):
         ggml_type : int
             Its number.
         offset, nbytes : int
-            Of the data, in the file.
+            The range of the data in the file.
         """
         cdef const um.um_gguf_tensor *tensor = self._tensor(index)
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
         name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
         return ne, name, tensor.type, tensor.offset, tensor.nbytes
 
-    def bytes_by_type(self):
-        """The bytes of all tensors of a type, by the type's name."""
-        cdef um.um_gguf_tensor *tensor
-        cdef uint64_t i
-        cdef dict by_number = {}
-        for i in range(self._gguf.n_tensors):
-            tensor = &self._gguf.tensors[i]
-            by_number[tensor.type] = by_number.get(tensor.type, 0) + tensor.nbytes
-        return {um.um_gguf_type_of_tensor(number).name.decode(): nbytes
-                for number, nbytes in by_number.items()}
+    cdef uint64_t n_tensors(self):
+        return self._gguf.n_tensors
 
-    def runs(self):
-        """Where the tensors of one type lie, one behind the other without a gap.
-
-        Returns
-        -------
-        list of (int, int, str)
-            Offset in the file, bytes and type of each run, by offset.
-        """
-        cdef um.um_gguf_tensor *tensor
-        cdef uint64_t i
-        rows = []
-        for i in range(self._gguf.n_tensors):
-            tensor = &self._gguf.tensors[i]
-            rows.append((tensor.offset, tensor.nbytes,
-                         um.um_gguf_type_of_tensor(tensor.type).name.decode()))
-        return join_runs(rows)
+    cdef tuple place(self, uint64_t i):
+        cdef um.um_gguf_tensor *tensor = &self._gguf.tensors[i]
+        name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
+        return tensor.offset, tensor.nbytes, name
 
 
 def tensor_type(uint32_t number):
-    """What is known of a type of tensors.
+    """Look up a tensor type of ggml.
 
     Parameters
     ----------

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""The first bytes of a model file, read for a parser that says how many it needs."""
+"""The first bytes of a model file, for a parser that says how many it needs."""
 import hashlib
 
 from unimem.errors import CapacityError, ClosedError, FormatError
@@ -13,27 +13,17 @@ from unimem._core.region cimport Region
 from unimem._core.status cimport raise_file_status, raise_status
 
 
-cdef list join_runs(list rows):
-    cdef list runs = []
-    cdef uint64_t offset, nbytes, end = 0
-    last = None
-    for offset, nbytes, kind in sorted(rows):
-        if nbytes == 0:
-            continue
-        if kind == last and offset == end:
-            first, before, _ = runs.pop()
-            runs.append((first, before + nbytes, kind))
-        else:
-            runs.append((offset, nbytes, kind))
-        last, end = kind, offset + nbytes
-    return runs
-
-
 cdef class HeaderBytes:
-    """What the headers of all formats are made of."""
+    """The base of the headers of all formats."""
 
     cdef um.um_status parse(self, size_t nbytes, um.um_error *err) noexcept nogil:
-        return um.UM_E_STATE  # of a format, which this class is not
+        return um.UM_E_STATE  # only the class of a format has a parser
+
+    cdef uint64_t n_tensors(self):
+        return 0
+
+    cdef tuple place(self, uint64_t i):
+        raise IndexError(i)
 
     cdef int read(self, int fd, str path, uint64_t first_nbytes, type format) except -1:
         cdef um.um_error err
@@ -69,8 +59,8 @@ cdef class HeaderBytes:
             nbytes = err.asked
 
     cdef void give_back_behind(self, size_t end) noexcept:
-        # Later pieces are read in large steps, of which the header may fill a small part. What the
-        # kernel would not take back stays, and is counted as what it is.
+        # Later reads take large steps, and the header may end early in the last. Memory that the
+        # kernel does not take back stays in the ledger.
         cdef um.um_block *block = &self._region.block
         cdef um.um_status _status = um.um_block_release(block, end, block.nbytes - end, NULL, NULL)
 
@@ -83,7 +73,7 @@ cdef class HeaderBytes:
     @property
     @cython.critical_section
     def address(self):
-        """Where the private copy lies; 0 without one."""
+        """The address of the private copy; 0 without one."""
         return 0 if self._region is None else <uintptr_t>self._region.block.base
 
     @property
@@ -94,14 +84,36 @@ cdef class HeaderBytes:
 
     @cython.critical_section
     def close(self):
-        """Give the copy back, and with it names, metadata and the fingerprint; the table stays.
-
-        Twice is no error.
-        """
+        """Free the copy with names, metadata and fingerprint; the table stays. Twice is fine."""
         self._region = None
 
     def fingerprint(self):
-        """A hash of the header and the size of the file, in hexadecimal."""
+        """Return a hash of the header and the size of the file, in hexadecimal."""
         digest = hashlib.blake2b(memoryview(self.opened())[:self.nbytes], digest_size=16)
         digest.update(int(self._file_nbytes).to_bytes(8, "little"))
         return digest.hexdigest()
+
+    def bytes_by_type(self):
+        """Return the total bytes of the tensors of each type, by name."""
+        cdef uint64_t i
+        totals = {}
+        for i in range(self.n_tensors()):
+            _, nbytes, kind = self.place(i)
+            totals[kind] = totals.get(kind, 0) + nbytes
+        return totals
+
+    def runs(self):
+        """Return offset in the file, bytes and type of each run of adjacent tensors of one type."""
+        cdef list runs = []
+        cdef uint64_t i, offset, nbytes, end = 0
+        last = None
+        for offset, nbytes, kind in sorted([self.place(i) for i in range(self.n_tensors())]):
+            if nbytes == 0:
+                continue
+            if kind == last and offset == end:
+                first, before, _ = runs.pop()
+                runs.append((first, before + nbytes, kind))
+            else:
+                runs.append((offset, nbytes, kind))
+            last, end = kind, offset + nbytes
+        return runs

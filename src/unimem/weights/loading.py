@@ -1,4 +1,4 @@
-"""How the data of a model comes into memory: mapped, copied, or read past the page cache."""
+"""Loading a model's data into memory: mapped, copied, or read past the page cache."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
+
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem._core.tape import Tape
-from unimem.base.arguments import check_callable, integer, one_of
+from unimem.base.arguments import check_callable, flag, integer, one_of
 from unimem.base.kernel_files import read_text
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError, PlacementError
@@ -40,18 +43,19 @@ __all__ = [
     "Load",
     "LoadChoice",
     "LoadMemory",
+    "LoadRequest",
     "Loaded",
     "NoDirectReadsError",
     "Progress",
     "RoomFacts",
     "cached_bytes",
     "check_load",
-    "check_request",
     "check_tape",
     "choose",
     "copy_bytes",
     "load_model",
     "read_direct",
+    "rows_of_block",
     "take_room",
     "unloaded_memory",
     "way_of",
@@ -60,42 +64,33 @@ __all__ = [
 
 Load = Literal["auto", "map", "copy", "direct"]
 EngineLoad = Literal["auto", "map", "copy", "direct", "repack"]
-"""How a model comes into memory for the engine: as `Load`, or in ggml's order (`um.repack`)."""
+"""The load modes of the engine: those of `Load`, or in ggml's order (`um.repack`)."""
 
 AccessPattern = Literal["willneed", "sequential", "random"]
 Progress = Callable[[int, int], object]
-# As `unimem._core.load.load` takes them.
+# A range as `unimem._core.load.load` takes it.
 Range = tuple[int, int, Block, int, int, str]
 
-# A mapping of a file on one of these waits for a network with every fault, and a server that is
-# gone is a signal instead of an error.
+# Each fault in a file mapped from one of these waits for a network; if its server is gone, the
+# fault is a signal instead of an error.
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb3?|smbfs|9p|virtiofs|vboxsf|ceph|lustre|gpfs|glusterfs|orangefs|pvfs2|afs|"
     r"coda|beegfs|fuse(\..+)?"
 )
-_ALIGN = 4096  # of files and memory, for reads past the page cache
+_ALIGN = 4096  # of files and memory, as reads past the page cache need it
 WHY_MAPPED = "a mapping shares the page cache, and reads nothing twice"
 ONE_COPY = "the machine has one node, so numa='mirror' is one copy"
-MOSTLY = 0.5  # of a file in the page cache: then it is read through it
-_ANYWHERE = -1  # stands for the node of memory that is no copy on one
-# What loads from servers have left on tapes: their memory stays where it is when a load fails.
+MOSTLY = 0.5  # a file with this part in the page cache is read through it
+_ANYWHERE = -1  # the key of a block that is not bound to a node
+# The pieces that failed loads from servers have left on tapes, whose memory stays in place.
 _ARRIVED: WeakKeyDictionary[Tape, Arrivals] = WeakKeyDictionary()
 
 
 class Lifetime:
-    """How long what was loaded is there: of one `Weights`, its tensors, and the tape they lie on.
+    """The lifetime of loaded data, shared by one `Weights`, its tensors and the tape they lie on.
 
-    Any number of threads may ask; ending it is for one. A forked child has its own.
-
-    Parameters
-    ----------
-    name : str
-        What was loaded, for messages.
-
-    Attributes
-    ----------
-    taken : object
-        What was taken of a tape, which keeps the tape's memory as long; else None.
+    Any number of threads may ask; one may end it. A forked child has its own. `taken` is the array
+    taken from a tape, which keeps the tape's memory for as long; else None.
     """
 
     __slots__ = ("__weakref__", "_ended", "name", "taken")
@@ -111,32 +106,20 @@ class Lifetime:
         return self._ended != ""
 
     def end(self, how: str) -> None:
-        """End it; how, as in "are closed", is told from then on. What ends it first counts."""
+        """End it; later errors say how, as in "are closed". The first end counts."""
         self._ended = self._ended or how
         self.taken = None
 
     def check(self) -> None:
-        """Raise ClosedError when it is over."""
+        """Raise ClosedError if it is over."""
         if self._ended:
             raise ClosedError(f"Weights '{self.name}' {self._ended}")
 
 
 class LoadMemory(NamedTuple):
-    """Where the data of one file lies.
+    """The place of one file's data in memory."""
 
-    Attributes
-    ----------
-    block : Block
-        The mapping, which may hold other files' data too.
-    file_offset, nbytes : int
-        What of the file is there.
-    block_offset : int
-        Where in the block it begins.
-    lifetime : Lifetime
-        How long it lies there.
-    """
-
-    block: Block
+    block: Block  # it may also hold data of other files
     file_offset: int
     block_offset: int
     nbytes: int
@@ -144,18 +127,45 @@ class LoadMemory(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class LoadChoice:
-    """How a model is brought into memory, and why so; and what of the request that leaves out.
+class LoadRequest:
+    """The options of `open_weights`, where the docstring explains them."""
 
-    Attributes
-    ----------
-    mode : {"map", "copy", "direct"}
-        How.
-    reason, warning : str
-        Why, and what is to be warned of.
-    exposed : str
-        Why pages of a mapping could be taken away, where that is the reason: a mapping still is
-        better than nothing, where all else has no room for the copy.
+    load: Load = "auto"
+    progress: Progress | None = None
+    tape: Tape | None = None
+    threads: int | None = None
+    advice: AccessPattern | None = None
+    verify: bool = True
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    # Why a plan maps a model that would be copied, since its mapped pages may be reclaimed.
+    why_mapped: str = ""
+
+    def check(self) -> None:
+        """Check all options, in the same way for each mode; an error names the option."""
+        check_load(self.load)
+        check_tape(self.tape, self.placement)
+        if self.tape is not None and self.load == "map":
+            raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
+        if self.threads is not None:
+            integer(self.threads, "threads", 1)
+        check_callable(self.progress)
+        flag(self.verify, "verify")
+        if self.advice is None:
+            return
+        one_of(self.advice, "advice", get_args(AccessPattern))
+        # It is meant for a mapping, whatever `auto` chooses.
+        if self.load in ("copy", "direct"):
+            raise ValueError(
+                f"advice={self.advice!r} is for mapped files, and load={self.load!r} reads them"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadChoice:
+    """The chosen load mode, the reason, and the text of a warning.
+
+    `exposed` says why mapped pages may be reclaimed, if that is the reason to copy. If there is no
+    room for the copy beside everything else, the model is mapped after all.
     """
 
     mode: Literal["map", "copy", "direct"]
@@ -166,34 +176,19 @@ class LoadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model in memory.
+    """A model in memory."""
 
-    Attributes
-    ----------
-    memory : tuple of LoadMemory
-        One a file, in the files' order; of a mirrored model, those of the first copy.
-    blocks : tuple of Block
-        The blocks they lie in, each once.
-    choice : LoadChoice
-        What was done.
-    lifetime : Lifetime
-        How long it is there.
-    mapped_bytes : int
-        Bytes of the blocks, or what was taken of a tape.
-    copies : mapping of int to tuple of LoadMemory
-        Of a mirrored model, what `memory` is of the copy on each node; else empty.
-    """
-
-    memory: tuple[LoadMemory, ...]
-    blocks: tuple[Block, ...]
+    memory: tuple[LoadMemory, ...]  # one for each file; for a mirrored model, of the first copy
+    blocks: tuple[Block, ...]  # each once
     choice: LoadChoice
     lifetime: Lifetime
-    mapped_bytes: int
+    mapped_bytes: int  # bytes of the blocks, or those taken from a tape
+    # For a mirrored model, the `memory` of the copy on each node.
     copies: Mapping[int, tuple[LoadMemory, ...]] = field(default_factory=dict)
 
 
 class RoomFacts(policy.Facts, Protocol):
-    """What a system has and allows, of which the module `limits` is one, and a plan's budget."""
+    """The resources and limits of a system: those of the module `limits`, or of a plan's budget."""
 
     def available_bytes(self) -> int:
         """Return the bytes that can be taken."""
@@ -206,53 +201,8 @@ class NoDirectReadsError(Exception):
     """A file system has no reads past the page cache."""
 
 
-class _ProgressCallback:
-    """A progress callback, and whether it raised: its errors are not the file system's."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self.raised = False
-
-    def __call__(self, done: int, total: int) -> None:
-        try:
-            self._progress(done, total)
-        except BaseException:
-            self.raised = True
-            raise
-
-
-def check_request(
-    load: Load,
-    *,
-    tape: Tape | None,
-    threads: int | None,
-    advice: AccessPattern | None,
-    progress: Progress | None,
-    placement: PlacementOptions,
-) -> None:
-    """Check what `load_model` takes, the same for each mode, before a file is opened.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An option that is none, or does not go with another; the message names it.
-    """
-    check_load(load)
-    check_tape(tape, placement)
-    if tape is not None and load == "map":
-        raise ValueError("load='map' maps the file, and takes nothing of a tape: leave out one")
-    if threads is not None:
-        integer(threads, "threads", 1)
-    check_callable(progress)
-    if advice is not None:
-        one_of(advice, "advice", get_args(AccessPattern))
-    # An option that holds for mappings alone was meant for one, whatever `auto` takes.
-    if advice is not None and load in ("copy", "direct"):
-        raise ValueError(f"advice={advice!r} is for mapped files, and load={load!r} reads them")
-
-
 def check_tape(tape: Tape | None, placement: PlacementOptions) -> None:
-    """Check where weights shall lie; an error names the option."""
+    """Check a tape and a placement; an error names the option."""
     if tape is not None and not isinstance(tape, Tape):
         raise TypeError(
             f"tape: expected a unimem.Tape, got {type(tape).__name__}: Weights.to_device brings "
@@ -263,52 +213,38 @@ def check_tape(tape: Tape | None, placement: PlacementOptions) -> None:
         raise ValueError(f"{', '.join(placement)}: the tape's memory is placed already")
 
 
-def load_model(
-    model: ModelFiles,
-    load: Load,
-    undo: ExitStack,
-    *,
-    tape: Tape | None,
-    threads: int | None,
-    advice: AccessPattern | None,
-    progress: Progress | None,
-    placement: PlacementOptions,
-    why_mapped: str = "",
-    verify: bool = True,
-) -> Loaded:
-    """Bring the data of a model into memory: see `unimem.open_weights`, and `check_request` first.
+def load_model(model: ModelFiles, request: LoadRequest, undo: ExitStack) -> Loaded:
+    """Bring the data of a model into memory, as `unimem.open_weights` does.
 
-    What gives it back is on `undo` before it is taken: until the caller empties that, whatever is
-    raised leaves no block, and a tape as it was. `why_mapped` is why a plan maps what is better
-    copied, since pages of a mapping could be taken away. `verify` is for files on a server.
+    The request is checked. `undo` takes the steps that give memory back, each before it is taken:
+    until the caller empties it, an error leaves no block, and a tape as it was.
     """
-    asked, placement = placement, without_lone_mirror(placement, limits)
+    asked = request.placement
+    request = replace(request, placement=without_lone_mirror(asked, limits))
     if isinstance(model, RemoteFiles):
-        choice = _choose_remote(model, load)
-        return _read(model, choice, undo, tape, threads, progress, placement, verify)
-    choice = choose(model, load, tape, placement)
-    if asked is not placement:
+        return _read(model, request, _choose_remote(model, request.load), undo)
+    choice = choose(model, request.load, request.tape, request.placement)
+    if asked is not request.placement:
         choice = replace(choice, reason=f"{choice.reason}; {ONE_COPY}")
-    if choice.exposed and why_mapped:
-        choice = LoadChoice("map", why_mapped)
+    if choice.exposed and request.why_mapped:
+        choice = LoadChoice("map", request.why_mapped)
     if choice.warning:
         policy.warn(choice.warning)
-    if load == "map":
-        _check_mapping_placement(model, placement)
+    if request.load == "map":
+        _check_mapping_placement(model, request.placement)
     if choice.mode == "map":
-        return _map(model, choice, undo, advice)
+        return _map(model, choice, undo, request.advice)
     try:
-        return _read(model, choice, undo, tape, threads, progress, placement)
+        return _read(model, request, choice, undo)
     except NoDirectReadsError:
         undo.close()
-    choice = _choose_buffered(model, choice, load, placement)
-    return _read(model, choice, undo, tape, threads, progress, placement)
+    return _read(model, request, _choose_buffered(model, request, choice), undo)
 
 
 def way_of(path: object, load: EngineLoad) -> EngineLoad:
-    """Return how a model comes into memory of which a plan is to be made, before it is loaded.
+    """Return the load mode to plan for.
 
-    A plan of a URL is that of its file. What is loaded from a server is read, and not mapped.
+    A model from a server is planned by its headers, and read instead of mapped.
     """
     check_load(load, for_engine=True)
     return "direct" if load == "auto" and is_url(path) else load
@@ -318,7 +254,7 @@ def way_of(path: object, load: EngineLoad) -> EngineLoad:
 
 
 def check_load(load: object, *, for_engine: bool = False) -> None:
-    """Raise ValueError for what is no `Load`, or for the engine no `EngineLoad`."""
+    """Raise ValueError for anything but a `Load`, or an `EngineLoad` for the engine."""
     one_of(load, "load", get_args(EngineLoad if for_engine else Load))
 
 
@@ -330,17 +266,17 @@ def choose(
     facts: RoomFacts = limits,
     pressures: Sequence[Pressure] | None = None,
 ) -> LoadChoice:
-    """Choose how a model is brought into memory; nothing of it is read.
+    """Choose how to load a model, without reading it.
 
-    A plan gives its own `facts` and `pressures`: it asks as the load will, of the machine that it
-    is for.
+    A plan passes `facts` and `pressures` of the machine that it is for, and gets the choice that
+    the load will make there.
     """
     if load != "auto":
         return LoadChoice(load, "it was asked for")
     network = next(
         (kind for kind in map(_file_system, model.files) if _NETWORK.fullmatch(kind)), ""
     )
-    unkept, exposed = True, ""
+    is_wish, exposed = True, ""
     if tape is not None:
         why = "a tape was given"
     elif placement.get("pages", "auto") not in ("auto", "4k"):
@@ -348,28 +284,28 @@ def choose(
     elif placement.get("numa") is not None:
         why = f"numa='{placement['numa']}' cannot be had for a mapped file"
     elif network:
-        unkept = False
+        is_wish = False
         why = f"a mapping on {network} would wait for the network with every fault"
     else:
-        unkept = False
-        if not placement.get("lock"):  # what is locked stays
+        is_wish = False
+        if not placement.get("lock"):  # locked pages stay
             exposed = why_model_exposed(model.files, facts, pressures)
         if not exposed:
             return LoadChoice("map", WHY_MAPPED)
         why = exposed
-    # Where it does not fit, a mapping still does: the kernel drops its pages when it must.
-    needed, room = _layout_of(model)[1], facts.available_bytes()
+    # A mapping fits where a copy does not: the kernel drops its pages when it must.
+    needed, room = copy_bytes(model), facts.available_bytes()
     if is_mirrored(placement):
         needed *= max(1, len(choose_copies(needed, placement, facts).nodes))
     if tape is None and needed > room and not _fits_pool(needed, placement, facts):
         why += f", but a copy of {format_bytes(needed)} does not fit into {format_bytes(room)}"
         if exposed or not placement.get("strict"):
-            warning = f"load='auto' maps {model.files[0].path}: {why}" if unkept else ""
+            warning = f"load='auto' maps {model.files[0].path}: {why}" if is_wish else ""
             return LoadChoice("map", why, warning)
-        facts.require(needed, f"a copy of {model.files[0].path}")  # a plan goes on, and says so
+        facts.require(needed, f"a copy of {model.files[0].path}")  # for a plan, this returns
     cached, total = cached_bytes(model), sum(file.nbytes for file in model.files)
     why += f"; {cached / total:.0%} of the file are in the page cache"
-    if cached < total and _is_cache_hidden(model):
+    if cached < total and any(block._is_cache_hidden for block in _mapped_files(model)):
         why += ", as far as the kernel tells this user, who neither owns nor may write it"
     return LoadChoice("copy" if cached >= MOSTLY * total else "direct", why, exposed=exposed)
 
@@ -379,9 +315,9 @@ def why_model_exposed(
     facts: RoomFacts = limits,
     pressures: Sequence[Pressure] | None = None,
 ) -> str:
-    """Say why pages of a model could be taken away that is mapped; "" where nothing presses.
+    """Explain why a mapped model's pages may be reclaimed; "" if they are safe.
 
-    Files that lie in shared memory, as those of a staged model, stay there.
+    Files in shared memory, such as those of a staged model, are safe.
     """
     nbytes = sum(file.nbytes for file in files if not file.in_memory)
     pressures = memory_pressure() if pressures is None else pressures
@@ -389,7 +325,7 @@ def why_model_exposed(
 
 
 def _fits_pool(nbytes: int, placement: PlacementOptions, facts: RoomFacts) -> bool:
-    """Whether a block of this size would be of hugetlb pages, which are not of the room in RAM."""
+    """Whether a block of this size would get hugetlb pages, which do not count as room in RAM."""
     numa = None if is_mirrored(placement) else policy.parse_numa(placement.get("numa"))
     request = policy.Request(nbytes, placement.get("pages", "auto"), numa)
     return policy.decide(request, facts).pages in policy.HUGETLB
@@ -404,21 +340,23 @@ def _choose_remote(model: RemoteFiles, load: Load) -> LoadChoice:
     return LoadChoice("direct", "it is read from a server")
 
 
-def _choose_buffered(
-    model: ModelFiles, choice: LoadChoice, load: Load, placement: PlacementOptions
-) -> LoadChoice:
-    """Choose what to do on a file system that cannot be read past the page cache."""
+def _choose_buffered(model: ModelFiles, request: LoadRequest, choice: LoadChoice) -> LoadChoice:
+    """Choose a mode for a file system that cannot be read past the page cache."""
     why = f"{_file_system(model.files[0])} has no reads past the page cache (O_DIRECT)"
-    if load == "direct":
+    if request.load == "direct":
         text = f"load='direct' of {model.files[0].path}: {why}: load='copy' reads through it"
-        if placement.get("strict"):
-            raise PlacementError(text)
-        policy.warn(text)
+        _raise_or_warn(text, request.placement)
     return LoadChoice("copy", f"{choice.reason}; {why}")
 
 
+def _raise_or_warn(text: str, placement: PlacementOptions) -> None:
+    if placement.get("strict"):
+        raise PlacementError(text)
+    policy.warn(text)
+
+
 def _file_system(file: ModelFile) -> str:
-    """Return the type of the file system that a file is on, as in ``mount``; "" if unknown."""
+    """Return the type of a file's file system, as in ``mount``; "" if unknown."""
     device = file.version[0]
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in (read_text("/proc/self/mountinfo") or "").splitlines():
@@ -429,26 +367,21 @@ def _file_system(file: ModelFile) -> str:
 
 
 def cached_bytes(model: ModelFiles) -> int:
-    """Bytes of the files that are in the page cache, as far as the kernel tells this user."""
-    found = 0
-    for block in _mapped_files(model):
-        found += min(block._resident_range(0, block.nbytes), block.nbytes)
-    return found
-
-
-def _is_cache_hidden(model: ModelFiles) -> bool:
-    return any(block._is_cache_hidden for block in _mapped_files(model))
+    """Return how much of the files is in the page cache, as far as the kernel tells this user."""
+    return sum(
+        min(block._resident_range(0, block.nbytes), block.nbytes) for block in _mapped_files(model)
+    )
 
 
 def _mapped_files(model: ModelFiles) -> Iterator[Block]:
-    # Files on a server have no descriptors, and nothing of them is in the page cache.
+    # Files on a server have no descriptors, and are not in the page cache.
     for file, fd in zip(model.files, model.fds, strict=False):
         with Block._map_fd(fd, 0, file.nbytes, "r", file.path) as block:
             yield block
 
 
 def copy_bytes(model: ModelFiles) -> int:
-    """Tell what a copy asks for, before it is rounded to pages."""
+    """Return the size of a copy, before it is rounded to pages."""
     return _layout_of(model)[1]
 
 
@@ -456,7 +389,7 @@ def copy_bytes(model: ModelFiles) -> int:
 
 
 def unloaded_memory(model: ModelFiles) -> tuple[LoadMemory, ...]:
-    """Return the memory of a model of which only the headers are read: none."""
+    """Return empty memory for files of which only the headers are read."""
     lifetime = Lifetime(model.files[0].path)
     lifetime.end("were not opened")
     block = cast(Block, None)  # never reached: the lifetime has ended
@@ -484,22 +417,20 @@ def _map(
 def _check_mapping_placement(model: ModelFiles, placement: PlacementOptions) -> None:
     pages, numa = placement.get("pages", "auto"), placement.get("numa")
     asked = [f"pages='{pages}'"] if pages not in ("auto", "4k") else []
-    asked += [f"numa='{numa}'"] if is_mirrored(placement) else []  # to other nodes, pages move
+    asked += [f"numa='{numa}'"] if is_mirrored(placement) else []  # pages can move to other nodes
     if asked:
         text = (
             f"mapping {model.files[0].path}: {', '.join(asked)}: the pages of a mapped file are "
             "the page cache's: load='copy' or 'direct' puts a copy where it shall be"
         )
-        if placement.get("strict"):
-            raise PlacementError(text)
-        policy.warn(text)
+        _raise_or_warn(text, placement)
 
 
 # ---- read -------------------------------------------------------------------------------------
 
 
 class _Slot(NamedTuple):
-    """What of a file is read, and where it shall be among all of the data."""
+    """The range of a file to read, and its place among all of the data."""
 
     file_offset: int
     nbytes: int
@@ -507,7 +438,7 @@ class _Slot(NamedTuple):
 
 
 def _layout_of(model: ModelFiles) -> tuple[list[_Slot], int]:
-    """Lay the files' data out one behind the other; and tell the bytes of it all."""
+    """Lay out the files' data one after the other; return the slots and their total size."""
     slots = []
     end = 0
     for file in model.files:
@@ -523,49 +454,26 @@ def _data_end(file: ModelFile) -> int:
     return max((offset + nbytes for _, _, _, offset, nbytes in rows), default=0)
 
 
-def _read(
-    model: ModelFiles,
-    choice: LoadChoice,
-    undo: ExitStack,
-    tape: Tape | None,
-    threads: int | None,
-    progress: Progress | None,
-    placement: PlacementOptions,
-    verify: bool = True,
-) -> Loaded:
+def _read(model: ModelFiles, request: LoadRequest, choice: LoadChoice, undo: ExitStack) -> Loaded:
     slots, nbytes = _layout_of(model)
+    tape, path = request.tape, model.files[0].path
 
     def fill(block: Block, base: int = 0) -> None:
         if isinstance(model, RemoteFiles):
-            rows = [
-                (slot.file_offset, block.as_array("uint8", slot.nbytes, base + slot.at))
-                for slot in slots
-            ]
-            arrivals = None if tape is None else _ARRIVED.setdefault(tape, Arrivals())
-            try:
-                model.read_data(
-                    rows, verify=verify, threads=threads, progress=progress, arrivals=arrivals
-                )
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)  # the threads', which keep the memory
-                raise
-            finally:
-                rows.clear()
-            if tape is not None:
-                _ARRIVED.pop(tape, None)
+            _fetch(model, request, slots, block, base)
         else:
             parts = [
                 (fd, slot.file_offset, block, base + slot.at, slot.nbytes, file.path)
                 for file, fd, slot in zip(model.files, model.fds, slots, strict=True)
             ]
             read = read_direct if choice.mode == "direct" else read_parts
-            read(parts, threads=threads, progress=progress)
-        if tape is None:  # what is left of whole pages shall be there, too
+            read(parts, threads=request.threads, progress=request.progress)
+        if tape is None:  # warm the rest of the last page, too
             end = max(slot.at + slot.nbytes for slot in slots)
             block._warm_range(end, block.nbytes - end)
         model.check_versions()
 
-    lifetime = Lifetime(model.files[0].path)
+    lifetime = Lifetime(path)
     if tape is not None:
         block, base = tape.block, take_room(tape, nbytes, lifetime, undo)
         block._require_room([(base, nbytes)])
@@ -573,14 +481,47 @@ def _read(
         if block.closed:
             lifetime.end("lay on a tape that was closed")
         lifetime.check()
-    else:
-        blocks = _fill_blocks(model.files[0].path, nbytes, fill, undo, placement)
-        copies = {node: _memory_of(slots, block, 0, lifetime) for node, block in blocks.items()}
-        first, *_ = copies.values()
-        copies.pop(_ANYWHERE, None)
-        nbytes = sum(block.nbytes for block in blocks.values())
-        return Loaded(first, tuple(blocks.values()), choice, lifetime, nbytes, copies)
-    return Loaded(_memory_of(slots, block, base, lifetime), (block,), choice, lifetime, nbytes)
+        memory = _memory_of(slots, block, base, lifetime)
+        return Loaded(memory, (block,), choice, lifetime, nbytes)
+    blocks = _fill_blocks(path, nbytes, fill, undo, request.placement)
+    copies = {node: _memory_of(slots, block, 0, lifetime) for node, block in blocks.items()}
+    first, *_ = copies.values()
+    copies.pop(_ANYWHERE, None)
+    nbytes = sum(block.nbytes for block in blocks.values())
+    return Loaded(first, tuple(blocks.values()), choice, lifetime, nbytes, copies)
+
+
+def _fetch(
+    model: RemoteFiles, request: LoadRequest, slots: list[_Slot], block: Block, base: int
+) -> None:
+    """Read the data of files on a server; a tape remembers the pieces until all have arrived."""
+    tape = request.tape
+    arrivals = None if tape is None else _ARRIVED.setdefault(tape, Arrivals())
+    with rows_of_block(block, [(base + slot.at, slot.nbytes) for slot in slots]) as rows:
+        model.read_data(
+            list(zip((slot.file_offset for slot in slots), rows, strict=True)),
+            verify=request.verify,
+            threads=request.threads,
+            progress=request.progress,
+            arrivals=arrivals,
+        )
+    if tape is not None:
+        _ARRIVED.pop(tape, None)
+
+
+@contextmanager
+def rows_of_block(
+    block: Block, ranges: Iterable[tuple[int, int]]
+) -> Iterator[list[NDArray[np.uint8]]]:
+    """Lend the bytes of ranges (offset, size); not even an error refers to them afterwards."""
+    rows = [block.as_array("uint8", nbytes, at) for at, nbytes in ranges]
+    try:
+        yield rows
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # those of threads would keep the memory
+        raise
+    finally:
+        rows.clear()
 
 
 def _memory_of(
@@ -598,8 +539,8 @@ def _fill_blocks(
     undo: ExitStack,
     placement: PlacementOptions,
 ) -> dict[int, Block]:
-    """Fill a block, or one for each node that gets a copy: the others are copied from the first."""
-    options = {key: value for key, value in placement.items() if key != "warm"}  # it is anyway
+    """Fill a block, or one on each node that gets a copy; later ones are copied from the first."""
+    options = {key: value for key, value in placement.items() if key != "warm"}  # it is warm anyway
     nodes: tuple[int, ...] = ()
     if is_mirrored(placement):
         nodes, options["numa"] = nodes_for_copies(path, nbytes, placement), None
@@ -620,10 +561,10 @@ def _fill_blocks(
 
 
 def take_room(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> int:
-    """Take memory of a tape, and tell where in its block it is."""
+    """Take memory from a tape, and return its offset in the tape's block."""
     mark = tape.mark()
-    # The block begins with a page, and the tape with the block. Where others take something at this
-    # moment, it is not so, and all stays taken.
+    # Block and tape begin at a page. If another thread takes from the tape meanwhile, the offset
+    # differs from this one, and the space stays allocated.
     base = -(-mark // _ALIGN) * _ALIGN
 
     def give_back() -> None:
@@ -641,22 +582,28 @@ def take_room(tape: Tape, nbytes: int, lifetime: Lifetime, undo: ExitStack) -> i
 def read_direct(
     parts: Sequence[Range], *, threads: int | None = None, progress: Progress | None = None
 ) -> None:
-    """Read ranges of files past the page cache: see `unimem._core.load.load`.
+    """Read ranges of files past the page cache, as `unimem._core.load.load` does.
 
-    Raises
-    ------
-    NoDirectReadsError
-        A file system has no such reads; what was read by then may be read anew.
+    NoDirectReadsError says that a file system has no such reads; some ranges may have been read.
     """
+    raised = False
+
+    def tell(done: int, total: int) -> None:
+        nonlocal raised
+        try:
+            if progress is not None:
+                progress(done, total)
+        except BaseException:
+            raised = True  # its errors are not the file system's
+            raise
 
     def direct(path: str, flags: int) -> int:
         return os.open(path, flags | os.O_DIRECT)
 
-    callback = None if progress is None else _ProgressCallback(progress)
     with ExitStack() as opened:
         try:
-            # By their descriptors, for others may have their paths by now. Python's files are
-            # closed even where an interrupt comes before they are kept.
+            # Opened by their descriptors: other files may have their paths by now. Python's file
+            # objects are closed even if an interrupt comes before they are kept.
             files = [
                 opened.enter_context(
                     open(f"/proc/self/fd/{part[0]}", "rb", buffering=0, opener=direct)
@@ -667,9 +614,9 @@ def read_direct(
                 [(file.fileno(), *part[1:]) for file, part in zip(files, parts, strict=True)],
                 threads=threads,
                 direct=True,
-                progress=callback,
+                progress=None if progress is None else tell,
             )
         except OSError as error:
-            if error.errno != errno.EINVAL or (callback is not None and callback.raised):
+            if error.errno != errno.EINVAL or raised:
                 raise
             raise NoDirectReadsError from error

@@ -1,4 +1,4 @@
-"""Copies of weights on NUMA nodes: which nodes have one, how it is filled, and which is nearest."""
+"""Copies of weights on NUMA nodes: choosing nodes, copying, and finding the nearest copy."""
 
 from __future__ import annotations
 
@@ -29,25 +29,15 @@ __all__ = [
     "without_lone_mirror",
 ]
 
-_CHUNK_BYTES = 16 << 20  # copied between two looks whether to stop
+_CHUNK_BYTES = 16 << 20  # copied between two checks for a stop
 
 
 class Copies(NamedTuple):
-    """Which nodes get a copy.
+    """The nodes that get a copy; if none has room, there is one copy, anywhere."""
 
-    Attributes
-    ----------
-    nodes : tuple of int
-        Those that have room, ascending. Empty where none has: then there is one copy, anywhere.
-    asked : tuple of int
-        Those that were asked for.
-    shortfalls : tuple of str
-        A sentence for each of these that gets none.
-    """
-
-    nodes: tuple[int, ...]
+    nodes: tuple[int, ...]  # ascending
     asked: tuple[int, ...]
-    shortfalls: tuple[str, ...]
+    shortfalls: tuple[str, ...]  # a sentence for each node that gets no copy
 
 
 def _mirror_of(placement: PlacementOptions) -> NumaPolicy | None:
@@ -56,12 +46,12 @@ def _mirror_of(placement: PlacementOptions) -> NumaPolicy | None:
 
 
 def is_mirrored(placement: PlacementOptions) -> bool:
-    """Whether a copy on each node is asked for."""
+    """Whether the placement asks for a copy on each node."""
     return _mirror_of(placement) is not None
 
 
 def without_lone_mirror(placement: PlacementOptions, facts: policy.Facts) -> PlacementOptions:
-    """Return a placement without "mirror" where one node has all memory: there is one copy then."""
+    """Return the placement without "mirror" if one node has all memory: one copy is enough then."""
     numa = _mirror_of(placement)
     if numa is None:
         return placement
@@ -74,9 +64,9 @@ def without_lone_mirror(placement: PlacementOptions, facts: policy.Facts) -> Pla
 
 
 def choose_copies(nbytes: int, placement: PlacementOptions, facts: policy.Facts) -> Copies:
-    """Choose the nodes that get a copy of `nbytes`, of those that a mirrored placement names.
+    """Choose the nodes that get a copy of `nbytes`, among those that the placement names.
 
-    Where it names none, of those that have memory and CPUs: nobody would read a copy elsewhere.
+    If it names none, among those that have memory and CPUs: no thread would read other copies.
     """
     numa = _mirror_of(placement)
     assert numa is not None
@@ -97,7 +87,7 @@ def choose_copies(nbytes: int, placement: PlacementOptions, facts: policy.Facts)
         if found.numa == bound:
             chosen.append(node)
             continue
-        # The block of each copy tells itself what pages it does not get.
+        # The block of each copy reports other shortfalls.
         text = next(each for each in found.shortfalls if each.startswith("numa="))
         text = text.replace(f"numa='{bound}'", f"numa='{numa}': a copy on node {node}", 1)
         shortfalls.append(text.replace("name more nodes", "name other nodes"))
@@ -105,14 +95,10 @@ def choose_copies(nbytes: int, placement: PlacementOptions, facts: policy.Facts)
 
 
 def nodes_for_copies(name: str, nbytes: int, placement: PlacementOptions) -> tuple[int, ...]:
-    """Return the nodes that get a copy now, once there is room for all of them.
+    """Return the nodes that get a copy now, if there is room for all copies.
 
-    Raises
-    ------
-    PlacementError
-        With ``strict``, a node has no room. Else it is in a `PlacementWarning`.
-    CapacityError
-        A limit has no room for all copies together.
+    A node without room is a `PlacementWarning`, or with ``strict`` a PlacementError. CapacityError
+    says that a limit has no room for all copies together.
     """
     found = choose_copies(nbytes, placement, limits)
     if found.shortfalls:
@@ -121,7 +107,7 @@ def nodes_for_copies(name: str, nbytes: int, placement: PlacementOptions) -> tup
             raise PlacementError(text)
         policy.warn(text)
     total = nbytes * len(found.nodes)
-    # Pages of a pool were taken from memory when the pool was filled.
+    # Pages of a pool were reserved when the pool was filled.
     request = policy.Request(max(total, 1), placement.get("pages", "auto"))
     if policy.decide(request, limits).pages not in policy.HUGETLB:
         limits.require(total, f"{len(found.nodes)} copies of {name}")
@@ -133,7 +119,7 @@ def _usable(nodes: Mapping[int, Node]) -> set[int]:
 
 
 def copy_from(source: Block, nbytes: int, node: int) -> Callable[[Block], None]:
-    """Return what fills a block with the first bytes of another one, in threads on a node.
+    """Return a function that fills a block from another one, in threads on a node.
 
     An interrupt stops it, and leaves no thread.
     """
@@ -152,7 +138,7 @@ def copy_from(source: Block, nbytes: int, node: int) -> Callable[[Block], None]:
             while True:
                 try:
                     begin = begins.popleft()
-                except IndexError:  # all are taken
+                except IndexError:  # all chunks are taken
                     return
                 end = begin + _CHUNK_BYTES
                 np.copyto(views[0][begin:end], views[1][begin:end])
@@ -161,14 +147,14 @@ def copy_from(source: Block, nbytes: int, node: int) -> Callable[[Block], None]:
             run_in_threads(n_threads, work, stop=begins.clear, tick=lambda: None)
         finally:
             views.clear()
-        # What the block has behind these bytes is to be in RAM, too.
+        # The rest of the block is warmed, too.
         block._warm_range(nbytes, block.nbytes - nbytes)
 
     return fill
 
 
 def find_nearest(nodes: Mapping[int, Node], copies: Collection[int]) -> dict[int, int]:
-    """Return for each node the node of the copy that is nearest to it."""
+    """Return the node of the nearest copy for each node."""
     order = list(nodes)
 
     def distance(node: int, copy: int) -> tuple[int, int]:

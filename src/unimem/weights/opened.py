@@ -1,4 +1,4 @@
-"""Opened model files: metadata and tensors, mapped without a copy or brought into placed memory."""
+"""Opened models: metadata and tensors, mapped without a copy or read into placed memory."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack
+from typing import Any, Literal, Protocol, Self, Unpack
 from weakref import WeakSet
 
 from unimem._core import ledger
 from unimem._core.block import Block
 from unimem._core.load import move_pages
 from unimem._core.tape import DeviceTape, Tape
-from unimem.base.arguments import flag, integer
+from unimem.base.arguments import integer
 from unimem.base.text import format_ranges
 from unimem.errors import CapacityError, ClosedError, PlacementError
 from unimem.system import limits, policy
 from unimem.system.placement import Lock, Placement, PlacementOptions, sum_placements
+from unimem.weights import residency
 from unimem.weights.files import ModelFile
 from unimem.weights.loading import (
     AccessPattern,
     Load,
     Loaded,
+    LoadRequest,
     Progress,
-    check_request,
     load_model,
     why_model_exposed,
 )
 from unimem.weights.node_copies import find_nearest, is_mirrored
 from unimem.weights.remote_files import open_files
+from unimem.weights.residency import Residency
 from unimem.weights.tensors import Contents, ModelPart, Tensor
-
-if TYPE_CHECKING:
-    from unimem.weights.residency import Residency
 
 __all__ = [
     "Weights",
@@ -46,19 +45,19 @@ __all__ = [
 
 
 class _Repacked(Protocol):
-    """Weights in another order, which replace tensors of the file."""
+    """The members of `Repacked` that this module needs."""
 
     @property
-    def closed(self) -> bool:
-        """Whether they were closed."""
+    def closed(self) -> bool: ...
 
     @property
-    def tensors(self) -> Mapping[str, object]:
-        """The tensors that they replace, by name."""
+    def tensors(self) -> Mapping[str, Any]: ...
+
+    def __hash__(self) -> int: ...
 
 
 class WeightsCopy(Contents):
-    """The copy of a mirrored model on one NUMA node, as `Weights.copies` has it.
+    """The copy of a mirrored model on one NUMA node, from `Weights.copies`.
 
     Any number of threads may read it, from any node; it ends with its weights.
 
@@ -77,23 +76,19 @@ class WeightsCopy(Contents):
         self._weights._opened()
 
     def verify(self) -> Placement:
-        """Read from the kernel where the copy is.
+        """Ask the kernel for the placement of the copy.
 
         Raises
         ------
         OSError
             The kernel does not tell.
-        ClosedError
-            The weights were closed.
         """
         self._check_open()
         return self._parts[0].memory.block.verify()
 
     def residency(self) -> Residency:
-        """As `Weights.residency`, of this copy."""
+        """Measure this copy as `Weights.residency` does."""
         self._check_open()
-        from unimem.weights import residency
-
         return residency.measure_residency(self)
 
     def __repr__(self) -> str:
@@ -103,12 +98,14 @@ class WeightsCopy(Contents):
 class Weights(Contents):
     """An opened model, mapped read-only or read into memory of its own. Made by `open_weights`.
 
-    Any number of threads may read; closing is for one. After a fork the child has it too: a mapping
-    is shared, memory of its own is copied page by page as either side writes.
-    Leaving a ``with`` closes it to new use, and the memory returns with the last view.
+    Any number of threads may read; one thread may close it. A forked child has it too: a mapping is
+    shared, other memory is copied page by page as either side writes. Leaving a ``with`` closes it
+    to new use, and the memory returns with the last view.
 
     A mirrored model (``numa="mirror"``) has a copy on each of several nodes: `tensors` are those of
-    the copy that is nearest to the thread which asks, and `on` and `copies` give each.
+    the copy nearest to the calling thread, and `on` and `copies` give each.
+
+    Once it is closed, or a tape took its memory back, its members raise ClosedError.
     """
 
     def __init__(self, files: list[ModelFile], loaded: Loaded, tape: Tape | None) -> None:
@@ -116,7 +113,7 @@ class Weights(Contents):
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
-        self._repacked: WeakSet[_Repacked] = WeakSet()  # from these
+        self._repacked: WeakSet[_Repacked] = WeakSet()  # made from these weights
         self._ledger: tuple[ledger.Part, ...] = ()
         self._copies = {
             node: WeightsCopy(self, node, tuple(map(ModelPart, files, memory)))
@@ -140,11 +137,11 @@ class Weights(Contents):
         loaded = self._loaded
         if loaded is None or self.closed:
             return ()
-        if not self._ledger:  # which takes a while where there are very many tensors
+        if not self._ledger:  # slow for a model of very many tensors
             try:
                 every = [copy._parts for copy in self._copies.values()] or [self._parts]
                 self._ledger = tuple(_parts_of(every, loaded, self._tape))
-            except ClosedError:  # just now
+            except ClosedError:  # another thread has just closed it
                 return ()
         return self._ledger
 
@@ -162,15 +159,15 @@ class Weights(Contents):
     def tensors(self) -> Mapping[str, Tensor]:
         """The model's tensors by name, in the order of its files, read-only.
 
-        Of a mirrored model, those of the copy nearest to the calling thread: all that one use of
-        this property gives are of one copy.
+        For a mirrored model, those of the copy nearest to the calling thread: each use of this
+        property gives tensors of one copy.
         """
         self._opened()
         return self.on()._tensors if self._copies else self._tensors
 
     @property
     def copies(self) -> Mapping[int, WeightsCopy]:
-        """Of a mirrored model, the copy on each node, by node; else empty."""
+        """The copies of a mirrored model by node; else empty."""
         self._opened()
         return dict(self._copies)
 
@@ -180,20 +177,18 @@ class Weights(Contents):
         Parameters
         ----------
         node : int, optional
-            By default that of the CPU which the calling thread runs on now: bind a thread to a
-            node (``os.sched_setaffinity``, ``numactl``) that shall keep reading its own.
+            By default the node of the CPU that the calling thread runs on now: bind the thread to a
+            node (``os.sched_setaffinity``, ``numactl``) to keep it there.
 
         Returns
         -------
         WeightsCopy or Weights
-            A model that is not mirrored is its only copy.
+            The weights themselves if they are not mirrored.
 
         Raises
         ------
         TypeError, ValueError
             There is no such node.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         if node is not None:
@@ -209,49 +204,47 @@ class Weights(Contents):
 
     @property
     def load(self) -> Literal["map", "copy", "direct"]:
-        """How the data came into memory."""
+        """The load mode that was used."""
         return self._choice.mode
 
     @property
     def load_reason(self) -> str:
-        """Why it came so, in a few words."""
+        """Why this mode was used, in a few words."""
         return self._choice.reason
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What the tensors lie in: a mapping a file, or one block that all was read into.
+        """The memory of the tensors: a mapping for each file, or one block for all of them.
 
-        Of a mirrored model, a block for each copy.
+        A mirrored model has one block for each copy.
         """
         return self._opened().blocks
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of `blocks`, or of what was taken of a tape; with headers and padding."""
+        """Bytes of `blocks`, or the bytes taken from a tape, with headers and padding."""
         return self._opened().mapped_bytes
 
     def content_hash(self, *, threads: int | None = None, progress: Progress | None = None) -> str:
-        """Hash the metadata and all data: the same for a model and a split of it.
+        """Hash the metadata and all data; a model and a split of it have the same hash.
 
         Parameters
         ----------
         threads : int, optional
-            That hash; by default the physical cores that this process may use.
+            Number of threads; by default the physical cores that this process may use.
         progress : callable, optional
             Called with the bytes that are hashed and all bytes, in this thread, at most 20 times a
-            second, and once at the end; what it raises stops the work.
+            second, and once at the end. If it raises, the work stops.
 
         Returns
         -------
         str
-            128 bits in hexadecimal, by xxHash (XXH3); docs/weights.md says of what.
+            128 bits in hexadecimal, by xxHash (XXH3); see docs/weights.md.
 
         Raises
         ------
         OSError
             A mapped file has become shorter, or was replaced or written to since it was opened.
-        ClosedError
-            The weights were closed.
         """
         from unimem.weights.content_hash import content_hash
 
@@ -259,24 +252,22 @@ class Weights(Contents):
         return content_hash(self, mapped=self.load == "map", threads=threads, progress=progress)
 
     def verify(self) -> Placement:
-        """Read from the kernel where the model is: the sum of `blocks`.
+        """Ask the kernel for the placement of the model: the sum of `blocks`.
 
-        Of a mirrored model, `WeightsCopy.verify` says it of each copy.
+        `WeightsCopy.verify` gives that of one copy of a mirrored model.
 
         Raises
         ------
         OSError
             The kernel does not tell.
-        ClosedError
-            The weights were closed.
         """
         return sum_placements([block.verify() for block in self.blocks])
 
     def repair(self) -> Placement:
-        """Move what lies on other nodes than `numa` says, of each copy to its node, and verify.
+        """Move pages to the nodes of `numa`, and verify; each copy goes to its own node.
 
-        Of a mapped model these are the pages of the page cache that this process has mapped, and no
-        other has: see `warm`. A `PlacementWarning` tells what cannot be moved.
+        In a mapped model, pages of the page cache can be moved if this process alone has them
+        mapped: see `warm`. A `PlacementWarning` says what cannot be moved.
 
         Raises
         ------
@@ -284,43 +275,37 @@ class Weights(Contents):
             The weights were opened without `numa`, or lie on a tape.
         OSError
             The kernel refuses to move pages, as in a container that may not.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         self._check_not_on_tape("move the tape's: tape.block.repair()")
         return sum_placements([block.repair() for block in self.blocks])
 
     def residency(self) -> Residency:
-        """Tell what of the model is in RAM, in huge pages, and on which nodes, tensor by tensor.
+        """Measure how much of the model is in RAM, in huge pages, and on which nodes.
 
         Returns
         -------
         Residency
-            Of all, and of each tensor in `Residency.tensors`; of a mirrored model, of the first
-            copy.
+            Of the model, and of each tensor in `Residency.tensors`; for a mirrored model, of the
+            first copy.
 
         Raises
         ------
         OSError
             The kernel does not tell.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
-        from unimem.weights import residency
-
         return residency.measure_residency(self)
 
     def warm(self, threads: int | None = None, progress: Progress | None = None) -> None:
-        """Bring all into RAM and into this process's page tables, so that a touch costs no fault.
+        """Bring the model into RAM and into this process's page tables: no access faults then.
 
-        Nothing is lost when it is stopped: what was brought in by then stays.
+        If it is stopped, the pages that were brought in stay.
 
         Parameters
         ----------
         threads : int, optional
-            That read; by default the physical cores that this process may use.
+            Number of threads; by default the physical cores that this process may use.
         progress : callable, optional
             As for `content_hash`.
 
@@ -330,27 +315,19 @@ class Weights(Contents):
             It does not fit into the memory that this process may have; nothing was read.
         OSError
             A file has become shorter, or cannot be read.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
-        from unimem.weights import residency
-
         residency.warm(self, mapped=self.load == "map", threads=threads, progress=progress)
 
     def _warm_used(self) -> None:
-        """Warm all but the tensors of a mapping of which repacked bytes are used instead."""
+        """Warm everything but mapped tensors whose repacked bytes are used instead."""
         self._opened()
-        from unimem.weights import residency
-
         for each in self._copies.values() or (self,):
             residency.warm(each, mapped=self.load == "map", without=self._unused())
 
     def _require_room(self, what: str, beside_bytes: int) -> None:
-        """Refuse `_warm_used` where that does not fit, with other memory beside it."""
+        """Raise CapacityError if `_warm_used` does not fit, with other memory beside it."""
         self._opened()
-        from unimem.weights import residency
-
         residency.require_room(
             self,
             mapped=self.load == "map",
@@ -361,7 +338,7 @@ class Weights(Contents):
 
     def _unused(self) -> Collection[str]:
         is_mapped = self.load == "map"
-        found = (one.tensors for one in self._repacked if is_mapped and not one.closed)
+        found = (each.tensors for each in self._repacked if is_mapped and not each.closed)
         return next(found, {})
 
     def lock(self, how: Lock = True) -> None:
@@ -370,27 +347,23 @@ class Weights(Contents):
         Parameters
         ----------
         how : bool or "onfault"
-            True: all of it, now. ``"onfault"``: each page from its first touch on. False: no more.
-            Whatever is raised, each file is locked as it was before.
+            True: lock all of it now. ``"onfault"``: lock each page at its first access. False:
+            unlock. After an error, each file is locked as it was before.
 
         Raises
         ------
         PlacementError
-            The limit on locked memory, which is named, has no room.
+            The limit on locked memory has no room; the message names it.
         CapacityError
             It does not fit into the memory that this process may have.
         ValueError
-            The model lies on a tape, which is to be locked as a whole; an unknown lock.
+            The model lies on a tape, which is locked as a whole; or an unknown lock.
         OSError
             As for `warm`.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         self._check_not_on_tape("make the tape with lock=True")
         policy.check_lock(how, "how")
-        from unimem.weights import residency
-
         residency.lock(self, self.blocks, how, mapped=self.load == "map")
 
     def _check_not_on_tape(self, remedy: str) -> None:
@@ -400,13 +373,13 @@ class Weights(Contents):
             )
 
     def evict(self) -> int:
-        """Drop the model's files from the page cache; they come back from the disk when touched.
+        """Drop the model's files from the page cache; later accesses read them from the disk.
 
         Returns
         -------
         int
-            Bytes that left it: pages that are mapped elsewhere stay, by other processes or by other
-            weights of this one.
+            Bytes that left the page cache. Pages stay if other processes, or other weights of this
+            one, have them mapped.
 
         Raises
         ------
@@ -414,8 +387,6 @@ class Weights(Contents):
             The model lies in memory of its own, or is locked.
         OSError
             A file was replaced.
-        ClosedError
-            The weights were closed.
         """
         self._opened()
         if self.load != "map":
@@ -423,8 +394,6 @@ class Weights(Contents):
                 f"Weights '{self.files[0]}' lie in memory of their own, not in the page cache "
                 f"(load='{self.load}'): close() them to give it back, or open them with load='map'"
             )
-        from unimem.weights import residency
-
         return residency.evict(self)
 
     def to_device(
@@ -436,32 +405,32 @@ class Weights(Contents):
         staging_bytes: int | None = None,
         stream: Any = None,
     ) -> dict[str, Any]:
-        """Bring the tensors to a GPU.
+        """Copy the tensors to a GPU.
 
-        Threads read the files into pinned memory, while what was read before is copied to the
-        device. The files are opened anew, and what is in main memory is not touched.
+        Threads read the files into pinned memory while earlier parts are copied to the device. The
+        files are opened anew; main memory is not touched.
 
         Parameters
         ----------
         tape : unimem.cuda.Tape
-            What the memory is taken from: the bytes of each file from its first tensor to its last,
-            at a multiple of 256 bytes, one file behind the other.
+            Where the memory is taken from: the bytes of each file from its first tensor to its
+            last, at multiples of 256 bytes, one file after the other.
         progress : callable, optional
-            Called with the bytes that are on their way and all bytes, in this thread, at most 20
-            times a second; when all are there, once with both the same.
+            Called with the bytes under way and all bytes, in this thread, at most 20 times a
+            second; and at the end once with both the same.
         threads : int, optional
-            That read, at most 16 of them: by default what the process may use, at most 12.
+            Number of reading threads, at most 16; by default the CPUs of the process, at most 12.
         staging_bytes : int, optional
             Pinned memory, given back at the end: 32 MiB by default. A small file takes less.
         stream : object, optional
-            By default CuPy's current stream. What was queued in it before is waited for, since it
-            may use the memory that is taken.
+            By default CuPy's current stream. Work queued in it before is waited for, since it may
+            use the memory that is taken.
 
         Returns
         -------
         dict of str to cupy.ndarray
-            The tensors by name, in the order of the files, of the dtypes and shapes that
-            `Tensor.as_array` has. They are there when this returns: any stream may use them.
+            The tensors by name, in the order of the files, with the dtypes and shapes of
+            `Tensor.as_array`. They are complete when this returns: any stream may use them.
 
         Raises
         ------
@@ -470,21 +439,21 @@ class Weights(Contents):
         OSError
             A file cannot be read, or was replaced or written to since it was opened.
         TypeError, ValueError
-            No tape of a GPU, no stream, fewer than 1 thread, too little pinned memory; or a tensor
-            that a safetensors file puts where a GPU cannot read it.
+            Not a GPU's tape, not a stream, fewer than 1 thread, too little pinned memory; or a
+            tensor at an address in a safetensors file that a GPU cannot read.
         MemoryError, PlacementError
-            There is no pinned memory.
+            No pinned memory is available.
         ClosedError, FrozenError
             The weights or the tape were closed, or the tape is frozen.
 
         Notes
         -----
-        Whatever is raised, also by `progress` or by an interrupt: no thread is left, nothing is
-        being copied any more, and the tape is as before, unless others took from it meanwhile.
+        After an error, also from `progress`, and after an interrupt, no thread is left, no copy is
+        running, and the tape is as before, unless another thread took from it meanwhile.
 
         Examples
         --------
-        Of the size of the file, a tape has room for all tensors::
+        A tape of the file's size has room for all tensors::
 
             with um.open_weights("model.gguf") as w, cuda.Tape(w.mapped_bytes) as tape:
                 arrays = w.to_device(tape)
@@ -506,14 +475,14 @@ class Weights(Contents):
 
     @property
     def closed(self) -> bool:
-        """Whether the weights were closed, or have lost their memory: a tape took it back."""
-        loaded = self._loaded  # which another thread may take away
+        """Whether the weights were closed, or a tape took their memory back."""
+        loaded = self._loaded  # another thread may reset it
         return (
             loaded is None or loaded.lifetime.ended or any(block.closed for block in loaded.blocks)
         )
 
     def close(self) -> None:
-        """Give the memory back; what was taken of a tape stays the tape's. Twice is no error.
+        """Give the memory back; memory of a tape remains the tape's. Twice is no error.
 
         Raises
         ------
@@ -574,10 +543,10 @@ class Weights(Contents):
 def _parts_of(
     copies: Iterable[tuple[ModelPart, ...]], loaded: Loaded, tape: Tape | None
 ) -> Iterator[ledger.Part]:
-    """Say what the memory of a model is for: tensors of a type, and what they do not fill."""
+    """Yield what the memory of a model is for: tensors of each type, and padding."""
     for block in loaded.blocks:
         first, nbytes = block.address, block.committed_bytes
-        if tape is not None:  # where it has the range of all files
+        if tape is not None:  # one range holds all files
             first, nbytes = first + loaded.memory[0].block_offset, loaded.mapped_bytes
         yield ledger.Part("weights:padding", first, nbytes)
     for file, memory in (part for parts in copies for part in parts):
@@ -604,36 +573,37 @@ def open_weights(
     Parameters
     ----------
     path : path-like
-        A GGUF file (version 2 or 3, little-endian), or any part of a split one, whose parts lie
-        side by side; a safetensors file, or the ``.index.json`` of several. Or the URL of one:
+        A GGUF file (version 2 or 3, little-endian); any part of a split one, with the other parts
+        beside it; a safetensors file, or the ``.index.json`` of several. Or the URL of one:
         ``s3://``, ``gs://``, ``az://``, ``hf://``, ``https://`` (see docs/remote.md), which is read
-        into memory by ranges, whatever `load` is but ``"map"``.
+        into memory by ranges, whatever `load` is, except ``"map"``.
     load : {"auto", "map", "copy", "direct"}
         ``"map"`` maps the files: nothing is read now, and their pages are the page cache's.
         ``"copy"`` reads them into a block, through the page cache, in several pinned threads.
         ``"direct"`` reads past the page cache (O_DIRECT), which stays as it was. ``"auto"`` maps,
-        unless placement that only memory of its own can have, a tape, a network's file system, or
-        memory that is short (a cgroup with little room, pressure on the machine) asks for reading:
-        then through the page cache when most of the model is there, else past it. `Weights.load`
-        and `Weights.load_reason` say what was done.
+        unless a placement that no mapping can have, a tape, a network file system, or a shortage of
+        memory (a cgroup with little room, pressure on the machine) is a reason to read: then
+        through the page cache if most of the model is there, else past it. `Weights.load` and
+        `Weights.load_reason` say what was done.
     progress : callable, optional
         Called with the bytes that are read and all bytes, in this thread, at most 20 times a
-        second, and once at the end. What it raises, as an interrupt does, stops the load: nothing
+        second, and once at the end. If it raises, as after an interrupt, the load stops: nothing
         stays taken, and no thread is left. A mapping that is not warmed reads nothing.
     tape : Tape, optional
-        What the memory is taken from, instead of a block of its own: then placement is the tape's.
+        Where the memory is taken from, instead of a block of its own; placement is the tape's then.
         When the tape takes it back, the weights are closed.
     threads : int, optional
-        That read: by default as many as there are cores, and more for reads past the page cache.
+        Number of reading threads: by default one for each core, and more for reads past the page
+        cache.
     advice : {"willneed", "sequential", "random"}, optional
         How mapped files will be read first; by default the kernel reads ahead as it sees fit.
     verify : bool
-        Of a URL: compare the data with the hash that the server tells of the file, if it does.
+        For a URL: compare the data with the hash that the server reports, if it reports one.
     **placement
-        See `PlacementOptions`. Of a mapping, `lock` and `warm` hold; of memory of its own all, and
-        it is warm anyway. ``numa="mirror"`` reads the model once and copies it to each node; where
-        one node has all memory, that changes nothing. With ``load="map"`` and another `numa`, the
-        model is warmed, and its pages in the page cache are moved to the nodes.
+        See `PlacementOptions`. For a mapping, `lock` and `warm` apply; for memory of its own all
+        do, and it is always warm. ``numa="mirror"`` reads the model once and copies it to each
+        node; if one node has all memory, that changes nothing. With ``load="map"`` and another
+        `numa`, the model is warmed, and its pages in the page cache are moved to the nodes.
 
     Returns
     -------
@@ -646,16 +616,16 @@ def open_weights(
         `path` say which and where.
     OSError
         A file is missing, cannot be read or mapped, is no regular file, has become shorter, or was
-        replaced or written to meanwhile. Its server cannot be reached or refuses, or its data is
-        not what it should be.
+        replaced or written to meanwhile. Its server cannot be reached or refuses, or its data does
+        not match its hash.
     ImportError
         A URL needs the extra ``remote``.
     CapacityError, PlacementError, MemoryError
-        It does not fit, or not as it was asked for; nothing was taken.
+        It does not fit, or not with the requested placement; nothing was taken.
     TapeFull, FrozenError, ClosedError
         The tape has no room, or is frozen, or was cleared or closed meanwhile.
     TypeError, ValueError
-        An option that is unknown, or that does not go with another; no file was opened.
+        An option is unknown, or conflicts with another; no file was opened.
 
     Examples
     --------
@@ -664,65 +634,29 @@ def open_weights(
         with um.open_weights("model.gguf", pages="thp", numa="interleave") as w:
             embedding = w.tensors["token_embd.weight"].as_array()
     """
-    return open_planned(
-        path,
-        "",
-        load=load,
-        progress=progress,
-        tape=tape,
-        threads=threads,
-        advice=advice,
-        verify=verify,
-        placement=placement,
-    )
+    return open_planned(path, LoadRequest(load, progress, tape, threads, advice, verify, placement))
 
 
-def open_planned(
-    path: str | os.PathLike[str],
-    why_mapped: str,
-    *,
-    load: Load,
-    progress: Progress | None,
-    placement: PlacementOptions,
-    tape: Tape | None = None,
-    threads: int | None = None,
-    advice: AccessPattern | None = None,
-    verify: bool = True,
-) -> Weights:
-    """Open a model as `open_weights`, and map it where a plan does: see `loading.load_model`."""
-    check_request(
-        load, tape=tape, threads=threads, advice=advice, progress=progress, placement=placement
-    )
-    flag(verify, "verify")
+def open_planned(path: str | os.PathLike[str], request: LoadRequest) -> Weights:
+    """Open a model as `open_weights`, and map it if a plan does: see `LoadRequest.why_mapped`."""
+    request.check()
     with ExitStack() as undo:
         with open_files(path) as model:
-            loaded = load_model(
-                model,
-                load,
-                undo,
-                tape=tape,
-                threads=threads,
-                advice=advice,
-                progress=progress,
-                placement=placement,
-                why_mapped=why_mapped,
-                verify=verify,
-            )
-            weights = Weights(model.files, loaded, tape)
+            loaded = load_model(model, request, undo)
+            weights = Weights(model.files, loaded, request.tape)
         if weights.load == "map":
-            _warm_and_lock(weights, threads, progress, placement)
+            _warm_and_lock(weights, request)
         undo.pop_all()
         return weights
 
 
-def _warm_and_lock(
-    weights: Weights, threads: int | None, progress: Progress | None, placement: PlacementOptions
-) -> None:
-    """Do for mappings what blocks of their own were made with."""
+def _warm_and_lock(weights: Weights, request: LoadRequest) -> None:
+    """Apply to mappings the placement that blocks are made with."""
+    placement = request.placement
     warm, lock = placement.get("warm", False), placement.get("lock", False)
     moves = placement.get("numa") is not None and not is_mirrored(placement)
-    if warm or moves:  # only pages that are there can be moved
-        weights.warm(threads if warm in (True, False) else warm, progress)
+    if warm or moves:  # only pages in RAM can be moved
+        weights.warm(request.threads if warm in (True, False) else warm, request.progress)
     if moves:
         _move_to_nodes(weights, placement)
     if lock:
@@ -735,7 +669,7 @@ def _warm_and_lock(
 
 
 def _move_to_nodes(weights: Weights, placement: PlacementOptions) -> None:
-    """Move the pages of mapped files to where `numa` says; what stays elsewhere is told once."""
+    """Move the pages of mapped files to the nodes of `numa`; one warning names those that stay."""
     problems: list[str] = []
     for block in weights.blocks:
         try:
@@ -750,9 +684,9 @@ def _move_to_nodes(weights: Weights, placement: PlacementOptions) -> None:
 
 
 def lock_what_is_mapped(weights: Weights) -> None:
-    """Lock the pages of a mapped model that are in RAM, if they could be taken away.
+    """Lock the pages of a mapped model that are in RAM, if they may be reclaimed.
 
-    Where that is not allowed, a warning says so.
+    If that is not allowed, a warning says so.
     """
     if weights.load != "map":
         return
@@ -765,7 +699,7 @@ def lock_what_is_mapped(weights: Weights) -> None:
 
 
 def warm_where_it_fits(weights: Weights, threads: int, progress: Progress | None) -> None:
-    """Bring a mapped model into RAM, unless it cannot stay there: then a warning says so."""
+    """Bring a mapped model into RAM; if it cannot stay there, warn instead."""
     try:
         weights.warm(threads, progress)
     except CapacityError as error:

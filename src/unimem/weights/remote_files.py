@@ -1,4 +1,4 @@
-"""Model files on a server: their headers are read first, and of a load the rest by ranges."""
+"""Model files on a server: headers are read first, and data by ranges when it is loaded."""
 
 from __future__ import annotations
 
@@ -44,55 +44,44 @@ __all__ = ["RemoteFiles", "is_url", "open_files", "open_remote"]
 _HTML = re.compile(rb"\s*<(?:!doctype|html|\?xml)", re.IGNORECASE)
 _INSTEAD = "download the file, and give its path"
 
-FIRST_BYTES = 256 << 10  # of each file; headers without a vocabulary are mostly shorter
+FIRST_BYTES = 256 << 10  # read of each file; most headers without a vocabulary are shorter
 MOST_BYTES = 64 << 20  # of a header; the longest known has 20 MB
-# Of all files. A server may name a hundred thousand parts; the longest models known have 200.
+# Of all headers: a server may name a hundred thousand parts; the largest models have 200.
 MOST_MODEL_BYTES = 256 << 20
-# The parsers read no more of a file, however long it is.
+# The parsers read no more of a file.
 _PARSED_BYTES = 256 << 20
-# The magic number, the version or the length: no later byte changes what a parser says of them.
+# The magic number, the version or the length: more bytes do not heal an error in them.
 _MAGIC_BYTES = 8
 
 
-def open_files(path: str | os.PathLike[str]) -> ModelFiles:
-    """Open all files of a model, here or on a server: see `open_model` and `open_remote`."""
+def open_files(path: str | os.PathLike[str], tries: int = 0) -> ModelFiles:
+    """Open all files of a model, here or on a server: see `open_model` and `open_remote`.
+
+    For a URL, `tries` is how often a header is requested; by default `transfers.TRIES`.
+    """
     if is_url(path):
-        return open_remote(path, transfers.TRIES)
+        return open_remote(path, tries or transfers.TRIES)
     return open_model(path)
 
 
 def open_remote(url: str, tries: int = 1, server: Server | None = None) -> RemoteFiles:
     """Read and check the headers of all files of a model on a server.
 
-    Parameters
-    ----------
-    url : str
-        See `objects.open_server`; of a file as `open_model` takes it. The model's other files are
-        those beside it. Messages and results leave out a user, and what stands behind a ``?``,
-        which may be secret.
-    tries : int
-        How often a header is asked for.
-    server : Server, optional
-        What has the files, by `url` as it is shown; by default the URL says.
-
-    Returns
-    -------
-    RemoteFiles
+    The URL is that of a file that `open_model` takes, with the model's other files beside it. By
+    default it says which server has the files. Messages and results omit user and query, which may
+    be secret. A header may have 64 MiB, and all of them 256 MiB and 10 minutes.
 
     Raises
     ------
     GGUFError, SafetensorsError
         A file breaks a rule of its format, or is a part of another model.
     FormatError
-        The server sends a page of HTML instead.
+        The server sends an HTML page instead.
     OSError
-        The server cannot be reached, refuses, or is too slow (`TimeoutError`); the file is missing,
-        or ends early; its header is longer than 64 MiB, or all headers than 256 MiB; the files
-        before the last have taken 10 minutes (`TimeoutError`).
-    ValueError
-        A URL of another kind.
-    ImportError
-        The extra ``remote`` is not installed, or what the URL needs beside it.
+        The server cannot be reached, refuses, or is too slow (`TimeoutError`); a file is missing or
+        ends early; a limit is exceeded.
+    ValueError, ImportError
+        A URL of another kind; or a package that it needs is not installed.
     """
     model = RemoteFiles(url, tries, server)
     add_files(model, model.path)
@@ -100,7 +89,7 @@ def open_remote(url: str, tries: int = 1, server: Server | None = None) -> Remot
 
 
 class _Started(NamedTuple):
-    """What is known of a file whose header was read: what hash its server tells, and our own."""
+    """The version of a file whose header was read, the server's hash, and a hash of the header."""
 
     version: Version
     digest: str
@@ -110,23 +99,14 @@ class _Started(NamedTuple):
 class RemoteFiles(ModelFiles):
     """The headers of a model's files on a server: `ModelFiles` without descriptors.
 
-    Parameters
-    ----------
-    url : str
-        Of one of its files, or of its index.
-    tries : int
-        How often a header is asked for.
-    server : Server, optional
-        As for `open_remote`.
-
     Attributes
     ----------
     path : str
-        The same, as it is shown.
+        The URL as it is shown.
     read_bytes : int
-        What was read of the files, and of what lies beside them.
+        Bytes read of the files, and of files beside them.
     data_tries, data_threads : int
-        How often a range of the data is asked for, and how many ranges at once.
+        How often a range of the data is requested, and how many ranges at once.
     """
 
     data_tries, data_threads = PATIENT_TRIES, transfers.THREADS
@@ -141,7 +121,7 @@ class RemoteFiles(ModelFiles):
         self.read_bytes = 0
 
     def add(self, path: str) -> ModelFile:
-        """Read as much of a file as its header needs, and check the header."""
+        """Read and check the header of a file."""
         if path not in self._known:
             self._check_limits(path)
             try:
@@ -149,7 +129,7 @@ class RemoteFiles(ModelFiles):
             except FormatError:
                 if self._tries == 1:
                     raise
-                self._known[path] = self._read(path)  # it may have been damaged on its way
+                self._known[path] = self._read(path)  # it may have been damaged in transit
         self.files.append(self._known[path])
         return self.files[-1]
 
@@ -170,22 +150,10 @@ class RemoteFiles(ModelFiles):
         progress: Progress | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """Read bytes of each file into memory, and compare them with what the server tells of it.
+        """Read a range of each file into memory, and check the files by the server's hashes.
 
-        Parameters
-        ----------
-        ranges : sequence of (int, numpy.ndarray)
-            Of each file, in their order: the first byte, and where it and the next ones go.
-        verify : bool
-            Whether a hash that the server tells of a file is compared, which reads its header
-            again, too.
-        threads, progress, arrivals
-            As `read_wanted`.
-
-        Raises
-        ------
-        OSError
-            As `read_wanted`.
+        `ranges` has the first byte and the memory for each file, in order. With `verify`, a file
+        with a hash is read completely, its header included. The rest is as for `read_wanted`.
         """
         sources, starts = [], []
         for file, (first, out) in zip(self.files, ranges, strict=True):
@@ -193,7 +161,7 @@ class RemoteFiles(ModelFiles):
             digest = self._digest(file.path) if verify else ""
             end = first + out.nbytes
             given = [(first, out)]
-            if digest:  # of the whole file
+            if digest:  # it covers the whole file
                 given.insert(0, (0, np.empty(first, np.uint8)))
                 given.append((end, np.empty(file.nbytes - end, np.uint8)))
                 starts.append((file, given[0][1], out))
@@ -202,7 +170,7 @@ class RemoteFiles(ModelFiles):
                 for at, rows in given
                 if rows.nbytes
             ]
-        self._read_all(sources, threads, progress, arrivals)
+        self._read_all(sources, progress, arrivals, threads)
         for file, head, out in starts:
             self._check_start(file, head, out)
 
@@ -215,30 +183,18 @@ class RemoteFiles(ModelFiles):
         progress: Progress | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
-        """Read a whole file into memory, and compare it with what is known of it.
+        """Read one of `files` into memory, and compare its header with the parsed one.
 
-        Parameters
-        ----------
-        file : ModelFile
-            One of `files`.
-        out : numpy.ndarray
-            ``uint8``: as many as it has.
-        verify, progress, arrivals
-            As for `read_data`; the header that was parsed is compared in any case.
-
-        Raises
-        ------
-        OSError
-            As `read_wanted`.
+        The options are those of `read_data`.
         """
         started = self._started[file.path]
         digest = self._digest(file.path) if verify else ""
         source = RemoteBytes(file.path, started.version, digest, 0, out)
-        self._read_all([source], None, progress, arrivals)
+        self._read_all([source], progress, arrivals)
         self._check_start(file, out[:0], out)
 
     def _digest(self, path: str) -> str:
-        """Return the hash that the server tells of a file, and ask once where it has told none."""
+        """Return the server's hash of a file; request it once if no answer has had it."""
         started = self._started[path]
         if not started.digest:
             digest = self._server.ask_digest(path, started.version.tag)
@@ -248,9 +204,9 @@ class RemoteFiles(ModelFiles):
     def _read_all(
         self,
         sources: Sequence[RemoteBytes],
-        threads: int | None,
         progress: Progress | None,
         arrivals: Arrivals | None,
+        threads: int | None = None,
     ) -> None:
         read_wanted(
             self._server,
@@ -264,7 +220,7 @@ class RemoteFiles(ModelFiles):
     def _check_start(
         self, file: ModelFile, head: NDArray[np.uint8], out: NDArray[np.uint8]
     ) -> None:
-        """Raise OSError where the header that was parsed is not that of the bytes with the hash."""
+        """Raise OSError if the bytes read now differ from the parsed header."""
         found = xxhash.xxh3_128(head[: file.header.nbytes].data)
         found.update(out[: max(0, file.header.nbytes - head.nbytes)].data)
         if found.digest() != self._started[file.path].start:
@@ -273,7 +229,7 @@ class RemoteFiles(ModelFiles):
             )
 
     def _check_limits(self, path: str) -> None:
-        """Raise OSError where the files before this one were too much."""
+        """Raise OSError if earlier headers were too long, or took too long."""
         if self.read_bytes >= MOST_MODEL_BYTES:
             raise OSError(
                 errno.EFBIG,
@@ -290,11 +246,11 @@ class RemoteFiles(ModelFiles):
             )
 
     def beside(self, path: str, name: str) -> str:
-        """Return the URL of a file that lies beside another."""
+        """Return the URL of a file beside another."""
         return f"{path.rpartition('/')[0]}/{self._server.escape(name)}"
 
     def read_start(self, path: str, nbytes: int) -> bytes:
-        """Read the first bytes of a file that is no part of the model: at most so many."""
+        """Read at most `nbytes` from the start of a file that is not a part of the model."""
         with self._open(path) as file:
             while len(file.start) < min(nbytes, file.nbytes):
                 file.read_to(min(nbytes, max(FIRST_BYTES, 2 * len(file.start))))
@@ -303,21 +259,21 @@ class RemoteFiles(ModelFiles):
             return bytes(file.start)
 
     def name_of(self, path: str) -> str:
-        """Return the name of a file, which no other file of the model has."""
+        """Return the name of a file, unique in the model."""
         escaped = path.rpartition("/")[2]
         names = (self._server.unescape(escaped), escaped)
         return next(filter(is_name, names), "model")
 
     def version_of(self, path: str) -> model_files.Version:
-        """Return what is known of the version of a file that was read, an index among them."""
+        """Return the version of a file or index when it was read."""
         return _file_version(self._started[path].version)
 
     def known_version(self, path: str) -> Version:
-        """Return size and ETag of a file that was read."""
+        """Return size and ETag of a file when it was read."""
         return self._started[path].version
 
     def check_versions(self) -> None:
-        """Do nothing: each answer of a server has said of which version of a file it is."""
+        """Do nothing: each answer of a server has reported the version of its file."""
 
     def close(self) -> None:
         """End the connections."""
@@ -333,16 +289,16 @@ class RemoteFiles(ModelFiles):
 
 
 def _file_version(version: Version) -> model_files.Version:
-    """Return a version as files here have one: of no device, and a hash of the ETag as its time."""
+    """Return a version as local files have one, with a hash of the ETag in place of the time."""
     tag = xxhash.xxh3_64_intdigest(version.tag.encode()) if version.tag else 0
     return (0, 0, version.nbytes, tag)
 
 
 def _read_header(file: _FileStart) -> Header:
-    """Read a file until its header is whole.
+    """Read a file until its header is complete.
 
-    A parser reads files. It gets one as long as the server's, with zeros for what was not read: a
-    header that ends before these is right, and of any other more is read.
+    The parser gets a file as long as the server's, with zeros in place of bytes that were not read.
+    A header that ends before the zeros is right; otherwise more bytes are read.
     """
     path, wanted = file.path, FIRST_BYTES
     with open(os.memfd_create("unimem header", os.MFD_CLOEXEC), "w+b", buffering=0) as copy:
@@ -380,21 +336,7 @@ def _read_header(file: _FileStart) -> Header:
 
 
 class _FileStart:
-    """The first bytes of a file on a server, as many as were read. For one thread.
-
-    Attributes
-    ----------
-    path : str
-        As it is shown.
-    nbytes : int
-        Size of the whole file.
-    tag, digest : str
-        Its ETag, and a hash of it that the server tells.
-    start : bytearray
-        What was read.
-    has_ranges : bool
-        Whether the server sends parts of a file.
-    """
+    """The bytes that were read from the start of a file on a server. For one thread."""
 
     def __init__(self, server: Server, path: str) -> None:
         self._server, self.path = server, path
@@ -405,13 +347,13 @@ class _FileStart:
         self.has_ranges = answer.has_ranges
 
     def _request(self, end: int) -> Answer:
-        """Ask for a range; of a server without ranges, the whole file comes."""
+        """Request a range; a server without ranges sends the whole file."""
         self.close()
         self._answer = self._server.get(self.path, len(self.start), end)
         return self._answer
 
     def read_to(self, end: int) -> None:
-        """Read on, up to this byte or the file's last."""
+        """Read up to this byte, or to the end of the file."""
         end = min(end, self.nbytes)
         while (at := len(self.start)) < end:
             answer = self._answer
@@ -425,7 +367,7 @@ class _FileStart:
                         self.path,
                     )
             with in_own_words(self.path, self._server.wait_s):
-                # A server that sends more than a range is not listened to.
+                # Bytes beyond the range are ignored.
                 found = answer.read(min(end, answer.end) - at)
             if not len(found):
                 raise OSError(
@@ -437,7 +379,7 @@ class _FileStart:
             self.start += found
 
     def close(self) -> None:
-        """End what is under way."""
+        """End the request."""
         if self._answer is not None:
             self._answer.close()
             self._answer = None

@@ -1,4 +1,4 @@
-"""What of a model is in RAM, page by page; bringing it there, keeping it there, and dropping it."""
+"""The pages of a model in RAM: measuring, warming, locking and dropping them."""
 
 from __future__ import annotations
 
@@ -6,65 +6,93 @@ import errno
 import mmap
 import operator
 import os
+import struct
+import threading
 import time
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from unimem._core import guard
 from unimem._core.block import Block
 from unimem.base.arguments import check_callable, integer
 from unimem.base.text import format_bytes
 from unimem.system import limits
 from unimem.system.placement import Lock
-from unimem.weights.files import reopen
+from unimem.weights.files import Version, identity_of, reopen
 from unimem.weights.loading import Progress
-from unimem.weights.page_cache import runs_beside, write_back
 from unimem.weights.tensors import Contents, ModelPart
 
-__all__ = ["Residency", "evict", "lock", "map_resident", "measure_residency", "warm"]
+__all__ = [
+    "Dropper",
+    "Residency",
+    "drop",
+    "drop_beside",
+    "drop_files",
+    "evict",
+    "gaps_in_cache",
+    "is_mapped_elsewhere",
+    "lock",
+    "map_resident",
+    "measure_residency",
+    "require_room",
+    "runs_beside",
+    "warm",
+    "write_back",
+]
 
-# Of um_block_pages, in the order of the fields of Residency.
+# The flags of um_block_pages, in the order of the fields of Residency.
 _FLAGS = {"resident": 1, "mapped": 2, "huge": 4, "locked": 8, "unknown": 16}
 _PAGE = mmap.PAGESIZE
-_SLICE = 1 << 22  # pages whose sums are held at a time
-_WARM_BYTES = 64 << 20  # between two looks at the clock
+_SLICE = 1 << 22  # pages summed at a time
+_WARM_BYTES = 64 << 20  # warmed between two calls of progress
 _TICK_SECONDS = 0.05
+# The page cache has pieces of up to 2 MiB, which are dropped whole or not at all.
+_LARGEST_FOLIO = 2 << 20
+_SMALL_RUN = 1 << 20  # a smaller run is dropped with its piece, and read again
+_SAMPLES = 64  # pages of a file to look at, and one more for each gap
+# Bits of an entry of pagemap: the page is mapped, and by one process only.
+_ENTRY, _PRESENT, _EXCLUSIVE = struct.Struct("=Q"), 1 << 63, 1 << 56
+_FEW = 8  # a file counts as mapped elsewhere from one page in eight on
 
 
 @dataclass(frozen=True, slots=True)
 class Residency:
     """How much of a model, a file or a tensor is in RAM. Any number of threads may use it.
 
-    Bytes are exact: of a page that two tensors share, each has its part.
+    Bytes are exact: a page that two tensors share counts for each in part.
 
     Attributes
     ----------
     nbytes : int
-        All bytes: of a tensor its data, of a file what of it is mapped or was loaded, header and
-        padding included.
+        All bytes: for a tensor its data, for a file what is mapped or was loaded of it, with header
+        and padding.
     resident_bytes : int
-        In RAM: of a mapped file in the page cache, whichever process brought it there.
+        In RAM: for a mapped file in the page cache, whichever process brought it there.
     mapped_bytes : int
-        In RAM, and in the page tables of this process: touching them costs no fault. A process
-        that may not look at its own, as after a change of its user (``/proc/self/pagemap``), is
-        told of none; nor of what is in huge pages, locked, or on which nodes.
+        In RAM, and in the page tables of this process: accesses do not fault. If a process may not
+        read its own page tables (``/proc/self/pagemap``), as after a change of its user, this is 0,
+        and so are huge and locked bytes and those on nodes.
     huge_bytes : int
-        Mapped here in huge pages. Before Linux 6.7 the kernel tells only of hugetlb pages.
+        Mapped here in huge pages. Before Linux 6.7 the kernel reports only hugetlb pages.
     locked_bytes : int
         Mapped here and locked by `lock`, or in hugetlb pages, which never leave RAM.
     unknown_bytes : int
-        Not mapped here, and the kernel does not tell whether they are in RAM: of a file that this
-        process neither owns nor may write, or one in hugetlbfs. They are in no other figure.
+        Not mapped here, and the kernel does not tell whether they are in RAM: bytes of a file that
+        this process neither owns nor may write, or of one in hugetlbfs. No other figure counts
+        them.
     nodes : mapping of int to int
-        Mapped bytes by NUMA node; empty where the kernel tells no nodes, as in many containers.
+        Mapped bytes by NUMA node; empty if the kernel does not tell, as in many containers.
     tensors : mapping of str to Residency
-        Of each tensor; of a part of a model, empty.
+        Of each tensor; empty for a part of a model.
     by_file : mapping of str to Residency
-        Of each file, by path; of a part of a model, empty.
+        Of each file, by path; empty for a part of a model.
     """
 
     nbytes: int
@@ -79,26 +107,26 @@ class Residency:
     _scans: Mapping[str, _Scan] = field(default_factory=dict, repr=False, compare=False)
 
     def ranges(self, path: str, n: int) -> list[Residency]:
-        """Tell of a file in ranges of equal size, for a picture of it.
+        """Divide a file into ranges of equal size, for a picture of it.
 
         Parameters
         ----------
         path : str
             A key of `by_file`.
         n : int
-            How many ranges; of a file of fewer bytes, as many as it has bytes.
+            Number of ranges; at most one for each byte of the file.
 
         Returns
         -------
         list of Residency
-            In the order of the file; their sum is `by_file` of the path.
+            In the order of the file; they add up to `by_file` of the path.
 
         Raises
         ------
         KeyError
             There is no such file.
         TypeError, ValueError
-            n is no integer, or below 1.
+            n is not an integer, or below 1.
         """
         n = operator.index(n)
         if n < 1:
@@ -121,7 +149,7 @@ class Residency:
 
 
 def measure_residency(contents: Contents) -> Residency:
-    """Look at all pages of a model once: see `Weights.residency`."""
+    """Look at all pages of a model once, for `Weights.residency`."""
     parts = contents._parts
     scans = {part.file.path: _Scan(part) for part in parts}
     nodes = sorted(set().union(*(scan.nodes for scan in scans.values())))
@@ -147,9 +175,9 @@ def measure_residency(contents: Contents) -> Residency:
 
 
 def map_resident(contents: Contents) -> None:
-    """Map what of the files is in RAM, and nothing else.
+    """Map the pages of the files that are in RAM, and no others.
 
-    Only of pages that are mapped here the kernel tells their nodes, and whether they are huge.
+    The kernel reports nodes and huge pages only for pages that are mapped here.
     """
     for part in contents._parts:
         memory = part.memory
@@ -157,7 +185,7 @@ def map_resident(contents: Contents) -> None:
         chosen = flags & (_FLAGS["resident"] | _FLAGS["mapped"]) == _FLAGS["resident"]
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)) * _PAGE
         first = memory.block_offset // _PAGE * _PAGE
-        memory.block.advise("random")  # so that no page is read because its neighbour is touched
+        memory.block.advise("random")  # without reading ahead
         for begin, end in (edges.reshape(-1, 2) + first).tolist():
             memory.block._warm_range(begin, min(end, memory.block.nbytes) - begin)
 
@@ -170,7 +198,7 @@ def warm(
     progress: Progress | None = None,
     without: Collection[str] = (),
 ) -> None:
-    """Bring a model into RAM and into the page tables: see `Weights.warm`, and `require_room`."""
+    """Bring a model into RAM and the page tables, for `Weights.warm`; as for `require_room`."""
     n_threads = limits.thread_count() if threads is None else integer(threads, "threads", 1)
     check_callable(progress)
     require_room(contents, mapped=mapped, without=without)
@@ -194,11 +222,11 @@ def warm(
 
 
 def lock(contents: Contents, blocks: Sequence[Block], how: Lock, *, mapped: bool) -> None:
-    """Keep a model in RAM, or no longer: see `Weights.lock`."""
+    """Lock a model in RAM, or unlock it, for `Weights.lock`."""
     before: list[tuple[Block, Lock]] = []
     try:
-        # First on fault, which reads nothing: what is refused is refused at once, and reading can
-        # be interrupted.
+        # First on fault, which reads nothing: a refusal comes at once, and reading can be
+        # interrupted.
         for block in blocks:
             at_first: Lock = "onfault" if how is True else how
             before.append((block, block._lock(at_first, asked=how)))
@@ -213,10 +241,7 @@ def lock(contents: Contents, blocks: Sequence[Block], how: Lock, *, mapped: bool
 
 
 def evict(contents: Contents) -> int:
-    """Drop a model's files from the page cache: see `Weights.evict`.
-
-    Pages that are mapped elsewhere stay, by other processes or other contents of this one.
-    """
+    """Drop a model's files from the page cache, for `Weights.evict`."""
     with ExitStack() as stack:
         fds = [stack.enter_context(reopen(part.file)) for part in contents._parts]
         before = measure_residency(contents)
@@ -244,14 +269,9 @@ def evict(contents: Contents) -> int:
 
 
 class _Scan:
-    """The pages under one file's data, as they were when they were looked at.
+    """The state of the pages under one file's data at one moment.
 
-    Attributes
-    ----------
-    file_offset, nbytes : int
-        What of the file was looked at.
-    nodes : set of int
-        The nodes that pages are on; empty where the kernel does not tell.
+    `nodes` are those of the pages; empty if the kernel does not tell.
     """
 
     def __init__(self, part: ModelPart) -> None:
@@ -261,7 +281,7 @@ class _Scan:
         try:
             self._flags, node_of = memory.block._pages(*where, nodes=True)
         except OSError as error:
-            # Containers often may not ask for nodes.
+            # Many containers may not ask for nodes.
             if error.errno not in (errno.EPERM, errno.ENOSYS):
                 raise
             self._flags, node_of = memory.block._pages(*where)
@@ -270,13 +290,13 @@ class _Scan:
         if node_of is not None:
             ids = range(node_of.max(initial=-1) + 1)
             self.nodes.update(node for node in ids if np.any(node_of == node))
-        # The offset in the file of the first page's first byte.
+        # The file offset of the first page.
         self._first = memory.file_offset - memory.block_offset % _PAGE
 
     def sums(
         self, offsets: NDArray[np.int64], sizes: NDArray[np.int64], nodes: Sequence[int]
     ) -> NDArray[np.int64]:
-        """Sum bytes of ranges of the file: a row a range, of its size, each flag and each node."""
+        """Return a row for each range of the file: its size, then bytes by flag and by node."""
         low, high = self.file_offset, self.file_offset + self.nbytes
         begin = np.clip(offsets, low, high) - self._first
         end = np.clip(offsets + sizes, low, high) - self._first
@@ -296,7 +316,7 @@ class _Scan:
 
 
 def _bytes_below(chosen: NDArray[np.bool_], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Bytes of the chosen pages below each place."""
+    """Return the bytes of the chosen pages below each offset."""
     n_before = np.zeros(len(chosen) + 1, np.int32)
     np.cumsum(chosen, out=n_before[1:])
     page, rest = np.divmod(ends, _PAGE)
@@ -320,7 +340,7 @@ def _row(row: NDArray[np.int64], nodes: Sequence[int], **whole: Any) -> Residenc
 
 
 class _TensorResidencies(Mapping[str, Residency]):
-    """Residencies that are made when they are asked for: a model may have 100 000 tensors."""
+    """Residencies made on demand: a model may have 100 000 tensors."""
 
     def __init__(
         self, names: dict[str, int], table: NDArray[np.int64], nodes: Sequence[int]
@@ -348,42 +368,32 @@ def require_room(
     beside_bytes: int = 0,
     without: Collection[str] = (),
 ) -> None:
-    """Refuse to bring in what does not fit, before anything is read.
+    """Raise CapacityError if warming does not fit, before anything is read.
 
-    Parameters
-    ----------
-    contents : Contents
-        The model.
-    mapped : bool
-        Whether it lies in the page cache, and not in memory of its own.
-    what : str, optional
-        As for `limits.require`; by default the warming of its first file.
-    beside_bytes : int
-        Memory that will be taken beside it.
-    without : collection of str
-        Names of tensors of a mapped model that are not brought in: they were repacked.
+    `mapped` says that the model lies in the page cache; `what` is as for `limits.require`;
+    `beside_bytes` will be taken beside it; repacked tensors, named by `without`, are not warmed.
     """
     what = what or f"warming '{contents.files[0]}'"
     total = there = 0
     for part, begin, end in _ranges(contents, without):
-        if not (mapped and part.file.in_memory):  # such files take none of what is free
+        if not (mapped and part.file.in_memory):  # such files are in memory already
             total += end - begin
             there += min(part.memory.block._resident_range(begin, end - begin), end - begin)
     if total + beside_bytes <= there:
         return
     if mapped:
         limits.require_cached(total + beside_bytes, there, what)
-    else:  # something was swapped out
+    else:  # a part was swapped out
         limits.require(total + beside_bytes - there, what)
 
 
 def _ranges(contents: Contents, without: Collection[str]) -> list[tuple[ModelPart, int, int]]:
-    """List what of each block is to be in RAM."""
+    """List the ranges of each block to warm."""
     found = []
     for part in contents._parts:
         memory = part.memory
         runs = [(memory.block_offset, memory.block_offset + memory.nbytes)]
-        if without:  # a file that is mapped lies in a block as it is
+        if without:  # the offsets in a mapping are those in the file
             runs = runs_beside(part, contents, without)
         found += [(part, begin, end) for begin, end in runs]
     return found
@@ -393,3 +403,147 @@ def _pieces(ranges: Iterable[tuple[ModelPart, int, int]]) -> Iterator[tuple[Mode
     for part, begin, end in ranges:
         for offset in range(begin, end, _WARM_BYTES):
             yield part, offset, min(_WARM_BYTES, end - offset)
+
+
+# ---- the page cache -----------------------------------------------------------------------------
+
+
+def write_back(fd: int) -> None:
+    """Write dirty pages of a file to the disk: until then, they cannot be dropped."""
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        # Read-only file systems (squashfs, erofs, ISO 9660) refuse, and have nothing to write.
+        if error.errno not in (errno.EINVAL, errno.EROFS):
+            raise
+
+
+class Dropper:
+    """Drops used ranges of one file from the page cache. Any number of threads may use it.
+
+    `runs` are the ranges that are still needed, sorted. The attribute `kept` has those of them that
+    stay; small ones are dropped, too.
+    """
+
+    def __init__(self, fd: int, runs: Sequence[tuple[int, int]]) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self.kept = [(begin, end) for begin, end in runs if end - begin >= _SMALL_RUN]
+        # Ranges to drop, sorted, without overlaps.
+        self._done = [run for run in runs if run not in self.kept]
+
+    def drop(self, begin: int, end: int) -> None:
+        """Drop a range, and the pieces of the page cache that it shares with dropped ranges."""
+        begin, end = begin // _PAGE * _PAGE, -(-end // _PAGE) * _PAGE
+        with self._lock:
+            first = bisect_left(self._done, begin, key=lambda run: run[1])
+            stop = bisect_left(self._done, end + 1, lo=first, key=lambda run: run[0])
+            joined = [(begin, end), *self._done[first:stop]]
+            low, high = min(run[0] for run in joined), max(run[1] for run in joined)
+            self._done[first:stop] = [(low, high)]
+        low, high = max(low, begin - _LARGEST_FOLIO), min(high, end + _LARGEST_FOLIO)
+        drop(self._fd, low, high)
+
+
+def runs_beside(
+    part: ModelPart, contents: Contents, names: Collection[str]
+) -> list[tuple[int, int]]:
+    """List the ranges of a file, in whole pages, of the tensors that are not named."""
+    found: list[tuple[int, int]] = []
+    tensors = (contents.tensors[name] for name in part.file.header.tensor_names())
+    rest = [tensor for tensor in tensors if tensor.name not in names and tensor.nbytes]
+    for tensor in sorted(rest, key=lambda tensor: tensor.offset):
+        begin = tensor.offset // _PAGE * _PAGE
+        end = min(-(-(tensor.offset + tensor.nbytes) // _PAGE) * _PAGE, part.file.nbytes)
+        if found and begin <= found[-1][1]:
+            begin, _ = found.pop()
+        found.append((begin, end))
+    return found
+
+
+def drop(fd: int, begin: int, end: int) -> None:
+    """Drop a range of a file from the page cache; mapped pages stay."""
+    os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+
+
+def drop_beside(part: ModelPart, fd: int, runs: Sequence[tuple[int, int]]) -> None:
+    """Drop everything between these ranges of a file from the page cache."""
+    for begin, end in _gaps(part, runs):
+        drop(fd, begin, end)
+
+
+def gaps_in_cache(part: ModelPart, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """List the gaps between these ranges of a mapped file that are not in the page cache.
+
+    Pages that appear there later were read ahead, and no process needs them.
+    """
+    block = part.memory.block
+    if block._is_cache_hidden:
+        return []
+    gaps = _gaps(part, runs)
+    return [(begin, end) for begin, end in gaps if not block._resident_range(begin, end - begin)]
+
+
+def is_mapped_elsewhere(part: ModelPart, runs: Sequence[tuple[int, int]]) -> bool:
+    """Whether other mappings, of this or another process, have pages between these ranges.
+
+    Some pages are sampled: a process that computes with a model has most of it mapped. The answer
+    is True if the kernel does not tell.
+    """
+    block = part.memory.block
+    if block._is_cache_hidden:
+        return True
+    pages = [range(begin // _PAGE, end // _PAGE) for begin, end in _gaps(part, runs)]
+    step = sum(map(len, pages)) // _SAMPLES + 1
+    byte = np.empty(1, np.uint8)
+    n_resident = n_shared = 0
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            for page in chain.from_iterable(those[::step] for those in pages):
+                if not block._resident_range(page * _PAGE, _PAGE):
+                    continue
+                address = block.address + page * _PAGE
+                guard.copy(byte, address, 1, part.file.path)  # maps it here
+                (entry,) = _ENTRY.unpack(os.pread(pagemap.fileno(), 8, address // _PAGE * 8))
+                n_resident += 1
+                n_shared += entry & (_PRESENT | _EXCLUSIVE) == _PRESENT
+    except OSError:
+        return True
+    # The kernel also maps some pages around those that a process touches.
+    return n_shared * _FEW > n_resident
+
+
+def _gaps(part: ModelPart, runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    at = 0
+    for begin, end in (*runs, (part.file.nbytes, part.file.nbytes)):
+        if begin > at:
+            yield at, begin
+        at = end
+
+
+def drop_files(files: Iterable[tuple[str, Version]]) -> int:
+    """Drop whole files from the page cache, except mapped pages; return the bytes that left it.
+
+    Files with another version than the given one, or that are gone, are left alone. The bytes are
+    counted as far as the kernel tells this user.
+    """
+    dropped = 0
+    for path, version in files:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if identity_of(os.fstat(fd))[: len(version)] == version:
+                nbytes = os.fstat(fd).st_size
+                before = _cached_bytes(fd, nbytes, path)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                dropped += max(0, before - _cached_bytes(fd, nbytes, path))
+        finally:
+            os.close(fd)
+    return dropped
+
+
+def _cached_bytes(fd: int, nbytes: int, path: str) -> int:
+    with Block._map_fd(fd, 0, nbytes, "r", path) as block:
+        return 0 if block._is_cache_hidden else block._resident_range(0, nbytes)

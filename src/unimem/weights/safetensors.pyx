@@ -8,14 +8,14 @@ from libc.stdint cimport uint64_t
 from libc.string cimport memchr
 
 from unimem._core cimport native as um
-from unimem.weights.header_bytes cimport HeaderBytes, join_runs
+from unimem.weights.header_bytes cimport HeaderBytes
 from unimem._core.region cimport Region
 
-# Headers of some 500 tensors fit into the first read. A longer one is read anew, from its start.
+# Headers of about 500 tensors fit into the first read. A longer one is read again from its start.
 cdef enum:
     FIRST_READ_NBYTES = 1 << 16
 
-# ggml's number of the types that it has too; its names are the same in lower case.
+# ggml's numbers of the types that both have, by the name in lower case.
 cdef dict _GGML_TYPES = {um.um_gguf_type_of_tensor(i).name.decode(): i for i in range(256)
                          if um.um_gguf_type_of_tensor(i) != NULL}
 cdef list _NAMES = [um.um_safetensors_type_name(<um.um_safetensors_type>i).decode().lower()
@@ -28,11 +28,11 @@ cdef class SafetensorsHeader(HeaderBytes):
     Parameters
     ----------
     fd : int
-        The file, open for reading; it is not needed afterwards.
+        The file, open for reading; it may be closed afterwards.
     file_nbytes : int
         Its size.
     path : str
-        Stands in messages.
+        The name for messages.
 
     Raises
     ------
@@ -57,16 +57,16 @@ cdef class SafetensorsHeader(HeaderBytes):
 
     @property
     def nbytes(self):
-        """Bytes of the header: its length, its JSON, and what pads it."""
+        """Bytes of the header: its length, its JSON, and padding."""
         return self._safetensors.header_nbytes
 
     @property
     def data_offset(self):
-        """The byte of the file where tensor data begins."""
+        """The offset of the tensor data in the file."""
         return self._safetensors.header_nbytes
 
     cdef bytes _utf8(self, um.um_safetensors_text text):
-        # Escapes are rare, and never shorter than what they stand for.
+        # Escapes are rare, and never shorter than the text that they encode.
         utf8 = PyBytes_FromStringAndSize(<const char *>self._bytes + text.offset, text.nbytes)
         if memchr(self._bytes + text.offset, b"\\", text.nbytes) == NULL:
             return utf8
@@ -79,7 +79,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         return self._utf8(text).decode()
 
     def keys(self):
-        """The keys of the metadata, each with its index, in the order of the file."""
+        """Return the keys of the metadata with their indices, in the order of the file."""
         cdef uint64_t i
         cdef Region _held = self.opened()
         keys = {}
@@ -88,17 +88,12 @@ cdef class SafetensorsHeader(HeaderBytes):
         return keys
 
     def value(self, Py_ssize_t index):
-        """One value of the metadata.
-
-        Returns
-        -------
-        str
-        """
+        """Return a value of the metadata."""
         cdef Region _held = self.opened()
         return self._text(self._kv(index).value)
 
     def raw_value(self, Py_ssize_t index):
-        """One value of the metadata as bytes that no value of another type or content has.
+        """Return a value of the metadata as bytes that identify its type and content.
 
         Returns
         -------
@@ -114,7 +109,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         return &self._safetensors.kv[index]
 
     def tensor_names(self):
-        """The names of the tensors, each with its index, in the order of the header."""
+        """Return the names of the tensors with their indices, in the order of the header."""
         cdef uint64_t i
         cdef Region _held = self.opened()
         names = {}
@@ -128,7 +123,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         return &self._safetensors.tensors[index]
 
     def tensor(self, Py_ssize_t index):
-        """One row of the tensor table.
+        """Return one row of the tensor table.
 
         Returns
         -------
@@ -137,9 +132,9 @@ cdef class SafetensorsHeader(HeaderBytes):
         type : str
             The dtype's name in lower case, such as ``"bf16"`` or ``"f8_e4m3"``.
         ggml_type : int or None
-            ggml's number of the type, where ggml has it.
+            ggml's number of the type, if it has one.
         offset, nbytes : int
-            Of the data, in the file: at any byte, also where the dtype would be aligned.
+            The range of the data in the file, which need not be aligned.
         """
         cdef const um.um_safetensors_tensor *tensor = self._tensor(index)
         cdef const uint64_t *dims = self._safetensors.dims + tensor.first_dim
@@ -148,29 +143,9 @@ cdef class SafetensorsHeader(HeaderBytes):
         name = _NAMES[<int>tensor.type]
         return ne, name, _GGML_TYPES.get(name), tensor.offset, tensor.nbytes
 
-    def bytes_by_type(self):
-        """The bytes of all tensors of a type, by the type's name."""
-        cdef um.um_safetensors_tensor *tensor
-        cdef uint64_t i
-        totals = {}
-        for i in range(self._safetensors.n_tensors):
-            tensor = &self._safetensors.tensors[i]
-            name = _NAMES[<int>tensor.type]
-            totals[name] = totals.get(name, 0) + tensor.nbytes
-        return totals
+    cdef uint64_t n_tensors(self):
+        return self._safetensors.n_tensors
 
-    def runs(self):
-        """Where the tensors of one type lie, one behind the other without a gap.
-
-        Returns
-        -------
-        list of (int, int, str)
-            Offset in the file, bytes and type of each run, by offset.
-        """
-        cdef um.um_safetensors_tensor *tensor
-        cdef uint64_t i
-        rows = []
-        for i in range(self._safetensors.n_tensors):
-            tensor = &self._safetensors.tensors[i]
-            rows.append((tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]))
-        return join_runs(rows)
+    cdef tuple place(self, uint64_t i):
+        cdef um.um_safetensors_tensor *tensor = &self._safetensors.tensors[i]
+        return tensor.offset, tensor.nbytes, _NAMES[<int>tensor.type]

@@ -1,4 +1,4 @@
-"""Tensors and metadata of a model, as the headers of its files have them."""
+"""Tensors and metadata of a model, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unimem.weights.loading import LoadMemory, unloaded_memory
 
 __all__ = ["Contents", "ModelPart", "Tensor", "headers_of"]
 
-# What ml_dtypes or NumPy can read, by the type's name; all others are blocks of bytes.
+# The dtypes that NumPy or ml_dtypes has, by the type's name; other types are blocks of bytes.
 _DTYPES = {
     "f32": "float32",
     "f16": "float16",
@@ -45,7 +45,7 @@ _DTYPES = {
 
 
 class ModelPart(NamedTuple):
-    """One file of a model, and where its data lies."""
+    """One file of a model, and the place of its data."""
 
     file: ModelFile
     memory: LoadMemory
@@ -53,21 +53,21 @@ class ModelPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a model: where it is and what it holds. Any number of threads may use it.
+    """One tensor of a model. Any number of threads may use it.
 
     Attributes
     ----------
     name : str
-        As the file has it.
+        The name in the file.
     shape : tuple of int
         In NumPy's order: the last dimension is contiguous.
     ne : tuple of int
         In ggml's order: the first dimension is contiguous. Empty for a scalar.
     type : str
-        ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``; of a type that ggml has not,
-        safetensors' in lower case, such as ``"f8_e4m3"``.
+        ggml's name, such as ``"f16"``, ``"q8_0"`` or ``"q4_K"``; if ggml has no such type, the name
+        of safetensors in lower case, such as ``"f8_e4m3"``.
     ggml_type : int or None
-        ggml's number of the type; None where it has no such type.
+        ggml's number of the type, if it has one.
     nbytes : int
         Bytes of the data.
     offset : int
@@ -93,7 +93,7 @@ class Tensor:
         Raises
         ------
         ClosedError
-            The weights were closed, or the tape that they lie on took the memory back.
+            The weights were closed, or their tape took the memory back.
         """
         self._memory.lifetime.check()
         return self._memory.block.address + self._block_offset
@@ -108,15 +108,15 @@ class Tensor:
         Returns
         -------
         numpy.ndarray
-            Read-only, and keeping the memory alive. Of `shape` and the type's dtype where NumPy or
-            ml_dtypes has it (see docs/gguf.md and docs/safetensors.md); else uint8, with the bytes
-            of a row as the last dimension, or of one dimension where rows are no whole bytes. Not
-            aligned where a safetensors file puts the tensor so, which NumPy reads.
+            A read-only array that keeps the memory alive, with `shape` and the type's dtype if
+            NumPy or ml_dtypes has it (see docs/gguf.md and docs/safetensors.md). Otherwise uint8,
+            with the bytes of a row as the last dimension, or one-dimensional if rows are not whole
+            bytes. A tensor of a safetensors file may be unaligned; NumPy reads it.
 
         Raises
         ------
         ClosedError
-            The weights were closed, or the tape that they lie on took the memory back.
+            The weights were closed, or their tape took the memory back.
         """
         self._memory.lifetime.check()
         dtype, shape = self._array_layout()
@@ -125,13 +125,13 @@ class Tensor:
             array = block.as_array(dtype, shape, at)
         else:
             raw = block.as_array("uint8", (self.nbytes,), at)
-            raw.flags.writeable = False  # what looks at it is another array
+            raw.flags.writeable = False
             array = exported(raw.view(dtype).reshape(shape))
-        array.flags.writeable = False  # memory of our own could be written
+        array.flags.writeable = False  # a copy in memory could be written
         return array
 
     def _array_layout(self) -> tuple[np.dtype[Any], tuple[int, ...]]:
-        """Return the dtype and shape of arrays over the data."""
+        """Return the dtype and shape of `as_array`."""
         name = _DTYPES.get(self.type)
         if name is not None:
             return as_dtype(name), self.shape
@@ -146,14 +146,14 @@ class Tensor:
     def __array__(
         self, dtype: np.dtype[Any] | None = None, copy: bool | None = None
     ) -> NDArray[Any]:
-        """Return `as_array`, for ``numpy.asarray``; bytes where NumPy has no such type.
+        """Return `as_array` for ``numpy.asarray``.
 
         Raises
         ------
         TypeError
-            Bytes cannot be converted to `dtype`: `dequantize` gives float32.
+            NumPy has no such type, so its bytes cannot be converted: `dequantize` gives float32.
         ValueError
-            ``copy=False``, and `dtype` is another one.
+            ``copy=False`` with another `dtype`.
         """
         array = self.as_array()
         wanted = array.dtype if dtype is None else np.dtype(dtype)
@@ -180,15 +180,15 @@ class Tensor:
         Returns
         -------
         numpy.ndarray
-            A new array of `shape`, float32: by ggml's own conversion where ggml-python is
-            installed, else by gguf-py's; float types by NumPy and ml_dtypes.
+            A new float32 array of `shape`. ggml converts blocks if ggml-python is installed, else
+            gguf-py; NumPy and ml_dtypes convert numbers.
 
         Raises
         ------
         OSError
             The mapped file has become shorter.
         NotImplementedError
-            Nothing that is installed converts the type.
+            No installed library converts the type.
         ClosedError
             The weights were closed.
         """
@@ -211,7 +211,7 @@ class _Metadata(Mapping[str, Value]):
         return self._header.value(index)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys  # without decoding the value, as Mapping would
+        return key in self._keys  # Mapping would decode the value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -226,7 +226,7 @@ class _Metadata(Mapping[str, Value]):
 class _Tensors(Mapping[str, Tensor]):
     def __init__(self, parts: tuple[ModelPart, ...]) -> None:
         self._parts = parts
-        # Tensors are counted through all parts: a number a name is all that is kept of each.
+        # Names map to numbers that count through all parts; rows are looked up on demand.
         self._firsts: list[int] = []
         self._places: dict[str, int] = {}
         for part in parts:
@@ -258,7 +258,7 @@ class _Tensors(Mapping[str, Tensor]):
 
 
 class Contents:
-    """What the headers of a model's files say of it. Any number of threads may read it."""
+    """The metadata and tensors of a model. Any number of threads may read it."""
 
     def __init__(self, parts: tuple[ModelPart, ...]) -> None:
         self._parts = parts
@@ -271,21 +271,21 @@ class Contents:
                 self._types[kind] = self._types.get(kind, 0) + nbytes
 
     def _check_open(self) -> None:
-        """Raise ClosedError where it is no longer to be read."""
+        """Raise ClosedError if it was closed."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """The paths of the model's files: of a split model, all of its parts."""
+        """The paths of the model's files: for a split model, of all parts."""
         return tuple(part.file.path for part in self._parts)
 
     @property
     def metadata(self) -> Mapping[str, Value]:
         """The file's metadata, in its order, read-only.
 
-        A value is decoded each time it is asked for: keep what you use more than once. Arrays of
-        numbers are read-only arrays, arrays of strings are lists, arrays of arrays are lists of
-        these. Bytes of a string that are not UTF-8 become lone surrogates, and
-        ``text.encode("utf-8", "surrogateescape")`` gives them back.
+        Each access decodes the value: keep what you use more than once. Arrays of numbers are
+        read-only arrays, arrays of strings are lists, arrays of arrays are lists of these. Bytes of
+        a string that are not UTF-8 become lone surrogates, and
+        ``text.encode("utf-8", "surrogateescape")`` restores them.
         """
         self._check_open()
         return self._metadata
@@ -317,5 +317,5 @@ class Contents:
 
 
 def headers_of(model: ModelFiles) -> Contents:
-    """Return what the headers of opened files say; of the data nothing is in memory."""
+    """Return the contents of opened files without their data."""
     return Contents(tuple(map(ModelPart, model.files, unloaded_memory(model))))

@@ -15,7 +15,7 @@ _PATIENCE_SECONDS = 5
 
 
 class Listener(ThreadingHTTPServer):
-    """Ends its connections with itself: clients keep them open for their next request."""
+    """A server that ends its connections, which clients keep open for their next request."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -30,20 +30,20 @@ class Listener(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Forget one that has ended."""
+        """Forget a connection that has ended."""
         self._connections.discard(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of connections that were cut on purpose."""
+        """Say nothing about connections that were cut on purpose."""
 
     def end(self) -> None:
         """End all connections, and wait until both sides have closed them.
 
-        Tests that come later compare what this process has open.
+        Later tests compare the descriptors of this process.
         """
         for connection in tuple(self._connections):
-            with suppress(OSError):  # it may have just ended
+            with suppress(OSError):  # it has just ended
                 connection.shutdown(SHUT_RDWR)
         self.server_close()
         deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -65,7 +65,7 @@ def _is_in_use(port: int) -> bool:
 def listening(
     handler: type[BaseHTTPRequestHandler], end: threading.Event, port: int = 0
 ) -> Iterator[int]:
-    """Serve on a port of this machine, in a thread, until the end; `end` tells handlers of it."""
+    """Serve on a port of this machine, in a thread, until the end, which `end` tells handlers."""
     listener = Listener(port, handler)
     thread = threading.Thread(target=listener.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -1,4 +1,4 @@
-"""A small HTTP server of model files: with ranges, counting requests, and misbehaving on demand."""
+"""A small HTTP server of model files, which counts requests and misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -15,43 +15,23 @@ from support.servers.listener import listening
 
 @dataclass
 class ModelServer:
-    """What it serves, how, and what it was asked for. Paths begin with a slash.
-
-    Attributes
-    ----------
-    files : dict
-        The bytes of each path.
-    has_ranges : bool
-        Whether it sends parts of a file.
-    statuses, redirects : dict
-        Paths that are answered with a status, or with another address.
-    headers : dict
-        Further headers of each answer.
-    lost_bytes : int
-        How many of the bytes that an answer says that it has do not come.
-    asked : list of (str, str, str)
-        Method, path with query, and range of each request.
-    tokens : list of str or None
-        What each request authorizes itself with.
-    silent : bool
-        It does not answer before its end.
-    """
+    """The files and habits of the server, and the requests it got. Paths begin with a slash."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     has_ranges: bool = True
     statuses: dict[str, int] = field(default_factory=dict)
     redirects: dict[str, str] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
-    lost_bytes: int = 0
-    silent: bool = False
-    asked: list[tuple[str, str, str]] = field(default_factory=list)
-    tokens: list[str | None] = field(default_factory=list)
+    headers: dict[str, str] = field(default_factory=dict)  # more, for each answer
+    lost_bytes: int = 0  # of each answer, at its end
+    silent: bool = False  # no answer before the end
+    asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
+    tokens: list[str | None] = field(default_factory=list)  # authorizations of the requests
     sent_bytes: int = 0  # without heads
     url: str = ""
     end: threading.Event = field(default_factory=threading.Event)
 
     def add(self, *paths: Path, folder: str = "/") -> str:
-        """Serve these files, and give the URL of the first."""
+        """Serve these files, and return the URL of the first."""
         for path in paths:
             self.files[folder + path.name] = path.read_bytes()
         return self.url + folder + paths[0].name
@@ -96,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = state.lost_bytes > 0
         body = body[: len(body) - state.lost_bytes]
         if self.command == "GET":
-            with suppress(ConnectionError):  # who has enough hangs up
+            with suppress(ConnectionError):  # a client may hang up
                 for at in range(0, len(body), 1 << 16):
                     piece = body[at : at + (1 << 16)]
                     state.sent_bytes += len(piece)  # before the client can have it

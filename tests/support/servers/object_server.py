@@ -1,4 +1,4 @@
-"""A small server of objects, with S3's ways: ranges, ETags, conditions, parts; and faults."""
+"""A small server of objects like S3: ranges, ETags, conditions and parts, and faults."""
 
 from __future__ import annotations
 
@@ -14,42 +14,30 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import numpy as np
 import pytest
 
 from support.servers.listener import listening
 
 _DELETED = b"<DeleteResult><Deleted><Key>k</Key></Deleted></DeleteResult>"
-# Of this run alone: what another one has staged of the same URL would be taken for its own.
+# For this run only: another run may have staged the same URL.
 BUCKET = f"bucket-{os.getpid()}"
+TINY_URL, TINY_PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
+URL, PATH = "s3://bucket/a/b", "/bucket/a/b"
+DATA = np.random.default_rng(1).integers(0, 256, 300_000, np.uint8)
 FAULTS = ("reset", "short", "slow", "wrong bytes", "503", "closed")
 
 
 @dataclass
 class ObjectServer:
-    """What it has, and what it does wrong. Paths are ``/bucket/key``.
-
-    Attributes
-    ----------
-    objects, tags : dict
-        Bytes and ETag of each path.
-    headers : dict
-        Further headers of the answers to HEAD of each path.
-    choose_fault : callable
-        Given method and path, one of `FAULTS`, or "".
-    slow_s : float
-        For how long a slow answer says nothing.
-    asked : list of (str, str, str)
-        Method, path and range of each request.
-    n_faults : int
-        Those that were sent.
-    """
+    """The objects, and the faults of the server. Paths are ``/bucket/key``."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
-    headers: dict[str, dict[str, str]] = field(default_factory=dict)
-    choose_fault: Callable[[str, str], str] = lambda method, path: ""
+    headers: dict[str, dict[str, str]] = field(default_factory=dict)  # more, for HEAD of a path
+    choose_fault: Callable[[str, str], str] = lambda method, path: ""  # one of FAULTS, or ""
     slow_s: float = 1.0
-    asked: list[tuple[str, str, str]] = field(default_factory=list)
+    asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path and range
     n_faults: int = 0
     uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
     port: int = 0
@@ -57,9 +45,18 @@ class ObjectServer:
     end: threading.Event = field(default_factory=threading.Event)
 
     def add(self, path: str, data: bytes, tag: str = "") -> None:
-        """Have an object; with the ETag of one that was written at once."""
+        """Add an object; by default with the ETag of one that was written at once."""
         self.objects[path] = data
         self.tags[path] = tag or hashlib.md5(data).hexdigest()
+
+    def begins(self, header: str = "") -> list[int]:
+        """Return the first bytes of the ranges requested since the last call, sorted.
+
+        A range of `header` does not count.
+        """
+        begins = [int(wanted.split("-")[0]) for _, _, wanted in self.asked if wanted != header]
+        self.asked.clear()
+        return sorted(begins)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -70,13 +67,16 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.begin_answer(status, len(body), headers)
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def begin_answer(self, status: int, nbytes: int, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(nbytes))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
 
     def begin(self) -> tuple[str, dict[str, list[str]], str]:
         split = urlsplit(self.path)
@@ -89,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
         return path, parse_qs(split.query, keep_blank_values=True), fault
 
     def fail(self, fault: str) -> bool:
-        """Do what is wrong before an answer; False where it is wrong in the answer."""
+        """Commit a fault instead of an answer; False if the fault is in the answer."""
         if fault == "503":
             self.answer(503, b"<Error><Code>SlowDown</Code></Error>")
         elif fault == "slow":
@@ -130,11 +130,7 @@ class Handler(BaseHTTPRequestHandler):
             at = 7919 * len(self.state.asked) % len(body)  # another byte each time
             body = body[:at] + bytes([body[at] ^ 4]) + body[at + 1 :]
         if fault in ("short", "reset"):
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
+            self.begin_answer(status, len(body), headers)
             self.wfile.write(body[: len(body) // 2])
             self.wfile.flush()
             self.close_connection = True
@@ -206,7 +202,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving_objects(monkeypatch: pytest.MonkeyPatch, port: int = 0) -> Iterator[ObjectServer]:
-    """Serve on a port of this machine, which is the S3 of this process until the end."""
+    """Serve on a port of this machine, as the S3 of this process, until the end."""
     state = ObjectServer()
     with listening(type("Handler", (Handler,), {"state": state}), state.end, port) as state.port:
         for name, value in {

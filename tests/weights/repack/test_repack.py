@@ -25,10 +25,10 @@ from support.processes import interrupts
 from unimem._core.status import ledger
 from unimem.base.threads import wait_until
 from unimem.system import limits
-from unimem.weights.page_cache import Dropper
 from unimem.weights.repack import repack as repacking
 from unimem.weights.repack.arrangement import arrange
 from unimem.weights.repack.repack import repack, warm_rest
+from unimem.weights.residency import Dropper
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 pytest.importorskip(

@@ -11,7 +11,6 @@ from typing import Any
 from unimem._core.block import Block
 from unimem.errors import FormatError, PlacementError
 from unimem.remote.client import is_url
-from unimem.staging.keeper import holders
 from unimem.system import policy
 from unimem.system.placement import Pages
 from unimem.weights.repack.arrangement import Arrangement
@@ -20,6 +19,7 @@ from unimem.weights.repack.image_cache import CacheChoice, choose_cache
 from unimem.weights.repack.image_format import key_of
 from unimem.weights.repack.image_identity import identify
 from unimem.weights.repack.image_writer import Keeping
+from unimem.weights.staged import holders
 from unimem.weights.tensors import Contents
 
 __all__ = ["Images", "is_mapped", "look"]

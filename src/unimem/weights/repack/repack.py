@@ -31,7 +31,7 @@ from unimem.weights.loading import (
     take_room,
 )
 from unimem.weights.opened import Weights
-from unimem.weights.page_cache import (
+from unimem.weights.residency import (
     Dropper,
     drop,
     drop_beside,

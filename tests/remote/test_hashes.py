@@ -1,4 +1,4 @@
-"""Hashes that servers tell of whole files: which count, and that wrong bytes are noticed."""
+"""Hashes that servers report for whole files: which count, and that wrong bytes are noticed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from support.servers.model_server import serving
 from support.servers.object_server import ObjectServer, serving_objects
 from unimem.engine import embedded_model
 from unimem.remote import transfers
-from unimem.remote.digest_headers import find_digest, request_digest
-from unimem.remote.hashes import find_hashes
+from unimem.remote.hashes import find_digest, find_hashes, request_digest
 
 DATA = b"123456789"
 CRC = "e3069283"  # of these bytes, by RFC 3720 (check value of CRC-32C)
@@ -199,3 +198,39 @@ def test_a_request_for_headers_is_not_followed_elsewhere(monkeypatch: pytest.Mon
         assert request_digest(direct, "another", 5) == ""
         assert request_digest(f"{second.url}/none", "tag", 5) == ""
     assert request_digest(direct, "tag", 5) == ""
+
+
+def md5(data: bytes) -> str:
+    return hashlib.md5(data).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("digest", "nbytes", "parts"),
+    [
+        (f'"{md5(b"")}"', 100, [[(0, 100)]]),
+        ("f" * 64, 100, [[(0, 100)]]),
+        (f"{md5(b'')}-1", 100, [[(0, 100)]]),
+        (f"{md5(b'')}-2", 20 << 20, None),
+        (f"{md5(b'')}-3", 100, []),
+        ('"5f-abc"', 100, []),
+        ("", 100, []),
+    ],
+)
+def test_what_tags_are_hashes(digest: str, nbytes: int, parts: list[Any] | None) -> None:
+    found = [each.parts for each in find_hashes(digest, nbytes)]
+    if parts is None:  # all that it may be
+        assert [(0, 10 << 20), (10 << 20, 20 << 20)] in found
+        assert all(len(each) == 2 for each in found)
+    else:
+        assert found == parts
+
+
+def test_a_hash_of_parts() -> None:
+    mib = 1 << 20
+    data = bytes(range(256)) * (12 * mib // 256)
+    pieces = [data[i : i + 5 * mib] for i in range(0, len(data), 5 * mib)]
+    digests = [hashlib.md5(piece) for piece in pieces]
+    tag = f"{md5(b''.join(each.digest() for each in digests))}-3"
+    first, *_ = (each for each in find_hashes(tag, len(data)) if each.part_bytes == 5 * mib)
+    assert first.matches(digests)
+    assert not first.matches([*digests[:2], hashlib.md5(b"")])

@@ -1,0 +1,76 @@
+"""Places: how each kind is sealed, and how stale folders go."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+import unimem as um
+from conftest import Run
+from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder  # noqa: F401
+from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
+from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from support.processes.staged_models import read_elsewhere
+from unimem.staging import backings
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
+
+
+def test_nobody_can_write_to_a_memfd(model: Path) -> None:
+    with um.stage(model, backing="memfd") as staged:
+        with open(staged.path, "rb") as file:
+            seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
+        all_seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        assert seals & all_seals == all_seals
+        with pytest.raises(PermissionError):
+            os.pwrite(staged.fd, b"x", 0)
+
+
+@pytest.mark.usefixtures("needs_mount")
+def test_a_sealed_tmpfs_is_read_only_for_root(model: Path) -> None:
+    with um.stage(model, backing="tmpfs") as staged:
+        for attempt in (
+            lambda: os.open(staged.path, os.O_RDWR),
+            lambda: os.unlink(staged.path),
+            lambda: os.truncate(staged.path, 0),
+            lambda: os.chmod(staged.path, 0o666),
+            lambda: os.mkdir(os.path.join(os.path.dirname(staged.path), "more")),
+        ):
+            with pytest.raises(OSError, match="Read-only") as caught:
+                attempt()
+            assert caught.value.errno == errno.EROFS
+
+
+@pytest.mark.usefixtures("needs_mount")
+def test_clearing_an_attribute_of_the_mount_undoes_nothing(model: Path) -> None:
+    attributes = (ctypes.c_uint64 * 4)(0, 1)  # to be cleared: MOUNT_ATTR_RDONLY
+    with um.stage(model, backing="tmpfs") as staged:
+        libc = ctypes.CDLL(None, use_errno=True)
+        at_empty_path, number = 0x1000, 442
+        if libc.syscall(number, staged.fd, b"", at_empty_path, attributes, 32):
+            pytest.skip(f"mount_setattr: {os.strerror(ctypes.get_errno())}")
+        with pytest.raises(OSError, match="Read-only"):
+            os.open(staged.path, os.O_RDWR)
+
+
+def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
+    folder = own_shm / "unimem-stage-test"
+    (folder / "a" / "deeper").mkdir(parents=True)
+    (folder / "a" / "file").touch()
+    (folder / "z").touch()
+    (own_shm / "of somebody else").touch()
+    backings.sweep()
+    assert os.listdir(own_shm) == ["of somebody else"]
+
+
+def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run) -> None:
+    with um.stage(model, backing="shm") as staged:
+        swept = run_python("from unimem.staging.backings import sweep; sweep()")
+        assert swept.returncode == 0, swept.stderr
+        backings.sweep()
+        assert read_elsewhere(staged.path) == model.read_bytes()

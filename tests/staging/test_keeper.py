@@ -1,0 +1,86 @@
+"""Staged models that processes keep, and that nothing is left of a failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import unimem as um
+from support.processes import interrupts
+from support.processes.staged_models import TINY, left
+from unimem._core.status import ledger
+from unimem.staging import keeper
+from unimem.staging.keeper import drop, hold
+from unimem.weights.staged import Held, holders_of
+
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
+
+
+def mapped() -> dict[str, int]:
+    return {name: row["mapped_bytes"] for name, row in ledger().items()}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_interrupted_at_each_line_of_handing_over_nothing_is_left() -> None:
+    asked = {"pages": "auto", "numa": None, "lock": False, "backing": "shm"}
+
+    def keep() -> None:
+        with hold(um.stage(TINY, backing="shm"), str(TINY), asked, []) as held:
+            given.append(held)
+
+    given: list[Held] = []
+    keep()
+    drop(given.pop())
+    before, n = (left(), mapped()), 0
+    for _ in interrupts.at_each_line(keep, "staging/keeper.py", "staging/backings.py"):
+        n += 1
+        while given:  # it was handed over by then, or never
+            drop(given.pop())
+        assert (left(), mapped()) == before, n
+    drop(given.pop())
+    assert n > 20
+
+
+def test_it_is_kept_until_it_is_dropped(model: Path) -> None:
+    asked = {"pages": "auto", "numa": None, "lock": False, "backing": "shm"}
+    with hold(um.stage(model, backing="shm"), str(model), asked, []) as held:
+        assert (held.source, held.asked, held.kept_by) == (str(model), asked, "command")
+    assert Path(held.path).read_bytes() == model.read_bytes()
+    assert held in holders_of(held.pid)
+    drop(held)
+    drop(held)  # twice is no error
+    assert not Path(held.path).exists()
+
+
+def test_a_program_is_not_ended(model: Path) -> None:
+    with um.stage(model) as staged:
+        (held,) = holders_of(os.getpid())
+        with pytest.raises(ValueError, match="it goes with process"):
+            drop(held)
+        assert Path(staged.path).exists()
+
+
+def test_what_is_not_handed_over_is_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, "no process")
+
+    monkeypatch.setattr(keeper, "run_child", fail)
+    staged = um.stage(model, backing="shm")
+    path = staged.path
+    with pytest.raises(OSError, match="no process"), hold(staged, str(model), {"lock": False}, []):
+        pass
+    assert staged.closed
+    assert not Path(path).exists()
+
+
+def test_a_child_is_waited_for() -> None:
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    keeper.run_child([sys.executable, "-c", "pass"])
+    assert children.read_text() == ""
+    with pytest.raises(FileNotFoundError):
+        keeper.run_child(["/no/such/program"])

@@ -1,0 +1,389 @@
+"""TITLE."""
+
+from __future__ import annotations
+import gc
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+import numpy as np
+import pytest
+from conftest import Run
+from support.files import gguf_files as gf
+from support.files import safetensors_files as sf
+from support.files.weight_bytes import LOADS, open_folder
+from support.models.make import TINY, write_model
+from support.processes import interrupts
+from support.project.checkout import STORIES, needs_stories
+from unimem._core.status import ledger
+from unimem.errors import ClosedError, FormatError, GGUFError, SafetensorsError
+from unimem.weights.files import open_model, reopen
+from unimem.weights.gguf import GGUFHeader
+from unimem.weights.opened import Weights, open_weights
+from unimem.weights.safetensors import SafetensorsHeader
+
+
+def n_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture
+def leaves_no_descriptor() -> Iterator[None]:
+    gc.collect()  # an earlier test may have left some to the collector
+    before = n_descriptors()
+    yield
+    assert n_descriptors() == before
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "file.gguf"
+    file.write_bytes(gf.everything())
+    return file
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "m.gguf", shape=TINY, kind="q8_0")
+
+
+@pytest.mark.parametrize("no_tensor_first", [False, True])
+@pytest.mark.parametrize("most", [1, 4, 1000])
+def test_a_split_model_is_the_model(model: Path, most: int, no_tensor_first: bool) -> None:
+    parts = gf.split(model, most, no_tensor_first=no_tensor_first)
+    with open_weights(model) as whole:
+        # From any part, the model is the same; paths are those of the parts, in order.
+        for part in {parts[0], parts[-1], parts[len(parts) // 2]}:
+            with open_weights(part) as split:
+                assert split.files == tuple(map(str, parts))
+                assert list(split.tensors) == list(whole.tensors)
+                assert split.by_type() == whole.by_type()
+                assert len(split.blocks) == len(parts)
+                assert split.mapped_bytes == sum(p.stat().st_size for p in parts)
+                for name, tensor in split.tensors.items():
+                    here = whole.tensors[name]
+                    assert (tensor.ne, tensor.type) == (here.ne, here.type)
+                    assert np.array_equal(tensor.as_array(), here.as_array())
+                keys = [key for key in split.metadata if not key.startswith("split.")]
+                assert keys == list(whole.metadata)
+                assert "and" in repr(split) or len(parts) == 1
+                assert split.fingerprint != whole.fingerprint
+
+
+def test_a_relative_path_and_links(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = gf.split(model, 8)
+    monkeypatch.chdir(model.parent)
+    with open_weights(parts[1].name) as weights:
+        assert weights.files == tuple(part.name for part in parts)
+    # As caches of models have them: links with names, to files that are called by a hash.
+    folder = model.parent / "snapshot"
+    folder.mkdir()
+    for i, part in enumerate(parts):
+        (folder / part.name).symlink_to(part.rename(model.parent / f"blob{i}"))
+    with open_weights(folder / parts[0].name) as weights:
+        assert weights.files == tuple(str(folder / part.name) for part in parts)
+
+
+def test_a_missing_part_is_named(model: Path) -> None:
+    parts = gf.split(model, 8)
+    count = len(parts)
+    for missing in (0, 1, count - 1):
+        away = parts[missing].rename(model.with_name("away"))
+        with pytest.raises(FileNotFoundError, match=f"Part {missing + 1} of {count}") as caught:
+            open_weights(parts[missing - 1])
+        assert caught.value.filename == str(parts[missing])
+        away.rename(parts[missing])
+
+
+def of_another_model(parts: list[Path], other: Path) -> tuple[Path, str]:
+    shutil.copy(gf.split(other, 9)[1], parts[1])
+    return parts[1], "part of another model"
+
+
+def with_other_numbers(parts: list[Path], other: Path) -> tuple[Path, str]:
+    shutil.copy(parts[2], parts[1])
+    return parts[1], "part of another model: split.count and split.no are"
+
+
+def with_fewer_tensors(parts: list[Path], other: Path) -> tuple[Path, str]:
+    numbers = {"split.no": 1, "split.count": len(parts)}
+    entries = [gf.kv(k, gf.UINT16, gf.values(gf.UINT16, [n])) for k, n in numbers.items()]
+    parts[1].write_bytes(gf.with_data(gf.head(0, 2), *entries)[0])
+    return parts[-1], "split.tensors.count is"  # which is the file that was asked for
+
+
+def with_the_same_tensors(parts: list[Path], other: Path) -> tuple[Path, str]:
+    # The first, numbered as the second: as many tensors, but some are there twice.
+    raw, number = parts[0].read_bytes(), gf.string("split.no") + gf.u32(gf.UINT16)
+    at = raw.index(number) + len(number)
+    parts[1].write_bytes(raw[:at] + b"\1\0" + raw[at + 2 :])
+    return parts[1], "is in .* already"
+
+
+@pytest.mark.parametrize(
+    "change", [of_another_model, with_other_numbers, with_fewer_tensors, with_the_same_tensors]
+)
+def test_parts_that_do_not_belong_together(model: Path, tmp_path: Path, change: Any) -> None:
+    parts = gf.split(model, 7)
+    (tmp_path / "other").mkdir()
+    other = write_model(tmp_path / "other" / "o.gguf", "qwen3", shape=TINY, kind="q8_0")
+    culprit, text = change(parts, other)
+    with pytest.raises(GGUFError, match=text) as caught:
+        open_weights(parts[-1])
+    assert caught.value.path == str(culprit)
+
+
+@pytest.mark.parametrize(
+    "end", ["", "-00001-of-{}.gguf.bak", "-1-of-3", "-00002-of-{}", "-00001-of-99999"]
+)
+def test_a_part_with_another_name(model: Path, tmp_path: Path, end: str) -> None:
+    parts = gf.split(model, 8)
+    count = f"{len(parts):05}"
+    wrong = parts[0].rename(tmp_path / f"away{end.format(count)}".removesuffix(".gguf"))
+    with pytest.raises(GGUFError, match=f"end with -00001-of-{count}.gguf") as caught:
+        open_weights(wrong)
+    assert caught.value.path == str(wrong)
+
+
+NO_NUMBERS = {
+    "string": gf.kv("split.count", gf.STRING, gf.string("2")),
+    "bool": gf.kv("split.count", gf.BOOL, b"\1"),
+    "negative": gf.kv("split.count", gf.INT32, gf.values(gf.INT32, [-2])),
+    "float": gf.kv("split.count", gf.FLOAT32, gf.values(gf.FLOAT32, [2.0])),
+}
+
+
+@pytest.mark.parametrize("kind", NO_NUMBERS)
+def test_keys_of_a_split_that_are_no_numbers(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "m-00001-of-00002.gguf"
+    file.write_bytes(gf.with_data(gf.head(0, 1), NO_NUMBERS[kind])[0])
+    with pytest.raises(GGUFError, match=r"integer split\.count") as caught:
+        open_weights(file)
+    assert caught.value.path == str(file)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_count_of_one_needs_no_number(tmp_path: Path, count: int) -> None:
+    entry = gf.kv("split.count", gf.UINT16, gf.values(gf.UINT16, [count]))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(gf.with_data(gf.head(0, 1), entry)[0])
+    with open_weights(file) as weights:
+        assert weights.files == (str(file),)
+
+
+SHARDS: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {
+    "model-00001-of-00002.safetensors": {"b": ("F16", (2, 3)), "a": ("BF16", (4,))},
+    "model-00002-of-00002.safetensors": {"c": ("F8_E4M3", (2, 2)), "d": ("F4", (3, 2))},
+}
+
+
+INDEX = "model.safetensors.index.json"
+
+
+WHERE = {tensor: name for name, tensors in SHARDS.items() for tensor in tensors}
+
+
+def write_index(folder: Path, where: Any) -> Path:
+    index = folder / INDEX
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": where}))
+    return index
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    for name, tensors in SHARDS.items():
+        (tmp_path / name).write_bytes(sf.write(tensors, {"format": "pt"}))
+    return write_index(tmp_path, WHERE)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_an_index_is_a_model(index: Path, load: Any) -> None:
+    with open_weights(index, load=load) as weights:
+        assert [Path(file).name for file in weights.files] == sorted(SHARDS)
+        assert list(weights.tensors) == ["b", "a", "c", "d"]
+        assert weights.by_type() == {"f16": 12, "bf16": 8, "f8_e4m3": 4, "f4": 3}
+        assert weights.metadata["format"] == "pt"
+        for name, tensor in weights.tensors.items():
+            file = index.with_name(WHERE[name])
+            assert tensor.file == str(file)
+            data = file.read_bytes()[tensor.offset : tensor.offset + tensor.nbytes]
+            assert tensor.as_array().tobytes() == data
+        four_bits = weights.tensors["d"]
+        assert (four_bits.shape, four_bits.ggml_type) == ((3, 2), None)
+        assert four_bits.as_array().shape == (3, 1)
+
+
+def test_one_file_of_an_index_is_a_model_too(index: Path) -> None:
+    with open_weights(index.with_name(WHERE["b"])) as weights:
+        assert list(weights.tensors) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, "not JSON") for text in ("", "{", "\xff", "[" * 100_000)),
+        *((text, "no weight_map") for text in ("[]", "{}")),
+        *((f'{{"weight_map": {where}}}', "no weight_map") for where in ("{}", "[]")),
+        ('{"weight_map": {"a": 1}}', "1 is not the name of a file"),
+        *(
+            (f'{{"weight_map": {{"a": "{name}"}}}}', "not the name of a file")
+            for name in ("../a.safetensors", "/etc/passwd", "..", "", "x\\u0000", "x\\ud800")
+        ),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "occurs twice"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_an_index_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+    index = tmp_path / INDEX
+    index.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SafetensorsError, match=said) as caught:
+        open_weights(index)
+    assert caught.value.path == str(index)
+    # An index is wrong as a whole.
+    assert caught.value.offset is None
+    assert "at byte" not in str(caught.value)
+
+
+def test_an_index_that_is_too_long(tmp_path: Path) -> None:
+    index = tmp_path / INDEX
+    index.touch()
+    os.truncate(index, (32 << 20) + 1)
+    with pytest.raises(SafetensorsError, match="longer than 32 MiB"):
+        open_weights(index)
+
+
+ONE, TWO = SHARDS
+
+
+OTHER_INDICES: dict[str, tuple[dict[str, str], str, type[Exception], str]] = {
+    "itself": ({"a": INDEX}, INDEX, SafetensorsError, "is not safetensors"),
+    "no text": (WHERE | {"\ud800": TWO}, TWO, SafetensorsError, "does not have the tensor"),
+    "one more": (WHERE | {"e": TWO}, TWO, SafetensorsError, "does not have the tensor 'e'"),
+    "one less": (
+        {name: file for name, file in WHERE.items() if name != "a"},
+        ONE,
+        SafetensorsError,
+        "is not said to have the tensor 'a'",
+    ),
+    "missing": (WHERE | {"e": "none"}, "none", FileNotFoundError, "names this file"),
+    "GGUF": ({"one": "file.gguf"}, "file.gguf", SafetensorsError, "not safetensors"),
+}
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("name", OTHER_INDICES)
+def test_files_that_do_not_belong_to_the_index(index: Path, name: str) -> None:
+    where, culprit, error, text = OTHER_INDICES[name]
+    write_index(index.parent, where)
+    with pytest.raises(error, match=text) as caught:
+        open_weights(index)
+    told = getattr(caught.value, "path", None) or getattr(caught.value, "filename", None)
+    assert told == str(index.with_name(culprit))
+    assert str(caught.value).isprintable()
+
+
+def test_too_few_descriptors_for_all_files(model: Path, run_python: Run) -> None:
+    parts = gf.split(model, 1)
+    run = run_python(f"""
+        import errno, os, pytest, resource
+        import unimem as um
+        um.open_weights({str(model)!r}).close()  # so that all is imported
+        held = len(os.listdir("/proc/self/fd"))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held + 4, most))
+        with pytest.raises(OSError, match="ulimit -n") as caught:
+            um.open_weights({str(parts[0])!r})
+        assert caught.value.errno == errno.EMFILE
+        assert {str(model.parent)!r} in caught.value.filename
+        assert len(os.listdir("/proc/self/fd")) == held
+        """)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("kind", ["split", "index"])
+def test_an_interrupt_anywhere_leaves_no_descriptor(model: Path, index: Path, kind: str) -> None:
+    path = gf.split(model, 20)[0] if kind == "split" else index
+    gc.collect()
+    held = n_descriptors()
+
+    def call() -> None:
+        with open_model(path) as opened:
+            for file in opened.files:
+                with reopen(file):
+                    pass
+
+    for _ in interrupts.at_each_line(call, "unimem/weights/files.py"):
+        assert n_descriptors() == held
+
+
+NO_MODELS: dict[str, tuple[Callable[[Path], object], type[OSError], str]] = {
+    "missing.gguf": (lambda path: None, FileNotFoundError, "No such file"),
+    "folder": (Path.mkdir, IsADirectoryError, "give a model file in it"),
+    "link": (lambda p: p.symlink_to("away/blob"), FileNotFoundError, "leads to 'away/blob'"),
+    "circle": (lambda path: path.symlink_to("circle"), OSError, "symbolic links"),
+    # It does not wait for a writer.
+    **dict.fromkeys(
+        ("fifo", "fifo.safetensors", "fifo.index.json"), (os.mkfifo, OSError, "regular file")
+    ),
+    "device": (lambda path: path.symlink_to("/dev/zero"), OSError, "regular file"),
+}
+
+
+@pytest.mark.parametrize("name", NO_MODELS)
+def test_what_is_no_file(tmp_path: Path, name: str) -> None:
+    make, error, text = NO_MODELS[name]
+    make(tmp_path / name)
+    with pytest.raises(error, match=text) as caught:
+        open_weights(tmp_path / name)
+    assert caught.value.filename == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "\ud800.index.json"])
+def test_a_path_that_no_file_has(name: str) -> None:
+    with pytest.raises(ValueError, match="expected the path of a file") as caught:
+        open_weights(name)
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_that_may_not_be_read(path: Path, open_folder: Path, run_python: Run) -> None:
+    secret = Path(shutil.copy(path, open_folder))
+    secret.chmod(0)
+    done = run_python(f"""
+        import os, pytest
+        from unimem.weights.opened import open_weights
+        open_weights({str(path)!r}).close()  # so that all is imported that others may not read
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        with pytest.raises(PermissionError) as caught:
+            open_weights({str(secret)!r})
+        assert caught.value.filename == {str(secret)!r}
+        """)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("empty", GGUFError), ("empty.gguf", GGUFError), ("empty.safetensors", SafetensorsError)],
+)
+def test_empty_file(tmp_path: Path, name: str, error: type[FormatError]) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(error, match="the file ends inside its header") as caught:
+        open_weights(tmp_path / name)
+    assert caught.value.path == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("load", ["map", "copy"])
+@pytest.mark.parametrize(("raw", "name"), [(gf.everything(), "four"), (sf.everything(), "scalar")])
+def test_file_in_memory(raw: bytes, name: str, load: Any) -> None:
+    fd = os.memfd_create("model", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, raw)
+        with open_weights(f"/proc/self/fd/{fd}", load=load) as w:
+            assert w.tensors[name].as_array().size > 0
+    finally:
+        os.close(fd)
