@@ -80,4 +80,4 @@ unimem_add_bindings(_core status dlpack arrays foreign region mapping growth blo
 unimem_add_bindings(kv arrays states paged scratchpad rotate_heads)
 unimem_add_bindings(kv/cache rows storage cache parts layered device)
 unimem_add_bindings(weights header_bytes gguf safetensors)
-unimem_add_bindings(engine thread_count turn rotation_op forward)
+unimem_add_bindings(engine thread_count turns rotation_op forward)

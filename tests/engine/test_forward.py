@@ -97,13 +97,9 @@ def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
         last=last.ctypes.data,
     )
     ids = np.zeros(300, np.int32)
-    made_of: Any = (graph, graph, decoder.kv, [decoder.kv], inputs, decoder.logits, ids)
-    forward = ForwardPass(
-        *made_of,
-        windows=[300],
-        threads=ThreadCount(1, adapts=False),
-        turn=decoder._turn,
-    )
+    history = SimpleNamespace(kv=decoder.kv, parts=(decoder.kv,), windows=(300,))
+    made_of: Any = (graph, graph, history, inputs, decoder.logits, ids)
+    forward = ForwardPass(*made_of, threads=ThreadCount(1, adapts=False), turn=decoder._turn)
     forward.tally = decoder._tally
     forward.graph_compute_address = ctypes.cast(libc.sem_wait, ctypes.c_void_p).value or 0
     begun = threading.Event()

@@ -26,7 +26,7 @@ from unimem.system import limits
 from unimem.system.process import read_process
 from unimem.weights.repack import image_search
 from unimem.weights.repack.image import IMAGE_NAME
-from unimem.weights.repack.repack import repack
+from unimem.weights.repack import repack
 
 if ggml_orders.find_order(2, (256, 64)) is None:
     pytest.skip("this build of ggml has no order for q4_0 on this CPU", allow_module_level=True)

@@ -151,9 +151,6 @@ def test_what_templates_expect_of_their_environment(template: str, text: str) ->
     assert render(template) == text
 
 
-LOOPS = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}"
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -169,11 +166,9 @@ LOOPS = "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endf
         ("{{ messages[0].update(role='user') }}", "line 1: access to attribute 'update'.*unsafe"),
         ("{{" + "(" * 3000 + ")" * 3000 + "}}", "RecursionError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "line 1: RecursionError"),
-        # What takes too much is bounded.
+        # Input and output are bounded.
         ("{% for i in range(100001) %}{% endfor %}", "Range too big"),
-        ("{{ '-' * 20000000 }}", r"result of \* may be too large"),
-        ("{{ 9 ** 9 ** 9 }}", r"result of \*\* may be too large"),
-        ("\n" + LOOPS, "line 2: it takes more than 2000000 steps"),
+        ("{{ '-' * 20000000 }}", "more than 16777216 characters"),
         ("{% for i in range(9999) %}{{ '-' * 9999 }}{% endfor %}", "more than 16777216 characters"),
         ("-" * ((1 << 20) + 1), "expected at most 1048576 characters"),
     ],
@@ -184,32 +179,9 @@ def test_errors(template: str, message: str) -> None:
         render(template)
 
 
-def test_steps_of_macros_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_MAX_STEPS", 20_000)
-    macro = "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}"
-    with pytest.raises(ChatTemplateError, match="more than 20000 steps"):
-        render(macro)
-
-
 def test_a_long_talk_is_within_the_bounds() -> None:
     talk = [{"role": role, "content": "word " * 99} for role in ("user", "assistant")] * 1000
     assert render(MISTRAL, talk).count("[INST]") == 1000
-
-
-def test_trace_function_is_put_back() -> None:
-    def trace(*_: object) -> None:
-        return None
-
-    outer = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        render(CHATML)
-        assert sys.gettrace() is trace
-        with pytest.raises(ChatTemplateError):
-            render(LOOPS)
-        assert sys.gettrace() is trace
-    finally:
-        sys.settrace(outer)
 
 
 def render_apart(template: str, messages: list[dict[str, str]] = TALK) -> str:
@@ -240,12 +212,30 @@ def test_memory_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> No
         render_apart(template)
 
 
-@pytest.mark.slow
-def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 9 ** (9 ** 9) }}",
+        pytest.param("{% for i in range(9999) %}" * 2 + "{% endfor %}" * 2, marks=SLOW),
+        pytest.param(
+            "{% macro f(n) %}{% if n %}{{ f(n-1) ~ f(n-1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "{% set s = 'ab' * 4000000 %}{% for i in range(99999) %}{% if s | upper == 'x' %}"
+            "{% endif %}{% endfor %}",
+            marks=SLOW,
+        ),
+    ],
+    ids=["a power", "loops", "macros", "a filter"],
+)
+def test_time_is_bounded(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "_MAX_CPU_SECONDS", 1)
-    template = "{% set s = 'ab' * 4000000 %}{% for i in range(99999) %}{% if s | upper == 'x' %}"
     with pytest.raises(ChatTemplateError, match="more than 1 seconds of the CPU"):
-        render_apart(template + "{% endif %}{% endfor %}")
+        render_apart(template)
 
 
 @pytest.mark.parametrize("message", [{"role": "user"}, {"role": "user", "content": None}, {}])
