@@ -85,11 +85,7 @@ def tensor(view: Any) -> Any:
 
 
 def load_state_dict(
-    module: Any,
-    weights: Weights,
-    *,
-    names: Mapping[str, str] | None = None,
-    strict: bool = True,
+    module: Any, weights: Weights, *, names: Mapping[str, str] | None = None, strict: bool = True
 ) -> list[str]:
     """Give a module the tensors of a model, without a copy where their dtypes agree.
 

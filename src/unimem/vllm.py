@@ -26,12 +26,7 @@ from unimem.kv.store.store import KVStore
 from unimem.system import policy
 
 try:
-    from vllm.v1.kv_offload.base import (
-        Locality,
-        LookupResult,
-        Medium,
-        RequestOffloadingContext,
-    )
+    from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -42,12 +37,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import (
-        OffloadingSpec,
-        OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-    )
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 

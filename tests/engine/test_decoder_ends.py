@@ -108,10 +108,7 @@ def test_a_forked_child_waits_for_nobody() -> None:
         decoder.__exit__()
         return decoder.layout.closed
 
-    with (
-        Decoder(embedded_model(), ctx=64, threads=1) as decoder,
-        computing(decoder) as (go, _),
-    ):
+    with Decoder(embedded_model(), ctx=64, threads=1) as decoder, computing(decoder) as (go, _):
         assert in_child(ends)
         go.set()
         decoder.__exit__()

@@ -82,12 +82,7 @@ PLANNED = {
     # image, placement: what the plan says of it, and what of its bytes cannot be dropped
     "none": (None, {}, None, True),
     "staged": ("staged", {}, SHARED, True),
-    "staged, huge pages": (
-        "staged",
-        {"pages": "thp"},
-        SHARED,
-        True,
-    ),
+    "staged, huge pages": ("staged", {"pages": "thp"}, SHARED, True),
     "staged, on a node": ("staged", {"numa": "bind:0"}, OWN, True),
     "kept, hot": ("kept", {}, ", mapped from the page cache", False),
     "kept, hot, huge pages": ("kept", {"pages": "thp"}, OWN, True),

@@ -116,12 +116,7 @@ def test_rows_differ_where_the_last_bit_of_a_sum_does(head_dim: int, tmp_path: P
 
 @pytest.mark.parametrize(
     ("arch", "head_dim", "options"),
-    [
-        ("llama", 64, {}),
-        ("qwen2", 192, {"window": 50}),
-        ("gemma3", 128, {}),
-        ("qwen3moe", 64, {}),
-    ],
+    [("llama", 64, {}), ("qwen2", 192, {"window": 50}), ("gemma3", 128, {}), ("qwen3moe", 64, {})],
 )
 def test_attention_makes_the_same_of_rotated_heads(
     arch: str, head_dim: int, options: dict[str, Any], tmp_path: Path

@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[um.KVStore]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    **{"f16": {}, "q8_0": {"kv_dtype": "q8_0"}, "window": {"window": 400}},
+    **{"f16": {}, "q8_0": {"kv_dtype": "q8_0"}, "window": {"window": 400}}
 }
 
 

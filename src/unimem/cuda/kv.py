@@ -158,12 +158,7 @@ class KVCache(KVDevice):
             self._place(tape, driver, owns_tape=False)
         else:
             own = Tape(
-                nbytes,
-                name=self.name,
-                category="kv",
-                device=device,
-                pinned=pinned,
-                **placement,
+                nbytes, name=self.name, category="kv", device=device, pinned=pinned, **placement
             )
             try:
                 self._place(own, driver, owns_tape=True)

@@ -78,12 +78,7 @@ class Scratchpad(DeviceScratchpad):
             # Compiled before anything is taken, so that a compiler that fails leaves nothing.
             kernels = RowKernels(cuda_driver.driver(device), stored)
             own = Tape(
-                nbytes,
-                name=self.name,
-                category="kv",
-                device=device,
-                pinned=pinned,
-                **placement,
+                nbytes, name=self.name, category="kv", device=device, pinned=pinned, **placement
             )
             super().__init__(own, own.block._driver, kernels, owns_tape=True)
             return

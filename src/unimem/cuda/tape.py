@@ -80,12 +80,7 @@ class Tape(DeviceTape):
             # Not what a pinned block is rounded up to: a tape ends where it was asked to.
             total = checked_size(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
             block = Block(
-                total,
-                device=device,
-                pinned=pinned,
-                name=name,
-                category=category,
-                **placement,
+                total, device=device, pinned=pinned, name=name, category=category, **placement
             )
             block._is_part = True
         super().__init__(

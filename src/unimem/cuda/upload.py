@@ -122,12 +122,7 @@ def _slot_bytes(staging_bytes: int | None) -> int:
 @contextmanager
 def _pinned(driver: Driver, nbytes: int) -> Iterator[tuple[memoryview, int]]:
     with Block(
-        nbytes,
-        device=driver.id,
-        pinned=True,
-        pages="auto",
-        name="upload",
-        category="staging",
+        nbytes, device=driver.id, pinned=True, pages="auto", name="upload", category="staging"
     ) as block:
         host: Any = block.host
         with memoryview(host) as memory:

@@ -14,13 +14,7 @@ from unimem.base.arguments import flag
 from unimem.base.text import format_count
 from unimem.engine.rotation_op import rotation_block
 from unimem.kv.arrays import block_values
-from unimem.models.dims import (
-    ARCHITECTURES,
-    ArchMetadata,
-    Experts,
-    ModelDims,
-    read_experts,
-)
+from unimem.models.dims import ARCHITECTURES, ArchMetadata, Experts, ModelDims, read_experts
 from unimem.models.families import KeptRows, layers_of, of_architecture
 from unimem.models.fields import MetadataFields
 from unimem.planning.needs import least_window

@@ -51,10 +51,7 @@ class Options(NamedTuple):
 
 
 def _check_model(
-    weights: Contents,
-    planned: str | os.PathLike[str] | Weights,
-    load: EngineLoad,
-    asked: Options,
+    weights: Contents, planned: str | os.PathLike[str] | Weights, load: EngineLoad, asked: Options
 ) -> tuple[Model, Plan]:
     """Check that the engine runs a model with these options, and that its plan fits."""
     layout, numa = asked.layout, asked.numa

@@ -154,11 +154,7 @@ def _files_beside(path: str) -> list[str]:
 
 
 def restore(
-    groups: Sequence[Group],
-    path: str | os.PathLike[str],
-    tokens: Ids,
-    model: str,
-    **options: Any,
+    groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, model: str, **options: Any
 ) -> list[KVCache]:
     """Make the cache of each group.
 

@@ -22,12 +22,7 @@ FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=600)
 SMALL = Shape(hidden=256, layers=4, heads=8, kv_heads=2, inner=768, vocab=1024, ctx=1024)
-SHAPES = {
-    "tiny": TINY,
-    "small": SMALL,
-    "1.1b": bench.SHAPES["1.1b"],
-    "wide": bench.SHAPES["wide"],
-}
+SHAPES = {"tiny": TINY, "small": SMALL, "1.1b": bench.SHAPES["1.1b"], "wide": bench.SHAPES["wide"]}
 
 
 def write_model(
