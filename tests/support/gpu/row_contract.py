@@ -140,21 +140,12 @@ def append(
     row_bytes, lane = lane_bytes(stored, n_rows, heads * dim)
     out = place.up(np.full((2, layers, streams, lane), UNTOUCHED, np.uint8))
     there = [place.up(a) for a in (k, v) if a is not None]
-    addresses = [*map(place.address, there), 0][:2]
-    part = layers * streams * lane
+    k_at, v_at = [*map(place.address, there), 0][:2]
+    k_out = place.address(out)
+    v_out, steps = k_out + layers * streams * lane, (streams * lane, lane, row_bytes)
     place.rows(stored).append(
-        *addresses,
-        given,
-        k.shape,
-        k.strides,
-        place.address(out),
-        place.address(out) + part,
-        streams * lane,
-        lane,
-        row_bytes,
-        row,
-        n_rows,
-        row_address,
+        (k_at, v_at, given, k.shape, k.strides),
+        (k_out, v_out, *steps, row, n_rows, row_address),
         0,
     )
     lanes = place.down(out)
