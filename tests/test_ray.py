@@ -432,7 +432,7 @@ def test_it_needs_ray_and_a_cluster(cluster: Cluster, monkeypatch: pytest.Monkey
         ur.Stager(TINY)
 
 
-def test_what_is_secret_in_a_url_is_in_no_error(
+def test_errors_show_no_secret_of_a_url(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
@@ -443,7 +443,7 @@ def test_what_is_secret_in_a_url_is_in_no_error(
     assert "word" not in str(e.value)
 
 
-def test_one_that_is_not_closed_is_told(cluster: Cluster) -> None:
+def test_a_stager_left_open_warns(cluster: Cluster) -> None:
     made = ur.Stager(TINY, ctx=CTX)
     with pytest.warns(ResourceWarning, match=r"unclosed Stager\(3 nodes"):
         made.__del__()

@@ -91,7 +91,7 @@ def test_each_node_has_one_copy_in_memory(found: dict[str, Any]) -> None:
         assert sum(shares.values()) <= found["model_bytes"] + 4096 * len(shares)
 
 
-def test_what_a_lost_node_did_goes_on_elsewhere(
+def test_the_work_of_a_lost_node_goes_on_elsewhere(
     found: dict[str, Any], expected: tuple[str, str, str, int]
 ) -> None:
     assert found["repeated"] == [expected[2]] * 8

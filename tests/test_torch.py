@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(torch: Any, case: str) -> None:
+def test_wrong_arguments_are_refused(torch: Any, case: str) -> None:
     make, said = REFUSED[case]
     with um.KVCache(1, HEADS, DIM, 8) as kv:
         with pytest.raises(TypeError, match=f"k: expected .*{said}"):
@@ -186,7 +186,7 @@ def test_other_arrays_are_tensors(torch: Any) -> None:
         gc.collect()
 
 
-def test_what_is_no_tensor(torch: Any) -> None:
+def test_other_objects_than_tensors_are_refused(torch: Any) -> None:
     with um.KVCache(1, HEADS, DIM, 8, dtype="q8_0") as kv:
         cases = {
             "blocks of q8_0": kv.layer(0)[0],
@@ -272,7 +272,7 @@ def test_names_that_differ_and_parameters_that_are_shared(torch: Any, weights: u
     assert net.head.weight.data_ptr() == weights.tensors["0.weight"].address
 
 
-def test_what_does_not_fit_leaves_the_module_as_it_was(
+def test_a_tensor_that_does_not_fit_changes_nothing(
     torch: Any, weights: um.Weights, tmp_path: Path
 ) -> None:
     (tmp_path / "file.gguf").write_bytes(gf.everything())

@@ -206,7 +206,7 @@ def test_a_damaged_chunk_is_computed_anew_and_not_asked_for_again(
         assert one.run([KEYS[1]], [0], load=False).success
 
 
-def test_what_has_no_room_and_what_fails_is_said(
+def test_full_and_failing_stores_are_reported(
     vllm: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(vllm, tmp_path, disk_bytes=20_000) as small:

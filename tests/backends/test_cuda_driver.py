@@ -71,7 +71,7 @@ def test_arrays_are_cupys_over_any_address() -> None:
     assert sys.getrefcount(owner) > 2
 
 
-def test_what_is_no_array_on_a_gpu_is_refused() -> None:
+def test_arrays_elsewhere_than_on_a_gpu_are_refused() -> None:
     for wrong in (np.zeros(3), [1.0], None, "x", 3, np.ndarray, cupy.ndarray):
         expected = f"expected an array on the GPU, got {type(wrong).__name__}"
         with pytest.raises(TypeError, match=expected):
@@ -197,7 +197,7 @@ def test_memory_that_is_not_registered_is_left_as_it_is() -> None:
         driver.unregister(4096)
 
 
-def test_streams_of_everybody() -> None:
+def test_streams_of_other_libraries_are_taken() -> None:
     class OfTorch:
         cuda_stream = 77
 

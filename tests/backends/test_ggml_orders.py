@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +20,7 @@ pytest.importorskip(
     exc_type=ImportError,
 )
 
-from unimem.backends import ggml, ggml_orders, ggml_trial, ggml_trial_process
+from unimem.backends import ggml, ggml_orders
 
 ALL_KINDS = tuple(ggml.MATMUL_TYPES)
 KINDS = [kind for kind in ALL_KINDS if ggml_orders.find_order(kind, (256, 64))]
@@ -143,7 +139,7 @@ def test_a_type_or_shape_without_an_order_has_none() -> None:
     assert ggml_orders.find_order(99, (256, 64)) is None
 
 
-def test_what_does_not_suit_a_buffer_is_refused(tape: um.Tape) -> None:
+def test_unsuitable_tensors_are_refused(tape: um.Tape) -> None:
     kind, ne = KINDS[0], (256, 64)
     order = ggml_orders.find_order(kind, ne)
     assert order is not None
@@ -180,47 +176,6 @@ def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch
     assert ggml_orders.buffer_types.__wrapped__() == ()
     monkeypatch.setattr(sys, "executable", "/none")
     assert ggml_orders.buffer_types.__wrapped__() == ()
-
-
-@pytest.mark.parametrize(
-    ("code", "is_sound", "is_kept"),
-    [(0, True, True), (3, False, True), (-signal.SIGILL, False, True), (1, False, False),
-     (-signal.SIGKILL, False, False)],
-)  # fmt: skip
-def test_a_trial_is_made_once_a_build(
-    code: int, is_sound: bool, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
-    trials: list[str] = []
-
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
-        trials.append(command[-1])
-        return subprocess.CompletedProcess(command, code)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    for _ in range(2):
-        assert ggml_trial.passes_trial("AMX", {"libraries": "1"}) == is_sound
-    assert len(trials) == (1 if is_kept else 2)
-    for path in (tmp_path / "cache").iterdir():
-        path.write_text("")  # of no meaning: it is tried again
-    ggml_trial.passes_trial("AMX", {"libraries": "1"})
-    ggml_trial.passes_trial("AMX", {"libraries": "2"})
-    (tmp_path / "cache").chmod(0o777)
-    ggml_trial.passes_trial("AMX", {"libraries": "2"})  # what others may write is not believed
-    assert len(trials) == (4 if is_kept else 5)
-
-
-def test_a_trial_sees_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    (name, *_) = [one.name for one in ggml_orders.all_types()]
-    assert ggml_trial_process.is_sound(name)
-    write = ggml_orders.Buffer.write_as
-
-    def spoil(self: Any, order: Any, kind: int, ne: Any, source: int, data: int) -> None:
-        write(self, order, kind, ne, source, data)
-        ctypes.memset(data, 0, 32)
-
-    monkeypatch.setattr(ggml_orders.Buffer, "write_as", spoil)
-    assert not ggml_trial_process.is_sound(name)
 
 
 def test_the_build_is_known_by_its_files_and_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

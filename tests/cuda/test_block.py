@@ -135,7 +135,7 @@ def test_pinned_memory_is_a_block_that_both_see(cuda: Any, host_gpu: HostDriver)
     assert host_gpu.registered == {}
 
 
-def test_what_cannot_be_pinned_is_given_back(
+def test_memory_that_cannot_be_pinned_is_given_back(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_gpu, "register", Mock(side_effect=um.PlacementError(12, "no")))
@@ -214,7 +214,7 @@ def test_memory_is_unmapped_after_cuda_has_let_go_of_it(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_what_cuda_does_not_let_go_of_stays_mapped(
+def test_memory_that_cuda_keeps_stays_mapped(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     refuse = Mock(side_effect=error("operation not permitted when stream is capturing"))
@@ -314,7 +314,7 @@ def test_wrong_arguments(cuda: Any, host_gpu: HostDriver) -> None:
     assert host_gpu.allocated == {}
 
 
-def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
+def test_missing_features_are_declared(cuda: Any, tmp_path: Path) -> None:
     with cuda.Block(1) as block, cuda.KVCache(1, 1, 8, 8) as kv:
         calls: dict[str, Callable[[], Any]] = {
             "advise": lambda: block.advise("random"),
@@ -343,7 +343,7 @@ def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
                 call()
 
 
-def test_nothing_else_is_not_implemented(cuda: Any) -> None:
+def test_only_missing_features_are_not_implemented(cuda: Any) -> None:
     named = set()
     for path in Path(cuda.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -366,9 +366,7 @@ def test_device_memory_cannot_be_placed(cuda: Any, option: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_who_does_not_get_its_memory_leaves_nothing(
-    cuda: Any, host_gpu: HostDriver, owner: str
-) -> None:
+def test_owners_without_memory_leave_nothing(cuda: Any, host_gpu: HostDriver, owner: str) -> None:
     make = partial(getattr(cuda, owner), *OWNERS[owner][0])
     with pytest.raises(NotImplementedError, match="placing device memory"):
         make(pages="4k")

@@ -350,7 +350,7 @@ def test_rows_that_are_not_there_are_not_written(cuda: Any) -> None:
         assert kv.is_empty
 
 
-def test_what_is_no_row(cuda: Any) -> None:
+def test_wrong_rows_are_refused(cuda: Any) -> None:
     with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
         k = array_of(np.zeros((1, HEADS, DIM), "float32"))
         for row, text in (
@@ -533,7 +533,7 @@ def test_an_empty_cache_is_saved_and_copied(cuda: Any, tmp_path: Path) -> None:
             assert copied.block.host is not None  # of the same kind
 
 
-def test_what_cannot_be_restored(cuda: Any, host_gpu: HostDriver, tmp_path: Path) -> None:
+def test_unusable_snapshots_are_refused(cuda: Any, host_gpu: HostDriver, tmp_path: Path) -> None:
     path, ring, grown = (tmp_path / name for name in ("session", "ring", "grown"))
     tokens = given(np.random.default_rng(4), (2, 3, HEADS, DIM), "float16")
     for where, options in ((path, {}), (ring, {"window": 8}), (grown, {"grow": True})):

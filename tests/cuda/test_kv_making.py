@@ -68,7 +68,7 @@ def test_a_limit_below_what_the_cache_has(cuda: Any) -> None:
         assert len(kv) == 3
 
 
-def test_on_a_tape_of_somebody_else(cuda: Any) -> None:
+def test_on_a_borrowed_tape(cuda: Any) -> None:
     with cuda.Tape(1 << 20) as tape:
         tape.take(3)
         kv = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
@@ -127,7 +127,7 @@ def test_a_cache_that_is_dropped_open_warns_once(cuda: Any, host_gpu: HostDriver
     assert host_gpu.allocated == {}
 
 
-def test_what_a_closed_cache_does_not_answer(cuda: Any, tmp_path: Path) -> None:
+def test_a_closed_cache_refuses_every_call(cuda: Any, tmp_path: Path) -> None:
     with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
         k = array_of(np.ones((1, HEADS, DIM), "float16"))
         row = array_of(np.zeros(1, "int32"))

@@ -276,7 +276,7 @@ def test_a_device_that_fails_half_way_has_lost_tokens(
 # ---- others that come meanwhile ----
 
 
-def test_who_comes_while_rows_are_queued(
+def test_other_calls_are_refused_while_rows_are_queued(
     cuda: Any, host_gpu: HostDriver, kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call of CUDA releases the interpreter's lock, so that other threads may come."""
@@ -323,7 +323,9 @@ def test_who_comes_while_rows_are_queued(
         assert (len(kv), n_refused) == (0, 7)
 
 
-def test_who_leaves_while_rows_move(host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_may_end_while_rows_move(
+    host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     twins = before_a_move(1)
     twins.host.close()
     copy = host_gpu.copy
@@ -342,7 +344,7 @@ def test_who_leaves_while_rows_move(host_gpu: HostDriver, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("use", ["append", "append_at", "layer", "copy"])
-def test_who_leaves_the_cache_while_something_is_queued(
+def test_the_cache_may_end_while_work_is_queued(
     cuda: Any, host_gpu: HostDriver, kernels: Any, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
     kv = cuda.KVCache(1, HEADS, DIM, ROWS)

@@ -202,7 +202,9 @@ def test_a_cache_on_history(cuda: Any) -> None:
 # ---- lifetime ----
 
 
-def test_the_layout_s_own_tensors_are_nobodys(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
+def test_tensors_of_the_layout_itself_are_no_users(
+    cuda: Any, host_gpu: HostDriver, model: Path
+) -> None:
     layout = cuda.Layout.for_model(model, ctx=16)
     name = next(iter(layout.tensors))
     address = layout.tensors[name].data.ptr

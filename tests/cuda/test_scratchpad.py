@@ -146,7 +146,7 @@ def test_when_the_device_refuses_nothing_is_appended(
         assert len(pad) == 1
 
 
-def test_who_comes_while_rows_are_queued(
+def test_other_calls_are_refused_while_rows_are_queued(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call of CUDA releases the interpreter's lock, so that other threads may come."""
@@ -211,7 +211,7 @@ def test_a_refused_pad_leaves_nothing(
     assert host_gpu.allocated == {}
 
 
-def test_a_pad_on_a_tape_of_somebody_else(cuda: Any) -> None:
+def test_a_pad_on_a_borrowed_tape(cuda: Any) -> None:
     with cuda.Tape(1 << 12, name="history") as tape:
         tape.take(1)
         pad = cuda.Scratchpad(8, 4, "float16", tape=tape, device=0)

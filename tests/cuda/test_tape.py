@@ -100,7 +100,7 @@ def test_arrays_without_bytes_are_each_its_own(tape: Any) -> None:
     assert first.data.ptr == second.data.ptr == tape.block.address
 
 
-def test_what_is_remembered_is_bounded(cuda: Any) -> None:
+def test_the_memory_of_arrays_is_bounded(cuda: Any) -> None:
     with cuda.Tape(64 * KIB) as tape:
         held = tape.take(1)
         memory = held.data.mem
@@ -141,7 +141,7 @@ def test_a_misaligned_array_is_refused(tape: Any) -> None:
         lambda tape: tape.block.as_array("float32", 4, 64)[2:],
     ],
 )
-def test_what_is_held_counts(cuda: Any, host_gpu: HostDriver, keep: Callable[[Any], Any]) -> None:
+def test_held_views_count(cuda: Any, host_gpu: HostDriver, keep: Callable[[Any], Any]) -> None:
     for after in ("at once", "after clear", "taken again"):
         tape = cuda.Tape(64 * KIB, name="mine")
         view = keep(tape)

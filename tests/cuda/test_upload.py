@@ -204,7 +204,7 @@ def test_tensors_of_any_number_of_dimensions_arrive(cuda: Any, tmp_path: Path, s
         assert {name: arrays[name].dtype.name for name in dtypes} == dtypes
 
 
-def test_what_a_gpu_could_not_read_is_refused(cuda: Any, tmp_path: Path) -> None:
+def test_unaligned_tensors_are_refused(cuda: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(sf.write({"three": ("U8", (3,)), "unaligned": ("F16", (2,))}))
     with um.open_weights(file) as w, cuda.Tape(4096) as tape:
@@ -602,7 +602,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_under_way(up: Upload) -> None
         up.check_that_nothing_is_under_way()
 
 
-def test_what_others_took_meanwhile_stays_taken(up: Upload) -> None:
+def test_memory_that_others_take_meanwhile_stays_taken(up: Upload) -> None:
     theirs = 0
 
     def progress(*_: int) -> None:

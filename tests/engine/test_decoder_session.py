@@ -202,7 +202,7 @@ def test_there_must_be_something_to_save(decoder: Decoder, path: Path) -> None:
     check_refused(decoder, path, "nothing to save")
 
 
-def test_tokens_of_somebody_else_have_no_ids(decoder: Decoder, path: Path) -> None:
+def test_appended_tokens_have_no_ids(decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(5))
     append_foreign(decoder, 3)
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_tokens_of_somebody_else_have_no_ids(decoder: Decoder, path: Path) -> No
 
 
 @pytest.mark.parametrize("n_left", [12, 11])
-def test_what_was_read_into_the_cache_has_no_ids(decoder: Decoder, path: Path, n_left: int) -> None:
+def test_restored_tokens_have_no_ids(decoder: Decoder, path: Path, n_left: int) -> None:
     decoder.prefill(tokens(12, seed=1))
     decoder.save_session(path)
     decoder.reset()
@@ -238,7 +238,7 @@ def test_what_was_read_into_the_cache_has_no_ids(decoder: Decoder, path: Path, n
     check_refused(decoder, path, "positions 0 to")
 
 
-def test_what_was_interrupted_has_no_ids(decoder: Decoder, path: Path) -> None:
+def test_interrupted_tokens_have_no_ids(decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(5))
     for n in (1, 3):
         with interrupted(decoder):
@@ -268,7 +268,9 @@ def check_not_resumed(decoder: Decoder, path: Path, reason: str | None = None) -
     assert greedy(decoder, 5) == followed
 
 
-def test_sessions_of_others(model: Path, decoder: Decoder, path: Path, tmp_path: Path) -> None:
+def test_sessions_of_other_models_are_refused(
+    model: Path, decoder: Decoder, path: Path, tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "other.gguf", shape=SHAPE, kind="f16")
     with Decoder(other, ctx=CTX, threads=1) as foreign:
         foreign.prefill(tokens(10))

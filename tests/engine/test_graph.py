@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 import unimem as um
 from support.models.decoders import logits_of, tokens
 from support.models.make import TINY, Shape, write_model
-from unimem.backends import ggml
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.engine.graph import Graph, Headers
 from unimem.planning.needs import PREFILL_BATCH, scratch_parts
@@ -151,16 +150,10 @@ def test_the_plan_bounds_other_caches(kv_dtype: str, window: int | None, tmp_pat
             check_scratch(decoder)
 
 
-def test_ggml_s_own_sizes() -> None:
-    for n in (16, 48, 200, 1000, 3000, 20000):
-        assert ggml.graph_overhead_custom(n, False) <= n * 68 + 4096
-    assert ggml.tensor_overhead() == 368
-
-
 # ---- models ------------------------------------------------------------------------------
 
 
-def test_what_is_refused_names_what_is_supported(tmp_path: Path) -> None:
+def test_errors_name_supported_features(tmp_path: Path) -> None:
     def refuse(reason: str, **options: Any) -> None:
         path = write_model(tmp_path / "m.gguf", shape=TINY, kind="f32", **options)
         with pytest.raises(UnsupportedModel, match=reason):

@@ -151,7 +151,7 @@ def test_a_ring_is_a_full_cache_with_the_same_mask(model: Path, window: int, kv_
         assert ring.kv.next_position > 2 * ring.kv.n_rows
 
 
-def test_where_the_graphs_are_of_one_size_the_logits_are_the_same_bits(model: Path) -> None:
+def test_graphs_of_one_size_give_the_same_bits(model: Path) -> None:
     with Decoder(model, ctx=CTX, window=200, threads=1) as ring, full_cache(model, 200) as full:
         assert ring.kv.n_rows > 256
         for part in (tokens(50), tokens(100), [1], [2], tokens(80), *([i] for i in range(20))):
@@ -271,7 +271,7 @@ def test_a_model_that_slides_runs_with_its_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8_0"])
-def test_what_was_planned_for_a_ring_is_what_is_there(model: Path, kv_dtype: str) -> None:
+def test_a_ring_has_the_planned_size(model: Path, kv_dtype: str) -> None:
     planned = sizes(um.plan(model, ctx=CTX, window=WINDOW, kv_dtype=kv_dtype, threads=1))
     with Decoder(model, ctx=CTX, window=WINDOW, kv_dtype=kv_dtype, threads=1) as decoder:
         assert sizes(decoder.report()) == planned

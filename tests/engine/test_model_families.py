@@ -153,7 +153,7 @@ SLIGHTLY_WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("arch", "change"), SLIGHTLY_WRONG, ids=str)
-def test_what_is_slightly_wrong_would_be_seen(
+def test_slightly_wrong_metadata_change_logits(
     arch: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
     found = []
@@ -262,7 +262,7 @@ def test_a_session_of_another_kind_is_refused(gemma3: Path, tmp_path: Path) -> N
 # ---- what is refused ---------------------------------------------------------------------
 
 
-def test_what_is_refused_says_why(tmp_path: Path) -> None:
+def test_unsupported_metadata_are_named(tmp_path: Path) -> None:
     wrong = [
         ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping"),
         ("gemma3", {"attention.sliding_window": 0}, "sliding_window' must be an integer above 0"),

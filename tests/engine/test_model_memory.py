@@ -217,7 +217,7 @@ def test_progress(parts: list[Path], load: Any) -> None:
         Decoder(parts[0], **options, progress=Mock(side_effect=KeyboardInterrupt))
 
 
-def test_what_cannot_run_is_refused_before_it_is_read(
+def test_an_unsupported_model_is_refused_before_it_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Mock(side_effect=AssertionError("it was read"))

@@ -24,9 +24,8 @@ from unimem.planning import repack_gain as planned
 from unimem.staging.keeper import Held, holders
 from unimem.system import limits
 from unimem.system.process import read_process
-from unimem.weights.repack import image_search
+from unimem.weights.repack import image_search, repack
 from unimem.weights.repack.image import IMAGE_NAME
-from unimem.weights.repack import repack
 
 if ggml_orders.find_order(2, (256, 64)) is None:
     pytest.skip("this build of ggml has no order for q4_0 on this CPU", allow_module_level=True)
@@ -135,7 +134,7 @@ def test_a_plan_says_where_they_come_from(
             assert decoder.report().facts["load_reason"] == why
 
 
-def test_what_is_staged_needs_no_room_of_its_own(
+def test_a_staged_image_needs_no_room_of_its_own(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "huge_pools", dict)
@@ -148,7 +147,7 @@ def test_what_is_staged_needs_no_room_of_its_own(
         assert um.plan(staged.path, **OPTIONS).verdict == "fits"
 
 
-def test_what_stays_in_the_page_cache_has_to_fit_there(
+def test_a_kept_image_has_to_fit_in_the_page_cache(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
@@ -183,7 +182,7 @@ def test_a_plan_changes_nothing(
     assert list(folder.iterdir()) == [image]
 
 
-def test_who_stages_is_asked_once(
+def test_staged_models_are_listed_once(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
@@ -260,7 +259,9 @@ def test_staged_by_a_program(model: Path) -> None:
         ],
     ),
 )
-def test_what_cannot_be_staged(arguments: list[str], code: int, said: str, model: Path) -> None:
+def test_wrong_options_of_staging_are_refused(
+    arguments: list[str], code: int, said: str, model: Path
+) -> None:
     found = show("stage", "--repack", model, *arguments)
     assert found[0] == code
     assert said in found[2]

@@ -237,7 +237,7 @@ def test_auto_maps_where_there_is_no_room(
         Decoder(model, load="repack", **OPTIONS)
 
 
-def test_what_has_no_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
+def test_a_model_without_an_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
     path = write_model(tmp_path / "f32.gguf", kind="f32")
     with pytest.warns(um.PlacementWarning, match=r"f32\.gguf is not repacked: no tensor has"):
         decoder = Decoder(path, load="repack", **OPTIONS)

@@ -162,7 +162,7 @@ def test_outliers_cost_a_rotated_cache_less(tmp_path: Path) -> None:
 # ---- the option --------------------------------------------------------------------------
 
 
-def test_what_is_rotated_by_default(tmp_path: Path) -> None:
+def test_quantized_caches_rotate_by_default(tmp_path: Path) -> None:
     wide, narrow = (write(tmp_path / f"{n}.gguf", n) for n in (64, 96))
     for path, kv_dtype, rotate in (
         (wide, "f16", False),
@@ -177,7 +177,7 @@ def test_what_is_rotated_by_default(tmp_path: Path) -> None:
             assert decoder.kv.rotate is rotate
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
     narrow = write(tmp_path / "narrow.gguf", 96)
     with pytest.raises(
         UnsupportedModel, match=r"rotate: .* multiple of 64 .* have 96: leave it out"

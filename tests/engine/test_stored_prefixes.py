@@ -75,7 +75,7 @@ def test_a_prompt_that_is_known_is_not_computed(model: Path, store: um.KVStore) 
         decoder.save_session(Path(store.folder).parent / "session")  # all ids are known
 
 
-def test_what_is_interrupted_leaves_no_token(model: Path, store: um.KVStore) -> None:
+def test_an_interrupted_prompt_leaves_no_token(model: Path, store: um.KVStore) -> None:
     with opened(model, store) as decoder:
         decoder.prefill(PROMPT)
         decoder.reset()
@@ -164,7 +164,9 @@ def test_a_hit_may_end_at_any_chunk(gemma3: Path, chunks: um.KVStore) -> None:
             assert found == n // size * size
 
 
-def test_what_was_generated_is_put_as_far_as_it_is_there(gemma3: Path, chunks: um.KVStore) -> None:
+def test_generated_tokens_are_put_as_far_as_rings_keep_them(
+    gemma3: Path, chunks: um.KVStore
+) -> None:
     """Tokens that come one by one are put with the next prompt, which rings may not wait for."""
     size = chunks.chunk_tokens
     with opened(gemma3, chunks) as decoder:
@@ -185,6 +187,6 @@ def test_a_chunk_that_no_ring_keeps_is_refused(gemma3: Path, store: um.KVStore) 
     Decoder(gemma3, ctx=WINDOW, threads=1, store=store).close()
 
 
-def test_what_is_no_store_is_refused(model: Path) -> None:
+def test_a_store_of_another_type_is_refused(model: Path) -> None:
     with pytest.raises(TypeError, match=r"store: expected a unimem\.KVStore"):
         opened(model, "folder")  # type: ignore[arg-type]

@@ -156,7 +156,7 @@ def test_denormals_are_kept(driver: cuda_driver.Driver) -> None:
     assert bridge.down(out).tolist() == [(a * b).view("u4").tolist(), (a / b).view("u4").tolist()]
 
 
-def test_what_does_not_compile_says_so(driver: cuda_driver.Driver) -> None:
+def test_errors_of_the_compiler_are_reported(driver: cuda_driver.Driver) -> None:
     with pytest.raises(cupy.cuda.compiler.CompileException, match="nothing_like_that"):
         driver.module('extern "C" __global__ void f() { nothing_like_that(); }', ["f"])
 

@@ -171,7 +171,7 @@ def test_a_scratchpad_does_not_wait() -> None:
         does_not_wait(use_pad(pad, stream), stream)
 
 
-def test_what_was_queued_is_done_in_order(kv: Any) -> None:
+def test_queued_work_is_done_in_order(kv: Any) -> None:
     """Tokens that are written while the stream is held are what they were when it got there."""
     stream = new_stream()
     token = tokens(1)

@@ -135,7 +135,7 @@ def test_crop_and_go_on() -> None:
             ours.crop(2)
 
 
-def test_what_interrupts_a_forward_pass_costs_its_tokens_alone(tmp_path: Path) -> None:
+def test_an_interrupted_forward_pass_loses_only_its_tokens(tmp_path: Path) -> None:
     """The first layer has a window, and the second, which is full, is what has no room."""
     ours, theirs = both("gemma", max_seq_len=20)
     calls: dict[str, Callable[[], object]] = {
@@ -268,7 +268,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_refused_changes_nothing(wrong: str) -> None:
+def test_wrong_tokens_change_nothing(wrong: str) -> None:
     error, said, given = WRONG[wrong]
     with KVCache(tiny.config("llama")) as cache:
         cache.update(*states(3), 0)
@@ -278,7 +278,7 @@ def test_what_is_refused_changes_nothing(wrong: str) -> None:
         assert torch.equal(cache.layers[0].keys, states(3)[0])
 
 
-def test_what_cannot_be_cached_is_said() -> None:
+def test_unsupported_models_and_options_are_named() -> None:
     with pytest.raises(NotImplementedError, match="has linear_attention: use transformers' Dyn"):
         KVCache(tiny.config("llama", layer_types=["linear_attention"] * 3))
     for options, error in (

@@ -83,7 +83,7 @@ def test_restored_keys_are_the_bytes_that_were_computed(store: um.KVStore) -> No
             assert torch.equal(one.values[:, :, :32], two.values)
 
 
-def test_what_one_kind_of_layers_lacks_is_computed(store: um.KVStore) -> None:
+def test_tokens_that_one_kind_of_layers_lacks_are_computed(store: um.KVStore) -> None:
     model, ids = model_of("gemma", "float32"), tiny.prompts(1, N)
     with KVCache.for_model(model) as cache:
         expected = talk(model, cache, ids)
@@ -99,7 +99,7 @@ def test_what_one_kind_of_layers_lacks_is_computed(store: um.KVStore) -> None:
         assert talk(model, cache, ids).tolist() == expected.tolist()
 
 
-def test_what_does_not_belong_here_is_refused_or_not_found(store: um.KVStore) -> None:
+def test_foreign_prefixes_are_refused_or_not_found(store: um.KVStore) -> None:
     model, ids = tiny.model("llama"), tiny.prompts(1, N)
     with KVCache.for_model(model) as cache:
         talk(model, cache, ids)
@@ -129,7 +129,7 @@ def test_what_does_not_belong_here_is_refused_or_not_found(store: um.KVStore) ->
             cache.put_into(store, ids)
 
 
-def test_what_is_interrupted_leaves_no_token(store: um.KVStore) -> None:
+def test_an_interrupted_prompt_leaves_no_token(store: um.KVStore) -> None:
     model, ids = model_of("gemma", "float32"), tiny.prompts(1, N)
     with KVCache.for_model(model) as cache:
         expected = talk(model, cache, ids)

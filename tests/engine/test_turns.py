@@ -77,7 +77,7 @@ def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
     assert isinstance(error, um.ClosedError)
 
 
-def test_who_waits_is_next() -> None:
+def test_a_waiting_thread_is_next() -> None:
     """Though the thread that has it would take it again at once, and first."""
     turn = Turn()
     order: list[object] = []
@@ -103,7 +103,7 @@ def test_who_waits_is_next() -> None:
     assert (order[2:], turn.n_waiting) == ([False], 0)
 
 
-def test_a_forked_child_waits_for_nobody() -> None:
+def test_a_forked_child_does_not_wait() -> None:
     def ends() -> bool:
         decoder.__exit__()
         return decoder.layout.closed
@@ -221,7 +221,7 @@ FORKS = """
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_child_computes_or_is_told_at_once(run_python: Run, threads: int) -> None:
+def test_a_forked_child_computes_or_raises_at_once(run_python: Run, threads: int) -> None:
     """OpenMP's threads are not in the child, which would wait for them."""
     if not ggml._team.is_kept:
         pytest.skip("this ggml has no libgomp, whose threads a fork leaves out")

@@ -94,7 +94,7 @@ def test_numpy_takes_it_without_a_copy(weights: Weights, kind: str) -> None:
     assert not array.flags.writeable
 
 
-def test_what_dlpack_has_no_type_for() -> None:
+def test_types_that_dlpack_lacks_are_refused() -> None:
     with pytest.raises(BufferError, match="DLPack"):
         dlpack.export(np.zeros(2, ml_dtypes.int4), max_version=(1, 0))
 
@@ -192,7 +192,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def test_what_is_read_of_a_file_by_gguf_py_makes_the_same_file(tmp_path: Path) -> None:
+def test_a_file_by_gguf_py_is_read_and_written_back_alike(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
     from support.files import every_type
 
