@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # importing torch takes seconds
 
 N, HEADS, DIM = 3, 2, 32
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# Of the types of both torch and unimem, those that tapes are taken of.
+# Types of torch and unimem that tapes have.
 TAKEN = tuple(
     """
     float32 float16 bfloat16 float64 int8 uint8 int32 int64 bool uint16 complex64 float8_e4m3fn
@@ -88,14 +88,14 @@ def test_an_append_takes_no_capsule_and_holds_nothing(torch: Any, monkeypatch: A
 
 
 def fake(torch: Any) -> Any:
-    """A tensor of main memory, by what it says, as torch traces programs with."""
+    """A tensor that claims to be in main memory, as torch traces programs with."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         return torch.ones(N, HEADS, DIM)
 
 
-# Each with a word of what is said.
+# Each with a word of its message.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "on no device": (lambda torch: torch.empty(N, HEADS, DIM, device="meta"), "says: "),
     "traced": (fake, "got one without memory"),
@@ -171,7 +171,7 @@ def test_a_view_is_a_tensor(torch: Any, kind: str) -> None:
         del view, given, found
         with pytest.raises(BufferError):
             kv.close()
-        with kv:  # leaving it closes the cache, and the tensor keeps its memory
+        with kv:  # the tensor keeps the memory of the closed cache
             pass
         assert torch.equal(whole[0].transpose(0, 1), -k)
 
@@ -206,7 +206,7 @@ def test_other_objects_than_tensors_are_refused(torch: Any) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A model of two layers: weights in bfloat16, one bias in float32, one that nobody asks for."""
+    """A model of two layers: weights in bfloat16, a bias in float32, and an unused bias."""
     shapes: dict[str, tuple[str, sf.Shape]] = {
         "0.bias": ("F32", (4,)),
         "0.weight": ("BF16", (4, 6)),

@@ -24,7 +24,7 @@ def test_headers_have_the_planned_sizes() -> None:
 
 
 def test_memory_from_malloc_is_bounded(run_python: Run) -> None:
-    """What its calls add to what malloc has handed out, without malloc's caches of threads."""
+    """Its calls take at most `own_bytes` from malloc, without malloc's caches of threads."""
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("this C library has no mallinfo2 (glibc 2.33 has it)")
     done = run_python(

@@ -1,4 +1,4 @@
-"""Weights in ggml's own orders, in memory of ours: products of them, and what is refused."""
+"""Weights in ggml's own orders, in memory of unimem: products and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tape() -> Iterator[um.Tape]:
 
 
 class Products:
-    """Products of one weight in ggml, all on a tape of ours."""
+    """Products of one weight in ggml, on a tape of unimem."""
 
     def __init__(self, tape: um.Tape, kind: int, ne: tuple[int, ...]) -> None:
         self.tape, self.kind, self.ne = tape, kind, ne
@@ -69,7 +69,7 @@ class Products:
         return block
 
     def of(self, n: int, threads: int) -> NDArray[Any]:
-        """Multiply n tokens, each with all experts but one where there are some."""
+        """Multiply n tokens, each with all experts but one."""
         rng, context = np.random.default_rng(2), self.context
         if len(self.ne) == 2:
             values = ggml.new_tensor(context, ggml.F32, self.ne[0], n)
@@ -121,7 +121,7 @@ def test_products_are_those_of_the_file_s_order(
     assert not np.array_equal(repacked[: data.nbytes], data)
     assert np.abs(got - expected).max() <= 0.01 * expected.std()
 
-    # What was written somewhere else is as good: a copy of the bytes is adopted, not written.
+    # A copy of written bytes can be adopted instead of written.
     copy = tape.take_bytes(order.nbytes)
     copy[:] = repacked[:-64]
     with (
@@ -171,7 +171,7 @@ def test_a_type_that_fails_its_trial_is_left_out(monkeypatch: pytest.MonkeyPatch
     types = ggml_orders.all_types()
     assert ggml_orders.buffer_types.__wrapped__() == types
     monkeypatch.setattr(ggml_orders, "_SOUND", frozenset())
-    assert ggml_orders.buffer_types.__wrapped__() == types  # they pass it
+    assert ggml_orders.buffer_types.__wrapped__() == types  # they pass the trial
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert ggml_orders.buffer_types.__wrapped__() == ()
     monkeypatch.setattr(sys, "executable", "/none")

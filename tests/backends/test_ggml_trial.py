@@ -32,9 +32,9 @@ def test_a_trial_is_made_once_a_build(
         assert ggml_trial.passes_trial("AMX", {"libraries": "1"}) == is_sound
     assert len(trials) == (1 if is_kept else 2)
     for path in (tmp_path / "cache").iterdir():
-        path.write_text("")  # of no meaning: it is tried again
+        path.write_text("")  # an empty file is no result: try again
     ggml_trial.passes_trial("AMX", {"libraries": "1"})
     ggml_trial.passes_trial("AMX", {"libraries": "2"})
     (tmp_path / "cache").chmod(0o777)
-    ggml_trial.passes_trial("AMX", {"libraries": "2"})  # what others may write is not believed
+    ggml_trial.passes_trial("AMX", {"libraries": "2"})  # a writable folder is not trusted
     assert len(trials) == (4 if is_kept else 5)

@@ -92,7 +92,7 @@ def test_memory_goes_with_the_last_view(cuda: Any, host_gpu: HostDriver, pinned:
     there = host_gpu.registered if pinned else host_gpu.allocated
     assert block.closed
     assert len(there) == 1
-    numpy_of(view)[...] = 3  # it can still be read and written
+    numpy_of(view)[...] = 3  # still readable and writable
     del view
     gc.collect()
     assert there == {}
@@ -131,7 +131,7 @@ def test_pinned_memory_is_a_block_that_both_see(cuda: Any, host_gpu: HostDriver)
         block.host.as_array()[:3] = (1, 2, 3)
         assert numpy_of(block.as_array("uint8", 3)).tolist() == [1, 2, 3]
         assert "pinned for cuda:0, 4k" in repr(block)
-        assert held("staging") == 0  # it is the host's memory, and in its ledger
+        assert held("staging") == 0  # host memory is in the host's ledger
     assert host_gpu.registered == {}
 
 
@@ -150,7 +150,7 @@ HOST_VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64)
-# Who owns a pinned block, and where it has it.
+# Owners of pinned blocks, and their blocks.
 OWNERS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
     "Block": ((MIB,), lambda block: block),
     "Tape": ((MIB,), lambda tape: tape.block),
@@ -231,13 +231,13 @@ def test_memory_that_cuda_keeps_stays_mapped(
             host.close()
         host.__exit__()
         assert (mapped(), len(host_gpu.registered)) == (before + MIB, 1)
-    # The next one brings both back.
+    # The next block frees both.
     cuda.Block(4096, pinned=True, pages="4k").close()
     assert (mapped(), host_gpu.registered) == (before, {})
 
 
 def interrupted(run: Callable[[], object], n: int) -> bool:
-    """Run, and raise KeyboardInterrupt before the nth line of cuda/block.py; False: it has less."""
+    """Interrupt it before the nth line of cuda/block.py; return False if it has fewer."""
     n_lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -270,13 +270,13 @@ def test_an_interrupt_leaves_nothing_half_done(
         with cuda.Block(MIB, pinned=pinned) as block:
             block.as_array()
 
-    # Those of destructors; pytest's own hook would keep the object.
+    # For errors in destructors; pytest's own hook would keep the object.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = mapped()
     n = 1
     while interrupted(use, n):
         assert (host_gpu.allocated, held()) == ({}, 0)
-        # What the GPU sees is never unmapped; and unmapped as soon as it sees it no more.
+        # Memory is mapped exactly as long as the GPU sees it.
         assert mapped() - before == sum(host_gpu.registered.values())
         for address in list(cuda.block._pinned):
             cuda.block._unpin(host_gpu, address)
@@ -350,7 +350,7 @@ def test_only_missing_features_are_not_implemented(cuda: Any) -> None:
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "unsupported":
                 assert isinstance(node.args[0], ast.Constant)
                 named.add(node.args[0].value)
-            # Raised in `unsupported` alone.
+            # Only `unsupported` raises it.
             is_error = isinstance(node, ast.Name) and node.id == "NotImplementedError"
             assert not is_error or path.name == "block.py"
     assert named == {name for name, can in cuda.CAPABILITIES.items() if not can}
@@ -416,7 +416,7 @@ def uses_of_grid(grid: Any) -> list[Callable[[], Any]]:
     return [grid.take, lambda: cell.address, cell.as_array, lambda: grid.give(cell)]
 
 
-# What is refused in a forked child. That of caches is in their contract.
+# Calls that a forked child refuses. The contract of caches has those of caches.
 USES: dict[str, Callable[[Any], list[Callable[[], Any]]]] = {
     "Block": lambda block: [block.as_array],
     "Tape": lambda tape: [
@@ -454,8 +454,8 @@ def test_a_forked_child_has_none(cuda: Any, host_gpu: HostDriver, owner: str, pi
                 ):
                     make(MIB)
             assert um.report().device_bytes == {}
-            assert cuda_driver._left_out == [host_gpu]  # its kernels are not unloaded
-            # Nothing was told the driver.
+            assert cuda_driver._left_out == [host_gpu]  # kernels are not unloaded
+            # The driver was not called.
             return (len(host_gpu.allocated), len(host_gpu.registered)) == there
 
         assert in_child(child)

@@ -1,4 +1,4 @@
-"""A cache of the twin is made: on a tape, on memory of its own, and what is refused then."""
+"""Making a cache of the twin: on a tape, in memory of its own, and errors."""
 
 from __future__ import annotations
 

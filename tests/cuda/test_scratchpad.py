@@ -1,6 +1,6 @@
-"""A scratchpad of a GPU queues what puts the rows where they belong, over a driver in main memory.
+"""A scratchpad of a GPU queues copies and kernels, over a driver in main memory.
 
-What it shares with all caches is in the contract; here is what it asks of the device.
+The contract tests the behaviour of all caches; these tests check the calls of the driver.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def test_when_the_device_refuses_nothing_is_appended(
 def test_other_calls_are_refused_while_rows_are_queued(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call of CUDA releases the interpreter's lock, so that other threads may come."""
+    """A call of CUDA releases the interpreter's lock, so that other threads run."""
     token, copy = array_of(rows(1)[0]), host_gpu.copy
     refused: list[str] = []
 

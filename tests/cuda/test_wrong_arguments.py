@@ -1,4 +1,4 @@
-"""What a GPU's twin is given wrongly is named with what was expected, as in main memory."""
+"""Errors of the GPU twin name the wrong argument and what was expected."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ def test_a_wrong_argument_is_named_with_what_was_expected(
     name: str, cuda: Any, tmp_path: Path
 ) -> None:
     with ExitStack() as undo, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is collected unclosed
+        warnings.simplefilter("ignore")  # objects are collected unclosed
         assert unclear(Things(tmp_path, undo), lambda t: CALLS[name](t, cuda)) == []

@@ -1,4 +1,4 @@
-"""What the decoder promises beside the right numbers: memory, failures, conversations."""
+"""The decoder's promises beside right numbers: memory, failures, conversations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def decoder(model: Path) -> Iterator[Decoder]:
 
 
 def after(decoder: Decoder, prompt: list[int], n: int) -> list[int]:
-    """The n tokens that follow a prompt in a new conversation."""
+    """Return the n tokens after a prompt in a new conversation."""
     decoder.reset()
     decoder.prefill(prompt)
     return greedy(decoder, n)
@@ -67,7 +67,7 @@ def test_batches_of_any_size_give_what_single_tokens_give(decoder: Decoder) -> N
 
 
 def test_rows_beyond_the_conversation_have_no_influence(model: Path, decoder: Decoder) -> None:
-    # Rows beyond the conversation are masked, and hold what an earlier one left there.
+    # Rows beyond the conversation are masked, and hold rows of earlier conversations.
     first = decoder.prefill([5]).copy()
     decoder.reset()
     expected = decoder.prefill(PROMPT).copy()
@@ -111,7 +111,7 @@ def test_logits_of_another_cache_choose_no_token(decoder: Decoder) -> None:
         assert kv.seq_len == held
         decoder.reset()
         likeliest = int(decoder.prefill(prompt).argmax())
-    # What leaves the last token where it is leaves its logits, too.
+    # Changes that keep the last token keep its logits.
     kv.trim_to(10)
     append_foreign(decoder, 2)
     kv.crop(10)
@@ -308,7 +308,7 @@ def test_an_interrupted_step_leaves_no_half_mask(decoder: Decoder) -> None:
         decoder.prefill(tokens(255))
         decoder.prefill([3])
         if is_interrupted:
-            # With the 257th row attention reads more of them, and the mask is made anew.
+            # With the 257th row attention reads more rows, and the mask is rewritten.
             with interrupted(decoder):
                 decoder.prefill([4])
             assert decoder.kv.seq_len == 256
@@ -322,7 +322,7 @@ def test_views_in_the_way_leave_the_logits(model: Path) -> None:
         k, v = decoder.kv.layer(0)
         decoder.kv.trim_to(10)
         logits = decoder.logits.copy()
-        # The rows are used up, and the tokens cannot move to the front.
+        # No row is free, and the tokens cannot move to the front.
         with pytest.raises(BufferError, match="views"):
             decoder.generate_next_token()
         np.testing.assert_array_equal(decoder.logits, logits)
@@ -401,7 +401,7 @@ def test_closing(model: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(um.ClosedError):
             use()
-    # Leaving a `with` never raises.
+    # Leaving a `with` does not raise.
     with Decoder(model, ctx=CTX, threads=1) as decoder:
         logits = decoder.prefill(PROMPT)
         expected = logits.copy()

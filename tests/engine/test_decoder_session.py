@@ -1,4 +1,4 @@
-"""Sessions: a conversation that was saved goes on as if it had never stopped."""
+"""Sessions: a saved conversation goes on as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def ids_in(path: Path) -> list[int]:
-    """The tokens that a session says it has."""
+    """Return the tokens of a session."""
     ids = snapshot.describe(path).tokens
     assert ids is not None
     return [int(token) for token in ids]
 
 
 def check_refused(decoder: Decoder, path: Path, reason: str) -> None:
-    """There is no session to save, for this reason, and the file is as it was."""
+    """Saving is refused for this reason, and the file is unchanged."""
     before = path.read_bytes() if path.exists() else None
     with pytest.raises(RuntimeError, match=reason):
         decoder.save_session(path)
@@ -98,7 +98,7 @@ def test_it_goes_on_as_if_it_had_not_stopped(model: Path, path: Path, kind: str)
             old = second.generate(tokens(70, seed=1), 50, stop_at_eog=False)
             next(old)
             computed.clear()
-            # The last step is taken again, bit for bit; nothing is prefilled.
+            # The last step is computed again, bit for bit; nothing is prefilled.
             with computing_by(second, counted):
                 np.testing.assert_array_equal(second.resume(path), logits)
             assert (computed, second.kv.next_position) == ([second._decode.address], n + 9)
@@ -185,7 +185,7 @@ def test_the_cache_is_the_one_that_was_saved(model: Path, path: Path, kind: str)
         decoder.save_session(path)
         logits = decoder.resume(path).copy()
         assert shown() == expected
-        # The logits are those of the last token with what there is to see.
+        # The logits are computed from the tokens that are left.
         decoder.kv.crop(5)
         np.testing.assert_array_equal(decoder.prefill(tokens(100)[-1:]), logits)
         assert shown() != expected
@@ -213,7 +213,7 @@ def test_appended_tokens_have_no_ids(decoder: Decoder, path: Path) -> None:
     decoder.prefill([4])
     decoder.save_session(path)
     assert ids_in(path) == [*tokens(5), 4]
-    # Nor where they are as many as were there before.
+    # The same number of tokens as before changes nothing.
     decoder.prefill(tokens(14))
     decoder.kv.crop(18)
     append_foreign(decoder, 2)
@@ -254,7 +254,7 @@ def test_interrupted_tokens_have_no_ids(decoder: Decoder, path: Path) -> None:
 
 
 def check_not_resumed(decoder: Decoder, path: Path, reason: str | None = None) -> None:
-    """A session is refused, for this reason, in the middle of a conversation."""
+    """A session is refused for this reason, in the middle of a conversation."""
     decoder.reset()
     logits = decoder.prefill(tokens(33)).copy()
     with pytest.raises(SnapshotError, match=reason) as caught:
@@ -327,7 +327,7 @@ def test_a_damaged_session_is_refused(decoder: Decoder, path: Path, damage: str)
 def test_a_file_that_is_replaced_meanwhile_changes_nothing(
     decoder: Decoder, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was checked is what is read, whoever takes the name between the two."""
+    """The checked file is read, even if another one takes its name in between."""
     other, check = tmp_path / "other.session", snapshot.OpenSnapshot.check
     decoder.prefill(tokens(20, seed=1))
     decoder.save_session(other)

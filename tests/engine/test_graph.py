@@ -1,4 +1,4 @@
-"""Where values lie: no two that live at once overlap, and the plan bounds what is taken."""
+"""The places of values: live values do not overlap, and the plan bounds the memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARCHS = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
 
 
 def check_lifetimes(graph: Graph) -> None:
-    """Values that live at once are apart, and others share memory."""
+    """Live values do not overlap, and others share memory."""
     values = graph.values
     for step in range(values.uses[-1].last + 1):
         together = sorted(
@@ -87,8 +87,7 @@ SHAPES = {
 
 
 def check_scratch(decoder: Decoder) -> dict[str, int]:
-    """The plan's parts are no less than what is taken, and not much more: of small models, most is
-    headers."""
+    """The plan's parts cover the taken memory, and little more: small models are mostly headers."""
     n_rows, experts = decoder._history.n_rows, decoder._model.experts
     parts = scratch_parts(decoder.dims, decoder.ctx, decoder.threads, n_rows, experts)
     taken, planned = decoder.layout.scratch.used_bytes, sum(parts.values())

@@ -62,4 +62,4 @@ def check_report(decoder: Decoder) -> None:
     assert facts["cpu_features"]
     assert ("advice" in facts) is not facts["tinyblas"]
     assert "6.0 KiB from malloc" in facts["ggml_own"]
-    assert "the stacks of 0 threads;" in facts["ggml_own"]  # beside the one that calls
+    assert "the stacks of 0 threads;" in facts["ggml_own"]  # beside the calling thread

@@ -1,4 +1,4 @@
-"""What ends while a decoder computes: the decoder, the interpreter; and what a fork leaves out."""
+"""Turns of a decoder: closing it, ending the interpreter and forking while it computes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unimem.backends import ggml
 from unimem.engine import Decoder, embedded_model
 from unimem.engine.turns import Turn
 
-SECONDS = 100  # of what ends at once
+SECONDS = 100  # for calls that end at once
 
 
 @contextmanager
 def computing(decoder: Decoder) -> Iterator[tuple[Any, list[Any]]]:
-    """Another thread is within ggml, until the event is set; then what it has raised is noted."""
+    """Have another thread within ggml until the event is set; then note its exception."""
     begun, go, raised = threading.Event(), threading.Event(), []
 
     def wait_first(compute: Callable[[], int], _graph: int) -> int:
@@ -78,7 +78,7 @@ def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
 
 
 def test_a_waiting_thread_is_next() -> None:
-    """Though the thread that has it would take it again at once, and first."""
+    """The owner cannot take it again before the waiting thread."""
     turn = Turn()
     order: list[object] = []
     turn.take()
@@ -114,7 +114,7 @@ def test_a_forked_child_does_not_wait() -> None:
         decoder.__exit__()
 
 
-# The first `atexit` function runs last: behind the engine's.
+# The first `atexit` function runs last, after the engine's.
 AT_THE_END = """
     import atexit, ctypes, threading, time
     calls = []
@@ -222,7 +222,7 @@ FORKS = """
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forked_child_computes_or_raises_at_once(run_python: Run, threads: int) -> None:
-    """OpenMP's threads are not in the child, which would wait for them."""
+    """The child would wait for OpenMP's threads, which it does not have."""
     if not ggml._team.is_kept:
         pytest.skip("this ggml has no libgomp, whose threads a fork leaves out")
     # Newer versions of Python warn of the other threads.

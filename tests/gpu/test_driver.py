@@ -1,4 +1,4 @@
-"""What the twin asks of a GPU, on a GPU."""
+"""The driver, on a GPU."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_event_is_a_point_in_a_stream(driver: cuda_driver.Driver) -> None:
     event = driver.new_event()
     event.record(first.ptr)
     with held(second):
-        event.synchronize()  # what is queued elsewhere is not waited for
+        event.synchronize()  # it does not wait for work queued elsewhere
         driver.synchronize(first.ptr)
     event.record(second.ptr)
     event.synchronize()

@@ -1,4 +1,4 @@
-"""Packed attention computes what torch's does, and leaves to it what cannot be packed."""
+"""Packed attention computes what torch's does, and leaves other cases to it."""
 
 from __future__ import annotations
 

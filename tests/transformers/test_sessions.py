@@ -1,4 +1,4 @@
-"""A conversation that is saved goes on, in another process too, and only where it belongs."""
+"""A saved conversation goes on, also in another process, and only with its model and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First tokens of a conversation that a store has are not computed again, and mean the same."""
+"""First tokens from a store are not computed again, and give the same results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def talk(model: Any, cache: Any, ids: Any, n: int = 6) -> Any:
 
 
 def model_of(kind: str, dtype: str) -> Any:
-    """A model whose windows, where it has some, are as long as these conversations."""
+    """A model whose windows are as long as these conversations."""
     if kind != "gemma":
         return tiny.model(kind, dtype)
     with patch.dict(tiny.CONFIGS["gemma"][1], sliding_window=64):

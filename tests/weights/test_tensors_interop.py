@@ -80,7 +80,7 @@ def test_arrays_are_typed(weights: Weights, kind: str) -> None:
     assert not array.flags.writeable
     assert array.tobytes() == ctypes.string_at(tensor.address, tensor.nbytes)
     assert weights.tensors[f"{kind} scalar"].as_array().shape == ()
-    # Who knows nothing of read-only memory gets none.
+    # Old consumers, which lack a read-only flag, get no read-only memory.
     with pytest.raises(BufferError, match="readonly"):
         tensor.__dlpack__()
 
@@ -167,7 +167,7 @@ def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
 
 @pytest.mark.slow
 def test_torch_writes_to_mapped_pages_at_its_peril(path: Path, torch: Any, run_python: Any) -> None:
-    """Torch knows nothing of read-only tensors; that the pages are is what keeps the file whole."""
+    """Torch has no read-only tensors; read-only pages protect the file."""
     before = path.read_bytes()
     answer = run_python(
         """

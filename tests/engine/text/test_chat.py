@@ -84,7 +84,7 @@ def spm() -> Vocab:
 
 
 def prompt_and_ids(vocab: Vocab, template: str) -> tuple[Tokenizer, str, list[int]]:
-    """What a file with this template makes of the talk; the tokens begin a text once."""
+    """Return the prompt and the ids for a file with this template; they begin a text once."""
     tokenizer = Tokenizer.from_metadata(vocab.metadata)
     prompt = chat_prompt(vocab.metadata | {"tokenizer.chat_template": template}, tokenizer, TALK)
     tokens = tokenizer.encode(prompt, special=True)
