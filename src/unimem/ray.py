@@ -14,7 +14,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
 
 import numpy as np
@@ -295,12 +294,7 @@ class Stager:
             raise ClosedError("the Stager is closed: make another one")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -296,24 +296,6 @@ def test_no_room(cuda: Any, host_gpu: HostDriver) -> None:
         assert held() == 2 * MIB
 
 
-def test_wrong_arguments(cuda: Any, host_gpu: HostDriver) -> None:
-    for wrong in (0, -1, 2**63, 2**64):
-        said = rf"nbytes: expected an integer from 1 to 2\*\*63 - 1, got {wrong}"
-        for block in (um.Block, cuda.Block):
-            with pytest.raises(ValueError, match=said):
-                block(wrong)
-    for no_integer in ("1", 1.5, None):
-        with pytest.raises(TypeError):
-            cuda.Block(no_integer)
-    with pytest.raises(ValueError, match="device: expected 0 to 0, got 1"):
-        cuda.Block(1, device=1)
-    with pytest.raises(TypeError):
-        cuda.Block(1, device="0")
-    with pytest.raises(ValueError, match="category: expected one of"):
-        cuda.Block(1, category="mine")
-    assert host_gpu.allocated == {}
-
-
 def test_missing_features_are_declared(cuda: Any, tmp_path: Path) -> None:
     with cuda.Block(1) as block, cuda.KVCache(1, 1, 8, 8) as kv:
         calls: dict[str, Callable[[], Any]] = {

@@ -30,16 +30,11 @@ pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
         ({"spare_rows": 8}, NotImplementedError, "a ring"),
         ({"grow": True}, NotImplementedError, r"growing \(grow=True\) is not supported on a GPU"),
         ({"order": "head"}, NotImplementedError, r"rows by head \(order='head'\) is not"),
-        ({"order": 1}, ValueError, "order: expected one of token, head, got 1"),
         ({"pages": "2m"}, NotImplementedError, "placing device memory"),
         ({"page": "2m"}, TypeError, "unexpected option 'page'; placement is pages"),
         ({"pages": "9m", "pinned": True}, ValueError, "pages"),
         ({"device": 1}, ValueError, "device: expected 0 to 0, got 1"),
-        ({"tape": "history"}, TypeError, "expected a cuda.Tape, got str"),
-        ({"dtype": "int8"}, ValueError, "dtype: expected one of"),
-        ({"batch": 0}, ValueError, "batch: expected an integer from 1"),
         ({"budget_bytes": 10}, um.CacheFull, "less than a token needs"),
-        ({"budget_bytes": 1.5}, TypeError, "integer"),
         ({"max_seq_len": 2**31}, um.CapacityError, "no room"),
         ({"max_seq_len": 2**62}, ValueError, "than there can be|at most"),
     ],
@@ -62,9 +57,6 @@ def test_a_limit_below_what_the_cache_has(cuda: Any) -> None:
         assert kv.enforce_memory_limit(kv.capacity_bytes) is False
         with pytest.raises(NotImplementedError, match="giving memory back is not supported"):
             kv.enforce_memory_limit(kv.capacity_bytes - 1)
-        for wrong in ("1", None, 0.5):
-            with pytest.raises(TypeError):
-                kv.enforce_memory_limit(wrong)
         assert len(kv) == 3
 
 

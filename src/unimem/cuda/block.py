@@ -9,7 +9,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
 from unimem._core.arrays import array_within, checked_size
@@ -426,12 +425,7 @@ class Block:
         self._opened()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # Live arrays keep the memory; it goes with the last of them.
         self._drop()
 

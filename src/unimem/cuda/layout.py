@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from os import PathLike
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, Unpack
 
 from unimem.base.arguments import integer
@@ -220,14 +220,9 @@ class Layout(Lifetimes[Tape]):
             self._fill()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tensors.clear()
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
 
 def _capacity_error(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -411,12 +410,7 @@ class Decoder:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if self._closed:
             return
         try:
@@ -424,7 +418,7 @@ class Decoder:
         finally:
             if self._owns_layout:
                 # Live views keep the memory; it goes with the last of them.
-                self.layout.__exit__(kind, error, trace)
+                self.layout.__exit__()
                 refresh()
 
     def __del__(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 import numpy as np
@@ -551,12 +550,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for group in self._groups:
             kv, group.kv, group.dims, group.oldest = group.kv, None, (0, 0, 0), 0
             for layer in group.layers:
