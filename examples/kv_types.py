@@ -1,4 +1,4 @@
-"""What each type of KV cache makes of a model's text, and what a token costs with it.
+"""Compares types of KV caches: logits of a model's text, and the time of a token.
 
     python examples/kv_types.py MODEL.gguf TEXT.txt|IDS.json
 
@@ -26,7 +26,7 @@ TYPES = ("q8_0", "q4_0")
 
 
 class Caches:
-    """Decoders of one model, by the name of their caches; the first one is compared with.
+    """Decoders of one model, by the names of their caches; the first is the reference.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class Caches:
             self.off[name].append((float(rms), divergence, exact.argmax() != found.argmax()))
 
     def rows(self) -> list[str]:
-        """Say of each cache how far it is off, and the median of what a token took."""
+        """Return the errors of each cache, and the median time of a token."""
         rows = ["cache              off     KL divergence   other token   ms a token"]
         for name, off in self.off.items():
             rms, divergence, other = np.mean(np.array(off, "f8"), axis=0)

@@ -20,7 +20,7 @@ Q8_0 = np.dtype([("d", "<f2"), ("qs", "i1", 32)])  # a block: its scale, and 32 
 
 
 def layout_for(weights: um.Weights) -> um.Layout:
-    """Make the three tapes for a model, with all of its context."""
+    """Make the three tapes for a model with its full context."""
     d = um.ModelDims.from_weights(weights)
     values = weights.by_type().get("q8_0", 0) // Q8_0.itemsize * 32
     turns = d.max_seq_len * d.head_dim  # of rotary embedding; the bytes added are for numbers
@@ -51,7 +51,7 @@ class Llama:
         self.layers = [{n: t[f"blk.{i}.{n}.weight"] for n in NAMES} for i in range(d.num_layers)]
         self.embedding, self.last_norm = t["token_embd.weight"], t["output_norm.weight"]
         self.output = t.get("output.weight", self.embedding)
-        # NumPy would make an array of a number each time; these are arrays from the start.
+        # NumPy would convert numbers to arrays each time.
         c = tape.take(4)
         c[:] = meta["llama.attention.layer_norm_rms_epsilon"], 1 / d.hidden_size, head**-0.5, 0.5
         self.eps, self.per_hidden, self.scale, self.half = (c[i, ...] for i in range(4))

@@ -23,7 +23,7 @@ CHUNK_TOKENS = 32
 
 
 class Said(NamedTuple):
-    """What a decoder has said: the text, its node and process, and tokens out of the store."""
+    """A piece of the story: the text, its node and process, and tokens from the store."""
 
     text: str
     node_id: str

@@ -1,4 +1,4 @@
-"""Staging on the nodes of a cluster: what is planned, where copies come from, what goes wrong."""
+"""Staging on the nodes of a cluster: plans, sources of copies, failures."""
 
 # ruff: noqa: F811 - fixtures that are imported, and asked for by their names
 
@@ -177,7 +177,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(transfers, "MOST_WAIT_S", 0.001)
-    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
+    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that the order is known
     with serving_objects(monkeypatch) as server:
         server.add(f"/{BUCKET}/tiny.gguf", TINY.read_bytes())
         yield server
@@ -268,7 +268,7 @@ def test_a_node_that_is_lost_while_it_is_staged_gives_its_engines_to_others(
             cluster.dead.add("b")
 
     cluster.before = lose
-    if hangs:  # as Ray does, which hopes for a node of this name
+    if hangs:  # as Ray, which waits for a node of this name
         cluster.hanging = {("b", "bring_in")}
     with pytest.warns(um.PlacementWarning, match="node b was lost while it was staged"):
         made = ur.Stager(TINY, n_engines=6, ctx=CTX)
@@ -432,9 +432,7 @@ def test_it_needs_ray_and_a_cluster(cluster: Cluster, monkeypatch: pytest.Monkey
         ur.Stager(TINY)
 
 
-def test_what_is_secret_in_a_url_is_in_no_error(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_show_no_secret_of_a_url(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with pytest.raises(OSError, match="cannot be reached") as e:
@@ -443,7 +441,7 @@ def test_what_is_secret_in_a_url_is_in_no_error(
     assert "word" not in str(e.value)
 
 
-def test_one_that_is_not_closed_is_told(cluster: Cluster) -> None:
+def test_a_stager_left_open_warns(cluster: Cluster) -> None:
     made = ur.Stager(TINY, ctx=CTX)
     with pytest.warns(ResourceWarning, match=r"unclosed Stager\(3 nodes"):
         made.__del__()

@@ -1,4 +1,4 @@
-"""Two nodes of a real Ray cluster, on this machine: the example, and a node that is lost."""
+"""Two nodes of a real Ray cluster on this machine: the example, and a lost node."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ N_TOKENS, N_LONG, CHUNK = 16, 100, 32
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/support/servers/two_ray_nodes.py says."""
+    """The output of tests/support/servers/two_ray_nodes.py."""
     store = tmp_path_factory.mktemp("store")
     path = os.pathsep.join([f"{ROOT}/examples", os.environ.get("PYTHONPATH", "")])
     child = subprocess.Popen(
@@ -52,7 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[str, str, str, int]:
-    """What a decoder says that has no store, no copy and no cluster; and the tokens of the text."""
+    """Return the text of a decoder without store, copy and cluster, and its tokens."""
     with Decoder(embedded_model(), ctx=256, threads=1) as decoder:
         first = "".join(decoder.generate(TEXT, N_TOKENS))
         more, long = ("".join(decoder.generate(TEXT + first, n)) for n in (N_TOKENS, N_LONG))
@@ -84,14 +84,14 @@ def test_each_node_has_one_copy_in_memory(found: dict[str, Any]) -> None:
         readers[node_id].add(str(pid))
     for node_id, shares in found["memory"].items():
         assert len(readers[node_id]) == 4
-        # The four decoders and the process that keeps it, and nobody of the other node.
+        # The four decoders and the keeper, and no process of the other node.
         assert len(shares) == 5
         assert readers[node_id] < set(shares)
         assert found["model_bytes"] <= sum(shares.values()) + 4096 * len(shares)
         assert sum(shares.values()) <= found["model_bytes"] + 4096 * len(shares)
 
 
-def test_what_a_lost_node_did_goes_on_elsewhere(
+def test_the_work_of_a_lost_node_goes_on_elsewhere(
     found: dict[str, Any], expected: tuple[str, str, str, int]
 ) -> None:
     assert found["repeated"] == [expected[2]] * 8
@@ -100,7 +100,7 @@ def test_what_a_lost_node_did_goes_on_elsewhere(
     assert {node_id for _, node_id, _, _ in found["again"]} == {left}
     assert len({pid for _, _, pid, _ in found["again"]}) == 8
     memory = found["memory_again"]
-    # The numbers of a file that is gone may be those of a new one, of another program.
+    # Another program's file may get the numbers of a removed file.
     readers = {str(pid) for *_, pid, _ in found["told"][1:] + found["again"]}
     assert not readers & memory[found["lost"]].keys()
     assert len(memory[left]) == 9

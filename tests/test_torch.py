@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # importing torch takes seconds
 
 N, HEADS, DIM = 3, 2, 32
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# Of the types of both torch and unimem, those that tapes are taken of.
+# Types of torch and unimem that tapes have.
 TAKEN = tuple(
     """
     float32 float16 bfloat16 float64 int8 uint8 int32 int64 bool uint16 complex64 float8_e4m3fn
@@ -88,14 +88,14 @@ def test_an_append_takes_no_capsule_and_holds_nothing(torch: Any, monkeypatch: A
 
 
 def fake(torch: Any) -> Any:
-    """A tensor of main memory, by what it says, as torch traces programs with."""
+    """A tensor that claims to be in main memory, as torch traces programs with."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         return torch.ones(N, HEADS, DIM)
 
 
-# Each with a word of what is said.
+# Each with a word of its message.
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "on no device": (lambda torch: torch.empty(N, HEADS, DIM, device="meta"), "says: "),
     "traced": (fake, "got one without memory"),
@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(torch: Any, case: str) -> None:
+def test_wrong_arguments_are_refused(torch: Any, case: str) -> None:
     make, said = REFUSED[case]
     with um.KVCache(1, HEADS, DIM, 8) as kv:
         with pytest.raises(TypeError, match=f"k: expected .*{said}"):
@@ -171,7 +171,7 @@ def test_a_view_is_a_tensor(torch: Any, kind: str) -> None:
         del view, given, found
         with pytest.raises(BufferError):
             kv.close()
-        with kv:  # leaving it closes the cache, and the tensor keeps its memory
+        with kv:  # the tensor keeps the memory of the closed cache
             pass
         assert torch.equal(whole[0].transpose(0, 1), -k)
 
@@ -186,7 +186,7 @@ def test_other_arrays_are_tensors(torch: Any) -> None:
         gc.collect()
 
 
-def test_what_is_no_tensor(torch: Any) -> None:
+def test_other_objects_than_tensors_are_refused(torch: Any) -> None:
     with um.KVCache(1, HEADS, DIM, 8, dtype="q8_0") as kv:
         cases = {
             "blocks of q8_0": kv.layer(0)[0],
@@ -206,7 +206,7 @@ def test_what_is_no_tensor(torch: Any) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A model of two layers: weights in bfloat16, one bias in float32, one that nobody asks for."""
+    """A model of two layers: weights in bfloat16, a bias in float32, and an unused bias."""
     shapes: dict[str, tuple[str, sf.Shape]] = {
         "0.bias": ("F32", (4,)),
         "0.weight": ("BF16", (4, 6)),
@@ -272,7 +272,7 @@ def test_names_that_differ_and_parameters_that_are_shared(torch: Any, weights: u
     assert net.head.weight.data_ptr() == weights.tensors["0.weight"].address
 
 
-def test_what_does_not_fit_leaves_the_module_as_it_was(
+def test_a_tensor_that_does_not_fit_changes_nothing(
     torch: Any, weights: um.Weights, tmp_path: Path
 ) -> None:
     (tmp_path / "file.gguf").write_bytes(gf.everything())

@@ -1,4 +1,4 @@
-"""`unimem.torch` where torch is not installed, or not asked for."""
+"""`unimem.torch` without torch, or before it is used."""
 
 from __future__ import annotations
 

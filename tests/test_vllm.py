@@ -1,4 +1,4 @@
-"""The tier for vLLM, against vLLM's own definitions: tests/support/servers/vllm_definitions.py."""
+"""The tier for vLLM with vLLM's own definitions: tests/support/servers/vllm_definitions.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = [bytes([i]) * 32 + (0).to_bytes(4, "big") for i in range(N)]
 
 @pytest.fixture(scope="module")
 def vllm() -> Iterator[types.SimpleNamespace]:
-    """Its modules, and ours."""
+    """vLLM's modules, and unimem.vllm."""
     with imported():
         theirs = "vllm.v1.kv_offload"
         yield types.SimpleNamespace(
@@ -41,7 +41,7 @@ def vllm() -> Iterator[types.SimpleNamespace]:
 
 
 def spec(vllm: types.SimpleNamespace, **changes: Any) -> types.SimpleNamespace:
-    """What vLLM offloads: one group of two layers."""
+    """Describe an offloaded group of two layers."""
     c, changed = vllm.config, {"name": "m/llama", "rank": 0} | changes
     values = {
         "groups": (c.OffloadingGroupConfig(16, ("0", "1"), 0),),
@@ -103,7 +103,7 @@ def engine(vllm: types.SimpleNamespace, folder: Path, **options: Any) -> Iterato
     finally:
         made.tier.shutdown()
         made.tier.shutdown()
-        made.view.release()  # as vLLM does then; it raises while somebody sees the memory
+        made.view.release()  # as vLLM does; it raises if a view is alive
         with pytest.raises(ClosedError):
             made.tier._store.stat()
         assert not [t for t in threading.enumerate() if t.name.startswith("unimem-vllm")]
@@ -126,7 +126,7 @@ def test_it_is_what_vllm_defines(vllm: types.SimpleNamespace) -> None:
     assert vllm.factory.SecondaryTierFactory.get_tier_class(tier) is ours
     made = set(inspect.signature(ours).parameters)
     assert set(inspect.signature(theirs).parameters) <= made
-    # What every tier of vLLM takes beside its own.
+    # Every tier of vLLM takes these.
     assert "locality" in made
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_chunk_is_computed_anew_and_not_asked_for_again(
         assert one.run([KEYS[1]], [0], load=False).success
 
 
-def test_what_has_no_room_and_what_fails_is_said(
+def test_full_and_failing_stores_are_reported(
     vllm: types.SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(vllm, tmp_path, disk_bytes=20_000) as small:
@@ -304,7 +304,7 @@ def test_the_manager_of_vllm_stores_and_promotes_through_it(
     one.tier.drain_jobs()
     stores.on_schedule_end(end)
     stores.on_request_finished(one.request)
-    stores.shutdown()  # which releases the memory: nobody sees it
+    stores.shutdown()  # releases the memory, of which no view is alive
 
     two = Engine(vllm, tmp_path)
     loads = made(two)

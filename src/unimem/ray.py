@@ -1,7 +1,7 @@
 """A model staged once on each node of a Ray cluster, for all engines there (extra ``ray``).
 
-Ray schedules, restarts and moves bytes; `um.plan` says what fits where; `um.stage` holds the one
-copy of a node. What is here brings them together: docs/cluster.md.
+Ray schedules, restarts and moves bytes; `um.plan` computes what fits; `um.stage` keeps the copy of
+a node. This module combines them: docs/cluster.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Self, Unpack
 
 import numpy as np
@@ -40,37 +39,35 @@ __all__ = ["NodePlan", "Stager"]
 
 _NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
 _MOST_ENGINES = 1 << 20
-_MOST_ON_A_NODE = 4096  # sessions that a plan has at most
-_ROOMY = {"memory": 1 << 50}  # a machine on which no context is cut short
-_PIECES_AT_ONCE = 4  # of a file, from a neighbour
-_TRIES = 2  # of each: another neighbour, or the store, has it as well
-_NEIGHBOURS = 4  # that are asked: a list of all would be passed to all
-_PIECE_S = 60.0  # for one of these
-_ANSWER_S = 2.0  # for a neighbour to say whether it has the model
-_LOOK_S = 1.0  # after which a node is looked at that has not answered: Ray itself would wait for it
-_FACTS_S = 60.0  # for a node to say what it has
+_MOST_ON_A_NODE = 4096  # the most sessions of a plan
+_ROOMY = {"memory": 1 << 50}  # a machine that shortens no context
+_PIECES_AT_ONCE = 4  # pieces of a file that a neighbour sends at once
+_TRIES = 2  # per piece: other neighbours, and the store, have it, too
+_NEIGHBOURS = 4  # neighbours to ask, since a list of all would be passed to all
+_PIECE_S = 60.0  # timeout for a piece
+_ANSWER_S = 2.0  # timeout for a neighbour to answer whether it has the model
+_LOOK_S = 1.0  # interval of checks whether a node is alive, since Ray would wait for a dead one
+_FACTS_S = 60.0  # timeout for the facts of a node
 _CLOSE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """A node that engines are placed on, and what was planned for it before anything started.
+    """A node with a copy, and its plan, made before anything started.
 
     Attributes
     ----------
     node_id : str
         Ray's name of the node, in hexadecimal digits.
-    address : str
-        Its address.
-    labels : dict of str to str
-        Its labels.
+    address, labels : str, dict of str to str
+        The node's.
     n_engines : int
         Engines that are placed there.
     plan : Plan
-        Of one copy of the model and as many engines as fit there (`Plan.sessions`), at most as many
-        as were asked for.
+        The plan for one copy of the model and as many of the requested engines as fit there
+        (`Plan.sessions`).
     origin : str
-        What its copy was read from: ``"file"``, ``"neighbour"`` or ``"store"``.
+        The source of its copy: ``"file"``, ``"neighbour"`` or ``"store"``.
     """
 
     node_id: str
@@ -84,21 +81,21 @@ class NodePlan:
 class Stager:
     """A model staged once on each node of a Ray cluster that has room for it.
 
-    Made in a program that is connected to the cluster (``ray.init``). It asks each node what memory
-    it has, plans, places the engines, and stages the model; only then does it return. A node takes
-    the model from its own file system, else from a neighbour that has it, else from `store`; the
-    number of copies doubles in each round. The copies go when it is closed, or with the program.
+    Make it in a program that is connected to the cluster (``ray.init``). The constructor asks each
+    node for its memory, plans, places the engines, and stages the model. A node takes the model
+    from its own file system, else from a neighbour, else from `store`; the number of copies doubles
+    in each round. The copies end with `close`, or with the program.
 
-    It may be passed to tasks and actors, whose engines open `path`: the copy of the node that they
-    run on. For any number of threads; closing is for the program that made it.
+    It may be passed to tasks and actors, whose engines open `path`: the copy on their node. Any
+    number of threads may use it; the program that made it closes it.
 
     Parameters
     ----------
     model : path-like
-        The model's path on the nodes, on those that have it. Or a URL, which is `store` then.
+        The model's path on the nodes that have it; or a URL, which is then the `store`.
     store : path-like, optional
-        Where the model is for nodes that lack it: a path that they can read, or a URL (extra
-        ``remote``, docs/remote.md).
+        The model for other nodes: a path that they can read, or a URL (extra ``remote``,
+        docs/remote.md).
     labels : mapping of str to str, optional
         Labels that a node must have to be used.
     n_engines : int, default 1
@@ -108,30 +105,30 @@ class Stager:
     kv_dtype : str, default "f16"
         Type of an engine's KV cache, as for `plan`.
     resume : bool
-        As for `stage`, of a URL: a node that it broke off on keeps what has come for the next
-        `Stager`. Otherwise nothing is left.
+        As for `stage`, with a URL: after an interruption a node keeps its part for the next
+        `Stager`. By default nothing is left.
     **placement
-        Of the copies, as for `stage`.
+        Placement of the copies, as for `stage`.
 
     Raises
     ------
     ImportError
-        Ray is not installed, or what reads a URL.
+        Ray, or the library for URLs, is not installed.
     RuntimeError
         The program is not connected to a cluster.
     CapacityError
         No node with these labels has room, or not for all engines; nothing was started.
     GGUFError, SafetensorsError, OSError
-        The model cannot be used, or is nowhere; no copy is left.
+        The model cannot be used or found; no copy is left.
     ValueError, TypeError
         An argument is out of range.
 
     Attributes
     ----------
     nodes : tuple of NodePlan
-        The nodes that have a copy.
+        The nodes with a copy.
     engine_bytes : int
-        What an engine takes beside the copy.
+        Memory of an engine beside the copy.
     """
 
     def __init__(
@@ -191,7 +188,7 @@ class Stager:
         model_bytes: int,
         placement: PlacementOptions,
     ) -> dict[str, str]:
-        """Stage on all nodes, and say what each has read it from."""
+        """Stage on all nodes, and return the origin of each copy."""
         actor = ray.remote(_Copy)
         for node in nodes:
             self._copies[node.node_id] = actor.options(
@@ -207,7 +204,7 @@ class Stager:
         batch = [node.node_id for node in nodes if node.has_file] or _take(waiting, 1)
         while batch:
             having = [self._copies[node_id] for node_id in origins]
-            # Each of those that have it serves one.
+            # Each node with a copy serves one other.
             started = {
                 node_id: self._copies[node_id].bring_in.remote(_some_from(having, i))
                 for i, node_id in enumerate(batch)
@@ -226,14 +223,7 @@ class Stager:
 
     @property
     def path(self) -> str:
-        """The path of the copy on the node that this process runs on.
-
-        Raises
-        ------
-        RuntimeError
-            This node has no copy: see `nodes`.
-        ClosedError
-        """
+        """The path of the copy on this process's node; RuntimeError if it has none: see `nodes`."""
         if not self._copies:
             raise ClosedError("the Stager is closed: make another one")
         ray = _connected()
@@ -252,15 +242,14 @@ class Stager:
     def actor_options(self) -> list[dict[str, Any]]:
         """Return Ray's options for each engine, for ``Engine.options(**options).remote(...)``.
 
-        Each engine goes to the node that was planned for it. When that is gone, Ray starts the
-        engine again on another node that has a copy, once there is room, and repeats what was asked
-        of it.
+        Each engine runs on its planned node. If the node fails, Ray restarts the engine on another
+        node with a copy, once there is room, and repeats its tasks.
 
         Returns
         -------
         list of dict
-            One for each of `n_engines`. With ``num_cpus=0``: what an engine computes with is told
-            to the engine.
+            One for each of `n_engines`, with ``num_cpus=0``: tell the engine itself how many
+            threads to use.
         """
         anywhere = {_NODE_ID: f"in({','.join(node.node_id for node in self.nodes)})"}
         return [
@@ -282,15 +271,15 @@ class Stager:
         return not self._copies
 
     def close(self) -> None:
-        """Give up the copies; engines that have them mapped keep what they have. Twice is no error.
+        """Give up the copies; engines keep what they have mapped. Closing twice is no error.
 
-        In a process that it was passed to, nothing ends.
+        In a process that it was passed to, this ends nothing.
         """
         copies, self._copies = self._copies, {}
         if not copies or not self._is_owner:
             return
         ray = _ray()
-        if not ray.is_initialized():  # they went with the connection
+        if not ray.is_initialized():  # the copies ended with the connection
             return
         ray.wait(
             [copy.close.remote() for copy in copies.values()],
@@ -305,12 +294,7 @@ class Stager:
             raise ClosedError("the Stager is closed: make another one")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -328,7 +312,7 @@ class Stager:
 
 
 class _Source(NamedTuple):
-    """Where the model is: its path on nodes, and its path or URL for others."""
+    """The model's path on nodes that have it, and its path or URL for others."""
 
     path: str
     store: str | None
@@ -336,7 +320,7 @@ class _Source(NamedTuple):
 
     @classmethod
     def from_arguments(cls, model: Any, store: Any, resume: bool) -> _Source:
-        """Check arguments. Processes of nodes have folders of their own, so paths are absolute."""
+        """Check arguments, and make paths absolute, since processes of nodes have other folders."""
         path = file_path(model, "model")
         other = None if store is None else file_path(store, "store")
         if is_url(path):
@@ -357,18 +341,18 @@ class _Source(NamedTuple):
 
 
 class _NodeFacts(NamedTuple):
-    """A node, what its machine gives to a process, and whether it has the model's file."""
+    """A node, the facts of its machine, and whether it has the model's file."""
 
     node_id: str
     address: str
     labels: dict[str, str]
-    ray_bytes: int  # what Ray itself counts as its memory
+    ray_bytes: int  # its memory by Ray's count
     machine: MachineFacts
     has_file: bool
 
 
 class _Room(NamedTuple):
-    """What a node has room for, by its plan and by Ray's own figure."""
+    """The room on a node, by its plan and by Ray's own figure."""
 
     facts: _NodeFacts
     plan: Plan
@@ -377,7 +361,7 @@ class _Room(NamedTuple):
 
     @property
     def n_engines(self) -> int:
-        """Engines that fit beside a copy; -1 where not even that does."""
+        """Engines that fit beside a copy; -1 if the copy does not fit."""
         left = self.facts.ray_bytes - self.model_bytes
         if self.plan.verdict != "fits" or left < 0:
             return -1
@@ -401,7 +385,7 @@ class _Room(NamedTuple):
 
 
 class _Engines(NamedTuple):
-    """The engines that are asked for."""
+    """The requested engines."""
 
     n: int
     ctx: int | None
@@ -409,7 +393,7 @@ class _Engines(NamedTuple):
 
 
 class _Copy:
-    """The process of a node that keeps its copy; an actor of Ray, which restarts it there."""
+    """The keeper of a node's copy: an actor, which Ray restarts on the same node."""
 
     def __init__(self, source: _Source, placement: PlacementOptions) -> None:
         self._source, self._placement = source, placement
@@ -419,7 +403,7 @@ class _Copy:
         self._origin = ""
 
     def bring_in(self, neighbours: list[Any]) -> str:
-        """Stage the model unless it is, and say what it was read from."""
+        """Stage the model once, and return the origin of the copy."""
         with self._lock:
             if self._stage is None:
                 made, origin = self._make(neighbours)
@@ -429,7 +413,7 @@ class _Copy:
         return self._origin
 
     def _make(self, neighbours: list[Any]) -> tuple[Stage, str]:
-        """Stage the model, and say what it was read from."""
+        """Stage the model, and return it with its origin."""
         source = self._source
         if source.path and os.path.exists(source.path):
             return stage(source.path, **self._placement), "file"
@@ -450,13 +434,13 @@ class _Copy:
         return stage(source.store, resume=source.resume, **self._placement), "store"
 
     def path(self, neighbours: list[Any]) -> str:
-        """Return the path of the copy, which is staged again where this process was restarted."""
+        """Return the path of the copy, which a restarted process stages again."""
         self.bring_in(neighbours)
         assert self._stage is not None
         return self._stage.path
 
     def files(self) -> tuple[list[tuple[str, int]], str, str] | None:
-        """Return names and sizes of the files, the name to open and the node; None without any."""
+        """Return names and sizes of the files, the name to open and the node; None without copy."""
         if self._stage is None:
             return None
         rows = zip(self._stage._names, self._stage._versions, strict=True)
@@ -464,7 +448,7 @@ class _Copy:
         return sizes, self._stage._first, _ray().get_runtime_context().get_node_id()
 
     def read(self, name: str, offset: int, nbytes: int) -> tuple[NDArray[np.uint8], bytes]:
-        """Read a piece of a file, and its hash: TCP notices few errors."""
+        """Read a piece of a file, with its hash: TCP notices few errors."""
         piece = np.empty(nbytes, np.uint8)
         rest, at = piece.data, offset
         while rest:
@@ -486,7 +470,7 @@ class _Copy:
 
 
 def _having(neighbours: list[Any]) -> Iterator[Any]:
-    """Give the neighbours that have the model now, in their order."""
+    """Yield the neighbours that have the model now, in their order."""
     if not neighbours:
         return
     ray = _ray()
@@ -496,14 +480,14 @@ def _having(neighbours: list[Any]) -> Iterator[Any]:
         if ref in done:
             try:
                 has_it = ray.get(ref) is not None
-            except ray.exceptions.RayError:  # it is gone
+            except ray.exceptions.RayError:  # it has ended
                 continue
             if has_it:
                 yield neighbour
 
 
 class _Bytes(Answer):
-    """Of a range that a neighbour has sent."""
+    """A range of a file from a neighbour."""
 
     def __init__(self, nbytes: int, tag: str, first: int, data: NDArray[np.uint8]) -> None:
         super().__init__(nbytes, tag, first + data.nbytes)
@@ -518,7 +502,7 @@ class _Bytes(Answer):
 
 
 class _Neighbour(Server):
-    """The copy of a neighbour, as the files of a server are."""
+    """The copy of a neighbour, as files of a server."""
 
     def __init__(self, neighbour: Any, files: list[tuple[str, int]], tag: str) -> None:
         super().__init__(_PIECE_S)
@@ -539,7 +523,7 @@ class _Neighbour(Server):
 
 
 def _stage_from(neighbour: Any, placement: PlacementOptions) -> Stage:
-    """Stage the copy of a neighbour; its bytes go through Ray to where they stay."""
+    """Stage the copy of a neighbour; Ray sends its bytes."""
     files, first, node_id = _ray().get(neighbour.files.remote(), timeout=_PIECE_S)
     url = f"ray://{node_id}/{first}"
     server = _Neighbour(neighbour, files, node_id)
@@ -552,7 +536,7 @@ def _stage_from(neighbour: Any, placement: PlacementOptions) -> Stage:
 
 
 def _facts_of_nodes(ray: Any, source: _Source, labels: dict[str, str]) -> list[_NodeFacts]:
-    """Ask each node with these labels what it has."""
+    """Ask each node with these labels for its facts."""
     asked = {}
     task = ray.remote(_look)
     for node in ray.nodes():
@@ -569,7 +553,7 @@ def _facts_of_nodes(ray: Any, source: _Source, labels: dict[str, str]) -> list[_
     for ref, node in asked.items():
         try:
             found.append(_NodeFacts(*node, *ray.get(ref, timeout=0)))
-        except (ray.exceptions.RayError, TimeoutError):  # it is gone, or does not answer
+        except (ray.exceptions.RayError, TimeoutError):
             policy.warn(f"node {node[0]} at {node[1]} does not answer, and is left out")
     if not found:
         raise CapacityError("no node of the cluster answers")
@@ -577,14 +561,14 @@ def _facts_of_nodes(ray: Any, source: _Source, labels: dict[str, str]) -> list[_
 
 
 def _look(path: str) -> tuple[MachineFacts, bool]:
-    """Say what this node has."""
+    """Return the facts of this node, and whether it has the model's file."""
     return doctor(), bool(path) and os.path.exists(path)
 
 
 def _plan_nodes(
     ray: Any, source: _Source, found: list[_NodeFacts], engines: _Engines
 ) -> tuple[int, int, dict[str, Plan]]:
-    """Plan where the model's header can be read: here, or on a node that has its file."""
+    """Plan in a process that can read the model's header: here, or on a node with its file."""
     machines = {facts.node_id: facts.machine for facts in found}
     for place in source.places:
         if is_url(place) or os.path.exists(place):
@@ -609,9 +593,9 @@ def _plan_nodes(
 def _plan_all(
     place: str, machines: Mapping[str, MachineFacts], engines: _Engines
 ) -> tuple[int, int, dict[str, Plan]]:
-    """Return the bytes of a copy, those of an engine, and the plan of each machine.
+    """Return the bytes of a copy, the bytes of an engine, and the plan of each machine.
 
-    A copy is in memory as weights are that were copied, and engines are sessions over it.
+    A copy is planned as copied weights, and engines as sessions over them.
     """
     options: dict[str, Any] = {"kv_dtype": engines.kv_dtype, "load": "copy"}
     with plans_of(place) as plan:
@@ -630,12 +614,9 @@ def _plan_all(
 
 
 def _place(n_engines: int, rooms: list[_Room]) -> dict[str, int]:
-    """Spread engines over the nodes that fit, by the room that is left; 0 is a node with a copy.
+    """Spread engines over the nodes with a copy, by their free room; raise CapacityError if full.
 
-    Raises
-    ------
-    CapacityError
-        Some have no room.
+    Nodes without engines, but with a copy, have 0.
     """
     room = {one.facts.node_id: one.n_engines for one in rooms if one.n_engines >= 0}
     if sum(room.values()) < n_engines:
@@ -657,12 +638,9 @@ def _place(n_engines: int, rooms: list[_Room]) -> dict[str, int]:
 
 
 def _answer(ray: Any, ref: Any, node_id: str) -> Any:
-    """Wait for an answer as long as the node is there.
+    """Wait for an answer; raise RayError if the node dies.
 
-    Raises
-    ------
-    RayError
-        It is gone. Ray would start the actor again, once there is a node with this label.
+    Ray itself would wait for another node with its label, to restart the actor.
     """
     while not ray.wait([ref], num_returns=1, timeout=_LOOK_S)[0]:
         if not any(node["Alive"] for node in ray.nodes() if node["NodeID"] == node_id):
@@ -671,7 +649,7 @@ def _answer(ray: Any, ref: Any, node_id: str) -> Any:
 
 
 def _some_from(copies: list[Any], i: int) -> list[Any]:
-    """Return some of the copies, beginning with the one at an index."""
+    """Return some of the copies, from an index on."""
     return (copies[i:] + copies[:i])[:_NEIGHBOURS]
 
 

@@ -1,7 +1,7 @@
 """unimem's memory as tensors of torch, without a copy.
 
-Needs torch (the extra ``torch``). Tensors of torch go into caches and scratchpads as they are, and
-``torch.from_dlpack`` takes views of all of unimem's memory; what is here is for more than that. See
+Needs torch (the extra ``torch``). Caches and scratchpads take tensors of torch, and
+``torch.from_dlpack`` takes views of all of unimem's memory; this module is for the rest. See
 docs/torch.md.
 """
 
@@ -32,28 +32,28 @@ def _torch() -> Any:
 
 
 def tensor(view: Any) -> Any:
-    """See an array as a tensor of torch, over the same memory.
+    """View an array as a tensor of torch, over the same memory.
 
     Parameters
     ----------
     view : array
         A view of a cache, a tape or a block, a tensor of opened weights, or another array that is
-        NumPy's or has ``__dlpack__``. Also of ml_dtypes' types.
+        NumPy's or has ``__dlpack__``. ml_dtypes' types are allowed.
 
     Returns
     -------
     torch.Tensor
-        Of the shape, dtype and strides of `view`, and keeping its memory alive. torch has no
-        read-only tensors: where `view` is read-only, nobody may write to the tensor, and over a
-        mapped file the kernel ends a program that does (SIGSEGV).
+        With the shape, dtype and strides of `view`; it keeps the memory alive. torch has no
+        read-only tensors: writing to the tensor of a read-only `view` is not allowed, and over a
+        mapped file the kernel ends the program (SIGSEGV).
 
     Raises
     ------
     TypeError
-        It is no array, or one of a type or with strides that torch has not, such as the blocks of
-        a ``"q8_0"`` cache.
+        It is no array, or torch lacks its type or strides, such as the blocks of a ``"q8_0"``
+        cache.
     ImportError
-        There is no torch.
+        torch is not installed.
     ClosedError
         The memory of `view` was closed.
     """
@@ -61,7 +61,7 @@ def tensor(view: Any) -> Any:
     if isinstance(view, Tensor):
         view = view.as_array()
     if isinstance(view, np.ndarray):
-        if min(view.strides, default=0) < 0:  # which torch answers with the end of the process
+        if min(view.strides, default=0) < 0:  # torch would end the process
             raise TypeError(
                 f"view: expected an array that torch can show, got strides of {view.strides}: "
                 "torch has none below 0"
@@ -85,48 +85,41 @@ def tensor(view: Any) -> Any:
 
 
 def load_state_dict(
-    module: Any,
-    weights: Weights,
-    *,
-    names: Mapping[str, str] | None = None,
-    strict: bool = True,
+    module: Any, weights: Weights, *, names: Mapping[str, str] | None = None, strict: bool = True
 ) -> list[str]:
-    """Give a module the tensors of a model, without a copy where their dtypes agree.
+    """Give a module the tensors of a model, without a copy if their dtypes agree.
+
+    If it raises, the module is unchanged.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Also one without memory, as ``with torch.device("meta"):`` makes it.
+        It may be without memory, as made by ``with torch.device("meta"):``.
     weights : Weights
         An opened model, whose memory the module keeps alive from then on.
     names : mapping of str to str, optional
-        Of the module's names those of the model's tensors, where they differ.
+        Maps names of the module to names of the model's tensors, if they differ.
     strict : bool, default True
         Whether each parameter must be in the model, and each tensor of the model in the module.
 
     Returns
     -------
     list of str
-        What was copied, since the module has it in another dtype or on another device; a
-        parameter that the module knows by two names is there by the first of them. All others are
-        the model's own memory. Their parameters require no gradient, for nobody may write there:
-        see `tensor`.
+        The copied tensors, which the module has in another dtype or on another device; a parameter
+        with two names is listed by the first. All others are the model's own memory, and their
+        parameters require no gradient, since writing is not allowed: see `tensor`.
 
     Raises
     ------
     ValueError
         Names or shapes differ; the message has them.
     TypeError
-        `module` or `weights` is none; or a tensor is of a type that torch has not, such as
+        `module` or `weights` has a wrong type, or torch lacks the type of a tensor, such as
         ``"q4_K"``.
     ImportError
-        There is no torch.
+        torch is not installed.
     ClosedError
         The weights were closed.
-
-    Notes
-    -----
-    When it raises, the module is as it was.
     """
     torch = _torch()
     if not isinstance(module, torch.nn.Module):
@@ -138,7 +131,7 @@ def load_state_dict(
     own = module.state_dict(keep_vars=True)
     own = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     called = _called(own, weights, {} if names is None else names)
-    # A parameter that the module has under several names, the model has under one in most cases.
+    # The model usually has one name for a parameter that the module has under several.
     first: dict[int, str] = {}
     for name, value in own.items():
         if called[name] in weights.tensors:
@@ -162,13 +155,13 @@ def load_state_dict(
         made[number] = fitted
     state = {name: made[id(value)] for name, value in own.items() if id(value) in made}
     module.load_state_dict(state, strict=False, assign=True)
-    for name in mapped:  # torch lets a parameter require what the one before did
+    for name in mapped:  # torch copies requires_grad from the old parameter
         state[name].requires_grad_(False)
     return copied
 
 
 def _called(own: Mapping[str, Any], weights: Weights, names: Mapping[str, str]) -> dict[str, str]:
-    """Return what the model calls each of the module's names."""
+    """Return the model's name for each of the module's names."""
     if not isinstance(names, Mapping):
         raise TypeError(f"names: expected a mapping of str to str, got {type(names).__name__}")
     _refuse({*names} - {*own}, "in names= that the module has not")
@@ -177,7 +170,7 @@ def _called(own: Mapping[str, Any], weights: Weights, names: Mapping[str, str]) 
 
 
 def _refuse(names: Set[str], what: str) -> None:
-    """Raise where there are any."""
+    """Raise ValueError if there are any names."""
     if names:
         shown = ", ".join(map(str, sorted(names)[:8])) + (", ..." if len(names) > 8 else "")
         raise ValueError(
@@ -188,7 +181,7 @@ def _refuse(names: Set[str], what: str) -> None:
 
 
 def _checked(given: Tensor, shape: tuple[int, ...], name: str) -> np.ndarray[Any, Any]:
-    """Return a model's tensor as an array, once it is known to fit."""
+    """Return a model's tensor as an array; raise unless it fits."""
     array = given.as_array()
     if array.shape != given.shape:
         raise TypeError(

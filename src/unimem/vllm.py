@@ -1,11 +1,11 @@
-"""A tier for vLLM: KV chunks that leave its CPU memory lie in a `KVStore`, and come back from it.
+"""A tier for vLLM: KV chunks that leave its CPU memory go to a `KVStore`, and return from it.
 
 vLLM loads it by its name (docs/engines.md)::
 
     {"type": "KVStoreTier", "module_path": "unimem.vllm", "where": "/var/cache/kv"}
 
-It is imported where vLLM is. vLLM calls the interface experimental, and changes it with minor
-versions: this is for 0.33.
+Importing it needs vLLM. vLLM's interface is experimental and changes with minor versions: this
+module is for 0.33.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from unimem.kv.store.store import KVStore
 from unimem.system import policy
 
 try:
-    from vllm.v1.kv_offload.base import (
-        Locality,
-        LookupResult,
-        Medium,
-        RequestOffloadingContext,
-    )
+    from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
@@ -42,12 +37,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_offload.base import (
-        OffloadingSpec,
-        OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-    )
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
@@ -59,31 +49,27 @@ _Move = Callable[[bytes, NDArray[np.uint8]], bool]
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     """A secondary tier of vLLM in a `KVStore`: budgets, any number of processes, checked chunks.
 
-    vLLM makes it, and calls it in its scheduler: nothing here waits for a disk but `drain_jobs` and
-    `shutdown`. The bytes of a chunk are vLLM's own, and unimem's caches cannot read them.
+    vLLM makes it and calls it in its scheduler: only `drain_jobs` and `shutdown` wait for a disk.
+    The bytes of a chunk are vLLM's own, and unimem's caches cannot read them.
 
     Parameters
     ----------
     offloading_spec : vllm.v1.kv_offload.base.OffloadingSpec
-        What vLLM offloads.
+        vLLM's description of the offloaded caches.
     primary_kv_view : memoryview
         vLLM's CPU memory, ``[chunks, bytes of a chunk]``.
     tier_type : str
-        What vLLM calls it.
-    where : str
-        The folder of the store, as for `KVStore`.
-    ram_bytes : int, default 0
-        As for `KVStore`. vLLM's own CPU memory lies before it.
-    disk_bytes : int, optional
-        As for `KVStore`.
+        vLLM's name of the tier.
+    where, ram_bytes, disk_bytes
+        As for `KVStore`. vLLM's own CPU memory is in front of it.
     model : str, optional
-        What tells this model from others of its name, such as a revision: vLLM knows the name only.
+        Distinguishes models of one name, such as a revision: vLLM knows only the name.
     n_threads : int, default 8
         Threads that read and write chunks.
     locality : {"LOCAL", "REMOTE"}, optional
-        What requests that name tiers by their place call it.
+        The place by which requests may select tiers.
     backpressure_detector : optional
-        What vLLM makes of ``"backpressure"``: it stores no more while the tier is slow.
+        vLLM's detector for ``"backpressure"``: vLLM stores nothing while the tier is slow.
 
     Raises
     ------
@@ -117,28 +103,28 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._store = KVStore(where, ram_bytes=ram_bytes, disk_bytes=disk_bytes)
         self._chunks = EngineChunks(self._store, namespace, self._rows.shape[1])
         self._pool = ThreadPoolExecutor(n_threads, "unimem-vllm")
-        self._lock = threading.Lock()  # of what threads count down
+        self._lock = threading.Lock()  # for `_moving` and `n_left`
         self._moving: set[Future[None]] = set()
         self._finished: SimpleQueue[_Job] = SimpleQueue()
         self._lookups = _Lookups(self._chunks, tier_type)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Ask for no more of a request than its new chunks."""
+        """Ask for the new chunks of a request only."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Say whether a chunk is there; RETRY until a thread has looked."""
+        """Return whether the store has a chunk; RETRY until a thread has looked."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Look for what this step has asked for."""
+        """Start the lookups of this step."""
         self._lookups.flush()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what was found for a request."""
+        """Forget the lookups of a request."""
         self._lookups.cleanup(req_context.req_id)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -150,7 +136,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._submit(job_metadata, self._chunks.get)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Note in a thread that chunks were used."""
+        """Note the use of chunks, in a thread."""
         self._start(self._chunks.touch, list(keys))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -166,7 +152,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             result = JobResult(job_id=job.job_id, success=success)
             if job.is_load and not success:
                 result.successful_keys = moved or None
-                # Or vLLM would ask for them again, and again.
+                # Otherwise vLLM would ask for them again and again.
                 self._lookups.mark_miss(set(job.keys) - set(moved))
             results.append(result)
 
@@ -177,12 +163,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         wait(moving)
 
     def shutdown(self) -> None:
-        """End the threads, and close the store. Twice is no error."""
+        """End the threads and close the store. Calling it twice is no error."""
         if not self._store.closed:
             self._lookups.shutdown()
             self._pool.shutdown()
             self._store.close()
-            self._rows = np.empty((0, 0), np.uint8)  # or vLLM could not release its memory
+            self._rows = np.empty((0, 0), np.uint8)  # so that vLLM can release its memory
 
     def _submit(self, given: TransferJob, move: _Move) -> None:
         job = _Job(given)
@@ -215,7 +201,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 class _Job:
-    """What is left of a job of vLLM."""
+    """A running job of vLLM."""
 
     def __init__(self, given: TransferJob) -> None:
         self.job_id: int = given.job_id
@@ -229,7 +215,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """Looks for chunks in a thread of its own, a step's all at once."""
 
     def __init__(self, chunks: EngineChunks, tier_type: str) -> None:
-        self._chunks = chunks  # before the thread that uses it
+        self._chunks = chunks  # before the thread starts
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Iterable[bool]:
@@ -238,7 +224,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 def _namespace(spec: OffloadingSpec, model: str) -> str:
-    """Name all that the bytes of a chunk depend on beside its key, as vLLM's own file tier does."""
+    """Name everything but the key that the bytes of a chunk depend on, as vLLM's own file tier."""
     mapper = FileMapper.from_offloading_spec(
         root_dir="",
         offloading_spec=spec,

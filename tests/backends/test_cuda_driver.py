@@ -1,4 +1,4 @@
-"""What the twin asks of CuPy, as far as that shows without a GPU: names, signatures, refusals."""
+"""The calls of CuPy, as far as they can be tested without a GPU: names, signatures, errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Unasked(Driver):
         self._runtime = cupy.cuda.runtime
         self._error = cupy.cuda.runtime.CUDARuntimeError
         self.id, self.name = 0, "cuda:0"
-        self._device = contextlib.nullcontext()  # the real one fails before anything is called
+        self._device = contextlib.nullcontext()  # the real one fails before any call
 
 
 CALLS: dict[str, Callable[[Driver], Any]] = {
@@ -50,12 +50,12 @@ CALLS: dict[str, Callable[[Driver], Any]] = {
 }
 
 
-# CuPy, without a driver, makes half of a stream, whose end then fails.
+# Without a driver CuPy half-makes a stream, whose destructor then fails.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @without_gpu
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_gets_as_far_as_cuda(name: str) -> None:
-    # A wrong name or signature would be another error, here where no GPU is.
+    # Without a GPU, a wrong name or signature would raise another error.
     with pytest.raises((cupy.cuda.runtime.CUDARuntimeError, um.PlacementError), match="cudaError"):
         CALLS[name](Unasked())
 
@@ -71,7 +71,7 @@ def test_arrays_are_cupys_over_any_address() -> None:
     assert sys.getrefcount(owner) > 2
 
 
-def test_what_is_no_array_on_a_gpu_is_refused() -> None:
+def test_arrays_elsewhere_than_on_a_gpu_are_refused() -> None:
     for wrong in (np.zeros(3), [1.0], None, "x", 3, np.ndarray, cupy.ndarray):
         expected = f"expected an array on the GPU, got {type(wrong).__name__}"
         with pytest.raises(TypeError, match=expected):
@@ -89,12 +89,12 @@ def test_arrays_of_another_device_are_refused() -> None:
             ValueError, match=r"expected an array on cuda:0, got one on cuda:3: copy"
         ):
             driver.to_array(there)
-    empty = array_of(np.zeros(0), 3)  # which is nowhere
+    empty = array_of(np.zeros(0), 3)  # has no device
     assert driver.to_array(empty) is empty
 
 
 class Interface:
-    """An array that has nothing but the interface."""
+    """An array with the interface alone."""
 
     def __init__(self, **more: Any) -> None:
         self.__cuda_array_interface__ = {
@@ -106,7 +106,7 @@ class Interface:
 
 
 class WithInterfaces(Unasked):
-    """A driver that sees arrays of others on this device, and notes who has to wait for whom."""
+    """A driver that sees foreign arrays on this device, and notes which stream waits for which."""
 
     def __init__(self, device: int = 0, current: int = 0) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class WithInterfaces(Unasked):
     ("maker", "current", "calls"),
     [
         (None, 0, []),
-        (1, 0, []),  # the default stream, which has two names
+        (1, 0, []),  # the default stream has two names
         (77, 77, []),
         (77, 0, [("record", 77), ("delay", 0)]),
         (1, 77, [("record", 1), ("delay", 77)]),
@@ -197,7 +197,7 @@ def test_memory_that_is_not_registered_is_left_as_it_is() -> None:
         driver.unregister(4096)
 
 
-def test_streams_of_everybody() -> None:
+def test_streams_of_other_libraries_are_taken() -> None:
     class OfTorch:
         cuda_stream = 77
 

@@ -92,7 +92,7 @@ def test_memory_goes_with_the_last_view(cuda: Any, host_gpu: HostDriver, pinned:
     there = host_gpu.registered if pinned else host_gpu.allocated
     assert block.closed
     assert len(there) == 1
-    numpy_of(view)[...] = 3  # it can still be read and written
+    numpy_of(view)[...] = 3  # still readable and writable
     del view
     gc.collect()
     assert there == {}
@@ -131,11 +131,11 @@ def test_pinned_memory_is_a_block_that_both_see(cuda: Any, host_gpu: HostDriver)
         block.host.as_array()[:3] = (1, 2, 3)
         assert numpy_of(block.as_array("uint8", 3)).tolist() == [1, 2, 3]
         assert "pinned for cuda:0, 4k" in repr(block)
-        assert held("staging") == 0  # it is the host's memory, and in its ledger
+        assert held("staging") == 0  # host memory is in the host's ledger
     assert host_gpu.registered == {}
 
 
-def test_what_cannot_be_pinned_is_given_back(
+def test_memory_that_cannot_be_pinned_is_given_back(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_gpu, "register", Mock(side_effect=um.PlacementError(12, "no")))
@@ -150,7 +150,7 @@ HOST_VIEWS: dict[str, Callable[[Any], Any]] = {
 
 
 DIMS = um.ModelDims(64, 176, 8, 4, 8, 512, 2, 64)
-# Who owns a pinned block, and where it has it.
+# Owners of pinned blocks, and their blocks.
 OWNERS: dict[str, tuple[tuple[Any, ...], Callable[[Any], Any]]] = {
     "Block": ((MIB,), lambda block: block),
     "Tape": ((MIB,), lambda tape: tape.block),
@@ -214,7 +214,7 @@ def test_memory_is_unmapped_after_cuda_has_let_go_of_it(
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_what_cuda_does_not_let_go_of_stays_mapped(
+def test_memory_that_cuda_keeps_stays_mapped(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     refuse = Mock(side_effect=error("operation not permitted when stream is capturing"))
@@ -231,13 +231,13 @@ def test_what_cuda_does_not_let_go_of_stays_mapped(
             host.close()
         host.__exit__()
         assert (mapped(), len(host_gpu.registered)) == (before + MIB, 1)
-    # The next one brings both back.
+    # The next block frees both.
     cuda.Block(4096, pinned=True, pages="4k").close()
     assert (mapped(), host_gpu.registered) == (before, {})
 
 
 def interrupted(run: Callable[[], object], n: int) -> bool:
-    """Run, and raise KeyboardInterrupt before the nth line of cuda/block.py; False: it has less."""
+    """Interrupt it before the nth line of cuda/block.py; return False if it has fewer."""
     n_lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -270,13 +270,13 @@ def test_an_interrupt_leaves_nothing_half_done(
         with cuda.Block(MIB, pinned=pinned) as block:
             block.as_array()
 
-    # Those of destructors; pytest's own hook would keep the object.
+    # For errors in destructors; pytest's own hook would keep the object.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     before = mapped()
     n = 1
     while interrupted(use, n):
         assert (host_gpu.allocated, held()) == ({}, 0)
-        # What the GPU sees is never unmapped; and unmapped as soon as it sees it no more.
+        # Memory is mapped exactly as long as the GPU sees it.
         assert mapped() - before == sum(host_gpu.registered.values())
         for address in list(cuda.block._pinned):
             cuda.block._unpin(host_gpu, address)
@@ -296,25 +296,7 @@ def test_no_room(cuda: Any, host_gpu: HostDriver) -> None:
         assert held() == 2 * MIB
 
 
-def test_wrong_arguments(cuda: Any, host_gpu: HostDriver) -> None:
-    for wrong in (0, -1, 2**63, 2**64):
-        said = rf"nbytes: expected an integer from 1 to 2\*\*63 - 1, got {wrong}"
-        for block in (um.Block, cuda.Block):
-            with pytest.raises(ValueError, match=said):
-                block(wrong)
-    for no_integer in ("1", 1.5, None):
-        with pytest.raises(TypeError):
-            cuda.Block(no_integer)
-    with pytest.raises(ValueError, match="device: expected 0 to 0, got 1"):
-        cuda.Block(1, device=1)
-    with pytest.raises(TypeError):
-        cuda.Block(1, device="0")
-    with pytest.raises(ValueError, match="category: expected one of"):
-        cuda.Block(1, category="mine")
-    assert host_gpu.allocated == {}
-
-
-def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
+def test_missing_features_are_declared(cuda: Any, tmp_path: Path) -> None:
     with cuda.Block(1) as block, cuda.KVCache(1, 1, 8, 8) as kv:
         calls: dict[str, Callable[[], Any]] = {
             "advise": lambda: block.advise("random"),
@@ -343,14 +325,14 @@ def test_what_a_device_cannot_do_is_declared(cuda: Any, tmp_path: Path) -> None:
                 call()
 
 
-def test_nothing_else_is_not_implemented(cuda: Any) -> None:
+def test_only_missing_features_are_not_implemented(cuda: Any) -> None:
     named = set()
     for path in Path(cuda.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "unsupported":
                 assert isinstance(node.args[0], ast.Constant)
                 named.add(node.args[0].value)
-            # Raised in `unsupported` alone.
+            # Only `unsupported` raises it.
             is_error = isinstance(node, ast.Name) and node.id == "NotImplementedError"
             assert not is_error or path.name == "block.py"
     assert named == {name for name, can in cuda.CAPABILITIES.items() if not can}
@@ -366,9 +348,7 @@ def test_device_memory_cannot_be_placed(cuda: Any, option: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-def test_who_does_not_get_its_memory_leaves_nothing(
-    cuda: Any, host_gpu: HostDriver, owner: str
-) -> None:
+def test_owners_without_memory_leave_nothing(cuda: Any, host_gpu: HostDriver, owner: str) -> None:
     make = partial(getattr(cuda, owner), *OWNERS[owner][0])
     with pytest.raises(NotImplementedError, match="placing device memory"):
         make(pages="4k")
@@ -418,7 +398,7 @@ def uses_of_grid(grid: Any) -> list[Callable[[], Any]]:
     return [grid.take, lambda: cell.address, cell.as_array, lambda: grid.give(cell)]
 
 
-# What is refused in a forked child. That of caches is in their contract.
+# Calls that a forked child refuses. The contract of caches has those of caches.
 USES: dict[str, Callable[[Any], list[Callable[[], Any]]]] = {
     "Block": lambda block: [block.as_array],
     "Tape": lambda tape: [
@@ -456,8 +436,8 @@ def test_a_forked_child_has_none(cuda: Any, host_gpu: HostDriver, owner: str, pi
                 ):
                     make(MIB)
             assert um.report().device_bytes == {}
-            assert cuda_driver._left_out == [host_gpu]  # its kernels are not unloaded
-            # Nothing was told the driver.
+            assert cuda_driver._left_out == [host_gpu]  # kernels are not unloaded
+            # The driver was not called.
             return (len(host_gpu.allocated), len(host_gpu.registered)) == there
 
         assert in_child(child)

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
 
 
 class HostBridge(CudaBridge):
-    """Main memory stands for the device's."""
+    """Main memory as a device's."""
 
     @property
     def driver(self) -> HostDriver:
-        """That of this test."""
+        """The driver of this test."""
         found = cuda_driver.driver(0)
         assert isinstance(found, HostDriver)
         return found

@@ -1,4 +1,4 @@
-"""What `unimem.cuda` says of itself: its examples run, over a driver in main memory."""
+"""The examples of `unimem.cuda` run, over a driver in main memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.project.doc_examples import check_docs
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-# Those whose examples touch no element, which needs a GPU.
+# Classes whose examples touch no element, which would need a GPU.
 EXAMPLES = ("DecodeBuffers", "Grid", "Layout", "Tape")
 # Attributes that are set when a block is made.
 NOT_THERE = {"category", "name"}

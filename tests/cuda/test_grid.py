@@ -1,6 +1,6 @@
 """Grids of a GPU: where cells and free list lie, what they cost.
 
-What they share with grids of main memory is tested in test_grid.py.
+The behaviour of all grids is tested in tests/_core/test_grid.py.
 """
 
 from __future__ import annotations

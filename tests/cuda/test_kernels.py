@@ -24,7 +24,7 @@ SOURCE = Path(um.__file__).parent / "cuda" / "rows.cu"
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin is imported without a GPU, and without CuPy."""
+    """Let the twin be imported without a GPU and CuPy."""
     monkeypatch.setattr(cuda_driver, "require", lambda: None)
 
 
@@ -94,7 +94,7 @@ def test_nvcc_compiles_the_kernels(tmp_path: Path, arch: str) -> None:
 
 
 def test_denormals_are_not_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver gives NVRTC is what it says: CuPy's RawModule would add -ftz=true."""
+    """The driver gives NVRTC its own options: CuPy's RawModule would add -ftz=true."""
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     from cupy.cuda import compiler, nvrtc
 

@@ -1,7 +1,7 @@
-"""A KV cache of a GPU does what one in main memory does, over a driver in main memory.
+"""A KV cache of a GPU behaves as one in main memory, over a driver in main memory.
 
-What it shares with all caches is in the contract. Here both get the same calls, and all that can be
-seen of them is compared; and what is asked of the device is looked at.
+The contract tests the behaviour of all caches. Here both get the same calls, everything visible is
+compared, and the calls of the driver are checked.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def test_all_else_is_one_launch(
             for layer in (0, 1, 0):
                 host_gpu.calls.clear()
                 kv.append(layer, array_of(k), array_of(v), stream=STREAM)
-                # Two where k and v do not lie alike.
+                # Two if k and v have different strides.
                 n_launches = 1 if k.strides == v.strides else 2
                 launched = [(call[0], call[2]) for call in host_gpu.calls]
                 assert launched == [("launch", STREAM)] * n_launches
@@ -293,7 +293,7 @@ def test_conversion_into_arrays_that_are_there(host_gpu: HostDriver) -> None:
         assert [(call[0], call[2]) for call in host_gpu.calls] == [("launch", STREAM)] * 2
         for there, here in zip(out, twins.host.layer(1, "float16"), strict=True):
             assert same_bits(there, here)
-        # What CuPy's pool gives is for its current stream.
+        # CuPy's pool gives memory for its current stream.
         with pytest.raises(ValueError, match=r"out: expected together with a stream"):
             twins.cuda.layer(1, "float16", stream=STREAM)
         wrong: list[tuple[Any, Any, type[Exception], str]] = [
@@ -320,7 +320,7 @@ def test_a_row_that_is_read_from_device_memory(twins: Twins, host_gpu: HostDrive
     row = array_of(at)
     for _ in range(5):
         tokens = [twins.tokens(1) for _ in range(LAYERS)]
-        # The cache is not asked: what a graph replays is the same every time.
+        # The cache is not called: a graph replays the same work every time.
         at[0] = twins.cuda.reserve(1)
         host_gpu.calls.clear()
         for layer, (k, v) in enumerate(tokens):
@@ -350,7 +350,7 @@ def test_rows_that_are_not_there_are_not_written(cuda: Any) -> None:
         assert kv.is_empty
 
 
-def test_what_is_no_row(cuda: Any) -> None:
+def test_wrong_rows_are_refused(cuda: Any) -> None:
     with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
         k = array_of(np.zeros((1, HEADS, DIM), "float32"))
         for row, text in (
@@ -424,7 +424,7 @@ def test_tokens_of_the_cache_itself(twins: Twins, host_gpu: HostDriver) -> None:
 
 
 def test_tokens_that_reach_into_the_cache(cuda: Any, host_gpu: HostDriver) -> None:
-    """All bytes of an array count, not the first alone."""
+    """All bytes of an array count, not only the first."""
     with cuda.Tape(1 << 16) as tape:
         front = tape.take(1024, "float16")
         kv = cuda.KVCache(1, 1, 8, 16, tape=tape)
@@ -530,10 +530,10 @@ def test_an_empty_cache_is_saved_and_copied(cuda: Any, tmp_path: Path) -> None:
             assert restored.is_empty
             assert copied.is_empty
             assert (copied.n_rows, copied.budget_bytes, copied.name) == (kv.n_rows, budget, "one")
-            assert copied.block.host is not None  # of the same kind
+            assert copied.block.host is not None  # also pinned
 
 
-def test_what_cannot_be_restored(cuda: Any, host_gpu: HostDriver, tmp_path: Path) -> None:
+def test_unusable_snapshots_are_refused(cuda: Any, host_gpu: HostDriver, tmp_path: Path) -> None:
     path, ring, grown = (tmp_path / name for name in ("session", "ring", "grown"))
     tokens = given(np.random.default_rng(4), (2, 3, HEADS, DIM), "float16")
     for where, options in ((path, {}), (ring, {"window": 8}), (grown, {"grow": True})):

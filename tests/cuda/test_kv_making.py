@@ -1,4 +1,4 @@
-"""A cache of the twin is made: on a tape, on memory of its own, and what is refused then."""
+"""Making a cache of the twin: on a tape, in memory of its own, and errors."""
 
 from __future__ import annotations
 
@@ -30,16 +30,11 @@ pytestmark = pytest.mark.usefixtures("cuda", "gives_memory_back")
         ({"spare_rows": 8}, NotImplementedError, "a ring"),
         ({"grow": True}, NotImplementedError, r"growing \(grow=True\) is not supported on a GPU"),
         ({"order": "head"}, NotImplementedError, r"rows by head \(order='head'\) is not"),
-        ({"order": 1}, ValueError, "order: expected one of token, head, got 1"),
         ({"pages": "2m"}, NotImplementedError, "placing device memory"),
         ({"page": "2m"}, TypeError, "unexpected option 'page'; placement is pages"),
         ({"pages": "9m", "pinned": True}, ValueError, "pages"),
         ({"device": 1}, ValueError, "device: expected 0 to 0, got 1"),
-        ({"tape": "history"}, TypeError, "expected a cuda.Tape, got str"),
-        ({"dtype": "int8"}, ValueError, "dtype: expected one of"),
-        ({"batch": 0}, ValueError, "batch: expected an integer from 1"),
         ({"budget_bytes": 10}, um.CacheFull, "less than a token needs"),
-        ({"budget_bytes": 1.5}, TypeError, "integer"),
         ({"max_seq_len": 2**31}, um.CapacityError, "no room"),
         ({"max_seq_len": 2**62}, ValueError, "than there can be|at most"),
     ],
@@ -62,13 +57,10 @@ def test_a_limit_below_what_the_cache_has(cuda: Any) -> None:
         assert kv.enforce_memory_limit(kv.capacity_bytes) is False
         with pytest.raises(NotImplementedError, match="giving memory back is not supported"):
             kv.enforce_memory_limit(kv.capacity_bytes - 1)
-        for wrong in ("1", None, 0.5):
-            with pytest.raises(TypeError):
-                kv.enforce_memory_limit(wrong)
         assert len(kv) == 3
 
 
-def test_on_a_tape_of_somebody_else(cuda: Any) -> None:
+def test_on_a_borrowed_tape(cuda: Any) -> None:
     with cuda.Tape(1 << 20) as tape:
         tape.take(3)
         kv = cuda.KVCache(LAYERS, HEADS, DIM, ROWS, tape=tape)
@@ -127,7 +119,7 @@ def test_a_cache_that_is_dropped_open_warns_once(cuda: Any, host_gpu: HostDriver
     assert host_gpu.allocated == {}
 
 
-def test_what_a_closed_cache_does_not_answer(cuda: Any, tmp_path: Path) -> None:
+def test_a_closed_cache_refuses_every_call(cuda: Any, tmp_path: Path) -> None:
     with cuda.KVCache(1, HEADS, DIM, ROWS) as kv:
         k = array_of(np.ones((1, HEADS, DIM), "float16"))
         row = array_of(np.zeros(1, "int32"))

@@ -1,4 +1,4 @@
-"""Tokens of a GPU's KV cache move, and others come meanwhile: nothing is lost in silence.
+"""Moving tokens of a GPU's KV cache, with calls meanwhile: nothing is lost silently.
 
 Over a driver in main memory. A call of CUDA releases the interpreter's lock, and around it a
 signal's handler may raise.
@@ -31,7 +31,7 @@ STREAM = 1234
 
 @pytest.fixture
 def kernels(cuda: Any) -> Any:
-    """The class that launches what copies rows."""
+    """The class that launches kernels."""
     from unimem.cuda.kernels import RowKernels
 
     return RowKernels
@@ -57,7 +57,7 @@ def test_tokens_move_in_pieces_on_the_stream_that_needs_the_rows(host_gpu: HostD
         assert {call[4] for call in moved} == {STREAM}
         twins.check()
 
-        # Six of the first to before the last one, backwards, on the current stream.
+        # The first eight rows move to before the last one, backwards, on the current stream.
         host_gpu.calls.clear()
         twins.cuda.trim_to(1, keep_first=8)
         twins.host.trim_to(1, keep_first=8)
@@ -113,15 +113,15 @@ def test_when_moving_fails_nothing_is_dropped(
                 uses[use]()
             assert caught.value is error
         twins.check()
-        assert "nothing is reserved" in twins.do("commit", 1)[1]  # not once more what was raised
+        assert "nothing is reserved" in twins.do("commit", 1)[1]  # the error is not raised again
         twins.append(2)
         twins.do("trim_to", 1, keep_first=1)
 
 
 # ---- interrupts, and devices that fail ----
 
-HELD = ROWS - 2  # tokens that have to move for the next ones, two rows by two rows
-# How many copies that are, in each lane.
+HELD = ROWS - 2  # tokens that must move, two rows at a time, to make room
+# The number of copies in each lane.
 N_PIECES = {"append": 5, "append_all": 5, "reserve": 5, "trim_to": 8}
 
 
@@ -129,11 +129,11 @@ USES = [(1, use) for use in N_PIECES] + [(2, "append")]
 
 
 class TooLateError(Exception):
-    """What a signal's handler may raise."""
+    """An exception of a signal handler."""
 
 
 class Fault:
-    """Lets the nth copy raise: before or behind it, from a signal's handler, or from there on."""
+    """Lets the nth copy raise before or after it, from a signal handler, or from then on."""
 
     def __init__(self, host_gpu: HostDriver, nth: int, when: str, error: BaseException) -> None:
         self._copy, self._left, self._when = host_gpu.copy, nth, when
@@ -164,7 +164,7 @@ def before_a_move(batch: int) -> Twins:
 
 
 def moves(twins: Twins) -> dict[str, Callable[[Any], Any]]:
-    """What moves the tokens of one of the two."""
+    """Calls that move the tokens of one of the caches."""
     two = twins.tokens(2, "float16", token_major=twins.batch == 1)
     all_layers = [given(twins.rng, (LAYERS, HEADS, DIM), "float16") for _ in "kv"]
 
@@ -180,7 +180,7 @@ def moves(twins: Twins) -> dict[str, Callable[[Any], Any]]:
 
 
 def interrupted(twins: Twins, use: str) -> BaseException | None:
-    """Call it on the device's cache: what it raised."""
+    """Call it on the device's cache, and return the exception."""
     try:
         moves(twins)[use](twins.cuda)
     except (KeyboardInterrupt, TooLateError) as error:
@@ -189,7 +189,7 @@ def interrupted(twins: Twins, use: str) -> BaseException | None:
 
 
 def check_tokens(twins: Twins) -> None:
-    """Both hold the same, wherever it lies."""
+    """Both hold the same tokens."""
     assert twins.cuda.seq_len == twins.host.seq_len
     assert twins.cuda.next_position == twins.host.next_position
     for layer in range(LAYERS):
@@ -225,7 +225,7 @@ def test_an_interrupt_loses_no_token(
             if use == "trim_to":
                 twins.host.trim_to(1, keep_first=8)
             check_tokens(twins)
-            # And it goes on.
+            # The cache is usable.
             twins.do("clear")
             twins.append(ROWS)
 
@@ -276,10 +276,10 @@ def test_a_device_that_fails_half_way_has_lost_tokens(
 # ---- others that come meanwhile ----
 
 
-def test_who_comes_while_rows_are_queued(
+def test_other_calls_are_refused_while_rows_are_queued(
     cuda: Any, host_gpu: HostDriver, kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call of CUDA releases the interpreter's lock, so that other threads may come."""
+    """A call of CUDA releases the interpreter's lock, so that other threads run."""
     is_meanwhile = False
     n_refused = 0
 
@@ -323,7 +323,9 @@ def test_who_comes_while_rows_are_queued(
         assert (len(kv), n_refused) == (0, 7)
 
 
-def test_who_leaves_while_rows_move(host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_may_end_while_rows_move(
+    host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     twins = before_a_move(1)
     twins.host.close()
     copy = host_gpu.copy
@@ -332,7 +334,7 @@ def test_who_leaves_while_rows_move(host_gpu: HostDriver, monkeypatch: pytest.Mo
         if not twins.cuda.closed:
             twins.cuda.__exit__()
             gc.collect()
-        assert host_gpu.allocated  # what is copied to is there still
+        assert host_gpu.allocated  # the memory still exists
         copy(*arguments)
 
     monkeypatch.setattr(host_gpu, "copy", leave)
@@ -342,7 +344,7 @@ def test_who_leaves_while_rows_move(host_gpu: HostDriver, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("use", ["append", "append_at", "layer", "copy"])
-def test_who_leaves_the_cache_while_something_is_queued(
+def test_the_cache_may_end_while_work_is_queued(
     cuda: Any, host_gpu: HostDriver, kernels: Any, monkeypatch: pytest.MonkeyPatch, use: str
 ) -> None:
     kv = cuda.KVCache(1, HEADS, DIM, ROWS)

@@ -1,6 +1,6 @@
 """Layouts on a GPU: a model's tensors arrive, sizes are those of its buffers, all or nothing.
 
-What they share with layouts of main memory is tested in test_layout.py.
+The behaviour of all layouts is tested in tests/test_layout.py.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_taken(
     cuda: Any, host_gpu: HostDriver, model: Path, ctx: int | None
 ) -> None:
     host_gpu.page_bytes = 2 * MIB
-    # Three pages for three tapes. Who says how many tokens decides what else has room.
+    # Three pages for three tapes. With an explicit ctx nothing is reserved.
     needed = 6 * MIB + (RESERVED if ctx is None else 0)
     before = host_gpu.n_allocations
     host_gpu.total_bytes = needed - 1
@@ -186,11 +186,11 @@ def test_a_cache_on_history(cuda: Any) -> None:
         for _ in range(3):
             kv.reserve(5)
             kv.commit(5)
-            layout.history.take(10)  # something else of this talk
+            layout.history.take(10)  # another part of this talk
             layout.clear_pass()
             assert kv.seq_len == 5  # a pass does not touch it
             layout.freeze()
-            kv.reserve(11)  # fixed storage: all of it is there
+            kv.reserve(11)  # fixed storage is complete
             kv.commit(11)
             layout.thaw()
             layout.clear_talk()
@@ -202,7 +202,9 @@ def test_a_cache_on_history(cuda: Any) -> None:
 # ---- lifetime ----
 
 
-def test_the_layout_s_own_tensors_are_nobodys(cuda: Any, host_gpu: HostDriver, model: Path) -> None:
+def test_tensors_of_the_layout_itself_are_no_users(
+    cuda: Any, host_gpu: HostDriver, model: Path
+) -> None:
     layout = cuda.Layout.for_model(model, ctx=16)
     name = next(iter(layout.tensors))
     address = layout.tensors[name].data.ptr
@@ -211,7 +213,7 @@ def test_the_layout_s_own_tensors_are_nobodys(cuda: Any, host_gpu: HostDriver, m
         held = part(layout.tensors[name])
         with pytest.raises(BufferError, match="'weights' has"):
             layout.close()
-        # Nothing was closed: all of them are there as before.
+        # Nothing was closed.
         assert layout.tensors[name].data.ptr == held.data.ptr == address
     with um.open_weights(model) as weights:
         check(layout, weights)

@@ -1,6 +1,6 @@
-"""A scratchpad of a GPU queues what puts the rows where they belong, over a driver in main memory.
+"""A scratchpad of a GPU queues copies and kernels, over a driver in main memory.
 
-What it shares with all caches is in the contract; here is what it asks of the device.
+The contract tests the behaviour of all caches; these tests check the calls of the driver.
 """
 
 from __future__ import annotations
@@ -100,33 +100,6 @@ def test_kernels_are_compiled_when_the_pad_is_made(
         assert len(pad) == 1
 
 
-# ---- a call that fails changes nothing ----
-
-
-def test_a_wrong_call_changes_nothing(cuda: Any, host_gpu: HostDriver) -> None:
-    given = rows(2)
-    good = array_of(given)
-    with cuda.Scratchpad(8, 4) as pad:
-        pad.append_batch(good)
-        wrong: list[tuple[Callable[[Any], None], Any, type[Exception], str]] = [
-            (pad.append, good[0, :3], ValueError, r"append: .*\(4,\), got \(3,\)"),
-            (pad.append, good, ValueError, r"append: .*got \(2, 4\)"),
-            (pad.append, given[0], TypeError, "on the GPU, got ndarray"),
-            (pad.append_batch, good[0], ValueError, r"append_batch: .*\(n, 4\), got \(4,\)"),
-            (pad.append_batch, good[:, 1:], ValueError, r"got \(2, 3\)"),
-            (pad.append_batch, [[1.0] * 4], TypeError, "got list"),
-            (pad.append_batch, array_of(given.astype("float64")), TypeError, "float64"),
-            (pad.append_batch, array_of(rows(7)), um.CacheFull, "asked for 7"),
-            (pad.crop, 3, ValueError, "expected n from 0 to 2, got 3"),
-        ]
-        host_gpu.calls.clear()
-        for call, argument, error, text in wrong:
-            with pytest.raises(error, match=text):
-                call(argument)
-        assert host_gpu.calls == []
-        assert same_bits(numpy_of(pad.as_array()), given)
-
-
 @pytest.mark.parametrize("given", ["float32", "float16"])
 def test_when_the_device_refuses_nothing_is_appended(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch, given: str
@@ -146,10 +119,10 @@ def test_when_the_device_refuses_nothing_is_appended(
         assert len(pad) == 1
 
 
-def test_who_comes_while_rows_are_queued(
+def test_other_calls_are_refused_while_rows_are_queued(
     cuda: Any, host_gpu: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call of CUDA releases the interpreter's lock, so that other threads may come."""
+    """A call of CUDA releases the interpreter's lock, so that other threads run."""
     token, copy = array_of(rows(1)[0]), host_gpu.copy
     refused: list[str] = []
 
@@ -194,13 +167,8 @@ def test_rows_that_would_overlap_themselves(cuda: Any, host_gpu: HostDriver, dty
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"max_seq_len": 0}, ValueError, "max_seq_len"),
-        ({"dim": 0}, ValueError, "dim"),
-        ({"max_seq_len": 1.5}, TypeError, "integer"),
         ({"max_seq_len": 2**31, "dim": 2**31}, ValueError, "too large"),
-        ({"dtype": "int8"}, ValueError, "float32, float16, bfloat16, float64, got 'int8'"),
         ({"pages": "9m", "pinned": True}, ValueError, "pages"),
-        ({"tape": "history"}, TypeError, "expected a unimem.cuda.Tape, got str"),
     ],
 )
 def test_a_refused_pad_leaves_nothing(
@@ -211,7 +179,7 @@ def test_a_refused_pad_leaves_nothing(
     assert host_gpu.allocated == {}
 
 
-def test_a_pad_on_a_tape_of_somebody_else(cuda: Any) -> None:
+def test_a_pad_on_a_borrowed_tape(cuda: Any) -> None:
     with cuda.Tape(1 << 12, name="history") as tape:
         tape.take(1)
         pad = cuda.Scratchpad(8, 4, "float16", tape=tape, device=0)

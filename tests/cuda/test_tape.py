@@ -1,6 +1,6 @@
 """Tapes of a GPU: arrays that are remembered, what counts as a view, threads.
 
-What they share with tapes of main memory is tested in test_tape.py.
+The behaviour of all tapes is tested in tests/_core/test_tape.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_the_same_take_gets_the_same_array(
 
     first = step()
     assert len({id(array) for array in first}) == len(first)
-    monkeypatch.setattr(host_gpu, "array", None)  # which would make one
+    monkeypatch.setattr(host_gpu, "array", None)  # would make an array
     for _ in range(3):
         again = step()
         assert [id(array) for array in again] == [id(array) for array in first]
@@ -84,7 +84,7 @@ def test_an_array_whose_shape_was_changed_is_not_handed_out(tape: Any) -> None:
     assert again is not array
     assert (again.shape, array.shape) == ((4, 6), (24,))
     tape.clear()
-    assert tape.take((4, 6)) is again  # which has taken the other's place
+    assert tape.take((4, 6)) is again  # it replaced the other
     tape.clear()
     array = tape.take(24)
     array.shape = (2, 12)
@@ -100,7 +100,7 @@ def test_arrays_without_bytes_are_each_its_own(tape: Any) -> None:
     assert first.data.ptr == second.data.ptr == tape.block.address
 
 
-def test_what_is_remembered_is_bounded(cuda: Any) -> None:
+def test_the_memory_of_arrays_is_bounded(cuda: Any) -> None:
     with cuda.Tape(64 * KIB) as tape:
         held = tape.take(1)
         memory = held.data.mem
@@ -141,7 +141,7 @@ def test_a_misaligned_array_is_refused(tape: Any) -> None:
         lambda tape: tape.block.as_array("float32", 4, 64)[2:],
     ],
 )
-def test_what_is_held_counts(cuda: Any, host_gpu: HostDriver, keep: Callable[[Any], Any]) -> None:
+def test_held_views_count(cuda: Any, host_gpu: HostDriver, keep: Callable[[Any], Any]) -> None:
     for after in ("at once", "after clear", "taken again"):
         tape = cuda.Tape(64 * KIB, name="mine")
         view = keep(tape)
@@ -184,11 +184,11 @@ def test_a_tape_over_a_block(cuda: Any, host_gpu: HostDriver) -> None:
         for options in ({"pinned": True}, {"device": 1}, {"numa": "bind:0"}):
             with pytest.raises(ValueError, match=f"{next(iter(options))} not accepted"):
                 cuda.Tape(block, **options)
-        tape.close()  # the block is not the tape's: views may live on
+        tape.close()  # the block is borrowed: views may live on
         with pytest.raises(BufferError, match="1 live"):
             block.close()
         del array
-        block.close()  # nothing that the tape remembered is left
+        block.close()  # the tape has dropped its arrays
     assert host_gpu.registered == {}
     with pytest.raises(um.ClosedError):
         cuda.Tape(block)
@@ -237,7 +237,7 @@ def test_a_frozen_tape_hands_out_nothing_that_it_remembers(tape: Any) -> None:
 
 
 def test_threads_take_and_get_what_they_asked_for(cuda: Any) -> None:
-    """Each round the threads meet the arrays that others have left at the same places."""
+    """In each round threads find arrays of other threads at the same places."""
     n_threads, n_rounds = 6, 30
     sizes = [1, 7, 64]
     barrier = threading.Barrier(n_threads, timeout=100)

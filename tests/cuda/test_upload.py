@@ -116,7 +116,7 @@ def test_sizes_around_the_borders_of_slots(cuda: Any, tmp_path: Path, threads: i
             whole = numpy_of(tape.block.as_array())
             arrays = w.to_device(tape, threads=threads, staging_bytes=RING)
             check(w, arrays)
-            # Exactly the data is taken, and nothing else is written.
+            # Exactly the data are taken, and nothing else is written.
             assert arrays["t0"].data.ptr == before.data.ptr + 256
             assert tape.used_bytes == 256 + nbytes
             assert np.all(whole[:256] == 0xA5)
@@ -151,7 +151,7 @@ def test_arrays_keep_the_memory_not_the_file(cuda: Any, host_gpu: HostDriver, pa
 
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
-    """A model of several files, whose data ends anywhere."""
+    """A model of several files whose data end at any byte."""
     whole = write(tmp_path / "whole.gguf", 100, 5 * PAGE + 1, 33, 1, 3 * PAGE, 7, RING + 5)
     return gf.split(whole, 2, no_tensor_first=True)
 
@@ -204,7 +204,7 @@ def test_tensors_of_any_number_of_dimensions_arrive(cuda: Any, tmp_path: Path, s
         assert {name: arrays[name].dtype.name for name in dtypes} == dtypes
 
 
-def test_what_a_gpu_could_not_read_is_refused(cuda: Any, tmp_path: Path) -> None:
+def test_unaligned_tensors_are_refused(cuda: Any, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(sf.write({"three": ("U8", (3,)), "unaligned": ("F16", (2,))}))
     with um.open_weights(file) as w, cuda.Tape(4096) as tape:
@@ -264,7 +264,7 @@ def test_the_ring_is_pinned_and_given_back(
 
 
 class LateDriver(HostDriver):
-    """Its streams copy in threads of their own, each copy when `may_copy` lets it."""
+    """Its streams copy in threads of their own, each copy after `may_copy`."""
 
     def __init__(self, device: int = 0) -> None:
         super().__init__(device)
@@ -317,7 +317,7 @@ class LateEvent:
 
 
 class Reads:
-    """Where each read went, in order; `os.preadv` while it is there."""
+    """The target of each read, in order; replaces `os.preadv`."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._true = os.preadv
@@ -337,7 +337,7 @@ class Reads:
 
 
 class Upload:
-    """A file of pieces of a page, a tape with room for it, and all that happens between them."""
+    """A file of pieces of a page, a tape with room for it, and the events of the upload."""
 
     def __init__(self, driver: LateDriver, reads: Reads, weights: um.Weights, tape: Any) -> None:
         self.driver, self.reads, self.weights, self.tape = driver, reads, weights, tape
@@ -387,7 +387,7 @@ def test_copies_wait_for_the_stream_and_are_waited_for(up: Upload) -> None:
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_reading_goes_on_while_copies_are_under_way(up: Upload, threads: int) -> None:
-    """No copy is done before the whole ring was filled behind the first."""
+    """No copy is done before the whole ring was filled."""
     up.driver.may_copy = lambda _: wait_for(lambda: len(up.reads.begun) >= N_SLOTS)
     up.check_that_it_works(threads=threads)
     assert len(set(up.reads.begun)) == N_SLOTS
@@ -421,7 +421,7 @@ def test_progress_is_told_in_this_thread(up: Upload) -> None:
         told.append((done, total))
         times.append(time.monotonic())
 
-    # It is told three times before the fifth piece is there.
+    # It is called three times before the fifth piece arrives.
     up.reads.before = lambda *_: wait_for(lambda: len(told) >= min(3, len(up.reads.begun) - 1))
     up.check_that_it_works(progress=progress, threads=2)
     total = up.tape.used_bytes
@@ -437,7 +437,7 @@ def test_progress_is_told_in_this_thread(up: Upload) -> None:
 
 
 def fails(error: BaseException, n_good: int = 0, then: Any = None) -> Callable[..., Any]:
-    """A function that raises; the first times it does what `then` does."""
+    """A function that raises after some calls of `then`."""
     n_calls = itertools.count()
 
     def fail(*arguments: Any) -> Any:
@@ -448,7 +448,7 @@ def fails(error: BaseException, n_good: int = 0, then: Any = None) -> Callable[.
     return fail
 
 
-# Breaks something of an upload.
+# Ways to break an upload.
 Break = Callable[[pytest.MonkeyPatch, Upload], object]
 
 
@@ -509,7 +509,7 @@ def test_after_a_failure_all_is_as_before(up: Upload, name: str) -> None:
     if name not in ("truncated", "written"):
         up.reads.before = lambda *_: None
         up.check_that_it_works()
-    # Also what the error still refers to holds no memory.
+    # The error keeps no memory alive.
     del first
     up.tape.close()
     assert up.driver.allocated == {}
@@ -518,7 +518,7 @@ def test_after_a_failure_all_is_as_before(up: Upload, name: str) -> None:
 
 def test_one_failure_ends_all_threads(up: Upload) -> None:
     def has_failed() -> bool:
-        # The thread that has failed says so to the others, and then waits for its own stream.
+        # The failed thread stops the others, and then waits for its own stream.
         return any(call[0] == "synchronize" and call[1] != 0 for call in up.driver.calls)
 
     def before(_: int, address: int) -> None:
@@ -557,7 +557,7 @@ def test_progress_may_end_it(monkeypatch: pytest.MonkeyPatch, up: Upload, at_end
 
 
 def test_interrupts_leave_nothing_under_way(monkeypatch: pytest.MonkeyPatch, up: Upload) -> None:
-    """Interrupted while threads read and copies are late, and again while it waits for them."""
+    """Interrupts arrive while threads read and copies are late, and while it waits for them."""
     main, once, n_handled = threading.main_thread().ident, threading.Lock(), 0
     assert main is not None
 
@@ -577,7 +577,7 @@ def test_interrupts_leave_nothing_under_way(monkeypatch: pytest.MonkeyPatch, up:
                 signal.pthread_kill(main, signal.SIGINT)
             wait_for(lambda: n_handled == 3)
 
-    # The thread that waits for the others sleeps meanwhile.
+    # The waiting thread sleeps meanwhile.
     monkeypatch.setattr(threads, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     up.reads.before = before
     up.driver.may_copy = lambda _: time.sleep(0.01)
@@ -591,7 +591,7 @@ def test_interrupts_leave_nothing_under_way(monkeypatch: pytest.MonkeyPatch, up:
     up.check_that_nothing_is_under_way()
     assert len(up.reads.begun) == n_copied < N_PIECES
     assert caught.value.args == (3,)
-    up.driver.close()  # waits for copies, if there were any
+    up.driver.close()  # waits for copies
     assert len(up.driver.copied) == n_copied
 
 
@@ -602,7 +602,7 @@ def test_an_interrupt_at_any_moment_leaves_nothing_under_way(up: Upload) -> None
         up.check_that_nothing_is_under_way()
 
 
-def test_what_others_took_meanwhile_stays_taken(up: Upload) -> None:
+def test_memory_that_others_take_meanwhile_stays_taken(up: Upload) -> None:
     theirs = 0
 
     def progress(*_: int) -> None:
@@ -643,7 +643,7 @@ def write_a_byte(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"x")
-    os.utime(path, ns=(0, 0))  # two writes within a tick of the kernel have the same time
+    os.utime(path, ns=(0, 0))  # two writes within a kernel tick have the same time
 
 
 CHANGES: dict[str, tuple[Callable[[Path], object], type[OSError]]] = {
@@ -688,22 +688,17 @@ def test_a_tape_in_main_memory(up: Upload) -> None:
         assert tape.used_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
+def test_wrong_options(up: Upload) -> None:
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"threads": 0}, ValueError, "threads: expected an integer from 1 on, got 0"),
-        ({"threads": 1.5}, TypeError, "integer"),
         ({"staging_bytes": RING - 1}, ValueError, f"at least {RING}, .*got {RING - 1}"),
         ({"staging_bytes": "32M"}, TypeError, "integer"),
         ({"stream": "default"}, TypeError, "expected a CUDA stream, got str"),
-    ],
-)
-def test_wrong_options(
-    up: Upload, options: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    with pytest.raises(kind, match=message):
-        up.run(**options)
-    assert up.tape.used_bytes == 0
+    ]
+    for options, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            up.run(**options)
+        assert up.tape.used_bytes == 0
 
 
 def test_closed_and_frozen(cuda: Any, up: Upload) -> None:

@@ -1,7 +1,8 @@
-"""What a GPU's twin is given wrongly is named with what was expected, as in main memory."""
+"""Errors of the GPU twin name the wrong argument and what was expected."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ import pytest
 
 from support.contracts.things import DIMS, Things
 from support.contracts.wrong_arguments import Call, unclear
-from support.gpu.host_gpu import array_of
+from support.gpu.host_gpu import HostDriver, array_of
 
 DEVICE: dict[str, Any] = {"device": 0, "pinned": False}
 SIZES = {"weights": 4096, "scratch": 4096, "history": 4096}
@@ -62,6 +63,10 @@ CALLS: dict[str, Callable[[Things, Any], Call]] = {
         {"k": rows(2, 2, 8), "v": rows(2, 2, 8)},
     ),
     "KVCache.crop": lambda t, c: (cache(t, c).crop, {"n": 1}),
+    "KVCache.enforce_memory_limit": lambda t, c: (
+        cache(t, c).enforce_memory_limit,
+        {"max_bytes": 1 << 20},
+    ),
     "KVCache.layer": lambda t, c: (cache(t, c).layer, {"i": 0, "dtype": "f16", "out": None}),
     "Layout": lambda t, c: (c.Layout, SIZES | DEVICE),
     "Scratchpad": lambda t, c: (
@@ -81,8 +86,10 @@ CALLS: dict[str, Callable[[Things, Any], Call]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_wrong_argument_is_named_with_what_was_expected(
-    name: str, cuda: Any, tmp_path: Path
+    name: str, cuda: Any, tmp_path: Path, host_gpu: HostDriver
 ) -> None:
     with ExitStack() as undo, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is collected unclosed
+        warnings.simplefilter("ignore")  # objects are collected unclosed
         assert unclear(Things(tmp_path, undo), lambda t: CALLS[name](t, cuda)) == []
+    gc.collect()
+    assert host_gpu.allocated == {}

@@ -1,8 +1,7 @@
-"""What the decoder promises beside the right numbers: memory, failures, conversations."""
+"""The decoder's promises beside right numbers: memory, failures, conversations."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,19 +12,15 @@ import numpy as np
 import pytest
 
 import unimem as um
-from conftest import Run
 from support.models.decoders import (
     append_foreign,
     greedy,
     interrupted,
-    sizes,
     small_models_gain,
     tokens,
 )
 from support.models.make import TINY, write_model
-from unimem.accounting import published
 from unimem.engine import Decoder
-from unimem.planning.needs import token_bytes
 from unimem.system.limits import Limit
 
 __all__ = ["small_models_gain"]  # a fixture
@@ -49,7 +44,7 @@ def decoder(model: Path) -> Iterator[Decoder]:
 
 
 def after(decoder: Decoder, prompt: list[int], n: int) -> list[int]:
-    """The n tokens that follow a prompt in a new conversation."""
+    """Return the n tokens after a prompt in a new conversation."""
     decoder.reset()
     decoder.prefill(prompt)
     return greedy(decoder, n)
@@ -71,8 +66,8 @@ def test_batches_of_any_size_give_what_single_tokens_give(decoder: Decoder) -> N
         assert greedy(decoder, 8) == then
 
 
-def test_what_is_not_computed_yet_has_no_influence(model: Path, decoder: Decoder) -> None:
-    # Rows beyond the conversation are masked, and hold what an earlier one left there.
+def test_rows_beyond_the_conversation_have_no_influence(model: Path, decoder: Decoder) -> None:
+    # Rows beyond the conversation are masked, and hold rows of earlier conversations.
     first = decoder.prefill([5]).copy()
     decoder.reset()
     expected = decoder.prefill(PROMPT).copy()
@@ -116,7 +111,7 @@ def test_logits_of_another_cache_choose_no_token(decoder: Decoder) -> None:
         assert kv.seq_len == held
         decoder.reset()
         likeliest = int(decoder.prefill(prompt).argmax())
-    # What leaves the last token where it is leaves its logits, too.
+    # Changes that keep the last token keep its logits.
     kv.trim_to(10)
     append_foreign(decoder, 2)
     kv.crop(10)
@@ -237,91 +232,6 @@ def test_every_buffer_lies_on_a_tape(decoder: Decoder) -> None:
         assert scratch.owns(address) or (in_cache and history.owns(address)), name
 
 
-def test_the_report_accounts_for_every_mapping(decoder: Decoder) -> None:
-    decoder.prefill(PROMPT)
-    report, layout, weights = decoder.report(), decoder.layout, decoder.weights
-    scratch, history = layout.scratch.block, layout.history.block
-    beside = {"other": weights._parts[0].file.header.copied_bytes, "diagnostics": published.NBYTES}
-    in_blocks = report.total_bytes - sum(beside.values())
-    repacked = decoder._memory.repacked
-    mapped = [*decoder._memory.blocks, scratch, history]
-    assert in_blocks == sum(block.committed_bytes for block in mapped)
-    vectors = {"logits": 4 * TINY.vocab, "tokens": token_bytes(CTX)}
-    kinds = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
-    if repacked is not None:
-        kinds |= {f"weights:{kind} repacked": n for kind, n in repacked.types.items()}
-    in_weights = sum(block.committed_bytes for block in decoder._memory.blocks)
-    assert sizes(report) == {
-        **kinds,
-        "weights:padding": in_weights - sum(kinds.values()),
-        "kv": history.nbytes,
-        "scratch": scratch.nbytes - sum(vectors.values()),
-        **vectors,
-        **beside,
-    }
-    if repacked is None:
-        assert all(row.resident_bytes == row.nbytes for row in report.rows)
-    rows = {row.category: row for row in report.rows}
-    kv = rows["kv"]
-    assert kv.active_bytes == kv.high_water_bytes == decoder.kv.memory_usage_bytes
-    used = layout.scratch.used_bytes - sum(vectors.values())
-    assert rows["scratch"].active_bytes == rows["scratch"].high_water_bytes == used
-    decoder.reset()
-    (row,) = [row for row in decoder.report().rows if row.category == "kv"]
-    assert (row.active_bytes, row.high_water_bytes) == (0, kv.active_bytes)
-    facts = decoder.report().facts
-    assert facts["ggml"]
-    assert facts["cpu_features"]
-    assert ("advice" in facts) is not facts["tinyblas"]
-    assert "6.0 KiB from malloc" in facts["ggml_own"]
-    assert "the stacks of 0 threads;" in facts["ggml_own"]  # beside the one that calls
-
-
-def test_what_ggml_takes_from_malloc(run_python: Run) -> None:
-    """What its calls add to what malloc has handed out, without malloc's caches of threads."""
-    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
-        pytest.skip("this C library has no mallinfo2 (glibc 2.33 has it)")
-    done = run_python(
-        """
-        import ctypes
-        from unimem.engine import Decoder, embedded_model
-        from unimem.backends import ggml
-
-        names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-        Info = type("Info", (ctypes.Structure,), {
-            "_fields_": [(name, ctypes.c_size_t) for name in names.split()]})
-        mallinfo2 = ctypes.CDLL(None).mallinfo2
-        mallinfo2.restype = Info
-
-        def handed_out():
-            info = mallinfo2()
-            return info.uordblks + info.hblkhd
-
-        def counted(call):
-            def wrapped(*arguments):
-                before = handed_out()
-                result = call(*arguments)
-                taken[0] += handed_out() - before
-                return result
-            return wrapped
-
-        taken = [0]
-        for name in ("init", "_threadpool_new", "graph_plan"):
-            setattr(ggml, name, counted(getattr(ggml, name)))
-        kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        compute = kind(counted(kind(ggml.graph_compute_address)))
-        ggml.graph_compute_address = ctypes.cast(compute, ctypes.c_void_p).value
-        for n in (1, 2, 16):
-            taken[0] = 0
-            with Decoder(embedded_model(), ctx=128, threads=n) as decoder:
-                "".join(decoder.generate("Once upon a time", 4))
-            assert 0 < taken[0] <= ggml.own_bytes(n), (n, taken[0])
-        """,
-        GLIBC_TUNABLES="glibc.malloc.tcache_count=0",
-    )
-    assert done.returncode == 0, done.stderr
-
-
 # ---- what is refused ---------------------------------------------------------------------
 
 
@@ -398,7 +308,7 @@ def test_an_interrupted_step_leaves_no_half_mask(decoder: Decoder) -> None:
         decoder.prefill(tokens(255))
         decoder.prefill([3])
         if is_interrupted:
-            # With the 257th row attention reads more of them, and the mask is made anew.
+            # With the 257th row attention reads more rows, and the mask is rewritten.
             with interrupted(decoder):
                 decoder.prefill([4])
             assert decoder.kv.seq_len == 256
@@ -412,7 +322,7 @@ def test_views_in_the_way_leave_the_logits(model: Path) -> None:
         k, v = decoder.kv.layer(0)
         decoder.kv.trim_to(10)
         logits = decoder.logits.copy()
-        # The rows are used up, and the tokens cannot move to the front.
+        # No row is free, and the tokens cannot move to the front.
         with pytest.raises(BufferError, match="views"):
             decoder.generate_next_token()
         np.testing.assert_array_equal(decoder.logits, logits)
@@ -491,7 +401,7 @@ def test_closing(model: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(um.ClosedError):
             use()
-    # Leaving a `with` never raises.
+    # Leaving a `with` does not raise.
     with Decoder(model, ctx=CTX, threads=1) as decoder:
         logits = decoder.prefill(PROMPT)
         expected = logits.copy()
@@ -501,7 +411,7 @@ def test_closing(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gives_memory_back")
 @pytest.mark.parametrize("load", ["map", "copy", "direct"])
-def test_what_is_borrowed_is_not_closed(model: Path, load: Any) -> None:
+def test_a_borrowed_layout_is_not_closed(model: Path, load: Any) -> None:
     with um.open_weights(model, load=load) as weights:
         layout = um.Layout.for_model(weights, ctx=CTX, threads=1)
         decoder = Decoder(weights, ctx=CTX, threads=1, layout=layout)

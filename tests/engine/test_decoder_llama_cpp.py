@@ -18,10 +18,10 @@ from unimem.backends import ggml, ggml_orders
 from unimem.engine import Decoder
 from unimem.weights.loading import EngineLoad
 
-# Activations are quantized before each product, and both sides sum in another order where they were
-# built for other instructions: a difference of one bit becomes one of a quantum. What the blocks of
-# a quantized model add is kept small, so that this does not grow from layer to layer. Mistakes in
-# the graph show in the f16 models, whose blocks add much.
+# Activations are quantized before each product, and the sides sum in different orders if they were
+# built for different instructions: a difference of a bit becomes one of a quantum. The blocks of a
+# quantized model add little, so that this does not grow from layer to layer. Mistakes in the graph
+# show in the f16 models, whose blocks add much.
 QUANTIZED = 0.01
 
 
@@ -30,13 +30,13 @@ def scaling(kind: str, **more: float) -> dict[str, Any]:
     return {"rope.scaling.type": kind, "rope.scaling.factor": 4.0, **rope}
 
 
-# Other ones of the fast tier have the same architecture, type or scaling, and something beside.
+# The other models have an architecture, type or scaling of these.
 FAST = {"qwen2 q8_0 bias tied", "qwen3 f16 wide heads", "llama bf16", "rope factors", "rope yarn"}
 FAST |= {"qwen3moe f16"}
 
 OTHER_KV = ("f32", "bf16", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl", "q8_0,q4_0")
 
-# Of kind f16, and llama, where nothing else is said.
+# By default a llama of kind f16.
 MODELS: dict[str, dict[str, Any]] = {
     "llama q8_0": {"kind": "q8_0", "gain": QUANTIZED},
     "qwen2 q8_0 bias tied": {"arch": "qwen2", "kind": "q8_0", "tied": True, "gain": QUANTIZED},
@@ -62,11 +62,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-# Of types that both sides repack, which is llama.cpp's default.
+# Types that both sides repack, which is llama.cpp's default.
 KINDS = [
     name for kind, name in ggml.MATMUL_TYPES.items() if ggml_orders.find_order(kind, (256, 64))
 ]
-OTHER_SEED = ("q4_K", "mxfp4")  # where the likeliest experts, or tokens, are in doubt
+OTHER_SEED = ("q4_K", "mxfp4")  # if the likeliest experts or tokens are in doubt
 REPACKED: dict[str, dict[str, Any]] = {
     **{f"llama {kind}": {"kind": kind, "seed": 5 * (kind == "q2_K")} for kind in KINDS},
     "qwen2 q4_0 bias tied": {"arch": "qwen2", "tied": True},
@@ -151,12 +151,12 @@ def test_q4_k_m_made_by_llama_cpp(tmp_path: Path) -> None:
 def test_long_prompts_cross_batches_and_buckets(
     tmp_path: Path, kv_dtype: str, rotate: bool | None
 ) -> None:
-    # Two batches, the last one partial; the cache then grows from one bucket of rows to the next.
-    # What a quantized cache gets, both rotate by default in heads of 64.
-    seed = 2 if kv_dtype == "iq4_nl" else 1  # where the likeliest token is in doubt
+    # Two batches, the last one partial; then attention reads the next bucket of rows.
+    # Both sides rotate heads of 64 for a quantized cache by default.
+    seed = 2 if kv_dtype == "iq4_nl" else 1  # if the likeliest token is in doubt
     path = write_model(tmp_path / "f16.gguf", kind="f16", shape=small(head_dim=64), seed=seed)
     threads = 2 if kv_dtype == "f16" else 1
-    # The last bit of a key may be the other level, and of four bits a level is a tenth of a value.
+    # The last bit may differ, and with four bits a level is a tenth of a value.
     bound = 0.01 if kv_dtype.startswith(("f", "bf")) or kv_dtype == "q8_0" else 0.05
     options: dict[str, Any] = {"ctx": 512, "kv_dtype": kv_dtype, "rotate": rotate, "bound": bound}
     assert_same(path, n_prompt=245, n=20, threads=threads, **options)

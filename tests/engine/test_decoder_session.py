@@ -1,4 +1,4 @@
-"""Sessions: a conversation that was saved goes on as if it had never stopped."""
+"""Sessions: a saved conversation goes on as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def ids_in(path: Path) -> list[int]:
-    """The tokens that a session says it has."""
+    """Return the tokens of a session."""
     ids = snapshot.describe(path).tokens
     assert ids is not None
     return [int(token) for token in ids]
 
 
 def check_refused(decoder: Decoder, path: Path, reason: str) -> None:
-    """There is no session to save, for this reason, and the file is as it was."""
+    """Saving is refused for this reason, and the file is unchanged."""
     before = path.read_bytes() if path.exists() else None
     with pytest.raises(RuntimeError, match=reason):
         decoder.save_session(path)
@@ -98,7 +98,7 @@ def test_it_goes_on_as_if_it_had_not_stopped(model: Path, path: Path, kind: str)
             old = second.generate(tokens(70, seed=1), 50, stop_at_eog=False)
             next(old)
             computed.clear()
-            # The last step is taken again, bit for bit; nothing is prefilled.
+            # The last step is computed again, bit for bit; nothing is prefilled.
             with computing_by(second, counted):
                 np.testing.assert_array_equal(second.resume(path), logits)
             assert (computed, second.kv.next_position) == ([second._decode.address], n + 9)
@@ -185,7 +185,7 @@ def test_the_cache_is_the_one_that_was_saved(model: Path, path: Path, kind: str)
         decoder.save_session(path)
         logits = decoder.resume(path).copy()
         assert shown() == expected
-        # The logits are those of the last token with what there is to see.
+        # The logits are computed from the tokens that are left.
         decoder.kv.crop(5)
         np.testing.assert_array_equal(decoder.prefill(tokens(100)[-1:]), logits)
         assert shown() != expected
@@ -202,7 +202,7 @@ def test_there_must_be_something_to_save(decoder: Decoder, path: Path) -> None:
     check_refused(decoder, path, "nothing to save")
 
 
-def test_tokens_of_somebody_else_have_no_ids(decoder: Decoder, path: Path) -> None:
+def test_appended_tokens_have_no_ids(decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(5))
     append_foreign(decoder, 3)
     for _ in range(2):
@@ -213,7 +213,7 @@ def test_tokens_of_somebody_else_have_no_ids(decoder: Decoder, path: Path) -> No
     decoder.prefill([4])
     decoder.save_session(path)
     assert ids_in(path) == [*tokens(5), 4]
-    # Nor where they are as many as were there before.
+    # The same number of tokens as before changes nothing.
     decoder.prefill(tokens(14))
     decoder.kv.crop(18)
     append_foreign(decoder, 2)
@@ -227,7 +227,7 @@ def test_tokens_of_somebody_else_have_no_ids(decoder: Decoder, path: Path) -> No
 
 
 @pytest.mark.parametrize("n_left", [12, 11])
-def test_what_was_read_into_the_cache_has_no_ids(decoder: Decoder, path: Path, n_left: int) -> None:
+def test_restored_tokens_have_no_ids(decoder: Decoder, path: Path, n_left: int) -> None:
     decoder.prefill(tokens(12, seed=1))
     decoder.save_session(path)
     decoder.reset()
@@ -238,7 +238,7 @@ def test_what_was_read_into_the_cache_has_no_ids(decoder: Decoder, path: Path, n
     check_refused(decoder, path, "positions 0 to")
 
 
-def test_what_was_interrupted_has_no_ids(decoder: Decoder, path: Path) -> None:
+def test_interrupted_tokens_have_no_ids(decoder: Decoder, path: Path) -> None:
     decoder.prefill(tokens(5))
     for n in (1, 3):
         with interrupted(decoder):
@@ -254,7 +254,7 @@ def test_what_was_interrupted_has_no_ids(decoder: Decoder, path: Path) -> None:
 
 
 def check_not_resumed(decoder: Decoder, path: Path, reason: str | None = None) -> None:
-    """A session is refused, for this reason, in the middle of a conversation."""
+    """A session is refused for this reason, in the middle of a conversation."""
     decoder.reset()
     logits = decoder.prefill(tokens(33)).copy()
     with pytest.raises(SnapshotError, match=reason) as caught:
@@ -268,7 +268,9 @@ def check_not_resumed(decoder: Decoder, path: Path, reason: str | None = None) -
     assert greedy(decoder, 5) == followed
 
 
-def test_sessions_of_others(model: Path, decoder: Decoder, path: Path, tmp_path: Path) -> None:
+def test_sessions_of_other_models_are_refused(
+    model: Path, decoder: Decoder, path: Path, tmp_path: Path
+) -> None:
     other = write_model(tmp_path / "other.gguf", shape=SHAPE, kind="f16")
     with Decoder(other, ctx=CTX, threads=1) as foreign:
         foreign.prefill(tokens(10))
@@ -325,7 +327,7 @@ def test_a_damaged_session_is_refused(decoder: Decoder, path: Path, damage: str)
 def test_a_file_that_is_replaced_meanwhile_changes_nothing(
     decoder: Decoder, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was checked is what is read, whoever takes the name between the two."""
+    """The checked file is read, even if another one takes its name in between."""
     other, check = tmp_path / "other.session", snapshot.OpenSnapshot.check
     decoder.prefill(tokens(20, seed=1))
     decoder.save_session(other)

@@ -21,7 +21,7 @@ SHIM = ROOT / "tests" / "support" / "kernel" / "shim" / "count_alloc.c"
 COMPILER = shutil.which("cc")
 
 UNIMEM, GGML = 1, 2
-Q4_0 = 2  # of ggml's types
+Q4_0 = 2  # ggml's number
 SCRIPT = """
     import ctypes, gc, json, os, resource
     import unimem as um
@@ -127,8 +127,8 @@ def test_steady_state(
             pytest.skip(f"neither tmpfs nor /dev/shm: {error}")
         request.addfinalizer(staged.close)
         model = Path(staged.path)
-    # The kernel may take a page for a moment, to move it, and its return counts as a fault: seldom.
-    # What a token costs by itself would show in every run.
+    # The kernel may move a page, which seldom counts as a fault.
+    # Costs of a token would show in every run.
     for _ in range(4):
         given = {"HOW": json.dumps(how), "OPTIONS": json.dumps(options)}
         done = run_python(SCRIPT, LD_PRELOAD=str(shim), MODEL=str(model), **given)
@@ -145,6 +145,6 @@ def test_steady_state(
     assert counted["allocations"][UNIMEM] == counted["os_calls"][UNIMEM] == 0
     assert not any(counted["counters"].values())
     assert counted["os_calls"][GGML] == 0
-    # ggml's own: what starting its threads costs, in a graph's every computation.
+    # ggml starts its threads for every graph.
     assert counted["allocations"][GGML] <= 2 * 64
     assert counted["bytes"][GGML] <= 64 * 64

@@ -1,4 +1,4 @@
-"""A step without Python: what is called, who runs meanwhile, and what ends it."""
+"""A step without Python: its calls, threads meanwhile, and how it ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decoder(model: Path) -> Iterator[Decoder]:
 
 
 def calls_of(function: Callable[[], object]) -> list[str]:
-    """The functions of Python that are called meanwhile, by name."""
+    """Return the names of the Python functions that are called."""
     called: list[str] = []
 
     def note(frame: Any, event: str, _argument: Any) -> None:
@@ -68,7 +68,7 @@ def test_a_token_of_layers_that_differ_runs_no_python(tmp_path: Path) -> None:
 
 
 def check_no_python(decoder: Decoder) -> None:
-    # Where attention's length changes as well, at 256 rows.
+    # Attention's length changes at 256 rows.
     decoder.prefill(tokens(248))
     step, prompt = decoder._forward.step, np.array(tokens(9))
     for _ in range(4):
@@ -76,13 +76,13 @@ def check_no_python(decoder: Decoder) -> None:
         assert calls_of(decoder.generate_next_token) == ["generate_next_token"]
     assert decoder._decode.masks[0].n_kv > 256
     decoder.reset()
-    decoder._forward.prefill(prompt)  # the graph is made for so many tokens
+    decoder._forward.prefill(prompt)  # makes the graph for this number of tokens
     again = calls_of(lambda: decoder._forward.prefill(prompt))
     assert set(again) <= {"<lambda>", "ascontiguousarray"}
 
 
 def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
-    """What computes is `sem_wait`, until another thread of Python has come to post."""
+    """`sem_wait` computes until another Python thread posts."""
     libc = ctypes.CDLL(None)
     semaphore = (ctypes.c_char * 64)()
     assert libc.sem_init(semaphore, 0, 0) == 0
@@ -97,13 +97,9 @@ def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
         last=last.ctypes.data,
     )
     ids = np.zeros(300, np.int32)
-    made_of: Any = (graph, graph, decoder.kv, [decoder.kv], inputs, decoder.logits, ids)
-    forward = ForwardPass(
-        *made_of,
-        windows=[300],
-        threads=ThreadCount(1, adapts=False),
-        turn=decoder._turn,
-    )
+    history = SimpleNamespace(kv=decoder.kv, parts=(decoder.kv,), windows=(300,))
+    made_of: Any = (graph, graph, history, inputs, decoder.logits, ids)
+    forward = ForwardPass(*made_of, threads=ThreadCount(1, adapts=False), turn=decoder._turn)
     forward.tally = decoder._tally
     forward.graph_compute_address = ctypes.cast(libc.sem_wait, ctypes.c_void_p).value or 0
     begun = threading.Event()
@@ -117,7 +113,7 @@ def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
         post.start()
         before = decoder.kv.seq_len
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(1000)  # the other thread runs where the lock is released, and only so
+        sys.setswitchinterval(1000)  # the other thread runs only if the lock is released
         try:
             begun.set()
             call()
@@ -195,7 +191,7 @@ def test_a_token_that_is_given_up_is_computed_with_fewer(
     with Decoder(model, ctx=300, threads=2) as ours, Decoder(model, ctx=300, threads=1) as one:
 
         def late(compute: Callable[[], int], _graph: int) -> int:
-            """Come to ggml when the token should be there: it ends behind its first node."""
+            """Call ggml after the deadline: it ends after its first node."""
             plan = ours._decode._plan
             used.append((plan.n_threads, bool(plan.abort_callback)))
             if plan.abort_callback:
@@ -208,6 +204,6 @@ def test_a_token_that_is_given_up_is_computed_with_fewer(
             for token in tokens(2):
                 ours._forward.step(token)
                 np.testing.assert_array_equal(ours.logits, one.prefill([token]))
-        # Of the first one nothing is known; the second attempt at a token is not given up.
+        # The first token has no deadline, and a second attempt has none.
         assert used == [(2, False), (2, True), (1, False)]
         assert ours.kv.seq_len == 2

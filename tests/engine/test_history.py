@@ -34,7 +34,7 @@ __all__ = ["small_models_gain"]  # a fixture
 CTX = 1200
 WINDOW = 40
 GAIN = 0.05  # so that the rounding of activations does not grow from layer to layer
-# What adding up rows in another order changes, as a part of the logits' standard deviation. It is
+# The effect of adding up rows in another order, as a part of the logits' standard deviation: it is
 # 1e-6 with f32, and 2e-3 where ggml adds up in 16 bits.
 ORDER = 5e-3
 
@@ -62,14 +62,14 @@ def ring(model: Path) -> Iterator[Decoder]:
 
 
 def full_cache(model: Path, window: int = WINDOW, **options: Any) -> Decoder:
-    """A decoder that keeps all tokens, with the mask of a window."""
+    """Return a decoder that keeps all tokens, with the mask of a window."""
     decoder = Decoder(model, ctx=CTX, threads=1, **options)
     decoder._forward.windows = (window,)
     return decoder
 
 
 def n_kv_of(decoder: Decoder) -> int:
-    """The rows that attention of one token reads."""
+    """Return how many rows attention of a token reads."""
     return decoder._decode.masks[0].n_kv
 
 
@@ -88,7 +88,7 @@ def prefill_both(
 # ---- types --------------------------------------------------------------------------------
 
 
-# Against f32: what rounding keys and values changes, in standard deviations of the logits.
+# The effect of rounding keys and values, in standard deviations of the logits.
 @pytest.mark.parametrize(
     ("kv_dtype", "bound"),
     [
@@ -151,7 +151,7 @@ def test_a_ring_is_a_full_cache_with_the_same_mask(model: Path, window: int, kv_
         assert ring.kv.next_position > 2 * ring.kv.n_rows
 
 
-def test_where_the_graphs_are_of_one_size_the_logits_are_the_same_bits(model: Path) -> None:
+def test_graphs_of_one_size_give_the_same_bits(model: Path) -> None:
     with Decoder(model, ctx=CTX, window=200, threads=1) as ring, full_cache(model, 200) as full:
         assert ring.kv.n_rows > 256
         for part in (tokens(50), tokens(100), [1], [2], tokens(80), *([i] for i in range(20))):
@@ -209,14 +209,14 @@ def test_any_steps_of_a_ring(pair: tuple[Decoder, Decoder], steps: list[tuple[st
             ring.reset() if step == "reset" else ring.kv.clear()
             full.reset()
         elif step == "trim":
-            # What the ring does not show is none of its business.
+            # The ring may refuse to trim tokens that it does not show.
             if ring.kv.trim_to(n):
                 full.kv.trim_to(n)
         elif (back := min(n, ring.kv.seq_len)) <= min(full.kv.seq_len, PREFILL_BATCH):
             try:
                 ring.kv.crop(ring.kv.seq_len - back)
             except ValueError:
-                # What a prompt of several batches has overwritten is not there any more.
+                # A prompt of several batches has overwritten the rows.
                 assert (ring.kv.seq_len, ring.kv.next_position) == before
             else:
                 full.kv.crop(full.kv.seq_len - back)
@@ -271,7 +271,7 @@ def test_a_model_that_slides_runs_with_its_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["f16", "q8_0"])
-def test_what_was_planned_for_a_ring_is_what_is_there(model: Path, kv_dtype: str) -> None:
+def test_a_ring_has_the_planned_size(model: Path, kv_dtype: str) -> None:
     planned = sizes(um.plan(model, ctx=CTX, window=WINDOW, kv_dtype=kv_dtype, threads=1))
     with Decoder(model, ctx=CTX, window=WINDOW, kv_dtype=kv_dtype, threads=1) as decoder:
         assert sizes(decoder.report()) == planned
@@ -280,14 +280,14 @@ def test_what_was_planned_for_a_ring_is_what_is_there(model: Path, kv_dtype: str
         (kv,) = [row for row in report.rows if row.category == "kv"]
         lanes_bytes = 2 * SHAPE.layers * cache.row_bytes
         assert cache.capacity_bytes == cache.n_rows * lanes_bytes
-        # A tape has a page, which nothing lies on.
+        # The tape has a page, which is unused.
         assert kv.nbytes == cache.capacity_bytes + history.block.nbytes
         assert history.used_bytes == 0
         assert kv.active_bytes == kv.high_water_bytes == cache.memory_usage_bytes
         assert kv.active_bytes == WINDOW * lanes_bytes
         assert kv.resident_bytes == cache.capacity_bytes
         mapped = [*decoder._memory.blocks, decoder.layout.scratch.block]
-        beside = planned["other"] + planned["diagnostics"]  # the header, and what others may see
+        beside = planned["other"] + planned["diagnostics"]  # the header, and published figures
         own = kv.nbytes + sum(block.committed_bytes for block in mapped)
         assert report.total_bytes == own + beside
         assert report.facts["window"] == WINDOW
@@ -354,7 +354,7 @@ def hidden(decoder: Decoder, begin: int, end: Callable[[], int]) -> Iterator[Non
 
 @pytest.mark.parametrize("keep_first", [0, 4])
 def test_a_trimmed_cache_is_a_full_one_with_the_same_mask(model: Path, keep_first: int) -> None:
-    # The trimmed one is short, so that its rows are used up and move to the front, again and again.
+    # The trimmed cache is short, so that its rows move to the front again and again.
     hidden_to = keep_first
     with (
         Decoder(model, ctx=200, threads=1) as short,

@@ -39,7 +39,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Talk:
     """A text of n tokens that is cropped, trimmed, saved, and gone on with in another process.
 
-    Of ten tokens three are a prompt, and the others come one by one.
+    Three of ten tokens are a prompt, and the others follow one by one.
     """
 
     def __init__(self, n: int) -> None:
@@ -53,7 +53,7 @@ class Talk:
         self.after_trim, self.resumed = take(0.05), take(0.05)
 
     def steps(self) -> list[list[Any]]:
-        """What llama.cpp is to do."""
+        """Return the steps for llama.cpp."""
         n = len(self.prompt) + len(self.first)
         return [
             ["batch", self.prompt],
@@ -65,7 +65,7 @@ class Talk:
         ]
 
     def logits(self, path: Path, saved: Path, **options: Any) -> Iterator[NDArray[Any]]:
-        """Give those of a decoder, or of two, one after the other."""
+        """Yield the logits of a decoder, and of the one that goes on."""
         with Decoder(path, threads=1, **options) as decoder:
             kv = decoder.kv
             yield decoder.prefill(self.prompt).copy()
@@ -105,12 +105,12 @@ def test_a_long_talk_is_that_of_llama_cpp(arch: str, kv_dtype: str, n: int, tmp_
     from support.models import llama_cpp
 
     talk = Talk(n)
-    # Of a crop, a ring of 128 tokens more than its window can bring back so many.
+    # A ring has 128 rows beside its window, which a crop can bring back.
     path = write(tmp_path / "m.gguf", arch)
     options: dict[str, Any] = {"ctx": n + 100, "kv_dtype": kv_dtype}
     theirs = llama_cpp.follow(path, talk.steps(), **options)
     ours = np.array(list(talk.logits(path, tmp_path / "session", **options)))
-    # The last bit of a key may be the other level, and of four bits a level is a tenth of a value.
+    # The last bit may differ, and with four bits a level is a tenth of a value.
     bound = 0.08 if kv_dtype.endswith("q4_0") else 0.01
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= bound * theirs.std()
@@ -153,7 +153,7 @@ SLIGHTLY_WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("arch", "change"), SLIGHTLY_WRONG, ids=str)
-def test_what_is_slightly_wrong_would_be_seen(
+def test_slightly_wrong_metadata_change_logits(
     arch: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
     found = []
@@ -177,7 +177,7 @@ def test_layers_keep_what_they_see(gemma3: Path) -> None:
         whole = um.KVCache.storage_bytes(1, 2, 64, CTX)
         assert decoder.kv.capacity_bytes == rings + -(-whole // 4096) * 4096
         assert decoder.layout.history.used_bytes == 0
-    # A window that is no shorter than the context is none.
+    # A window as long as the context has no ring.
     with Decoder(gemma3, ctx=WINDOW, threads=1) as decoder:
         assert decoder.kv.window is None
         assert decoder.kv.tape is decoder.layout.history
@@ -185,7 +185,7 @@ def test_layers_keep_what_they_see(gemma3: Path) -> None:
 
 @pytest.mark.parametrize("window", [20, WINDOW, 100])
 def test_a_window_for_all_layers(gemma3: Path, window: int) -> None:
-    """Layers that slide see the less of both."""
+    """Sliding layers see the smaller window."""
     with (
         Decoder(gemma3, ctx=500, threads=1, window=window) as ring,
         Decoder(gemma3, ctx=500, threads=1) as full,
@@ -196,7 +196,7 @@ def test_a_window_for_all_layers(gemma3: Path, window: int) -> None:
             a, b = ring.prefill(part), full.prefill(part)
             assert np.abs(a - b).max() <= 0.01 * b.std()
         assert ring.kv.next_position == full.kv.seq_len
-        # Of two rings, the longer one says how many tokens there are.
+        # The longer ring says how many tokens there are.
         assert ring.kv.seq_len == window
 
 
@@ -233,7 +233,7 @@ def test_a_full_context_says_so(gemma3: Path) -> None:
         with pytest.raises(um.CacheFull, match="200 of 200 are used"):
             decoder.generate_next_token()
         assert decoder.kv.seq_len == 200
-        # Rows of what was trimmed are used anew, which moves the others.
+        # Reusing the rows of trimmed tokens moves the others.
         decoder.kv.trim_to(100)
         assert len({decoder.generate_next_token() for _ in range(50)}) > 1
         assert (decoder.kv.seq_len, decoder.kv.next_position) == (150, 250)
@@ -262,7 +262,7 @@ def test_a_session_of_another_kind_is_refused(gemma3: Path, tmp_path: Path) -> N
 # ---- what is refused ---------------------------------------------------------------------
 
 
-def test_what_is_refused_says_why(tmp_path: Path) -> None:
+def test_unsupported_metadata_are_named(tmp_path: Path) -> None:
     wrong = [
         ("gemma3", {"final_logit_softcapping": 30.0}, "softcapping"),
         ("gemma3", {"attention.sliding_window": 0}, "sliding_window' must be an integer above 0"),

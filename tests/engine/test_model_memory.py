@@ -1,4 +1,4 @@
-"""The decoder over weights however they come: the same bits, every byte accounted for."""
+"""The decoder over weights loaded in every way: the same bits, every byte accounted for."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_copy_that_is_there_need_not_fit(model: Path, monkeypatch: pytest.Monk
     with um.open_weights(model, load="copy") as weights, um.stage(model) as stage:
         leave(rest)
         Decoder(weights, ctx=CTX, threads=1).close()
-        # Nor what is staged: it is in RAM, and no page cache that could be dropped.
+        # A staged model needs no room, too: it is in RAM, but no droppable page cache.
         Decoder(stage.path, ctx=CTX, threads=1).close()
         with pytest.raises(um.CapacityError, match="available"):
             Decoder(model, ctx=CTX, threads=1, load="copy")
@@ -212,12 +212,12 @@ def test_progress(parts: list[Path], load: Any) -> None:
     assert told[-1] == (total, total)
     assert told.count((total, total)) == 1
 
-    # What it raises leaves nothing.
+    # An exception leaves nothing.
     with pytest.raises(KeyboardInterrupt):
         Decoder(parts[0], **options, progress=Mock(side_effect=KeyboardInterrupt))
 
 
-def test_what_cannot_run_is_refused_before_it_is_read(
+def test_an_unsupported_model_is_refused_before_it_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = Mock(side_effect=AssertionError("it was read"))

@@ -51,7 +51,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def decode(path: Path | str) -> tuple[str | None, Any]:
-    """Where the repacked weights are from, and the logits; the plan is what the report says."""
+    """Return the image of the repacked weights and the logits; the plan equals the report."""
     with Decoder(path, **OPTIONS) as decoder:
         assert sizes(decoder.report()) == sizes(um.plan(path, **OPTIONS))
         repacked = decoder._memory.repacked
@@ -78,15 +78,10 @@ def test_from_the_cache(
 SHARED = ", mapped: it is in RAM once for all processes"
 OWN = ", read into memory of its own"
 PLANNED = {
-    # image, placement: what the plan says of it, and what of its bytes cannot be dropped
+    # image, placement: the plan's words for it, and whether its bytes cannot be dropped
     "none": (None, {}, None, True),
     "staged": ("staged", {}, SHARED, True),
-    "staged, huge pages": (
-        "staged",
-        {"pages": "thp"},
-        SHARED,
-        True,
-    ),
+    "staged, huge pages": ("staged", {"pages": "thp"}, SHARED, True),
     "staged, on a node": ("staged", {"numa": "bind:0"}, OWN, True),
     "kept, hot": ("kept", {}, ", mapped from the page cache", False),
     "kept, hot, huge pages": ("kept", {"pages": "thp"}, OWN, True),
@@ -97,9 +92,9 @@ PLANNED = {
 def test_a_plan_says_where_they_come_from(
     case: str, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what they take: its rows are the report's, a private copy in huge pages or a mapping."""
+    """The rows of the plan are the report's, for a private copy in huge pages or a mapping."""
     kind, placement, said, stays = PLANNED[case]
-    monkeypatch.setattr(limits, "huge_pools", dict)  # what lies in a pool needs no RAM
+    monkeypatch.setattr(limits, "huge_pools", dict)  # memory of a pool needs no RAM
     monkeypatch.setattr(planned, "_LEAST_BYTES", 0)
     options: dict[str, Any] = OPTIONS | placement
     with ExitStack() as stack:
@@ -125,12 +120,12 @@ def test_a_plan_says_where_they_come_from(
         assert ("image" in elsewhere.facts, elsewhere.load_reason) == (False, "it was asked for")
         repacked = plan["weights:q4_0 repacked"].nbytes
         assert (plan.required_bytes >= repacked) == stays
-        # A mapping is of whole pages, a copy of huge ones where there are any.
+        # A mapping has whole pages, a copy huge ones if possible.
         is_mapped = plan.facts.get("image", "copy").find("mapped") > 0
         if is_mapped:
             assert plan["weights:padding"].nbytes < elsewhere["weights:padding"].nbytes
         if kind == "kept":
-            assert image.stat().st_mtime == 1  # looking uses nothing
+            assert image.stat().st_mtime == 1  # planning does not count as use
         layout = stack.enter_context(um.Layout.for_model(path, **options))
         assert layout.plan is not None
         assert isinstance(layout.weights, um.Weights)
@@ -139,7 +134,7 @@ def test_a_plan_says_where_they_come_from(
             assert decoder.report().facts["load_reason"] == why
 
 
-def test_what_is_staged_needs_no_room_of_its_own(
+def test_a_staged_image_needs_no_room_of_its_own(
     large: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "huge_pools", dict)
@@ -152,7 +147,7 @@ def test_what_is_staged_needs_no_room_of_its_own(
         assert um.plan(staged.path, **OPTIONS).verdict == "fits"
 
 
-def test_what_stays_in_the_page_cache_has_to_fit_there(
+def test_a_kept_image_has_to_fit_in_the_page_cache(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
@@ -187,7 +182,7 @@ def test_a_plan_changes_nothing(
     assert list(folder.iterdir()) == [image]
 
 
-def test_who_stages_is_asked_once(
+def test_staged_models_are_listed_once(
     large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
@@ -204,7 +199,7 @@ def test_who_stages_is_asked_once(
 
 
 def is_current(path: str) -> bool:
-    """Whether the list, which has others' models too, says so of what is staged at a path."""
+    """Return whether the list calls the model staged at a path current."""
     listed = json.loads(show("stage", "--list", "--json")[1])
     (found,) = [each["current"] for each in listed if each["path"] == path]
     return bool(found)
@@ -213,7 +208,7 @@ def is_current(path: str) -> bool:
 def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = decode(model)[1]
     monkeypatch.setattr(repack, "repack_into", None)
-    model.with_name(IMAGE_NAME).write_bytes(b"no image")  # which hides none
+    model.with_name(IMAGE_NAME).write_bytes(b"no image")  # does not hide an image
     code, out, err = show("stage", "--repack", model)
     assert code == 0, err
     path = out.rstrip("\n")
@@ -228,7 +223,7 @@ def test_staged_by_the_command(model: Path, monkeypatch: pytest.MonkeyPatch) -> 
             np.testing.assert_array_equal(found, expected)
         assert json.loads(show("stage", "--repack", model, "--json")[1])["reused"] is True
         assert is_current(path)
-        # What keeps it has it in a report as staged; who maps it, by its types.
+        # The keeper reports it as staged; a process that maps it, by its types.
         (kept,) = mapped_models.models(read_process(held.pid))
         assert {part.category for area in kept.areas for part in kept.parts(area)} == {"staging"}
         image = held.paths[0]
@@ -264,7 +259,9 @@ def test_staged_by_a_program(model: Path) -> None:
         ],
     ),
 )
-def test_what_cannot_be_staged(arguments: list[str], code: int, said: str, model: Path) -> None:
+def test_wrong_options_of_staging_are_refused(
+    arguments: list[str], code: int, said: str, model: Path
+) -> None:
     found = show("stage", "--repack", model, *arguments)
     assert found[0] == code
     assert said in found[2]

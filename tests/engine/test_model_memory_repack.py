@@ -72,7 +72,7 @@ def test_llama_cpp_s_defaults_to_the_bit(model: Path, tmp_path: Path) -> None:
     _, theirs = llama_cpp.greedy(model, prompt, 12, ctx=512, repack=True)
     with Decoder(model, ctx=512, threads=1, load="repack") as decoder:
         np.testing.assert_array_equal(logits_of(decoder, prompt, 12)[1], theirs)
-    # Of other types the wheel, which is built for AVX2, has other kernels.
+    # For other types the wheel, which is built for AVX2, has other kernels.
     f16 = write_model(tmp_path / "f16.gguf", kind="f16", gain=GAIN)
     mixed = llama_cpp.quantize(f16, tmp_path / "q4_k_m.gguf")
     chosen, theirs = llama_cpp.greedy(mixed, prompt, 12, ctx=512, repack=True)
@@ -189,7 +189,7 @@ def test_auto_repacks_what_gains(model: Path, expected: NDArray[Any], gains: Non
         assert sizes(decoder.report()) == sizes(plan)
         assert decoder.report().facts["load_reason"] == plan.load_reason
         np.testing.assert_array_equal(logits(decoder), expected)
-    # What a token reads fits beside the rest only once.
+    # The weights that a token reads fit only once.
     assert plan.required_bytes + plan["weights:q4_0"].nbytes > plan.total_bytes - repacked
 
 
@@ -217,7 +217,7 @@ def test_auto_maps_where_there_is_no_room(
 ) -> None:
     monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
     plan = um.plan(model, **OPTIONS)
-    # Beside what stays, what is read and not yet repacked takes a hundredth, or 256 KiB a thread.
+    # Data that are read and not yet repacked take a hundredth, or 256 KiB per thread.
     beside = plan.checks[0].needed_bytes - plan.required_bytes
     assert 0 < beside <= limits.thread_count() * (256 << 10)
     needed = plan.total_bytes - plan.unread_bytes + beside
@@ -228,7 +228,7 @@ def test_auto_maps_where_there_is_no_room(
 
     leave(needed)
     assert um.plan(model, **OPTIONS).load == "repack"
-    leave(plan.required_bytes - plan["other"].nbytes - 1)  # headers are there already
+    leave(plan.required_bytes - plan["other"].nbytes - 1)  # headers exist already
     mapped = um.plan(model, **OPTIONS)
     assert (mapped.load, mapped.load_reason) == ("map", f"{WHY_MAPPED}; {planned.NO_ROOM}")
     refused = um.plan(model, load="repack", **OPTIONS)
@@ -237,7 +237,7 @@ def test_auto_maps_where_there_is_no_room(
         Decoder(model, load="repack", **OPTIONS)
 
 
-def test_what_has_no_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
+def test_a_model_without_an_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
     path = write_model(tmp_path / "f32.gguf", kind="f32")
     with pytest.warns(um.PlacementWarning, match=r"f32\.gguf is not repacked: no tensor has"):
         decoder = Decoder(path, load="repack", **OPTIONS)
@@ -246,7 +246,7 @@ def test_what_has_no_order_is_mapped_with_a_warning(tmp_path: Path) -> None:
     plan = um.plan(path, load="repack", **OPTIONS)
     why = "no tensor has an order of its own on this CPU (types: f32)"
     assert (plan.load, plan.load_reason, why in str(plan)) == ("map", why, True)
-    # An error leaves nothing, as the fixture sees.
+    # The fixture checks that an error leaves nothing.
     with warnings.catch_warnings(action="error"), pytest.raises(um.PlacementWarning):
         Decoder(path, load="repack", **OPTIONS)
     with pytest.warns(um.PlacementWarning, match="is not repacked"):
@@ -275,7 +275,7 @@ def test_a_model_is_in_ram_once(tmp_path: Path) -> None:
         for name, tensor in weights.tensors.items():
             if name not in repacked.tensors:
                 assert tensors[name].mapped_bytes == tensor.nbytes
-        # The file's bytes are what an array has.
+        # An array has the file's bytes.
         name = "blk.1.ffn_up.weight"
         with path.open("rb") as file:
             file.seek(weights.tensors[name].offset)

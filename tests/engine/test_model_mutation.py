@@ -24,11 +24,11 @@ from unimem.backends import ggml
 gguf = pytest.importorskip("gguf")
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
-SLOW = ("qwen2", "qwen3")  # others of the fast tier have what they have
+SLOW = ("qwen2", "qwen3")  # the others cover their features
 SHAPE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=96, vocab=300, ctx=64)
 N_RANDOM = 160
 STEP = 1 if tiers.everything else 5  # of the mutants of an architecture
-# Runs each mutant: a file, and (offset, bytes) replacements in a copy of it.
+# Runs mutants: a file, and (offset, bytes) replacements in a copy of it.
 SCRIPT = """
     import json, os, pickle
     from unimem.engine import Decoder
@@ -136,7 +136,7 @@ def test_damaged_headers(arch: str, tmp_path: Path, run_python: Run) -> None:
         *every_number_of_the_metadata(model),
         *every_tensor_with_another_shape_type_or_place(model),
     ]
-    # The fast tier tries other ones with each architecture.
+    # The fast tier tries different mutants for each architecture.
     first = ARCHITECTURES.index(arch)
     chosen = [(model, mutant) for mutant in mutants[first % STEP :: STEP]]
     outcomes = run_all(tmp_path, chosen, run_python)

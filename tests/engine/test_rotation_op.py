@@ -1,4 +1,4 @@
-"""Heads that a decoder stores rotated: the same attention, and the rows that llama.cpp keeps."""
+"""Rotated heads: the same attention, and the rows of llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.project.checkout import ROOT
 from unimem.engine import Decoder, UnsupportedModel
 from unimem.errors import SnapshotError
 
-import gguf  # isort: skip  # which is there, or `decoders` has skipped these tests
+import gguf  # isort: skip  # `decoders` skips these tests without it
 
 PROMPT = tokens(150, first=259)
 
@@ -47,7 +47,7 @@ def write_whole_numbers(path: Path, head_dim: int) -> Path:
         elif "norm" in tensor.name:
             tensor.data[:] = 1
         elif tensor.name == "rope_freqs.weight":
-            tensor.data[:] = 1e30  # no angle: keys are not turned
+            tensor.data[:] = 1e30  # no angle: keys are not rotated
         elif "attn_k" in tensor.name or "attn_v" in tensor.name:
             tensor.data[:] = rng.integers(-2, 3, tensor.data.shape)
     return path
@@ -65,7 +65,7 @@ def rows_of(kv: um.KVCache) -> list[NDArray[Any]]:
 def rows_of_llama_cpp(
     path: Path, head_dim: int
 ) -> tuple[list[NDArray[Any]], dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
-    """K and V of the prompt as the model makes them, and as quantized caches have them."""
+    """Return K and V of the prompt from the model, and in quantized caches."""
     pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer")
     from support.models import llama_cpp
 
@@ -77,7 +77,7 @@ def rows_of_llama_cpp(
 
 
 def appended(head_dim: int, dtype: str, given: list[NDArray[Any]]) -> list[NDArray[Any]]:
-    """The rows that a cache makes of K and V."""
+    """Return the rows of K and V in a cache."""
     with um.KVCache(1, 2, head_dim, len(PROMPT), dtype=dtype, rotate=True) as kv:
         kv.append(0, *given)
         return rows_of(kv)
@@ -85,7 +85,7 @@ def appended(head_dim: int, dtype: str, given: list[NDArray[Any]]) -> list[NDArr
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(256, marks=pytest.mark.slow)])
 def test_rows_are_those_of_llama_cpp(head_dim: int, tmp_path: Path) -> None:
-    """Byte for byte where no rounding depends on the order of sums."""
+    """They are equal byte for byte if no rounding depends on the order of sums."""
     path = write_whole_numbers(tmp_path / "m.gguf", head_dim)
     given, quantized = rows_of_llama_cpp(path, head_dim)
     assert all((rows == rows.round()).mean() > 0.9 for rows in given)
@@ -116,12 +116,7 @@ def test_rows_differ_where_the_last_bit_of_a_sum_does(head_dim: int, tmp_path: P
 
 @pytest.mark.parametrize(
     ("arch", "head_dim", "options"),
-    [
-        ("llama", 64, {}),
-        ("qwen2", 192, {"window": 50}),
-        ("gemma3", 128, {}),
-        ("qwen3moe", 64, {}),
-    ],
+    [("llama", 64, {}), ("qwen2", 192, {"window": 50}), ("gemma3", 128, {}), ("qwen3moe", 64, {})],
 )
 def test_attention_makes_the_same_of_rotated_heads(
     arch: str, head_dim: int, options: dict[str, Any], tmp_path: Path
@@ -138,7 +133,7 @@ def test_attention_makes_the_same_of_rotated_heads(
     plain, turned, with_threads = logits
     assert 0 < np.abs(turned - plain).max() <= 1e-4 * plain.std()
     np.testing.assert_array_equal(with_threads, turned)
-    # What a graph rotates has the bits of what `append` does.
+    # A graph rotates to the same bits as `append`.
     given = [part.view("f4").reshape(len(part), 2, head_dim) for part in rows[0]]
     parts: list[Literal["k", "v"]] = ["k", "v"]
     for part, heads, turned_rows in zip(parts, given, rows[1], strict=True):
@@ -147,7 +142,7 @@ def test_attention_makes_the_same_of_rotated_heads(
 
 
 def test_outliers_cost_a_rotated_cache_less(tmp_path: Path) -> None:
-    """Keys with some large channels, as a qwen2 has them by its biases."""
+    """Biases give keys some large channels, as in qwen2."""
     path = write_model(tmp_path / "m.gguf", "qwen2", shape_of(64), "f32")
     for tensor in gguf.GGUFReader(path, "r+").tensors:
         if tensor.name.endswith("attn_k.bias"):
@@ -167,7 +162,7 @@ def test_outliers_cost_a_rotated_cache_less(tmp_path: Path) -> None:
 # ---- the option --------------------------------------------------------------------------
 
 
-def test_what_is_rotated_by_default(tmp_path: Path) -> None:
+def test_quantized_caches_rotate_by_default(tmp_path: Path) -> None:
     wide, narrow = (write(tmp_path / f"{n}.gguf", n) for n in (64, 96))
     for path, kv_dtype, rotate in (
         (wide, "f16", False),
@@ -182,7 +177,7 @@ def test_what_is_rotated_by_default(tmp_path: Path) -> None:
             assert decoder.kv.rotate is rotate
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
     narrow = write(tmp_path / "narrow.gguf", 96)
     with pytest.raises(
         UnsupportedModel, match=r"rotate: .* multiple of 64 .* have 96: leave it out"

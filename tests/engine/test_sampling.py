@@ -1,4 +1,4 @@
-"""Choosing tokens: the right ones can come, and as often as they should."""
+"""Choosing tokens with the right probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decoder with a store of prefixes: what is known is not computed, and tokens are the same."""
+"""A decoder with a store of prefixes: stored tokens are not computed, and texts are the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Iterator[um.KVStore]:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    **{"f16": {}, "q8_0": {"kv_dtype": "q8_0"}, "window": {"window": 400}},
+    **{"f16": {}, "q8_0": {"kv_dtype": "q8_0"}, "window": {"window": 400}}
 }
 
 
@@ -75,7 +75,7 @@ def test_a_prompt_that_is_known_is_not_computed(model: Path, store: um.KVStore) 
         decoder.save_session(Path(store.folder).parent / "session")  # all ids are known
 
 
-def test_what_is_interrupted_leaves_no_token(model: Path, store: um.KVStore) -> None:
+def test_an_interrupted_prompt_leaves_no_token(model: Path, store: um.KVStore) -> None:
     with opened(model, store) as decoder:
         decoder.prefill(PROMPT)
         decoder.reset()
@@ -114,7 +114,7 @@ def test_models_of_one_fingerprint_are_told_apart(tmp_path: Path, model: Path) -
 # ---- layers that slide ----
 
 WINDOW = 48
-# What is computed behind 256 restored tokens is one batch, as without a store.
+# The tokens after 256 restored ones are one batch, as without a store.
 LONG = tokens(256 + 16, seed=3)
 
 
@@ -133,7 +133,7 @@ def chunks(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[um.KVStor
 
 @pytest.mark.parametrize("kv_dtype", ["f16", pytest.param("q8_0,q4_0", marks=pytest.mark.slow)])
 def test_windows_are_restored_whole(gemma3: Path, tmp_path: Path, kv_dtype: str) -> None:
-    """And no ring has more rows than without a store."""
+    """Rings have no more rows than without a store."""
     expected = {}
     with opened(gemma3, kv_dtype=kv_dtype) as decoder:
         capacity, n_rows = decoder.kv.capacity_bytes, decoder.kv.n_rows
@@ -155,7 +155,7 @@ def test_a_hit_may_end_at_any_chunk(gemma3: Path, chunks: um.KVStore) -> None:
     size = chunks.chunk_tokens
     with opened(gemma3, chunks) as decoder:
         decoder.prefill(LONG[:100])
-        decoder.prefill(LONG[100:])  # goes on inside of a chunk
+        decoder.prefill(LONG[100:])  # continues within a chunk
         assert decoder._prefixes is not None
         assert decoder._prefixes.n_stored == len(LONG) // size * size
         model = model_name(decoder.weights)
@@ -164,8 +164,10 @@ def test_a_hit_may_end_at_any_chunk(gemma3: Path, chunks: um.KVStore) -> None:
             assert found == n // size * size
 
 
-def test_what_was_generated_is_put_as_far_as_it_is_there(gemma3: Path, chunks: um.KVStore) -> None:
-    """Tokens that come one by one are put with the next prompt, which rings may not wait for."""
+def test_generated_tokens_are_put_as_far_as_rings_keep_them(
+    gemma3: Path, chunks: um.KVStore
+) -> None:
+    """Single tokens are put with the next prompt; rings may have dropped them by then."""
     size = chunks.chunk_tokens
     with opened(gemma3, chunks) as decoder:
         chosen = logits_of(decoder, LONG[:50], 250)[0]
@@ -181,10 +183,10 @@ def test_what_was_generated_is_put_as_far_as_it_is_there(gemma3: Path, chunks: u
 def test_a_chunk_that_no_ring_keeps_is_refused(gemma3: Path, store: um.KVStore) -> None:
     with pytest.raises(UnsupportedModel, match=f"chunk_tokens={WINDOW} or fewer"):
         opened(gemma3, store)
-    # Where the context is no longer than the window, there is no ring.
+    # With a context as long as the window, there is no ring.
     Decoder(gemma3, ctx=WINDOW, threads=1, store=store).close()
 
 
-def test_what_is_no_store_is_refused(model: Path) -> None:
+def test_a_store_of_another_type_is_refused(model: Path) -> None:
     with pytest.raises(TypeError, match=r"store: expected a unimem\.KVStore"):
         opened(model, "folder")  # type: ignore[arg-type]

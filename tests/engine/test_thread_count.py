@@ -1,4 +1,4 @@
-"""How many threads compute a token: on invented machines, by what tokens take there."""
+"""How many threads compute a token, on invented machines with given durations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cost = Callable[[int, float], float]  # ms a token, by threads and the seconds t
 def decode(
     count: ThreadCount, cost: Cost, seconds: float, start: float = 0.0
 ) -> tuple[int, list[int]]:
-    """How many tokens are computed in so many seconds, and with how many threads each."""
+    """Return how many tokens are computed in this time, and the threads of each."""
     now, used = start, []
     while now < start + seconds:
         ns, limit = int(cost(count.n, now) * MS), count.limit_ns
@@ -36,7 +36,7 @@ def decode(
 
 
 def by_count(**ms: float) -> Cost:
-    """What a token takes with so many threads, always: ``by_count(n2=50, n1=90)``."""
+    """Return a cost that depends on the threads alone: ``by_count(n2=50, n1=90)``."""
     return lambda n, _: ms[f"n{n}"]
 
 
@@ -49,12 +49,12 @@ def grows(n: int, now: float) -> float:
 
 
 def stutters(n: int, now: float) -> float:
-    """Now and then a token takes long, whoever computes it."""
+    """Some tokens take long with any number of threads."""
     return 400 if int(now * 10) % 50 == 49 else 90 / n
 
 
 def scatters(n: int, now: float) -> float:
-    """Quiet, but no token takes as long as the one before."""
+    """Durations scatter on a quiet machine."""
     return (43 if n == 2 else 53) * random.Random(now).lognormvariate(0, 0.2)
 
 
@@ -67,10 +67,10 @@ def scatters(n: int, now: float) -> float:
         (2, by_count(n2=0.11, n1=0.16), 2, 0.98),
         (2, by_count(n2=10, n1=0.16), 1, 0.95),
         (2, by_count(n2=0.35, n1=0.16), 1, 0.95),
-        # Two threads that are little better, or little worse.
+        # Two threads that are slightly better or worse.
         (2, by_count(n2=70, n1=75), 2, 0.98),
         (2, by_count(n2=80, n1=75), 1, 0.98),
-        # Memory is as fast with three threads as with four, and with one less.
+        # Memory is as fast with three threads as with four.
         (4, by_count(n4=20, n3=20, n2=25, n1=50), 4, 0.98),
         (64, lambda n, _: 1200 / n, 64, 0.98),
         (64, one_core_of_64_is_taken, 63, 0.95),
@@ -101,11 +101,11 @@ def test_a_neighbour_comes_and_goes() -> None:
 
     _, quiet = decode(count, cost, 20)
     assert set(quiet[-50:]) == {2}
-    # At once: the token that is under way is given up after twice what it should take.
+    # At once: the current token is given up after twice its usual duration.
     _, busy = decode(count, cost, 20, 20)
     assert busy[0] == 1
     assert busy.count(1) > 0.95 * len(busy)
-    # And back before one that it would have lost by trying is made up for.
+    # It goes back soon.
     _, after = decode(count, cost, 20, 40)
     assert after.index(2) * 75 < 15_000
     assert after[-50:].count(2) > 45
@@ -116,7 +116,7 @@ def test_a_token_is_given_up_where_that_may_help() -> None:
         count.note(50 * MS)
         assert (count.n, count.limit_ns) == (count.most, 0)
     count = ThreadCount(4, adapts=True)
-    assert count.limit_ns == 0  # nothing is known yet
+    assert count.limit_ns == 0  # nothing is noted yet
     count.note(50 * MS)
     assert (count.n, count.limit_ns) == (4, 101 * MS)
     count.note(101 * MS, given_up=True)
@@ -124,7 +124,7 @@ def test_a_token_is_given_up_where_that_may_help() -> None:
     for _ in range(4):
         assert count.n == 3
         count.note(60 * MS)
-    assert count.n == 2  # it goes on where that was faster
+    assert count.n == 2  # it continues in the faster direction
 
 
 @pytest.mark.parametrize(("most", "counts"), [
@@ -133,7 +133,7 @@ def test_a_token_is_given_up_where_that_may_help() -> None:
 ])  # fmt: skip
 def test_neighbours_take_a_core_or_a_few(most: int, counts: list[int]) -> None:
     count = ThreadCount(most, adapts=True)
-    _, used = decode(count, lambda n, _: 10 * 1.08**n, 60)  # the fewer, the faster
+    _, used = decode(count, lambda n, _: 10 * 1.08**n, 60)  # fewer threads are faster
     assert list(dict.fromkeys(used)) == counts
 
 
@@ -143,7 +143,7 @@ def test_a_number_of_threads_is_one() -> None:
 
 
 def test_a_thread_that_openmp_binds_is_not_the_only_one() -> None:
-    """It is bound when the library is loaded, and all beside it have the other CPUs."""
+    """OpenMP binds it when the library is loaded; the other threads have the other CPUs."""
     script = """
     from unimem.system import limits
     before = limits.thread_count()

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that need a GPU; the modules skip themselves where there is none."""
+"""Fixtures of the tests that need a GPU; without one the modules skip themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """What the library asks the driver for; and what fails on the device fails in its test."""
+    """The library's calls of the driver; errors of the device fail the test."""
     from gpu.machine import Counted, bridge, cupy
 
     counted = bridge.counted = Counted(monkeypatch)

@@ -40,13 +40,13 @@ __all__ = [
 ]
 
 MIB = 1 << 20
-# What the driver may take meanwhile for itself, as when it loads code that runs for the first time.
-# The library asks for nothing that it has not counted: the exact figures are `Counted`'s.
+# The driver may take this for itself, such as for code that runs for the first time.
+# `Counted` has the exact figures of the library.
 DRIVERS_OWN = 8 * MIB
 runtime = cupy.cuda.runtime
 MemoryHook: Any = cupy.cuda.MemoryHook
 
-# Spins until the host sets the flag, and at most for so many cycles, so that what waits by mistake
+# Spins until the host sets the flag, at most for these cycles, so that a call that waits by mistake
 # fails instead of hanging.
 HOLD = r"""
 extern "C" __global__ void hold(volatile int *flag, long long most_cycles) {
@@ -67,12 +67,12 @@ def _holding() -> tuple[Any, Any, Any]:
 
 @contextmanager
 def held(stream: Any) -> Iterator[None]:
-    """Nothing that is queued in the stream begins before the end of the ``with``.
+    """Queued work of the stream begins only after the ``with``.
 
     Raises
     ------
     AssertionError
-        The stream is done before that: somebody has waited for it.
+        The stream was done before: some call has waited for it.
     """
     hold, memory, flag = _holding()
     gc.collect()
@@ -98,7 +98,7 @@ def new_stream() -> Any:
 
 
 class Interface:
-    """An array that has nothing but the interface, and says which stream has made it."""
+    """An array with the interface alone, which names its stream."""
 
     def __init__(self, array: Any, maker: Any = None) -> None:
         self._array, self._maker = array, maker
@@ -111,7 +111,7 @@ class Interface:
 
 
 class Allocation:
-    """What the driver has allocated, as long as somebody has it."""
+    """An allocation of the driver."""
 
     def __init__(self, counted: Counted, nbytes: int, memory: Any) -> None:
         self._counted, self._memory = counted, memory
@@ -123,7 +123,7 @@ class Allocation:
 
 
 class Counted(MemoryHook):  # type: ignore[misc]
-    """What the library asks the driver for, and CuPy its pool.
+    """Counts calls of the driver by the library, and of the pool by CuPy.
 
     Attributes
     ----------
@@ -167,7 +167,7 @@ class Counted(MemoryHook):  # type: ignore[misc]
 
 
 class DeviceBridge(CudaBridge):
-    """A real device. What it allocates itself is neither the library's nor the pool's."""
+    """A real device. Its own allocations are neither the library's nor the pool's."""
 
     counted: Counted  # of this test
 

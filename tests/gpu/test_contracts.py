@@ -1,4 +1,4 @@
-"""What holds over main memory holds on a GPU: the contracts of caches and kernels, the examples."""
+"""The contracts of caches and kernels, and the examples, on a GPU."""
 
 from __future__ import annotations
 

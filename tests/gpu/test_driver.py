@@ -1,4 +1,4 @@
-"""What the twin asks of a GPU, on a GPU."""
+"""The driver, on a GPU."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_an_event_is_a_point_in_a_stream(driver: cuda_driver.Driver) -> None:
     event = driver.new_event()
     event.record(first.ptr)
     with held(second):
-        event.synchronize()  # what is queued elsewhere is not waited for
+        event.synchronize()  # it does not wait for work queued elsewhere
         driver.synchronize(first.ptr)
     event.record(second.ptr)
     event.synchronize()
@@ -156,7 +156,7 @@ def test_denormals_are_kept(driver: cuda_driver.Driver) -> None:
     assert bridge.down(out).tolist() == [(a * b).view("u4").tolist(), (a / b).view("u4").tolist()]
 
 
-def test_what_does_not_compile_says_so(driver: cuda_driver.Driver) -> None:
+def test_errors_of_the_compiler_are_reported(driver: cuda_driver.Driver) -> None:
     with pytest.raises(cupy.cuda.compiler.CompileException, match="nothing_like_that"):
         driver.module('extern "C" __global__ void f() { nothing_like_that(); }', ["f"])
 

@@ -21,7 +21,7 @@ N_LAYERS = 2
 NAMES = ("residual", "k_rotated", "rope_k_temp", "batched_positions")
 DIMS = um.ModelDims(64, 176, 8, 4, 32, 512, N_LAYERS, N_STEPS + 8)
 
-# Stands for a model: a step is read from what the last one has left, and no two are the same.
+# Stands for a model: a step reads the result of the last one, and no two are the same.
 STEP = r"""
 typedef unsigned long long address;
 
@@ -71,7 +71,7 @@ class Decode:
         self.kv.clear()
 
     def step(self, append: Callable[[int], None]) -> None:
-        """Queue one step; `append` is how K and V of a layer get into the cache."""
+        """Queue one step; `append` writes K and V of a layer."""
         n = DIMS.kv_size
         residual, k, v = self.buffers.residual, self.k, self.v
         for layer in range(N_LAYERS):
@@ -81,11 +81,11 @@ class Decode:
             self._mix((1,), (64,), (residual, k, v), stream=self.stream)
 
     def append(self, layer: int) -> None:
-        """Append where the host says."""
+        """Append at the host's row."""
         self.kv.append(layer, self.k, self.v, stream=self.stream)
 
     def append_at(self, layer: int) -> None:
-        """Append where the device says."""
+        """Append at the row in device memory."""
         self.kv.append_at(layer, self.k, self.v, self.position, stream=self.stream)
 
     def count(self) -> None:
@@ -112,12 +112,12 @@ class Decode:
         return graph
 
     def addresses(self) -> tuple[dict[str, int], list[int]]:
-        """Where all memory is that a step uses."""
+        """Return the address of all memory that a step uses."""
         lanes = [self.kv.address(i, part) for i in range(N_LAYERS) for part in ("k", "v")]
         return self.buffers.addresses(), lanes
 
     def result(self) -> list[bytes]:
-        """All that the steps have left, bit for bit."""
+        """Return the results of the steps, bit for bit."""
         self.stream.synchronize()
         found = [bridge.down(getattr(self.buffers, name)).tobytes() for name in NAMES]
         for layer in range(N_LAYERS):
@@ -136,13 +136,13 @@ class Decode:
 def test_a_graph_replayed_is_the_step(dtype: str, counted: Counted) -> None:
     with Decode(dtype, new_stream()) as replayed, Decode(dtype, new_stream()) as eager:
         graph = replayed.capture()
-        assert int(replayed.position[0]) == 0  # what is captured is not done
+        assert int(replayed.position[0]) == 0  # captured work does not run
         addresses = replayed.addresses()
         before, free = dict(counted.calls), 0
         for i in range(N_STEPS):
             graph.launch(stream=replayed.stream)
             eager.eager()
-            if i == 0:  # what a first launch takes is taken
+            if i == 0:  # the memory of a first launch is taken
                 runtime.deviceSynchronize()
                 free = runtime.memGetInfo()[0]
         runtime.deviceSynchronize()

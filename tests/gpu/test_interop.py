@@ -1,4 +1,4 @@
-"""Memory that CuPy, torch and whoever else knows the protocols share, without a copy."""
+"""Memory shared with CuPy, torch and other libraries, without a copy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_block_has_both_protocols(torch: Any) -> None:
     for pinned in (False, True):
         with cuda.Block(MIB, pinned=pinned) as block:
             seen = [cupy.asarray(block)]
-            if not pinned:  # of which CuPy says to others that it is the device's
+            if not pinned:  # CuPy exports it as memory of the device
                 seen += [torch.as_tensor(block, device="cuda")]
                 seen += [cupy.from_dlpack(block), torch.from_dlpack(block)]
             pointers = [a.data.ptr if isinstance(a, cupy.ndarray) else a.data_ptr() for a in seen]
@@ -79,7 +79,7 @@ def test_layers_of_a_cache_are_tensors(torch: Any, dtype: str) -> None:
         tensor = torch.from_dlpack(k)
         assert tensor.data_ptr() == k.data.ptr
         assert tuple(tensor.shape) == k.shape == (1, 4, 5, 32)
-        # Of the first dimension, of one stream, the stride means nothing.
+        # The stride of the first dimension, which is 1, means nothing.
         assert [n * tensor.element_size() for n in tensor.stride()][1:] == list(k.strides[1:])
         expected = as_float32(stored(tokens, dtype)).swapaxes(0, 1)[None]
         assert np.array_equal(tensor.float().cpu().numpy(), expected)
@@ -148,7 +148,7 @@ def test_the_stream_of_torch(torch: Any) -> None:
 
 
 class CudaStream:
-    """Anybody's stream."""
+    """A stream of another library."""
 
     def __init__(self, address: int) -> None:
         self._address = address

@@ -1,4 +1,4 @@
-"""After start-up nothing is allocated and nobody waits: calls queue their work and return."""
+"""After start-up calls queue their work and return: they allocate nothing and never wait."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def kv(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def use_cache(kv: Any, stream: Any = None) -> Callable[[], None]:
-    """All that a decode step may do with a cache."""
+    """Do everything that a decode step may do with a cache."""
     one, many, half = tokens(1), tokens(5), tokens(2, "float16")
     spread = bridge.up(np.repeat(bridge.down(many), 2, axis=2)[..., ::2])
     all_layers = bridge.up(np.ones((N_LAYERS, N_HEADS, HEAD_DIM), np.float32))
@@ -57,7 +57,7 @@ def use_cache(kv: Any, stream: Any = None) -> Callable[[], None]:
 
 
 def use_pad(pad: Any, stream: Any = None) -> Callable[[], None]:
-    """All that a decode step may do with a scratchpad."""
+    """Do everything that a decode step may do with a scratchpad."""
     one, many = tokens(1).reshape(-1), tokens(4).reshape(4, -1)
     half = tokens(3, "float16").reshape(3, -1)
 
@@ -74,7 +74,7 @@ def use_pad(pad: Any, stream: Any = None) -> Callable[[], None]:
 
 
 def use_tape(tape: Any) -> Callable[[], None]:
-    """All that a decode step may do with a tape."""
+    """Do everything that a decode step may do with a tape."""
 
     def run() -> None:
         for _ in range(10):
@@ -147,7 +147,7 @@ def test_buffers_and_layouts_allocate_nothing(counted: Counted) -> None:
 
 
 def does_not_wait(run: Callable[[], None], stream: Any) -> None:
-    """Run it behind something that does not end before it."""
+    """Run it after work that does not end before it."""
     run()
     runtime.deviceSynchronize()  # now the kernels are loaded
     with held(stream):
@@ -171,8 +171,8 @@ def test_a_scratchpad_does_not_wait() -> None:
         does_not_wait(use_pad(pad, stream), stream)
 
 
-def test_what_was_queued_is_done_in_order(kv: Any) -> None:
-    """Tokens that are written while the stream is held are what they were when it got there."""
+def test_queued_work_is_done_in_order(kv: Any) -> None:
+    """Tokens that are written while the stream is held are read when it continues."""
     stream = new_stream()
     token = tokens(1)
     kv.append(0, token, token, stream=stream)

@@ -118,7 +118,7 @@ def test_cancelled_it_leaves_nothing(weights: um.Weights, after: int, counted: C
         assert counted.calls["register"] == counted.calls["unregister"]
         assert others_in(upload) == []
         again = tape.take(1000)
-        again.fill(3)  # nothing is copied there any more
+        again.fill(3)  # no copy is under way
         assert set(bridge.down(again).tolist()) == {3}
         tape.rewind(mark)
         check(weights, weights.to_device(tape))

@@ -1,4 +1,4 @@
-"""Packed attention computes what torch's does, and leaves to it what cannot be packed."""
+"""Packed attention computes what torch's does, and leaves other cases to it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_it_is_that_of_torch(case: str, dtype: Any) -> None:
     assert torch.allclose(got.float(), expected.float(), atol=atol)
 
 
-def test_what_torch_cannot_do_is_refused_for_one_token_too() -> None:
+def test_options_that_torch_lacks_are_refused_for_one_token_too() -> None:
     query, key = torch.ones(1, 4, 1, 16), torch.ones(1, 2, 5, 16)
     with pytest.raises(ValueError, match="softcap"):
         packed_attention(Module(2), query, key, key, None, softcap=30.0)

@@ -1,4 +1,4 @@
-"""The cache beside transformers' own, layer by layer: what is given is shown, where it lies."""
+"""The cache beside transformers' own, layer by layer: the same tokens, without copies."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def test_crop_and_go_on() -> None:
             ours.crop(2)
 
 
-def test_what_interrupts_a_forward_pass_costs_its_tokens_alone(tmp_path: Path) -> None:
-    """The first layer has a window, and the second, which is full, is what has no room."""
+def test_an_interrupted_forward_pass_loses_only_its_tokens(tmp_path: Path) -> None:
+    """The first layer has a window, and the second, with full attention, has no room."""
     ours, theirs = both("gemma", max_seq_len=20)
     calls: dict[str, Callable[[], object]] = {
         "crop": lambda: ours.crop(-1),
@@ -157,7 +157,7 @@ def test_what_interrupts_a_forward_pass_costs_its_tokens_alone(tmp_path: Path) -
             assert {layer.length for layer in ours.layers} == {n}
             step(ours, theirs, 1)
         assert os.listdir(tmp_path) == []
-        # More tokens than the window's ring has rows leave nothing of those before.
+        # More tokens than the ring has rows overwrite all earlier ones.
         ours.update(*states(600), 0)
         with pytest.raises(ValueError, match="cannot be dropped, since a window"):
             ours.rollback()
@@ -211,13 +211,13 @@ def test_a_copy_has_memory_of_its_own() -> None:
             for layer, keys in zip(other.layers, before, strict=True):
                 assert torch.equal(layer.keys, keys)
         step(ours, theirs, 1)
-        # A copy has what the window shows, and goes back no further.
+        # A copy has only the tokens in the window.
         with ours.copy() as other, pytest.raises(ValueError, match="has not kept those before"):
             other.crop(-2)
 
 
 def test_other_types_are_converted() -> None:
-    """What attention sees is of the model's type; bytes are those of the stored one."""
+    """Attention sees the model's type; memory has the stored type."""
     config = tiny.config("gemma", head_dim=32)
     theirs = transformers.DynamicCache(config=config)
     small, half = KVCache(config, dtype="q8_0"), KVCache(config, dtype="f16")
@@ -268,7 +268,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_refused_changes_nothing(wrong: str) -> None:
+def test_wrong_tokens_change_nothing(wrong: str) -> None:
     error, said, given = WRONG[wrong]
     with KVCache(tiny.config("llama")) as cache:
         cache.update(*states(3), 0)
@@ -278,7 +278,7 @@ def test_what_is_refused_changes_nothing(wrong: str) -> None:
         assert torch.equal(cache.layers[0].keys, states(3)[0])
 
 
-def test_what_cannot_be_cached_is_said() -> None:
+def test_unsupported_models_and_options_are_named() -> None:
     with pytest.raises(NotImplementedError, match="has linear_attention: use transformers' Dyn"):
         KVCache(tiny.config("llama", layer_types=["linear_attention"] * 3))
     for options, error in (

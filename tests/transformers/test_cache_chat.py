@@ -1,4 +1,4 @@
-"""The example of a chat goes on in another process, with the tokens of one that never ended."""
+"""The example of a chat goes on in another process as if it had never ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_chat_goes_on_after_a_restart(tmp_path: Path) -> None:
     command += [str(tmp_path / "model"), str(tmp_path / "chat"), "-n", str(N)]
     ids: list[int] = []
     for text in ("a1 b9 c2 f5 g30 h7 a8 b17 c18 d3", "e12 f13 a16"):
-        known = max(0, len(ids) - 1)  # what was said last has no rows yet
+        known = max(0, len(ids) - 1)  # the last token has no rows yet
         ids += tokenizer(text, add_special_tokens=not ids).input_ids
         given = torch.tensor([ids])
         mask = torch.ones_like(given)

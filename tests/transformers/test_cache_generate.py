@@ -1,4 +1,4 @@
-"""`generate` with our cache gives the tokens that it gives with transformers' own."""
+"""`generate` gives the same tokens as with transformers' own cache."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_same_tokens_as_dynamic_cache(case: tuple[str, str, str, int]) -> No
 
 
 def test_prompts_of_different_lengths_and_a_second_turn() -> None:
-    """Padded on the left; the cache goes on with what it has, longer than the window."""
+    """Prompts are padded on the left; the cache continues beyond the window."""
     model = tiny.model("gemma")
     ids, mask = tiny.prompts(4, 20), torch.ones(4, 20, dtype=torch.long)
     for stream in range(4):

@@ -1,4 +1,4 @@
-"""A conversation that is saved goes on, in another process too, and only where it belongs."""
+"""A saved conversation goes on, also in another process, and only with its model and tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_saving_again_leaves_one_conversation(kind: str, tmp_path: Path) -> None
         assert again.get_seq_length() == ids.shape[1] - 1
 
 
-def test_what_does_not_belong_here_is_refused(kind: str, tmp_path: Path) -> None:
+def test_foreign_sessions_are_refused(kind: str, tmp_path: Path) -> None:
     model, path = tiny.model(kind), tmp_path / "chat.kv"
     with KVCache.for_model(model) as cache:
         with pytest.raises(ValueError, match="expected a cache with tokens"):

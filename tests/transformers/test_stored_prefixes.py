@@ -1,4 +1,4 @@
-"""First tokens of a conversation that a store has are not computed again, and mean the same."""
+"""First tokens from a store are not computed again, and give the same results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def talk(model: Any, cache: Any, ids: Any, n: int = 6) -> Any:
 
 
 def model_of(kind: str, dtype: str) -> Any:
-    """A model whose windows, where it has some, are as long as these conversations."""
+    """A model whose windows are as long as these conversations."""
     if kind != "gemma":
         return tiny.model(kind, dtype)
     with patch.dict(tiny.CONFIGS["gemma"][1], sliding_window=64):
@@ -83,7 +83,7 @@ def test_restored_keys_are_the_bytes_that_were_computed(store: um.KVStore) -> No
             assert torch.equal(one.values[:, :, :32], two.values)
 
 
-def test_what_one_kind_of_layers_lacks_is_computed(store: um.KVStore) -> None:
+def test_tokens_that_one_kind_of_layers_lacks_are_computed(store: um.KVStore) -> None:
     model, ids = model_of("gemma", "float32"), tiny.prompts(1, N)
     with KVCache.for_model(model) as cache:
         expected = talk(model, cache, ids)
@@ -99,7 +99,7 @@ def test_what_one_kind_of_layers_lacks_is_computed(store: um.KVStore) -> None:
         assert talk(model, cache, ids).tolist() == expected.tolist()
 
 
-def test_what_does_not_belong_here_is_refused_or_not_found(store: um.KVStore) -> None:
+def test_foreign_prefixes_are_refused_or_not_found(store: um.KVStore) -> None:
     model, ids = tiny.model("llama"), tiny.prompts(1, N)
     with KVCache.for_model(model) as cache:
         talk(model, cache, ids)
@@ -129,7 +129,7 @@ def test_what_does_not_belong_here_is_refused_or_not_found(store: um.KVStore) ->
             cache.put_into(store, ids)
 
 
-def test_what_is_interrupted_leaves_no_token(store: um.KVStore) -> None:
+def test_an_interrupted_prompt_leaves_no_token(store: um.KVStore) -> None:
     model, ids = model_of("gemma", "float32"), tiny.prompts(1, N)
     with KVCache.for_model(model) as cache:
         expected = talk(model, cache, ids)

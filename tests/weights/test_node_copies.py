@@ -16,7 +16,7 @@ import pytest
 import unimem as um
 from support.files.weight_bytes import READS, check, write
 from unimem.engine import Decoder, embedded_model
-from unimem.engine.nodes import Reader
+from unimem.engine.model_memory import Reader
 from unimem.system import limits
 from unimem.system.limits import Node
 from unimem.weights.loading import ONE_COPY

@@ -1,4 +1,4 @@
-"""A GPU through CuPy. No other file imports CuPy, and this one only when a GPU is used."""
+"""A GPU through CuPy, which is imported here alone, and only when a GPU is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unimem.errors import CapacityError, ClosedError, PlacementError
 __all__ = ["Driver", "Launcher", "driver", "require"]
 
 Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
-"""Launches a kernel: grid, block, arguments, stream. NumPy arrays of one element go by value."""
+"""Launches a kernel: grid, block, arguments, stream. An array of one element goes by value."""
 
 _LEGACY = 1  # cudaStreamLegacy: the default stream, as the array interface names it
 _COPY_ANY = 4  # cudaMemcpyDefault: the addresses say which way
@@ -29,18 +29,12 @@ _CUDA = 2  # kDLCUDA
 _ON_GPU = (_CUDA, 3, 13)  # and kDLCUDAHost, kDLCUDAManaged
 
 _drivers: dict[int, Driver] = {}
-# The processes that have asked CUDA for something: this one, and those that it was forked from.
+# The processes that have used CUDA: this one, and those that it was forked from.
 _users: set[int] = set()
 
 
 def require() -> None:
-    """Raise unless there are CuPy and a device.
-
-    Raises
-    ------
-    ImportError
-        One of them is missing; the message says what to do.
-    """
+    """Raise ImportError without CuPy or a device, and say what to do."""
     try:
         import cupy
     except ImportError as error:
@@ -64,7 +58,7 @@ def require() -> None:
 
 
 def driver(device: int) -> Driver:
-    """Return the driver of a device; the same one every time.
+    """Return the driver of a device; the same object every time.
 
     Raises
     ------
@@ -73,7 +67,7 @@ def driver(device: int) -> Driver:
     TypeError, ValueError
         There is no such device.
     ClosedError
-        The process was forked by one that used CUDA.
+        The parent of this forked process used CUDA.
     """
     number = integer(device, "device")
     found = _drivers.get(number)
@@ -84,13 +78,13 @@ def driver(device: int) -> Driver:
                 "child by spawn (multiprocessing.get_context('spawn'))"
             )
         _users.add(os.getpid())
-        # Of threads that come together, each gets the first one's.
+        # Threads that race all get the first driver.
         found = _drivers.setdefault(number, Driver(number))
     return found
 
 
 class _StreamAt:
-    """A stream as CuPy's launches want it: something with an address."""
+    """A stream for CuPy's launches: an object with an address."""
 
     __slots__ = ("ptr",)
 
@@ -99,22 +93,22 @@ class _StreamAt:
 
 
 class _Event:
-    """A point in a stream, to be waited for."""
+    """A point in a stream to wait for."""
 
     def __init__(self, runtime: Any, event: Any) -> None:
         self._runtime = runtime
         self._event = event
 
     def record(self, stream: int) -> None:
-        """Mark what was queued in the stream so far."""
+        """Move the event to the current end of a stream."""
         self._runtime.eventRecord(self._event.ptr, stream)
 
     def synchronize(self) -> None:
-        """Wait until that is done, with the interpreter's lock released."""
+        """Wait for the event, with the interpreter's lock released."""
         self._runtime.eventSynchronize(self._event.ptr)
 
     def delay(self, stream: int) -> None:
-        """Let what is queued in another stream from now on begin after that."""
+        """Let later work in another stream wait for the event."""
         self._runtime.streamWaitEvent(stream, self._event.ptr)
 
 
@@ -124,24 +118,12 @@ class Driver:
     Any number of threads may use it. As in CuPy, launches go to the current device: with several
     devices make this one current (``with cupy.cuda.Device(1):``). A forked child has no CUDA.
 
-    Parameters
-    ----------
-    device : int
-        CUDA's number of it.
-
     Attributes
     ----------
     id : int
-        That number.
+        CUDA's number of the device.
     name : str
-        As in reports: ``"cuda:0"``.
-
-    Raises
-    ------
-    ImportError
-        As `require`.
-    ValueError
-        There is no such device.
+        The name in reports: ``"cuda:0"``.
     """
 
     def __init__(self, device: int) -> None:
@@ -165,17 +147,12 @@ class Driver:
     # ---- memory ----
 
     def allocate(self, nbytes: int) -> Any:
-        """Allocate device memory (cudaMalloc), past CuPy's pool.
+        """Allocate device memory (cudaMalloc), not from CuPy's pool; raise CapacityError if full.
 
         Returns
         -------
         cupy.cuda.Memory
             Its address is `ptr`, a multiple of 256; it is freed with the object.
-
-        Raises
-        ------
-        CapacityError
-            The device has no room.
         """
         try:
             with self._device:
@@ -194,11 +171,11 @@ class Driver:
             ) from error
 
     def free_bytes(self) -> int:
-        """Bytes of device memory that are free now."""
+        """Return the free bytes of device memory."""
         return self.mem_info()[0]
 
     def mem_info(self) -> tuple[int, int]:
-        """Bytes of device memory that are free now, and all that there are."""
+        """Return the free bytes and all bytes of device memory."""
         with self._device:
             free, total = self._runtime.memGetInfo()
         return int(free), int(total)
@@ -209,7 +186,7 @@ class Driver:
         Raises
         ------
         PlacementError
-            The driver refuses; or the device sees such memory at other addresses.
+            The driver refuses, or the device sees such memory at other addresses.
         """
         runtime = self._runtime
         try:
@@ -231,10 +208,7 @@ class Driver:
             )
 
     def unregister(self, address: int) -> None:
-        """Undo `register`, after all that was queued on the device is done.
-
-        Memory that is not registered is left as it is.
-        """
+        """Undo `register`, if the memory is registered, after all queued work is done."""
         with self._device:
             self._runtime.deviceSynchronize()
             try:
@@ -244,12 +218,7 @@ class Driver:
                     raise
 
     def memory(self, address: int, nbytes: int, owner: object) -> Any:
-        """Return what arrays over foreign memory refer to; it keeps `owner` alive.
-
-        Returns
-        -------
-        cupy.cuda.UnownedMemory
-        """
+        """Return a cupy.cuda.UnownedMemory for arrays over foreign memory; it keeps `owner`."""
         return self._cupy.cuda.UnownedMemory(address, nbytes, owner, self.id)
 
     def array(
@@ -260,29 +229,26 @@ class Driver:
         dtype: Any,
         strides: tuple[int, ...] | None = None,
     ) -> Any:
-        """Return a cupy.ndarray over memory, which it keeps alive; strides are in bytes."""
+        """Return a cupy.ndarray that keeps its memory alive; strides are in bytes."""
         pointer = self._cupy.cuda.MemoryPointer(memory, offset)
         return self._cupy.ndarray(shape, dtype, pointer, strides)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return an uninitialised cupy.ndarray with memory of CuPy's own."""
+        """Return an uninitialised cupy.ndarray in memory of CuPy's pool."""
         return self._cupy.empty(shape, dtype)
 
-    # ---- arrays of others ----
+    # ---- foreign arrays ----
 
     def is_array(self, x: object) -> bool:
-        """Whether it is a cupy.ndarray."""
+        """Return whether it is a cupy.ndarray."""
         return isinstance(x, self._cupy.ndarray)
 
     def to_array(self, x: Any) -> Any:
         """Return an array on the device as a cupy.ndarray, without a copy.
 
-        Parameters
-        ----------
-        x : object
-            Of CuPy, of torch, or of whoever else has ``__dlpack__`` or
-            ``__cuda_array_interface__``. CuPy's current stream waits for the one that the array's
-            maker names; nobody else waits.
+        It may be of CuPy, of torch, or of another library that has ``__dlpack__`` or
+        ``__cuda_array_interface__``. Only CuPy's current stream waits for the stream that the array
+        names.
 
         Raises
         ------
@@ -307,7 +273,7 @@ class Driver:
         raise self._no_array(x)
 
     def _checked(self, array: Any) -> Any:
-        # An array without elements is nowhere.
+        # An array without elements has no device.
         if array.data.device_id != self.id and array.size > 0:
             raise self._elsewhere(array.data.device_id)
         return array
@@ -324,7 +290,7 @@ class Driver:
         )
 
     def _of_interface(self, x: Any) -> Any:
-        """View what has only the interface: CuPy would make this thread wait for the stream."""
+        """View an array by its interface: CuPy would make this thread wait for the stream."""
         interface = x.__cuda_array_interface__
         if interface.get("mask") is not None:
             raise TypeError("expected an array on the GPU, got a masked one: fill it")
@@ -334,7 +300,7 @@ class Driver:
         if strides is not None and nbytes > 0:
             steps = zip(shape, strides, strict=True)
             nbytes = sum((n - 1) * abs(step) for n, step in steps) + dtype.itemsize
-        # CUDA is asked whose memory it is, where there is any.
+        # -1 asks CUDA for the device of the memory.
         number = -1 if nbytes > 0 else self.id
         memory = self._cupy.cuda.UnownedMemory(interface["data"][0], nbytes, x, number)
         array = self._checked(self.array(memory, 0, shape, dtype, strides))
@@ -348,18 +314,10 @@ class Driver:
     # ---- streams ----
 
     def stream(self, stream: Any = None) -> int:
-        """Return the cudaStream_t of a stream.
+        """Return the cudaStream_t of a stream, by default of CuPy's current one.
 
-        Parameters
-        ----------
-        stream : object, optional
-            Of CuPy, of torch, of whoever has ``__cuda_stream__``, or the number itself; by default
-            CuPy's current stream.
-
-        Raises
-        ------
-        TypeError
-            It is no stream.
+        It may be of CuPy, of torch, of another library that has ``__cuda_stream__``, or the number
+        itself; anything else is a TypeError.
         """
         if stream is None:
             return int(self._cupy.cuda.get_current_stream().ptr)
@@ -375,7 +333,7 @@ class Driver:
         raise TypeError(f"stream: expected a CUDA stream, got {type(stream).__name__}")
 
     def new_stream(self) -> Any:
-        """Make a stream that does not wait for the default stream; its address is `ptr`."""
+        """Make a stream that does not wait for the default stream."""
         with self._device:
             return self._cupy.cuda.Stream(non_blocking=True)
 
@@ -389,7 +347,7 @@ class Driver:
         self._runtime.streamSynchronize(stream)
 
     def copy(self, to: int, from_: int, nbytes: int, stream: int) -> None:
-        """Queue a copy, in whichever direction. Ranges on the device must not overlap."""
+        """Queue a copy in any direction. Ranges on the device must not overlap."""
         self._runtime.memcpyAsync(to, from_, nbytes, _COPY_ANY, stream)
 
     def fill(self, address: int, byte: int, nbytes: int, stream: int) -> None:
@@ -404,27 +362,26 @@ class Driver:
         Parameters
         ----------
         source : str
-            Kernels that are ``extern "C"``. Products and sums are not fused, and denormals are what
-            they are, so that they round as on the CPU.
+            Kernels that are ``extern "C"``. They round as on the CPU: products and sums are not
+            fused, and denormals are kept.
         names : sequence of str
-            Of the kernels that are wanted.
+            Names of the kernels.
 
         Returns
         -------
         mapping
-            From each name to what launches it.
+            A launcher for each name.
         """
         cuda = self._cupy.cuda
         with self._device:
-            # Not by RawModule: behind our options it puts -ftz=true, and the last one holds.
+            # RawModule would append -ftz=true to our options.
             binary, _ = cuda.compiler.compile_using_nvrtc(source, ("-std=c++17", "-fmad=false"))
             module = cuda.function.Module()
             module.load(binary)
             return {name: self._launcher(module.get_function(name)) for name in names}
 
     def _launcher(self, function: Any) -> Launcher:
-        # The last one: most launches go to the same stream.
-        last = _StreamAt(0)
+        last = _StreamAt(0)  # most launches go to the same stream as the one before
 
         def launch(
             grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any, ...], stream: int
@@ -438,7 +395,7 @@ class Driver:
         return launch
 
 
-# In a forked child: with a driver its kernels would go, which asks a CUDA that is not there.
+# In a forked child: freeing a driver would free its kernels, which needs CUDA.
 _left_out: list[Driver] = []
 
 

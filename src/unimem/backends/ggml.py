@@ -1,8 +1,8 @@
-"""ggml through ctypes: the functions and structs that the engine uses, and nothing else.
+"""ggml through ctypes: the functions and structs that the engine uses.
 
-ggml has no stable binary interface, so the version is pinned and the struct layouts are checked
-when this module is loaded. Tensors, graphs and contexts are plain addresses (`int`). ggml aborts
-the process when it is given a wrong shape or too little room: callers check beforehand.
+ggml has no stable binary interface, so the version is pinned and struct layouts are checked when
+this module is loaded. Tensors, graphs and contexts are plain addresses (`int`). ggml aborts the
+process for a wrong shape or too little room: callers check first.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
         raise ImportError(
             f"the engine needs ggml-python {PACKAGE_VERSION}, but {version} is installed: {INSTALL}"
         )
-    # The package itself is not imported: it loads every ggml function, and all symbols globally.
+    # Importing the package would load every ggml function, and all symbols globally.
     spec = importlib.util.find_spec("ggml")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError(f"ggml-python {version} has no package 'ggml': {INSTALL}")
@@ -184,7 +184,7 @@ def _load() -> tuple[ctypes.CDLL, ctypes.CDLL]:
 
 _BASE, _CPU = _load()
 LIBRARIES = (_BASE._name, _CPU._name)
-"""Paths of the files that ggml was loaded from."""
+"""Paths of ggml's files."""
 
 _Function = Callable[..., Any]
 
@@ -199,7 +199,7 @@ def _cpu(name: str, restype: Any, *argtypes: Any) -> _Function:
     return _base(name, restype, *argtypes, lib=_CPU)
 
 
-# Addresses are c_void_p: the default restype would cut them to 32 bits.
+# Addresses are c_void_p: the default restype would truncate them to 32 bits.
 _P = c_void_p
 _version = _base("version", c_char_p)
 _log_set = _base("log_set", None, _P, _P)
@@ -272,7 +272,7 @@ tensor_set = _base("backend_tensor_set", None, _P, _P, c_size_t, c_size_t)
 graph_plan = _cpu("graph_plan", ComputePlan, _P, c_int, _P)
 _graph_compute = _cpu("graph_compute", c_int, _P, POINTER(ComputePlan))
 graph_compute_address = ctypes.cast(_CPU.ggml_graph_compute, c_void_p).value
-"""int (*)(ggml_cgraph *, ggml_cplan *), for callers that hold no lock of the interpreter."""
+"""int (*)(ggml_cgraph *, ggml_cplan *), for callers without the interpreter's lock."""
 _threadpool_params_default = _base("threadpool_params_default", ThreadpoolParams, c_int)
 _threadpool_new = _cpu("threadpool_new", _P, POINTER(ThreadpoolParams))
 threadpool_free = _cpu("threadpool_free", None, _P)
@@ -291,10 +291,10 @@ def new_context(address: int, nbytes: int) -> int:
 
 
 class _Team(Structure):
-    """The threads that libgomp keeps for the next graph; who computes with several says so.
+    """Whether libgomp keeps threads for the next graph, has made them, or lost them in a fork.
 
-    The child of a fork has none of them, and would wait for them for ever. Other builds of OpenMP
-    know of forks, and ggml's own threads belong to a decoder.
+    A forked child would wait for them for ever. Other builds of OpenMP handle forks, and ggml's own
+    threads belong to a decoder.
     """
 
     _fields_ = (("is_kept", c_bool), ("is_made", c_bool), ("is_lost", c_bool))
@@ -303,7 +303,7 @@ class _Team(Structure):
     is_lost: bool
 
     def lose(self) -> None:
-        """Note in a forked child what it does not have."""
+        """Note in a forked child that the threads are lost."""
         self.is_lost = self.is_lost or self.is_made
 
 
@@ -313,13 +313,7 @@ os.register_at_fork(after_in_child=_team.lose)
 
 
 def require_threads(n_threads: int) -> None:
-    """Refuse to compute with threads that a fork has left out.
-
-    Raises
-    ------
-    ClosedError
-        This is a forked child, and the parent had computed with several threads.
-    """
+    """Raise ClosedError in a forked child whose parent computed with several threads."""
     if _team.is_lost and n_threads > 1:
         raise ClosedError(
             f"threads={n_threads}: this is a forked child of a process that has computed, and has "
@@ -329,19 +323,19 @@ def require_threads(n_threads: int) -> None:
 
 
 def compute(graph: int, plan: ComputePlan) -> int:
-    """Compute a graph; returns ggml's status, which is 0 where it has succeeded."""
+    """Compute a graph; return ggml's status, which is 0 for success."""
     if plan.n_threads > 1:
         _team.is_made = _team.is_kept
     return int(_graph_compute(graph, ctypes.byref(plan)))
 
 
 def new_threadpool(n_threads: int) -> int:
-    """Make the threads that graphs are computed with; free it with `threadpool_free`."""
+    """Make the threads that compute graphs; free them with `threadpool_free`."""
     params = _threadpool_params_default(n_threads)
     return int(_threadpool_new(ctypes.byref(params)))
 
 
-# ggml writes warnings to standard error; an engine inside somebody's program must not.
+# ggml writes warnings to standard error; a library must not.
 _silence = ctypes.CFUNCTYPE(None, c_int, c_char_p, c_void_p)(lambda _level, _text, _data: None)
 _log_set(_silence, None)
 _cpu("cpu_init", None)()
@@ -377,16 +371,16 @@ def _matmul_types() -> dict[int, str]:
 
 
 MATMUL_TYPES = _matmul_types()
-"""Number and name of each type that a matrix or an embedding may have."""
+"""Number and name of each type of matrices and embeddings."""
 
 
 _ToFloat = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
 
 
 def to_float(number: int) -> _Function | None:
-    """Return ggml's conversion of a type's blocks to float32; None for a type that has none.
+    """Return ggml's conversion of a type's blocks to float32, or None.
 
-    It takes the address of the blocks, that of the values, and how many values there are; the
+    It takes the addresses of the blocks and of the values, and the number of values. The
     interpreter's lock is released meanwhile.
     """
     address = _get_type_traits(number).contents.to_float
@@ -394,27 +388,27 @@ def to_float(number: int) -> _Function | None:
 
 
 def own_bytes(n_threads: int) -> int:
-    """Bound what ggml takes from malloc for one decoder.
+    """Return a bound of what ggml takes from malloc for one decoder.
 
-    Three contexts, whose headers and graphs lie elsewhere, the pool of threads, and what each of
-    them keeps. The stacks of the threads come beside it.
+    It covers three contexts, whose headers and graphs lie elsewhere, and the pool of threads,
+    without their stacks.
     """
     return 4096 + 2048 * n_threads
 
 
 def version() -> dict[str, str]:
-    """Return ggml's version and commit, as the library tells them."""
+    """Return ggml's version and commit."""
     return {"version": _version().decode(), "commit": _commit().decode()}
 
 
 def facts() -> dict[str, Any]:
-    """Say what this build of ggml is: version, CPU features in use, tinyBLAS.
+    """Describe this build of ggml.
 
     Returns
     -------
     dict
-        ``ggml`` (version), ``cpu_features`` (list of names), ``tinyblas`` (bool) and, where that
-        is missing, ``advice`` (how to rebuild).
+        ``ggml`` (version), ``cpu_features`` (names of those in use), ``tinyblas`` (bool) and,
+        without tinyBLAS, ``advice`` (how to rebuild).
     """
     arm = ("neon", "arm_fma", "fp16_va", "dotprod", "matmul_int8", "sve", "sme")
     x86 = (

@@ -1,10 +1,9 @@
 """Weights in the orders that ggml's extra buffer types multiply fastest, in memory of the caller.
 
 A build of ggml has such types for the CPUs that it knows: AMX, KleidiAI, and its own interleaving
-of rows ("CPU_REPACK"). A buffer of one of them writes a tensor in the type's order when the
-tensor's data are set, and marks the tensor, so that a product takes the type's kernel. ggml would
-allocate the memory of such a buffer itself. Here the interface of a small one is put over memory
-that the caller placed, with nothing to free.
+of rows ("CPU_REPACK"). Their buffers write a tensor in the type's order when its data are set, and
+mark it so that products use the type's kernel. ggml would allocate the memory of such a buffer
+itself. This module applies the interface of a tiny buffer to memory of the caller.
 
 Facts of ggml 0.15.3: ``ggml-backend-impl.h`` (the structs), ``ggml-cpu/repack.cpp``,
 ``ggml-cpu/amx/amx.cpp``, and ``make_cpu_buft_list`` of llama.cpp, whose order of types is kept.
@@ -41,49 +40,28 @@ _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and
 
 
 class BufferType(NamedTuple):
-    """One of ggml's extra buffer types, of this build and CPU.
+    """One of ggml's extra buffer types, for this build and CPU."""
 
-    Attributes
-    ----------
-    name : str
-        As ggml calls it: "CPU_REPACK", "AMX".
-    alignment : int
-        Of each tensor's data, in bytes.
-    address : int
-        ggml's struct, which is there as long as the process.
-    """
-
-    name: str
-    alignment: int
-    address: int
+    name: str  # ggml's: "CPU_REPACK", "AMX"
+    alignment: int  # of each tensor's data, in bytes
+    address: int  # ggml's struct, which lives as long as the process
 
 
 class Order(NamedTuple):
-    """How a tensor is kept for the fastest product.
-
-    Attributes
-    ----------
-    buffer_type : BufferType
-        What writes it.
-    nbytes : int
-        What it takes in that order.
-    kernel : int
-        What ggml marks it with: the same for tensors that the same code multiplies, and of this
-        process alone.
-    """
+    """How a tensor is stored for the fastest product."""
 
     buffer_type: BufferType
     nbytes: int
-    kernel: int
+    kernel: int  # ggml's mark: the same for tensors with the same code, in this process alone
 
 
 @functools.cache
 def buffer_types() -> tuple[BufferType, ...]:
-    """List the extra buffer types of this build and CPU, the one that is asked first in front.
+    """List the extra buffer types of this build and CPU, in the order in which to ask them.
 
-    A type is left out whose buffers cannot lie in memory of the caller, or that fails a trial: one
-    for AMX, as some compilers build it, ends the process. Only ggml's own interleaving, which is
-    plain code, is taken without a trial, which starts a process the first time.
+    Types whose buffers cannot lie in memory of the caller, or that fail a trial, are left out: some
+    compilers build AMX code that ends the process. The first trial starts a process. ggml's own
+    interleaving, which is plain code, needs none.
     """
     return tuple(
         one for one in all_types() if one.name in _SOUND or passes_trial(one.name, _facts())
@@ -109,7 +87,7 @@ def all_types() -> tuple[BufferType, ...]:
 
 @functools.lru_cache(maxsize=1024)  # a model has few shapes
 def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
-    """Tell whether ggml has an order of its own for a weight, on this CPU.
+    """Return the order of the first buffer type that multiplies a weight; None for the file's.
 
     Parameters
     ----------
@@ -118,18 +96,13 @@ def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
     ne : tuple of int
         Shape in ggml's order: 2-d for `MUL_MAT`, 3-d with the number of experts last for
         `MUL_MAT_ID`.
-
-    Returns
-    -------
-    Order or None
-        Of the first buffer type that computes the product; None where the file's order is used.
     """
     found = (order_of(one, kind, ne) for one in buffer_types())
     return next(filter(None, found), None)
 
 
 def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order | None:
-    """Tell whether one buffer type has an order for a weight: see `find_order`."""
+    """Return the order of one buffer type for a weight: see `find_order`."""
     if len(ne) not in (2, 3) or kind not in ggml.MATMUL_TYPES:
         return None
     size = _MOST_TENSORS * int(ggml.tensor_overhead())
@@ -147,7 +120,7 @@ def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order |
         with Buffer(buffer_type, ctypes.addressof(memory), size) as buffer:
             header.buffer = buffer.address
             ggml.buffer_init_tensor(buffer.address, weight)
-            # AMX marks what it has no kernel for, and repack says that it has none.
+            # AMX also marks weights without a kernel; repack does not.
             if not header.extra or not ggml.dev_supports_op(_device(), product):
                 return None
             nbytes = int(ggml.buft_get_alloc_size(buffer_type.address, weight))
@@ -158,18 +131,18 @@ def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order |
 
 @functools.lru_cache(maxsize=1024)
 def are_rows_apart(kind: int, ne: tuple[int, ...], n_rows: int) -> bool:
-    """Tell whether a tensor may be written in pieces, each as a 2-d tensor of so many rows.
+    """Return whether a tensor may be written in pieces, each a 2-d tensor of `n_rows` rows.
 
-    ggml promises it of no type. So the pieces must be for the same kernel, add up to the same
-    bytes, and give a small tensor of this row length the bytes that it has when it is written
-    whole.
+    ggml does not promise that. So pieces must have the same kernel and add up to the same bytes,
+    and a small tensor of this row length, written in pieces, must have the same bytes as when it is
+    written whole.
 
     Parameters
     ----------
     kind, ne
         As for `find_order`, of a tensor that has an order.
     n_rows : int
-        Rows of a piece; those of all experts are counted through.
+        Rows of a piece, counted through all experts.
     """
     whole, total = find_order(kind, ne), ne[1] * (ne[2] if len(ne) > 2 else 1)
     parts = {n_rows, total % n_rows or n_rows}
@@ -199,20 +172,9 @@ def are_rows_apart(kind: int, ne: tuple[int, ...], n_rows: int) -> bool:
 class Buffer:
     """Memory of the caller, as a ggml buffer of one type.
 
-    ggml reads the buffer of a weight with each product: it, and the memory, must outlive the graphs
-    that use its tensors. Any number of threads may write different tensors.
-
-    Parameters
-    ----------
-    buffer_type : BufferType
-        In whose order tensors are.
-    address, nbytes : int
-        The memory.
-
-    Attributes
-    ----------
-    address : int
-        ggml's struct; 0 when it was freed.
+    ggml reads the buffer of a weight with each product: buffer and memory must outlive the graphs
+    that use its tensors. Any number of threads may write different tensors. `address` is that of
+    ggml's struct, or 0 once it is freed.
     """
 
     def __init__(self, buffer_type: BufferType, address: int, nbytes: int) -> None:
@@ -224,22 +186,19 @@ class Buffer:
         self.address = int(ggml.buffer_init(buffer_type.address, interface, address, nbytes))
 
     def adopt(self, tensor: int, data: int) -> None:
-        """Make a header of ggml a tensor whose repacked bytes are, or will be, at an address.
-
-        Nothing is written: the bytes may be those that another process has written.
+        """Point a header of ggml at repacked bytes, which may be written already or later.
 
         Parameters
         ----------
         tensor : int
-            A header of a type and shape that `find_order` has an order of this type for.
+            A header of a type and shape for which `find_order` finds an order of this type.
         data : int
-            Where its bytes are, a multiple of the type's alignment.
+            Address of its bytes, a multiple of the type's alignment.
 
         Raises
         ------
         ValueError
-            There is no order of this type for the tensor, or the bytes are not inside the memory.
-            The header is as it was.
+            There is no such order, or the bytes are not inside the memory. The header is unchanged.
         """
         header = ggml.TensorHeader.from_address(tensor)
         ne = tuple(header.ne)
@@ -264,16 +223,10 @@ class Buffer:
         ggml.buffer_init_tensor(self.address, tensor)
 
     def write(self, kind: int, ne: tuple[int, ...], source: int, data: int) -> None:
-        """Write a whole tensor in the type's order; the interpreter's lock is released meanwhile.
+        """Write a whole tensor at `data` in the type's order, with the interpreter's lock released.
 
-        Parameters
-        ----------
-        kind, ne
-            As for `find_order`.
-        source : int
-            Address of its bytes in the order of the file.
-        data : int
-            As for `adopt`.
+        `source` is the address of its bytes in the file's order; `kind` and `ne` are as for
+        `find_order`.
         """
         self.write_as(find_order(kind, ne), kind, ne, source, data)
 
@@ -294,7 +247,7 @@ class Buffer:
             ggml.free(context)
 
     def free(self) -> None:
-        """Free ggml's struct; the memory stays. Twice is no error."""
+        """Free ggml's struct; the memory stays. Freeing twice is no error."""
         if self.address:
             ggml.buffer_free(self.address)
             self.address = 0
@@ -308,16 +261,13 @@ class Buffer:
 
 @functools.cache
 def build() -> dict[str, Any]:
-    """Say which build of ggml orders weights, and for which CPU.
-
-    Bytes that one build has written are for the same build on a CPU with the same features alone.
+    """Identify the build of ggml and the CPU for which repacked bytes are valid.
 
     Returns
     -------
     dict
-        ``version`` and ``commit`` as ggml tells them, ``libraries`` (SHA-256 of ggml's files,
-        wherever they are installed), ``features`` (name and value of each, as ggml found them) and
-        ``buffer_types`` (names).
+        ``version`` and ``commit`` of ggml, ``libraries`` (SHA-256 of ggml's files), ``features``
+        (name and value of each CPU feature) and ``buffer_types`` (names).
     """
     return _facts() | {"buffer_types": [one.name for one in buffer_types()]}
 
@@ -354,7 +304,7 @@ def _device() -> int:
 def _interface(buffer_type: int) -> ggml.BufferInterface | None:
     """Copy the interface of a type's buffers, with nothing to free.
 
-    None where a buffer knows its memory by more than an address.
+    Return None if such a buffer knows its memory by more than an address.
     """
     tiny = ggml.buft_alloc_buffer(buffer_type, _TINY_BYTES)
     if not tiny:

@@ -1,7 +1,7 @@
-"""Whether one of ggml's extra buffer types computes rightly here: tried once, and remembered.
+"""Trials of ggml's extra buffer types: whether one computes correctly on this machine.
 
-A trial starts a process, which takes longer than the rest of a start. So what it has shown is kept
-in the user's cache, for the same build of ggml on a CPU with the same features.
+A trial starts a process, which takes longer than the rest of a start. So its result is kept in the
+user's cache, for the same build of ggml on a CPU with the same features.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from unimem.base.cache_folder import cache_folder, check_own_folder
 __all__ = ["UNSOUND", "passes_trial"]
 
 UNSOUND = 3
-"""How a trial ends that has seen wrong products: an error of Python ends with 1."""
+"""Exit status of a trial with wrong products; an error of Python is 1."""
 
 _TRIAL_SECONDS = 60.0
-# How a process ends whose kernels are wrong. Any other end says nothing of them.
+# Exit statuses that show wrong kernels. Any other failure says nothing about them.
 _WRONG = (
     UNSOUND,
     *(-each for each in (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE)),
@@ -34,14 +34,9 @@ _WORDS = {"sound\n": True, "unsound\n": False}
 
 
 def passes_trial(name: str, build: dict[str, Any]) -> bool:
-    """Tell whether products by a type are right, by an earlier trial or by one that is made now.
+    """Return whether products by a type are right, from an earlier trial or a new one.
 
-    Parameters
-    ----------
-    name : str
-        Of the type, as ggml calls it.
-    build : dict
-        What tells this build of ggml and this CPU from others, of what JSON can hold.
+    `name` is ggml's name of the type; `build` identifies the build of ggml and the CPU, in JSON.
     """
     path = _path(name, build)
     if path is not None:
@@ -67,7 +62,7 @@ def _path(name: str, build: dict[str, Any]) -> str | None:
 
 
 def _try(name: str) -> bool | None:
-    """Make a trial; None where it came to no end of its own."""
+    """Make a trial; return None if it says nothing about the kernels."""
     command = [sys.executable, "-m", "unimem.backends.ggml_trial_process", name]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_TRIAL_SECONDS, check=False)

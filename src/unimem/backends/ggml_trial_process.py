@@ -1,9 +1,8 @@
-"""A trial of one of ggml's extra buffer types, in a process of its own.
+"""The program that tries one of ggml's extra buffer types.
 
 ``python -m unimem.backends.ggml_trial_process NAME`` exits with 0 if its products equal those of
-the file's order, and with `ggml_trial.UNSOUND` where they are not. A build may have kernels that
-end the process instead: GCC 12.2 removes the stores that set AMX's tiles up (llama.cpp pull request
-26954).
+the file's order, else with `ggml_trial.UNSOUND`. Some builds have kernels that end the process
+instead: GCC 12.2 removes the stores that set AMX's tiles up (llama.cpp pull request 26954).
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from unimem.backends.ggml_trial import UNSOUND
 __all__ = ["is_sound"]
 
 _NE = (256, 64)
-_COLUMNS = (1, 32)  # a token, and some at once, for which there is other code
-_MOST = 0.02  # of the largest product: inputs are rounded in another order
+_COLUMNS = (1, 32)  # one token, and several, which use other code
+_MOST = 0.02  # the largest error, as a part of the largest product: rounding differs
 _ROOM = 1 << 18
 
 
 def is_sound(name: str) -> bool:
-    """Tell whether products by a type of this name are right; it may end the process."""
+    """Return whether products by a type of this name are right; wrong code may end the process."""
     (found,) = [one for one in ggml_orders.all_types() if one.name == name]
     for kind in ggml.MATMUL_TYPES:
         order = ggml_orders.order_of(found, kind, _NE)
@@ -50,7 +49,7 @@ def is_sound(name: str) -> bool:
 
 
 def _multiply(kind: int, n: int, data: int, buffer: ggml_orders.Buffer | None) -> Sequence[float]:
-    """Multiply n columns of any numbers with a weight, in ggml."""
+    """Multiply a weight with n random columns, in ggml."""
     memory = ctypes.create_string_buffer(_ROOM)
     context = ggml.new_context(-(-ctypes.addressof(memory) // 64) * 64, _ROOM - 64)
     weight = ggml.new_tensor(context, kind, *_NE)

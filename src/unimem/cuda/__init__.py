@@ -1,14 +1,14 @@
 """unimem on NVIDIA GPUs: the same classes over device memory, with CuPy arrays as views.
 
-Needs CuPy (the extra ``cuda12`` or ``cuda13``) and a device. What a device cannot do is False in
-`CAPABILITIES`, and raises NotImplementedError.
+Needs CuPy (the extra ``cuda12`` or ``cuda13``) and a device. Features that are False in
+`CAPABILITIES` raise NotImplementedError.
 """
 
 from unimem.backends import cuda_driver as _gpu
 
 _gpu.require()
 
-# ruff: noqa: E402 - what follows has no use without a device
+# ruff: noqa: E402 - the imports below need a device
 from unimem.cuda.block import CAPABILITIES, Block
 from unimem.cuda.buffers import DecodeBuffers
 from unimem.cuda.grid import Grid

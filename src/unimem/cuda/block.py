@@ -9,7 +9,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, NoReturn, Self, Unpack
 
 from unimem._core.arrays import array_within, checked_size
@@ -45,9 +44,9 @@ CAPABILITIES: dict[str, bool] = {
     "sealed_copy": False,
     "states": False,
 }
-"""What the twin can do and the CPU side cannot, or the other way round. What is False here raises
-NotImplementedError, and nothing else does. Memory that is pinned can be placed; a cache's
-`enforce_memory_limit` raises where it would have to give memory back."""
+"""The differences to the CPU side. Features that are False raise NotImplementedError, and nothing
+else does. Pinned memory can be placed; a cache's `enforce_memory_limit` raises only if it would
+have to give memory back."""
 
 _PLACEMENT = tuple(PlacementOptions.__annotations__)
 
@@ -58,7 +57,7 @@ LEFT_OUT = (
 
 
 def unsupported(capability: str, what: str, instead: str) -> NoReturn:
-    """Raise NotImplementedError: say what a device cannot do, as declared, and what to do then."""
+    """Raise NotImplementedError for a capability that a device lacks, and name an alternative."""
     assert not CAPABILITIES[capability]
     raise NotImplementedError(f"{what} is not supported on a GPU: {instead}")
 
@@ -66,7 +65,7 @@ def unsupported(capability: str, what: str, instead: str) -> NoReturn:
 def refuse_placement(
     what: str, placed_device: int, device: int, pinned: bool, placement: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError for options of memory beside a block or a tape (`what`), which has them."""
+    """Raise ValueError for options of memory beside a placed block or tape (`what`)."""
     given = {"device": device not in (0, placed_device), "pinned": pinned}
     refused = [*(option for option, is_given in given.items() if is_given), *placement]
     if refused:
@@ -76,7 +75,7 @@ def refuse_placement(
 
 
 def check_placement(what: str, placement: Mapping[str, Any]) -> None:
-    """Raise TypeError for what is no option of memory."""
+    """Raise TypeError for unknown options of memory."""
     unknown = [repr(option) for option in placement if option not in _PLACEMENT]
     if unknown:
         raise TypeError(
@@ -85,7 +84,7 @@ def check_placement(what: str, placement: Mapping[str, Any]) -> None:
 
 
 class _Memory:
-    """One piece of memory, given back with its last user: the block or a view."""
+    """A piece of memory, which is given back with its last user: the block or a view."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class _Memory:
             with contextlib.suppress(IndexError):  # another thread tries it
                 _unpin(*_stuck.pop(0))
         self.nbytes, self.address = host.nbytes, host.address
-        # Closing the host's block directly is refused: the GPU still sees it.
+        # The view keeps the host's block from being closed while the GPU sees it.
         self.users = memoryview(host)
         try:
             _pinned[self.address] = host, self.users
@@ -129,15 +128,15 @@ class _Memory:
             _unpin(self._driver, self.address)
 
 
-# The host's memory that GPUs see, by address. It is kept from here, so that it stays mapped until
-# CUDA has let go of it, whatever fails or is interrupted.
+# Host memory that GPUs see, by address. These references keep it mapped until CUDA has released it,
+# whatever fails or is interrupted.
 _pinned: dict[int, tuple[HostBlock, memoryview]] = {}
-# What CUDA did not let go of, as while a stream is captured. The next pinned block tries again.
+# Memory that CUDA did not release, as during a capture. The next pinned block tries again.
 _stuck: list[tuple[cuda_driver.Driver, int]] = []
 
 
 def _unpin(driver: cuda_driver.Driver, address: int) -> None:
-    # For destructors, which never raise: CUDA may be gone before the interpreter is.
+    # Called by destructors, which must not raise: CUDA may end before the interpreter.
     try:
         if address not in _pinned:
             return
@@ -152,7 +151,7 @@ def _unpin(driver: cuda_driver.Driver, address: int) -> None:
 
 _alive: weakref.WeakSet[_Memory] = weakref.WeakSet()
 _blocks: weakref.WeakSet[Block] = weakref.WeakSet()
-# In a forked child: what would be given back to a driver that is not there.
+# In a forked child: memory that must not be freed, since there is no driver.
 _left_out: list[_Memory] = []
 
 
@@ -172,7 +171,7 @@ class Block:
     `unimem.Block` that is registered with CUDA: both see it at one address, and copies to and from
     it run while the CPU works.
 
-    Any number of threads may use the memory; closing is for one. A forked child has none of it, and
+    Any number of threads may use the memory; one closes it. A forked child has none of it, and
     ClosedError says so there.
 
     Parameters
@@ -184,21 +183,17 @@ class Block:
     pinned : bool, default False
         Host memory that the GPU sees.
     name : str, optional
-        Stands in messages.
+        For messages.
     category : str, default "other"
         The row of reports: ``"weights"``, ``"scratch"``, ``"kv"`` (or ``"history"``),
         ``"staging"``, ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
     **placement
-        See `PlacementOptions`; only of pinned blocks.
+        See `PlacementOptions`; only for pinned blocks.
 
     Attributes
     ----------
-    name : str
-        As given.
-    category : str
-        As reports call it.
-    device : int
-        The GPU's number.
+    name, category, device : str, str, int
+        As given; the category as reports name it.
     host : unimem.Block or None
         The block under a pinned one: ``block.host.as_array()`` is the CPU's view.
 
@@ -207,13 +202,13 @@ class Block:
     CapacityError
         The device has no room.
     MemoryError, PlacementError
-        Of pinned memory, as `unimem.Block`; or CUDA cannot pin it.
+        For pinned memory, as `unimem.Block`; or CUDA cannot pin it.
     NotImplementedError
         Placement of device memory.
     ValueError, TypeError
         A wrong size, device or option.
     ClosedError
-        The process was forked by one that used CUDA.
+        The parent of this forked process used CUDA.
 
     Examples
     --------
@@ -234,8 +229,7 @@ class Block:
     ) -> None:
         self._memory: Any = None
         self._is_left_out = False
-        # Part of another object, which warns for both when it is left open.
-        self._is_part = False
+        self._is_part = False  # of a tape, which warns for both when it is left open
         self.name = string(name, "name", "block")
         size = checked_size(nbytes, "nbytes", 1)
         check_placement("Block", placement)
@@ -258,7 +252,7 @@ class Block:
         _blocks.add(self)
 
     def _opened(self) -> Any:
-        """Return what arrays refer to."""
+        """Return the memory that arrays refer to."""
         if self._is_left_out:
             raise ClosedError(f"Block '{self.name}' {LEFT_OUT}")
         if self._memory is None:
@@ -267,12 +261,11 @@ class Block:
 
     def _n_references(self) -> int:
         n = sys.getrefcount(self._memory)
-        # The host's views refer to what exports a pinned block's memory.
+        # The host's views refer to the exporter of a pinned block's memory.
         return n if self._host_users is None else n + sys.getrefcount(self._host_users.obj)
 
     def _n_users(self) -> int:
         """Count arrays, tapes and other references to the memory, on either side."""
-        # Counted as it was when the block was the only one.
         return self._n_references() - self._n_own
 
     @property
@@ -288,17 +281,17 @@ class Block:
 
     @property
     def committed_bytes(self) -> int:
-        """The same: all of the memory is there."""
+        """`nbytes`: all of the memory exists."""
         return self.nbytes
 
     @property
     def reserved_bytes(self) -> int:
-        """The same: the block does not grow."""
+        """`nbytes`: the block does not grow."""
         return self.nbytes
 
     @property
     def step_bytes(self) -> int:
-        """The same: no part is taken or given back alone."""
+        """`nbytes`: no part is taken or given back alone."""
         return self.nbytes
 
     @property
@@ -308,18 +301,18 @@ class Block:
 
     @property
     def requested(self) -> dict[str, Any]:
-        """What was asked for: a dict of `nbytes`, `device`, `pinned` and the placement."""
+        """The request: a dict of `nbytes`, `device`, `pinned` and the placement."""
         self._opened()
         return dict(self._requested)
 
     @property
     def granted(self) -> Placement:
-        """Where the memory is: of a pinned block as the kernel says, else on the device."""
+        """Where the memory is: see `verify`."""
         return self.verify()
 
     @property
     def closed(self) -> bool:
-        """Whether the block was closed (or is in a forked child)."""
+        """Whether the block was closed, or is in a forked child."""
         return self._memory is None or self._is_left_out
 
     def as_array(
@@ -334,7 +327,7 @@ class Block:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        # Without a stream: nothing is queued that a reader would have to wait for.
+        # No stream: a reader has nothing to wait for.
         return {
             "shape": (self._nbytes,),
             "typestr": "|u1",
@@ -351,7 +344,7 @@ class Block:
         return self.as_array().__dlpack_device__()
 
     def warm(self, threads: int | None = None, progress: Any = None) -> None:
-        """Do nothing: device memory and pinned memory are always there."""
+        """Do nothing: device memory and pinned memory are always resident."""
         self._opened()
 
     def verify(self) -> Placement:
@@ -360,7 +353,7 @@ class Block:
         Returns
         -------
         Placement
-            Of a pinned block as `unimem.Block.verify`; of device memory `pages` is ``"device"``,
+            For a pinned block as `unimem.Block.verify`. For device memory, `pages` is ``"device"``,
             and all of it is resident and locked.
         """
         self._opened()
@@ -370,41 +363,41 @@ class Block:
         return Placement("device", 0, size, 0, size, 0, size)
 
     def repair(self) -> Placement:
-        """Move a pinned block's pages: not possible while the GPU sees them."""
+        """Raise NotImplementedError: the GPU sees the pages of a pinned block."""
         unsupported("repair", "Block.repair", "place the memory when it is made")
 
     def collapse(self) -> Placement:
-        """Gather a pinned block in huge pages: not possible while the GPU sees them."""
+        """Raise NotImplementedError: the GPU sees the pages of a pinned block."""
         unsupported("collapse", "Block.collapse", "place the memory when it is made, with pages=")
 
     def sealed_copy(self, **options: Any) -> Self:
-        """Copy to shared memory that nobody can write, which a device does not have."""
+        """Raise NotImplementedError."""
         unsupported("sealed_copy", "Block.sealed_copy", "copy to the host, and seal that")
 
     def commit(self, nbytes: int) -> None:
-        """Grow within a reservation, which device memory does not have."""
+        """Raise NotImplementedError."""
         unsupported("commit", "Block.commit", "take all of the memory at once")
 
     def release(self, offset: int = 0, nbytes: int | None = None) -> int:
-        """Give a part back, which CUDA cannot."""
+        """Raise NotImplementedError."""
         unsupported("release", "Block.release", "close the block")
 
     def advise(self, advice: str) -> None:
-        """Advise the kernel about pages, which device memory does not have."""
+        """Raise NotImplementedError."""
         unsupported("advise", "Block.advise", "leave it out")
 
     def fileno(self) -> int:
-        """Return a descriptor for other processes, which device memory does not have."""
+        """Raise NotImplementedError."""
         unsupported("fileno", "Block.fileno", "share a unimem.Block(shared=True), and copy from it")
 
     @classmethod
     def attach(cls, fd_or_path: int | str, *, writable: bool = False) -> Self:
-        """Attach memory of another process, which a device does not have."""
+        """Raise NotImplementedError."""
         unsupported("attach", "Block.attach", "attach a unimem.Block, and copy from it")
 
     @classmethod
     def map(cls, path: str, *, offset: int = 0, nbytes: int | None = None, mode: str = "r") -> Self:
-        """Map a file, which a device cannot."""
+        """Raise NotImplementedError."""
         unsupported(
             "map", "Block.map", "open_weights(path).to_device(tape) brings a model to the GPU"
         )
@@ -432,13 +425,8 @@ class Block:
         self._opened()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        # Arrays that are still alive keep the memory; it goes with the last of them.
+    def __exit__(self, *_: object) -> None:
+        # Live arrays keep the memory; it goes with the last of them.
         self._drop()
 
     def __del__(self) -> None:

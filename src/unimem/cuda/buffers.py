@@ -19,16 +19,17 @@ class DecodeBuffers(DecodeBufferSet[Any]):
     """The 26 buffers of one decode step in device memory, at addresses that never change.
 
     As `unimem.DecodeBuffers`, with CuPy arrays: the same names, sizes, places and figures. A CUDA
-    graph that was captured with them can be replayed as long as they are open.
+    graph that was captured with them can be replayed while they are open.
 
-    One thread at a time makes a step. A forked child has none of it, and ClosedError says so there.
+    One thread at a time makes a step. A forked child has none of the memory, and ClosedError says
+    so there.
 
     Parameters
     ----------
     dims : ModelDims
         The model.
     tape : cuda.Tape, optional
-        Where the buffers are taken; otherwise a tape of their own.
+        Where the buffers are taken; by default a tape of their own.
     dtype : {"float16", "bfloat16", "float32"}
         Type of the activations.
     name, device, pinned, **placement
@@ -37,11 +38,9 @@ class DecodeBuffers(DecodeBufferSet[Any]):
     Raises
     ------
     ValueError, TypeError
-        An unknown dtype, dimensions whose buffers are too large, or what are no dimensions.
-    CapacityError, FrozenError, ClosedError
+        An unknown dtype, wrong dimensions, or buffers that are too large.
+    CapacityError, FrozenError, ClosedError, MemoryError, PlacementError, NotImplementedError
         As `cuda.Tape` and its `take`; nothing was taken then.
-    MemoryError, PlacementError, NotImplementedError
-        As `cuda.Block`.
 
     Examples
     --------

@@ -13,9 +13,9 @@ __all__ = ["Grid"]
 
 
 class Grid(DeviceGrid):
-    """Cells of one size in device memory, for things that come and go in any order.
+    """Cells of one size in device memory, taken and given back in any order.
 
-    `unimem.Grid`, whose cells' arrays are CuPy's. The free list is in main memory.
+    As `unimem.Grid`, with CuPy arrays. The free list is in main memory.
 
     Any number of threads may take and give at the same time, without a lock. A forked child has
     none of the memory, and ClosedError says so there.
@@ -25,14 +25,14 @@ class Grid(DeviceGrid):
     cell_bytes : int
         Size of a cell; cells lie at multiples of 64 bytes.
     n_cells : int
-        How many, below 2**32 - 2.
+        Number of cells, below 2**32 - 2.
     name, category, device, pinned, **placement
         As for `cuda.Tape`.
 
     Attributes
     ----------
     tape : Tape
-        What the cells lie on; only they.
+        The tape of the cells, for them alone.
 
     Raises
     ------

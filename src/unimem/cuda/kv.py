@@ -14,7 +14,7 @@ from unimem._core.block import Block
 from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, integer, one_of
 from unimem.cuda.block import check_placement, refuse_placement, unsupported
-from unimem.cuda.kernels import Five, RowKernels
+from unimem.cuda.kernels import Five, RowKernels, Rows, Tokens
 from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
 from unimem.kv.cache.device import KVDevice
@@ -25,42 +25,42 @@ from unimem.system.placement import PlacementOptions
 
 __all__ = ["KVCache"]
 
-# Of q8_0: a block of 32 values, which kernels copy as so many float16.
+# A q8_0 block of 32 values, which kernels copy as 17 float16.
 _BLOCK_BYTES = block_bytes("q8_0")
 
 Axes = tuple[int | None, int | None, int, int, int]
+Span = tuple[int, int, int, int, int]
+"""Tokens, first layer, layers, first row, and the address of an int32 that is that row, or 0."""
 
 
 class KVCache(KVDevice):
     """K and V of all layers of one stream (optionally a batch), in memory of a GPU.
 
     `unimem.KVCache` of fixed storage, with CuPy arrays: the same rows, positions, states and
-    errors, which are kept on the host. What touches the memory is queued on a stream: nobody waits,
-    and nothing is allocated. A token is counted as soon as its rows are queued: a reader on
-    another stream waits for these first (an event). Appends take a stream; all else that copies
-    (`trim_to` with `keep_first`, tokens that move because a `reserve` needs their rows, `copy`,
-    `save`) uses CuPy's current one.
+    errors, which are kept on the host. Work on the memory is queued on a stream: no call waits or
+    allocates. A token counts as soon as its rows are queued: a reader on another stream must wait
+    for these first (an event). Appends take a stream; all other copies (`trim_to` with
+    `keep_first`, tokens that a `reserve` moves, `copy`, `save`) use CuPy's current one.
 
     Trimming moves no byte: the tokens begin at a later row. When the last row is used they move to
-    the first, in pieces as long as the rows that are free there: trim a good part at once, not
-    token by token. An interrupt that comes meanwhile is raised when all have moved; a device that
-    fails meanwhile has lost tokens, and from then on the cache says so and nothing else.
+    the first, in pieces as long as the free rows there: trim a good part at once, not token by
+    token. An interrupt meanwhile is raised after all have moved. If the device fails meanwhile,
+    tokens are lost, and every later call raises RuntimeError.
 
-    One thread writes; others may read views of tokens that are there. A view stays valid while its
-    rows are not written anew, and keeps the memory alive. A forked child has none of the memory,
-    and ClosedError says so there.
+    One thread writes; others may read views of existing tokens. A view keeps the memory alive, and
+    stays valid until its rows are written anew. A forked child has none of the memory, and
+    ClosedError says so there.
 
     Parameters
     ----------
     n_layers, n_kv_heads, head_dim, max_seq_len, batch, dtype, budget_bytes
         As for `unimem.KVCache`.
     window, spare_rows, grow, rotate, layers
-        Of rings, growing caches, rotated heads and caches whose layers differ, or keep a state,
-        which a device does not have.
+        Not supported on a device.
     order : {"token"}
-        The other order is not there on a device.
+        A device has no other order.
     tape : cuda.Tape, optional
-        Where the storage is taken, such as ``layout.history``; otherwise it has a block of its own.
+        Where the storage is taken, such as ``layout.history``; by default a block of its own.
     name, device, pinned, **placement
         As for `cuda.Tape`; all but the name only without `tape`.
 
@@ -93,8 +93,7 @@ class KVCache(KVDevice):
     (3, (1, 4, 3, 8), 'float16')
     """
 
-    # Of unimem.kv.snapshot: nothing is mapped from a file.
-    _snapshot = None
+    _snapshot = None  # for unimem.kv.snapshot: nothing is mapped from a file
 
     def __new__(cls, *_: Any, layers: object = None, **__: Any) -> Self:
         """Refuse layers that differ, before the dimensions are missed."""
@@ -132,9 +131,8 @@ class KVCache(KVDevice):
         if window is not None or spare_rows:
             unsupported("ring", "KVCache: a ring (window=)", "a fixed cache, and trim_to")
         if grow:
-            unsupported(
-                "grow", "KVCache: growing (grow=True)", "a fixed cache of max_seq_len tokens"
-            )
+            what = "KVCache: growing (grow=True)"
+            unsupported("grow", what, "a fixed cache of max_seq_len tokens")
         if flag(rotate, "rotate"):
             what = "KVCache: rotated heads (rotate=True)"
             unsupported("rotation", what, "tokens that are rotated already")
@@ -151,7 +149,7 @@ class KVCache(KVDevice):
             refuse_placement("tape", tape.block.device, device, pinned, placement)
         driver = cuda_driver.driver(device) if tape is None else tape.block._driver
         self._made_with: dict[str, Any] = {"device": driver.id, "pinned": pinned, **placement}
-        # Compiled before anything is taken, so that a compiler that fails leaves nothing.
+        # Compile before taking memory: the compiler may fail.
         self._kernels = RowKernels(driver, self.dtype)
         self._blocks = RowKernels(driver, "f16") if self.dtype == "q8_0" else None
         self._arriving: list[tuple[int, npt.NDArray[np.uint8]]] = []
@@ -159,12 +157,7 @@ class KVCache(KVDevice):
             self._place(tape, driver, owns_tape=False)
         else:
             own = Tape(
-                nbytes,
-                name=self.name,
-                category="kv",
-                device=device,
-                pinned=pinned,
-                **placement,
+                nbytes, name=self.name, category="kv", device=device, pinned=pinned, **placement
             )
             try:
                 self._place(own, driver, owns_tape=True)
@@ -172,7 +165,7 @@ class KVCache(KVDevice):
                 own.__exit__()
                 raise
 
-    __signature__ = inspect.signature(__init__)  # what __new__ has looks at one of them
+    __signature__ = inspect.signature(__init__)  # __new__ would hide it
 
     # ---- appending ----
 
@@ -196,20 +189,19 @@ class KVCache(KVDevice):
     def append_at(self, layer: int, k: Any, v: Any, row: Any, *, stream: Any = None) -> None:
         """Write tokens of one layer at a row that is read when the GPU gets there.
 
-        For CUDA graphs: what is captured once writes another row at every replay. The cache counts
-        nothing here. Around a replay the host calls ``row = kv.reserve(1)`` and, afterwards,
-        ``kv.commit(1)``; the row in device memory is that one. It is the token's position as long
-        as nothing was trimmed away in front; then a graph may count on by itself.
+        For CUDA graphs: one captured call writes another row at every replay. The cache counts
+        nothing here. Around a replay the host calls ``row = kv.reserve(1)`` and ``kv.commit(1)``,
+        and puts that row into device memory. The row is the token's position until tokens in front
+        are trimmed; until then a graph may count by itself.
 
         Parameters
         ----------
         layer : int
-            Which.
+            The layer.
         k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
             As for `append`.
         row : cupy.ndarray, or an array on the device that has ``__dlpack__``
-            One int32: the row of the first token. Rows that the cache does not have are not
-            written.
+            One int32: the row of the first token. Rows outside the cache are not written.
         stream : object, optional
             A CUDA stream; CuPy's current one by default.
 
@@ -223,20 +215,9 @@ class KVCache(KVDevice):
         """
         self._append_at(layer, k, v, row, stream)
 
-    def _write(
-        self,
-        k: Any,
-        v: Any,
-        given: str,
-        axes: Axes,
-        n: int,
-        layer: int,
-        n_layers: int,
-        row: int,
-        row_address: int,
-        stream: int,
-    ) -> None:
+    def _write(self, k: Any, v: Any, given: str, axes: Axes, span: Span, stream: int) -> None:
         """Queue the kernel for tokens, whose `axes` are layers, streams, heads, tokens, values."""
+        n, layer, n_layers, row, row_address = span
         batch, heads, dim, lane = self.batch, self.n_kv_heads, self.head_dim, self.lane_stride
         k_out = self._lane(layer, "k", 0)
         v_out = k_out + batch * lane
@@ -244,8 +225,8 @@ class KVCache(KVDevice):
         k_steps, v_steps = _steps(k, axes), _steps(v, axes)
         outs = (2 * batch * lane, lane)
         if self._blocks is not None and given == "q8_0":
-            # Blocks stay as they are: to the kernel they are heads of 17 float16, what was a head
-            # is a layer, and layers or streams, of which one is 1, are streams.
+            # Blocks are copied: to the kernel a block is a head of 17 float16, a head is a layer,
+            # and layers or streams, one of which is 1, are streams.
             kernels, given = self._blocks, "f16"
             sizes = (heads, n_layers * batch, dim // 32, n, _BLOCK_BYTES // 2)
             which = 0 if n_layers > 1 else 1
@@ -253,21 +234,8 @@ class KVCache(KVDevice):
             outs = (dim // 32 * _BLOCK_BYTES, outs[which])
 
         def launch(k: int, v: int, steps: Five, k_out: int, v_out: int) -> None:
-            kernels.append(
-                k,
-                v,
-                given,
-                sizes,
-                steps,
-                k_out,
-                v_out,
-                *outs,
-                self.row_bytes,
-                row,
-                self.n_rows,
-                row_address,
-                stream,
-            )
+            rows = Rows(k_out, v_out, *outs, self.row_bytes, row, self.n_rows, row_address)
+            kernels.append(Tokens(k, v, given, sizes, steps), rows, stream)
 
         if k_steps == v_steps:
             launch(k.data.ptr, v.data.ptr, k_steps, k_out, v_out)
@@ -285,29 +253,28 @@ class KVCache(KVDevice):
         *,
         stream: Any = None,
     ) -> tuple[Any, Any]:
-        """View the tokens that one layer holds.
+        """View the tokens of one layer.
 
         Parameters
         ----------
         i : int
-            Which layer.
+            The layer.
         dtype : dtype-like, optional
-            Converted copies in this dtype (float32, float16 or bfloat16) instead of views, one
+            Return copies in this dtype (float32, float16 or bfloat16) instead of views, by one
             launch of a kernel each.
         out : tuple of cupy.ndarray, optional
-            Where the converted copies go: two C-contiguous arrays of the copies' shape and of
-            `dtype`. Without it they are allocated, by CuPy's pool, whose memory is for its
-            current stream.
+            Where to write the copies: two C-contiguous arrays of their shape and `dtype`. By
+            default they are allocated by CuPy's pool, for CuPy's current stream.
         stream : object, optional
-            Of the conversion; CuPy's current one by default, and another one only with `out`.
+            Stream of the conversion; CuPy's current one by default, another one only with `out`.
 
         Returns
         -------
         k, v : cupy.ndarray
-            ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now. Views
-            do not grow, and stay valid until their rows are written anew. Those of a ``"q8_0"``
-            cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with the fields ``d``
-            (float16) and ``qs`` (32 int8).
+            ``[batch, n_kv_heads, n, head_dim]``, the n tokens that this layer holds now. Views do
+            not grow, and stay valid until their rows are written anew. Views of a ``"q8_0"`` cache
+            are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with the fields ``d`` (float16) and
+            ``qs`` (32 int8).
 
         Raises
         ------
@@ -331,7 +298,7 @@ class KVCache(KVDevice):
         driver = self._driver
         queue = driver.stream(stream)
         if out is None:
-            # What the pool gives may still be used by what is queued in the current stream.
+            # Work in the current stream may still use what the pool gives.
             if queue != driver.stream():
                 raise ValueError(
                     "out: expected together with a stream that is not CuPy's current one"
@@ -351,16 +318,8 @@ class KVCache(KVDevice):
                 )
         first_lane, step = self._lane(layer, "k", 0), self.batch * self.lane_stride
         for lane, target in zip((first_lane, first_lane + step), out, strict=True):
-            self._kernels.read(
-                lane,
-                target.data.ptr,
-                kernel_type,
-                shape,
-                self.lane_stride,
-                self.row_bytes,
-                row,
-                queue,
-            )
+            to, strides = target.data.ptr, (self.lane_stride, self.row_bytes)
+            self._kernels.read(lane, to, kernel_type, shape, *strides, row, queue)
         return out
 
     def _view(self, layer: int, v: bool, row: int, n: int) -> Any:
@@ -381,17 +340,7 @@ class KVCache(KVDevice):
     # ---- forgetting ----
 
     def enforce_memory_limit(self, max_bytes: int) -> bool:
-        """Give memory back, which a device does not.
-
-        Parameters
-        ----------
-        max_bytes : int
-            What `capacity_bytes` has to be already.
-
-        Returns
-        -------
-        bool
-            False: nothing had to be dropped.
+        """Return False if `capacity_bytes` is at most `max_bytes`: a device gives nothing back.
 
         Raises
         ------
@@ -408,7 +357,7 @@ class KVCache(KVDevice):
         )
 
     def give_back(self) -> int:
-        """Return 0: its memory is one allocation of CuPy's, which stays as it is."""
+        """Return 0: its memory is one allocation of CuPy's, which stays."""
         return 0
 
     # ---- copies and snapshots ----
@@ -460,8 +409,8 @@ class KVCache(KVDevice):
     ) -> None:
         """Write the tokens to a file, as `unimem.KVCache.save`; either class restores it.
 
-        All tokens are copied to main memory first, on CuPy's current stream: MemoryError is raised
-        where there is no room for them.
+        All tokens are copied to main memory first, on CuPy's current stream, which may raise
+        MemoryError.
         """
         self._check_whole("save")
         self._while_held(lambda: snapshot.save(self, path, tokens, model))
@@ -479,23 +428,19 @@ class KVCache(KVDevice):
         pinned: bool = False,
         **placement: Unpack[PlacementOptions],
     ) -> Self:
-        """Make a cache of what `save` wrote, here or on `unimem.KVCache`.
+        """Make a cache from a file that `save` wrote, here or on `unimem.KVCache`.
 
         Parameters
         ----------
         path, tokens, model
             As for `unimem.KVCache.restore`.
         mode : {"copy"}
-            It is read into main memory, in parallel, and copied from there. A growing cache becomes
-            a fixed one.
+            The file is read into main memory, in parallel, and copied from there. A growing cache
+            becomes a fixed one.
         verify : bool, optional
-            The checksums of the data are compared in any case.
+            Without effect: checksums of the data are always compared.
         device, pinned, **placement
             As for `cuda.Tape`.
-
-        Returns
-        -------
-        KVCache
 
         Raises
         ------
@@ -510,20 +455,8 @@ class KVCache(KVDevice):
             raise ValueError(f"mode: expected 'copy', got {mode!r}")
         with snapshot.opened(path) as file:
             there = file.facts
-            if isinstance(there, snapshot.LayersSnapshot):
-                what = "KVCache.restore of layers that differ"
-                unsupported("layers that differ", what, "restore it with unimem.KVCache")
-            if there.window:
-                unsupported("ring", "KVCache.restore of a ring", "restore it with unimem.KVCache")
-            if there.rotate:
-                what = "KVCache.restore of rotated heads"
-                unsupported("rotation", what, "restore it with unimem.KVCache")
-            if there.v_head_dim != there.head_dim:
-                what = f"KVCache.restore of heads of {there.head_dim} and {there.v_head_dim}"
-                unsupported("layers that differ", what, "restore it with unimem.KVCache")
-            if there.v_dtype != there.dtype:
-                what = f"KVCache.restore of {there.dtype} and {there.v_dtype}"
-                unsupported("fewer bits", what, "restore it with unimem.KVCache")
+            _check_restorable(there)
+            assert not isinstance(there, snapshot.LayersSnapshot)
             kv = cls(
                 there.n_layers,
                 there.n_kv_heads,
@@ -544,19 +477,12 @@ class KVCache(KVDevice):
             return kv
 
     def verify(self) -> None:
-        """Compare the file that a cache was mapped from, which this one never was.
-
-        Raises
-        ------
-        ValueError
-            Always: `restore` has compared all of it.
-        ClosedError
-        """
+        """Raise ValueError: this cache is never mapped from a file that could be compared."""
         self._span(0)
         snapshot.verify(self)
 
     def _first_address(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
-        """Address of the first token that all layers hold, in one lane."""
+        """Return the address of the first token that all layers hold, in one lane."""
         return self._lane(layer, part, stream) + self._first_row() * self.row_bytes
 
     def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> npt.NDArray[np.uint8]:
@@ -575,7 +501,7 @@ class KVCache(KVDevice):
     def _restore_rows(
         self, layer: int, part: Literal["k", "v"], stream: int, n: int, next_position: int
     ) -> npt.NDArray[np.uint8]:
-        """Return where the tokens of one lane go in main memory, from where they are copied."""
+        """Return main memory for the tokens of one lane, from which `_finish_restore` copies."""
         rows = _host_rows(n * self.row_bytes)
         self._arriving.append((self._lane(layer, part, stream), rows))
         return rows
@@ -588,6 +514,22 @@ class KVCache(KVDevice):
             self._driver.synchronize(queue)
         self._arriving = []
         super()._finish_restore(next_position, n)
+
+
+def _check_restorable(there: snapshot.Snapshot | snapshot.LayersSnapshot) -> None:
+    """Raise NotImplementedError for a snapshot of a cache that a device does not have."""
+    this, instead = "KVCache.restore of", "restore it with unimem.KVCache"
+    if isinstance(there, snapshot.LayersSnapshot):
+        unsupported("layers that differ", f"{this} layers that differ", instead)
+    if there.window:
+        unsupported("ring", f"{this} a ring", instead)
+    if there.rotate:
+        unsupported("rotation", f"{this} rotated heads", instead)
+    if there.v_head_dim != there.head_dim:
+        sizes = f"{there.head_dim} and {there.v_head_dim}"
+        unsupported("layers that differ", f"{this} heads of {sizes}", instead)
+    if there.v_dtype != there.dtype:
+        unsupported("fewer bits", f"{this} {there.dtype} and {there.v_dtype}", instead)
 
 
 def _steps(a: Any, axes: Axes) -> Five:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral
 from os import PathLike
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, Unpack
 
 from unimem.base.arguments import integer
@@ -31,25 +31,21 @@ class Layout(Lifetimes[Tape]):
     As `unimem.Layout`: `weights` is never cleared, `scratch` by `clear_pass` after a token,
     `history` by `clear_talk` at a new talk.
 
-    The tapes may be taken from in several threads; clearing, freezing and closing are for one. A
-    forked child has none of the memory, and ClosedError says so there. A device's memory never
-    faults, and `freeze` has nothing to warm.
+    Several threads may take from the tapes; one clears, freezes and closes. A forked child has none
+    of the memory, and ClosedError says so there. Device memory never faults, so `freeze` warms
+    nothing.
 
     Parameters
     ----------
     weights, scratch, history : int or Block
         A size in bytes, or a `cuda.Block`.
-    device : int, default 0
-        CUDA's number of the GPU; for the tapes that are given as sizes.
-    pinned : bool, default False
-        Host memory that the GPU sees; for the tapes that are given as sizes.
-    **placement
-        See `PlacementOptions`; only of pinned memory.
+    device, pinned, **placement
+        As for `cuda.Block`; for the tapes that are given as sizes.
 
     Attributes
     ----------
     weights, scratch, history : Tape
-        The three.
+        The three tapes.
 
     Raises
     ------
@@ -92,9 +88,9 @@ class Layout(Lifetimes[Tape]):
                 "weights: expected a size in bytes or a cuda.Block, got Weights, which are in main "
                 "memory: Layout.for_model(weights) brings them to the GPU"
             )
-        check_placement("Layout", placement)  # which no tape may need
+        check_placement("Layout", placement)  # also if all tapes have blocks
         super().__init__(weights, scratch, history, new_tape)
-        # Where each tensor is, and its array, which the layout keeps for the next caller.
+        # The place of each tensor, and its array, which the layout keeps for the next caller.
         self._places: dict[str, tuple[int, tuple[int, ...], Any]] = {}
         self._tensors: dict[str, Any] = {}
 
@@ -109,9 +105,9 @@ class Layout(Lifetimes[Tape]):
         device: int = 0,
         progress: Callable[[int, int], object] | None = None,
     ) -> Self:
-        """Make the layout that a model needs on a GPU, and bring its tensors there.
+        """Make the layout that a model needs on a GPU, and copy its tensors there.
 
-        `scratch` has the bytes of `DecodeBuffers`, of float16, and `history` those of a `KVCache`
+        `scratch` has the bytes of `DecodeBuffers` of float16, and `history` those of a `KVCache`
         for `ctx` tokens.
 
         Parameters
@@ -120,11 +116,11 @@ class Layout(Lifetimes[Tape]):
             A model file, or an opened one, which stays open and is not needed any more.
         ctx : int, optional
             Tokens of context; by default the smallest of the model's, 4096 and what fits beside
-            512 MiB, which stay free for kernels and libraries.
+            512 MiB for kernels and libraries.
         batch : int, default 1
             Sequences that are decoded at once.
         kv_dtype : str, default "f16"
-            Of the KV cache.
+            Type of the KV cache.
         device : int, default 0
             CUDA's number of the GPU.
         progress : callable, optional
@@ -133,7 +129,7 @@ class Layout(Lifetimes[Tape]):
         Returns
         -------
         Layout
-            With the tensors, as `Weights.to_device` returns them, in `tensors`.
+            Its `tensors` are those of `Weights.to_device`.
 
         Raises
         ------
@@ -164,7 +160,7 @@ class Layout(Lifetimes[Tape]):
         if ctx is not None and not (is_integer and 1 <= ctx < 2**31):
             raise ValueError(f"ctx: expected an integer from 1 to {2**31 - 1}, got {ctx!r}")
         weights = path_or_weights
-        # What is not known of the model cannot be made.
+        # Raises if dimensions of the model are unknown.
         dims = replace(ModelDims.from_weights(weights), max_batch_size=batch)
         name = f"cuda:{integer(device, 'device')}"
         needed = plan(
@@ -195,10 +191,11 @@ class Layout(Lifetimes[Tape]):
     def tensors(self) -> Mapping[str, Any]:
         """The model's tensors by name, as `cupy.ndarray`; empty unless made by `for_model`.
 
-        A read-only view, which is empty once the layout is closed; arrays of it keep their memory.
+        A read-only view, which becomes empty when the layout is closed. Its arrays keep their
+        memory.
         """
         self._check_open()
-        if len(self._tensors) < len(self._places):  # a close was interrupted
+        if len(self._tensors) < len(self._places):  # closing was interrupted
             self._fill()
         return MappingProxyType(self._tensors)
 
@@ -215,7 +212,7 @@ class Layout(Lifetimes[Tape]):
         BufferError
             Arrays still use a tape, or a caller holds arrays of `tensors`; nothing is closed then.
         """
-        # Arrays that only the layout holds do not count; those of callers count without the dict.
+        # Only arrays of callers count as users.
         self._tensors.clear()
         try:
             super().close()
@@ -223,20 +220,15 @@ class Layout(Lifetimes[Tape]):
             self._fill()
             raise
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._tensors.clear()
-        super().__exit__(kind, error, trace)
+        super().__exit__()
 
 
 def _capacity_error(
     check: Check, ctx: int | None, sizes: Sequence[int], reserved: int
 ) -> CapacityError:
-    """Say that the three tapes, and what stays free beside them, have no room on the GPU."""
+    """Return the error for three tapes, and bytes reserved for kernels, that do not fit."""
     kept = f" and {format_bytes(reserved)} for kernels" if reserved else ""
     return CapacityError(
         f"{check.name}: the model needs {format_bytes(check.needed_bytes)} for {ctx} tokens "

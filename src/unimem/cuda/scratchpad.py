@@ -19,18 +19,18 @@ __all__ = ["Scratchpad"]
 class Scratchpad(DeviceScratchpad):
     """One append-only buffer ``[max_seq_len, dim]`` of device memory, which never moves.
 
-    `unimem.Scratchpad`, with CuPy arrays: appending queues a copy, or a kernel that converts, on a
-    stream, and returns. The lengths are the host's: a token counts as soon as its copy is queued.
+    As `unimem.Scratchpad`, with CuPy arrays: appending queues a copy, or a converting kernel, on a
+    stream, and returns. A token counts as soon as its copy is queued.
 
-    One thread writes; others may read views of tokens that are there. A forked child has none of
-    the memory, and ClosedError says so there.
+    One thread writes; others may read views of existing tokens. A forked child has none of the
+    memory, and ClosedError says so there.
 
     Parameters
     ----------
     max_seq_len, dim, dtype
         As for `unimem.Scratchpad`.
     tape : cuda.Tape, optional
-        Where the buffer is taken, such as ``layout.history``; otherwise a tape of its own.
+        Where the buffer is taken, such as ``layout.history``; by default a tape of its own.
     name, device, pinned, **placement
         As for `cuda.Tape`; all but the name only without `tape`.
 
@@ -39,7 +39,7 @@ class Scratchpad(DeviceScratchpad):
     capacity, dim, dtype, name : int, int, numpy.dtype, str
         As for `unimem.Scratchpad`.
     tape : cuda.Tape
-        What the buffer lies on.
+        The tape of the buffer.
 
     Raises
     ------
@@ -75,15 +75,10 @@ class Scratchpad(DeviceScratchpad):
     ) -> None:
         nbytes, stored = self._prepare(max_seq_len, dim, dtype, name)
         if tape is None:
-            # Compiled before anything is taken, so that a compiler that fails leaves nothing.
+            # Compile before taking memory: the compiler may fail.
             kernels = RowKernels(cuda_driver.driver(device), stored)
             own = Tape(
-                nbytes,
-                name=self.name,
-                category="kv",
-                device=device,
-                pinned=pinned,
-                **placement,
+                nbytes, name=self.name, category="kv", device=device, pinned=pinned, **placement
             )
             super().__init__(own, own.block._driver, kernels, owns_tape=True)
             return

@@ -19,21 +19,21 @@ __all__ = ["Tape"]
 class Tape(DeviceTape):
     """A bump allocator over device memory: `unimem.Tape`, with CuPy arrays.
 
-    What is taken is not initialised, as with ``cupy.empty``, and becomes invalid with `clear` or
-    `rewind`: the next taker at the same place gets the same memory, and with the same shape and
-    dtype the same array object. Kernels that are queued already still use it: a taker on another
-    stream must wait for them, as for any buffer that is used again. With ``UNIMEM_DEBUG=1`` in the
-    environment memory that is taken back is overwritten, on CuPy's current stream.
+    Taken memory is not initialised, as with ``cupy.empty``, and becomes invalid with `clear` or
+    `rewind`: the next taker at the same place gets the same memory, and for the same shape and
+    dtype the same array object. Queued kernels still use it: a taker on another stream must wait
+    for them, as for any reused buffer. With ``UNIMEM_DEBUG=1`` in the environment, memory is
+    overwritten when it becomes invalid, on CuPy's current stream.
 
-    Any number of threads may take at the same time; `clear` and `rewind` are for one. A forked
-    child has none of the memory, and ClosedError says so there.
+    Any number of threads may take at the same time; one clears or rewinds. A forked child has none
+    of the memory, and ClosedError says so there.
 
     Parameters
     ----------
     nbytes_or_block : int or Block
         A size in bytes, for a block of the tape's own, or a `cuda.Block` (all of it).
     name : str, optional
-        Stands in messages.
+        For messages.
     category : str, default "scratch"
         As for `cuda.Block`; only with a size.
     device, pinned, **placement
@@ -77,15 +77,10 @@ class Tape(DeviceTape):
             block, total = nbytes_or_block, nbytes_or_block.nbytes
         else:
             name = string(name, "name", "tape")
-            # Not what a pinned block is rounded up to: a tape ends where it was asked to.
+            # A pinned block is rounded up to pages; the tape has exactly this size.
             total = checked_size(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
             block = Block(
-                total,
-                device=device,
-                pinned=pinned,
-                name=name,
-                category=category,
-                **placement,
+                total, device=device, pinned=pinned, name=name, category=category, **placement
             )
             block._is_part = True
         super().__init__(
@@ -109,5 +104,5 @@ class Tape(DeviceTape):
         return "its block closed" if self.block.closed else str(self.block.granted)
 
     def warm(self, threads: int | None = None) -> None:
-        """Do nothing: device memory and pinned memory are always there."""
+        """Do nothing: device memory and pinned memory are always resident."""
         self.block.warm(threads)

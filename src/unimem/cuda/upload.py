@@ -1,9 +1,9 @@
-"""Model files to the GPU: read into a ring of pinned memory, and copied from there meanwhile.
+"""Upload of model files to the GPU, through a ring of pinned memory.
 
-`Weights.to_device` is the way in. Threads take pieces of the files in order. For each a thread
-takes the next slot of the ring, waits until what was in it is copied, reads the piece into it, and
-queues its copy to the device. The weights in main memory are not touched: a file that is truncated
-meanwhile is an error of reading, where touching its mapping would end the process.
+`Weights.to_device` calls it. Threads take pieces of the files in order. For each piece a thread
+takes the next slot of the ring, waits until its previous content is copied, reads the piece into
+it, and queues the copy to the device. The weights in main memory are not touched: reading a
+truncated file is an error, while touching its mapping would end the process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from unimem.weights.tensors import Contents, Tensor
 
 __all__ = ["to_device"]
 
-# Each reads 5 to 10 GB/s from the page cache, and PCIe 5 takes 55. They are fewer than the slots,
-# so that there are always some on their way.
+# A thread reads 5 to 10 GB/s from the page cache, and PCIe 5 takes 55. There are fewer threads than
+# slots, so that copies never pause.
 _THREADS = 12
 
 
 def _places(weights: Contents, transfers: list[Transfer]) -> list[tuple[Tensor, int]]:
-    """Tell where each tensor will be in what is taken."""
+    """Return the offset of each tensor in the taken region."""
     moved = {transfer.file.path: transfer.at - transfer.begin for transfer in transfers}
     places = [(tensor, tensor.offset + moved[tensor.file]) for tensor in weights.tensors.values()]
     for tensor, at in places:
@@ -60,7 +60,7 @@ def to_device(
     staging_bytes: int | None,
     stream: Any,
 ) -> dict[str, Any]:
-    """Bring the tensors of a model to the GPU: see `Weights.to_device`."""
+    """Copy the tensors of a model to the GPU: see `Weights.to_device`."""
     n_threads = _n_threads(threads)
     slot_bytes = _slot_bytes(staging_bytes)
     earlier = driver.stream(stream)
@@ -70,12 +70,12 @@ def to_device(
     with ExitStack() as stack:
         fds = [stack.enter_context(reopen(transfer.file)) for transfer in transfers]
         mark = tape.mark()
-        # Where the array will end, unless others take from the tape too: then it stays taken.
+        # The end of the region, unless another thread takes meanwhile: then an error cannot rewind.
         end = -(-mark // ALIGN) * ALIGN + nbytes
         region = None
         try:
             region = tape.take_bytes(nbytes, align=ALIGN)
-            # Queued work may still use this memory for what lay here before.
+            # Queued work may still use this memory.
             driver.synchronize(earlier)
             if nbytes > 0:
                 upload = _Upload(driver, transfers, fds, int(region.data.ptr), slot_bytes)
@@ -87,7 +87,7 @@ def to_device(
                 progress(total, total)
             return {tensor.name: _array(driver, region, tensor, at) for tensor, at in places}
         except BaseException:
-            # The traceback would keep it, and it the tape.
+            # The traceback would keep the region, and thus the tape.
             region = None
             if not tape.closed and tape.used_bytes == end:
                 tape.rewind(mark)
@@ -122,12 +122,7 @@ def _slot_bytes(staging_bytes: int | None) -> int:
 @contextmanager
 def _pinned(driver: Driver, nbytes: int) -> Iterator[tuple[memoryview, int]]:
     with Block(
-        nbytes,
-        device=driver.id,
-        pinned=True,
-        pages="auto",
-        name="upload",
-        category="staging",
+        nbytes, device=driver.id, pinned=True, pages="auto", name="upload", category="staging"
     ) as block:
         host: Any = block.host
         with memoryview(host) as memory:
@@ -135,7 +130,7 @@ def _pinned(driver: Driver, nbytes: int) -> Iterator[tuple[memoryview, int]]:
 
 
 class _Piece(NamedTuple):
-    """A piece of a file, and where it goes."""
+    """A piece of a file, and its address on the device."""
 
     path: str
     fd: int
@@ -145,7 +140,7 @@ class _Piece(NamedTuple):
 
 
 class _Upload:
-    """Files' data on its way to the device. Its threads share it; `run` is for one."""
+    """An upload of files. Its threads share it; one calls `run`."""
 
     def __init__(
         self, driver: Driver, transfers: list[Transfer], fds: list[int], to: int, slot_bytes: int
@@ -165,16 +160,16 @@ class _Upload:
             for first in range(0, transfer.nbytes, slot_bytes)
         ]
         self._n_pieces = len(pieces)
-        # Pieces that no thread has taken. Taking one is a single step under the GIL.
+        # The remaining pieces. Taking one is a single step under the GIL.
         self._pieces = iter(pieces)
-        # Offsets in the ring, and an event each. The one whose copy was queued first comes first.
+        # Offsets in the ring with an event each, in the order of their copies.
         self._slots: SimpleQueue[tuple[int, Any]] = SimpleQueue()
-        # Each thread takes one.
+        # One for each thread.
         self._lanes: SimpleQueue[_Lane] = SimpleQueue()
         self._stopped = False
 
     def run(self, n_threads: int, progress: Progress | None) -> None:
-        """Read and copy all; no thread and no copy is under way when this returns or raises."""
+        """Read and copy everything; wait for all threads and copies before returning or raising."""
         n_slots = min(N_SLOTS, self._n_pieces)
         lanes = [_Lane(self._driver.new_stream()) for _ in range(min(n_threads, n_slots))]
         for lane in lanes:
@@ -232,7 +227,7 @@ def _read(out: memoryview, piece: _Piece) -> None:
 
 
 class _Lane:
-    """What one thread works with."""
+    """The stream and the progress of a thread."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -16,19 +15,19 @@ from unimem.accounting.published import Tally, publish, refresh
 from unimem.accounting.report import Report
 from unimem.backends import ggml
 from unimem.base.arguments import flag
-from unimem.engine.checks import check_session, check_tokens
 from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.history import History
 from unimem.engine.memory_report import list_parts, make_report
-from unimem.engine.model_memory import ModelMemory
+from unimem.engine.model_memory import ModelMemory, Options
 from unimem.engine.sampling import Sampling
 from unimem.engine.stored_prefixes import Prefixes
 from unimem.engine.thread_count import ThreadCount
-from unimem.engine.turns import Turn, in_turn
-from unimem.errors import CacheFull, ClosedError, TapeFull
+from unimem.engine.turns import Turn
+from unimem.errors import CacheFull, ClosedError, SnapshotError, TapeFull
 from unimem.kv import snapshot
 from unimem.kv.cache.cache import KVCache
+from unimem.kv.cache.layered import LayeredKVCache
 from unimem.kv.store.store import KVStore
 from unimem.kv.types import GGML_TYPES, kv_pair
 from unimem.layout import Layout
@@ -43,64 +42,59 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder"]
 
-_TURN_SECONDS = 1.0  # a wait for the token that another thread computes
+_TURN_SECONDS = 1.0  # `give_back` waits this long for the token of another thread
+_MOST_POSITIONS = 2**31 - 1  # ggml counts them in 32 bits
 
 
 class Decoder:
     """Runs one model for one conversation.
 
-    All memory is taken at the start: weights are mapped, or lie in memory of their own; the KV
-    cache lies on the layout's history tape, or with a window in a ring of its own, placed like that
-    tape; graphs, values, inputs and logits lie on the scratch tape, kept. Where attention of some
-    layers slides, as in gemma3, the cache is a ``KVCache(layers=...)``: rings for these, and rows
-    of all tokens for the others, all placed like that tape. A step afterwards takes nothing. ggml
-    computes with threads of its own; a decoder itself is for one thread at a time, and not for use
-    after a fork. What ends it waits for the token that another thread computes.
+    All memory is taken at the start; a step takes nothing. The KV cache lies on the layout's
+    history tape. With a window it is a ring placed like that tape, and for models whose layers
+    partly slide, such as gemma3, a ``KVCache(layers=...)`` placed like it. Graphs, values, inputs
+    and logits lie on the scratch tape. ggml computes with threads of its own; a decoder is for one
+    thread at a time, and not for use after a fork. Closing waits for the token of another thread.
 
     Parameters
     ----------
     path_or_weights : path-like or Weights
-        A GGUF file (of a split model, any of its files) or its URL, which is opened, read into
-        memory and closed with the decoder; or an opened one, in memory as it is: of a mapping,
-        pages that the caller does not warm are read by the first tokens.
+        A GGUF file (for a split model, any of its files) or its URL: it is opened, read into memory
+        and closed with the decoder. Or opened weights, used as they are: cold pages of a mapping
+        are read by the first tokens.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     kv_dtype : str
         Type of the KV cache, as for `plan`.
     rotate : bool, optional
-        Whether the KV cache stores heads rotated by a Hadamard matrix, as ``KVCache(rotate=True)``
-        does, which needs heads of a multiple of 64 values: quantizing them changes logits less. By
-        default a quantized cache does where it can, as llama.cpp's.
+        Whether the KV cache stores heads rotated by a Hadamard matrix, as ``KVCache(rotate=True)``,
+        so that quantizing changes logits less. Heads need a multiple of 64 values. By default a
+        quantized cache does so if it can, as in llama.cpp.
     window : int, optional
-        Tokens that attention sees: each one itself and those before it. The KV cache is a ring
-        then, and as long as this, not as `ctx`. By default attention sees all that the model's
-        layers see.
+        How many tokens attention sees, including the token itself. The KV cache is then a ring of
+        this length, not of `ctx`. By default attention sees what the model's layers see.
     threads : int, optional
-        Threads that compute. By default at most as many as `plan` says, so that a small model has
-        one; fewer make tokens while other work keeps them waiting, which changes the last bits of
-        logits where attention reads 512 rows or more. A number that is given is kept.
+        Threads that compute, exactly. By default at most as many as `plan` says (one for a small
+        model), and fewer while other work keeps them waiting, which changes the last bits of logits
+        if attention reads 512 rows or more.
     layout : Layout, optional
-        Where to take memory; it is borrowed, not closed, and what was taken stays taken. By default
+        Where to take memory. It is borrowed, not closed, and taken memory stays taken. By default
         the decoder makes its own.
     load : {"auto", "map", "copy", "direct", "repack"}
-        How a file comes into memory, as for `open_weights`; or ``"repack"``, also of opened
-        weights: what ggml has a faster order for lies in that, as by `unimem.repack`, placed like
-        the layout's history. ``"auto"`` does so with a file that gains by it, where all fits.
+        How a file comes into memory, as for `open_weights`. ``"repack"``, also for opened weights,
+        keeps tensors in ggml's faster order, as `unimem.repack`, placed like the layout's history;
+        ``"auto"`` does so if the model gains by it and all fits.
     numa : str, optional
         Where a file, the KV cache and scratch lie, as for `PlacementOptions`; not with a `layout`.
-        With ``"mirror"``, or with opened weights that are mirrored, a decoder reads one copy, since
-        ggml's graph has one address for each tensor: that of a node which the thread that makes it
-        may run on, and which the fewest decoders read. That thread is bound to the CPUs of the
-        node until the decoder is closed, so that what it touches first lies there, and ggml's
-        threads compute there.
+        Of mirrored weights (``"mirror"``) a decoder reads one copy: the one with the fewest readers
+        on a node that the calling thread may run on. That thread is bound to the CPUs of the node
+        until the decoder is closed, and ggml's threads compute there.
     store : KVStore, optional
-        Where the first tokens of a prompt are looked for, in whole chunks, before they are
-        computed, and where prompts are put. Where some layers slide, its chunks are at most as long
-        as their window. It is borrowed, not closed. What goes wrong with it is a
-        `PlacementWarning`, and the tokens are computed.
+        Where to look for the first tokens of a prompt, in whole chunks, and where to put prompts.
+        If some layers slide, chunks may be at most as long as their window. It is borrowed, not
+        closed. Its failures are a `PlacementWarning`, and the tokens are computed.
     progress : callable, optional
-        Called while a file is read, with the bytes that were read and all bytes, as by
-        `open_weights`. What it raises stops the work, and nothing stays taken.
+        Called while a file is read, with the bytes read and all bytes, as by `open_weights`. An
+        exception that it raises stops the work, and nothing stays taken.
 
     Raises
     ------
@@ -111,9 +105,9 @@ class Decoder:
     ValueError
         An option is out of range, or `load` is not how opened weights were loaded.
     CapacityError
-        The model does not fit into available memory; `TapeFull` where `layout` is too small.
+        The model does not fit into available memory; `TapeFull` if `layout` is too small.
     ClosedError
-        In a forked child, with several threads, after its parent has computed with several.
+        This is a forked child of a process that computed with several threads, and so does this.
 
     Attributes
     ----------
@@ -127,7 +121,7 @@ class Decoder:
         The conversation so far. It may be cropped, trimmed or cleared between calls: attention
         sees the tokens that it holds, each at its own position.
     ctx, threads : int
-        Tokens that fit in the cache, with a window the most positions; the most threads.
+        Tokens that fit in the cache, or with a window the most positions; the most threads.
     window : int or None
         As given.
 
@@ -159,21 +153,24 @@ class Decoder:
         self._turn = Turn()
         self._owns_layout = layout is None
         self.window = window
-        cache: dict[str, Any] = {"kv_dtype": kv_dtype, "window": window}
-        asked = cache | {"layout": layout, "ctx": ctx, "threads": threads}
-        asked |= {"rotate": rotate, "numa": numa}
-        self._memory = ModelMemory(path_or_weights, load, progress, **asked)
+        asked = Options(ctx, kv_dtype, rotate, window, threads, layout, numa)
+        self._memory = ModelMemory(path_or_weights, load, progress, asked)
         self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
         self._prefixes: Prefixes | None = None
-        assert needed.ctx is not None  # of a model that the engine runs
+        assert needed.ctx is not None  # known for every model that the engine runs
         try:
             if store is not None:
                 self._prefixes = Prefixes(store, self.weights)
                 self._memory.model.check_store(store.chunk_tokens, needed.ctx, window)
             if layout is None:
                 layout = own_layout = Layout.for_model(
-                    self.weights, ctx=needed.ctx, threads=needed.threads, numa=numa, **cache
+                    self.weights,
+                    ctx=needed.ctx,
+                    kv_dtype=kv_dtype,
+                    window=window,
+                    threads=needed.threads,
+                    numa=numa,
                 )
             self.layout = layout
             self._model = self._memory.model
@@ -183,27 +180,20 @@ class Decoder:
             if threads is None and reader is not None and reader.n_cores is not None:
                 self.threads = min(self.threads, reader.n_cores)
             self._count = ThreadCount(self.threads, adapts=threads is None)
-            self._set_up(kv_dtype, rotate, window, needed.scratch_bytes, progress)
+            self._set_up(asked, needed.scratch_bytes, progress)
         except BaseException as error:
             if own_layout is not None:
                 own_layout.__exit__()
             self._memory.end(type(error))
             raise
         self._tokenizer: Tokenizer | None = None
-        self._n_talks = 0  # conversations, so that an old generator notices a new one
+        self._n_talks = 0  # so that an old generator notices a new conversation
         self._forward.tally = self._tally = Tally(self.kv.address(0, "k"))
         self._closed = False
         ledger.enter(self, ledger.sizes_of(self._parts))
         publish()
 
-    def _set_up(
-        self,
-        kv_dtype: str,
-        rotate: bool | None,
-        window: int | None,
-        scratch_bytes: int,
-        progress: Progress | None,
-    ) -> None:
+    def _set_up(self, asked: Options, scratch_bytes: int, progress: Progress | None) -> None:
         scratch, history = self.layout.scratch, self.layout.history
         if scratch.available_bytes < scratch_bytes:
             raise TapeFull(
@@ -217,9 +207,9 @@ class Decoder:
         self._threadpool = 0
         self._made: list[Headers | Graph] = []
         self._batch = min(PREFILL_BATCH, self.ctx)
-        rotates = self._model.rotates(rotate, *kv_pair(kv_dtype))
+        rotates = self._model.rotates(asked.rotate, *kv_pair(asked.kv_dtype))
         self._history = History(
-            self._model, kv_dtype, rotates, self.ctx, window, self._batch, history
+            self._model, asked.kv_dtype, rotates, self.ctx, asked.window, self._batch, history
         )
         self.kv: KVCache = self._history.kv
         try:
@@ -244,10 +234,10 @@ class Decoder:
         tensors = {
             name: (tensor.ggml_type, tensor.ne, tensor.address)
             for name, tensor in self._memory.tensors.items()
-            if tensor.ggml_type is not None  # as those of a checked model are not
+            if tensor.ggml_type is not None  # never None in a checked model
         }
         nbytes = Headers.bytes_needed(len(tensors), dims.num_layers)
-        part = history.parts[0]  # they have the same types
+        part = history.parts[0]  # all parts have the same types
         kinds = GGML_TYPES[part.dtype], GGML_TYPES[part.v_dtype]
         lanes, n_rows = history.lanes(), history.n_rows
         headers = Headers(model, tensors, lanes, n_rows, kinds, part.rotate, take(nbytes), nbytes)
@@ -266,7 +256,7 @@ class Decoder:
         self._logits_address = arrays.logits
         self._logits = view(arrays.logits, dims.vocab_size, "float32")
         self._logits[:] = 0
-        ids = view(take(4 * self.ctx), self.ctx, "int32")  # of each position
+        ids = view(take(4 * self.ctx), self.ctx, "int32")  # by position
         vectors = [self._tokens, self._positions, *self._rows, view(arrays.last, 1, "int32"), ids]
         self._parts = list_parts(vectors, self._logits)
         nbytes = Graph.bytes_needed(model)
@@ -283,15 +273,15 @@ class Decoder:
         for graph in graphs:
             graph.set_memory(arena, work, self.threads, self._threadpool)
         self._forward = ForwardPass(
-            self._decode, self._prefill, self.kv, history.parts, arrays, self._logits, ids,
-            windows=history.windows, threads=self._count, turn=self._turn,
+            self._decode, self._prefill, history, arrays, self._logits, ids,
+            threads=self._count, turn=self._turn,
         )  # fmt: skip
 
     # ---- memory -------------------------------------------------------------------------------
 
     def _hold_blocks(self) -> None:
-        # While these views live, no borrowed layout or weights can be closed under the decoder.
-        # They have no bytes, so that the cache may move its tokens and give memory back.
+        # These views keep a borrowed layout or weights from being closed. They are empty, so that
+        # the cache may move tokens and give memory back.
         blocks = (*self._memory.blocks, self.layout.scratch.block, self.layout.history.block)
         self._held = [block.as_array("uint8", 0) for block in blocks]
 
@@ -321,12 +311,12 @@ class Decoder:
         return block.as_array("float32", self.dims.vocab_size, self._logits_address - block.address)
 
     def addresses(self) -> dict[str, int]:
-        """Address of every buffer that a step uses; they never change.
+        """Return the address of every buffer that a step uses; addresses never change.
 
         Returns
         -------
         dict
-            Of logits, inputs, each layer's K and V, and each value of the decode graph.
+            Addresses of logits, inputs, each layer's K and V, and each value of the decode graph.
         """
         self._check_open()
         named = {
@@ -344,15 +334,15 @@ class Decoder:
         return named
 
     def give_back(self) -> int:
-        """Give back memory of the KV cache that holds no tokens, between two tokens.
+        """Give back memory of the KV cache that holds no tokens.
 
-        Any thread may call it; it waits a second at most for the token that another one computes.
-        Tokens that come later fault the pages in again, and are the same.
+        Any thread may call it; it waits at most a second for the token of another thread. Later
+        tokens fault the pages in again, and are the same.
 
         Returns
         -------
         int
-            As `KVCache.give_back` says; 0 where the decoder computes on, or is closed.
+            As `KVCache.give_back`; 0 if the decoder computes on, or is closed.
         """
         if not self._turn.take(_TURN_SECONDS):
             return 0
@@ -362,16 +352,16 @@ class Decoder:
             self._turn.give()
 
     def report(self) -> Report:
-        """Report what the decoder's memory is for, and what ggml is.
+        """Report what the decoder's memory is for, with facts of the model and of ggml.
 
         Returns
         -------
         Report
-            Rows ``weights:TYPE``, ``weights:padding``, ``kv``, ``scratch``, ``logits`` and
-            ``tokens``, which sum up to the memory of weights, scratch, history and of a ring;
-            ``diagnostics``, what the process shows others of itself, and ``other``, the copies of
-            the files' headers. Decoders over the same weights have the rows of these in common, and
-            all decoders of a process ``diagnostics``. Facts of the model, its loading, and of ggml.
+            The rows ``weights:TYPE``, ``weights:padding``, ``kv``, ``scratch``, ``logits`` and
+            ``tokens`` sum up to the memory of weights, scratch, history and a ring. The row
+            ``diagnostics`` is what the process publishes, and ``other`` the copies of the files'
+            headers. Decoders over the same weights share the rows of weights, and all decoders of a
+            process share ``diagnostics``.
         """
         self._check_open()
         return make_report(self)
@@ -382,12 +372,14 @@ class Decoder:
         Raises
         ------
         BufferError
-            Views of the logits or of a ring, or others on the decoder's own layout, are alive, or
-            another thread computes; nothing is closed then.
+            Views of the logits, of a ring or of the decoder's own layout are alive, or another
+            thread computes; nothing is closed then.
         """
         if self._closed:
             return
-        with self._turn.alone():
+        if not self._turn.take(0):
+            raise BufferError("another thread computes with the Decoder: let it end first")
+        try:
             self._held = []
             try:
                 if self._owns_layout:
@@ -399,6 +391,8 @@ class Decoder:
             if self._owns_layout:
                 self.layout.close()
             self._end()
+        finally:
+            self._turn.give()
 
     def _end(self, kind: type[BaseException] | None = None) -> None:
         self._turn.end()
@@ -416,20 +410,15 @@ class Decoder:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         if self._closed:
             return
         try:
             self._end(kind)
         finally:
             if self._owns_layout:
-                # Views that are still alive keep the memory; it goes with the last of them.
-                self.layout.__exit__(kind, error, trace)
+                # Live views keep the memory; it goes with the last of them.
+                self.layout.__exit__()
                 refresh()
 
     def __del__(self) -> None:
@@ -479,7 +468,7 @@ class Decoder:
         add_bos : bool, optional
             Whether to begin with the BOS token; as the file says by default.
         special : bool
-            Whether texts such as ``<|im_end|>`` mean the special tokens of that name.
+            Whether texts such as ``<|im_end|>`` become the special tokens of that name.
         """
         return self.tokenizer.encode(text, add_bos=add_bos, special=special)
 
@@ -490,13 +479,13 @@ class Decoder:
     # ---- sessions -----------------------------------------------------------------------------
 
     def save_session(self, path: str | os.PathLike[str]) -> None:
-        """Save the conversation, so that `resume` goes on with it, in this process or another.
+        """Save the conversation for `resume`, in this process or another.
 
         Parameters
         ----------
         path : path-like
-            A snapshot of `kv` with the ids of its tokens and the model's fingerprint; a file that
-            is there is replaced, whole or not at all.
+            A snapshot of `kv` with the ids of its tokens and the model's fingerprint; an existing
+            file is replaced, whole or not at all.
 
         Raises
         ------
@@ -518,27 +507,27 @@ class Decoder:
         self.kv.save(path, tokens=self._forward.ids[:n], model=self.weights.fingerprint)
 
     def resume(self, path: str | os.PathLike[str]) -> NDArray[Any]:
-        """Go on with a conversation that was saved, instead of the one that is there.
+        """Replace the conversation by a saved one.
 
-        Nothing is prefilled: the cache is read, and only its last token is computed again, as one
-        step of decoding, since its logits are not in the file. The cache is the one that was saved,
-        byte for byte.
+        The cache becomes the saved one, byte for byte. Only its last token is computed again, as
+        one step of decoding, since the file has no logits.
 
         Parameters
         ----------
         path : path-like
-            What `save_session` has written, of this model, `kv_dtype`, `rotate` and `window`.
+            A file of `save_session`, for the same model, `kv_dtype`, `rotate` and `window`.
 
         Returns
         -------
         ndarray
-            float32 [vocab]: the logits of the last token, a view of the one logits vector. Where
-            tokens were trimmed after the last one was computed, they are those that it has now.
+            float32 [vocab]: the logits of the last token, a view of the one logits vector. If
+            tokens were trimmed after the last one was computed, the logits are computed without
+            them.
 
         Raises
         ------
         SnapshotError
-            The file is damaged, without token ids, or of another model or kind of cache.
+            The file is damaged, without token ids, or for another model or kind of cache.
         CacheFull
             The conversation is longer than the context.
         OSError
@@ -546,10 +535,10 @@ class Decoder:
 
         Notes
         -----
-        What is refused leaves the conversation as it was: where there is one, the file is read
-        twice, first to check all of it. It is opened once, so another file that takes its name
-        meanwhile changes nothing. Interrupted, or where reading fails the second time, a new
-        conversation is left.
+        A refused file leaves the conversation as it was: unless it is empty, the file is read
+        twice, first to check all of it. The file is opened once, so a file that takes its name
+        meanwhile changes nothing. An interrupt, or a failure of the second reading, leaves an empty
+        conversation.
         """
         self._check_open()
         with snapshot.opened(path) as file:
@@ -562,19 +551,55 @@ class Decoder:
                 self._forward.note_ids(0, ids)
                 last = [row.copy() for row in self._history.last_rows()]
                 self._forward.step_again(int(ids[-1]))
-                # Computed from the tokens that are left, they differ where some had been trimmed.
-                for row, was in zip(self._history.last_rows(), last, strict=True):
-                    row[:] = was
+                # Rows computed after a trim differ from the saved ones.
+                for row, saved in zip(self._history.last_rows(), last, strict=True):
+                    row[:] = saved
             except BaseException:
                 self.reset()
                 raise
         return self.logits
 
     def _check_session(self, saved: Snapshot | LayersSnapshot) -> NDArray[np.int32]:
-        """Return the ids of a saved session; one that does not fit here is refused."""
-        fingerprint, vocab_size = self.weights.fingerprint, self.dims.vocab_size
-        check_session(saved, self.kv, fingerprint, vocab_size, self.ctx, self.window)
-        assert saved.tokens is not None  # or it would have been refused
+        """Return the token ids of a saved session; refuse it if it does not fit here."""
+        kv, name, model = self.kv, saved.path, self.weights.fingerprint
+        if saved.model != model:
+            raise SnapshotError(
+                f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
+            )
+        keys = "n_layers n_kv_heads head_dim batch dtype v_dtype window order rotate".split()
+        if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv, MixedKVCache):
+            there, ours = "differ", "do not"
+            if isinstance(kv, MixedKVCache):
+                there, ours = "are alike", "differ"
+            raise SnapshotError(
+                f"it is of a cache whose layers {there}, and this one's {ours}", path=name
+            )
+        if isinstance(saved, snapshot.LayersSnapshot):
+            keys = ["layers", "batch", "order", "rotate"]
+        for key in keys:
+            there, ours = getattr(saved, key), getattr(kv, key)
+            if there != ours:
+                raise SnapshotError(
+                    f"the snapshot is of a cache with {key}={there!r}, and this one has {ours!r}",
+                    path=name,
+                )
+        if saved.tokens is None or not saved.seq_len:
+            raise SnapshotError("it has no tokens to go on from", path=name)
+        if saved.tokens.max() >= self.dims.vocab_size:
+            raise SnapshotError(
+                f"token {saved.tokens.max()} is not among the model's {self.dims.vocab_size}",
+                path=name,
+            )
+        # With a window the context limits positions, not tokens.
+        n = saved.next_position if self.window else saved.seq_len
+        if n > self.ctx or saved.next_position > _MOST_POSITIONS:
+            raise CacheFull(
+                f"{name}: a session of {n} token{'s' * (n > 1)} does not fit in the context of "
+                f"{self.ctx}: take a larger ctx",
+                self.ctx,
+                0,
+                n,
+            )
         return saved.tokens
 
     # ---- computing ----------------------------------------------------------------------------
@@ -589,7 +614,7 @@ class Decoder:
         refresh()
 
     def prefill(self, tokens: Iterable[int]) -> NDArray[Any]:
-        """Compute tokens, continuing where the KV cache ends.
+        """Compute tokens at the end of the KV cache.
 
         Parameters
         ----------
@@ -604,18 +629,17 @@ class Decoder:
         Raises
         ------
         ValueError
-            No tokens, or one that the model does not have. Nothing was computed.
+            No tokens, or a token that the model does not have. Nothing was computed.
         CacheFull
             There is no room for all of them. Nothing was computed.
 
         Notes
         -----
-        When it is interrupted, none of the tokens counts; but with a window, or where layers slide,
-        whole batches of `PREFILL_BATCH` tokens do, since a ring cannot go back:
-        ``kv.next_position`` says how far it came.
+        After an interrupt none of the tokens counts. A ring cannot go back: with a window, or if
+        layers slide, whole batches of `PREFILL_BATCH` tokens count, up to ``kv.next_position``.
         """
         self._check_open()
-        checked = check_tokens(tokens, self.dims.vocab_size)
+        checked = _checked_tokens(tokens, self.dims.vocab_size)
         self._forward.require_room(len(checked))
         self._take_in(checked)
         return self.logits
@@ -635,7 +659,7 @@ class Decoder:
         temperature, top_k, top_p : float, int, float
             See `generate`.
         seed : int, optional
-            Begins a sequence of choices that goes on while calls have the same seed; a new
+            Begins a sequence of choices, which continues while calls have the same seed. A new
             conversation begins it anew.
 
         Returns
@@ -650,8 +674,8 @@ class Decoder:
         CacheFull
             There is no room for a token.
         RuntimeError
-            There are no logits to choose by: nothing was prefilled, or not since `kv` was cleared,
-            cropped or appended to.
+            There are no logits: nothing was prefilled, or `kv` was cleared, cropped or appended to
+            since.
         """
         return self._forward.next_token(temperature, top_k, top_p, seed)
 
@@ -671,15 +695,15 @@ class Decoder:
         Parameters
         ----------
         prompt_or_tokens : str or iterable of int
-            What comes before.
+            The prompt.
         n : int
             The most tokens to generate.
         temperature : float
             0 takes the likeliest token each time.
         top_k : int
-            Choose among so many of the likeliest tokens; 0 for all.
+            Choose among the `top_k` likeliest tokens; 0 for all.
         top_p : float
-            Of these, among the fewest whose probabilities sum up to `top_p`.
+            Then among the fewest whose probabilities sum up to `top_p`.
         seed : int, optional
             Same seed, same text.
         stop_at_eog : bool
@@ -704,8 +728,8 @@ class Decoder:
             raise ValueError(f"n: expected an integer from 0 on, got {n!r}")
         if isinstance(prompt_or_tokens, str):
             prompt_or_tokens = self.tokenize(prompt_or_tokens)
-        tokens = check_tokens(prompt_or_tokens, self.dims.vocab_size)
-        # The last token that is generated is not computed.
+        tokens = _checked_tokens(prompt_or_tokens, self.dims.vocab_size)
+        # The last generated token is not computed.
         asked = len(tokens) + max(n - 1, 0)
         if asked > self.ctx:
             raise CacheFull(
@@ -740,28 +764,27 @@ class Decoder:
         if text := stream.flush():
             yield text
 
-    @in_turn
     def _take_in(self, tokens: NDArray[Any]) -> None:
-        """Make checked tokens part of the conversation: by the store, or else by computing."""
-        begin = self.kv.seq_len
-        n = 0
-        try:
-            if self._prefixes is not None and self.kv.next_position == 0:
-                n = self._prefixes.restore(self.kv, tokens)
-                self._forward.note_ids(0, tokens[:n])
-            self._compute(tokens[n:])
-            if self._prefixes is not None:
-                self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
-        except BaseException:
-            # What a ring has computed stays, as without a store.
-            if not self._closed and not self._history.is_cut and self.kv.seq_len > begin:
-                self.kv.crop(begin)
-            raise
-        self._tally.count(len(tokens) - n, 0)
+        """Make checked tokens part of the conversation, from the store or by computing them."""
+        with self._turn:
+            begin = self.kv.seq_len
+            n = 0
+            try:
+                if self._prefixes is not None and self.kv.next_position == 0:
+                    n = self._prefixes.restore(self.kv, tokens)
+                    self._forward.note_ids(0, tokens[:n])
+                self._compute(tokens[n:])
+                if self._prefixes is not None:
+                    self._prefixes.put(self.kv, self._forward.ids[: self.kv.next_position])
+            except BaseException:
+                # Computed tokens stay in a ring, as without a store.
+                if not self._closed and not self._history.is_cut and self.kv.seq_len > begin:
+                    self.kv.crop(begin)
+                raise
+            self._tally.count(len(tokens) - n, 0)
 
-    @in_turn
     def _compute(self, tokens: NDArray[Any]) -> None:
-        """Compute checked tokens: all of them count, or none; in a ring, whole batches do."""
+        """Compute checked tokens, in the decoder's turn: all count, or in a ring whole batches."""
         if len(tokens) == 1:
             self._forward.step(int(tokens[0]))
             return
@@ -775,3 +798,22 @@ class Decoder:
                 self._prefixes.put_before(first_kept, self.kv, self._forward.ids[:end])
             self._forward.prefill(batch)
             self._tally.hold(self.kv.memory_usage_bytes, self.kv.seq_len)
+
+
+def _checked_tokens(tokens: Iterable[int], vocab_size: int) -> NDArray[Any]:
+    """Return an array of at least one token id, all of them known."""
+    try:
+        array = np.asarray(tokens if isinstance(tokens, np.ndarray) else list(tokens))
+    except (TypeError, ValueError):
+        raise TypeError(f"tokens: expected token ids, got {tokens!r:.60}") from None
+    if array.ndim != 1 or not len(array):
+        raise ValueError(f"tokens: expected at least one token id, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"tokens: expected integers, got {array.dtype}")
+    wrong = (array < 0) | (array >= vocab_size)
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise ValueError(
+            f"tokens: expected ids from 0 to {vocab_size - 1}, got {array[i]} at index {i}"
+        )
+    return array

@@ -5,26 +5,23 @@ from numpy.typing import NDArray
 
 from unimem.accounting.published import Tally
 from unimem.engine.graph import Arrays, Graph
+from unimem.engine.history import History
 from unimem.engine.sampling import Sampling
 from unimem.engine.thread_count import ThreadCount
-from unimem.engine.turn import Ownership
-from unimem.kv.cache.cache import KVCache
-from unimem.kv.cache.one_kind import OneKindCache
+from unimem.engine.turns import Turn
 
 class ForwardPass:
     def __init__(
         self,
         decode: Graph,
         prefill: Graph,
-        kv: KVCache,
-        parts: Sequence[OneKindCache],
+        history: History,
         inputs: Arrays,
         logits: NDArray[Any],
         ids: NDArray[Any],
         *,
-        windows: Sequence[int],
         threads: ThreadCount,
-        turn: Ownership,
+        turn: Turn,
     ) -> None: ...
     tally: Tally
     windows: Sequence[int]

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """Forward passes over the two graphs of a decoder, in one call each.
 
-What a token needs beside ggml's computation (mask, inputs, rows of the KV cache, ids) is written
-here, without the interpreter, whose lock is released meanwhile.
+Everything that a token needs beside ggml (mask, inputs, rows of the KV cache, ids) is written here
+with the interpreter's lock released.
 """
 import numpy as np
 
@@ -20,7 +20,7 @@ from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 from unimem._core cimport native as um
 from unimem.engine.thread_count cimport ThreadCount
-from unimem.engine.turn cimport Ownership
+from unimem.engine.turns cimport Turn
 from unimem.kv.cache.cache cimport KVCache
 from unimem.kv.cache.one_kind cimport OneKindCache
 
@@ -38,10 +38,10 @@ cdef extern from "Python.h":
 cnp.import_array()
 
 cdef enum:
-    KV_BUCKET = 256  # attention reads a multiple of so many rows: its length changes seldom
+    KV_BUCKET = 256  # attention reads a multiple of this many rows, so its length seldom changes
     MOST_PARTS = 2  # of a cache: layers that keep all tokens, and layers that keep a window
-    NO_ROW = -2  # no row comes next after this one
-    SUCCESS = 0  # of ggml_status
+    NO_ROW = -2  # has no next row
+    SUCCESS = 0  # ggml_status
     ABORTED = 1
 
 # ggml counts positions in 32 bits.
@@ -82,11 +82,11 @@ cdef struct Graph:
     Mask masks[MOST_PARTS]
 
 
-cdef struct Part:  # layers of the cache that are kept together
+cdef struct Part:  # the cache of one kind of layers
     um.um_kv *kv
-    int64_t window  # tokens that each one sees
-    int64_t *rows  # what both graphs read
-    uint64_t row, held  # where the next token goes, and the tokens before it
+    int64_t window  # how many tokens a token sees, itself included
+    int64_t *rows  # input of both graphs
+    uint64_t row, held  # the row of the next token, and the number of tokens before it
     int64_t shown_first, shown_last  # rows that the mask of the decode graph shows
 
 
@@ -119,7 +119,7 @@ cdef void fill(uint16_t *mask, int64_t begin, int64_t end, uint16_t value) noexc
 
 
 cdef void show(uint16_t *mask, int64_t n_kv, int64_t first, int64_t last) noexcept nogil:
-    """Show a token the rows [first, last]; those below 0 are the last ones of a ring."""
+    """Show a token the rows [first, last]; rows below 0 count from the end of a ring."""
     fill(mask, 0, n_kv, HIDDEN)
     if first < 0:
         fill(mask, n_kv + first, n_kv, SHOWN)
@@ -127,12 +127,12 @@ cdef void show(uint16_t *mask, int64_t n_kv, int64_t first, int64_t last) noexce
 
 
 cdef int64_t first_row(const Part *part, int64_t held, int64_t row) noexcept nogil:
-    """The first row that the token in `row` sees; below 0, counted round the ring."""
+    """Return the first row that the token in `row` sees; below 0, from the end of the ring."""
     return row - min(held, part.window - 1)
 
 
 cdef int64_t n_kv_of(const Part *part, int64_t first, int64_t end) noexcept nogil:
-    """How many rows attention reads, so that [first, end) are among them."""
+    """Return how many rows attention must read to cover [first, end)."""
     cdef int64_t n_rows = part.kv.n_rows
     if first < 0:
         return n_rows
@@ -140,7 +140,7 @@ cdef int64_t n_kv_of(const Part *part, int64_t first, int64_t end) noexcept nogi
 
 
 cdef bint is_greedy(temperature, top_k, top_p, seed) except -1:
-    """Whether these are options of `Sampling`, surely, that take the likeliest token."""
+    """Return whether these are valid options of `Sampling` that take the likeliest token."""
     return (
         (type(temperature) is float or type(temperature) is int) and temperature == 0
         and type(top_k) is int and top_k >= 0
@@ -150,7 +150,7 @@ cdef bint is_greedy(temperature, top_k, top_p, seed) except -1:
 
 
 cdef class ForwardPass:
-    """Computes tokens behind those of a KV cache, writes their rows into it, and chooses the next.
+    """Computes tokens at the end of a KV cache, writes their rows, and chooses the next token.
 
     One thread at a time, in the decoder's turn.
 
@@ -158,20 +158,15 @@ cdef class ForwardPass:
     ----------
     decode, prefill : unimem.engine.graph.Graph
         The graph of one token, and that of a batch, with their memory.
-    kv : KVCache
-        With a row for each token that is seen, and of a batch.
-    parts : sequence of OneKindCache
-        The caches that it is of: itself, or one for each kind of layers, those that keep all
-        tokens first.
+    history : unimem.engine.history.History
+        The KV cache, with rows for all visible tokens and a batch.
     inputs : unimem.engine.graph.Arrays
         Where the graphs read and write.
     logits, ids : numpy.ndarray
-        float32 [vocab], what the graphs write; int32 [ctx], where ids are noted, by position.
-    windows : sequence of int
-        Of each part, the tokens that each one sees: itself and those before it.
+        float32 [vocab], the output of the graphs; int32 [ctx], the ids of tokens by position.
     threads : ThreadCount
         How many threads compute.
-    turn : Ownership
+    turn : Turn
         The decoder's.
 
     Attributes
@@ -181,9 +176,9 @@ cdef class ForwardPass:
     tally : unimem.accounting.published.Tally
         Where tokens are counted.
     n_ids : int
-        Positions whose ids were noted; they are known while the cache kept them.
+        Positions whose ids were noted; `n_known` says which of them still hold.
     logits_end : int
-        The position behind the token of the logits; 0 without logits.
+        The position after the token of the logits; 0 without logits.
     compute_ns : int
         Nanoseconds within ggml's compute call so far.
     graph_compute_address : int
@@ -198,7 +193,7 @@ cdef class ForwardPass:
     cdef tuple _caches
     cdef int _n_parts
     cdef Part _parts[MOST_PARTS]
-    cdef Ownership _turn
+    cdef Turn _turn
     cdef object _prefill_graph, _rng, _seed
     cdef cnp.ndarray _logits, _ids
     cdef Graph _decode, _prefill
@@ -211,15 +206,14 @@ cdef class ForwardPass:
     cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
     cdef bint _is_closed
 
-    def __init__(self, decode, prefill, KVCache kv not None, parts, inputs,
-                 cnp.ndarray logits not None, cnp.ndarray ids not None, *, windows,
-                 ThreadCount threads not None, Ownership turn not None):
+    def __init__(self, decode, prefill, history, inputs, cnp.ndarray logits not None,
+                 cnp.ndarray ids not None, *, ThreadCount threads not None, Turn turn not None):
         cdef OneKindCache cache
         cdef int i
         self._prefill_graph = prefill
-        self._kv, self._caches, self._n_parts = kv, tuple(parts), len(parts)
+        self._kv, self._caches, self._n_parts = history.kv, history.parts, len(history.parts)
         assert self._n_parts <= MOST_PARTS
-        self.windows = windows
+        self.windows = history.windows
         for i in range(self._n_parts):
             cache = self._caches[i]
             self._parts[i].kv = &cache.kv
@@ -255,19 +249,19 @@ cdef class ForwardPass:
         return 0
 
     def close(self):
-        """Compute nothing any more: the memory goes."""
+        """Refuse every further computation, as the memory is about to go."""
         self._is_closed = True
 
     @property
     def ids(self):
-        """int32 [n_ids]: the ids of the tokens that were computed, by position."""
+        """int32 [n_ids]: the ids of the computed tokens, by position."""
         return self._ids[:self.n_ids]
 
     # ---- the parts of the cache ----
 
     @property
     def windows(self):
-        """Of each part, the tokens that each token sees: itself and those before it."""
+        """For each part, how many tokens a token sees, itself included."""
         return tuple([self._parts[i].window for i in range(self._n_parts)])
 
     @windows.setter
@@ -281,18 +275,18 @@ cdef class ForwardPass:
         return 0
 
     cdef uint64_t _position(self) noexcept:
-        """The position of the next token."""
+        """Return the position of the next token."""
         return um.um_kv_next_position(self._parts[0].kv)
 
     cdef uint64_t _lowest_end(self) noexcept:
-        """Where the tokens end that this has computed, at most."""
+        """Return an upper bound of where the tokens computed here end."""
         cdef uint64_t end = <uint64_t>-1
         for cache in self._caches:
             end = min(end, (<OneKindCache>cache)._lowest_end)
         return end
 
     cdef int _reserve(self, uint64_t n) except -1:
-        """Reserve rows in every part, and note where they are, and how many tokens precede."""
+        """Reserve rows in every part, and note their place and how many tokens precede them."""
         cdef uint64_t end = self._position()
         cdef um.um_error err
         cdef Part *part
@@ -310,7 +304,7 @@ cdef class ForwardPass:
             return 0
         for i in range(done):
             um.um_kv_rollback(self._parts[i].kv)
-        self._kv.reserve(n)  # makes room, or says why there is none
+        self._kv.reserve(n)  # makes room, or says why it cannot
         for i in range(self._n_parts):
             part = &self._parts[i]
             part.held, part.row = um.um_kv_seq_len(part.kv), um.um_kv_row(part.kv, end)
@@ -329,11 +323,11 @@ cdef class ForwardPass:
     # ---- computing ----
 
     def require_room(self, int64_t n):
-        """Raise `CacheFull` where there is no room for n more tokens."""
+        """Raise `CacheFull` unless n more tokens fit."""
         self._require_room(n)
 
     cdef int _require_room(self, int64_t n) except -1:
-        # Rings always have room: the context is what ends.
+        # A ring always has room: the context limits it.
         cdef um.um_kv *kv = self._parts[0].kv
         cdef int64_t position = self._position()
         cdef int64_t used = position if kv.spec.window else um.um_kv_seq_len(kv)
@@ -366,7 +360,7 @@ cdef class ForwardPass:
         Parameters
         ----------
         options : Sampling
-            How. The same seed goes on with a sequence of choices until `forget` is called.
+            How to choose. The same seed continues a sequence of choices until `forget`.
 
         Returns
         -------
@@ -376,7 +370,7 @@ cdef class ForwardPass:
         Raises
         ------
         RuntimeError
-            There are no logits to choose by.
+            There are no logits.
         ArithmeticError
             As `sample`.
         """
@@ -387,7 +381,9 @@ cdef class ForwardPass:
             self._turn.leave()
 
     def step(self, int32_t token):
-        """Compute one token; nothing is taken, and nothing moves.
+        """Compute one token; if it raises, the token does not count.
+
+        No memory is taken, and nothing moves.
 
         Raises
         ------
@@ -396,11 +392,7 @@ cdef class ForwardPass:
         ClosedError
             It is closed, or this is a forked child, which has none of ggml's threads.
         RuntimeError
-            ggml says that it failed.
-
-        Notes
-        -----
-        When it raises, the token does not count.
+            ggml reports a failure.
         """
         self._turn.enter()
         try:
@@ -419,7 +411,7 @@ cdef class ForwardPass:
             raise RuntimeError("there are no logits to choose by: prefill tokens first")
         if options is None:
             logits = <float *>cnp.PyArray_DATA(self._logits)
-            # The first NaN, where there is one. This is what the array's method calls in the end.
+            # As ndarray.argmax, which also finds the first NaN.
             self._argmax(logits, self._logits.shape[0], &best, <void *>self._logits)
             if not isfinite(logits[best]):
                 check_finite(self._logits, best)
@@ -429,7 +421,7 @@ cdef class ForwardPass:
         return sample(self._logits, options, self._rng)
 
     def step_again(self, int32_t token):
-        """Compute the last token of the cache once more, whose rows are written anew.
+        """Compute the last token of the cache again, and rewrite its rows.
 
         Raises
         ------
@@ -473,7 +465,7 @@ cdef class ForwardPass:
         return 0
 
     cdef int _compute_token(self, int32_t token, int64_t position) except -1:
-        """Compute the token of a position in the rows that are noted."""
+        """Compute the token at a position, in the rows that `_reserve` noted."""
         cdef int i, status
         with nogil:
             for i in range(self._n_parts):
@@ -500,21 +492,17 @@ cdef class ForwardPass:
         return 0
 
     def prefill(self, tokens):
-        """Compute tokens in batches, of which the last token gets logits.
+        """Compute tokens in batches, with logits for the last one; if it raises, none counts.
 
         Parameters
         ----------
         tokens : numpy.ndarray
-            At least one id, checked; in a ring no more than a batch.
+            At least one checked id; for a ring at most a batch.
 
         Raises
         ------
         CacheFull, BufferError, ClosedError, RuntimeError
             As `step`.
-
-        Notes
-        -----
-        When it raises, none of the tokens counts.
         """
         cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
         cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(ids)
@@ -528,7 +516,7 @@ cdef class ForwardPass:
             for i in range(0, n, self._batch):
                 batch = min(self._batch, n - i)
                 if batch != self._prefill.n_tokens:
-                    self._prefill.n_tokens = 0  # until all of it is there
+                    self._prefill.n_tokens = 0  # until it is complete
                     self._prefill_graph.resize(batch)
                     self._load(&self._prefill, self._prefill_graph)
                 with nogil:
@@ -552,7 +540,7 @@ cdef class ForwardPass:
         return 0
 
     cdef int _end(self, int status) except -1:
-        # As the interpreter would, which has not run meanwhile. A handler may close the decoder.
+        # The interpreter has not run meanwhile. A signal handler may close the decoder.
         PyErr_CheckSignals()
         self._check()
         self._begin_change()
@@ -594,9 +582,9 @@ cdef class ForwardPass:
         self._last[0] = n - 1
 
     cdef void _show_batch(self, int i, int64_t done, int64_t n) noexcept nogil:
-        """Show each of the next n tokens of a part those before it, and where its row is.
+        """Write the mask and the rows of the next n tokens of a part.
 
-        So many of those that were reserved are `done`.
+        The first `done` reserved tokens are computed already.
         """
         cdef Part *part = &self._parts[i]
         cdef Mask *mask = &self._prefill.masks[i]
@@ -608,7 +596,7 @@ cdef class ForwardPass:
             show(mask.values + i * mask.n_kv, mask.n_kv, first_row(part, held + i, at), at)
 
     cdef void _show_token(self, Part *part, Mask *mask) noexcept nogil:
-        """Show the token in its row those before it, as far as the window goes."""
+        """Show the next token the tokens before it, as far as the window goes."""
         cdef int64_t row = part.row
         cdef int64_t first = first_row(part, part.held, row), before = part.shown_first
         cdef int64_t n_kv = n_kv_of(part, first, row + 1)
@@ -631,21 +619,21 @@ cdef class ForwardPass:
 
     @property
     def n_known(self):
-        """Positions from the first on whose tokens were computed here, and ids noted."""
+        """How many first positions hold tokens that were computed here, with known ids."""
         return min(self.n_ids, self._lowest_end())
 
     def note_ids(self, int64_t position, tokens):
-        """Note the ids of tokens from `position` on, unless some before them are not known."""
+        """Note the ids of tokens from `position` on, unless earlier ids are unknown."""
         cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
         self.note_tokens(position, <int32_t *>cnp.PyArray_DATA(ids), ids.shape[0])
 
     cdef int note_tokens(self, int64_t position, const int32_t *tokens, int64_t n) except -1:
         cdef int64_t end = position + n
-        # Other writers of the cache write behind its end.
+        # Other writers append to the cache.
         self.n_ids = min(self.n_ids, self._lowest_end())
         if position <= self.n_ids:
             if end > self._ids.shape[0]:
-                # Positions go beyond the context only after the cache was trimmed.
+                # Positions exceed the context only after a trim.
                 self._ids = np.concatenate([self._ids, np.zeros(end, np.int32)])
             memcpy(<int32_t *>cnp.PyArray_DATA(self._ids) + position, tokens, 4 * n)
             self.n_ids = end

@@ -1,7 +1,7 @@
 """The graph of one forward pass, and where each of its values lies.
 
-Headers of tensors, nodes and graphs are made by ggml in memory that it is given, and no tensor
-owns memory: this module writes every tensor's address. Values whose lives do not meet share bytes.
+ggml writes the headers of tensors, nodes and graphs into given memory. No tensor owns memory: this
+module writes every tensor's address. Values whose lifetimes do not overlap share bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unimem.planning.needs import nodes_bound
 __all__ = ["Arrays", "Graph", "Headers", "Mask", "view"]
 
 _WORD = 8
-# The least that weights of a token's experts are divided by: float16's smallest normal number.
+# The least divisor of the weights of a token's experts: float16's smallest normal number.
 _LEAST_SUM = 2.0**-14
 
 
@@ -42,8 +42,8 @@ class Arrays:
 
     tokens: int  # int32 [batch]
     positions: int  # int32 [batch]
-    rows: tuple[int, ...]  # of each part of the cache, int64 [batch]
-    last: int  # int32 [1]: the token of the batch whose logits are wanted
+    rows: tuple[int, ...]  # int64 [batch] for each part of the cache
+    last: int  # int32 [1]: the token of the batch that gets logits
     logits: int  # float32 [vocab]
 
 
@@ -53,13 +53,13 @@ class Headers:
     Parameters
     ----------
     model : Model
-        What was checked.
+        The checked model.
     tensors : dict
         From name to (type number, shape in ggml's order, address).
     layers : list of (part, k, v)
-        Of each layer, its part of the cache, and the addresses of its keys and values.
+        The part of the cache of each layer, and the addresses of its keys and values.
     n_rows : sequence of int
-        Of each part, the rows of a lane.
+        Rows of a lane, for each part.
     kv_kinds : tuple of int
         ggml's types of K and of V in the cache.
     rotates : bool
@@ -107,16 +107,16 @@ class Headers:
 
 
 class Mask:
-    """What a graph adds to attention's scores over one part of the cache.
+    """The mask that a graph adds to attention's scores over one part of the cache.
 
     Attributes
     ----------
     address : int
-        Of its values.
+        Address of its values.
     strides_address : int
-        Of the strides in its header that depend on `n_kv`.
+        Address of the strides in its header that depend on `n_kv`.
     lengths : ndarray
-        uint64: the addresses of each length in a header that is `n_kv`.
+        uint64: the addresses of all header fields that hold `n_kv`.
     """
 
     def __init__(self, address: int, header: int, lengths: list[int]) -> None:
@@ -132,13 +132,13 @@ class Mask:
 
     @property
     def values(self) -> NDArray[Any]:
-        """float16 [n_tokens, n_kv]: 0, or minus infinity for what a token does not see."""
+        """float16 [n_tokens, n_kv]: 0, or minus infinity for rows that a token does not see."""
         shape = int(ggml.TensorHeader.from_address(self._header).ne[1]), self.n_kv
         return view(self.address, shape, "float16")
 
 
 class Graph:
-    """The forward pass of up to `batch` tokens, whose logits are those of one of them.
+    """The forward pass of up to `batch` tokens, with logits for one of them.
 
     The nodes are the same for every number of tokens, so values are placed once, for a full batch,
     and a graph for fewer tokens uses the same addresses.
@@ -146,29 +146,29 @@ class Graph:
     Parameters
     ----------
     model : Model
-        What was checked.
+        The checked model.
     headers : Headers
-        Of weights and cache.
+        Headers of weights and cache.
     arrays : Arrays
         Inputs and logits.
     batch : int
         The most tokens.
     masks : sequence of int
-        Of each part of the cache, the address of float16 [batch, n_rows].
+        Addresses of float16 [batch, n_rows], for each part of the cache.
     address, nbytes : int
-        Memory for headers of nodes, of `bytes_needed`.
+        `bytes_needed` of memory for the headers of nodes.
 
     Attributes
     ----------
     n_tokens : int
-        Of the graph as it is now.
+        The current number of tokens.
     address, plan_address : int
-        Of ggml's graph and of the plan of its computation.
+        Addresses of ggml's graph, and of the plan of its computation.
     masks : list of Mask
-        Of each part of the cache.
+        One for each part of the cache.
     values : BufferPlan
-        Where each value lies in the arena; a value is called by the number of the node that makes
-        it, and a step is the computation of one node.
+        Where each value lies in the arena. A value is named by the number of its node, and a step
+        is the computation of one node.
     """
 
     def __init__(
@@ -210,19 +210,19 @@ class Graph:
         return int(n * ggml.tensor_overhead() + ggml.graph_overhead_custom(n, False))
 
     def set_memory(self, arena: int, work: int, n_threads: int, threadpool: int) -> None:
-        """Give the graph its memory: of `values`, and `work_bytes` for these threads."""
+        """Give the graph memory for its `values`, and `work_bytes` for these threads."""
         self._arena, self._work = arena, work
         self._n_threads, self._threadpool = n_threads, threadpool
         self._bind()
 
     def work_bytes(self, n_threads: int, threadpool: int) -> int:
-        """Bytes that ggml works in while it computes the graph."""
+        """Return the working memory that ggml needs to compute the graph."""
         return int(ggml.graph_plan(self.address, n_threads, threadpool).work_size)
 
     def resize(self, n_tokens: int) -> None:
         """Rebuild the graph for `n_tokens` tokens, in the same memory."""
         if n_tokens != self.n_tokens:
-            self.n_tokens = 0  # until all of it is there
+            self.n_tokens = 0  # until it is complete
             self._build(n_tokens)
             self._bind()
             self.n_tokens = n_tokens
@@ -232,7 +232,7 @@ class Graph:
         ggml.free(self._context)
 
     def addresses(self) -> list[int]:
-        """Address of every node's value."""
+        """Return the address of every node's value."""
         data = ggml.TensorHeader.data.offset // _WORD
         return [int(a) for a in self._words[(self._nodes - self._base) // _WORD + data]]
 
@@ -253,7 +253,7 @@ class Graph:
         ]
 
     def _uses(self) -> list[BufferUse]:
-        """Size, first and last use of each value that needs memory."""
+        """Return the size, first and last use of each value that needs memory."""
         nodes = [int(address) for address in self._nodes]
         first: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -265,8 +265,8 @@ class Graph:
                 if not source:
                     continue
                 root = ggml.TensorHeader.from_address(source).view_src or source
-                # ggml computes an RMS norm together with the multiplication after it, and reads
-                # the norm's input while it writes the product: an input lives one node longer.
+                # ggml fuses an RMS norm with the multiplication after it, and reads the norm's
+                # input while it writes the product: an input lives one node longer.
                 last[root] = number + 1
         return [BufferUse(str(i), int(ggml.nbytes(a)), i, last[a]) for a, i in first.items()]
 
@@ -304,7 +304,7 @@ class _Builder:
         self._arrays = arrays
         self._context = context
         self._n = n_tokens
-        # Of each part of the cache, (tensor, dimension) that are the KV length.
+        # For each part of the cache, every (tensor, dimension) that is the KV length.
         self.kv_dims: list[list[tuple[int, int]]] = []
         self.masks: list[int] = []
         self.output = 0
@@ -327,7 +327,7 @@ class _Builder:
             blk = f"blk.{layer}"
             attended = self._attention(layer, self._norm(x, f"{blk}.attn_norm"))
             if layer == n_layers - 1:
-                # Only one token's logits are wanted: the rest of the last layer is for it alone.
+                # The rest of the last layer computes only the token that gets logits.
                 attended = ggml.get_rows(context, attended, last)
                 x = ggml.get_rows(context, x, last)
             x = self._add_output(x, attended, f"{blk}.post_attention_norm")
@@ -354,7 +354,7 @@ class _Builder:
         return int(ggml.mul(self._context, normed, self._weights[f"{name}.weight"]))
 
     def _add_output(self, x: int, output: int, norm: str) -> int:
-        """Add what a block makes, normed where the model does, to what it was made of."""
+        """Add the output of a block, normed if the model does so, to its input."""
         if self._kind.norms_outputs:
             output = self._norm(output, norm)
         return int(ggml.add(self._context, output, x))
@@ -365,7 +365,7 @@ class _Builder:
         return int(ggml.add(self._context, product, bias) if bias else product)
 
     def _heads(self, layer: int, x: int, name: str, n_heads: int) -> int:
-        """Project to heads, norm them where the model does, and turn them by position."""
+        """Project to heads, norm them if the model does so, and rotate them by position."""
         dims, rope = self._model.dims, self._model.rope_of(layer)
         heads = self._linear(x, f"blk.{layer}.{name}")
         heads = ggml.reshape_3d(self._context, heads, dims.head_dim, n_heads, self._n)
@@ -385,7 +385,7 @@ class _Builder:
         q = self._rotate(self._heads(layer, x, "attn_q", dims.num_attention_heads), "k")
         k = self._rotate(self._heads(layer, x, "attn_k", dims.num_kv_heads), "k")
         v = self._rotate(self._linear(x, f"blk.{layer}.attn_v"), "v")
-        # The rows are written before attention reads the cache: nothing else tells ggml so.
+        # Expanding the writes first puts them before attention: ggml knows no such dependency.
         k = ggml.reshape_2d(context, k, dims.kv_size, n)
         for cache, rows in ((k_cache, k), (v_cache, v)):
             written = ggml.set_rows(context, cache, rows, self._rows[part])
@@ -400,7 +400,7 @@ class _Builder:
         return self._linear(attended, f"blk.{layer}.attn_output")
 
     def _rotate(self, heads: int, part: Literal["k", "v"]) -> int:
-        """Rotate heads in place where the cache stores them rotated."""
+        """Rotate heads in place if the cache stores them rotated."""
         if not self._headers.rotates:
             return heads
         block = rotation_block(self._model.dims.head_dim, part)
@@ -426,11 +426,11 @@ class _Builder:
         return self._linear(act(self._context, gate, up), f"{blk}.ffn_down")
 
     def _mixture(self, blk: str, x: int, n: int) -> int:
-        """Send each of n tokens through its likeliest experts, and add up what these make of it.
+        """Send each of n tokens through its likeliest experts, and add up their outputs.
 
-        The weights of a token's experts are their probabilities, divided by the sum of these.
-        Experts are added in the order of their probabilities, as llama.cpp does it
-        (`build_moe_ffn` in ``src/llama-graph.cpp``).
+        The weights of a token's experts are their probabilities divided by the sum of these.
+        Experts are added in the order of their probabilities, as in llama.cpp (`build_moe_ffn` in
+        ``src/llama-graph.cpp``).
         """
         context, experts = self._context, self._model.experts
         assert experts is not None  # of a mixture

@@ -1,4 +1,4 @@
-"""The KV cache of a decoder, and the parts that it has where layers keep as much as they see."""
+"""The KV cache of a decoder, and its parts if layers keep different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ __all__ = ["History"]
 
 
 class History:
-    """What a decoder keeps of a conversation. For one thread.
+    """The KV cache of a decoder. For one thread.
 
-    Where all layers keep every token, the cache lies on the tape. Where they keep a window, it is a
-    ring of its own; and where they differ, one cache for each kind of layers, all of which are
-    placed like the tape.
+    If all layers keep every token, the cache lies on the tape. If they keep a window, it is a ring
+    of its own; if they differ, there is one cache for each kind of layers. Both are placed like the
+    tape.
 
     Parameters
     ----------
     model : Model
-        What was checked.
+        The checked model.
     kv_dtype : str
-        Type of keys and values, or those of both.
+        Type of keys and values, or both types.
     rotates : bool
         Whether heads are stored rotated.
     ctx, window : int, int or None
-        As the decoder's.
+        The decoder's.
     batch : int
         Tokens that are computed at once.
     tape : Tape
-        That of the history.
+        The history tape.
 
     Attributes
     ----------
     kv : KVCache
         The cache.
     parts : tuple of KVCache
-        The cache itself, or one for each kind of layers, those that keep all tokens first.
+        The cache itself, or one for each kind of layers; the kind that keeps all tokens is first.
     part_of : tuple of int
-        Of each layer, the number of its part.
+        The part of each layer.
     windows : tuple of int
-        Of each part, the tokens that each token sees.
+        For each part, how many tokens a token sees.
     """
 
     def __init__(
@@ -87,26 +87,26 @@ class History:
 
     @property
     def n_rows(self) -> tuple[int, ...]:
-        """Of each part, the rows of a lane."""
+        """Rows of a lane, for each part."""
         return tuple(part.n_rows for part in self.parts)
 
     @property
     def blocks(self) -> list[Block]:
-        """The memory of the parts that do not lie on the tape."""
+        """The memory of parts that do not lie on the tape."""
         return [part.block for part in self.parts if part.block is not None]
 
     @property
     def is_cut(self) -> bool:
-        """Whether rings keep less than the conversation, so that it cannot go back far."""
+        """Whether rings drop old tokens, so that the conversation cannot go back far."""
         return any(part.window is not None for part in self.parts)
 
     def first_kept(self, end: int) -> int:
-        """Return the first position that all rings have, once tokens have come up to `end`."""
+        """Return the first position that all rings still hold when `end` is the next one."""
         rows = (part.n_rows for part in self.parts if part.window is not None)
         return max((end - n for n in rows), default=0)
 
     def lanes(self) -> list[tuple[int, int, int]]:
-        """List of each layer the number of its part, and where its keys and values begin."""
+        """List the part of each layer, and the addresses of its keys and values."""
         kv = self.kv
         return [
             (part, kv.address(layer, "k"), kv.address(layer, "v"))
@@ -114,7 +114,7 @@ class History:
         ]
 
     def fill_with_zeros(self) -> None:
-        """Write all rows: attention multiplies those that it does not see by 0, and NaN stays."""
+        """Clear all rows: attention multiplies hidden rows by 0, which would keep a NaN."""
         for part, k, v in self.lanes():
             kv = self.parts[part]
             ctypes.memset(k, 0, kv.row_bytes * kv.n_rows)

@@ -24,11 +24,11 @@ from unimem.weights.opened import Weights, WeightsCopy
 
 __all__ = ["DecoderMemory", "list_parts", "make_report"]
 
-_SHOWN = ("diagnostics", NAME)  # what the process shows others of itself
+_SHOWN = ("diagnostics", NAME)  # the figures that the process publishes
 
 
 class DecoderMemory(Protocol):
-    """What a report asks of a decoder."""
+    """The parts of a decoder that a report reads."""
 
     weights: Weights
     layout: Layout
@@ -41,15 +41,7 @@ class DecoderMemory(Protocol):
 
 
 def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Part]:
-    """List the vectors of a decoder; all else that it takes is scratch.
-
-    Parameters
-    ----------
-    tokens : iterable of ndarray
-        What a graph reads for each token, and the ids of the conversation.
-    logits : ndarray
-        What it writes.
-    """
+    """List the vectors of a decoder as parts of its memory; the rest is scratch."""
     vectors = [("tokens", array) for array in tokens] + [("logits", logits)]
     return [
         Part(category, array.ctypes.data, array.nbytes, array.nbytes, array.nbytes)
@@ -58,7 +50,7 @@ def list_parts(tokens: Iterable[NDArray[Any]], logits: NDArray[Any]) -> list[Par
 
 
 def _copies(decoder: DecoderMemory) -> str | None:
-    """Say which copies of mirrored weights there are, and which is read."""
+    """Describe the copies of mirrored weights, and which one is read."""
     copies, reader = decoder.weights.copies, decoder._memory.reader
     if not copies or reader is None or not isinstance(reader.contents, WeightsCopy):
         return None
@@ -71,7 +63,7 @@ def _copies(decoder: DecoderMemory) -> str | None:
 def make_report(decoder: DecoderMemory) -> Report:
     """Report on an open decoder: see `Decoder.report`."""
     weights, layout = decoder.weights, decoder.layout
-    cache = decoder._history.parts[0]  # all have the same types
+    cache = decoder._history.parts[0]  # all parts have the same types
     blocks = [*decoder._memory.blocks, layout.scratch.block, layout.history.block]
     blocks += decoder._history.blocks
     addresses = {block.address for block in blocks}
@@ -92,7 +84,7 @@ def make_report(decoder: DecoderMemory) -> Report:
     for part in (part for entry in own for part in entry.parts):
         if part.high_water_bytes is not None:
             most[part.category] = most.get(part.category, 0) + part.high_water_bytes
-    n = decoder.threads - 1  # beside the thread that calls
+    n = decoder.threads - 1  # beside the calling thread
     facts = {
         "model": ", ".join(weights.files),
         "load": decoder._memory.load,

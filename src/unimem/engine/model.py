@@ -14,13 +14,7 @@ from unimem.base.arguments import flag
 from unimem.base.text import format_count
 from unimem.engine.rotation_op import rotation_block
 from unimem.kv.types import block_values
-from unimem.models.dims import (
-    ARCHITECTURES,
-    ArchMetadata,
-    Experts,
-    ModelDims,
-    read_experts,
-)
+from unimem.models.dims import ARCHITECTURES, ArchMetadata, Experts, ModelDims, read_experts
 from unimem.models.families import KeptRows, layers_of, of_architecture
 from unimem.models.fields import MetadataFields
 from unimem.planning.needs import least_window
@@ -37,7 +31,7 @@ class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
 
 @dataclass(frozen=True)
 class GraphKind:
-    """What tells the graph of an architecture from that of others.
+    """The features of an architecture's graph.
 
     The source is llama.cpp, build b9190: ``src/models/`` has a file for each.
 
@@ -89,7 +83,7 @@ GRAPH_KINDS = {
     "qwen3moe": GraphKind(ggml.ROPE_NEOX, norms_heads=True, is_mixture=True),
 }
 
-# The layers of Gemma 3 27B, by which llama.cpp knows it: its heads are scaled otherwise.
+# llama.cpp knows Gemma 3 27B, whose heads are scaled otherwise, by its number of layers.
 _LAYERS_OF_27B = 62
 
 
@@ -113,9 +107,9 @@ class Sliding(NamedTuple):
     Attributes
     ----------
     window : int
-        Tokens that it sees there: each one itself and those before it.
+        How many tokens a token sees there, itself included.
     layers : tuple of bool
-        Of each layer, whether it slides.
+        Whether each layer slides.
     """
 
     window: int
@@ -130,19 +124,19 @@ class Model:
     dims: ModelDims
     eps: float
     rope: Rope  # of layers that see all tokens
-    window: int | None  # tokens that attention of all layers sees, where the file limits them
+    window: int | None  # how many tokens attention of all layers sees, if the file limits them
     sliding: Sliding | None = None
     sliding_rope: Rope | None = None
     experts: Experts | None = None
 
     @property
     def graph_kind(self) -> GraphKind:
-        """What tells its graph from that of other architectures."""
+        """The features of its graph."""
         return GRAPH_KINDS[self.arch]
 
     @property
     def attention_scale(self) -> float:
-        """What products of queries and keys are multiplied by."""
+        """The factor of products of queries and keys."""
         size = self.dims.head_dim
         if self.arch == "gemma3" and self.dims.num_layers == _LAYERS_OF_27B:
             size = self.dims.hidden_size // self.dims.num_attention_heads
@@ -156,14 +150,9 @@ class Model:
         return self.sliding_rope
 
     def windows(self, ctx: int, window: int | None) -> tuple[int | None, ...]:
-        """Return how many tokens each layer keeps; None where it keeps all.
+        """Return how many tokens each layer keeps, or None for all.
 
-        Parameters
-        ----------
-        ctx : int
-            Tokens of context.
-        window : int or None
-            What attention of all layers is to see at most.
+        `window` limits how many tokens attention of all layers sees.
         """
         if self.sliding is None:
             return (window,) * self.dims.num_layers
@@ -180,8 +169,8 @@ class Model:
         Raises
         ------
         UnsupportedModel
-            An architecture, a feature or a tensor that the engine does not know, a tensor of a
-            wrong shape or type, or a number out of range.
+            An unknown architecture, feature or tensor; a tensor of a wrong shape or type; or a
+            number out of range.
         """
         arch = weights.metadata.get("general.architecture")
         if arch is None:
@@ -237,12 +226,7 @@ class Model:
         return cls(arch, dims, eps, rope, window, sliding, sliding_rope, experts)
 
     def check_types(self, k_dtype: str, v_dtype: str) -> None:
-        """Refuse types of a cache that this model's heads do not fit into.
-
-        Raises
-        ------
-        UnsupportedModel
-        """
+        """Raise UnsupportedModel if heads of this model do not fit into a cache of these types."""
         for dtype in (k_dtype, v_dtype):
             n = block_values(dtype)
             if self.dims.head_dim % n:
@@ -257,8 +241,8 @@ class Model:
         Parameters
         ----------
         asked : bool or None
-            What the user says; None for what llama.cpp does, which rotates what it quantizes where
-            heads have a multiple of 64 values (its `llama_kv_cache`).
+            The user's choice; None to do as llama.cpp's `llama_kv_cache`, which rotates quantized
+            heads of a multiple of 64 values.
         k_dtype, v_dtype : str
             Types of K and V.
 
@@ -279,15 +263,11 @@ class Model:
         return rotates
 
     def check_store(self, chunk_tokens: int, ctx: int, window: int | None) -> None:
-        """Refuse a store whose chunks are longer than a window of layers that differ.
+        """Raise UnsupportedModel if a store's chunks are longer than a window of sliding layers.
 
-        A ring has rows for its window and for a batch. When a batch comes, fewer tokens than a
-        chunk lie behind the last whole one, which has to be put before its rows are taken. They are
-        still there if the chunk is no longer than the window.
-
-        Raises
-        ------
-        UnsupportedModel
+        A ring has rows for its window and a batch. Before a batch overwrites rows, the last whole
+        chunk has to be put, and fewer tokens than a chunk follow it. Its rows are still there if
+        the chunk is no longer than the window.
         """
         windows = self.windows(ctx, window)
         least = least_window(*windows)
@@ -299,12 +279,7 @@ class Model:
             )
 
     def check_window(self, n: int) -> None:
-        """Refuse to show attention more tokens than this model's may see.
-
-        Raises
-        ------
-        UnsupportedModel
-        """
+        """Raise UnsupportedModel if attention would see more tokens than this model allows."""
         if self.window is not None and n > self.window:
             raise UnsupportedModel(
                 f"the model's attention slides over {self.window} tokens; a window, or a context, "
@@ -335,8 +310,8 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
     ext_factor = 0.0
     if kind == "yarn":
         ext_factor = 1.0
-        # llama.cpp takes the magnitude correction out that ggml applies itself; what is left is
-        # 1 for a factor above 1.
+        # llama.cpp removes the magnitude correction that ggml applies itself; the rest is 1 for a
+        # factor above 1.
         attn_factor *= max(1.0, 1.0 + 0.1 * math.log(factor)) / (1.0 + 0.1 * math.log(factor))
     return Rope(
         mode=GRAPH_KINDS[arch].rope_mode,
@@ -349,18 +324,18 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
 
 
 def _sliding(meta: ArchMetadata, arch: str) -> Sliding:
-    """Read which layers slide, as plans do; a file has to say over how many tokens."""
+    """Read which layers slide, as plans do; the file has to give the window."""
     window = meta.count("attention.sliding_window")
-    meta.count("attention.sliding_window_pattern", 1)  # a period: a list is of other architectures
+    meta.count("attention.sliding_window_pattern", 1)  # a period; other architectures have a list
     family = of_architecture(arch)
-    assert family is not None  # of each architecture of the engine
+    assert family is not None  # there is one for each architecture of the engine
     kept = layers_of(family, MetadataFields(meta, arch))
     slides = (layer.window is not None for layer in kept if isinstance(layer, KeptRows))
     return Sliding(window, tuple(slides))
 
 
 def _checked_base(meta: ArchMetadata, arch: str, name: str) -> float:
-    """Read the base of the angles, which is such that its powers are in the range of a float."""
+    """Read the base of the angles, and check that its powers fit in a float."""
     base = meta.number(name, 10000.0)
     if not 1.0 < base < 1e30:
         raise UnsupportedModel(f"'{arch}.{name}' is {base}, not between 1 and 1e+30")
@@ -434,7 +409,7 @@ def _check_tensors(weights: Contents, arch: str, dims: ModelDims, experts: Exper
                 raise UnsupportedModel(f"the model has no tensor '{expected.name}'")
             continue
         ne = tuple(tensor.ne)
-        # Trailing dimensions of one are the same memory.
+        # Trailing dimensions of 1 do not change the memory.
         while len(ne) > len(expected.ne) and ne[-1] == 1:
             ne = ne[:-1]
         if ne != expected.ne:
@@ -451,7 +426,7 @@ def _check_tensors(weights: Contents, arch: str, dims: ModelDims, experts: Exper
         rows = math.prod(expected.ne[1:])
         if tensor.nbytes != ggml.row_size(tensor.ggml_type, expected.ne[0]) * rows:
             raise UnsupportedModel(f"tensor '{expected.name}' has {tensor.nbytes} bytes")
-    # A tensor that is left out would change the result silently.
+    # Ignoring a tensor would change the result silently.
     unknown = sorted(set(weights.tensors) - known)
     if unknown:
         raise UnsupportedModel(

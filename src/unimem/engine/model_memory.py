@@ -1,22 +1,28 @@
-"""How a decoder's model comes into memory: opened or borrowed, mapped, read or repacked."""
+"""How a decoder's model comes into memory: checked, then opened or borrowed, mapped or repacked."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 from unimem._core.block import Block
-from unimem.engine.checks import check_model
+from unimem.backends import ggml
 from unimem.engine.graph import Headers
-from unimem.engine.nodes import Reader
+from unimem.engine.model import Model
+from unimem.kv.arrays import kv_pair
 from unimem.layout import Layout
+from unimem.planning.plan import plan
+from unimem.planning.result import Plan
 from unimem.remote.transfers import TRIES
-from unimem.system import policy
+from unimem.system import limits, policy
 from unimem.system.placement import PlacementOptions
 from unimem.weights.loading import EngineLoad, LoadRequest, Progress, check_load, way_of
 from unimem.weights.opened import (
     Weights,
+    WeightsCopy,
     lock_what_is_mapped,
     open_planned,
     open_weights,
@@ -25,9 +31,124 @@ from unimem.weights.opened import (
 from unimem.weights.remote_files import is_url, open_remote
 from unimem.weights.repack.repack import repack_and_warm
 from unimem.weights.repack.repacked import Repacked
-from unimem.weights.tensors import Tensor, headers_of
+from unimem.weights.tensors import Contents, Tensor, headers_of
 
-__all__ = ["ModelMemory"]
+__all__ = ["ModelMemory", "Options", "Reader"]
+
+_READERS: WeakKeyDictionary[WeightsCopy, WeakSet[Reader]] = WeakKeyDictionary()
+
+
+class Options(NamedTuple):
+    """The options of a `Decoder` that its plan depends on."""
+
+    ctx: int | None
+    kv_dtype: str
+    rotate: bool | None
+    window: int | None
+    threads: int | None
+    layout: Layout | None
+    numa: str | None
+
+
+def _check_model(
+    weights: Contents, planned: str | os.PathLike[str] | Weights, load: EngineLoad, asked: Options
+) -> tuple[Model, Plan]:
+    """Check that the engine runs a model with these options, and that its plan fits."""
+    layout, numa = asked.layout, asked.numa
+    if layout is not None and not isinstance(layout, Layout):
+        raise TypeError(f"layout: expected a unimem.Layout, got {layout!r:.60}")
+    model = Model.from_weights(weights)
+    model.check_types(*kv_pair(asked.kv_dtype))
+    model.rotates(asked.rotate, *kv_pair(asked.kv_dtype))  # raises if it cannot
+    placement: dict[str, Any] = {} if numa is None else {"numa": numa}
+    if layout is not None:
+        if numa is not None:
+            raise ValueError(f"numa={numa!r}: the layout's memory is placed already: leave out one")
+        requested = layout.history.block.requested
+        placement = {"pages": requested["pages"]}
+        if load == "repack":  # repacked weights are placed like the history
+            placement["numa"] = requested["numa"]
+    needed = plan(
+        planned,
+        ctx=asked.ctx,
+        kv_dtype=asked.kv_dtype,
+        window=asked.window,
+        threads=asked.threads,
+        load=load,
+        **placement,
+    )
+    assert needed.ctx is not None  # known for every model that the engine runs
+    ggml.require_threads(needed.threads)
+    model.check_window(min(needed.ctx, asked.window or needed.ctx))
+    # Past the limit of a cgroup, warming would end the process instead of failing.
+    tapes = () if layout is None else (layout.scratch, layout.history)
+    resident = sum(tape.block.verify().resident_bytes for tape in tapes)
+    needed.require_fits(strict=False, taken_bytes=resident)
+    return model, needed
+
+
+class Reader:
+    """A reader of mirrored weights, bound to the thread that created it.
+
+    It picks a copy on a node that this thread may run on: the one with the fewest readers, and of
+    these the nearest. The thread, and threads that it starts, are bound to the CPUs of that node
+    until `end`.
+
+    Parameters
+    ----------
+    weights : Weights
+        They stay open.
+
+    Attributes
+    ----------
+    contents : Weights or WeightsCopy
+        What it reads.
+    n_cores : int or None
+        Physical cores that compute; None unless the weights are mirrored.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.contents: Contents = weights
+        self.n_cores: int | None = None
+        self._copy: WeightsCopy | None = None
+        self._thread = threading.get_ident()
+        self._bound: tuple[set[int], set[int]] | None = None
+        if weights.copies:
+            self._choose(weights)
+
+    def _choose(self, weights: Weights) -> None:
+        nodes, allowed, nearest = limits.nodes(), limits.cpus(), weights.on()
+        here = [
+            copy
+            for node, copy in weights.copies.items()
+            if node in nodes and allowed.intersection(nodes[node].cpus)
+        ]
+
+        def order(copy: WeightsCopy) -> tuple[int, bool]:
+            return len(_READERS.get(copy, ())), copy is not nearest
+
+        self._copy = min(here, key=order, default=None)
+        if self._copy is None:  # no copy is on a node of this thread
+            self.contents = nearest
+            return
+        self.contents = self._copy
+        _READERS.setdefault(self._copy, WeakSet()).add(self)
+        cpus = allowed.intersection(nodes[self._copy.node].cpus)
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cpus)
+        self._bound = before, cpus
+        self.n_cores = limits.thread_count(cpus)
+
+    def end(self) -> None:
+        """Stop reading, and undo the binding of the thread unless it was bound anew since."""
+        if self._copy is not None:
+            _READERS[self._copy].discard(self)
+            self._copy = None
+        if self._bound is not None and threading.get_ident() == self._thread:
+            before, cpus = self._bound
+            if os.sched_getaffinity(0) == cpus:
+                os.sched_setaffinity(0, before)
+        self._bound = None
 
 
 class ModelMemory:
@@ -37,21 +158,21 @@ class ModelMemory:
     ----------
     path_or_weights, load, progress
         As for `Decoder`.
-    **asked
-        What else `check_model` takes.
+    asked : Options
+        The other options of the decoder.
 
     Attributes
     ----------
     weights : Weights
         The opened model.
     repacked : Repacked or None
-        What of it lies in another order, since `bring_in`.
+        Its repacked tensors, after `bring_in`.
     reader : Reader or None
-        What of the weights is read, and where; None until they are open.
+        The reader of the weights; None until they are open.
     model, plan : Model, Plan
-        What was checked, and what the decoder needs.
+        The checked model, and what the decoder needs.
     load, load_reason : str
-        How it comes into memory, and why.
+        How the model comes into memory, and why.
     """
 
     def __init__(
@@ -59,26 +180,26 @@ class ModelMemory:
         path_or_weights: str | os.PathLike[str] | Weights,
         load: EngineLoad,
         progress: Progress | None,
-        **asked: Any,
+        asked: Options,
     ) -> None:
         check_load(load, for_engine=True)
         self.repacked: Repacked | None = None
         self.reader: Reader | None = None
         self.is_owned = not isinstance(path_or_weights, Weights)
         reason = None
-        layout, numa = asked["layout"], asked["numa"]
-        placement: PlacementOptions = {} if numa is None else {"numa": numa}
+        layout = asked.layout
+        placement: PlacementOptions = {} if asked.numa is None else {"numa": asked.numa}
         if isinstance(path_or_weights, Weights):
             self.weights, opened = path_or_weights, load
             is_theirs = isinstance(layout, Layout) and layout.weights is path_or_weights
-            made_for = layout.plan if is_theirs else None
+            made_for = layout.plan if layout is not None and is_theirs else None
             if load == "auto" and made_for is not None and made_for.load == "repack":
                 opened, reason = "repack", made_for.load_reason
         elif is_url(path_or_weights):
-            # What it is repacked from stays in memory: there is no file that it could come from.
+            # The source of a repacked model stays in memory: no file could be read again.
             way = way_of(path_or_weights, load)
             with open_remote(path_or_weights, TRIES) as remote:
-                check_model(headers_of(remote), path_or_weights, load=way, **asked)
+                _check_model(headers_of(remote), path_or_weights, way, asked)
             opened = "repack" if load == "repack" else "auto"
             self.weights = open_weights(
                 path_or_weights,
@@ -87,14 +208,14 @@ class ModelMemory:
                 **placement,
             )
         else:
-            # A model that is refused is refused before its data are read.
+            # Refuse a model before its data are read.
             with open_weights(path_or_weights, load="map") as weights:
-                _, first = check_model(weights, path_or_weights, load=load, **asked)
+                _, first = _check_model(weights, path_or_weights, load, asked)
             opened = "repack" if "repack" in (load, first.load) else "auto"
             reason = first.load_reason
             way = "map" if load == "repack" or opened == "repack" else load
             why_mapped = reason if first.load == "map" else ""
-            if opened == "repack":  # the nodes are those of what is repacked
+            if opened == "repack":  # only the repacked tensors are placed
                 placement = {}
             request = LoadRequest(
                 way, progress=progress, placement=placement, why_mapped=why_mapped
@@ -102,7 +223,7 @@ class ModelMemory:
             self.weights = open_planned(path_or_weights, request)
 
         try:
-            self.model, self.plan = check_model(self.weights, self.weights, load=opened, **asked)
+            self.model, self.plan = _check_model(self.weights, self.weights, opened, asked)
             self.load: str = self.plan.load
             self.load_reason = self.plan.load_reason
             if self.load == "repack" and reason is not None:
@@ -115,14 +236,14 @@ class ModelMemory:
             raise
 
     def bring_in(self, layout: Layout, threads: int, progress: Progress | None) -> None:
-        """Repack what is to be repacked, placed like the layout's history, and warm what is mapped.
+        """Repack tensors, placed like the layout's history, and warm what is mapped.
 
-        What stays mapped of a repacked model is locked where its pages could be taken away. Weights
-        that were given mapped, and stay so, are left as they are.
+        The mapped rest of a repacked model is locked if its pages might be reclaimed. Opened
+        weights that are mapped stay as they are.
         """
         if self.load == "repack":
-            asked = layout.history.block.requested
-            placement: Any = {name: asked[name] for name in ("pages", "numa", "lock")}
+            requested = layout.history.block.requested
+            placement: Any = {name: requested[name] for name in ("pages", "numa", "lock")}
             self.repacked = repack_and_warm(self.weights, threads, progress, **placement)
             if self.is_owned or layout.weights is self.weights:
                 lock_what_is_mapped(self.weights)
@@ -130,25 +251,25 @@ class ModelMemory:
             warm_where_it_fits(self.weights, threads, progress)
 
     def adopt(self, headers: Headers) -> None:
-        """Point ggml's headers of repacked tensors to these."""
+        """Point ggml's headers at the repacked tensors."""
         if self.repacked is not None:
             for name in self.repacked.tensors:
                 self.repacked._adopt(headers.weights[name], name)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """What the decoder reads: of mirrored weights, one copy."""
+        """The tensors that the decoder reads; of mirrored weights, those of one copy."""
         return (self.weights if self.reader is None else self.reader.contents).tensors
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """All that the weights lie in."""
+        """All memory of the weights."""
         return self.weights.blocks + (() if self.repacked is None else self.repacked.blocks)
 
     def end(self, kind: type[BaseException] | None = None) -> None:
-        """Give back what the decoder has taken; views that are alive keep their memory.
+        """Give back the decoder's memory; live views keep theirs.
 
-        An image that is being kept is kept first, or by an exception of this kind given up.
+        An image that is being written is completed first, or dropped if `kind` is an exception.
         """
         try:
             if self.repacked is not None:

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
 """The node of a graph that rotates heads: ggml calls the core's rotation.
 
-A product with the matrix, which is how llama.cpp does it, would take as many products a value as a
-block has values. This takes their logarithm in sums, and gives the bits of `KVCache.append`.
+llama.cpp multiplies with the matrix, which costs one product per value of a block and value. This
+costs their logarithm in sums, and gives the bits of `KVCache.append`.
 """
 from unimem.backends import ggml
 
@@ -10,7 +10,7 @@ from libc.stdint cimport int64_t, uint32_t, uintptr_t
 
 from unimem._core cimport native as um
 
-# Where a ggml_tensor has its sizes and its data.
+# Offsets in a ggml_tensor.
 cdef size_t SIZES = ggml.TensorHeader.ne.offset
 cdef size_t DATA = ggml.TensorHeader.data.offset
 
@@ -23,7 +23,7 @@ cdef void rotate(char *header, const void *given, int thread, int n_threads,
     cdef size_t size = <size_t>block
     cdef int64_t n = ne[0] * ne[1] * ne[2] * ne[3] // <int64_t>size
     cdef int64_t first = n * thread // n_threads, end = n * (thread + 1) // n_threads
-    # It cannot fail: `size` is of `rotation_block`, and a tensor has whole blocks of it.
+    # It cannot fail: `size` is from `rotation_block`, and a tensor has whole blocks of it.
     cdef um.um_status _ = um.um_rotate(values + first * size, (end - first) * size, size, NULL)
 
 
@@ -31,13 +31,8 @@ node_address = <uintptr_t>&rotate
 
 
 def rotation_block(uint32_t head_dim, part):
-    """Return how many values of a head of K or V are rotated at once; 0 where none can be.
+    """Return how many values of a head are rotated at once; 0 if it cannot be rotated.
 
-    Parameters
-    ----------
-    head_dim : int
-        Values of a head.
-    part : {"k", "v"}
-        "k" for queries and keys, "v" for values and what attention makes of them.
+    `part` is "k" for queries and keys, and "v" for values and the output of attention.
     """
     return um.um_rotation_block(head_dim, part == "v")

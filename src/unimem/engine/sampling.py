@@ -14,18 +14,7 @@ __all__ = ["Sampling", "sample"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose; checked when it is made.
-
-    Parameters
-    ----------
-    temperature : float
-        0 takes the likeliest token; above, the lower the more likely tokens are preferred.
-    top_k : int
-        Choose among so many of the likeliest tokens; 0 for all.
-    top_p : float
-        Of these, choose among the fewest whose probabilities sum up to at least `top_p`.
-    seed : int or None
-        Same seed, same choices; None for other ones each time.
+    """Checked options of `Decoder.generate`.
 
     Raises
     ------
@@ -56,30 +45,17 @@ def _is_number(value: Any) -> bool:
 
 
 def sample(logits: NDArray[Any], options: Sampling, rng: np.random.Generator | None) -> int:
-    """Choose a token: the top k, of these the top p, then by chance at the temperature.
+    """Choose a token id: the top k, of these the top p, then by chance at the temperature.
 
-    The order is llama.cpp's.
-
-    Parameters
-    ----------
-    logits : ndarray
-        float32 [vocab].
-    options : Sampling
-        How to choose.
-    rng : numpy.random.Generator or None
-        Chance; not needed at temperature 0.
-
-    Returns
-    -------
-    int
-        A token id.
+    The order is llama.cpp's. Without `rng`, which temperature 0 does not need, the likeliest token
+    is chosen.
 
     Raises
     ------
     ArithmeticError
-        The likeliest token's logit is not a finite number.
+        The likeliest token's logit is not finite.
     """
-    best = int(logits.argmax())  # the first NaN, where there is one
+    best = int(logits.argmax())  # finds the first NaN, too
     check_finite(logits, best)
     if options.temperature == 0 or rng is None:
         return best
@@ -92,7 +68,7 @@ def sample(logits: NDArray[Any], options: Sampling, rng: np.random.Generator | N
         sums = np.cumsum(np.exp(gaps))
         keep = int(np.searchsorted(sums, options.top_p * sums[-1])) + 1
         tokens, gaps = tokens[:keep], gaps[:keep]
-    # A gap over a tiny temperature is minus infinity: that token is never chosen.
+    # Dividing by a tiny temperature may give minus infinity: that token is never chosen.
     with np.errstate(over="ignore"):
         sums = np.cumsum(np.exp(gaps / options.temperature))
     chosen = np.searchsorted(sums, rng.random() * sums[-1], side="right")
@@ -100,7 +76,7 @@ def sample(logits: NDArray[Any], options: Sampling, rng: np.random.Generator | N
 
 
 def check_finite(logits: NDArray[Any], best: int) -> None:
-    """Raise `ArithmeticError` where the likeliest token's logit is not a finite number."""
+    """Raise `ArithmeticError` unless the likeliest token's logit is finite."""
     if not math.isfinite(logits[best]):
         raise ArithmeticError(
             f"the logit of token {best} is {logits[best]}: the weights are damaged, or the model "

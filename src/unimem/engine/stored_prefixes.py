@@ -1,4 +1,4 @@
-"""What a decoder takes from a store of prefixes instead of computing it, and puts there."""
+"""First tokens that a decoder takes from a store of prefixes, and puts there."""
 
 from __future__ import annotations
 
@@ -22,19 +22,10 @@ _SAMPLE_BYTES = 4096
 
 
 def model_name(weights: Weights) -> str:
-    """Tell a model from others, for a store that any of them may use.
+    """Name a model in a store that other models use, too.
 
-    The fingerprint is of headers and sizes, which two trainings of one model may have in common. So
-    the first 4 KiB of each tensor are hashed as well: of a tensor that was trained, these differ.
-
-    Parameters
-    ----------
-    weights : Weights
-        The opened model; its files are read.
-
-    Returns
-    -------
-    str
+    Two trainings of one model may have the same fingerprint, which is of headers and sizes. So the
+    first 4 KiB of each tensor are hashed as well, read from the model's files.
 
     Raises
     ------
@@ -53,20 +44,13 @@ def model_name(weights: Weights) -> str:
             size = min(_SAMPLE_BYTES, tensor.nbytes)
             if tensor.file in files:
                 digest.update(os.pread(files[tensor.file], size, tensor.offset))
-            else:  # it came from a server, and is in memory
+            else:  # it came from a server and is in memory
                 digest.update(tensor.as_array().reshape(-1).view("uint8")[:size].tobytes())
     return f"{weights.fingerprint}+{digest.hexdigest()}"
 
 
 class Prefixes:
-    """A store as a decoder uses it: what goes wrong with it costs time, and no token.
-
-    Parameters
-    ----------
-    store : KVStore
-        It is borrowed, and stays open.
-    weights : Weights
-        Of the decoder.
+    """A borrowed store as a decoder uses it: its failures cost time, and no token.
 
     Attributes
     ----------
@@ -81,10 +65,10 @@ class Prefixes:
             raise TypeError(f"store: expected a unimem.KVStore, got {store!r:.60}")
         self._store, self._model = store, model_name(weights)
         self.n_restored = self.n_stored = 0
-        self._n_seen = 0  # tokens of the conversation that were restored, or put where possible
+        self._n_seen = 0  # tokens of the conversation that were restored, or put if possible
 
     def restore(self, kv: KVCache, tokens: NDArray[Any]) -> int:
-        """Restore first tokens into an empty cache; the last one is always left to compute."""
+        """Restore first tokens into an empty cache; the last token is always left to compute."""
         self.n_restored = 0
         try:
             self.n_restored = self._store.restore_into(kv, tokens[:-1], model=self._model)
@@ -94,21 +78,13 @@ class Prefixes:
         return self.n_restored
 
     def put_before(self, first_kept: int, kv: KVCache, ids: NDArray[Any]) -> None:
-        """Keep a conversation where rings are about to give up tokens that were not put.
-
-        Parameters
-        ----------
-        first_kept : int
-            The first position that rings will have.
-        kv, ids
-            As for `put`.
-        """
+        """Put a conversation if its rings are about to drop tokens before `first_kept`."""
         size = self._store.chunk_tokens
         if first_kept > min(self._n_seen, len(ids)) // size * size:
             self.put(kv, ids)
 
     def put(self, kv: KVCache, ids: NDArray[Any]) -> None:
-        """Keep a conversation, unless its first tokens were dropped."""
+        """Put a conversation, unless its first tokens were dropped."""
         self._n_seen = len(ids)
         if kv.next_position != kv.seq_len or len(ids) < kv.seq_len:
             return

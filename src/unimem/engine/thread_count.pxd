@@ -9,18 +9,17 @@ cdef class ThreadCount:
     cdef readonly bint adapts
     cdef int _counts[MOST_COUNTS]
     cdef int _last  # index of the count 1
-    cdef int _at, _tried  # index of the count that is settled, and of the one on trial; -1: none
+    cdef int _at, _tried  # index of the settled count, and of the one on trial or -1
     cdef int64_t _cost, _usual
     cdef int64_t _look_ns, _look_n
-    cdef int _looks  # so many are compared next: 1, or how long a trial is by now
+    cdef int _looks  # how many looks are compared next: 1, or the length of a trial so far
     cdef int64_t _wait_fewer, _wait_more
     cdef int _patience, _patience_more
     cdef bint _is_slow
 
-    # How many threads compute the next token, and after how long it is given up; 0: never.
+    # As `n`, `limit_ns` and `note` of the class.
     cdef int next_count(self) noexcept nogil
     cdef int64_t limit(self) noexcept nogil
-    # What the last token took, or what was spent on one that was given up.
     cdef void note_token(self, int64_t ns, bint given_up) noexcept nogil
     cdef void _end_trial(self, int64_t mean, bint is_faster) noexcept nogil
     cdef void _start_trial(self, int step) noexcept nogil

@@ -1,23 +1,22 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""How many threads compute a token, chosen by what tokens took.
+"""How many threads compute a token, chosen by the durations of tokens.
 
-All threads meet behind each node of a graph. Where another process is on one of their cores, all
-wait for the thread that it keeps away, and fewer threads are faster. What a token takes says so,
-whatever the reason is: a neighbour, a quota, a core that is slow.
+All threads meet after each node of a graph. If another process occupies one of their cores, all
+wait for the thread on it, and fewer threads are faster. Durations show that for every cause: a
+neighbour, a quota, a slow core.
 """
 
 cdef enum:
-    # What is compared is a look: so many tokens, and so long, since a time slice is milliseconds.
+    # Samples ("looks") have at least LOOK_TOKENS tokens and LOOK_NS: a time slice is milliseconds.
     LOOK_TOKENS = 2
     LOOK_NS = 10_000_000
-    # A trial is at most as many looks.
-    TRIAL_LOOKS = 8
-    # A token is given up after twice what it should take, and this.
+    TRIAL_LOOKS = 8  # the longest trial
+    # A token is given up after twice its usual duration plus this.
     GRACE_NS = 1_000_000
-    # A trial that loses time is not repeated before this many times of what it lost. Trials of
-    # fewer threads, which find nothing on a quiet machine, come less and less often.
+    # After a failed trial, wait this many times the time that it lost. Trials of fewer threads,
+    # which fail on a quiet machine, become less and less frequent.
     PATIENCE = 64
-    # Trials of more come sooner at first: what took away a thread may have been an accident.
+    # Trials of more threads are sooner at first: the slow thread may have been an accident.
     HASTE = 8
     MOST_PATIENCE = 1 << 16
 
@@ -25,11 +24,11 @@ cdef enum:
 cdef class ThreadCount:
     """Chooses how many threads compute the next token.
 
-    One count is settled. Now and then another one, next to it, is tried for some tokens, and kept
-    where they take at least 3 % less. Durations scatter by a fifth also where nobody else works, so
-    a small gain has to hold for 16 tokens, and one of a third for 2. One that is fewer is tried at
-    the beginning, and as soon as tokens take a quarter longer than they did; one that is more,
-    again and again. The choice is a function of the durations that were noted, and of nothing else.
+    One count is settled. Now and then a neighbouring count is tried for some tokens, and kept if
+    they take at least 3 % less. Durations scatter by a fifth even on a quiet machine, so a small
+    gain has to hold for 16 tokens, and a gain of a third for 2. A smaller count is tried at the
+    beginning, and whenever tokens become a quarter slower; a larger count again and again. The
+    choice depends on the noted durations alone.
 
     Parameters
     ----------
@@ -58,7 +57,7 @@ cdef class ThreadCount:
         cdef int less = 1
         self.most, self.adapts = most, adapts
         self._counts[0] = most
-        # Neighbours take one core or a few: of many threads, one fewer is much better than half.
+        # Other work takes one core or a few: of many threads, one fewer is much better than half.
         while self._counts[self._last] > 1:
             self._counts[self._last + 1] = max(most - less, self._counts[self._last] // 2)
             self._last += 1
@@ -75,19 +74,13 @@ cdef class ThreadCount:
 
     @property
     def limit_ns(self):
-        """After how many nanoseconds the next token is given up and computed anew; 0: never."""
+        """Nanoseconds after which the next token is given up and computed anew; 0 for never."""
         return self.limit()
 
     def note(self, int64_t ns, *, bint given_up=False):
-        """Note what a token took with `n` threads.
+        """Note the nanoseconds of a token with `n` threads, or those after which it was given up.
 
-        Parameters
-        ----------
-        ns : int
-            Nanoseconds.
-        given_up : bool
-            Whether it was given up after these. It is computed anew with `n` threads, which may be
-            another number now.
+        A token that is given up is computed anew with `n` threads, which may have changed.
         """
         self.note_token(ns, given_up)
 
@@ -105,7 +98,7 @@ cdef class ThreadCount:
         if not self.adapts:
             return
         if self._cost == 0:
-            # The first token finds nothing in the caches.
+            # The first token runs with cold caches.
             self._cost = ns
             return
         if self._tried < 0:
@@ -125,7 +118,7 @@ cdef class ThreadCount:
             return
         mean = self._look_ns // self._look_n
         if self._tried >= 0:
-            # The more looks, the smaller a gain that is no accident.
+            # With more looks, a smaller gain is significant.
             gain = self._cost - mean
             if gain <= self._cost // 32:
                 self._end_trial(mean, False)
@@ -134,10 +127,10 @@ cdef class ThreadCount:
             else:
                 self._looks += 1
             return
-        # One look is too few to tell a neighbour from an accident; the average of some is not.
+        # A running average: a single look may be an accident.
         self._cost = mean if self._usual == 0 else self._cost + (mean - self._cost) // 4
         is_slow = self._usual > 0 and self._cost > self._usual + self._usual // 4
-        # Longer contexts, and neighbours who stay, become what is usual.
+        # Longer contexts, and lasting neighbours, become usual.
         self._usual = (
             mean if self._usual == 0 else min(self._cost, self._usual + self._usual // 64)
         )
@@ -165,7 +158,7 @@ cdef class ThreadCount:
             self._is_slow = False
             self._patience = PATIENCE
             self._patience_more = HASTE
-            # Further on the same way at once, and back later.
+            # Go on in the same direction at once, and back later.
             self._wait_fewer = 0 if is_fewer else PATIENCE * self._look_ns
             self._wait_more = 4 * self._look_ns if is_fewer else 0
         elif is_fewer:

@@ -1,6 +1,6 @@
 """Caches for transformers' `generate`, in memory of unimem (extra ``transformers``).
 
-Importing it registers the attention ``"unimem"``: see `unimem.transformers.attention`.
+Importing this package registers the attention ``"unimem"``: see `unimem.transformers.attention`.
 """
 
 from unimem.transformers.attention import register as _register

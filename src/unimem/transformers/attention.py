@@ -1,10 +1,10 @@
-"""Attention for models whose queries share keys, over keys that are read where they lie.
+"""Attention for models whose queries share keys, without copies of the keys.
 
-Torch's attention knows one query head for each head of keys. For grouped queries transformers
-either copies the keys once for each query head (`repeat_kv`), or asks torch to
-(``enable_gqa=True``), which is slow on a CPU. But the queries of a group are as good as queries of
-one head at several places: [batch, heads, n, dim] is also [batch, kv_heads, group * n, dim]. So one
-decode step reads each key once, and copies none.
+Torch's attention expects one query head for each head of keys. For grouped queries transformers
+copies the keys for each query head (`repeat_kv`), or lets torch do so (``enable_gqa=True``), which
+is slow on a CPU. But the queries of a group are equivalent to queries of one head at several
+places: [batch, heads, n, dim] is also [batch, kv_heads, group * n, dim]. So a decode step reads
+each key once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.masking_utils import sdpa_mask
 __all__ = ["NAME", "packed_attention", "register"]
 
 NAME = "unimem"
-# More tokens at once are a prompt, for which torch's own kernels are at their best.
+# More tokens are a prompt, for which torch's own kernels are best.
 _MOST_TOKENS = 16
-# What only the attention of transformers knows how to do, or to refuse.
+# Options that the attention of transformers handles, or refuses.
 _OTHERS = ("position_bias", "softcap", "cache")
 
 
@@ -36,24 +36,16 @@ def packed_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' ``"sdpa"`` does; a few tokens of grouped queries packed.
+    """Attend as transformers' ``"sdpa"``, with a few tokens of grouped queries packed.
 
-    Parameters
-    ----------
-    module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        As transformers gives them: query ``[batch, heads, n, head_dim]``, key and value
-        ``[batch, kv_heads, tokens, head_dim]``, mask ``[batch, 1, n, tokens]`` or None.
-
-    Returns
-    -------
-    output : torch.Tensor
-        ``[batch, n, heads, head_dim]``.
-    weights : None
+    The arguments are those of transformers: query ``[batch, heads, n, head_dim]``, key and value
+    ``[batch, kv_heads, tokens, head_dim]``, mask ``[batch, 1, n, tokens]`` or None. The output is
+    ``[batch, n, heads, head_dim]``.
     """
     batch, heads, n, dim = query.shape
     kv_heads = key.shape[1]
     mask = attention_mask
-    # Without a mask several tokens are causal, which packed ones cannot say.
+    # Several tokens without a mask are causal, which packed queries cannot express.
     packs = kv_heads < heads and (n == 1 or (n <= _MOST_TOKENS and mask is not None))
     packs = packs and (mask is None or mask.shape[1] == 1)
     if not packs or any(kwargs.get(name) is not None for name in _OTHERS):
@@ -71,7 +63,7 @@ def packed_attention(
         return output, None
     group = heads // kv_heads
     if mask is not None:
-        # [batch, 1, n, tokens]: the same of each query head of a group.
+        # [batch, 1, n, tokens]: the same for each query head of a group.
         shape = (mask.shape[0], 1, group, n, mask.shape[-1])
         mask = mask[:, :, None].expand(shape).reshape(mask.shape[0], 1, group * n, -1)
     output = torch.nn.functional.scaled_dot_product_attention(

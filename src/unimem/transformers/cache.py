@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 import numpy as np
@@ -24,19 +23,18 @@ from unimem.transformers.layers import CacheOptions, Group, Layer
 
 __all__ = ["KVCache"]
 
-# Layers that attend to chunks are cached as those of a window are: the mask alone differs.
+# Layers that attend to chunks are cached like those of a window: only the mask differs.
 _KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-# A layer without keys of its own.
-_NONE = "dummy"
+_NONE = "dummy"  # a layer without keys of its own
 
 
 def windows(config: PreTrainedConfig) -> list[int | None]:
-    """Return how many tokens each layer keeps: None for all, or 0 where it has no keys.
+    """Return how many tokens each layer keeps: None for all, or 0 for a layer without keys.
 
     Raises
     ------
     NotImplementedError
-        Layers of a kind that has no keys and values.
+        Layers of other kinds.
     """
     kinds, options = get_layer_types_and_kwargs(config)
     if unknown := sorted(set(kinds) - {*_KINDS, _NONE}):
@@ -53,41 +51,41 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
 class KVCache(Cache):  # type: ignore[misc]
     """A `transformers.Cache` whose rows lie in caches of unimem, and never move.
 
-    Give it to ``model.generate(..., past_key_values=cache)`` or to the model itself. Layers of full
-    attention share a `unimem.KVCache`, and those of a window a ring, both with
-    ``order="head"``. Keys and values are views of their rows, of exactly the tokens that are there:
-    a token costs one copy of its own rows, however long the conversation is.
+    Give it to ``model.generate(..., past_key_values=cache)`` or to the model itself. Layers with
+    full attention share a `unimem.KVCache`, and layers with a window a ring, both with
+    ``order="head"``. Keys and values are views of their rows, for exactly the current tokens: a
+    token costs one copy of its own rows, however long the conversation is.
 
-    Attention of grouped queries over them is fastest with
-    ``model.set_attn_implementation("unimem")``: see `unimem.transformers.attention`.
+    Attention of grouped queries is fastest with ``model.set_attn_implementation("unimem")``: see
+    `unimem.transformers.attention`.
 
-    One thread uses it at a time. After a fork the child has its own copy, but for windows, which
-    are left out of it. It keeps no gradients, and is for the CPU.
+    One thread uses it at a time. A forked child has its own copy, except of windows. It keeps no
+    gradients, and is for the CPU.
 
     Parameters
     ----------
     config : transformers.PreTrainedConfig
-        Of the model.
+        The model's configuration.
     max_seq_len : int, optional
         Tokens that fit; ``config.max_position_embeddings`` by default.
     dtype : str, optional
-        What is stored, as for `unimem.KVCache`; by default what the model computes in. With another
-        type attention gets converted copies, and costs time that grows with the conversation.
+        The stored type, as for `unimem.KVCache`; by default the type that the model computes in.
+        For another type attention gets converted copies, whose cost grows with the conversation.
     grow : bool, default True
-        Whether memory of full attention is taken as tokens come, or at once.
+        Whether memory of full attention is taken as tokens arrive, or at once.
     spare_rows : int, default 128
-        Of windows: so far can `crop` go back, and so many tokens at once are views.
+        For windows: `crop` can drop this many tokens, and updates of up to this many return views.
     budget_bytes : int, optional
-        What `capacity_bytes` never exceeds: CacheFull is raised before.
+        A limit of `capacity_bytes`: CacheFull is raised instead of exceeding it.
     **placement
         See `unimem.PlacementOptions`.
 
     Raises
     ------
     NotImplementedError
-        The model has other layers than of full and sliding attention.
+        The model has layers without full or sliding attention.
     ValueError, TypeError
-        As `unimem.KVCache`; most of it with the first token, which says how many streams there are.
+        As `unimem.KVCache`, mostly at the first token, which gives the number of streams.
 
     Examples
     --------
@@ -138,7 +136,7 @@ class KVCache(Cache):  # type: ignore[misc]
             layer = Layer(self, group, len(group.layers))
             group.layers.append(layer)
             layers.append(layer)
-        # Rings take all of their memory at once, and refuse what others do not.
+        # Rings are first: they take all of their memory at once, and may refuse a crop.
         self._groups = sorted(groups.values(), key=lambda group: group.window is None)
         super().__init__(layers=layers)
 
@@ -146,19 +144,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def for_model(
         cls, model: PreTrainedModel, max_seq_len: int | None = None, **options: Any
     ) -> Self:
-        """Make a cache for a model, of which `save` then knows.
-
-        Parameters
-        ----------
-        model : transformers.PreTrainedModel
-            The model.
-        max_seq_len, **options
-            As for the class.
-
-        Returns
-        -------
-        KVCache
-        """
+        """Make a cache for a model, which `save` then knows; options are as for the class."""
         made = cls(model.config, max_seq_len, **options)
         made._model = weakref.ref(model)
         return made
@@ -166,7 +152,7 @@ class KVCache(Cache):  # type: ignore[misc]
     # ---- for its layers ----
 
     def _start(self, group: Group, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Make the cache of a group for tokens like these, which are its first."""
+        """Make the cache of a group for its first tokens."""
         if keys.shape != values.shape:
             raise ValueError(
                 f"KVCache.update: expected keys and values of one shape, got {tuple(keys.shape)} "
@@ -181,7 +167,7 @@ class KVCache(Cache):  # type: ignore[misc]
         budget = self._options.budget_bytes
         starting = [group]
         if budget is not None:
-            # What windows take is not for the tokens of the others to grow into.
+            # Start all groups, so that growing ones leave the memory of windows alone.
             starting = [one for one in self._groups if one is group or one.kv is None]
         for one in starting:
             others = [other for other in self._groups if other is not one]
@@ -192,7 +178,7 @@ class KVCache(Cache):  # type: ignore[misc]
             if kv is not None:
                 kv.__exit__()
 
-    # ---- what transformers asks ----
+    # ---- the interface of transformers ----
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens, as assisted decoding does.
@@ -200,13 +186,13 @@ class KVCache(Cache):  # type: ignore[misc]
         Parameters
         ----------
         tokens_to_remove : int
-            Minus the number of tokens to drop, as transformers says it.
+            Minus the number of tokens to drop, by the convention of transformers.
 
         Raises
         ------
         ValueError
-            Above 0; more than there are; or a window has overwritten what it would have to show,
-            which a larger `spare_rows` keeps. No token was dropped.
+            The number is positive, or too large, or a window has overwritten rows that it would
+            have to show, which a larger `spare_rows` keeps. No token was dropped.
         RuntimeError
             Some layers lack tokens, since a forward pass was interrupted: call `rollback`.
         """
@@ -223,20 +209,20 @@ class KVCache(Cache):  # type: ignore[misc]
             self._crop([n] * len(self._groups))
 
     def _crop(self, counts: Sequence[int]) -> None:
-        """Drop so many tokens of each group, or none."""
+        """Drop these numbers of tokens from the groups, or none."""
         for group, n in zip(self._groups, counts, strict=True):
             group.check_crop(n)
         for group, n in zip(self._groups, counts, strict=True):
             group.crop(n)
 
     def rollback(self) -> None:
-        """Drop tokens that not all layers hold, such as those that CacheFull has interrupted.
+        """Drop tokens that some layers lack, such as those interrupted by CacheFull.
 
         Raises
         ------
         ValueError
-            A window has overwritten what it would have to show, which a larger `spare_rows` keeps.
-            There are no tokens then.
+            A window has overwritten rows that it would have to show, which a larger `spare_rows`
+            keeps. The cache is empty then.
         """
         length = min(layer.length for group in self._groups for layer in group.layers)
         if not length:
@@ -259,22 +245,17 @@ class KVCache(Cache):  # type: ignore[misc]
             )
 
     def reset(self) -> None:
-        """Drop all tokens; the next ones may be of another number of streams."""
+        """Drop all tokens; the number of streams may change afterwards."""
         for group in self._groups:
             group.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Give each stream the tokens of another, in place, as beam search does.
-
-        Parameters
-        ----------
-        beam_idx : torch.Tensor
-            Integers ``[batch]``: which stream each becomes.
+        """Give each stream i the tokens of stream ``beam_idx[i]``, in place, as beam search does.
 
         Raises
         ------
         ValueError
-            Another number of streams.
+            `beam_idx` has another number of streams.
         """
         source = beam_idx.detach().cpu().numpy().astype(np.int64)
         batch = self._batch()
@@ -284,7 +265,7 @@ class KVCache(Cache):  # type: ignore[misc]
             group.reorder(source)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each stream so many times: the tokens are copied into caches of more streams.
+        """Repeat each stream: the tokens are copied into caches of more streams.
 
         Raises
         ------
@@ -296,19 +277,9 @@ class KVCache(Cache):  # type: ignore[misc]
         self._select(np.repeat(np.arange(self._batch()), repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep some streams, in this order: the tokens are copied into caches of as many.
+        """Keep some streams, by indices or a mask: the tokens are copied into new caches.
 
-        Parameters
-        ----------
-        indices : torch.Tensor
-            Integers, or a mask ``[batch]``.
-
-        Raises
-        ------
-        CacheFull, CapacityError, MemoryError, PlacementError
-            There is no room. Nothing has changed.
-        RuntimeError
-            Some layers lack tokens.
+        It raises as `batch_repeat_interleave`.
         """
         self._select(np.arange(self._batch())[indices.detach().cpu().numpy()])
 
@@ -383,16 +354,16 @@ class KVCache(Cache):  # type: ignore[misc]
     ) -> None:
         """Write the tokens to a file, for `restore` in another process.
 
-        A file that is there is replaced at once. The windows of a model that has full attention
-        as well are in a second file beside it.
+        An existing file is replaced atomically. If a model has windows and full attention, the
+        windows are in a second file beside it.
 
         Parameters
         ----------
         path : path-like
             The file.
         tokens : torch.Tensor, numpy.ndarray or sequence of int, optional
-            Their ids, ``[n]`` or ``[batch, n]``; more than there are tokens are ignored, such as
-            the last one that `generate` returns.
+            Their ids, ``[n]`` or ``[batch, n]``. Further ids are ignored, such as the last one that
+            `generate` returns.
         model : transformers.PreTrainedModel, optional
             The model; that of `for_model` by default.
 
@@ -429,28 +400,24 @@ class KVCache(Cache):  # type: ignore[misc]
         verify: bool | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Self:
-        """Make a cache of what `save` wrote: `generate` goes on where the conversation ended.
+        """Make a cache from a file of `save`: `generate` goes on where the conversation ended.
 
         Parameters
         ----------
         path : path-like
             The file.
         model : transformers.PreTrainedModel
-            The model, which has to be the one that it was saved with.
+            The model that it was saved with.
         tokens : torch.Tensor, numpy.ndarray or sequence of int, optional
-            The ids that the conversation begins with, ``[n]`` or ``[batch, n]``: those of the file
-            must be the first of them.
+            The ids that the conversation begins with, ``[n]`` or ``[batch, n]``: the ids of the
+            file must be the first of them.
         mode, verify, **placement
             As for `unimem.KVCache.restore`.
-
-        Returns
-        -------
-        KVCache
 
         Raises
         ------
         SnapshotError
-            The file is no snapshot, is damaged, or is one of another model or of other tokens.
+            The file is no snapshot, is damaged, or is for another model or other tokens.
         ValueError, TypeError, OSError, CapacityError, MemoryError, PlacementError
             As `unimem.KVCache.restore`.
         """
@@ -477,22 +444,22 @@ class KVCache(Cache):  # type: ignore[misc]
         *,
         model: PreTrainedModel | None = None,
     ) -> int:
-        """Keep the whole chunks of the tokens in a store, for `restore_from` of any process.
+        """Put the whole chunks of the tokens into a store, for `restore_from` in any process.
 
         Parameters
         ----------
         store : unimem.KVStore
             The store.
         tokens : torch.Tensor, numpy.ndarray or sequence of int
-            The ids of all tokens, ``[n]`` or ``[1, n]``. Those that are not in the cache yet, such
-            as the last one that `generate` has chosen, do not count.
+            The ids of all tokens, ``[n]`` or ``[1, n]``. Ids that are not in the cache yet, such as
+            the last one that `generate` has chosen, do not count.
         model : transformers.PreTrainedModel, optional
             The model; that of `for_model` by default.
 
         Returns
         -------
         int
-            First tokens of this conversation that the store has now.
+            How many first tokens of this conversation the store has now.
 
         Raises
         ------
@@ -518,23 +485,21 @@ class KVCache(Cache):  # type: ignore[misc]
         *,
         model: PreTrainedModel | None = None,
     ) -> int:
-        """Take first tokens from a store, which the model then does not compute.
+        """Take first tokens from a store, so that the model does not compute them.
 
         Parameters
         ----------
         store : unimem.KVStore
             The store.
         tokens : torch.Tensor, numpy.ndarray or sequence of int
-            The ids that `generate` will be given, ``[n]`` or ``[1, n]``. The last one is always
-            left to compute.
+            The ids for `generate`, ``[n]`` or ``[1, n]``. The last one is always left to compute.
         model : transformers.PreTrainedModel, optional
             The model; that of `for_model` by default.
 
         Returns
         -------
         int
-            Tokens that the cache holds now: whole chunks, as far as the store has them and they
-            fit.
+            How many tokens the cache holds now: the whole chunks that the store has and that fit.
 
         Raises
         ------
@@ -570,27 +535,22 @@ class KVCache(Cache):  # type: ignore[misc]
 
     @property
     def memory_usage_bytes(self) -> int:
-        """Bytes of the tokens that are there."""
+        """Bytes of the tokens."""
         return sum(kv.memory_usage_bytes for kv in self.caches)
 
     @property
     def capacity_bytes(self) -> int:
-        """Bytes of memory that back them."""
+        """Bytes of memory for tokens."""
         return sum(kv.capacity_bytes for kv in self.caches)
 
     def close(self) -> None:
-        """Give the memory back; what views still use goes with the last of them."""
+        """Give the memory back; live views keep theirs."""
         self.__exit__()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for group in self._groups:
             kv, group.kv, group.dims, group.oldest = group.kv, None, (0, 0, 0), 0
             for layer in group.layers:

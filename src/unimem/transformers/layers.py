@@ -1,6 +1,6 @@
-"""The layers of a model, as transformers sees them, over caches of ours.
+"""The layers of a model for transformers, over caches of unimem.
 
-Layers of one kind, of full attention or of one window, share a `unimem.KVCache`: a group.
+Layers of one kind, with full attention or one window, share a `unimem.KVCache`: a group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 
 
 def as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
-    """Return a tensor over an array's memory, which it holds."""
+    """Return a tensor over an array's memory, which it keeps alive."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
@@ -40,7 +40,7 @@ def _as_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether its values are what lies at its address, one behind the other."""
+    """Return whether its values are the consecutive bytes at its address."""
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
@@ -64,31 +64,17 @@ class CacheOptions:
 
 @dataclass(eq=False)
 class Group:
-    """The layers of one kind, and the cache that holds their rows.
+    """The layers of one kind, and the cache that holds their rows."""
 
-    Attributes
-    ----------
-    window : int or None
-        Tokens that a layer attends to, the newest among them.
-    options : CacheOptions
-        How the cache is made.
-    kv : unimem.KVCache or None
-        None before the first token, which says how many streams and heads there are.
-    layers : list of Layer
-        In the order of the model.
-    """
-
-    window: int | None
+    window: int | None  # how many tokens a layer attends to, the newest included
     options: CacheOptions
-    kv: KVCache | None = None
-    layers: list[Layer] = field(default_factory=list)
-    # Streams, heads and head size.
-    dims: tuple[int, int, int] = (0, 0, 0)
-    # The first position of which a ring has a row, beside those that it has overwritten.
-    oldest: int = 0
+    kv: KVCache | None = None  # made for the first token, which gives the streams and heads
+    layers: list[Layer] = field(default_factory=list)  # in the order of the model
+    dims: tuple[int, int, int] = (0, 0, 0)  # streams, heads and head size
+    oldest: int = 0  # the first position that a ring held when it was adopted
 
     def require(self) -> KVCache:
-        """Return the cache, which has tokens."""
+        """Return the cache, which must exist."""
         assert self.kv is not None
         return self.kv
 
@@ -99,14 +85,14 @@ class Group:
         self.dims = batch, heads, head_dim
 
     def takes(self, keys: torch.Tensor) -> bool:
-        """Whether the cache is one for tokens like these."""
+        """Return whether the cache is one for tokens like these."""
         batch, heads, _, head_dim = keys.shape
         return self.dims == (batch, heads, head_dim) and self.require().dtype == self.dtype_for(
             keys
         )
 
     def dtype_for(self, keys: torch.Tensor) -> str:
-        """Return what is stored of tokens like these, whether or not it is given."""
+        """Return the stored type of tokens like these, given or by default."""
         if keys.device.type != "cpu":
             raise ValueError(f"KVCache.update: expected tensors on the CPU, got {keys.device}")
         if keys.dtype not in _NAMES:
@@ -148,10 +134,10 @@ class Group:
             layer.drop_rows()
 
     def check_crop(self, n: int) -> None:
-        """Raise ValueError where `crop` cannot drop the last n tokens."""
+        """Raise ValueError if `crop` cannot drop the last n tokens."""
         if self.kv is None or self.window is None:
             return
-        # What the window would show then, and of that what the next token attends to.
+        # The first position of the window after the crop; the next token attends from the next one.
         shown = self.kv.next_position - n - self.window
         there = self.kv._body._oldest_position()
         lost = max(0, shown + 1) < max(self.oldest, there) or (n and max(0, shown) < there)
@@ -163,7 +149,7 @@ class Group:
             )
 
     def crop(self, n: int) -> None:
-        """Drop the last n tokens, which `check_crop` has allowed."""
+        """Drop the last n tokens, after `check_crop`."""
         if self.kv is None or not n:
             return
         self.release_rows()
@@ -189,7 +175,7 @@ class Group:
             layer.length = 0
 
     def release_rows(self) -> None:
-        """Drop the tensors over rows, where they would keep memory from going back."""
+        """Drop the tensors over rows if they would keep memory from being given back."""
         for layer in self.layers:
             if self.kv is None or self.kv.grow:
                 layer.drop_rows()
@@ -228,7 +214,7 @@ class Group:
 
 
 class Layer(CacheLayerMixin):  # type: ignore[misc]
-    """What transformers asks of a layer."""
+    """One layer of the cache for transformers."""
 
     is_compileable = False
     is_croppable = True
@@ -236,12 +222,9 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, owner: Any, group: Group, index: int) -> None:
         self._owner = owner
         self.group = group
-        #: Which of its group.
-        self.index = index
-        #: Tokens that came, whatever a window still shows of them.
-        self.length = 0
-        # Of all rows, made once.
-        self._rows: Tensors | None = None
+        self.index = index  # in its group
+        self.length = 0  # all tokens so far, also those that a window has dropped
+        self._rows: Tensors | None = None  # of all rows, made once
 
     def __repr__(self) -> str:
         window = self.group.window
@@ -338,15 +321,15 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         first, end = 0, row + n
         if window is not None:
             first = end - min(self.length, window - 1 + n)
-            if first < 0:  # behind the end of the rows, which the second image continues
+            if first < 0:  # continue in the second image of the rows
                 first, end = first + kv.n_rows, end + kv.n_rows
         return keys.narrow(2, first, end - first), values.narrow(2, first, end - first)
 
     def _rows_to(self, kv: KVCache, end: int) -> Tensors:
-        """Return tensors of all rows that can be used, of which there are so many at least."""
+        """Return tensors of all usable rows, at least up to `end`."""
         rows = self._rows
         if rows is None or rows[0].shape[2] < end:
-            # Not inference tensors, which nobody could write to in another mode.
+            # Inference tensors could not be written in another mode.
             with torch.inference_mode(False):
                 k, v = kv._body._all_rows(self.index)
                 rows = self._rows = as_tensor(k), as_tensor(v)
@@ -355,7 +338,7 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
     def _append_far(
         self, kv: KVCache, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> Tensors:
-        """Append more tokens to a window than its rows could show with those before them."""
+        """Append more tokens than the rows of a window can show together with those before them."""
         states, n = (key_states, value_states), key_states.shape[2]
         shown = states
         if self.length and self.group.window != 1:
@@ -385,15 +368,15 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
         return shown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many tokens `update` will return, and the position of the first."""
+        """Return how many tokens `update` will return, and the position of the first one."""
         window = self.group.window
         past = self.length if window is None else min(self.length, window - 1)
         return past + query_length, self.length - past
 
     def get_seq_length(self) -> int:
-        """Return the tokens that came."""
+        """Return the number of tokens so far."""
         return self.length
 
     def get_max_length(self) -> int:
-        """Return the most tokens that it holds."""
+        """Return the most tokens that the layer holds."""
         return self.group.window or self.group.options.max_seq_len

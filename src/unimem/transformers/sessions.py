@@ -1,8 +1,8 @@
 """Saving the caches of a model's layers, and restoring them for the same model and tokens.
 
-Each is a snapshot (docs/snapshots.md). Their model is named ``FINGERPRINT/STREAMS/ID``: of the
-model; of the tokens of all streams but the first, which has them in the file; and of the files that
-belong together where there are several, beside the first as ``PATH.ID``.
+Each file is a snapshot (docs/snapshots.md). Its model is named ``FINGERPRINT/STREAMS/ID``: the
+model's fingerprint; a hash of the tokens of all streams but the first, whose tokens are in the
+file; and the id that further files have in their names, ``PATH.ID``, beside the first.
 """
 
 from __future__ import annotations
@@ -27,27 +27,16 @@ from unimem.transformers.layers import Group
 
 __all__ = ["fingerprint", "one_stream", "restore", "save"]
 
-# Of each tensor of a model: reading all of them would take longer than a snapshot saves.
+# Values read of each tensor of a model: reading all would take longer than a snapshot saves.
 _SAMPLES = 16
-# What says nothing of the numbers that a model computes.
+# Fields of a configuration that do not change what a model computes.
 _UNRELATED = {"transformers_version", "architectures", "use_cache", "dtype", "torch_dtype"}
 
 Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | None"
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Name a model by its configuration, and by samples of its weights.
-
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        The model.
-
-    Returns
-    -------
-    str
-        32 hexadecimal digits.
-    """
+    """Name a model by its configuration and samples of its weights, in 32 hexadecimal digits."""
     digest = xxhash.xxh3_128()
     fields = model.config.to_dict()
     for name in sorted(fields):
@@ -77,13 +66,7 @@ def _token_ids(tokens: Ids, batch: int | None = None) -> npt.NDArray[np.int64] |
 
 
 def one_stream(tokens: Ids) -> npt.NDArray[np.int64]:
-    """Return the ids of one stream as [n].
-
-    Raises
-    ------
-    ValueError
-        They are those of several, or no ids.
-    """
+    """Return the ids of one stream as [n]; raise ValueError for several streams, or None."""
     ids = _token_ids(tokens, 1)
     if ids is None:
         raise ValueError("tokens: expected the ids of one stream, got None")
@@ -92,7 +75,7 @@ def one_stream(tokens: Ids) -> npt.NDArray[np.int64]:
 
 
 def _streams_name(ids: npt.NDArray[np.int64] | None, n: int) -> str:
-    """Return what tells the tokens of all streams but the first from others."""
+    """Return a hash of the tokens of all streams but the first."""
     if ids is None or len(ids) == 1:
         return "-"
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(ids[1:, :n]).tobytes())
@@ -107,17 +90,7 @@ def _main_first(groups: Sequence[Group]) -> list[Group]:
 
 
 def save(groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, model: str) -> None:
-    """Write the cache of each group.
-
-    Parameters
-    ----------
-    groups : sequence of Group
-        All of a model.
-    path, tokens
-        As `unimem.transformers.KVCache.save` takes them.
-    model : str
-        Its fingerprint.
-    """
+    """Write the caches of all groups of a model: see `unimem.transformers.KVCache.save`."""
     file = file_path(path)
     first, *others = [group.kv for group in _main_first(groups)]
     if first is None or any(kv is None for kv in others):
@@ -130,7 +103,7 @@ def save(groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, mod
     name = secrets.token_hex(8) if others else "-"
     named = f"{model}/{_streams_name(ids, n)}/{name}"
     row = None if ids is None else ids[0, :n]
-    # The first file is replaced last, and names the others: before that the old ones are whole.
+    # The first file is replaced last, and names the others: until then the old ones are complete.
     for i, kv in enumerate(others):
         assert kv is not None
         kv.save(_beside(file, f"{name}-{i}"), tokens=row, model=named)
@@ -141,7 +114,7 @@ def save(groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, mod
 
 
 def _files_beside(path: str) -> list[str]:
-    """List the further files of what was saved at a path before."""
+    """List the further files of an older session at a path."""
     try:
         model = snapshot.describe(path).model
     except (OSError, SnapshotError):
@@ -154,27 +127,11 @@ def _files_beside(path: str) -> list[str]:
 
 
 def restore(
-    groups: Sequence[Group],
-    path: str | os.PathLike[str],
-    tokens: Ids,
-    model: str,
-    **options: Any,
+    groups: Sequence[Group], path: str | os.PathLike[str], tokens: Ids, model: str, **options: Any
 ) -> list[KVCache]:
-    """Make the cache of each group.
+    """Make the caches of all groups of a model, in their order, from files of `save`.
 
-    Parameters
-    ----------
-    groups : sequence of Group
-        All of a model, without caches.
-    path, tokens, model
-        As `save` takes them.
-    **options
-        Of `unimem.KVCache.restore`.
-
-    Returns
-    -------
-    list of KVCache
-        In the order of the groups.
+    `options` are those of `unimem.KVCache.restore`.
     """
     file = file_path(path)
     facts = snapshot.describe(file)
@@ -210,7 +167,7 @@ def restore(
 
 
 def _check(kv: KVCache, group: Group, path: str) -> None:
-    """Refuse a cache that is not one of the group's layers."""
+    """Raise SnapshotError for a cache that does not fit the group's layers."""
     expected = {"n_layers": len(group.layers), "window": group.window, "order": "head"}
     for name, wanted in expected.items():
         if (got := getattr(kv, name)) != wanted:

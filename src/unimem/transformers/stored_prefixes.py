@@ -1,7 +1,7 @@
 """First tokens of a conversation, put into a store of prefixes and taken from it.
 
-The layers of each kind are put as a cache of their own, since windows of a model may have other
-tokens than its full attention.
+Each kind of layers is stored as a separate cache, since a model's windows may hold other tokens
+than its full attention.
 """
 
 from __future__ import annotations
@@ -39,18 +39,9 @@ def first_keys(model: PreTrainedModel) -> torch.Tensor:
 
 
 def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
-    """Put the tokens of each group; return how many the store has of all.
+    """Put the tokens of all groups of a model; return how many the store has of every group.
 
-    Parameters
-    ----------
-    groups : sequence of Group
-        All of a model.
-    store : KVStore
-        Where to.
-    ids : numpy.ndarray
-        ``[n]``, of one stream.
-    model : str
-        Its fingerprint.
+    `ids` is ``[n]``, of one stream, and `model` a fingerprint.
     """
     kept = [
         0 if group.kv is None else store.put(group.kv, ids, model=_name(model, group))
@@ -60,19 +51,13 @@ def put(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
 
 
 def restore(groups: Sequence[Group], store: KVStore, ids: Ids, model: str) -> int:
-    """Restore first tokens into the cleared caches of all groups; return how many all have.
-
-    Parameters
-    ----------
-    groups, store, ids, model
-        As `put` takes them; the groups have caches.
-    """
+    """Restore first tokens into the cleared caches of all groups; return how many all have."""
     known = [store.longest(ids, model=_name(model, group), kv=group.require()) for group in groups]
     ids = ids[: min(known)]
     n = min(store.restore_into(group.require(), ids, model=_name(model, group)) for group in groups)
     for group in groups:
         kv = group.require()
-        kv.crop(n)  # of another kind a chunk was damaged
+        kv.crop(n)  # a chunk of another kind was damaged
         group.adopt(kv)
     return n
 

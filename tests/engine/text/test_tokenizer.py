@@ -34,7 +34,7 @@ from unimem.engine.text.tokenizer import Tokenizer, UnsupportedTokenizer
 
 
 def odd_texts() -> list[str]:
-    """What a page cannot hold: line ends, edges, and its characters and words in any order."""
+    """Texts unlike the page: line ends, edges, and its characters and words in any order."""
     texts = ["", " ", "  ", "\n", "a", " a", "a ", "\r\n\r\n x\r", "\t\t\v\f", "\u2581\u2581 a"]
     texts += ["\x1c\x85\xa0\u1680\u2028\u202f\u3000", "\ufeff\u200b\u200d", "\U0010ffff\ue000"]
     texts += ["'\u017f 'S 'LL 'Re it'S'VE", "12345678901 ٣٤٥٦ Ⅷ½²"]
@@ -62,7 +62,7 @@ class Case:
 
     @cached_property
     def answers(self) -> Answers:
-        """What llama.cpp says."""
+        """llama.cpp's answers."""
         path = write_model(self.folder / f"{self.name}.gguf", self.vocab.metadata)
         return ask_llama_cpp(path, TEXTS)
 
@@ -94,7 +94,7 @@ def test_ids_are_those_of_llama_cpp(case: Case) -> None:
 def test_text_is_that_of_llama_cpp(case: Case) -> None:
     answers = case.answers
     n_vocab = case.tokenizer.n_vocab
-    # A space in front is what decode() takes away for `llama`, and no piece shows it there.
+    # decode() removes a space in front for `llama`, which no piece shows there.
     assert [case.tokenizer.decode([0, i], special=True) for i in range(n_vocab)] == [
         answers.pieces[0] + piece for piece in answers.pieces
     ]
@@ -123,7 +123,7 @@ def test_end_tokens_by_text_and_by_key(bpe: Vocab, tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_metadata(metadata)
     for added, ends in (by_text | by_key).items():
         assert (tokens.index(added) in tokenizer.eog_ids) is ends, added
-    # What is known by its text is a control token, though the file calls it a normal one.
+    # A token known by its text is a control token, though the file calls it a normal one.
     assert tokenizer.encode("a<|end|>", special=True)[-1] == tokens.index("<|end|>")
     assert tokens.index("<|end|>") not in tokenizer.encode("a<|end|>")
     assert tokenizer.decode([tokens.index("<|fim_prefix|>")]) == ""
@@ -149,7 +149,7 @@ def test_flags_of_the_file(spm: Vocab, flags: dict[str, bool], tmp_path: Path) -
 
 @pytest.mark.slow
 def test_a_vocabulary_as_gemma_has_it(tmp_path: Path) -> None:
-    """Begin and end are other ids, no space is put in front, and runs of spaces are tokens."""
+    """Begin and end have other ids, no space is put in front, and runs of spaces are tokens."""
     turns, runs = ["<start_of_turn>", "<end_of_turn>"], ["\n\n", "\n\n\n", "  ", "   "]
     whole = spm_vocab()
     vocab = Vocab(whole.tokens + turns + runs, whole.types + [3] * 2 + [4] * 4, whole.metadata)
@@ -189,10 +189,10 @@ def test_stream_gives_the_same_text_and_whole_characters(case: Case) -> None:
     stream = case.tokenizer.stream()
     pushed = [stream.push(token) for token in tokens]
     assert stream.flush() == ""
-    space = case.name == "llama"  # the one that decode() takes away in front
+    space = case.name == "llama"  # decode() removes it
     assert "".join(pushed) == " " * space + case.tokenizer.decode(tokens)
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pushed)
-    assert "" in pushed  # the page has characters that are no token
+    assert "" in pushed  # some characters of the page have no token
 
 
 def test_stream_flushes_half_a_character(spm: Vocab) -> None:

@@ -1,1 +1,1 @@
-"""A GPU, or what stands in for it."""
+"""A GPU, or a substitute for it."""

@@ -1,4 +1,4 @@
-"""Main memory and a GPU's, for tests of what holds on both."""
+"""Main memory and a GPU's, for tests of both."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Device(ABC):
-    """Where the memory is that a test is about.
+    """The memory that a test is about.
 
     Attributes
     ----------
     name : str
-        Of the tests.
+        The name in tests.
     package : module
         Whose classes are tested: `unimem` or `unimem.cuda`.
     align : int
-        What tapes align to by default, in bytes.
+        The default alignment of tapes, in bytes.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Device(ABC):
 
     @abstractmethod
     def costs(self) -> dict[str, Any]:
-        """What the library has asked of the system or the driver so far."""
+        """Return the library's calls of the system or the driver so far."""
 
 
 class Host(Device):
@@ -79,7 +79,7 @@ class Host(Device):
 
 
 class Gpu(Device):
-    """Device memory, for which a driver over main memory stands."""
+    """Device memory, simulated by a driver over main memory."""
 
     name = "cuda"
     align = 256

@@ -1,4 +1,4 @@
-"""Arrays of other libraries, as far as unimem sees of them, over arrays of NumPy."""
+"""Arrays of other libraries, as seen by unimem, over arrays of NumPy."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Unversioned(Versioned):
 
 
 class Refusing(Versioned):
-    """Has ``__dlpack__``, which gives nothing."""
+    """Has a ``__dlpack__`` that returns None."""
 
     def __dlpack__(self, **options: Any) -> Any:
         raise BufferError("lent already\nto somebody")
 
 
 class Wrong(Versioned):
-    """Has ``__dlpack__``, whose capsule is none."""
+    """Has a ``__dlpack__`` that returns no capsule."""
 
     def __dlpack__(self, **options: Any) -> Any:
         return "capsule"
@@ -82,7 +82,7 @@ class _Versioned(ctypes.Structure):
 
 
 class Described(NamedTuple):
-    """What a capsule of DLPack 1 says."""
+    """The contents of a DLPack 1 capsule."""
 
     major: int
     address: int
@@ -99,7 +99,7 @@ _get_pointer.argtypes = ctypes.py_object, ctypes.c_char_p
 
 
 def described(capsule: Any) -> Described:
-    """Read what a capsule says, without opening it."""
+    """Read a capsule without opening it."""
     found = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
     sizes, steps = (
         tuple((ctypes.c_int64 * found.tensor.n_dims).from_address(at))

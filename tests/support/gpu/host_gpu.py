@@ -1,8 +1,8 @@
 """A driver over main memory in place of `cuda_driver.Driver`: the twin without a GPU.
 
 Allocations are NumPy arrays, copies are done at once, kernels are the same source compiled for the
-CPU, and arrays are real CuPy arrays over host addresses: their offsets, shapes and lifetimes are
-CuPy's own, and only what touches their data fails (`array_of` and `numpy_of` are for that).
+CPU, and arrays are real CuPy arrays over host addresses: offsets, shapes and lifetimes are CuPy's.
+Only access to their data fails; `array_of` and `numpy_of` are for that.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class HostMemory:
     def __init__(self, driver: HostDriver, nbytes: int) -> None:
         self._driver = driver
         self._nbytes = nbytes
-        self.ptr = 0  # of what main memory has no room for
-        # Not zeros: nobody may count on what is in it.
+        self.ptr = 0  # if main memory has no room
+        # Not zeros: the content is undefined.
         self._bytes = np.full(nbytes + 256, 0xA5, np.uint8)
         self.ptr = -(-self._bytes.ctypes.data // 256) * 256
         driver.allocated[self.ptr] = nbytes
@@ -66,18 +66,18 @@ class HostEvent:
 
 
 class HostDriver(cuda_driver.Driver):
-    """What `cuda_driver.Driver` does, in main memory.
+    """`cuda_driver.Driver` in main memory.
 
     Attributes
     ----------
     allocated, registered : dict of int to int
-        Addresses to sizes of what is there now.
+        From addresses to sizes.
     calls : list of tuple
-        What was queued, and what was waited for.
+        Queued work, and waits.
     total_bytes : int
-        What the device has.
+        Memory of the device.
     page_bytes : int
-        What an allocation takes of it is a multiple of this; 2 MiB on a device.
+        Allocations take a multiple of this; 2 MiB on a device.
     """
 
     def __init__(self, device: int = 0) -> None:
@@ -187,11 +187,11 @@ def array_of(a: Array, device: int = 0) -> Any:
 
 
 class _Seen:
-    """What NumPy needs to see a cupy.ndarray's memory, and keeps alive."""
+    """An object through which NumPy sees a cupy.ndarray's memory, and keeps it alive."""
 
     def __init__(self, a: Any) -> None:
         self.array = a
-        # bfloat16 has no type string of its own: bytes of its size, to be seen as it.
+        # bfloat16 has no type string: these are bytes of its size.
         self.__array_interface__ = {
             "shape": a.shape,
             "typestr": f"|V{a.itemsize}",

@@ -20,8 +20,8 @@ import pytest
 
 Launcher = Callable[[tuple[int, ...], tuple[int, ...], tuple[Any, ...], int], None]
 
-# What CUDA has and C++ has not, as far as it is needed. Operations that name their rounding round
-# as the CPU does, as long as nothing is fused.
+# The parts of CUDA that C++ lacks. Operations that name their rounding round as the CPU does, as
+# long as nothing is fused.
 PRELUDE = r"""
 #include <cstring>
 
@@ -82,7 +82,7 @@ static int launch(void (*kernel)(A), const unsigned *grid, const unsigned *block
     }
 """
 
-# What CUDA refuses.
+# CUDA's limits.
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)
 MOST_THREADS = 1024
 

@@ -1,4 +1,4 @@
-"""What the kernels of ``rows.cu`` promise, wherever they run: the bits that main memory gets.
+"""The contract of the kernels of ``rows.cu``: the bits that main memory gets.
 
 A test module derives a class from `RowContract` and gives it the fixture `place`.
 """
@@ -17,7 +17,7 @@ import unimem as um
 from support.contracts.kv_model import NUMPY_DTYPES
 
 Array = NDArray[Any]
-# An array where the kernels can use it.
+# An array for the kernels.
 There = Any
 
 DTYPES = NUMPY_DTYPES | {"f64": np.dtype(np.float64)}
@@ -29,7 +29,7 @@ UNTOUCHED = 0xA5
 
 
 class Place(ABC):
-    """Where the kernels run."""
+    """The place where kernels run."""
 
     driver: Any
 
@@ -39,11 +39,11 @@ class Place(ABC):
 
     @abstractmethod
     def down(self, a: There) -> Array:
-        """Copy it from there, when all kernels are done."""
+        """Copy it back after all kernels."""
 
     @abstractmethod
     def address(self, a: There) -> int:
-        """Where its first element is."""
+        """Return the address of its first element."""
 
     def rows(self, stored: str) -> Any:
         """The kernels for a type of rows."""
@@ -69,7 +69,7 @@ um_convert.argtypes = [
 
 
 def converted(values: Array, stored: str, wanted: str) -> Array:
-    """What the library's own code makes of an array, whose last axis is in blocks for q8_0."""
+    """Convert an array by the library's own code; for q8_0 the last axis is in blocks."""
     if "f64" in (stored, wanted):
         with np.errstate(invalid="ignore"):  # a signalling NaN
             return values.astype(DTYPES[wanted])
@@ -85,7 +85,7 @@ def converted(values: Array, stored: str, wanted: str) -> Array:
 
 
 def same_numbers(a: Array, b: Array) -> bool:
-    """The same bits, but for NaNs: which one a product is, is the machine's."""
+    """Compare bits, except of NaNs, which depend on the machine."""
     bits = np.dtype(f"u{a.itemsize}")
     with np.errstate(invalid="ignore"):  # a signalling NaN
         both_nan = np.isnan(a) & np.isnan(b)
@@ -135,26 +135,17 @@ def append(
     n_rows: int,
     row_address: int = 0,
 ) -> tuple[Array, Array]:
-    """Append to lanes that nobody wrote to, and return K's and V's."""
+    """Append to fresh lanes, and return those of K and of V."""
     layers, streams, heads, _, dim = k.shape
     row_bytes, lane = lane_bytes(stored, n_rows, heads * dim)
     out = place.up(np.full((2, layers, streams, lane), UNTOUCHED, np.uint8))
     there = [place.up(a) for a in (k, v) if a is not None]
-    addresses = [*map(place.address, there), 0][:2]
-    part = layers * streams * lane
+    k_at, v_at = [*map(place.address, there), 0][:2]
+    k_out = place.address(out)
+    v_out, steps = k_out + layers * streams * lane, (streams * lane, lane, row_bytes)
     place.rows(stored).append(
-        *addresses,
-        given,
-        k.shape,
-        k.strides,
-        place.address(out),
-        place.address(out) + part,
-        streams * lane,
-        lane,
-        row_bytes,
-        row,
-        n_rows,
-        row_address,
+        (k_at, v_at, given, k.shape, k.strides),
+        (k_out, v_out, *steps, row, n_rows, row_address),
         0,
     )
     lanes = place.down(out)
@@ -187,7 +178,7 @@ def check_values(place: Place, values: Array, given: str, stored: str) -> None:
 
 
 class RowContract:
-    """What the kernels promise."""
+    """The contract of the kernels."""
 
     # ---- appending ----
 

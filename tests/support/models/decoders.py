@@ -1,4 +1,4 @@
-"""What tests do with decoders. Who imports it is skipped where gguf or ggml is missing."""
+"""Helpers for decoders. Without gguf or ggml, modules that import this are skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WIDE_HEADS = Shape(
 
 @pytest.fixture(scope="module", autouse=True)
 def small_models_gain() -> Iterator[None]:
-    """Have `auto` repack small models, where a test module imports this."""
+    """Have `auto` repack small models in modules that import this fixture."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(repack_gain, "_LEAST_BYTES", 0)
         patch.setattr(repack_gain, "_LEAST_SHARE", 0.0)
@@ -49,7 +49,7 @@ def greedy(decoder: Decoder, n: int) -> list[int]:
 
 
 def logits_of(decoder: Decoder, prompt: list[int], n: int) -> tuple[list[int], NDArray[Any]]:
-    """The n tokens that follow a prompt, and the logits that each was chosen by."""
+    """Return the n tokens after a prompt, and the logits that each was chosen by."""
     chosen, rows = [], []
     decoder.prefill(prompt)
     for _ in range(n):
@@ -59,7 +59,7 @@ def logits_of(decoder: Decoder, prompt: list[int], n: int) -> tuple[list[int], N
 
 
 def append_foreign(decoder: Decoder, n: int) -> None:
-    """Append n tokens to its cache that it did not compute."""
+    """Append n tokens that it did not compute to its cache."""
     kv = decoder.kv
     rows = np.zeros((n, kv.n_kv_heads, kv.head_dim), "float32")
     for layer in range(kv.n_layers):
@@ -70,9 +70,9 @@ def append_foreign(decoder: Decoder, n: int) -> None:
 def computing_by(
     decoder: Decoder, compute: Callable[[Callable[[], int], int], int]
 ) -> Iterator[None]:
-    """Have it compute by a function of what computes the graph, and of the graph's address.
+    """Have it compute by a function, which gets the true computation and the graph's address.
 
-    It returns the status. What it raises does not come out.
+    The function returns the status. Its exceptions are lost.
     """
     forward = decoder._forward
     address = forward.graph_compute_address
@@ -90,7 +90,7 @@ def computing_by(
 def interrupted(
     decoder: Decoder, n: int = 1, *, raised: type[BaseException] = KeyboardInterrupt
 ) -> Iterator[None]:
-    """Send SIGINT, as it were, while the nth graph is computed."""
+    """Simulate SIGINT while the nth graph is computed."""
     interrupt = ctypes.cast(ctypes.pythonapi.PyErr_SetInterrupt, ctypes.c_void_p).value or 0
     calls = count(2)
 

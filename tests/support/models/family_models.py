@@ -1,7 +1,7 @@
 """Small GGUF models of families whose layers keep different things, as llama.cpp loads them.
 
-What a layer keeps is as in the published model that `FAMILIES` names; all else is as small as
-llama.cpp takes it. Weights are zeros: nothing is computed with them.
+A layer keeps the same as in the published model that `FAMILIES` names; the rest is as small as
+llama.cpp accepts. Weights are zeros: nothing is computed with them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# NumPy is imported where it is needed: the peer's process shall have llama.cpp's memory alone.
+# NumPy is imported late: the peer's process must have llama.cpp's memory alone.
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -76,10 +76,10 @@ def follow(model: Path, steps: list[list[Any]], *, ctx: int, kv_dtype: str = "f1
 def rows(
     model: Path, prompt: list[int], kv_dtypes: list[str], sizes: list[int]
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """Compute a prompt with each of these caches; returns of each K and V of the first layer.
+    """Compute a prompt with each of these caches; return K and V of the first layer of each.
 
     They are uint8 [tokens, bytes], as they lie in the cache, rotated where llama.cpp does so; a row
-    has so many bytes as `sizes` says for the cache.
+    has the bytes that `sizes` says for the cache.
     """
     import numpy as np
 
@@ -89,7 +89,7 @@ def rows(
         _run("rows", options | {"out": f"{folder}/out"})
         for kv_dtype, row_bytes in zip(kv_dtypes, sizes, strict=True):
             state = Path(f"{folder}/out-{kv_dtype}").read_bytes()
-            # Of one layer, a state ends with K's type and size of a row, its rows, and V's.
+            # A state of one layer ends with K's type and size of a row, its rows, and V's.
             n = len(prompt) * row_bytes
             head = struct.pack("<iQ", KV_KINDS[kv_dtype], row_bytes)
             v, k = len(state) - n, len(state) - 2 * n - len(head)
@@ -109,7 +109,7 @@ def quantize(source: Path, target: Path, ftype: int = Q4_K_M) -> Path:
 
 @contextmanager
 def holding(model: Path | str) -> Iterator[int]:
-    """A process that has generated a token of the model, from its file; gives its number."""
+    """Start a process that has generated a token of the model, from its file; return its number."""
     with subprocess.Popen(
         [sys.executable, __file__, "hold", json.dumps({"model": str(model)})],
         stdin=subprocess.PIPE,
@@ -126,7 +126,7 @@ def holding(model: Path | str) -> Iterator[int]:
 
 
 def repacked_mib(model: Path) -> float:
-    """What llama.cpp says that it repacks of a model with its defaults, in MiB."""
+    """Return how many MiB of a model llama.cpp repacks by default."""
     said = _run("repack", {"model": str(model)})
     return sum(
         float(each) for each in re.findall(r"CPU_REPACK model buffer size = +(\S+) MiB", said)
@@ -135,9 +135,9 @@ def repacked_mib(model: Path) -> float:
 
 @dataclass
 class Kept:
-    """A cache of llama.cpp, as it says it: the layers, and what K and V take of them in MiB.
+    """A cache by llama.cpp's own figures: its layers, and the MiB of K and V.
 
-    Of states, `k_mib` is what a convolution looks back on, and `v_mib` is the rest.
+    For states, `k_mib` is for convolutions, and `v_mib` is the rest.
     """
 
     layers: list[int] = field(default_factory=list)
@@ -152,7 +152,7 @@ BATCH = 512
 
 
 def kept(model: Path, ctx: int, streams: int = 1) -> tuple[list[Kept], Kept | None]:
-    """What llama.cpp says that it keeps of a model: caches of keys and values, and states.
+    """Return the caches of keys and values, and the states, that llama.cpp reports for a model.
 
     All streams share the cells of keys and values, and each has a state of its own.
     """
@@ -206,13 +206,13 @@ def open_model(
 ) -> tuple[Any, Any]:
     """A model, as it lies in its file or repacked, and a context of it.
 
-    With `keeps_all` layers that slide keep what they do not see any more.
+    With `keeps_all`, sliding layers also keep tokens that they no longer see.
     """
     from cyllama.llama import llama_cpp
 
     class Model(llama_cpp.LlamaModel):  # type: ignore[misc]
         @property
-        def n_vocab(self) -> int:  # the wheel's context asks its model for it, which has none
+        def n_vocab(self) -> int:  # the wheel's context asks its model for this attribute
             return int(self.get_vocab().n_vocab)
 
     params = llama_cpp.LlamaModelParams()

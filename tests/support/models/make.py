@@ -22,12 +22,7 @@ FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}
 
 TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=600)
 SMALL = Shape(hidden=256, layers=4, heads=8, kv_heads=2, inner=768, vocab=1024, ctx=1024)
-SHAPES = {
-    "tiny": TINY,
-    "small": SMALL,
-    "1.1b": bench.SHAPES["1.1b"],
-    "wide": bench.SHAPES["wide"],
-}
+SHAPES = {"tiny": TINY, "small": SMALL, "1.1b": bench.SHAPES["1.1b"], "wide": bench.SHAPES["wide"]}
 
 
 def write_model(
@@ -93,8 +88,8 @@ def write_model(
             return None
         values = rng.standard_normal((n_out, n_in), dtype=np.float32) * np.float32(std)
         if name == "output.weight" and embedding is not None:
-            # Each token has one that likely follows it, so that the likeliest token is seldom in
-            # doubt by less than what rounding makes.
+            # Each token has a likely successor, so that the likeliest token is seldom in doubt by
+            # less than rounding.
             values += np.roll(embedding, 1, axis=0) * np.float32(std / 3 / embedding_std)
         if kind in ("f32", "f16"):
             plain = values.astype({"f32": np.float32, "f16": np.float16}[kind])
@@ -118,7 +113,7 @@ def write_model(
 
     hidden, std = shape.hidden, shape.hidden**-0.5
     q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
-    # Where it is multiplied by the root of its size.
+    # The graph multiplies it by the root of its size.
     embedding_std = std if arch == "gemma3" else 1.0
     embedding = None
     embedding = matrix("token_embd.weight", shape.vocab, hidden, embedding_std)
@@ -137,7 +132,7 @@ def write_model(
             vector(f"{blk}.attn_k_norm.weight", shape.head, 1, 0.1)
         matrix(f"{blk}.attn_output.weight", hidden, q, q**-0.5 * gain)
         vector(f"{blk}.ffn_norm.weight", hidden, 1, 0.1)
-        # Which experts are chosen shall not be in doubt by rounding.
+        # Rounding must not change which experts are chosen.
         n, exps = (experts[0], "_exps") if arch == "qwen3moe" else (None, "")
         if n is not None:
             router = 4 * std * rng.standard_normal((n, hidden), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, whose windows are shorter than the test's conversations."""
+"""Tiny random models of transformers, with windows shorter than the conversations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenizers
 import torch
 import transformers
 
-# Threads that wait for each other cost these models far more than they save.
+# Threads cost these models far more than they save.
 torch.set_num_threads(1)
 
 WINDOW = 8
@@ -57,7 +57,7 @@ def prompts(batch: int, n: int = 12, seed: int = 0) -> Any:
 
 
 def tokenizer() -> Any:
-    """One whose tokens are words of a letter and a number, as many as the models know."""
+    """Return a tokenizer of words of a letter and a number, as many as the models know."""
     words = {"<pad>": 0} | {f"{'abcdefgh'[i % 8]}{i}": i for i in range(1, VOCAB)}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

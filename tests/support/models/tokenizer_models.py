@@ -1,4 +1,4 @@
-"""Vocabularies trained on the spot, small GGUF models that carry them, and llama.cpp's answers.
+"""Vocabularies trained on the spot, small GGUF models with them, and llama.cpp's answers.
 
 Run as a program it is the other side of `ask_llama_cpp`: llama.cpp in a process of its own.
 """
@@ -30,7 +30,7 @@ ADDED_TYPES = [CONTROL_TYPE] * len(CONTROL) + [USER_DEFINED_TYPE] * len(USER_DEF
 
 @dataclass
 class Vocab:
-    """The tokenizer part of a GGUF file; `metadata` is what a reader gives of it."""
+    """The tokenizer part of a GGUF file, with its `metadata` as read."""
 
     tokens: list[str]
     types: list[int]
@@ -151,7 +151,7 @@ def write_model(path: Path, metadata: dict[str, Any]) -> Path:
 
 @dataclass
 class Answers:
-    """What llama.cpp says of a vocabulary and of texts."""
+    """llama.cpp's answers for a vocabulary and texts."""
 
     bos: int
     eos: int

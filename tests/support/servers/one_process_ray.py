@@ -1,6 +1,6 @@
-"""As much of Ray's interface as `unimem.ray` uses, over objects of one process.
+"""The parts of Ray's interface that `unimem.ray` uses, over objects of one process.
 
-What Ray itself does, tests/test_ray_cluster.py sees with the real one.
+tests/test_ray_cluster.py uses the real Ray.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RayActorError(RayError): ...
 
 
 class ActorUnschedulableError(RayError):
-    """What Ray says of an actor whose node is gone."""
+    """Ray's error for an actor whose node has died."""
 
 
 class GetTimeoutError(RayError, TimeoutError): ...
@@ -34,7 +34,7 @@ class RayTaskError(RayError):
 
 
 class Ref:
-    """What a call has come to."""
+    """The result of a call."""
 
     def __init__(self, value: Any = None, error: Exception | None = None) -> None:
         self.value, self.error = value, error
@@ -55,7 +55,7 @@ class OneProcessRay(types.ModuleType):
         self.dead: set[str] = set()
         self.actors: list[Actor] = []
         self.before: Callable[[str, str], None] = lambda _node, _method: None
-        self.hanging: set[tuple[str, str]] = set()  # nodes, and what they never answer
+        self.hanging: set[tuple[str, str]] = set()  # nodes and methods that never answer
         self.memory = dict.fromkeys(nodes, 1 << 40)
 
     @property

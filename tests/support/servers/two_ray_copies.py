@@ -1,4 +1,4 @@
-"""Prints the seconds in which a Ray node brings a model in from its neighbour, on this machine.
+"""Prints how many seconds a Ray node takes to copy a model from its neighbour, on this machine.
 
 ``python tests/support/servers/two_ray_copies.py MODEL``
 """

@@ -1,4 +1,4 @@
-"""Two Ray nodes on this machine, eight decoders, one story; prints what happened as JSON.
+"""Two Ray nodes on this machine, eight decoders, one story; prints the events as JSON.
 
 ``python tests/support/servers/two_ray_nodes.py STORE TEXT``, with ``examples`` on PYTHONPATH: a
 process of its own, since Ray leaves threads behind. Nodes of one machine share its kernel: what
@@ -27,7 +27,7 @@ from unimem.ray import Stager
 MODEL = os.path.join(os.path.dirname(um.__file__), "engine/models/tiny.gguf")
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "memory": 1 << 30}
 CTX, N_ENGINES, N_TOKENS, N_LONG = 256, 8, 16, 100
-# A node whose processes have ended is dead after five seconds; one that is only slow is not.
+# A node without processes is dead after five seconds; a slow one is not.
 HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000}
 
 
@@ -43,7 +43,7 @@ def memory_of(copy: str) -> dict[str, int]:
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
-        except OSError:  # it is gone, or another user's
+        except OSError:  # it has ended, or is another user's
             continue
         inside = False
         for line in lines:
@@ -83,7 +83,7 @@ def tell(stager: Stager, cluster: Cluster, lost: Any, store: str, text: str) -> 
     begun = text + first.text
     told = [first, *ray.get([teller.tell.remote(begun, N_TOKENS) for teller in tellers])]
     memory = {node_id: memory_of(copy) for node_id, copy in copies.items()}
-    # Long enough that some of them are in the middle of it.
+    # Long enough that some are still generating.
     pending = [teller.tell.remote(begun, N_LONG) for teller in tellers]
     cut_off(cluster, lost, map(int, memory[lost.node_id]))
     repeated = [said.text for said in ray.get(pending, timeout=200)]
@@ -115,7 +115,7 @@ def main(store: str, text: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    # Ray's own, /tmp/ray, is of the first user who has one. Paths of sockets have to be short.
+    # /tmp/ray belongs to the first user of Ray. Paths of sockets have to be short.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as made:
         os.environ["RAY_TMPDIR"] = made
         os.mkdir(f"{made}/ray")  # for the address of the cluster, which is not in `temp_dir`

@@ -1,4 +1,4 @@
-"""The definitions of vLLM's secondary tiers, out of its sources: without the packages they need.
+"""The definitions of vLLM's secondary tiers from its sources, without the packages they need.
 
 `make test-all` puts the sources into build/vllm. Importing ``vllm`` itself would want a hundred
 packages; so the packages above the definitions are made here, empty, and point to the sources.
@@ -22,7 +22,7 @@ import pytest
 from support.project.checkout import ROOT
 
 FETCHED = ROOT / "build/vllm"
-# Packages whose own __init__ wants more than definitions do.
+# Packages whose own __init__ imports more than the definitions need.
 EMPTY = tuple(
     """
     vllm vllm.v1 vllm.v1.kv_offload vllm.v1.metrics vllm.distributed
@@ -31,7 +31,7 @@ EMPTY = tuple(
     vllm.distributed.kv_transfer.kv_connector.v1.offloading vllm.utils
 """.split()
 )
-# Modules of which definitions want names that no tier uses: metrics, and what belongs to GPUs.
+# The definitions import unused names from these modules: metrics, and code for GPUs.
 UNUSED = {
     "vllm.v1.kv_offload.cpu.shared_offload_region": "SharedOffloadRegion",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics": "OffloadingConnectorStats",
@@ -43,7 +43,7 @@ UNUSED = {
 
 
 def sources() -> Path:
-    """Where they are; skips where they could not be had."""
+    """Return the folder of the sources; skip if it could not be fetched."""
     found = importlib.util.find_spec("vllm")
     if found is not None and found.origin is not None:
         return Path(found.origin).parent
@@ -54,7 +54,7 @@ def sources() -> Path:
 
 @contextmanager
 def imported() -> Iterator[None]:
-    """Make the definitions importable, and what they import; afterwards all is as it was."""
+    """Make the definitions importable, with their imports; undo it afterwards."""
     root = sources()
     before = set(sys.modules)
     for name in EMPTY:
@@ -73,7 +73,7 @@ def imported() -> Iterator[None]:
         sys.modules[name] = types.ModuleType(name)
         setattr(sys.modules[name], unused, MagicMock)
     ours = ["vllm", "unimem.vllm"]
-    if importlib.util.find_spec("torch") is None:  # of which definitions want the names of types
+    if importlib.util.find_spec("torch") is None:  # the definitions import names of types
         torch: Any = types.ModuleType("torch")
         torch.__getattr__ = lambda _: object
         sys.modules["torch"] = torch

@@ -1,9 +1,8 @@
-"""Chats: messages made into the prompt that a model file's chat template makes of them.
+"""Chats: messages rendered into a prompt by the chat template of a model file.
 
-The template is somebody else's program. A process of its own runs it (`chat_template`), with limits
-of memory and time: Python has no other way to bound an expression, such as strings that double.
-Each prompt has a new process, which starts in about 0.15 s, and so none takes what is left of
-another's limits.
+The template is a foreign program. A process of its own runs it (`chat_template.py`) with limits of
+memory and time: Python has no other way to bound an expression, such as strings that double. Each
+prompt has a new process with full limits, which starts in about 0.15 s.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = ["ChatTemplateError", "chat_prompt", "render_chat"]
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _CHILD = os.path.join(os.path.dirname(__file__), "chat_template.py")
-# Far above what real templates need. Python and Jinja alone take 30 MiB and 0.15 s.
+# Far above the needs of real templates. Python and Jinja alone take 30 MiB and 0.15 s.
 _MAX_BYTES, _MAX_CPU_SECONDS, _MAX_SECONDS = 512 << 20, 10, 60
 
 
@@ -51,9 +50,9 @@ def render_chat(
     messages : sequence of mappings
         Each with a ``role`` (``system``, ``user``, ``assistant``) and a ``content``.
     bos_token, eos_token : str
-        Texts of the tokens that begin and end a text, empty if there is none.
+        Texts of the tokens that begin and end a text, or "".
     add_generation_prompt : bool
-        Whether the text ends with what introduces the assistant's answer.
+        Whether the text ends with the beginning of the assistant's answer.
 
     Returns
     -------
@@ -63,8 +62,7 @@ def render_chat(
     Raises
     ------
     ChatTemplateError
-        The template is no valid Jinja, fails, refuses the messages, or does more than it may; with
-        the line of the template.
+        The template is no valid Jinja, fails, refuses the messages, or exceeds its limits.
     ValueError
         A message lacks its role or content.
     OSError
@@ -102,8 +100,8 @@ def render_chat(
 
 
 def _ask_child(**asked: Any) -> Any:
-    """Have a process render, and return what it answers."""
-    # What is preloaded would take its share of the memory.
+    """Have a process render, and return its answer."""
+    # A preloaded library would use up memory of the limit.
     variables = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     variables["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -147,8 +145,8 @@ def chat_prompt(
     Returns
     -------
     str
-        The prompt for ``tokenizer.encode(prompt, special=True)``. The token that begins a text is
-        left out where `encode` puts it in front anyway.
+        The prompt for ``tokenizer.encode(prompt, special=True)``, without a first token that
+        `encode` adds anyway.
 
     Raises
     ------

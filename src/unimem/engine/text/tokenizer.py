@@ -1,9 +1,9 @@
 """Text to token ids and back, with the vocabulary that a GGUF file carries.
 
-The merging is done by two libraries: ``sentencepiece`` for ``tokenizer.ggml.model = llama`` and
-``tokenizers`` for ``gpt2``. What is here is what llama.cpp does around that, so that the ids are
-the same: which tokens are looked for in the text beforehand, where a space is put in front, which
-ids end a generation. The source of these facts is ``src/llama-vocab.cpp`` of llama.cpp
+Two libraries merge: ``sentencepiece`` for ``tokenizer.ggml.model = llama`` and ``tokenizers`` for
+``gpt2``. This module does the rest as llama.cpp does, so that ids are the same: which tokens are
+looked for in the text first, where a space is put in front, which ids end a generation. The source
+of these facts is ``src/llama-vocab.cpp`` of llama.cpp
 (https://github.com/ggml-org/llama.cpp), build b9190.
 """
 
@@ -29,7 +29,7 @@ except ImportError as error:
 
 __all__ = ["TokenStream", "Tokenizer", "UnsupportedTokenizer"]
 
-# Token types of the GGUF specification (`tokenizer.ggml.token_type`). Tokens of the other types
+# Token types of the GGUF specification (`tokenizer.ggml.token_type`). Tokens of other types
 # (undefined 0, unused 5) are never shown, as in llama.cpp.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 
@@ -38,7 +38,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
-# A token with one of these texts ends a generation and is a control token, whatever the file says.
+# Tokens with these texts end a generation and are control tokens, whatever the file says.
 _END_TEXTS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>",
     "<|flush|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>",
@@ -46,8 +46,8 @@ _END_TEXTS = (
     "<｜end▁of▁sentence｜>",  # noqa: RUF001 - these are the characters of the token
 )  # fmt: skip
 
-# Fill-in-the-middle: each role's token, if no key names it, is known by one of its texts, and is a
-# control token. Those of the first three roles end a generation.
+# Fill-in-the-middle: the token of a role is named by a key, or else has one of these texts, and is
+# a control token. Tokens of the first three roles end a generation.
 _FIM_TEXTS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -60,10 +60,10 @@ _FIM_END_ROLES = ("fim_pad", "fim_rep", "fim_sep")
 
 
 class _PreTokenizer(NamedTuple):
-    """How text is cut into words, inside which bytes are merged (`tokenizer.ggml.pre`)."""
+    """How text is cut into words; bytes are merged within a word (`tokenizer.ggml.pre`)."""
 
-    patterns: tuple[str, ...]  # applied one after the other, each to the pieces of the one before
-    whole_words: bool = False  # a word that is a token is taken as it is, without merging
+    patterns: tuple[str, ...]  # each is applied to the pieces of the one before
+    whole_words: bool = False  # a word that is a token is taken without merging
     add_bos: bool = False  # unless the file says otherwise
 
 
@@ -89,9 +89,9 @@ _PRE_TOKENIZERS = {
 
 
 def _byte_alphabet() -> list[str]:
-    """Give the 256 characters by which byte-level BPE writes bytes.
+    """Return the 256 characters by which byte-level BPE writes bytes.
 
-    Printable characters of Latin-1 stand for themselves, the others for 256, 257, ... in order
+    Printable characters of Latin-1 mean themselves; the other bytes are written as 256, 257, ...
     (``bytes_to_unicode`` in https://github.com/openai/gpt-2/blob/master/src/encoder.py).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -107,14 +107,13 @@ _BYTES_NOT_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 
 class UnsupportedTokenizer(ValueError):  # noqa: N818 - the name is part of the public interface
-    """The file's tokenizer is not one of those that are supported; the message names them."""
+    """The file's tokenizer is not supported; the message names those that are."""
 
 
 class Tokenizer:
-    """Token ids for text and text for token ids, as llama.cpp gives them.
+    """Turns text into token ids and back, as llama.cpp does.
 
-    Threads: encoding and decoding change nothing and may run in several threads. After a fork
-    both processes may use it.
+    Any number of threads may encode and decode; after a fork both processes may.
 
     Attributes
     ----------
@@ -149,8 +148,8 @@ class Tokenizer:
             )
         self._types = _read_types(metadata, self._texts)
 
-        # llama.cpp has these defaults for `llama`. Those it has for `gpt2` (11 for both) are no
-        # text boundary in any vocabulary of today, so such a file must name its own.
+        # llama.cpp's defaults for `llama`. Its defaults for `gpt2` (11 for both) are no text
+        # boundary in any vocabulary of today, so such a file must name its own.
         default = (1, 2) if pre is None else (None, None)
         self.bos_id = _read_id(metadata, "bos", self.n_vocab, default[0])
         self.eos_id = _read_id(metadata, "eos", self.n_vocab, default[1])
@@ -169,7 +168,7 @@ class Tokenizer:
             self._merge = _byte_level(ids, _read_texts(metadata, "merges"), pre)
         self._is_byte_level = pre is not None
 
-        # The longest come first; control tokens only count when the caller asks for them.
+        # The longest are first; control tokens count only if the caller asks for them.
         matched = {_UNKNOWN, _CONTROL, _USER_DEFINED}
         self._special = sorted(
             (i for i in range(self.n_vocab) if self._types[i] in matched),
@@ -184,8 +183,7 @@ class Tokenizer:
         Parameters
         ----------
         metadata : mapping
-            The file's metadata; the keys ``tokenizer.ggml.*`` are used. Arrays may be any
-            sequence.
+            The file's metadata, with the keys ``tokenizer.ggml.*``. Arrays may be any sequence.
 
         Raises
         ------
@@ -197,7 +195,7 @@ class Tokenizer:
         return cls(metadata)
 
     def _find_ends(self, metadata: Mapping[str, Any], ids: Mapping[str, int]) -> frozenset[int]:
-        """Ids that end a generation. Marks what is known by its text as a control token."""
+        """Find the ids that end a generation, and mark tokens known by text as control tokens."""
         ends = {ids[text] for text in _END_TEXTS if text in ids}
         for i in ends:
             self._types[i] = _CONTROL
@@ -212,7 +210,7 @@ class Tokenizer:
         return frozenset(ends.union(i for i in named if i is not None))
 
     def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         Parameters
         ----------
@@ -220,18 +218,18 @@ class Tokenizer:
             Any text.
         add_bos : bool, optional
             Whether `bos_id` is put in front; by default as the file says. An end token is never
-            appended: the text is there to be continued.
+            appended, since the text is to be continued.
         special : bool
-            Whether control tokens that are written out in the text, such as ``<|im_end|>``, become
-            those tokens. Leave it off for text from outside.
+            Whether texts of control tokens, such as ``<|im_end|>``, become those tokens. Leave it
+            off for text from outside.
 
         Raises
         ------
         ValueError
-            `add_bos` is asked for and the vocabulary has no such token, or the text cannot be
-            written as UTF-8 (it holds half of a surrogate pair).
+            `add_bos` is set and the vocabulary has no such token, or the text cannot be written as
+            UTF-8 (it holds half of a surrogate pair).
         """
-        try:  # neither library says clearly what is wrong with a lone surrogate
+        try:  # the libraries' messages about a lone surrogate are unclear
             string(text, "text").encode()
         except UnicodeEncodeError as error:
             raise ValueError(
@@ -256,7 +254,7 @@ class Tokenizer:
         return output
 
     def _cut(self, text: str, special_ids: Sequence[int]) -> list[str | int]:
-        """Cut a text at the tokens that are written in it, in the order of `special_ids`."""
+        """Cut a text at the special tokens in it, in the order of `special_ids`."""
         parts: list[str | int] = [text] if text else []
         for i in special_ids:
             special = self._texts[i]
@@ -278,23 +276,23 @@ class Tokenizer:
         return parts
 
     def decode(self, tokens: Iterable[int], *, special: bool = False) -> str:
-        """Text of token ids.
+        """Return the text of token ids.
 
-        As llama.cpp's ``llama_detokenize``, without its ``clean_spaces``: that rewrites ``" ,"`` to
-        ``","`` for some vocabularies, so that the text would no longer be what was encoded.
+        As llama.cpp's ``llama_detokenize``, without its ``clean_spaces``, which would change the
+        encoded text for some vocabularies (``" ,"`` to ``","``).
 
         Parameters
         ----------
         tokens : iterable of int
             Token ids.
         special : bool
-            Whether control tokens are written out; otherwise they give no text.
+            Whether control tokens are written out; otherwise they have no text.
 
         Returns
         -------
         str
-            The text. If the tokenizer puts a space in front of a text, a space at the start of the
-            first token is taken away. Bytes that are not UTF-8 become U+FFFD.
+            The text, without the space that the tokenizer puts in front of a text. Bytes that are
+            not UTF-8 become U+FFFD.
 
         Raises
         ------
@@ -311,11 +309,11 @@ class Tokenizer:
         return b"".join(pieces).decode("utf-8", "replace")
 
     def stream(self) -> TokenStream:
-        """Text of tokens that are made one after the other; they continue a text."""
+        """Return a stream for the text of one token after another, which continue a text."""
         return TokenStream(self._piece)
 
     def _piece(self, token: int, special: bool = False) -> bytes:
-        """Bytes that a token stands for."""
+        """Return the bytes of a token."""
         token = integer(token, "token id", 0, self.n_vocab - 1)
         text, kind = self._texts[token], self._types[token]
         if kind in (_CONTROL, _UNKNOWN):
@@ -327,35 +325,32 @@ class Tokenizer:
         if kind != _NORMAL:
             return b""
         if self._is_byte_level:
-            # Characters outside of the alphabet are not from a merge; they mean themselves.
+            # Characters outside the alphabet are not from a merge; they mean themselves.
             return b"".join(_BYTE_OF.get(char) or char.encode() for char in text)
         return text.replace(_SPACE, " ").encode()
 
 
 class TokenStream:
-    """Text of one token after the other, without cutting a character in two.
-
-    One thread at a time.
-    """
+    """The text of one token after another, never cut within a character. For one thread."""
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """Text that is complete with this token; the bytes of half a character are kept back."""
+        """Return the text that this token completes, and keep the bytes of half a character."""
         return self._decoder.decode(self._piece(token))
 
     def flush(self) -> str:
-        """Give what was kept back, U+FFFD for half a character; the stream is as new then."""
+        """Return the kept rest, U+FFFD for half a character, and reset the stream."""
         return self._decoder.decode(b"", final=True)
 
 
 def _sentencepiece(texts: Sequence[str], scores: Sequence[float]) -> Callable[[str], list[int]]:
-    """Merge by score, with a SentencePiece model that is made of the vocabulary.
+    """Merge by score, with a SentencePiece model made from the vocabulary.
 
-    The library's own treatment of spaces and special symbols is switched off: the text comes cut
-    already, and every token but the bytes is a normal one, since llama.cpp merges into any.
+    The library's own treatment of spaces and special symbols is off: the text is cut already, and
+    every token but the bytes is a normal one, since llama.cpp merges into any.
     """
     missing = _BYTE_TOKENS.difference(texts)
     if missing:
@@ -370,7 +365,7 @@ def _sentencepiece(texts: Sequence[str], scores: Sequence[float]) -> Callable[[s
         + struct.pack("<BfBB", 0x15, score, 0x18, 6 if text in _BYTE_TOKENS else 1)
         for text, score in zip(texts, scores, strict=True)
     ]
-    # SentencePiece wants one unknown token; with all bytes there, it is never used.
+    # SentencePiece needs an unknown token, which is never used since all bytes are there.
     unknown = "<unk>"
     while unknown in texts:
         unknown += "?"
@@ -394,7 +389,7 @@ def _sentencepiece(texts: Sequence[str], scores: Sequence[float]) -> Callable[[s
 
 
 def _message(tag: int, data: bytes) -> bytes:
-    """One length-delimited field of a protocol buffer."""
+    """Return a length-delimited field of a protocol buffer."""
     size, length = len(data), bytearray()
     while size >= 0x80:
         length.append(size & 0x7F | 0x80)
@@ -406,7 +401,7 @@ def _message(tag: int, data: bytes) -> bytes:
 def _byte_level(
     ids: dict[str, int], merges: Sequence[str], pre: _PreTokenizer
 ) -> Callable[[str], list[int]]:
-    """Merge by rank: cut into words, write their bytes in the alphabet, merge those."""
+    """Merge by rank: cut into words, write their bytes in the alphabet, and merge."""
     missing = [
         byte
         for byte, char in enumerate(_ALPHABET)
@@ -417,7 +412,7 @@ def _byte_level(
             f"tokenizer.ggml.tokens: expected a token for each byte; {len(missing)} are missing, "
             f"first 0x{missing[0]:02X} (written {_ALPHABET[missing[0]]!r})"
         )
-    # Of a merge that is there twice the first one counts.
+    # If a merge occurs twice, the first one counts.
     pairs = [(left, right) for left, _, right in (m.partition(" ") for m in dict.fromkeys(merges))]
     try:
         bpe = tokenizers.models.BPE(vocab=ids, merges=pairs, ignore_merges=pre.whole_words)
@@ -438,7 +433,7 @@ def _byte_level(
 
 
 def _read_pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer | None:
-    """Read the kind of tokenizer: None for `llama`, which cuts no words, else how `gpt2` does."""
+    """Read how `gpt2` cuts words; None for `llama`, which does not."""
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if isinstance(model, str) and model == "llama":
@@ -456,7 +451,7 @@ def _read_pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer | None:
 
 
 def _read_texts(metadata: Mapping[str, Any], name: str) -> list[str]:
-    """Read an array of strings, all of them UTF-8."""
+    """Read an array of strings in UTF-8."""
     key = f"tokenizer.ggml.{name}"
     value = metadata.get(key)
     if value is None:
@@ -475,7 +470,7 @@ def _read_texts(metadata: Mapping[str, Any], name: str) -> list[str]:
 def _read_numbers(
     metadata: Mapping[str, Any], name: str, count: int, kinds: str
 ) -> np.ndarray[Any, Any] | None:
-    """Read an array of `count` numbers of the dtype kinds `kinds`, if there is one."""
+    """Read an optional array of `count` numbers of the dtype kinds `kinds`."""
     key = f"tokenizer.ggml.{name}"
     value = metadata.get(key)
     if value is None:
@@ -493,7 +488,7 @@ def _read_numbers(
 
 
 def _read_types(metadata: Mapping[str, Any], texts: Sequence[str]) -> list[int]:
-    """Read the type of each token, normal where the file does not say."""
+    """Read the type of each token, normal by default."""
     array = _read_numbers(metadata, "token_type", len(texts), "iu")
     if array is None:
         return [_NORMAL] * len(texts)
@@ -508,7 +503,7 @@ def _read_types(metadata: Mapping[str, Any], texts: Sequence[str]) -> list[int]:
 
 
 def _read_scores(metadata: Mapping[str, Any], n_vocab: int) -> list[float]:
-    """Read the score of each token, 0 where the file does not say."""
+    """Read the score of each token, 0 by default."""
     array = _read_numbers(metadata, "scores", n_vocab, "fiu")
     if array is None:
         return [0.0] * n_vocab
@@ -523,7 +518,7 @@ def _read_scores(metadata: Mapping[str, Any], n_vocab: int) -> list[float]:
 def _read_id(
     metadata: Mapping[str, Any], name: str, n_vocab: int, default: int | None
 ) -> int | None:
-    """Read a token id that the file may name."""
+    """Read an optional token id."""
     key = f"tokenizer.ggml.{name}_token_id"
     value = metadata.get(key, default)
     if value is None:
@@ -540,7 +535,7 @@ def _read_id(
 
 
 def _read_flag(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
-    """Read a truth value that the file may give."""
+    """Read an optional truth value."""
     key = f"tokenizer.ggml.{name}"
     value = metadata.get(key, default)
     if not isinstance(value, bool | np.bool_):

@@ -1,4 +1,4 @@
-"""What ends while a decoder computes: the decoder, the interpreter; and what a fork leaves out."""
+"""Turns of a decoder: closing it, ending the interpreter and forking while it computes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unimem.backends import ggml
 from unimem.engine import Decoder, embedded_model
 from unimem.engine.turns import Turn
 
-SECONDS = 100  # of what ends at once
+SECONDS = 100  # for calls that end at once
 
 
 @contextmanager
 def computing(decoder: Decoder) -> Iterator[tuple[Any, list[Any]]]:
-    """Another thread is within ggml, until the event is set; then what it has raised is noted."""
+    """Have another thread within ggml until the event is set; then note its exception."""
     begun, go, raised = threading.Event(), threading.Event(), []
 
     def wait_first(compute: Callable[[], int], _graph: int) -> int:
@@ -77,8 +77,8 @@ def test_leaving_a_with_waits_for_the_token_in_flight() -> None:
     assert isinstance(error, um.ClosedError)
 
 
-def test_who_waits_is_next() -> None:
-    """Though the thread that has it would take it again at once, and first."""
+def test_a_waiting_thread_is_next() -> None:
+    """The owner cannot take it again before the waiting thread."""
     turn = Turn()
     order: list[object] = []
     turn.take()
@@ -103,21 +103,18 @@ def test_who_waits_is_next() -> None:
     assert (order[2:], turn.n_waiting) == ([False], 0)
 
 
-def test_a_forked_child_waits_for_nobody() -> None:
+def test_a_forked_child_does_not_wait() -> None:
     def ends() -> bool:
         decoder.__exit__()
         return decoder.layout.closed
 
-    with (
-        Decoder(embedded_model(), ctx=64, threads=1) as decoder,
-        computing(decoder) as (go, _),
-    ):
+    with Decoder(embedded_model(), ctx=64, threads=1) as decoder, computing(decoder) as (go, _):
         assert in_child(ends)
         go.set()
         decoder.__exit__()
 
 
-# The first `atexit` function runs last: behind the engine's.
+# The first `atexit` function runs last, after the engine's.
 AT_THE_END = """
     import atexit, ctypes, threading, time
     calls = []
@@ -224,8 +221,8 @@ FORKS = """
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_forked_child_computes_or_is_told_at_once(run_python: Run, threads: int) -> None:
-    """OpenMP's threads are not in the child, which would wait for them."""
+def test_a_forked_child_computes_or_raises_at_once(run_python: Run, threads: int) -> None:
+    """The child would wait for OpenMP's threads, which it does not have."""
     if not ggml._team.is_kept:
         pytest.skip("this ggml has no libgomp, whose threads a fork leaves out")
     # Newer versions of Python warn of the other threads.

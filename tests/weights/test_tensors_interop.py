@@ -80,7 +80,7 @@ def test_arrays_are_typed(weights: Weights, kind: str) -> None:
     assert not array.flags.writeable
     assert array.tobytes() == ctypes.string_at(tensor.address, tensor.nbytes)
     assert weights.tensors[f"{kind} scalar"].as_array().shape == ()
-    # Who knows nothing of read-only memory gets none.
+    # Old consumers, which lack a read-only flag, get no read-only memory.
     with pytest.raises(BufferError, match="readonly"):
         tensor.__dlpack__()
 
@@ -94,7 +94,7 @@ def test_numpy_takes_it_without_a_copy(weights: Weights, kind: str) -> None:
     assert not array.flags.writeable
 
 
-def test_what_dlpack_has_no_type_for() -> None:
+def test_types_that_dlpack_lacks_are_refused() -> None:
     with pytest.raises(BufferError, match="DLPack"):
         dlpack.export(np.zeros(2, ml_dtypes.int4), max_version=(1, 0))
 
@@ -167,7 +167,7 @@ def test_blocks_are_bytes_in_torch(tmp_path: Path, torch: Any) -> None:
 
 @pytest.mark.slow
 def test_torch_writes_to_mapped_pages_at_its_peril(path: Path, torch: Any, run_python: Any) -> None:
-    """Torch knows nothing of read-only tensors; that the pages are is what keeps the file whole."""
+    """Torch has no read-only tensors; read-only pages protect the file."""
     before = path.read_bytes()
     answer = run_python(
         """
@@ -192,7 +192,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def test_what_is_read_of_a_file_by_gguf_py_makes_the_same_file(tmp_path: Path) -> None:
+def test_a_file_by_gguf_py_is_read_and_written_back_alike(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf (extra test) writes the files")
     from support.files import every_type
 

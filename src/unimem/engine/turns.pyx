@@ -1,12 +1,15 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Which thread uses a decoder's memory.
+"""Which thread uses a decoder's memory: one computation at a time, or the end of the decoder.
 
-With its code and data out of the caches, Python's RLock costs a token more than anything else
-around ggml. The interpreter's lock guards these few fields as well, and where there is none a
-critical section. Who has to wait does so in a lock of its own, and so never wakes after the end of
-the interpreter.
+ggml computes without the interpreter's lock, so another thread may close a decoder, or end the
+interpreter, meanwhile. Python's RLock would cost more per token than anything else around ggml. A
+waiting thread blocks in a lock of its own, and so never wakes after the end of the interpreter.
 """
+import atexit
+import os
+import time
 from _thread import allocate_lock
+from weakref import WeakSet
 
 from unimem.errors import ClosedError
 
@@ -15,26 +18,32 @@ cimport cython
 cdef extern from "Python.h":
     unsigned long PyThread_get_thread_ident()
 
+# How long the end of the interpreter waits for the tokens in flight, of all decoders together.
+_END_SECONDS = 60.0
 
-cdef class Ownership:
-    """Owned by one thread at a time, which may take it again.
+_turns = WeakSet()
+
+
+cdef class Turn:
+    """A decoder's turn: one thread has it at a time, and may take it again.
 
     Attributes
     ----------
     is_over : bool
-        Whether `__enter__` refuses.
+        Whether `end` was called: `__enter__` raises ClosedError then.
     """
 
     def __cinit__(self):
         self._waiting = []
+        _turns.add(self)
 
     @property
     def n_waiting(self):
-        """Threads that wait."""
+        """The number of waiting threads."""
         return len(self._waiting)
 
     def take(self, seconds=None):
-        """Wait until no other thread owns it, at most so many seconds; return whether it is ours.
+        """Wait for the turn, at most this many seconds; return whether this thread has it.
 
         Signals are handled meanwhile.
         """
@@ -58,14 +67,20 @@ cdef class Ownership:
         """Undo one `take`."""
         self.leave()
 
+    def end(self):
+        """Refuse every further computation, and wait for the one in flight."""
+        self.is_over = True
+        self.take()
+        self.leave()
+
     @cython.critical_section
     def begin_anew(self):
-        """Take it from whoever owns it: in a forked child, which does not have that thread."""
+        """Forget the owner and all waiters, which a forked child does not have."""
         self._depth = 0
         self._waiting = []
 
     cdef bint is_taken_by(self, unsigned long me) noexcept:
-        """Take it for a thread, where nobody else owns it. Wants the critical section."""
+        """Take the turn for a thread unless another one has it. Needs the critical section."""
         if self._depth and self._owner != me:
             return False
         self._owner = me
@@ -74,7 +89,7 @@ cdef class Ownership:
 
     @cython.critical_section
     cdef bint stop_waiting(self, tuple waiter) except -1:
-        """Whether it waited still: else it has been handed over."""
+        """Return True if the thread was still waiting, False if it was handed the turn."""
         if waiter not in self._waiting:
             return False
         self._waiting.remove(waiter)
@@ -97,7 +112,7 @@ cdef class Ownership:
         if self._depth:  # a child may have begun anew meanwhile
             self._depth -= 1
             if self._depth == 0 and self._waiting:
-                # Handed over: who computes token after token would always be first to take it.
+                # Hand it over: a thread that computes one token after another would win every race.
                 self._owner, handed = self._waiting.pop(0)
                 self._depth = 1
                 handed.release()
@@ -107,3 +122,20 @@ cdef class Ownership:
 
     def __exit__(self, *_error):
         self.leave()
+
+
+def _end_all():
+    """Wait for the tokens of daemon threads, and keep these threads from their next turn."""
+    deadline = time.monotonic() + _END_SECONDS
+    for turn in list(_turns):
+        turn.take(max(0.0, deadline - time.monotonic()))
+
+
+def _begin_anew():
+    """Free all turns in a forked child."""
+    for turn in list(_turns):
+        turn.begin_anew()
+
+
+atexit.register(_end_all)
+os.register_at_fork(after_in_child=_begin_anew)

@@ -1,5 +1,5 @@
-# The owner of a decoder's memory, for forward.pyx.
-cdef class Ownership:
+# A decoder's turn, for forward.pyx.
+cdef class Turn:
     cdef object __weakref__
     cdef public bint is_over
     cdef unsigned long _owner
@@ -8,6 +8,6 @@ cdef class Ownership:
 
     cdef bint is_taken_by(self, unsigned long me) noexcept
     cdef bint stop_waiting(self, tuple waiter) except -1
-    # Waits until no other thread owns it; ClosedError where it is over.
+    # Wait until no other thread has the turn; raise ClosedError after `end`.
     cdef int enter(self) except -1
     cdef void leave(self) noexcept
