@@ -59,7 +59,7 @@ MACHINE_MODULES = {
     "cli/test_report",
     "cli/test_stage",
     "cli/test_stage_url",
-    "cli/test_watch_terminal",
+    "cli/test_watch",
     "engine/test_model_memory",
     "engine/test_model_memory_images",
     "kv/cache/test_storage",

@@ -14,7 +14,7 @@ from support.models import llama_cpp
 from support.processes.running import running
 from support.project.apt_packages import UnavailableError
 from support.terminal.chromium import find_chromium, look_at
-from unimem.accounting.growth import GrowthPoint
+from unimem.accounting.samples import GrowthPoint
 from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import Sampler
 from unimem.base.text import format_bytes

@@ -18,7 +18,7 @@ from support.processes.running import running
 from support.terminal.html_pages import HtmlPage
 from support.terminal.screens import CONTROL, HOSTILE
 from support.terminal.watch_samples import CGROUP, GIB, KIB, MACHINE, MIB, placed, report, sample
-from unimem.accounting.growth import GrowthPoint
+from unimem.accounting.samples import GrowthPoint
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.accounting.report_html import color_of
 from unimem.accounting.report_page import report_page

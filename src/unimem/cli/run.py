@@ -22,7 +22,6 @@ from unimem.accounting.report_text import memory_lines
 from unimem.base.atomic_file import NewFile
 from unimem.base.text import escape, fact_lines, format_count, table_lines
 from unimem.cli import terminal
-from unimem.cli.documents import document_head
 from unimem.cli.fallbacks import Fallbacks
 from unimem.cli.options import (
     AsJson,
@@ -39,6 +38,7 @@ from unimem.cli.options import (
     parse_tokens,
     path_or_url,
 )
+from unimem.cli.terminal import document_head
 from unimem.cli.unsupported import other_ways
 from unimem.errors import CacheFull
 from unimem.governor import Governor
