@@ -225,7 +225,6 @@ def memory_lines(
         columns["most"] = [row.high_water_bytes for row in rows]
     # A column without a single value is left out.
     columns = {name: sizes for name, sizes in columns.items() if name == "size" or any(sizes)}
-    known = columns.values()
     cells = [
         [
             row.category if row.device is None else f"{row.category} on {row.device}",

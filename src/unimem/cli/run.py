@@ -49,8 +49,8 @@ from unimem.layout import Layout
 from unimem.planning.plan import DEFAULT_CTX
 from unimem.planning.result import Plan
 from unimem.remote.client import shown
+from unimem.system.heap import warm_python_heap
 from unimem.system.placement import Pages
-from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights, warm_where_it_fits
 from unimem.weights.remote_files import open_files
