@@ -100,7 +100,7 @@ def module_of(path: Path) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("unimem's own tests")
     group.addoption("--all", action="store_true", help="everything there is: make test-all")
-    group.addoption("--explore", action="store_true", help="random examples: make explore")
+    group.addoption("--explore", action="store_true", help="random examples: tools/explore.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -285,16 +285,7 @@ def run(
     )
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
-    if chat and prompt is None:
-        raise typer.BadParameter("--chat needs a message: give it with -p")
-    _check_paths(save_session, store)
-    try:
-        (prompt or "").encode()
-    except UnicodeEncodeError:
-        raise typer.BadParameter("--prompt: expected text in UTF-8") from None
-    if save_session is not None:
-        # An unwritable file is refused before everything is computed.
-        NewFile(save_session).close()
+    _check_usage(prompt, options)
     from unimem.engine import embedded_model
 
     path = embedded_model() if model is None else path_or_url(model)
@@ -316,10 +307,7 @@ def run(
             _warm(weights, plan)  # last: errors are reported at once
             fallbacks.show(plan)
             talk.load_seconds = time.perf_counter() - started
-            if resume is not None:
-                start = time.perf_counter()
-                decoder.resume(resume)
-                talk.restore_seconds = time.perf_counter() - start
+            _resume(decoder, talk, resume)
             _generate(decoder, talk, options, quiet=as_json)
             if save_session is not None and not decoder.kv.is_empty:
                 try:
@@ -338,13 +326,23 @@ def run(
                 raise typer.Exit(130)  # here, so that nothing has to be waited for
 
 
-def _check_paths(save_session: str | None, store: str | None) -> None:
+def _check_usage(prompt: str | None, options: Options) -> None:
+    """Refuse options that are wrong whatever the model is."""
+    if options.chat and prompt is None:
+        raise typer.BadParameter("--chat needs a message: give it with -p")
     for option, path, what in (
-        ("--save-session", save_session, "a file"),
-        ("--store", store, "a folder"),
+        ("--save-session", options.save_session, "a file"),
+        ("--store", options.store, "a folder"),
     ):
         if path == "":
             raise typer.BadParameter(f"{option}: expected the path of {what}, got ''")
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("--prompt: expected text in UTF-8") from None
+    if options.save_session is not None:
+        # An unwritable file is refused before everything is computed.
+        NewFile(options.save_session).close()
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:
@@ -356,6 +354,13 @@ def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) ->
         return Sampling(temperature, top_k, top_p, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _resume(decoder: Decoder, talk: Talk, path: Path | None) -> None:
+    if path is not None:
+        start = time.perf_counter()
+        decoder.resume(path)
+        talk.restore_seconds = time.perf_counter() - start
 
 
 def _save(decoder: Decoder, talk: Talk, path: str) -> None:
