@@ -1,5 +1,6 @@
 # The commands of the documents, and the gates. Everything happens in .venv and build/; nothing is
-# installed elsewhere.
+# installed elsewhere. Seldom-used commands are in tools/ (CONTRIBUTING.md); those that need more than
+# `make install` name a stamp of this file, such as .venv/.frameworks.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,9 +26,8 @@ WORKERS ?= $(shell nproc)
 # A test that hangs fails after so many seconds, and says where it was.
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --timeout 600
 
-.PHONY: run test test-all test-c test-py explore test-anywhere coverage mutants test-numa test-gpu test-exec bench-pressure \
-        test-store faults kills test-aarch64 wheels scale gpu-wheels docs release-check sbom check format \
-        asan tsan fuzz soak exhaust test-free-threaded test-parallel install demo bench bench-docs bench-peer clean
+.PHONY: run test test-all test-c test-py coverage mutants test-numa test-gpu faults kills wheels \
+        gpu-wheels docs release-check check format asan tsan fuzz soak install bench bench-docs clean
 
 run: $(VENV)/.run
 	$(BIN)/unimem run
@@ -48,15 +48,6 @@ test-c: $(VENV)/.installed
 test-py: $(VENV)/.installed
 	$(PYTEST)
 
-# Searches with other examples in each round, for so many seconds. A failure prints what repeats it.
-EXPLORE_SECONDS ?= 600
-explore: $(VENV)/.installed
-	$(BIN)/python tools/explore.py --seconds $(EXPLORE_SECONDS)
-
-# The fast tier in each state that a machine may be in. The table goes to docs/testing.md.
-test-anywhere:
-	$(PYTHON) tools/anywhere.py $(RUNS)
-
 # The site of the documents: build/site/html. LINKS=--links asks the servers that they link to.
 docs: $(VENV)/.docs
 	$(BIN)/python tools/site/build.py $(LINKS)
@@ -66,10 +57,6 @@ docs: $(VENV)/.docs
 release-check: $(VENV)/.release
 	$(BIN)/python tools/release/release_check.py --tag "$(TAG)" $(RELEASE)
 
-# Records what the wheel is made of, and the licences of what is installed beside it.
-sbom: $(VENV)/.release
-	$(BIN)/python tools/release/sbom.py
-
 # Which lines and branches the tests run; with TIER=--all, those of both tiers.
 coverage: $(VENV)/.worth $(if $(TIER),$(VENV)/.frameworks)
 	TIER=$(TIER) tools/coverage.sh
@@ -77,10 +64,6 @@ coverage: $(VENV)/.worth $(if $(TIER),$(VENV)/.frameworks)
 # Which faults the tests notice, put into the core by tools; FILES="tape.c kv.c" tries some.
 mutants: $(VENV)/.worth
 	$(BIN)/python tools/mutants/run.py $(FILES)
-
-# Processes that use a store of prefixes while they are killed: 100,000 operations, some minutes.
-test-store: $(VENV)/.installed
-	$(BIN)/python tools/store_kills.py --dir $(BUILD)
 
 # Every call of the system fails once, in every operation. The table goes to docs/hardening.md.
 faults: $(VENV)/.installed
@@ -90,10 +73,6 @@ faults: $(VENV)/.installed
 KILLS ?= 5000
 kills: $(VENV)/.installed
 	$(BIN)/python tools/kills.py --page --kills $(KILLS) --dir $(BUILD)
-
-# Chunks of the store of prefixes on an emulated aarch64, whose packages are fetched by apt.
-test-aarch64: $(VENV)/.installed
-	$(BIN)/python tools/test_aarch64.py
 
 # Wheels and the sdist in dist/, each tried in an empty environment: docs/wheels.md. What they are
 # made with is fetched by apt and pip. WHEELS="--python 3.12 --machine x86_64" makes one.
@@ -206,15 +185,6 @@ SECONDS ?= 30
 tsan: $(VENV)/.installed
 	tools/tsan.sh $(SECONDS)
 
-# The tests of the memory layer on a Python without the interpreter's lock, which is built from
-# Debian's source on the first run: docs/threads.md.
-test-free-threaded: $(VENV)/.installed
-	$(BIN)/python tools/free_threaded.py
-
-# The same tests here, each in four threads at once.
-test-parallel: $(VENV)/.worth
-	$(BIN)/python tools/free_threaded.py --here
-
 # What parses, under fuzzers: docs/fuzzing.md. clang is fetched by apt, by root only. FUZZ="gguf
 # paged" runs some targets, FUZZ=--record adds the figures to the page.
 FUZZ_SECONDS ?= 60
@@ -228,45 +198,14 @@ soak: $(VENV)/.installed
 	mkdir -p $(BUILD)
 	$(BIN)/python tools/soak.py --seconds $(SOAK_SECONDS) --record $(BUILD)/soak.json $(SOAK)
 
-# Conversions over all of their inputs.
-exhaust: $(VENV)/.installed
-	$(BIN)/cmake -S . -B $(BUILD)/exhaust -G Ninja -DUNIMEM_TESTS=ON -DCMAKE_BUILD_TYPE=Release >/dev/null
-	$(BIN)/cmake --build $(BUILD)/exhaust --target exhaust_convert
-	$(BUILD)/exhaust/native/tests/exhaust_convert
-	$(BIN)/python tools/exhaust_convert.py
-
-# Programs that others wrote, with and without `unimem exec`: CPython's tests, NumPy's, servers.
-test-exec: $(VENV)/.installed
-	$(BIN)/python tools/exec_suites.py
-
-# A model staged once for two llama.cpp processes, and what the kernel says of both.
-demo: $(VENV)/.installed
-	$(BIN)/python tools/demo.py
-
 # All suites, half an hour. QUICK=--quick takes two minutes.
 bench: $(VENV)/.frameworks
 	$(BIN)/unimem bench $(QUICK) --dir $(BUILD)/bench --output $(BUILD)/bench/unimem-bench.json
-
-# What docs/pressure.md shows: 25 minutes, as root, on a machine that does nothing else.
-bench-pressure: $(VENV)/.installed
-	$(BIN)/unimem bench pressure $(QUICK) --dir $(BUILD)/bench --output bench/results/pressure.json
-	$(BIN)/python tools/pressure_page.py bench/results/pressure.json
-
-# What docs/scale.md adds up, measured here: some minutes.
-scale: $(VENV)/.frameworks
-	$(BIN)/python tools/scale.py --page --folder $(BUILD)
 
 # The document that is made of the runs in the repository, and all of its plots in build/bench-docs.
 bench-docs: $(VENV)/.installed
 	$(BIN)/unimem bench --from bench/results/unimem-bench.json --from bench/results/decode.json \
 	    --page docs/benchmarks.md --plots $(BUILD)/bench-docs
-
-# llama.cpp for the suite `decode`, built for this machine: a wheel lacks instruction sets. See
-# bench/README.md.
-bench-peer:
-	test -x $(BUILD)/peer/bin/python || $(PYTHON) -m venv $(BUILD)/peer
-	CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" $(BUILD)/peer/bin/pip install --no-cache-dir \
-	    --no-binary llama-cpp-python llama-cpp-python==0.3.32
 
 clean:
 	rm -rf $(BUILD) $(VENV)

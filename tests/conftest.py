@@ -59,7 +59,7 @@ MACHINE_MODULES = {
     "cli/test_report",
     "cli/test_stage",
     "cli/test_stage_url",
-    "cli/test_watch_terminal",
+    "cli/test_watch",
     "engine/test_model_memory",
     "engine/test_model_memory_images",
     "kv/cache/test_storage",
@@ -101,7 +101,7 @@ def module_of(path: Path) -> str:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("unimem's own tests")
     group.addoption("--all", action="store_true", help="everything there is: make test-all")
-    group.addoption("--explore", action="store_true", help="random examples: make explore")
+    group.addoption("--explore", action="store_true", help="random examples: tools/explore.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -20,10 +20,10 @@ from support.files.weight_bytes import MIB, cached_bytes, write
 from unimem import governor as module
 from unimem.engine import embedded_model
 from unimem.governor import GovernorEvent, find_shortage
-from unimem.system import limits, memory_events
+from unimem.system import limits, pressure
 from unimem.system.cgroups import Cgroup
 from unimem.system.limits import Limit
-from unimem.system.memory_events import Notice
+from unimem.system.pressure import Notice
 
 GIB = 1 << 30
 ROOMY = Limit("memory of the machine", 64 * GIB, 32 * GIB, "take less")
@@ -318,7 +318,7 @@ def test_a_budget() -> None:
 
 
 def test_the_watches_of_this_machine() -> None:
-    watches, refusals = memory_events.open_watches()
+    watches, refusals = pressure.open_watches()
     try:
         names = [f"{watch.source}: {watch.name}" for watch in watches]
         assert all(": " in text for text in names + refusals)
@@ -335,15 +335,15 @@ def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\nhigh 0\nmax 3\noom 0\noom_kill 0\n")
     (tmp_path / "memory.pressure").write_text("")
-    monkeypatch.setattr(memory_events, "_MACHINE", str(tmp_path / "none"))
-    monkeypatch.setattr(memory_events, "cgroups_above", lambda name: iter([group]))
-    watches, refusals = memory_events.open_watches()
-    pressure, counts = watches
+    monkeypatch.setattr(pressure, "_MACHINE", str(tmp_path / "none"))
+    monkeypatch.setattr(pressure, "cgroups_above", lambda name: iter([group]))
+    watches, refusals = pressure.open_watches()
+    trigger, counts = watches
     assert refusals == []
     # A trigger is what the kernel takes: "some", microseconds of stalling, and of a window.
     kind, stall, window = (tmp_path / "memory.pressure").read_text().rstrip("\0").split()
     assert (kind, 0 < int(stall) < int(window)) == ("some", True)
-    told = pressure.read()
+    told = trigger.read()
     assert told is not None
     assert told.is_pressure
     assert counts.read() is None
@@ -359,10 +359,10 @@ def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_may_not_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.pressure").mkdir()  # which not even root can open for writing
-    monkeypatch.setattr(memory_events, "_MACHINE", str(tmp_path / "none"))
+    monkeypatch.setattr(pressure, "_MACHINE", str(tmp_path / "none"))
     group = Cgroup(str(tmp_path), "/a", 2)
-    monkeypatch.setattr(memory_events, "cgroups_above", lambda name: iter([group]))
-    assert memory_events.open_watches() == ([], ["cgroup /a: memory.pressure: Is a directory"])
+    monkeypatch.setattr(pressure, "cgroups_above", lambda name: iter([group]))
+    assert pressure.open_watches() == ([], ["cgroup /a: memory.pressure: Is a directory"])
 
 
 # ---- unimem run ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs the fast tier in every state that a machine may be in: `make test-anywhere`.
+"""Runs the fast tier in every state that a machine may be in.
 
 The states are put together into as few runs as can have them at once. Each run is of a fresh clone
 of what is committed, with an environment of its own; it takes as long as ``make install`` and
@@ -32,7 +32,7 @@ from recorded import commit, put
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "testing.md"
-BEGIN, END = "<!-- made by make test-anywhere -->", "<!-- end -->"
+BEGIN, END = "<!-- made by tools/anywhere.py -->", "<!-- end -->"
 HEAD, RULE = "| states of one run | tests | commit | |", "|---|---|---|---|"
 NOBODY = 65534
 

@@ -1,6 +1,6 @@
 """One model, two llama.cpp processes, one copy in RAM: what unimem is for, shown on this machine.
 
-``make demo``, or ``python tools/demo.py [MODEL.gguf] [--rounds N]``. Plans a model, stages it,
+``python tools/demo.py [MODEL.gguf] [--rounds N]``. Plans a model, stages it,
 starts two llama.cpp processes (cyllama) on the staged path, reports what the kernel says of both,
 and compares how long llama.cpp takes to start on the staged model and on the file, which is in the
 page cache. Without a model one of 290 MB is written, of random weights. Nothing is left of it all,

@@ -1,4 +1,4 @@
-"""Programs that others wrote, with and without `unimem exec`: the same results? `make test-exec`.
+"""Compare the results of other programs with and without `unimem exec`.
 
 CPython's own tests of what allocates, maps, forks and starts; NumPy's test suite; redis-server
 under redis-benchmark; llama.cpp's server in the wheel cyllama, which answers chats. All allocations

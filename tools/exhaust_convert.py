@@ -1,9 +1,9 @@
 """Every float32 to float16 and bfloat16, against NumPy and ml_dtypes; and back.
 
-Minutes of work, so no test: ``make exhaust``. What is called is ``um_convert`` of the installed
-library, with the fastest code that this CPU has; ``native/tests/exhaust_convert.c``, which
-``make exhaust`` runs as well, compares the other codes. NaNs need only stay NaNs. Ends with status
-1 when a bit differs.
+It takes minutes, so ``tools/exhaust.sh`` runs it and no test does. It calls ``um_convert`` of the
+installed library, with the fastest code of this CPU; ``native/tests/exhaust_convert.c``, which
+``tools/exhaust.sh`` also runs, compares the other code. A NaN has to remain some NaN. The status is
+1 if a bit differs.
 """
 
 from __future__ import annotations

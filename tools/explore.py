@@ -1,4 +1,4 @@
-"""Runs the searches of the tests with random examples, round after round: `make explore`.
+"""Runs the searches of the tests with random examples, round after round.
 
 A round that fails ends it, after pytest has printed the example and the decorator
 ``@reproduce_failure`` that repeats it.

@@ -1,10 +1,10 @@
-"""The memory layer on a Python without the interpreter's lock: ``make test-free-threaded``.
+"""The memory layer on a Python without the interpreter's lock.
 
 The Python is the one of ``--python``, or Debian's source of one, configured with --disable-gil and
 built in build/free-threaded on the first run: ten minutes on two cores. unimem is built for it,
 every module is imported, and the tests of the memory layer run there, and again in several threads
 at once, by pytest-run-parallel. With ``--here`` only the latter run, of more folders, on the Python
-that runs this, whatever it is: ``make test-parallel``.
+that runs this, whatever it is: ``--here``.
 
 Ends with status 1 where something fails, and with 69 where what it needs cannot be had.
 """

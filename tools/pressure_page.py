@@ -2,7 +2,7 @@
 
     python tools/pressure_page.py RECORD.json
 
-`make bench-pressure` measures, and calls it.
+`tools/bench_pressure.sh` measures, and calls it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unimem_bench.texts import factor, number
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "pressure.md"
-BEGIN, END = "<!-- made by make bench-pressure -->", "<!-- end -->"
+BEGIN, END = "<!-- made by tools/bench_pressure.sh -->", "<!-- end -->"
 SUITE = "pressure"
 ALT = "The time of a token alone and beside neighbours, by how the model was loaded"
 PHASES = ("quiet", "pressed")

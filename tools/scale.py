@@ -1,7 +1,7 @@
 """Measures the parts of a cluster on this machine, and adds them up for a large one.
 
     python tools/scale.py               # prints the tables of docs/scale.md
-    python tools/scale.py --page        # and puts them there: `make scale`
+    python tools/scale.py --page        # and puts them there
 
 What is measured is one process on one machine. What is assumed is in `ASSUMED`, and stands in the
 page as such. The part of Ray is left out where Ray is not installed.
@@ -35,7 +35,7 @@ from unimem_bench.weight_files import weight_file
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "scale.md"
-BEGIN, END = "<!-- made by make scale -->", "<!-- end -->"
+BEGIN, END = "<!-- made by tools/scale.py --page -->", "<!-- end -->"
 N_NODES, WEIGHT_BYTES, N_CHUNKS = 1000, 600e9, 1e9
 # Of a model of that size, grouped attention.
 CHUNK = ChunkShape(EqualLayers(61, 8, 128, "f16", "f16").groups[0], 256)

@@ -1,6 +1,6 @@
 """Processes that use one store of prefixes while they are killed, and files of it are damaged.
 
-``make test-store`` does 100,000 random operations in 8 processes. Meanwhile what the folders of
+It does 100,000 random operations in 8 processes. Meanwhile what the folders of
 both tiers take is measured as ``du`` does, processes are killed at random moments, and files are
 damaged. Every restored row is looked at. Then 2,000 chunks are damaged one by one, of which each
 has to be noticed. Ends with status 1, and a traceback, when a budget was passed, a wrong row was

@@ -1,4 +1,4 @@
-"""Identities and bytes of chunks on an emulated aarch64: ``make test-aarch64``.
+"""Identities and bytes of chunks on an emulated aarch64.
 
 Python for aarch64 is Debian's, unpacked in build/pythons and never installed, with wheels of NumPy
 and xxhash; QEMU runs it, as a program of this user. Ends with status 1 where a chunk is another one

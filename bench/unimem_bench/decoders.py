@@ -46,7 +46,7 @@ def peer_python() -> str:
     """Return the Python that has llama-cpp-python.
 
     ``UNIMEM_PEER_PYTHON`` names it; without that it is build/peer/bin/python under the current
-    folder, as ``make bench-peer`` leaves it.
+    folder, as ``tools/bench_peer.sh`` leaves it.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def different_builds(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str 
         return None
     return (
         f"its ggml is built for another CPU than unimem's: {', '.join(different)}. Build it on "
-        "this machine with 'make bench-peer'"
+        "this machine with 'tools/bench_peer.sh'"
     )
 
 

@@ -24,7 +24,7 @@ from unimem.kv.paged import PagedKVCache
 from unimem.staging.stage import Stage
 from unimem.system import limits
 from unimem.system.limits import Limit
-from unimem.system.memory_events import Notice, Watch, open_watches, wanted_room
+from unimem.system.pressure import Notice, Watch, open_watches, wanted_room
 from unimem.weights.opened import Weights
 from unimem.weights.residency import drop_files
 

@@ -17,7 +17,7 @@ from unimem.models.dims import ModelDims
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits, policy
-from unimem.system.python_heap import warm_python_heap
+from unimem.system.heap import warm_python_heap
 from unimem.weights.loading import EngineLoad, LoadRequest, Progress, way_of
 from unimem.weights.node_copies import is_mirrored
 from unimem.weights.opened import Weights, open_planned

@@ -1,12 +1,13 @@
-"""Where the command `unimem` begins, which an interrupt ends without a word from the first on.
+"""The entry of the command `unimem`, which an interrupt ends silently from the start.
 
-This is a package of its own, since unimem is imported before anything in it runs, and that takes
-some tenths of a second.
+It is a package of its own: a module of unimem would run only after the import of unimem, which
+takes some tenths of a second.
 """
 
 from __future__ import annotations
 
-# Of `signal` the part in C: the other imports for 5 ms, in which an interrupt had its traceback.
+# The part of `signal` in C: the other part imports for 5 ms, during which an interrupt would print
+# a traceback.
 import _signal as signal  # type: ignore[import-not-found]
 import os
 import sys
@@ -25,13 +26,13 @@ def main() -> int:
         The exit code.
     """
     if sys.argv[1:2] == ["exec"]:
-        from unimem_command.launch import quick
+        from unimem_exec import quick
 
         quick(sys.argv[2:])
-    # Where somebody ignores interrupts, it stays so.
+    # Ignored interrupts stay ignored.
     is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours:
-        # Half an import leaves nothing behind, and modules may make another error of an exception.
+        # Half an import leaves nothing behind, and modules may replace an exception by another.
         signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
     from unimem.cli import main as run
 

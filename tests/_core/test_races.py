@@ -1,6 +1,6 @@
 """One object, many threads: what they do is done one after the other, or refused by a typed error.
 
-Without the interpreter's lock they do it at the same time (`make test-free-threaded`).
+Without the interpreter's lock they do it at the same time (`tools/free_threaded.py`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from unimem._core.status import ledger as native_ledger
 from unimem.accounting.report import Report, Row
 from unimem.accounting.report_text import report_lines
 from unimem.base.text import Surface
-from unimem.system.malloc import malloc_bytes
+from unimem.system.heap import malloc_bytes
 
 jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 

@@ -14,9 +14,8 @@ from support.models import llama_cpp
 from support.processes.running import running
 from support.project.apt_packages import UnavailableError
 from support.terminal.chromium import find_chromium, look_at
-from unimem.accounting.growth import GrowthPoint
 from unimem.accounting.report_page import report_page
-from unimem.accounting.samples import Sampler
+from unimem.accounting.samples import GrowthPoint, Sampler
 from unimem.base.text import format_bytes
 from unimem.engine import embedded_model
 from unimem.system import limits

@@ -18,11 +18,10 @@ from support.processes.running import running
 from support.terminal.html_pages import HtmlPage
 from support.terminal.screens import CONTROL, HOSTILE
 from support.terminal.watch_samples import CGROUP, GIB, KIB, MACHINE, MIB, placed, report, sample
-from unimem.accounting.growth import GrowthPoint
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.accounting.report_html import color_of
 from unimem.accounting.report_page import report_page
-from unimem.accounting.samples import Sampler
+from unimem.accounting.samples import GrowthPoint, Sampler
 from unimem.engine import embedded_model
 from unimem.system import process as system_process
 from unimem.system.pressure import Pressure

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import unimem_exec as launch
 from support.project.bench_cases import case_of, cases_of, check_case, run_case, uninstall
 from unimem.engine import embedded_model
 from unimem_bench import decoding, states
@@ -16,7 +17,6 @@ from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import exec as suite
 from unimem_bench.suites.exec import WITH, WITHOUT
 from unimem_bench.timed import TimedProcess, TimedProcessError
-from unimem_command import launch
 
 Patch = pytest.MonkeyPatch
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""What `make bench-pressure` puts into docs/pressure.md is what its record says."""
+"""What `tools/bench_pressure.sh` puts into docs/pressure.md is what its record says."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -27,12 +28,12 @@ import pytest
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
 import unimem as um
+import unimem_exec as launch
 from support.kernel.huge_pages import no_huge_pages  # noqa: F401 -- a fixture
 from support.project.building import run, tool
 from support.project.checkout import ROOT
 from support.terminal.screens import run_anew, show
 from unimem.system.policy import parse_numa
-from unimem_command import launch
 
 cli_exec = importlib.import_module("unimem.cli.exec")
 LIBRARY = launch.find_library()
@@ -451,13 +452,21 @@ def test_models_among_the_arguments_are_staged() -> None:
     ("words", "is_quick"),
     [
         (["--", "true"], True),
+        (["true", "--help"], True),
         (["--min-bytes", "65536", "--", "true", "--help"], True),
-        (["--pages", "auto", "--", "true"], True),
-        (["true"], False),
-        (["--min-bytes", "64k", "--", "true"], False),
+        (["--min-bytes=64k", "true"], True),
+        (["--pages", "auto", "--report", "-", "--", "true"], True),
+        (["--pages=2m", "--pages", "auto", "true"], True),
+        (["--min-bytes", "1.5M", "--", "true"], False),
         (["--min-bytes", "1", "--", "true"], False),
-        (["--lock", "--", "true"], False),
         (["--pages", "2m", "--", "true"], False),
+        (["--pages", "4k", "--", "true"], False),
+        (["--report", "/no/file", "--", "true"], False),
+        (["--lock=1", "--", "true"], False),
+        (["--numa", "interleave", "--", "true"], False),
+        (["--prefault", "--", "true"], False),
+        (["--help"], False),
+        (["--min_bytes", "64k", "--", "true"], False),
         (["--"], False),
         (["--pages"], False),
         (["--", "no-such-program"], False),
@@ -474,8 +483,25 @@ def test_the_quick_way_is_for_what_needs_no_machine(
     if is_quick:
         program, command, variables = started[0]
         assert program.endswith("/true")
-        assert command == words[words.index("--") + 1 :]
+        assert command == words[words.index("true") :]
         assert variables["LD_PRELOAD"] == LIBRARY
+
+
+@pytest.mark.parametrize("may_lock", [True, False])
+def test_locks_without_a_limit_are_quick(monkeypatch: pytest.MonkeyPatch, may_lock: bool) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    limit = resource.RLIM_INFINITY if may_lock else 8 * MIB
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    started: list[str] = []
+    monkeypatch.setattr(launch, "start", lambda *found: started.append(found[2]["UNIMEM_EXEC"]))
+    launch.quick(["--lock", "true"])
+    assert [" lock=1 " in text for text in started] == [True] * may_lock
+
+
+def test_the_table_has_all_options_of_the_command() -> None:
+    assert launch.OPTIONS.keys() == inspect.signature(cli_exec.exec_).parameters.keys() - {
+        "command"
+    }
 
 
 def test_unimem_is_not_imported_for_it() -> None:

@@ -157,11 +157,8 @@ sys.exit(main())
 ENGINE = ("ggml", "ggml-python", "tokenizers", "sentencepiece", "jinja2")
 
 
-@pytest.mark.parametrize(("missing", "command", "extra"), slow_after(2, [
-    (("typer", *ENGINE), "doctor", "cli"),
+@pytest.mark.parametrize(("missing", "command", "extra"), slow_after(1, [
     (ENGINE, "run", "run"),
-    (("rich",), "plan", "cli"),
-    (("typer", *ENGINE), "run", "run"),
     (("ggml", "ggml-python"), "run", "run"),
 ]))  # fmt: skip
 def test_what_is_not_installed_is_named_with_its_extra(

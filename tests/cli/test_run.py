@@ -581,14 +581,6 @@ def remedy(name: str) -> str:
     return rf"unimem: .*{name}.*install unimem-llm with the extra 'run': .*"
 
 
-@pytest.mark.parametrize("name", ["typer", "rich"])
-def test_a_missing_package_is_named_with_its_remedy(name: str, monkeypatch: Patch) -> None:
-    monkeypatch.setitem(sys.modules, name, None)
-    code, out, err = run()
-    assert (code, out) == (1, "")
-    assert re.fullmatch(f"{remedy(name)}\n", err)
-
-
 PACKAGES = ("sentencepiece", "jinja2")
 MISSING = f"""
 import sys

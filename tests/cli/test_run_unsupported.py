@@ -1,4 +1,4 @@
-"""`unimem run` of a model that the engine does not run: what it names, and that this works."""
+"""`unimem run` of an unsupported model: the commands that it names, which work."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def model(tmp_path: Path) -> Path:
     return write_family(folder / "m.gguf", FAMILIES["gemma2"])
 
 
-def test_the_plan_is_told_with_its_cache(model: Path) -> None:
+def test_the_plan_includes_the_cache(model: Path) -> None:
     sentences, commands = named(model, "--ctx", "6000", "--kv-dtype", "q8_0")
     assert "architecture 'gemma2' is not supported" in sentences[0]
     plan = um.plan(model, ctx=6000, kv_dtype="q8_0")
-    told = f"{format_bytes(plan.total_bytes)}, of which the KV cache of 6,000 tokens has "
-    assert told + format_bytes(plan["kv"].nbytes) in sentences[2]
+    kv = f"{format_bytes(plan['kv'].nbytes)} for the KV cache of 6,000 tokens"
+    assert f"{format_bytes(plan.total_bytes)}, with {kv}" in sentences[2]
     assert commands[0].endswith("--ctx 6000 --kv-dtype q8_0")
     assert len(commands) == len(sentences) - 2 == 3
 
 
-def test_a_cache_that_is_not_known_is_a_sentence(tmp_path: Path) -> None:
+def test_an_unknown_cache_is_explained(tmp_path: Path) -> None:
     keys = {"attention.head_count": 8, "wkv.head_size": 64}
     from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_a_cache_that_is_not_known_is_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands_work(model: Path, tmp_path: Path) -> None:
-    """Each as it is told, by a shell; the runtime is a program that opens what it is given."""
+    """Run each in a shell; the runtime is a program that opens its argument."""
     _, commands = named(model)
     programs = tmp_path / "bin"
     programs.mkdir()

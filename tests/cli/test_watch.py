@@ -1,43 +1,51 @@
-"""What a watch makes of samples and keys, and what it shows: of an invented process."""
+"""`unimem report PID --watch`: figures of an invented process, and a decoder on a terminal."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import re
-from collections.abc import Sequence
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import product
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-pytest.importorskip("rich", reason="the command line needs rich: pip install '.[run]'")
+pytest.importorskip("ggml", reason="a decoder needs ggml-python: pip install '.[run]'")
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
 
+from support.terminal.screens import CONTROL, HOSTILE, MAIN, run_command, show, start_command
 from support.terminal.watch_samples import (
     CGROUP,
     DECODER,
-    GIB,
-    KIB,
     MACHINE,
     MIB,
     SIZES,
     report,
     sample,
 )
-from unimem.accounting.samples import Rates, rates
-from unimem.cli import watch
-from unimem.cli.watch_state import INTERVALS, State
-from unimem.cli.watch_view import frame, whole
+from unimem.accounting.samples import Sample
+from unimem.base.text import Surface
+from unimem.cli.watch import document, sample_lines
 from unimem.system.pressure import Pressure
 
-DATA = Path(__file__).parent / "data"
-
+# It sleeps, so that it leaves time for other tests.
+DECODER_CODE = """
+import time
+from unimem.engine import Decoder, embedded_model
+with Decoder(embedded_model(), threads=1) as decoder:
+    print("ready", flush=True)
+    while True:
+        for _ in decoder.generate("Once upon a time", 200, stop_at_eog=False):
+            time.sleep(0.01)
+"""
 BEFORE = sample(10.0, report())
 GROWN = SIZES | {
     "kv": (256 * MIB, 140 * MIB, 139 * MIB),
@@ -51,284 +59,226 @@ NOW = sample(
     pressure=(Pressure("machine", 0.25, 0.0), Pressure("cgroup /a", 12.5, 3.0)),
     limits=(MACHINE, CGROUP),
 )  # fmt: skip
+MADE = re.compile(r"[1-9][\d.]* made, [\d.]+ read")
 
 
-def state_of(*samples: object, **chosen: object) -> State:
-    state = State(4711)
-    for each in samples or (BEFORE, NOW):
-        state.take(each)  # type: ignore[arg-type]
-    for name, value in chosen.items():
-        setattr(state, name, value)
-    return state
+def lines_of(before: Sample | None, now: Sample, surface: Surface = Surface()) -> dict[str, str]:  # noqa: B008
+    """Lines by their first word."""
+    lines = sample_lines(surface, BEFORE.report, before, now)
+    return {line.split()[0]: line for line in reversed([*lines]) if line}
 
 
-def rendered(parts: Sequence[RenderableType], width: int, **options: Any) -> str:
-    console = Console(width=width, **{"color_system": None} | options)
-    with console.capture() as capture:
-        console.print(Group(*parts))
-    return capture.get().removesuffix("\n")
+def test_a_sample_has_rates_and_growth_since_the_first() -> None:
+    lines = lines_of(BEFORE, NOW)
+    for name, says in (
+        ("tokens/s", "100.5 made, 0.0 read"),
+        ("faults/s", "1,500 minor, 2.5 major; CPU 150%, 3 threads, up 1:00:12"),
+        ("page-ins", "1.5 MiB/s by the process, 5.0 MiB/s by the machine; 0 B swapped out"),
+        ("pressure", "machine 0.25%, 0.00%; cgroup /a 12.50%, 3.00%"),
+        ("free", "15.0 GiB of 24.0 GiB, memory of the machine; 296.0 MiB of 4.0 GiB,"),
+    ):
+        assert lines[name].endswith(says)
+    for name, grown in (
+        ("kv", "+10.0 MiB"), ("allocator", "-1012.0 KiB"), ("staging", "+4.0 MiB"),
+        ("libraries", " 0"), ("total", "+13.0 MiB"),
+    ):  # fmt: skip
+        assert re.search(rf"{re.escape(grown)}(  [#.]+)?$", lines[name])
 
 
-def text_of(state: State, width: int = 80, height: int = 24, *, blocks: bool = True) -> str:
-    text = rendered(frame(state, width, height, blocks=blocks), width)
-    return "\n".join(line.rstrip() for line in text.split("\n"))
+def test_the_first_sample_has_no_rates_and_no_growth() -> None:
+    lines = lines_of(None, BEFORE)
+    assert lines["tokens/s"].endswith("- made, - read")
+    assert lines["faults/s"].endswith("- minor, - major; CPU -, 3 threads, up 1:00:10")
+    assert lines["total"].endswith(" 0")
 
 
-def test_rates_are_differences_by_time() -> None:
-    assert rates(BEFORE, NOW) == Rates(1500.0, 2.5, 1.5 * MIB, 5 * MIB, 1.5, 0.0, 100.5)
-
-
-def test_nothing_is_known_of_the_first_sample_nor_where_time_stands_still() -> None:
-    assert rates(None, NOW) == rates(NOW, NOW) == rates(NOW, BEFORE) == Rates()
-    assert set(Rates()) == {None}
-
-
-def test_what_went_back_or_is_not_told_is_not_known() -> None:
-    counters = replace(NOW.counters, minor_faults=0, read_bytes=None)
-    odd = replace(NOW, seconds=14.0, counters=counters, published={}, paged_in_bytes=None)
-    assert rates(NOW, odd) == Rates(major_faults=0.0, cpu_seconds=0.0)
-
-
-def test_another_process_with_the_number_is_not_this_one() -> None:
-    state = state_of(BEFORE, NOW, sample(13.0, report(), started=8))
-    assert "another process's" in state.ended
-    assert (state.now, state.n_samples) == (NOW, 2)
-    assert "another process's" in text_of(state, 120)
-
-
-def test_growth_is_since_the_last_report_and_since_the_first() -> None:
-    again = replace(NOW, seconds=13.0)  # the report was not read again
-    state = state_of(BEFORE, sample(11.0, report(SIZES | {"kv": (256 * MIB, 0, 0)})), NOW, again)
-    growth = {line.category: (line.change_bytes, line.since_start_bytes) for line in state.lines()}
-    assert growth["kv"] == (140 * MIB, 10 * MIB)
-    assert growth["allocator"] == (-MIB + 12 * KIB, -MIB + 12 * KIB)
-    assert growth["staging"] == (4 * MIB, 4 * MIB)  # it is new
-    assert growth["kv on cuda:0"] == growth["libraries"] == (0, 0)
-    total = state.total()
-    assert total.since_start_bytes == sum(since for _, since in growth.values())
-    assert total.change_bytes == sum(change for change, _ in growth.values())
-    assert total.resident_bytes == sum(held for _, held, _ in GROWN.values())
-
-
-def test_the_first_report_has_not_grown() -> None:
-    assert {line[-2:] for line in state_of(BEFORE).lines()} == {(0, 0)}
-
-
-@pytest.mark.parametrize(("sort", "first"), [
-    ("category", ["weights:q8_0", "weights:f32", "kv"]),
-    ("size", ["weights:q8_0", "staging", "libraries"]),
-    ("resident", ["weights:q8_0", "kv", "kv on cuda:0"]),
-    ("growth", ["kv", "staging", "weights:q8_0"]),
-])  # fmt: skip
-def test_orders(sort: str, first: list[str]) -> None:
-    assert [line.category for line in state_of(sort=sort).lines()][:3] == first
-
-
-def test_mappings_are_lines_too() -> None:
-    lines = state_of(shows_mappings=True, sort="size").lines()
-    assert len(lines) == len(GROWN) - 1
-    assert lines[0].name == "/models/Llama-3-8B-Instruct-Q8_0.gguf"
-    assert lines[0].address == 0x7F00_0000_0000
-
-
-def test_mappings_are_in_the_order_of_their_categories_whatever_their_addresses() -> None:
-    now = NOW.report
-    mixed = replace(now, mappings=(*reversed(now.mappings), *now.mappings))
-    lines = state_of(replace(NOW, report=mixed), shows_mappings=True).lines()
-    names = [line.category for line in lines]
-    assert names == [name for each in now.mappings for name in [each.category] * 2]
-
-
-def test_lines_are_made_once_for_each_report() -> None:
-    state = state_of()
-    lines = state.lines()
-    state.take(replace(NOW, seconds=13.0))  # the report was not read again
-    assert state.lines() is lines
-    for key in "sm":
-        state.press(key)
-        assert state.lines() is not lines
-    state = state_of()
-    lines = state.lines()
-    state.take(sample(13.0, report()))
-    assert state.lines() is not lines
-
-
-def test_keys() -> None:
-    state = state_of()
-    sorts = []
-    for _ in range(4):
-        state.press("s")
-        sorts.append(state.sort)
-    assert sorts == ["size", "resident", "growth", "category"]
-    for key, name in (("m", "shows_mappings"), ("p", "is_paused")):
-        state.press(key)
-        assert getattr(state, name)
-        state.press(key)
-        assert not getattr(state, name)
-    state.press("x")
-    assert not state.has_quit
-    state.press("q")
-    assert state.has_quit
-
-
-def test_nothing_is_read_while_it_is_paused() -> None:
-    state, events, sampler = state_of(is_paused=True), SimpleQueue[Any](), Mock()
-    shown = []
-    for key in "msq":
-        events.put(key)
-    watch._run(state, sampler, events, None, lambda *now: shown.append(now))
-    assert [event for _, event in shown] == ["m", "s", "q"]
-    sampler.sample.assert_not_called()
-
-
-def test_keys_change_the_interval_step_by_step() -> None:
-    state = State(1, interval=1.5)
-    state.press("+")
-    assert state.interval == 2.0
-    for _ in range(20):
-        state.press("-")
-    assert state.interval == INTERVALS[0]
-    for _ in range(20):
-        state.press("=")
-    assert state.interval == INTERVALS[-1]
-    state = State(1, interval=0.1)
-    state.press("-")
-    assert state.interval == 0.1
-
-
-@pytest.mark.parametrize("key", ["h", "?"])
-def test_any_key_leaves_the_help_and_does_no_more(key: str) -> None:
-    state = state_of()
-    state.press(key)
-    assert text_of(state).startswith("Keys\n")
-    state.press("s")
-    assert (state.shows_help, state.sort) == (False, "category")
-    state.press(key)
-    state.press("q")
-    assert state.has_quit
-
-
-def test_nothing_of_the_help_is_cut_in_a_usual_terminal() -> None:
-    state = state_of(shows_help=True)
-    assert text_of(state, 80, 24) == text_of(state, 200, 60)
-
-
-def test_scrolling_ends_where_the_lines_do() -> None:
-    state = state_of()
-
-    def first_line(*keys: str) -> str:
-        for key in keys:
-            state.press(key)
-        rows = text_of(state, 80, 16).splitlines()
-        return rows[next(i for i, row in enumerate(rows) if row.startswith("memory")) + 1]
-
-    assert first_line().startswith("weights:q8_0")
-    assert first_line("down").startswith("weights:f32")
-    assert first_line("up", "up").startswith("weights:q8_0")
-    assert first_line("end").startswith("logits")
-    assert first_line("page down", "down").startswith("logits")
-    assert first_line("up").startswith("scratch")
-    assert first_line("home").startswith("weights:q8_0")
-
-
-@pytest.mark.parametrize(("name", "chosen"), [
-    ("80x24", {}),
-    ("80x24_mappings", {"shows_mappings": True, "late_seconds": 5.0}),
-    ("60x15_ascii", {"sort": "growth", "is_paused": True}),
-    ("120x24", {"sort": "size"}),
-])  # fmt: skip
-def test_pictures(name: str, chosen: dict[str, object]) -> None:
-    width, height = map(int, name.partition("_")[0].split("x"))
-    shown = text_of(state_of(**chosen), width, height, blocks=not name.endswith("_ascii"))
-    assert shown + "\n" == (DATA / f"watch_{name}.txt").read_text()
-
-
-def test_a_terminal_that_is_too_small_is_told_so() -> None:
-    assert text_of(state_of(), 40, 10) == "40x10 is too small:\n60x12 at least.\nq quits."
-
-
-@pytest.mark.parametrize("width", [1, 10, 59, 60, 61, 79, 80, 81, 99, 100, 101, 119, 140, 250])
-def test_no_line_is_too_long_and_none_too_many(width: int) -> None:
-    odd = "\x1b[2J\n漢字" * 40
-    counters = replace(NOW.counters, minor_faults=10**15, cpu_seconds=1e9, n_threads=10**6)
-    strange = replace(
-        NOW,
-        report=report(GROWN | {odd: (5 * GIB, 4096, 1)}, command=odd, problem=odd, swapped=1),
-        counters=counters,
-        published={"kv_tokens": 10**12, "kv_active_bytes": 10**15},
-        limits=(MACHINE, replace(CGROUP, name=odd)),
-        up_seconds=1e9,
-    )
-    choices: list[dict[str, Any]]
-    choices = [{}, {"shows_mappings": True}, {"shows_help": True}, {"late_seconds": 1e6}]
-    for height, chosen in product((1, 2, 11, 12, 13, 24, 60), choices):
-        parts = frame(state_of(BEFORE, strange, **chosen), width, height)
-        lines = rendered(parts, width).split("\n")
-        assert len(lines) <= height
-        assert all(cell_len(line) <= width for line in lines)
-        assert all(line.isprintable() for line in lines)
-
-
-def test_before_the_first_sample_there_is_something_to_see() -> None:
-    state = State(4711)
-    assert text_of(state).startswith("Reading the memory of process 4711 ...\n")
-    state.late_seconds = 3.0
-    assert text_of(state).startswith("Reading the memory of process 4711 for 3 s ...\n")
-
-
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_figures_are_marked() -> None:
     bare = sample(10.0, report(source="kernel"), published={}, pressure=(), limits=(), read=None)
-    shown = text_of(state_of(bare))
-    assert "from the kernel" in shown
-    assert "tokens/s" not in shown
-    assert "pressure  not available" in shown
-    assert re.search(r"^page-ins  own +-  +machine +-  ", shown, re.M)
+    lines = lines_of(None, bare)
+    assert "tokens/s" not in lines
+    assert lines["free"].endswith(" -")
+    assert "not available" in lines["pressure"]
+    assert "- by the process, - by the machine" in lines["page-ins"]
 
 
-def test_memory_that_takes_long_to_read_is_read_less_often() -> None:
-    shown = text_of(state_of(replace(NOW, report_rest=2.4)), 120)
-    assert "every 1 s, memory every 3 s" in shown
-    assert "memory every" not in text_of(state_of(replace(NOW, report_rest=0.9)), 120)
-
-
-def test_what_is_worth_a_look_has_a_colour_and_needs_none() -> None:
-    def drawn(state: State) -> str:
-        colors = {"color_system": "standard", "force_terminal": True, "no_color": False}
-        return rendered(frame(state, 80, 24), 80, **colors)
-
-    colored = drawn(state_of())
-    yellow = "\x1b[33m"
-    for notice in ("2.5", "0.25%", "cgroup 12.50%, 3.00%", "+10.0 MiB"):
-        assert re.search(rf"\x1b\[33m *{re.escape(notice)}\x1b\[0m", colored), notice
-    assert f"{yellow}296.0 MiB of 4.0 GiB\x1b[0m{yellow} in cgroup" in colored
-    assert "\x1b[36m█" in colored
-    assert "\x1b[1mtotal" in colored
-    calm = drawn(state_of(BEFORE))
-    assert yellow not in calm.replace(f"{yellow}953.0 MiB of 1.1 GiB in RAM", "")
-    assert "\x1b" not in rendered(frame(state_of(), 80, 24), 80)
-
-
-def test_the_whole_has_every_line_and_no_keys() -> None:
-    lines = rendered(whole(state_of(), 80), 80).splitlines()
-    assert sum(line.startswith(tuple(GROWN)) for line in lines) == len(GROWN) + 1
-    assert lines[-1].startswith("total")
-    assert whole(State(1), 80) == []
+@pytest.mark.parametrize("width", [60, 80, 120, 250])
+def test_lines_fit_and_are_printable_whatever_names_say(width: int) -> None:
+    odd = replace(
+        NOW,
+        report=report(GROWN | {HOSTILE: (5 * MIB, 4096, 1)}, command=HOSTILE, problem=HOSTILE),
+        counters=replace(NOW.counters, minor_faults=10**15, cpu_seconds=1e9, n_threads=10**6),
+        limits=(MACHINE, replace(CGROUP, name=HOSTILE)),
+    )
+    for line in sample_lines(Surface(width), BEFORE.report, BEFORE, odd):
+        assert cell_len(line) <= width
+        assert not CONTROL.search(line)
 
 
 def test_the_document_has_figures_in_units() -> None:
-    document = json.loads(json.dumps(state_of().document(), allow_nan=False))
-    assert (document["pid"], document["seconds"]) == (4711, 2.0)
-    assert document["rates"] == {
+    made = json.loads(json.dumps(document(4711, BEFORE, NOW), allow_nan=False))
+    assert (made["pid"], made["seconds"]) == (4711, 2.0)
+    assert made["rates"] == {
         "minor_faults_per_second": 1500.0, "major_faults_per_second": 2.5,
         "read_bytes_per_second": 1.5 * MIB, "paged_in_bytes_per_second": 5.0 * MIB,
         "cpu_seconds_per_second": 1.5, "prompt_tokens_per_second": 0.0,
         "generated_tokens_per_second": 100.5,
     }  # fmt: skip
-    assert document["decoders"]["kv_tokens"] == 812
+    assert made["decoders"]["kv_tokens"] == 812
     expected = {"source": "cgroup /a", "some_percent": 12.5, "full_percent": 3.0}
-    assert document["pressure"][1] == expected
-    assert document["limits"][1]["room_bytes"] == CGROUP.room_bytes
-    assert document["report"]["rows"][0]["category"] == "weights:q8_0"
-    first = json.loads(json.dumps(state_of(BEFORE).document()))
+    assert made["pressure"][1] == expected
+    assert made["limits"][1]["room_bytes"] == CGROUP.room_bytes
+    assert made["report"]["rows"][0]["category"] == "weights:q8_0"
+    first = json.loads(json.dumps(document(4711, None, BEFORE)))
     assert first["seconds"] is None
     assert set(first["rates"].values()) == {None}
+
+
+# ---- a real process -----------------------------------------------------------------------------
+
+
+@contextmanager
+def running(code: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as made:
+        try:
+            assert made.stdout is not None
+            assert made.stdout.readline() == "ready\n"
+            yield made
+        finally:
+            made.kill()
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Iterator[int]:
+    with running(DECODER_CODE) as process:
+        yield process.pid
+
+
+class Watch:
+    """A watch on a terminal of 80x24 that is its own."""
+
+    def __init__(self, pid: int, *, code: str = MAIN, **environment: str) -> None:
+        self.ours, theirs = os.openpty()
+        fcntl.ioctl(self.ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        self.modes = termios.tcgetattr(self.ours)
+        self.process = start_command(
+            "report", pid, "--watch", "--interval", 0.2,
+            code=f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {code}",
+            stdin=theirs, stdout=theirs, start_new_session=True,
+            env={k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+            | {"TERM": "xterm"} | environment,
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen = ""
+
+    def until(self, pattern: str | re.Pattern[str]) -> None:
+        while not re.search(pattern, self.seen):
+            self.seen += os.read(self.ours, 4096).decode(errors="replace")
+
+    def end(self, code: int) -> str:
+        """Return what is shown from the last refresh on."""
+        with suppress(OSError):  # EIO: the other side is closed
+            while part := os.read(self.ours, 4096):
+                self.seen += part.decode(errors="replace")
+        _, errors = self.process.communicate()
+        assert (self.process.returncode, errors) == (code, "")
+        assert termios.tcgetattr(self.ours) == self.modes
+        assert self.seen.rindex("\x1b[?25h") > self.seen.rfind("\x1b[?25l")
+        os.close(self.ours)
+        return re.sub(r"\x1b\[[\d;]*m", "", self.seen[self.seen.rindex("process") :])
+
+
+@pytest.mark.parametrize("how", ["C-c", "TERM"])
+def test_a_terminal_shows_one_table_and_keeps_the_last_whole(decoder: int, how: str) -> None:
+    watch = Watch(decoder)
+    watch.until(MADE)
+    assert "\x1b[1A" in watch.seen  # refreshed in its place
+    assert "\r\n...\r\ntotal" in watch.seen.replace("\x1b[1m", "")  # of 24 lines
+    assert "\x1b[36m" in watch.seen  # bars have a colour
+    if how == "TERM":
+        watch.process.terminate()
+    else:
+        os.write(watch.ours, b"\x03")
+    last = watch.end(143 if how == "TERM" else 130)
+    for name in ("weights:", "kv", "scratch", "logits", "allocator", "libraries", "total"):
+        assert re.search(rf"^{name}", last, re.M), name
+
+
+def test_a_closed_terminal_ends_it(decoder: int) -> None:
+    watch = Watch(decoder)
+    watch.until("total")
+    os.close(watch.ours)
+    _, errors = watch.process.communicate()
+    assert (watch.process.returncode, errors) == (128 + signal.SIGHUP, "")
+
+
+def test_no_colours_where_none_are_wanted(decoder: int) -> None:
+    watch = Watch(decoder, NO_COLOR="1")
+    watch.until("total")
+    os.write(watch.ours, b"\x03")
+    watch.end(130)
+    assert not re.search(r"\x1b\[[\d;]+m", watch.seen)
+
+
+def test_the_watch_ends_with_the_process() -> None:
+    with running("print('ready', flush=True); import time; time.sleep(300)") as process:
+        watch = Watch(process.pid)
+        watch.until("total")
+        process.kill()
+        process.wait()
+        last = watch.end(0)
+    assert "it has ended" in last
+    assert "libraries" in watch.seen
+
+
+def test_a_read_that_never_ends_can_be_interrupted(decoder: int) -> None:
+    # A process that holds the lock of its memory blocks readers.
+    broken = (
+        "import sys, time; from unimem.accounting import samples; from unimem.cli import main; "
+        "samples.report = lambda pid: (print('waiting', flush=True), time.sleep(1000)); "
+        "sys.exit(main())"
+    )
+    watch = Watch(decoder, code=broken)
+    watch.until("waiting")
+    os.write(watch.ours, b"\x03")
+    watch.seen += "process"
+    watch.end(130)
+
+
+def test_blocks_of_text_in_a_pipe(decoder: int) -> None:
+    ended = run_command("report", decoder, "--watch", "--interval", 0.3, "--count", 2)
+    assert (ended.code, ended.err) == (0, "")
+    first, second, rest = re.split(r"(?m)^(?=total.*\n\n)", ended.out)
+    assert rest.startswith("total")
+    assert "- made" in first
+    assert MADE.search(second)
+    assert all(len(line) <= 80 for line in ended.lines)
+    assert "\x1b" not in ended.out
+
+
+def test_lines_of_json_until_an_interrupt(decoder: int) -> None:
+    with start_command("report", decoder, "--watch", "--interval", 0.2, "--json") as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        assert first["schema"] == "unimem.watch/1"
+        assert first["seconds"] is first["rates"]["generated_tokens_per_second"] is None
+        n = 0.0
+        while n == 0:  # a decoder may rest for longer than an interval
+            made = json.loads(process.stdout.readline())
+            assert made["seconds"] > 0
+            n = made["rates"]["generated_tokens_per_second"]
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+    assert process.returncode == 130
+    for each in (first, made):
+        assert each["report"]["rows"]
+        assert each["decoders"]["kv_tokens"] >= 0
+
+
+@pytest.mark.parametrize(("arguments", "code", "says"), [
+    ((2**22 + 1,), 1, "process"),            ((1, "--count", 0), 2, "--count"),
+    ((1, "--interval", 0), 2, "--interval"),
+], ids=["no such process", "no count", "no interval"])  # fmt: skip
+def test_what_cannot_be_watched(arguments: tuple[object, ...], code: int, says: str) -> None:
+    screen = show("report", *arguments, "--watch")
+    assert (screen.code, screen.out) == (code, "")
+    assert says in screen.err

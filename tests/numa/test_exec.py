@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from unimem_command import launch
+import unimem_exec as launch
 
 MIB = 1 << 20
 NBYTES = 24 * MIB

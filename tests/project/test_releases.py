@@ -172,9 +172,9 @@ def test_a_rehearsal_leaves_open_what_a_release_may_not() -> None:
 
 
 def test_the_bill_has_what_the_project_requires() -> None:
-    """Without the library that writes it: a requirement that is changed needs `make sbom`."""
+    """A changed requirement needs `tools/release/sbom.py`; this test needs no library."""
     record = json.loads(sbom.recorded())
-    assert record["metadata"]["component"]["version"] == VERSION, "make sbom"
+    assert record["metadata"]["component"]["version"] == VERSION, "tools/release/sbom.py"
     parts = {part["bom-ref"]: part for part in record["components"]}
     model = parts.pop(sbom.MODEL)
     digest = hashlib.sha256((ROOT / "src" / sbom.MODEL).read_bytes()).hexdigest()
@@ -191,7 +191,7 @@ def test_the_bill_has_what_the_project_requires() -> None:
         (need.name, str(need.requirement), need.extras, need.is_compiled_in)
         for need in sbom.needs()
     }
-    assert found == wanted, "make sbom"
+    assert found == wanted, "tools/release/sbom.py"
     assert {"numpy", "cython", "torch", "typer"} <= {need.name for need in sbom.needs()}
     assert "pytest" not in {need.name for need in sbom.needs()}
     # Each has a licence, and is what the package depends on.

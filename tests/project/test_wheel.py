@@ -24,9 +24,13 @@ from unimem._core.status import VERSION
 pytestmark = pytest.mark.slow
 
 NEEDED = {
-    *(f"{package}/py.typed" for package in ("pytest_unimem", "unimem", "unimem_command")),
+    "pytest_unimem/py.typed",
+    "unimem/py.typed",
+    "unimem_command/py.typed",
+    "unimem_exec/py.typed",
     "pytest_unimem/__init__.py",
     "unimem_command/__init__.py",
+    "unimem_exec/__init__.py",
     "unimem/cuda/rows.cu",
     *(f"unimem/include/unimem{part}.h" for part in ("", "_formats", "_kv")),
     *(f"unimem/lib/libunimem-{part}.so" for part in ("bench", "bench-runtime", "exec")),

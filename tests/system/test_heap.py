@@ -6,7 +6,7 @@ from conftest import Run
 
 SCRIPT = """
     import resource
-    from unimem.system.python_heap import warm_python_heap
+    from unimem.system.heap import warm_python_heap
 
     made = [None] * 1000
 

@@ -12,10 +12,9 @@ from support.files.weight_bytes import MIB, write_hole
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb
 from unimem.engine import Decoder
 from unimem.planning import repack_gain as planned
-from unimem.system import exposure, limits
-from unimem.system.exposure import why_exposed
+from unimem.system import limits, pressure
 from unimem.system.limits import HugePool, Limit, Node
-from unimem.system.pressure import Pressure
+from unimem.system.pressure import Pressure, why_exposed
 from unimem.weights import loading
 from unimem.weights.files import open_model
 
@@ -89,8 +88,8 @@ def test_auto(
 
 
 def test_small_files_and_shared_memory_are_mapped(tmp_path: Path) -> None:
-    assert why_exposed(exposure._LEAST_BYTES - 1, [cgroup(0)], [BUSY]) == ""
-    assert why_exposed(exposure._LEAST_BYTES, [cgroup(0)], [BUSY]) != ""
+    assert why_exposed(pressure._LEAST_BYTES - 1, [cgroup(0)], [BUSY]) == ""
+    assert why_exposed(pressure._LEAST_BYTES, [cgroup(0)], [BUSY]) != ""
     path = write_hole(tmp_path / "model.gguf", 20 * MIB)
     with um.stage(path) as stage, open_model(stage.path) as model:
         assert loading.choose(model, "auto", None, {}, Facts(cgroup(MIB)), [BUSY]).mode == "map"
@@ -99,8 +98,8 @@ def test_small_files_and_shared_memory_are_mapped(tmp_path: Path) -> None:
 @pytest.fixture
 def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model is large for the cgroup that this process is said to be in."""
-    monkeypatch.setattr(exposure, "_LEAST_BYTES", 1)
-    monkeypatch.setattr(exposure, "_ROOM_FACTOR", 1 << 40)
+    monkeypatch.setattr(pressure, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(pressure, "_ROOM_FACTOR", 1 << 40)
     monkeypatch.setattr(limits, "memory_limits", lambda: (MACHINE, cgroup(1 << 30)))
 
 

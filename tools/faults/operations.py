@@ -576,7 +576,7 @@ def _(_: Path) -> Iterator[Call]:
 
 @operation("exec, up to the program")
 def _(_: Path) -> Iterator[Call]:
-    from unimem_command import launch
+    import unimem_exec as launch
 
     def run() -> bool:
         program = launch.find_program(sys.executable)

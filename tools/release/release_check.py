@@ -132,10 +132,10 @@ def check_bill() -> str:
     try:
         is_current = sbom.bill(sbom.recorded_licences()) == recorded
     except KeyError as error:
-        raise WrongError(f"{error} is not in {sbom.RECORD.name}: make sbom") from None
+        raise WrongError(f"{error} is not in {sbom.RECORD.name}: tools/release/sbom.py") from None
     if not is_current:
         raise WrongError(
-            f"{sbom.RECORD.name} is of other requirements or another version: make sbom"
+            f"{sbom.RECORD.name} is of other requirements or another version: tools/release/sbom.py"
         )
     return f"CycloneDX, licences of {len(sbom.recorded_licences())} components"
 

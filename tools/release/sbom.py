@@ -1,4 +1,4 @@
-"""The software bill of materials of the wheel, in CycloneDX's JSON: `make sbom`.
+"""The software bill of materials of the wheel, in CycloneDX's JSON.
 
 It is recorded beside this file, and CMake puts the record into the wheel, at `.dist-info/sboms`
 (PEP 770). So it is the same for every platform: it names what is compiled in, and what is installed

@@ -1,7 +1,7 @@
 """Pythons that wheels are made for: where their headers are, and what runs them.
 
 A Python of this machine serves where there is one: on the path, of pyenv, or the one without the
-interpreter's lock that `make test-free-threaded` built. Otherwise both are Debian's packages,
+interpreter's lock that `tools/free_threaded.py` built. Otherwise both are Debian's packages,
 unpacked in build/pythons and never installed; QEMU runs those of other machines.
 """
 

@@ -6,7 +6,7 @@ import os
 from unimem.errors import (
     CapacityError, FrozenError, GGUFError, PlacementError,
 )
-from unimem.system.address_space import limit_reached
+from unimem.system.limits import limit_reached
 
 cimport cython
 

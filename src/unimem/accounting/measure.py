@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 from unimem._core.status import Marks, counters, ledger, row_name
 from unimem.base.text import Surface, fact_lines, format_bytes, format_change, table_lines
 from unimem.errors import ClosedError
-from unimem.system.malloc import malloc_bytes
+from unimem.system.heap import malloc_bytes
 
 __all__ = ["Measured", "MeasuredFunction", "measure"]
 

@@ -16,7 +16,7 @@ from unimem.accounting.mapped_models import MappedModel, models
 from unimem.accounting.published import failure, published
 from unimem.accounting.row import Mapping, Row, find_row, in_order, plain
 from unimem.base.text import Surface
-from unimem.system.malloc import malloc_bytes
+from unimem.system.heap import malloc_bytes
 from unimem.system.process import Process, counters, read_process
 
 __all__ = ["Mapping", "Report", "Row", "report"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from unimem.accounting.growth import GrowthPoint
 from unimem.accounting.report_html import colors_of, report_parts
 from unimem.accounting.report_text import kind_of_mapping
 from unimem.accounting.row import Mapping as MappedRange
-from unimem.accounting.samples import Sample
+from unimem.accounting.samples import GrowthPoint, Sample
 from unimem.base.html import (
     Html,
     bar,

@@ -12,6 +12,7 @@ from unimem.base.text import (
     Surface,
     fact_lines,
     format_bytes,
+    format_change,
     format_count,
     shorten_path,
     table_lines,
@@ -199,10 +200,22 @@ def _figure(value: Any, is_size: bool) -> str:
 # ---- tables -------------------------------------------------------------------------------------
 
 
-def memory_lines(surface: Surface, rows: Sequence[Row]) -> Iterator[str]:
-    """Write rows of memory and their sums as a table, with a bar of what is in RAM."""
+def memory_lines(
+    surface: Surface, rows: Sequence[Row], first: Sequence[Row] | None = None
+) -> Iterator[str]:
+    """Write rows of memory and their sums as a table, with bars, and how much they have grown.
+
+    Parameters
+    ----------
+    surface : Surface
+        What the table is written on.
+    rows : sequence of Row
+        Of a report.
+    first : sequence of Row, optional
+        Of an earlier report: adds a column for the growth of each row since then.
+    """
     devices = dict.fromkeys(row.device for row in rows if row.device is not None)
-    total = sum(row.resident_bytes or 0 for row in rows if row.device is None)
+    total = _resident(rows)
     columns: dict[str, list[int | None]] = {
         "size": [row.nbytes for row in rows],
         "in RAM": [row.resident_bytes for row in rows],
@@ -210,13 +223,15 @@ def memory_lines(surface: Surface, rows: Sequence[Row]) -> Iterator[str]:
     }
     if surface.width >= _WIDE:
         columns["most"] = [row.high_water_bytes for row in rows]
-    # What is known of none is not shown.
+    # A column without a single value is left out.
     columns = {name: sizes for name, sizes in columns.items() if name == "size" or any(sizes)}
-    known = columns.values()
     cells = [
         [
             row.category if row.device is None else f"{row.category} on {row.device}",
-            *("-" if sizes[i] is None else format_bytes(sizes[i] or 0) for sizes in known),
+            *(
+                "-" if sizes[i] is None else format_bytes(sizes[i] or 0)
+                for sizes in columns.values()
+            ),
             _pages(row.granted),
         ]
         for i, row in enumerate(rows)
@@ -227,10 +242,30 @@ def memory_lines(surface: Surface, rows: Sequence[Row]) -> Iterator[str]:
         cells.append(
             [f"total on {device}", format_bytes(_total(rows, device)), *[""] * len(columns)]
         )
+    head = ["memory", *columns, "pages"]
+    if first is not None:
+        head.append("growth")
+        grown = [*_growth(first, rows), total - _resident(first), *[0] * len(devices)]
+        for row_cells, nbytes in zip(cells, grown, strict=True):
+            row_cells.append(format_change(nbytes) if nbytes else "0")
     shares = [(row.resident_bytes or 0) / total if total else 0.0 for row in rows]
     bars = [Bar(share) for share in shares] + [None] * (len(cells) - len(shares))
     spare = ("pages", *(name for name in ("most", "active") if name in columns))
-    yield from table_lines(surface, ("memory", *columns, "pages"), cells, bars=bars, spare=spare)
+    yield from table_lines(surface, head, cells, bars=bars, spare=spare)
+
+
+def _growth(first: Sequence[Row], rows: Sequence[Row]) -> Iterator[int]:
+    """Compute how much of each row has come into RAM. Memory of a GPU is there as a whole."""
+    before = {(row.category, row.device): _held(row) for row in first}
+    yield from (_held(row) - before.get((row.category, row.device), 0) for row in rows)
+
+
+def _held(row: Row) -> int:
+    return row.nbytes if row.resident_bytes is None else row.resident_bytes
+
+
+def _resident(rows: Iterable[Row]) -> int:
+    return sum(row.resident_bytes or 0 for row in rows if row.device is None)
 
 
 def _total(rows: Iterable[Row], device: str | None) -> int:

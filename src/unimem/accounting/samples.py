@@ -1,4 +1,4 @@
-"""Samples of a process: what was read of it and of its machine at one time, and rates."""
+"""Samples of a process and its machine: their rates, and how memory grows over many of them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from unimem.system.limits import Limit, memory_limits
 from unimem.system.pressure import Pressure, memory_pressure, paged_in_bytes
 from unimem.system.process import Counters, counters
 
-__all__ = ["Rates", "Sample", "Sampler", "rates"]
+__all__ = ["GrowthPoint", "MemoryGrowth", "Rates", "Sample", "Sampler", "rates"]
 
-# Reading the memory of a large process is work for the kernel: it gets this share of a core, and
-# is read less often than asked where that is not enough.
+# The share of a core that reading the memory of a process may take. Large processes are read less
+# often than asked.
 _SHARE = 0.04
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+_MOST_POINTS = 240  # of a growth: an even number
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was read of a process and its machine at one time. It never changes."""
+    """The state of a process and its machine at one time. It never changes."""
 
     seconds: float  # on a clock that is never set
     clock: float  # in seconds since 1970
@@ -32,15 +33,15 @@ class Sample:
     counters: Counters
     report: Report
     report_seconds: float  # when that was read
-    report_rest: float = 0.0  # it is not read again for so long, as it takes so much of a core
-    published: Mapping[str, int] = field(default_factory=dict)  # by a process that uses unimem
-    paged_in_bytes: int | None = None  # what the machine has read from disks
+    report_rest: float = 0.0  # seconds until it is read again, as reading takes a core's time
+    published: Mapping[str, int] = field(default_factory=dict)  # by unimem in the process
+    paged_in_bytes: int | None = None  # read from disks by the machine
     pressure: tuple[Pressure, ...] = ()  # on the machine, and on the process's cgroup
     limits: tuple[Limit, ...] = ()  # on the process's memory, that of the machine first
 
 
 class Rates(NamedTuple):
-    """What happened a second; None is not known."""
+    """Events per second; None is unknown."""
 
     minor_faults: float | None = None
     major_faults: float | None = None
@@ -52,10 +53,10 @@ class Rates(NamedTuple):
 
 
 def rates(before: Sample | None, now: Sample) -> Rates:
-    """Compute what happened a second between two samples.
+    """Compute the events per second between two samples.
 
-    Nothing is known without one before, nor where no time has passed, where a count is missing in
-    one of them, or where it went back.
+    All rates are unknown for the first sample or if no time has passed; a rate is unknown if its
+    count is missing in either sample or has decreased.
     """
     if before is None or now.seconds <= before.seconds:
         return Rates()
@@ -82,13 +83,7 @@ def _counts(sample: Sample) -> tuple[float | None, ...]:
 
 
 class Sampler:
-    """Reads samples of a process, one after the other.
-
-    Parameters
-    ----------
-    pid : int
-        Its number.
-    """
+    """A reader of samples of one process."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -96,7 +91,7 @@ class Sampler:
         self._report_seconds = self._report_rest = 0.0
 
     def sample(self) -> Sample:
-        """Read what there is now."""
+        """Read the current state."""
         done = counters(self._pid)
         seconds, clock = time.monotonic(), time.time()
         if self._report is None or seconds >= self._report_seconds + self._report_rest:
@@ -117,3 +112,54 @@ class Sampler:
             pressure=memory_pressure(self._pid),
             limits=memory_limits(self._pid),
         )
+
+
+class GrowthPoint(NamedTuple):
+    """The memory in RAM at one time.
+
+    Attributes
+    ----------
+    seconds : float
+        On a clock that is never set.
+    resident_bytes : dict of str to int
+        Of each category of main memory, by share (Pss).
+    """
+
+    seconds: float
+    resident_bytes: dict[str, int]
+
+
+@dataclass(slots=True)
+class MemoryGrowth:
+    """The memory in RAM over time, in at most 242 points. For one thread.
+
+    A long watch keeps every second, fourth, eighth ... sample, so that points stay evenly spaced,
+    and always the last one.
+    """
+
+    _kept: list[GrowthPoint] = field(default_factory=list)
+    _last: GrowthPoint | None = None
+    _n: int = 0
+    _every: int = 1
+
+    def take(self, sample: Sample) -> None:
+        """Take the next sample. A sample that repeats the last report adds no point."""
+        if self._last is not None and sample.report_seconds <= self._last.seconds:
+            return
+        rows = (row for row in sample.report.rows if row.device is None)
+        sizes = {row.category: row.resident_bytes or 0 for row in rows}
+        self._last = GrowthPoint(sample.report_seconds, sizes)
+        if self._n % self._every == 0:
+            self._kept.append(self._last)
+            if len(self._kept) > _MOST_POINTS:
+                del self._kept[1::2]
+                self._every *= 2
+        self._n += 1
+
+    @property
+    def points(self) -> tuple[GrowthPoint, ...]:
+        """The points, by time."""
+        last = self._last
+        if last is None or self._kept[-1] is last:
+            return tuple(self._kept)
+        return (*self._kept, last)

@@ -1,6 +1,6 @@
-"""The command `unimem`: one file a command, and here what all of them share.
+"""The command `unimem`: one file per command, and here their common frame.
 
-A command raises the errors of the library, and `main` makes a sentence and an exit code of them.
+A command raises the errors of the library; `main` turns them into a sentence and an exit code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TextIO
 
-from unimem.base.install_hint import install_hint
 from unimem.base.text import escape
 from unimem.cli.exits import DOES_NOT_FIT, FAILED, INTERRUPTED, OK
 
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-# Extras that are called as the command that needs them; all of them bring the command line.
-_EXTRAS = ("run", "bench", "metrics")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -33,22 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        Without the program's name; by default those of this process.
+        The words behind the program's name; by default those of this process.
 
     Returns
     -------
     int
         The exit code: 0, 1 for a bad file or a failure, 2 for wrong usage, 3 for a model that does
-        not fit, 130 for an interrupt, 129 and 143 for SIGHUP and SIGTERM. What went wrong was
-        written to standard error.
+        not fit, 130 for an interrupt, 129 and 143 for SIGHUP and SIGTERM. The reason is written to
+        standard error.
     """
-    try:
-        import rich  # noqa: F401 - commands need both later: what is missing is named at once
-        import typer  # noqa: F401
-    except ImportError as error:
-        words = sys.argv[1:] if arguments is None else arguments
-        extra = words[0] if words and words[0] in _EXTRAS else "cli"
-        return _fail(f"the command line needs {error.name}: {install_hint(extra)}", FAILED)
     if sys.stdout is None:
         return _fail("standard output is closed: there is nowhere to write to", FAILED)
     # A terminal that lacks a character shows a question mark for it.
@@ -61,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # Python would try once more to write the rest when it ends, and complain.
+        # Otherwise Python would try again to write the rest when it ends, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # Who closes a pipe, as `head` does, wants no more: that needs no message.
+        # A program that closes a pipe, such as `head`, needs no message.
         if code == OK and not isinstance(error, BrokenPipeError):
             return _fail(f"standard output: {error.strerror}", FAILED)
         code = code or FAILED
@@ -72,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[list[int]]:
-    """Make an interrupt of SIGHUP and SIGTERM, which leaves nothing behind; give which came."""
+    """Turn SIGHUP and SIGTERM into interrupts, which clean up; yield those received."""
     received: list[int] = []
 
     def interrupt(number: int, _: object) -> None:
         for each in ours:
-            signal.signal(each, signal.SIG_IGN)  # another one would end the cleaning up
+            signal.signal(each, signal.SIG_IGN)  # a second one would end the clean-up
         received.append(number)
         raise KeyboardInterrupt
 
-    # Those that somebody ignores (nohup) or handles are left alone.
+    # Signals that are ignored (nohup) or handled are left alone.
     ours = [
         number
         for number in (signal.SIGHUP, signal.SIGTERM)
@@ -101,7 +90,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         _app()(arguments, prog_name="unimem")
     except SystemExit as end:
-        # So typer ends, always.
+        # typer always ends so.
         return end.code if isinstance(end.code, int) else OK
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -115,7 +104,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _app() -> typer.Typer:
     """Collect the commands. A new command is a new file and a line here.
 
-    Another package brings a command with an entry point of the group ``unimem.commands``, as
+    Another package adds a command by an entry point of the group ``unimem.commands``, as
     ``unimem_bench`` does.
     """
     from importlib.metadata import entry_points
@@ -148,7 +137,7 @@ def _app() -> typer.Typer:
     app.command()(doctor)
     app.command()(stage)
     app.command()(cache)
-    # What stands behind the program's name is the program's.
+    # Words behind the program's name belong to the program.
     app.command("exec", context_settings={"allow_interspersed_args": False})(exec_)
     for command in entry_points(group="unimem.commands"):
         app.command(command.name)(command.load())
@@ -164,7 +153,7 @@ def _sentence(error: BaseException) -> str:
 
 def _fail(sentence: str, code: int, notes: Sequence[str] = ()) -> int:
     if sys.stderr is not None:
-        with suppress(OSError):  # as of a terminal that was closed
+        with suppress(OSError):  # such as of a closed terminal
             for line in (f"unimem: {sentence}", *notes):
                 print(escape(line), file=sys.stderr)
     return code

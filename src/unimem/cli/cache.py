@@ -12,9 +12,9 @@ import typer
 from unimem.base.cache_folder import cache_folder
 from unimem.base.text import escape, format_bytes, format_count
 from unimem.cli import terminal
-from unimem.cli.documents import document_head
 from unimem.cli.exits import FAILED
 from unimem.cli.options import AsJson
+from unimem.cli.terminal import document_head
 from unimem.weights.repack.image_cache import CachedImage, ImageCache
 
 __all__ = ["cache"]

@@ -5,88 +5,73 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
 from unimem._core.block import Block
 from unimem.base.text import escape
 from unimem.cli.exits import DOES_NOT_FIT
-from unimem.cli.options import NumaNodes, check_numa, number_parser
+from unimem.cli.options import check_numa, number_parser
 from unimem.errors import PlacementError
 from unimem.system import limits
 from unimem.system.placement import Pages
 from unimem.system.policy import NumaPolicy, Request, decide, parse_numa
-from unimem_command.launch import (
+from unimem_exec import (
     MIN_BYTES,
     NOT_EXECUTABLE,
     NOT_FOUND,
+    OPTIONS,
     environment,
     find_library,
     find_program,
     obstacle,
+    reporter,
     settings,
 )
-from unimem_command.launch import start as become
+from unimem_exec import start as become
 
 __all__ = ["exec_"]
 
 _PROBE_BYTES = {"1g": 1 << 30}
 _THP_BYTES = 2 << 20
-# What the program itself needs beside what is prefaulted.
-_SPARE = 8
+_SPARE = 8  # an eighth of the free memory is not prefaulted, but left to the program
 _SUFFIXES = (".gguf", ".safetensors", ".safetensors.index.json")
 # The kernel's numbers (uapi/linux/mempolicy.h).
 _MODES = {"bind": 2, "interleave": 3, "weighted": 6}
 _PREFERRED, _PREFERRED_MANY = 1, 5
 
-_parse_bytes = number_parser(4096, 1 << 50, "1M, 64k or 4096")
+
+def _option(name: str, **more: Any) -> Any:
+    """Make typer's option of a row of the table that the quick path reads, too."""
+    row: dict[str, Any] = {"show_default": "choices" in OPTIONS[name]} | OPTIONS[name] | more
+    if choices := row.pop("choices", None):
+
+        def parse(text: str) -> str:
+            if text not in choices:
+                raise typer.BadParameter(f"expected {', '.join(choices)}; got {text!r:.40}")
+            return text
+
+        row |= {"parser": parse, "metavar": f"[{'|'.join(choices)}]"}
+        row["autocompletion"] = lambda: [*choices]
+    return typer.Option(f"--{name.replace('_', '-')}", **row)
 
 
 def exec_(
     command: Annotated[
         list[str], typer.Argument(metavar="COMMAND", help="The program, and its arguments.")
     ],
-    pages: Annotated[
-        Literal["auto", "thp", "2m", "1g"],
-        typer.Option(
-            help="Pages of large allocations: transparent huge pages (thp; auto takes them from "
-            "2 MiB on), or those of a reserved pool."
-        ),
-    ] = "auto",
-    numa: NumaNodes = None,
-    lock: Annotated[bool, typer.Option("--lock", help="Keep what is touched in RAM.")] = False,
+    pages: Annotated[Pages, _option("pages")] = "auto",
+    numa: Annotated[str | None, _option("numa")] = None,
+    lock: Annotated[bool, _option("lock")] = False,
     min_bytes: Annotated[
         int | None,
-        typer.Option(
-            parser=_parse_bytes,
-            metavar="N",
-            help="The least size that counts as large, as 64k. [default: 1M]",
-            show_default=False,
-        ),
+        _option("min_bytes", parser=number_parser(4096, 1 << 50, "1M, 64k or 4096")),
     ] = None,
-    prefault: Annotated[
-        bool,
-        typer.Option("--prefault", help="Touch it at once, with several threads, while it fits."),
-    ] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="As asked, or not at all: nothing is downgraded.")
-    ] = False,
-    stage: Annotated[
-        bool,
-        typer.Option(
-            "--stage", help="Stage model files among the arguments, and pass their paths."
-        ),
-    ] = False,
-    report: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|-",
-            help="Write what became of it when the program ends: JSON, or with - a page on "
-            "standard error.",
-            show_default=False,
-        ),
-    ] = None,
+    prefault: Annotated[bool, _option("prefault")] = False,
+    strict: Annotated[bool, _option("strict")] = False,
+    stage: Annotated[bool, _option("stage")] = False,
+    report: Annotated[str | None, _option("report")] = None,
 ) -> None:
     """Run any program with its large allocations well placed.
 
@@ -107,7 +92,7 @@ def exec_(
     assert program is not None
     _check_program(program, strict=strict)
     policy = _check_machine(pages, numa, lock=lock, strict=strict)
-    more = {} if report is None else _reporter(report)
+    more = {} if report is None else reporter(report)
     if stage:
         command = [command[0], *(_staged(word) for word in command[1:])]
     room = limits.tightest().room_bytes if prefault else 0
@@ -189,18 +174,6 @@ def _policy_text(policy: NumaPolicy) -> str:
     bits = sum(1 << node for node in policy.nodes)
     words = [bits >> shift & (1 << 64) - 1 for shift in range(0, max(bits.bit_length(), 1), 64)]
     return ":".join([str(mode), *(f"{word:x}" for word in words)])
-
-
-def _reporter(file: str) -> dict[str, str]:
-    """Return the variables by which the library has the report made."""
-    if not sys.executable:
-        raise RuntimeError("--report needs the path of Python, which it does not know of itself")
-    path = file
-    if file != "-":
-        path = os.path.abspath(file)
-        with open(path, "a"):  # what cannot be written is said before anything runs
-            pass
-    return {"UNIMEM_EXEC_PYTHON": sys.executable, "UNIMEM_EXEC_REPORT": path}
 
 
 def _staged(word: str) -> str:

@@ -9,9 +9,8 @@ from importlib.metadata import version
 
 import numpy as np
 
-from unimem.accounting.growth import MemoryGrowth
 from unimem.accounting.report_page import report_page
-from unimem.accounting.samples import Sample
+from unimem.accounting.samples import MemoryGrowth, Sample
 from unimem.base.atomic_file import NewFile, write_text
 
 __all__ = ["page_at_end", "write_page"]

@@ -22,8 +22,8 @@ from unimem.base.text import (
     wrap,
 )
 from unimem.cli import terminal
-from unimem.cli.documents import document_head
 from unimem.cli.options import AsJson, path_or_url
+from unimem.cli.terminal import document_head
 from unimem.models.families import KeptLayer, in_words
 from unimem.planning.sources import shape_of
 from unimem.weights.files import ModelFiles, Value

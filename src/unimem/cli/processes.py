@@ -6,14 +6,13 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from unimem.accounting.mapped_models import models
 from unimem.accounting.published import published
-from unimem.accounting.report import Report
 from unimem.system.process import read_process
 
-__all__ = ["SCHEMA", "MappedFile", "ModelProcess", "Processes", "find", "mapped_models"]
+__all__ = ["SCHEMA", "ModelProcess", "Processes", "find"]
 
 SCHEMA = "unimem.processes/1"
 
@@ -120,37 +119,3 @@ def _others() -> Iterator[int]:
     import psutil
 
     yield from (pid for pid in psutil.pids() if pid != os.getpid())
-
-
-class MappedFile(NamedTuple):
-    """A model file that a process maps.
-
-    Attributes
-    ----------
-    path : str
-        The file.
-    nbytes, resident_bytes : int
-        What is mapped of it, and what of that is in RAM.
-    pages : str
-        The pages of its largest mapping.
-    """
-
-    path: str
-    nbytes: int
-    resident_bytes: int
-    pages: str
-
-
-def mapped_models(report: Report) -> list[MappedFile]:
-    """Give the model files that a process maps, the largest first."""
-    found: dict[str, MappedFile] = {}
-    of_models = [
-        (m.path, m) for m in report.mappings if m.path and m.category.startswith("weights")
-    ]
-    for path, mapping in sorted(of_models, key=lambda each: -each[1].nbytes):
-        granted = mapping.granted
-        _, nbytes, resident, pages = found.get(path, ("", 0, 0, granted.pages))
-        found[path] = MappedFile(
-            path, nbytes + mapping.nbytes, resident + granted.resident_bytes, pages
-        )
-    return sorted(found.values(), key=lambda model: -model.nbytes)

@@ -43,7 +43,7 @@ def report(
         typer.Option("--mappings", help="Add one line for each mapping, the largest in RAM first."),
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Show it again and again, until q is pressed.")
+        bool, typer.Option("--watch", help="Refresh it until Ctrl-C, with rates and growth.")
     ] = False,
     interval: Annotated[
         float | None,
@@ -60,7 +60,7 @@ def report(
         typer.Option(
             min=1,
             metavar="N",
-            help="Show it N times, with --watch. [default: until q is pressed]",
+            help="Show it N times, with --watch. [default: until Ctrl-C]",
             show_default=False,
         ),
     ] = None,
@@ -80,7 +80,7 @@ def report(
     _check_html(html, mappings=mappings, as_json=as_json and not watch)
     if watch:
         if mappings:
-            raise typer.BadParameter("--mappings is not for --watch: press m there")
+            raise typer.BadParameter("--mappings is not for --watch: leave one out")
         from unimem.cli.watch import watch as keep_showing
 
         keep_showing(_only() if number is None else number, interval or 1.0, count, as_json, html)

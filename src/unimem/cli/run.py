@@ -1,16 +1,20 @@
-"""`unimem run`: text from a model file, what every byte is for, and what a token costs."""
+"""`unimem run`: text from a model file, the purpose of every byte, and the cost of a token."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import resource
 import secrets
+import shlex
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import typer
@@ -20,10 +24,15 @@ from unimem._core.status import counters
 from unimem.accounting.report import Report
 from unimem.accounting.report_text import memory_lines
 from unimem.base.atomic_file import NewFile
-from unimem.base.text import escape, fact_lines, format_count, table_lines
+from unimem.base.text import (
+    escape,
+    fact_lines,
+    format_bytes,
+    format_count,
+    shorten,
+    table_lines,
+)
 from unimem.cli import terminal
-from unimem.cli.documents import document_head
-from unimem.cli.fallbacks import Fallbacks
 from unimem.cli.options import (
     AsJson,
     Ctx,
@@ -39,18 +48,18 @@ from unimem.cli.options import (
     parse_tokens,
     path_or_url,
 )
-from unimem.cli.unsupported import other_ways
-from unimem.errors import CacheFull
+from unimem.errors import CacheFull, PlacementWarning
 from unimem.governor import Governor
 from unimem.kv import snapshot
 from unimem.kv.store.store import KVStore
 from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.plan import DEFAULT_CTX
+from unimem.planning.plan import plan as make_plan
 from unimem.planning.result import Plan
-from unimem.remote.client import shown
+from unimem.remote.client import is_url, shown
+from unimem.system.heap import warm_python_heap
 from unimem.system.placement import Pages
-from unimem.system.python_heap import warm_python_heap
 from unimem.weights.loading import EngineLoad
 from unimem.weights.opened import Weights, warm_where_it_fits
 from unimem.weights.remote_files import open_files
@@ -66,10 +75,11 @@ SCHEMA = "unimem.run/1"
 
 DEFAULT_PROMPT = "Once upon a time"
 DEFAULT_TOKENS = 256  # a whole story of the model in the package
-# Tokens before the steady state: caches fill, and Python meets each line for the first time.
+# Tokens before the steady state, in which caches fill and Python runs each line for the first time.
 WARM_UP = 8
 
 _WIDTH = 80
+_LAYOUT_OPTIONS = "ctx kv_dtype window threads load pages numa".split()
 
 Stop = Literal["length", "end", "interrupted"]
 _STOPS = {
@@ -80,7 +90,7 @@ _STOPS = {
 
 
 class Costs(NamedTuple):
-    """What this process has used so far, counted by the kernel and by unimem."""
+    """Counts of what this process has used, by the kernel and by unimem."""
 
     minor_faults: int
     major_faults: int
@@ -96,11 +106,14 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for."""
+    """The options of a run."""
 
     embedded: bool
     ctx: int | None
+    threads: int | None
+    kv_dtype: str
     rotate: bool | None
+    window: int | None
     load: EngineLoad
     pages: Pages
     numa: str | None
@@ -114,15 +127,15 @@ class Options:
 
 @dataclass
 class Talk:
-    """One prompt and what was made of it; filled in as it happens, so that Ctrl-C loses nothing."""
+    """A prompt and its text so far. It is filled in step by step, so that Ctrl-C loses nothing."""
 
     prompt: str
     prompt_tokens: list[int]
-    made: NDArray[np.int32]  # as long as the most that may be made
+    made: NDArray[np.int32]  # as long as the limit
     n_made: int = 0
     stop: Stop = "interrupted"
     n_restored: int = 0
-    n_known: int = 0  # tokens of the prompt that the store had
+    n_known: int = 0  # tokens of the prompt that were in the store
     n_stored: int = 0
     n_saved: int = 0
     load_seconds: float = 0.0
@@ -137,7 +150,7 @@ class Talk:
 
     @property
     def tokens(self) -> list[int]:
-        """What was made."""
+        """The generated tokens."""
         return [int(token) for token in self.made[: self.n_made]]
 
     @property
@@ -147,7 +160,7 @@ class Talk:
 
     @property
     def costs(self) -> Costs | None:
-        """What the steady state cost; None where it was not reached."""
+        """The costs of the steady state; None if it was not reached."""
         if self.before is None or self.after is None or self.n_made <= WARM_UP:
             return None
         return Costs(*(b - a for a, b in zip(self.before, self.after, strict=True)))
@@ -253,33 +266,26 @@ def run(
 ) -> None:
     """Generate text; show where memory goes and what a token costs."""
     check_numa(numa, mirror=True)
-    sampling = _sampling(temperature, top_k, top_p, seed)
     options = Options(
-        model is None,
-        ctx,
-        rotate,
-        load,
-        pages,
-        numa,
-        governed,
-        chat,
-        resume,
-        save_session,
-        store,
-        sampling,
+        embedded=model is None,
+        ctx=ctx,
+        threads=threads,
+        kv_dtype=kv_dtype,
+        rotate=rotate,
+        window=window,
+        load=load,
+        pages=pages,
+        numa=numa,
+        governed=governed,
+        chat=chat,
+        resume=resume,
+        save_session=save_session,
+        store=store,
+        sampling=_sampling(temperature, top_k, top_p, seed),
     )
     if prompt is None and model is None and resume is None:
         prompt = DEFAULT_PROMPT
-    if chat and prompt is None:
-        raise typer.BadParameter("--chat needs a message: give it with -p")
-    _check_paths(save_session, store)
-    try:
-        (prompt or "").encode()
-    except UnicodeEncodeError:
-        raise typer.BadParameter("--prompt: expected text in UTF-8") from None
-    if save_session is not None:
-        # What cannot be written is refused now, and not after everything was computed.
-        NewFile(save_session).close()
+    _check_usage(prompt, options)
     from unimem.engine import embedded_model
 
     path = embedded_model() if model is None else path_or_url(model)
@@ -288,29 +294,26 @@ def run(
     with (
         Fallbacks(verbose=verbose) as fallbacks,
         _open_store(store) as prefixes,
-        _load(path, options, kv_dtype=kv_dtype, window=window, threads=threads) as layout,
+        _load(path, options) as layout,
     ):
         weights, plan = layout.weights, layout.plan
         assert isinstance(weights, Weights)
         assert plan is not None  # for_model made both
         with (
-            _new_decoder(weights, layout, plan, options, threads, prefixes) as decoder,
+            _new_decoder(weights, layout, plan, options, prefixes) as decoder,
             _governing(decoder, options) as governor,
         ):
             talk = _talk(decoder, prompt or "", options, tokens)
-            _warm(weights, plan)  # last: what is refused is refused at once
-            fallbacks.tell(plan)
+            _warm(weights, plan)  # last: errors are reported at once
+            fallbacks.show(plan)
             talk.load_seconds = time.perf_counter() - started
-            if resume is not None:
-                start = time.perf_counter()
-                decoder.resume(resume)
-                talk.restore_seconds = time.perf_counter() - start
+            _resume(decoder, talk, resume)
             _generate(decoder, talk, options, quiet=as_json)
             if save_session is not None and not decoder.kv.is_empty:
                 try:
                     _save(decoder, talk, save_session)
                 except (OSError, MemoryError, KeyboardInterrupt) as error:
-                    not_saved = error  # what was made is shown nevertheless
+                    not_saved = error  # the text is shown all the same
             if as_json:
                 document = _document(decoder, plan, talk, options)
                 document["governor"] = _governor_fields(governor)
@@ -320,27 +323,44 @@ def run(
             if isinstance(not_saved, Exception):
                 raise not_saved
             if not_saved is not None or talk.stop == "interrupted":
-                raise typer.Exit(130)  # here, so that nothing is waited for
+                raise typer.Exit(130)  # here, so that nothing has to be waited for
 
 
-def _check_paths(save_session: str | None, store: str | None) -> None:
+def _check_usage(prompt: str | None, options: Options) -> None:
+    """Refuse options that are wrong whatever the model is."""
+    if options.chat and prompt is None:
+        raise typer.BadParameter("--chat needs a message: give it with -p")
     for option, path, what in (
-        ("--save-session", save_session, "a file"),
-        ("--store", store, "a folder"),
+        ("--save-session", options.save_session, "a file"),
+        ("--store", options.store, "a folder"),
     ):
         if path == "":
             raise typer.BadParameter(f"{option}: expected the path of {what}, got ''")
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter("--prompt: expected text in UTF-8") from None
+    if options.save_session is not None:
+        # An unwritable file is refused before everything is computed.
+        NewFile(options.save_session).close()
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) -> Sampling:
     from unimem.engine.sampling import Sampling
 
     if seed is None and temperature > 0:
-        seed = secrets.randbits(32)  # so that it can be told, and the run repeated
+        seed = secrets.randbits(32)  # so that the run can be repeated
     try:
         return Sampling(temperature, top_k, top_p, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _resume(decoder: Decoder, talk: Talk, path: Path | None) -> None:
+    if path is not None:
+        start = time.perf_counter()
+        decoder.resume(path)
+        talk.restore_seconds = time.perf_counter() - start
 
 
 def _save(decoder: Decoder, talk: Talk, path: str) -> None:
@@ -350,47 +370,32 @@ def _save(decoder: Decoder, talk: Talk, path: str) -> None:
     talk.n_saved = decoder.kv.seq_len
 
 
-def _load(path: Path | str, options: Options, **cache: Any) -> Layout:
+def _load(path: Path | str, options: Options) -> Layout:
     """Make the layout, and read the model into memory of its own, or map it."""
     from unimem.engine.model import Model, UnsupportedModel
 
     try:
         with open_files(path) as files:
-            model = Model.from_weights(headers_of(files))  # what cannot run is not read
+            model = Model.from_weights(headers_of(files))  # an unsupported model is not read
     except UnsupportedModel as error:
-        for line in other_ways(path, options.ctx, cache["kv_dtype"]):
+        for line in other_ways(path, options.ctx, options.kv_dtype):
             error.add_note(line)
         raise
-    model.rotates(options.rotate, *kv_pair(cache["kv_dtype"]))  # or it is refused
+    model.rotates(options.rotate, *kv_pair(options.kv_dtype))  # or it raises
+    asked = {name: getattr(options, name) for name in _LAYOUT_OPTIONS}
     with terminal.updates("loading") as progress, check_window():
-        return Layout.for_model(
-            path,
-            ctx=options.ctx,
-            load=options.load,
-            progress=progress,
-            pages=options.pages,
-            numa=options.numa,
-            **cache,
-        )
+        return Layout.for_model(path, progress=progress, **asked)
 
 
 def _open_store(folder: str | None) -> AbstractContextManager[KVStore | None]:
-    # Its RAM would go with this process; the page cache stays.
+    # RAM of the store would end with this process; the page cache stays.
     return nullcontext() if folder is None else KVStore(folder, ram_bytes=0)
 
 
 def _new_decoder(
-    weights: Weights,
-    layout: Layout,
-    plan: Plan,
-    options: Options,
-    threads: int | None,
-    store: KVStore | None,
+    weights: Weights, layout: Layout, plan: Plan, options: Options, store: KVStore | None
 ) -> Decoder:
-    """Make the decoder, which repacks the model where the plan says so.
-
-    `threads` is what the user asked for: where that is None, the decoder may take fewer.
-    """
+    """Make the decoder, which repacks the model if the plan says so."""
     from unimem.engine import Decoder
 
     with terminal.updates("loading") as progress:
@@ -400,7 +405,7 @@ def _new_decoder(
             kv_dtype=plan.kv_dtype,
             rotate=options.rotate,
             window=plan.window,
-            threads=threads,
+            threads=options.threads,  # None lets the decoder take fewer than planned
             layout=layout,
             store=store,
             progress=progress,
@@ -409,7 +414,7 @@ def _new_decoder(
 
 @contextmanager
 def _governing(decoder: Decoder, options: Options) -> Iterator[Governor | None]:
-    """Let a governor run where that was asked for."""
+    """Run a governor if it was asked for."""
     if not options.governed:
         yield None
         return
@@ -422,14 +427,14 @@ def _governing(decoder: Decoder, options: Options) -> Iterator[Governor | None]:
 
 
 def _warm(weights: Weights, plan: Plan) -> None:
-    """Read a mapped model, so that no token waits for its pages; one that spills stays mapped."""
+    """Read a mapped model that fits into RAM, so that no token waits for its pages."""
     if plan.load == "map":
         with terminal.updates("loading") as progress:
             warm_where_it_fits(weights, plan.threads, progress)
 
 
 def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Talk:
-    """Make token ids of the prompt, and room for what will be made."""
+    """Make token ids of the prompt, and room for the text."""
     used = n_restored = 0
     if options.resume is not None:
         saved = snapshot.describe(options.resume)
@@ -467,17 +472,17 @@ def _talk(decoder: Decoder, prompt: str, options: Options, n: int | None) -> Tal
 
 
 def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) -> None:
-    """Compute the prompt, then token by token; count what that costs.
+    """Compute the prompt, then token by token, and count the costs.
 
-    Times are those of the decoder alone. Faults are all of the process's, so those are among them
-    that Python and the printing cause.
+    Times are those of the decoder alone. Faults are those of the whole process, with Python's and
+    those of printing.
     """
     stream, ends = decoder.tokenizer.stream(), decoder.tokenizer.eog_ids
     flow = terminal.Flow()
     addresses = decoder.addresses()
     clock, made, step = time.perf_counter, talk.made, decoder.generate_next_token
     how = asdict(options.sampling)
-    # Nothing stands before a text that begins with a space.
+    # The first text loses its leading space if nothing precedes it.
     at_start = options.chat or not talk.prompt
     try:
         if not (quiet or at_start):
@@ -510,8 +515,7 @@ def _generate(decoder: Decoder, talk: Talk, options: Options, *, quiet: bool) ->
         else:
             talk.stop = "length"
     except KeyboardInterrupt:
-        # What was made is shown; the exit code tells the rest.
-        pass
+        pass  # the text is shown, and the exit code is 130
     except Exception:
         if not quiet:
             terminal.show(flow.flush() + "\n")  # the message gets a line of its own
@@ -635,7 +639,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
     text = "".join(stream.push(token) for token in talk.tokens if token not in ends)
     costs = talk.costs
     ggml = {key: report.facts.get(key) for key in ("ggml", "cpu_features", "tinyblas", "advice")}
-    return document_head(SCHEMA) | {
+    return terminal.document_head(SCHEMA) | {
         "model": {
             "files": list(weights.files),
             "embedded": options.embedded,
@@ -725,3 +729,115 @@ def _store(talk: Talk, options: Options) -> dict[str, Any] | None:
 
 def _rate(n: int, seconds: float) -> float | None:
     return n / seconds if seconds else None
+
+
+# ---- requests that are not met, and models that are not supported --------------------------------
+
+_COLUMNS = 120
+_BEFORE, _BEHIND = "unimem: warning: ", " (--verbose says more)"
+# An unmet option in the text of a warning.
+_OPTION = re.compile(r"\b(?:pages|numa|lock)=(?:'[^']*'|True)")
+_NO_CACHE = "the KV cache: "
+
+
+class Fallbacks:
+    """A context that holds warnings of placement back, to show them as one line.
+
+    Parameters
+    ----------
+    verbose : bool
+        Whether each is shown at once instead.
+    """
+
+    def __init__(self, *, verbose: bool) -> None:
+        self._verbose = verbose
+        self._held: list[str] = []
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if not self._verbose:
+            self._before, warnings.showwarning = warnings.showwarning, self._hold
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            warnings.showwarning, self._before = self._before, None
+
+    def _hold(self, message: Any, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, PlacementWarning):
+            self._held.append(str(message))
+        else:
+            self._before(message, category, *where, **more)
+
+    def show(self, plan: Plan) -> None:
+        """Show what was held back and what the plan foresees, and hold nothing from now on."""
+        self.__exit__()
+        if self._held or (plan.verdict == "reads from disk" and not self._verbose):
+            warnings.showwarning(
+                PlacementWarning(_fallback_line(plan, self._held)), PlacementWarning, "", 0
+            )
+
+
+def _fallback_line(plan: Plan, held: list[str]) -> str:
+    """Name the limits that the plan foresaw, or else the options in the warnings."""
+    missed = [
+        f"{check.name} has {format_bytes(check.available_bytes)} of "
+        f"{format_bytes(check.needed_bytes)}"
+        for check in plan.checks
+        if not (check.fits or check.is_hard)
+    ]
+    reads = plan.verdict == "reads from disk"
+    if not (missed or reads):
+        missed = list(dict.fromkeys(_OPTION.findall(" ".join(held))))
+    parts = [f"not as asked for: {', '.join(missed)}"] if missed else []
+    if reads:
+        again = format_bytes(plan.spilled_bytes)
+        parts.insert(0, f"{again} of the model are read from disk with every token")
+    text = "; ".join(parts) or held[0].partition(": ")[0]
+    return shorten(text, _COLUMNS - len(_BEFORE) - len(_BEHIND)) + _BEHIND
+
+
+def other_ways(path: Path | str, ctx: int | None, kv_dtype: str) -> list[str]:
+    """List what unimem does for a model of any architecture, in lines with whole commands.
+
+    Parameters
+    ----------
+    path : Path or str
+        The model, or its URL.
+    ctx, kv_dtype
+        The options of the run.
+    """
+    options = ([] if ctx is None else ["--ctx", str(ctx)]) + (
+        [] if kv_dtype == "f16" else ["--kv-dtype", kv_dtype]
+    )
+    name = shown(path) if isinstance(path, str) and is_url(path) else os.fspath(path)
+    file = shlex.quote(name)
+    staged, run = f"unimem stage {file}", "unimem exec -- COMMAND"
+    if name.endswith(".gguf"):
+        staged = f'llama-server -m "$({staged})"'
+        run = f"unimem exec -- llama-server -m {file}"
+    ways = [
+        (_planned(path, ctx, kv_dtype), shlex.join(["unimem", "plan", name, *options])),
+        ("stage it once in shared memory, for all processes that open its path", staged),
+    ]
+    if not is_url(name):  # other runtimes do not read URLs
+        ways.append(("run that runtime with its large allocations in huge pages", run))
+    lines = ["what unimem does for this file, which another runtime computes:"]
+    for what, command in ways:
+        lines += [f"- {what}:", f"    {command}"]
+    return lines
+
+
+def _planned(path: Path | str, ctx: int | None, kv_dtype: str) -> str:
+    """Summarize the model's plan."""
+    try:
+        made = make_plan(path, ctx=ctx, kv_dtype=kv_dtype)
+    except (ValueError, OSError) as error:
+        return f"plan it: {error!s:.200}"
+    found = f"plan it: {format_bytes(made.total_bytes)}"
+    unknown = next((text for text in made.unknown if text.startswith(_NO_CACHE)), None)
+    if unknown is not None:
+        return f"{found} without its KV cache, since {unknown.removeprefix(_NO_CACHE)}"
+    tokens = format_count(made.ctx or 0, "token")
+    kv = sum(row.nbytes for row in made.rows if row.category == "kv")
+    return f"{found}, with {format_bytes(kv)} for the KV cache of {tokens}"

@@ -8,13 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TextIO
+from importlib.metadata import version
+from typing import Any, TextIO
 
 from unimem.base.text import Surface, format_bytes, text_width
 
 __all__ = [
     "Flow",
     "can_show",
+    "document_head",
     "is_colored",
     "is_terminal",
     "show",
@@ -204,3 +206,8 @@ def _bar(stack: ExitStack, what: str) -> Callable[[int, int], None]:
     )
     task = bar.add_task(what, total=None)
     return lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def document_head(schema: str) -> dict[str, Any]:
+    """Return the first fields of a command's JSON document: its schema, and unimem's version."""
+    return {"schema": schema, "unimem": version("unimem-llm")}

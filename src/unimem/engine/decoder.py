@@ -567,9 +567,9 @@ class Decoder:
                 f"expected a session of model {model!r}, got one of {saved.model!r}", path=name
             )
         keys = "n_layers n_kv_heads head_dim batch dtype v_dtype window order rotate".split()
-        if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv, MixedKVCache):
+        if isinstance(saved, snapshot.LayersSnapshot) != isinstance(kv._body, LayeredKVCache):
             there, ours = "differ", "do not"
-            if isinstance(kv, MixedKVCache):
+            if isinstance(kv._body, LayeredKVCache):
                 there, ours = "are alike", "differ"
             raise SnapshotError(
                 f"it is of a cache whose layers {there}, and this one's {ours}", path=name

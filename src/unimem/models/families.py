@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from unimem.base.text import format_bytes, format_count
-from unimem.kv.layer_specs import Layer, LayerKV, LayerState
 from unimem.models.fields import Fields, Kind, UnknownError
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "KeptLayer",
     "KeptRows",
     "KeptState",
-    "cache_layers",
     "count_layers",
     "equal_layers",
     "in_words",
@@ -370,25 +368,6 @@ def _sharing(layers: Sequence[KeptLayer], first: int) -> tuple[KeptLayer, ...]:
         else:
             raise UnknownError(f"no layer before {first} is like layer {layer.block}")
     return tuple(found)
-
-
-def cache_layers(layers: Iterable[KeptLayer]) -> list[Layer]:
-    """Return the layers that a KV cache is made of: see `Plan.cache_layers`."""
-    given = list(layers)
-    if not given:
-        raise ValueError("what the layers of the model keep is not known")
-    return [
-        LayerState(layer.shape)
-        if isinstance(layer, KeptState)
-        else LayerKV(
-            layer.n_kv_heads,
-            layer.k_size,
-            layer.v_size,
-            window=layer.window,
-            share_of=layer.share_of,
-        )
-        for layer in given
-    ]
 
 
 # ---- what people read ---------------------------------------------------------------------------

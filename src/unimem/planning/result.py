@@ -24,8 +24,8 @@ from unimem.base.text import (
     wrap,
 )
 from unimem.errors import CapacityError
-from unimem.kv.layer_specs import Layer
-from unimem.models.families import KeptLayer, cache_layers, in_words
+from unimem.kv.layer_specs import Layer, LayerKV, LayerState
+from unimem.models.families import KeptLayer, KeptState, in_words
 from unimem.planning.needs import Mode
 from unimem.system.placement import Pages
 
@@ -277,7 +277,20 @@ class Plan:
         >>> plan.cache_layers()[0]
         LayerKV(n_kv_heads=4, head_dim=8, v_head_dim=8, window=None, dtype=None, share_of=None)
         """
-        return cache_layers(self.layers)
+        if not self.layers:
+            raise ValueError("what the layers of the model keep is not known")
+        return [
+            LayerState(layer.shape)
+            if isinstance(layer, KeptState)
+            else LayerKV(
+                layer.n_kv_heads,
+                layer.k_size,
+                layer.v_size,
+                window=layer.window,
+                share_of=layer.share_of,
+            )
+            for layer in self.layers
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and texts, as docs/schemas/plan-1.json has them."""

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import compress
@@ -55,6 +56,10 @@ _CAP_IPC_LOCK = 1 << 14
 # Of a full cgroup, what programs and files need that are in use while memory is filled. A kernel
 # has its low watermark for this; a cgroup has none.
 _FILE_RESERVE_BYTES = 8 << 20
+
+# A ring takes several mappings at once, and parts with a policy of their own are mappings, too.
+_MAPPINGS_MARGIN, _MANY_MAPPINGS = 16, 262144
+_CHUNK_BYTES = 1 << 16
 
 # The CPUs that OpenMP left to the thread that loaded it, and those that it had before.
 _binding: tuple[set[int], set[int]] | None = None
@@ -700,3 +705,54 @@ def _size_name(nbytes: int) -> str:
         if nbytes >> shift and nbytes % (1 << shift) == 0:
             return f"{nbytes >> shift}{unit}"
     return f"{nbytes >> 10}k"
+
+
+def limit_reached(nbytes: int) -> str:
+    """Name the limit of its address space that kept this process from taking more bytes.
+
+    The kernel's error is ENOMEM, as without free memory.
+
+    Parameters
+    ----------
+    nbytes : int
+        The bytes that were refused.
+
+    Returns
+    -------
+    str
+        The limit, its use, and its remedy; "" if no limit is reached or can be read.
+    """
+    with suppress(OSError, ValueError, MemoryError):
+        return _mappings_reached() or _addresses_reached(nbytes)
+    return ""
+
+
+def _mappings_reached() -> str:
+    most = kernel_files.read_number("/proc/sys/vm/max_map_count")
+    if most is None:
+        return ""
+    n = 0
+    fd = os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while chunk := os.read(fd, _CHUNK_BYTES):
+            n += chunk.count(b"\n")
+    finally:
+        os.close(fd)
+    if n + _MAPPINGS_MARGIN < most:
+        return ""
+    return (
+        f"this process has {n} mappings and may have {most} (vm.max_map_count): "
+        f"sysctl vm.max_map_count={max(_MANY_MAPPINGS, 2 * most)}"
+    )
+
+
+def _addresses_reached(nbytes: int) -> str:
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    pages = int(kernel_files.read_bytes("/proc/self/statm").split()[0])
+    used = pages * resource.getpagesize()
+    if most == resource.RLIM_INFINITY or used + nbytes <= most:
+        return ""
+    return (
+        f"this process has {format_bytes(used)} of addresses and may have {format_bytes(most)} "
+        "(RLIMIT_AS): ulimit -v unlimited"
+    )

@@ -24,9 +24,8 @@ from unimem.base.text import format_bytes
 from unimem.errors import ClosedError, PlacementError
 from unimem.remote.arrivals import Arrivals
 from unimem.system import limits, policy
-from unimem.system.exposure import why_exposed
 from unimem.system.placement import PlacementOptions
-from unimem.system.pressure import Pressure, memory_pressure
+from unimem.system.pressure import Pressure, memory_pressure, why_exposed
 from unimem.weights.files import ModelFile, ModelFiles
 from unimem.weights.node_copies import (
     choose_copies,

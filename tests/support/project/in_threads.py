@@ -1,4 +1,4 @@
-"""Which tests pytest-run-parallel may run in several threads at once: `make test-parallel`.
+"""The tests that pytest-run-parallel may run in threads: `tools/free_threaded.py --here`.
 
 A test runs there on one set of fixtures, in all threads. One that takes an object from a fixture
 runs in one thread, and so does one that looks at what is the whole process's, or changes it.
