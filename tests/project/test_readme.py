@@ -160,3 +160,8 @@ def test_figures_are_those_of_the_benchmarks() -> None:
     found = [figure for text in texts for figure in re.findall(ratio, text)]
     assert len(found) == 8
     assert [figure for figure in found if figure not in recorded] == []
+
+
+def test_the_readme_links_few_documents() -> None:
+    links = re.findall(r"\]\(((?!https?:)[^)#]+\.md)", (ROOT / "README.md").read_text())
+    assert len(set(links)) <= 9
