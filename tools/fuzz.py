@@ -258,8 +258,7 @@ def minimize(name: str) -> None:
 _RUNS, _SUMS, _END = "<!-- runs -->", "<!-- sums -->", "<!-- end -->"
 # Of a run: target, executions, edges.
 _ROW = re.compile(
-    r"^\| \S+ \| \S+ \| (\w+) \| \w+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| (\d+) \|$",
-    re.MULTILINE,
+    r"^\| \S+ \| \S+ \| (\w+) \| \w+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| (\d+) \|$", re.MULTILINE
 )
 
 

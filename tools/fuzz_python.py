@@ -93,12 +93,7 @@ class _Snapshots:
         from unimem.kv.snapshot import format_layers, format_rows, format_states, reader
 
         self.reader, self.error = reader, SnapshotError
-        numbers = (
-            (format_rows, 1),
-            (format_layers, 2),
-            (format_layers, 3),
-            (format_states, 1),
-        )
+        numbers = ((format_rows, 1), (format_layers, 2), (format_layers, 3), (format_states, 1))
         self.forms: dict[bytes, Any] = {
             form.MAGIC + struct.pack("<I", number): form for form, number in numbers
         }

@@ -42,11 +42,7 @@ def gguf_files() -> Iterator[bytes]:
     # What the least slip in a bound would let pass.
     gf = import_module("support.files.gguf_files")
     i8, iq1_s = 24, 19
-    for kind, ne, nbytes in (
-        (i8, (256,), 255),
-        (iq1_s, (2**63,), 256),
-        (gf.F32, (1,) * 5, 256),
-    ):
+    for kind, ne, nbytes in ((i8, (256,), 255), (iq1_s, (2**63,), 256), (gf.F32, (1,) * 5, 256)):
         yield gf.with_data(gf.head(1, 0), gf.tensor("t", ne, kind, 0), nbytes=nbytes)[0]
     for key in (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80", b"\xf4\x90\x80\x80", b"a\xc3"):
         yield gf.join(gf.head(0, 1), gf.kv(key, gf.UINT8, b"\0"))[0]

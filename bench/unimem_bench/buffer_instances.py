@@ -88,25 +88,25 @@ GREEDY: Mapping[str, Callable[[Uses], int]] = MappingProxyType(
 Lives = list[tuple[int, int, int]]  # nbytes, first, last
 
 
-def named(lives: Lives) -> list[um.BufferUse]:
+def _named(lives: Lives) -> list[um.BufferUse]:
     return [um.BufferUse(str(i), *life) for i, life in enumerate(lives)]
 
 
-def log_uniform(rng: random.Random, low: float, high: float) -> float:
+def _log_uniform(rng: random.Random, low: float, high: float) -> float:
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 def log_uniform_sizes(rng: random.Random, most: int) -> list[um.BufferUse]:
     """Draw sizes from 64 bytes to 1 MiB, with lives of any length."""
-    n = round(log_uniform(rng, 4, most))
+    n = round(_log_uniform(rng, 4, most))
     steps = max(2, round(n * rng.uniform(0.3, 2)))
-    life = log_uniform(rng, 1, max(2, steps / 4))
+    life = _log_uniform(rng, 1, max(2, steps / 4))
     lives = []
     for _ in range(n):
         first = rng.randrange(steps)
         last = first + int(rng.expovariate(1 / life))
-        lives.append((round(log_uniform(rng, 64, 1 << 20)), first, last))
-    return named(lives)
+        lives.append((round(_log_uniform(rng, 64, 1 << 20)), first, last))
+    return _named(lives)
 
 
 def transformer(rng: random.Random, most: int) -> list[um.BufferUse]:
@@ -118,17 +118,17 @@ def transformer(rng: random.Random, most: int) -> list[um.BufferUse]:
     attention = [(wide, 11), (wide, 4), (q, 5), (q, 4), (kv, 2), (kv, 3), (kv, 1), (q, 2)]
     feed_forward = [(wide, 1), (wide, 8), (wide, 3), (inner, 3), (inner, 2), (inner, 1), (wide, 1)]
     layer = attention + feed_forward
-    n_layers = max(1, round(log_uniform(rng, 1, max(2, most / len(layer)))))
+    n_layers = max(1, round(_log_uniform(rng, 1, max(2, most / len(layer)))))
     lives = [(nbytes, t, t + life) for t, (nbytes, life) in enumerate(layer * n_layers)]
     for _ in range(rng.randrange(4)):
         first = rng.randrange(len(lives))
         lives.append((rng.randint(1, wide), first, rng.randint(first, len(lives))))
-    return named(lives)
+    return _named(lives)
 
 
 def long_and_short(rng: random.Random, most: int) -> list[um.BufferUse]:
     """Draw three sizes that do not divide each other; a quarter lives long, most 1 to 3 steps."""
-    n = round(log_uniform(rng, 8, most))
+    n = round(_log_uniform(rng, 8, most))
     steps = max(4, n // 2)
     unit = 64 * rng.randrange(1, 100)
     sizes = [unit * factor for factor in rng.sample([2, 3, 5, 7, 11, 13], 3)]
@@ -138,12 +138,12 @@ def long_and_short(rng: random.Random, most: int) -> list[um.BufferUse]:
         first = rng.randrange(steps // 2 if is_long else steps)
         life = rng.randint(steps // 3, steps) if is_long else rng.randrange(3)
         lives.append((rng.choice(sizes), first, min(first + life, steps)))
-    return named(lives)
+    return _named(lives)
 
 
 def cut(rng: random.Random, most: int) -> list[um.BufferUse]:
     """Cut a rectangle of time and memory into pieces, so that a plan without gaps exists."""
-    n = round(log_uniform(rng, 4, most))
+    n = round(_log_uniform(rng, 4, most))
     pieces = [(0, rng.randrange(4, 4 * n + 5), 0, rng.randrange(16 * n, 1 << 16))]
     while len(pieces) < n:
         areas = [(t1 - t0) * (b1 - b0) for t0, t1, b0, b1 in pieces]
@@ -156,7 +156,7 @@ def cut(rng: random.Random, most: int) -> list[um.BufferUse]:
             b = rng.randrange(b0 + 1, b1)
             pieces[i : i + 1] = [(t0, t1, b0, b), (t0, t1, b, b1)]
     rng.shuffle(pieces)
-    return named([(64 * (b1 - b0), t0, t1 - 1) for t0, t1, b0, b1 in pieces])
+    return _named([(64 * (b1 - b0), t0, t1 - 1) for t0, t1, b0, b1 in pieces])
 
 
 FAMILIES = {

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 import unimem as um
-from unimem_bench import decoders, models, plain
+from unimem_bench import decoders, models, plain, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError
 from unimem_bench.decoders import Kind as DecoderKind
 from unimem_bench.rounds import Side
-from unimem_bench.states import available_bytes, heat, read_through
-from unimem_bench.suite import Measure, NotMeasured
+from unimem_bench.states import heat, read_through
+from unimem_bench.suite import Measure
 
 N_CTX = 512
 N_DECODE = 8  # tokens in one measurement
@@ -85,11 +85,9 @@ def compare(
         side.require_idle()
 
 
-def require_room(n_copies: float, path: Path) -> None:
+def require_room(n_copies: int, path: Path) -> None:
     """Raise NotMeasured unless `n_copies` of a model fit into memory, with a reserve."""
-    nbytes = int(n_copies * path.stat().st_size) + ROOM_BYTES
-    if nbytes > (room := available_bytes()):
-        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of memory, {room / 1e9:.1f} GB are free")
+    states.require_room(memory=n_copies * path.stat().st_size + ROOM_BYTES)
 
 
 def reading(weights: um.Weights, cpus: Sequence[int]) -> Side:

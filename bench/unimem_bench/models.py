@@ -7,7 +7,6 @@ exact. Such a model writes nonsense.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem_bench.files import made_once
+from unimem_bench.states import require_room
 from unimem_bench.suite import NotMeasured
 
 Kind = Literal["f16", "q8_0", "q4_0", "q4_k_m"]
@@ -79,7 +79,7 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
     def write(unfinished: Path) -> None:
         gguf = _gguf()
         tensors = list(_tensors(gguf, SHAPES[shape], kind))
-        _require_room(folder, sum(tensor.nbytes for tensor in tensors))
+        require_room(disk=sum(tensor.nbytes for tensor in tensors), folder=folder)
         writer = gguf.GGUFWriter(unfinished, "llama")
         add_metadata(writer, SHAPES[shape])
         writer.add_file_type(KINDS[kind])
@@ -162,14 +162,6 @@ def _gguf() -> ModuleType:
         ) from None
 
 
-def _require_room(folder: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise NotMeasured(
-            f"wants {nbytes / 1e9:.1f} GB for a model in {folder}, {free / 1e9:.1f} GB are free"
-        )
-
-
 def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_TensorSpec]:
     """Yield the tensors of a model in the order of the file."""
     types = gguf.GGMLQuantizationType
@@ -226,10 +218,10 @@ def _has_more_bits(layer: int, n_layers: int) -> bool:
     return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
 
 
-# A block's bytes, and the offset of each of its float16, with its value as a multiple of the standard
-# deviation wanted. All other bits are random. With x for a quant and s for a scale of some bits,
-# values are: Q8_0 d * x; Q4_0 d * (x - 8), where d has any sign, so that the mean is 0; Q4_K
-# d * s * x - dmin * s, where dmin makes the mean 0; Q6_K d * s * (x - 32).
+# A block's bytes, and the offset of each of its float16, with its value as a multiple of the wanted
+# deviation. All other bits are random. With x for a quant and s for a scale of some bits, values
+# are: Q8_0 d * x; Q4_0 d * (x - 8), where d has any sign, so that the mean is 0;
+# Q4_K d * s * x - dmin * s, where dmin makes the mean 0; Q6_K d * s * (x - 32).
 _BLOCKS = {
     "Q8_0": (34, {0: 1 / 73.9}),
     "Q4_0": (18, {0: 1 / 4.64}),

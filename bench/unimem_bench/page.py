@@ -22,8 +22,8 @@ from unimem_bench.tables import (
 _HEAD = """\
 # Benchmarks
 
-What unimem costs, beside its alternatives and beside what the machine can do at best. The sides of a
-case are of one run, and this page is generated from the records of the runs that "The machine"
+What unimem costs, beside its alternatives and beside what the machine can do at best. The sides of
+a case are of one run, and this page is generated from the records of the runs that "The machine"
 names. In brackets is where a second run would land, 95 times of 100. Losses of unimem are listed,
 too."""
 
@@ -50,7 +50,7 @@ _METHOD = """\
 
 - Claims are ratios. In each round every side runs once, the first side changes, and the ratio is
   taken inside the round: whatever slows one side slows the other as well.
-- A suite is measured by several processes (passes), since the layout of memory differs between them.
+- Several processes (passes) measure a suite, since the layout of memory differs between them.
 - The interval of a ratio says where a second run of the same length would land, 95 times of 100: a
   bootstrap over passes and over the rounds in them. If it covers 1, the result is "no difference".
 - Beside a median are the 5th and 95th percentile of all rounds.

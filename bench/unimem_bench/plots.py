@@ -93,7 +93,7 @@ def save(record: Record, folder: Path, names: Collection[str] | None = None) -> 
 
 
 def _compact(svg: str) -> str:
-    """Number clip paths, whose names vary with the layout, and drop white space."""
+    """Give clip paths numbers, since their names vary with the layout, and drop white space."""
     ids = {name: f"clip{i}" for i, name in enumerate(re.findall(r'<clipPath id="(\w+)"', svg))}
     svg = re.sub(r"\bp[0-9a-f]{10}\b", lambda name: ids.get(name[0], name[0]), svg)
     # White space between tags means nothing; in paths, a new line is a space.

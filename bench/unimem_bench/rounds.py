@@ -25,8 +25,8 @@ from unimem.system import limits
 Side = Callable[[], float]
 Key = TypeVar("Key", bound=Hashable)
 
-# What may be taken from a round. The kernel counts CPU time in ticks, and other processes always take
-# one or two.
+# What may be taken from a round. The kernel counts CPU time in ticks;
+# other processes always take one or two.
 LATE_SHARE = 0.02
 OTHERS_SHARE = 0.05
 OTHERS_TICKS = 3
@@ -51,7 +51,7 @@ def alternate(
     cpus: Sequence[int],
     pids: Sequence[int] = (),
 ) -> Rounds[Key]:
-    """Measure sides in rounds, in each of which every side runs once.
+    """Measure sides in rounds; every side runs once in each.
 
     Each call of a side is one measurement, and returns its figure. After `warmup` rounds, up to
     twice `rounds` are run, until `rounds` of them were undisturbed; otherwise the least disturbed

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 Logits = NDArray[np.float32]
 
-# OpenMP threads poll for some milliseconds after their work. They must be asleep when the answer lets
-# the other side start.
+# OpenMP threads poll for some milliseconds after their work. They must be asleep when the answer
+# lets the other side start.
 SETTLE_S = 0.05
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,6 +17,11 @@ from unimem.system.process import read_process
 from unimem_bench import plain
 from unimem_bench.suite import NotMeasured
 
+__all__ = [
+    "available_bytes", "drop", "file_system", "heat", "in_huge_pages", "read_through", "ready",
+    "require_room",
+]  # fmt: skip
+
 HUGE_PAGE = 2 << 20
 READ_BYTES = 8 << 20  # at once
 N_TRIES = 4  # to get memory back from the host
@@ -24,14 +30,25 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _fastest: dict[int, float] = {}  # bytes a second, by number of CPUs
 
 
+def require_room(*, memory: int = 0, disk: int = 0, folder: Path = Path()) -> None:
+    """Raise NotMeasured unless `memory` bytes are free, and `disk` bytes in a folder."""
+    for what, wanted, free in (
+        ("memory", memory, available_bytes()),
+        (f"disk in {folder}", disk, shutil.disk_usage(folder).free if disk else 0),
+    ):
+        if wanted > free:
+            raise NotMeasured(
+                f"wants {wanted / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free"
+            )
+
+
 def ready(nbytes: int, cpus: Sequence[int]) -> None:
     """Touch and free `nbytes` until that is fast, with a pinned thread on each of `cpus`.
 
     A virtual machine gives memory that was free for seconds back to its host; touching it again
     takes up to 50 times as long. NotMeasured if less is free.
     """
-    if nbytes > (room := available_bytes()):
-        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of memory, {room / 1e9:.1f} GB are free")
+    require_room(memory=nbytes)
     # With little memory, starting threads would be most of the time.
     nbytes = max(nbytes, 16 * HUGE_PAGE)
     for _ in range(N_TRIES):

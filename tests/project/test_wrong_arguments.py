@@ -130,10 +130,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
         t.store().longest,
         {"tokens": [1, 2], "model": "m", "kv": t.kv()},
     ),
-    "KVStore.put": lambda t: (
-        t.store().put,
-        {"kv": t.kv(), "tokens": [1, 2], "model": "m"},
-    ),
+    "KVStore.put": lambda t: (t.store().put, {"kv": t.kv(), "tokens": [1, 2], "model": "m"}),
     "KVStore.restore_into": lambda t: (
         t.store().restore_into,
         {"kv": t.empty_kv(), "tokens": [1, 2], "model": "m"},
@@ -199,10 +196,7 @@ CALLS: dict[str, Callable[[Things], Call]] = {
     "Tape.take_address": lambda t: (t.tape().take_address, {"nbytes": 64, "align": 64}),
     "Tape.take_bytes": lambda t: (t.tape().take_bytes, {"nbytes": 64, "align": 64}),
     "Tape.warm": lambda t: (t.tape().warm, {"threads": 1}),
-    "Weights.content_hash": lambda t: (
-        t.weights().content_hash,
-        {"threads": 1, "progress": None},
-    ),
+    "Weights.content_hash": lambda t: (t.weights().content_hash, {"threads": 1, "progress": None}),
     "Weights.lock": lambda t: (t.weights().lock, {"how": False}),
     "Weights.on": lambda t: (t.weights().on, {"node": None}),
     "Weights.to_device": lambda t: (

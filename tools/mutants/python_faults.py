@@ -89,9 +89,7 @@ name = "local"
     with use_db(str(session), WorkDB.Mode.open) as db:
         return [
             Result(
-                _key(name, item, result),
-                _place(item),
-                result.test_outcome != TestOutcome.SURVIVED,
+                _key(name, item, result), _place(item), result.test_outcome != TestOutcome.SURVIVED
             )
             for item, result in _tried(db)
         ]

@@ -45,10 +45,7 @@ from tiny_words import (
 
 _CHOICE: Final = re.compile(r"\[([^\[\]]*)\]")
 _FIELD: Final = re.compile(r"\{(\w+)\}")
-_PRONOUNS: Final = {
-    "he": ("he", "him", "his", "himself"),
-    "she": ("she", "her", "her", "herself"),
-}
+_PRONOUNS: Final = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her", "herself")}
 
 _OWN_LEADS: Final = {
     "puddle boat": ("One day, ", "One gray morning, ", "One afternoon, "),

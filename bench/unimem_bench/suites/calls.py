@@ -35,7 +35,7 @@ DTYPES: dict[str, Any] = {
 
 
 def take(measure: Measure, dtype: Any) -> None:
-    """Compare ``Tape.take`` with ``np.empty``, neither of which touches the memory.
+    """Compare ``Tape.take`` with ``np.empty``; neither touches the memory.
 
     ``np.empty`` returns one freed chunk again and again, the tape a new address each time.
     """

@@ -43,10 +43,7 @@ MAX_DIFFERENCE = 0.01
 
 
 def prefill(measure: Measure, kind: Kind, prompt: list[int], rounds: int) -> None:
-    """Compute a prompt, each time anew.
-
-    How fast a CPU could multiply at best is not measured, so there is no limit beside it.
-    """
+    """Compute a prompt, each time anew; no limit, since the best speed of a CPU is unknown."""
     with ExitStack() as stack:
         sides = start(measure, stack, kind)
         measured = {name: partial(side.prefill, prompt) for name, side in sides.items()}
@@ -172,7 +169,7 @@ def declare_python(kind: Kind, label: str) -> None:
     """Declare the case of Python's share of a token."""
     SUITE.case(
         f"python-{kind}",
-        f"What of a token's time is Python around the compute, with weights in {label}?",
+        f"How much of a token's time is Python around the compute, with weights in {label}?",
         unit="% of a token's time",
         targets=[at_most(0.25, issue=2), at_most(0.1, issue=18)],
         in_quick=False,  # a smaller model has less to compute

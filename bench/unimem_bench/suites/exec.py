@@ -25,7 +25,7 @@ SUITE = Suite("exec", "What does unimem exec cost programs, and what do they gai
 WITH, WITHOUT = "unimem exec", "without"
 EXEC = (*timed.UNIMEM, "exec", "--")
 KIND: Kind = "q4_k_m"
-N_CALLS, N_QUICK_CALLS = 300_000, 50_000  # of which twelve runs are made, and the fastest counts
+N_CALLS, N_QUICK_CALLS = 300_000, 50_000  # the fastest of twelve such runs counts
 # A new process each time, since the layout of memory differs between them.
 CHURN = """
 import sys
@@ -81,7 +81,7 @@ def start(measure: Measure) -> None:
 
 
 def _prepared(measure: Measure) -> Path:
-    """Return the model, in the page cache in a known state; the case has all cores from here on."""
+    """Return the model, in the page cache in a known state; the case has all cores from now on."""
     if not measure.installed("cyllama", WITHOUT):
         raise NotMeasured("wants llama.cpp, which is not installed: pip install cyllama")
     measure.pin(None)

@@ -22,15 +22,7 @@ from unimem.system.process import read_process
 from unimem_bench import models, plain
 from unimem_bench.rounds import Side, milliseconds, thread_counts
 from unimem_bench.states import HUGE_PAGE, drop, file_system, heat, in_huge_pages, ready
-from unimem_bench.suite import (
-    Measure,
-    NotMeasured,
-    Suite,
-    at_most,
-    costs,
-    faster,
-    faster_than_best,
-)
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster, faster_than_best
 from unimem_bench.weight_files import Format, WeightFile, tensors_that_fit, weight_file
 
 SUITE = Suite("load", "How fast does a model come into memory?")
@@ -432,8 +424,5 @@ def staged(measure: Measure) -> None:
                 measure.leave_out(name, str(error))
             else:
                 ours[name] = partial(llama_start, stage.path)
-        peers = {
-            AS_WRITTEN: partial(llama_start, download),
-            IN_FOLIOS: partial(llama_start, model),
-        }
+        peers = {AS_WRITTEN: partial(llama_start, download), IN_FOLIOS: partial(llama_start, model)}
         measure.compare(ours, peers, rounds=7, quick_rounds=3, warmup=1)

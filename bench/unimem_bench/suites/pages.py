@@ -128,13 +128,7 @@ def left_out_without_room(measure: Measure, name: str) -> Iterator[None]:
 
 @contextmanager
 def started(name: str, kind: Kind, path: Path, cpus: list[int]) -> Iterator[DecoderProcess]:
-    """Start a side, with the file in the page cache and memory that is there.
-
-    Raises
-    ------
-    NotMeasured
-        If its memory does not lie in the pages that it is named after.
-    """
+    """Start a side, with the file in the page cache and memory ready; see `start_side`."""
     with room(name, kind, path, len(cpus)):
         states.ready(2 * path.stat().st_size, cpus)
         states.read_through(path)  # repacking drops weights from the page cache

@@ -180,8 +180,7 @@ def _noise_file(folder: Path, nbytes: int) -> Path:
     """Make the file that neighbours read: larger than the cgroup, so that it never stays."""
     path = folder / "neighbour.bin"
     if not path.exists() or path.stat().st_size < nbytes:
-        if os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < nbytes + (1 << 30):
-            raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB in {folder}: name a --dir with room")
+        states.require_room(disk=nbytes + (1 << 30), folder=folder)
         with path.open("wb", buffering=0) as file:
             for _ in range(-(-nbytes // (1 << 20))):
                 file.write(bytes(1 << 20))

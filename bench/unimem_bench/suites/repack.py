@@ -1,7 +1,7 @@
-"""Weights in the order that the CPU multiplies fastest: how soon they are there, and how often.
+"""Weights in the order that the CPU multiplies fastest: when they are ready, and how many copies.
 
-A start repacks them, or takes what an earlier one has kept on disk, or what is staged in shared
-memory. llama.cpp makes a private copy of them at each start, in each process.
+A start repacks them, or uses an image that an earlier start kept on disk, or one that is staged in
+shared memory. llama.cpp makes a private copy at each start, in each process.
 """
 
 from __future__ import annotations

@@ -288,10 +288,7 @@ def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Si
     rounds=61,
 )
 def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
-    """Clear a cache whose tokens an engine wrote: `reserve` and `commit` are in the figure, too.
-
-    A decoder's `reset` is this, and a few fields.
-    """
+    """Clear tokens that an engine wrote, as a decoder's `reset`; with `reserve` and `commit`."""
     cache = stack.enter_context(um.KVCache(1, *HEADS, size))
     cache.warm()
     names = {"reserve": cache.reserve, "commit": cache.commit, "clear": cache.clear, "n": size}
@@ -309,8 +306,8 @@ def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
 def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Put a token behind those of a ring, as an engine that has written it, and drop the oldest.
 
-    The row is not written here: that of a large ring is in no cache, and would be the most of it.
-    NumPy moves the tokens to the first rows.
+    The row is not written here: that of a large ring is in no cache, and would dominate. NumPy
+    moves the tokens to the first rows.
     """
     ring = stack.enter_context(um.KVCache(1, *HEADS, size, window=size))
     ring.warm()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,24 +38,6 @@ SETTLE_S = 0.05  # that threads poll after they have computed
 READ = "read()"
 
 
-def require_room(folder: Path, *, disk: int, memory: int) -> None:
-    """Raise NotMeasured unless there is room for `disk` bytes of files and `memory` bytes."""
-    for what, wanted, free in (
-        ("disk", disk, shutil.disk_usage(folder).free),
-        ("memory", memory, states.available_bytes()),
-    ):
-        if free < wanted:
-            raise NotMeasured(
-                f"wants {wanted / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free"
-            )
-
-
-def file_system(folder: Path) -> str:
-    """Name the file system that a folder lies on."""
-    run = ["df", "--output=fstype", str(folder)]
-    return subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()[-1]
-
-
 def sizes(measure: Measure) -> tuple[int, int]:
     """Return the bytes that are saved, and the number of tokens in them."""
     nbytes = QUICK_SAVED_BYTES if measure.quick else SAVED_BYTES
@@ -85,11 +65,11 @@ def save(measure: Measure) -> None:
     """Compare with write() into the page cache, and with writing past it, without checksums."""
     measure.pin(None)
     nbytes, n = sizes(measure)
-    require_room(measure.folder, disk=4 * nbytes, memory=4 * nbytes)
+    states.require_room(memory=4 * nbytes, disk=4 * nbytes, folder=measure.folder)
     lanes = page_aligned(tokens(n)) * N_LAYERS
     with tempfile.TemporaryDirectory(dir=measure.folder) as name, filled(n) as cache:
         folder = Path(name)
-        measure.fact("file_system", file_system(folder))
+        measure.fact("file_system", states.file_system(folder))
 
         def saving(name: str, write: Callable[[Path], object]) -> Side:
             path = folder / name
@@ -196,7 +176,7 @@ def restore(measure: Measure) -> None:
     """Compare with reading the file, into new memory and into existing memory."""
     measure.pin(None)
     nbytes, n = sizes(measure)
-    require_room(measure.folder, disk=2 * nbytes, memory=4 * nbytes)
+    states.require_room(memory=4 * nbytes, disk=2 * nbytes, folder=measure.folder)
     first = tokens(n)[0][:1]
     with tempfile.TemporaryDirectory(dir=measure.folder) as name:
         path = Path(name, "snapshot")
@@ -337,7 +317,8 @@ def first_token_wide(measure: Measure) -> None:
     measure.pin(None)
     n = 64 if measure.quick else 2048
     nbytes = n * 512 << 10
-    require_room(measure.folder, disk=2 * nbytes, memory=4 * nbytes + (1 << 30))
+    memory = 4 * nbytes + (1 << 30)
+    states.require_room(memory=memory, disk=2 * nbytes, folder=measure.folder)
     first_token(measure, models.write_model(measure.folder, "wide", "q8_0"), n, rounds=3)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 import unimem as um
 from unimem_bench import decoding, states
 from unimem_bench.rounds import Side, milliseconds
-from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster
+from unimem_bench.suite import Measure, Suite, at_most, costs, faster
 from unimem_bench.suites.snapshot import require_engine
 
 SUITE = Suite("store", "What does a store of prefixes save, and what does it cost?")
@@ -31,13 +30,6 @@ SETTLE_S = 0.05  # that threads poll after they have computed
 N_CHUNKS, N_CHUNKS_QUICK = 100_000, 2_000
 N_LOOKUPS = 100  # in one measurement
 MIB = 1 << 20
-
-
-def require_disk(folder: Path, nbytes: int) -> None:
-    """Raise NotMeasured unless there is room for `nbytes` of files."""
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free")
 
 
 def prompt_of(n: int) -> NDArray[np.int32]:
@@ -62,7 +54,7 @@ class Stores:
         self.nbytes = self.decoder.kv.memory_usage_bytes
         measure.fact("tokens", n)
         measure.fact("prefix_bytes", self.nbytes * n // self.decoder.kv.seq_len)
-        require_disk(measure.folder, 6 * self.nbytes)
+        states.require_room(disk=6 * self.nbytes, folder=measure.folder)
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(dir=measure.folder)))
         room = 2 * self.nbytes + 64 * MIB
         budgets = {IN_RAM: (room, 0), ON_DISK: (0, room), PUT: (room, room)}
