@@ -84,7 +84,7 @@ def test_copy(words: Words) -> None:
     assert np.array_equal(to, words)
     tables: list[Any] = [np.zeros((2, 3)), np.zeros((2, 2), np.uint64)]
     for table in tables:
-        with pytest.raises(ValueError, match=r"wants an array of uint64 of shape \(n, 3\), found"):
+        with pytest.raises(ValueError, match=r"needs an array of uint64 of shape \(n, 3\), found"):
             plain.copy(table)
 
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_dropped_is_said(path: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(states, "DROP_CACHES", tmp_path / "asked")
     mapped = np.memmap(path, np.uint8, "r")
     assert mapped.sum(dtype=np.int64) > 0  # in the page tables, so that it stays
-    with pytest.raises(NotMeasured, match=r"wants words on the disk only, \d+ bytes stay"):
+    with pytest.raises(NotMeasured, match=r"wants words on disk only, \d+ bytes stay"):
         states.drop(path)
     assert (tmp_path / "asked").read_text() == "3"
     assert 0 <= states.heat(path) <= 1

@@ -1,4 +1,4 @@
-"""The suite `repack`: where its sides have their weights from, and what it counts as memory."""
+"""The suite `repack`: the source of each side's weights, and the memory that it counts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class InventedStage:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """A folder with a file, of which all decoders and stages are invented."""
+    """A folder with a model file; all decoders and stages of it are invented."""
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(MODEL_BYTES))
     fresh = {"log": [], "repacks": True, "keeps": True, "other_image": None}
@@ -161,7 +161,7 @@ def test_files_are_in_the_page_cache_before_each_start(folder: Path, monkeypatch
 @pytest.mark.parametrize(("change", "error", "says"), [
     ({"repacks": False}, NotMeasured, "wants repacked weights: no tensor of this model"),
     ({"keeps": False}, NotMeasured, r"wants a repacked image of .*chmod go-w"),
-    ({"other_image": Path("/dev/null")}, AssertionError, "shall come from the image .*/dev/null"),
+    ({"other_image": Path("/dev/null")}, AssertionError, "must come from the image .*/dev/null"),
 ])  # fmt: skip
 def test_a_side_whose_weights_come_from_elsewhere_is_not_measured(
     change: dict[str, Any], error: type[Exception], says: str, folder: Path, monkeypatch: Patch

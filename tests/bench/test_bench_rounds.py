@@ -51,7 +51,7 @@ def test_disturbed_rounds_are_dropped(
 
 
 def test_another_process_on_our_cpu_is_found() -> None:
-    """Real clocks of a real kernel: who waits for its CPU is told so."""
+    """With real clocks of a real kernel: a thread that waits for its CPU is noticed."""
     cpu = sorted(os.sched_getaffinity(0))[-1]
     busy = f"import os\nos.sched_setaffinity(0, [{cpu}])\nprint(flush=True)\nwhile True: pass"
 
@@ -155,9 +155,9 @@ def test_a_quick_run_takes_fewer_rounds(
 
 
 def test_more_cpus_than_there_are(measure: Callable[[bool], Measure]) -> None:
-    with pytest.raises(ValueError, match="100000 CPUs wanted, this process may use"):
+    with pytest.raises(ValueError, match="needs 100000 CPUs, this process may use"):
         pin(100000)
-    with pytest.raises(NotMeasured, match="100000 CPUs wanted"):
+    with pytest.raises(NotMeasured, match="needs 100000 CPUs"):
         measure(True).pin(100000)
 
 

@@ -87,7 +87,7 @@ def without(*suites: str) -> Record:
 
 
 SMALL = without(*{each.name for each in SAMPLE.suites} - {"calls", "gpu"})
-"""Some suites of the record, of which plots are made in a moment."""
+"""Some suites of the record, whose plots are made quickly."""
 
 
 def written(folder: Path, made: Record = SAMPLE, name: str = "record.json") -> Path:
@@ -282,7 +282,7 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: Patch, tmp_path: Path
 
 @pytest.mark.parametrize(("option", "place", "says"), [
     *((option, "file/below", "file") for option in ("--output", "--page", "--plots")),
-    *((opt, "file", "file: expected a folder, and it is a file\n") for opt in ("--dir", "--plots")),
+    *((opt, "file", "file: expected a folder, got a file\n") for opt in ("--dir", "--plots")),
 ])  # fmt: skip
 def test_what_cannot_be_written_is_refused_before(
     option: str, place: str, says: str, measured: Measured, tmp_path: Path
