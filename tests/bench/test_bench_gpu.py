@@ -1,4 +1,4 @@
-"""The suite `gpu`: without a GPU what it says, and over host memory what does without CUDA."""
+"""The suite `gpu`: its answers without a GPU, and over host memory whatever needs no CUDA."""
 
 from __future__ import annotations
 

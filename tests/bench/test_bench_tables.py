@@ -155,7 +155,7 @@ def test_a_suite_says_what_it_took() -> None:
 
 
 def test_a_row_a_case_with_the_nearest_peer_and_limit() -> None:
-    alone, missing = case(ours(5.0), name="alone"), case(name="missing", failed="there is none")
+    alone, missing = case(ours(5.0), name="alone"), case(name="missing", failed="not here")
     made = suite_table(suite("calls", "What?", case(*FOUR_SIDES), alone, missing))
     assert made.head == ("case", "question", "unimem", "peer", "limit")
     assert [row.cells for row in made.rows] == [
@@ -270,7 +270,7 @@ def test_the_machine_is_named() -> None:
     facts = dict(machine_facts(replace(record(), machine=machine)))
     assert facts["cpu"].endswith(", 1 of them ours by quota")
     assert facts["pages"].endswith(", 2,560 hugetlb pages of 2m")
-    assert "load" not in facts["run"], "nobody has asked for it"
+    assert "load" not in facts["run"], "it was not measured"
 
 
 def test_a_case_as_markdown() -> None:

@@ -1,4 +1,4 @@
-"""`unimem bench`: what it takes, what it shows and writes, and how it ends."""
+"""`unimem bench`: its arguments, its output, and how it ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measured(monkeypatch: Patch) -> Measured:
-    """Make the run give this record, and return what it is asked for."""
+    """Make the run return this record, and return the run's arguments."""
 
     def give(made: Record) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -329,7 +329,7 @@ class _Clock:
 
 
 def _progress(monkeypatch: Patch, columns: int | None) -> Screen:
-    """Two suites, of two passes and of one; each pass takes 10 seconds."""
+    """Show two suites, of two passes and of one; each pass takes 10 seconds."""
     suites = [load_suite("calls"), replace(load_suite("gguf"), name="other")]
     passes = [(suites[0], 1, 2), (suites[1], 1, 1), (suites[0], 2, 2)]
     scheduled = [command.Pass(*each) for each in passes]

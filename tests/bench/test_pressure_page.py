@@ -1,4 +1,4 @@
-"""What `make bench-pressure` puts into docs/pressure.md is what its record says."""
+"""`make bench-pressure` puts what its record says into docs/pressure.md."""
 
 from __future__ import annotations
 

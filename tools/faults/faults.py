@@ -1,7 +1,7 @@
-"""Lets every call of the system fail once in every operation: `make faults`.
+"""Make every system call fail once in every operation: `make faults`.
 
-Prints a table, and with ``--page`` puts it into ``docs/hardening.md``. Ends with status 1 where
-something was lost. The tests run a part of it.
+It prints a table; ``--page`` puts it into ``docs/hardening.md``. Ends with status 1 if something
+was lost. The tests run a part of it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,9 @@ def build(folder: Path) -> Path:
 
 
 def sweep(folder: Path, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Run the operations in a process of their own.
+    """Run the operations in a process of their own, with arguments of ``sweep.py``.
 
-    Parameters
-    ----------
-    folder : Path
-        For what they write; there is room for a few MiB.
-    arguments : sequence of str
-        Of ``sweep.py``.
-
-    Returns
-    -------
-    list of dict
-        A row for each operation.
+    They write a few MiB into `folder`. Returns a row for each operation.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT / name) for name in ("tests", "bench", "tools")]
