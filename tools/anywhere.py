@@ -228,7 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the fast tier in many states.")
     parser.add_argument("runs", nargs="*", help="by name; all if none is given")
     parser.add_argument("--times", type=int, default=1, help="each so often in a row")
-    parser.add_argument("--at-once", type=int, default=1, help="each in so many clones at once")
+    parser.add_argument("--at-once", type=int, default=1, help="how many clones run each at once")
     arguments = parser.parse_args()
     names = arguments.runs or [run.name for run in RUNS]
     if unknown := set(names) - {run.name for run in RUNS}:

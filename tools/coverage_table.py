@@ -30,7 +30,7 @@ def native_counts(folder: Path) -> Iterator[tuple[str, list[int]]]:
     for path, line in _gcov_lines(folder):
         at = path, line["line_number"]
         lines[at] += line["count"]
-        # A line of Cython is many branches of C, most of which no test can reach.
+        # A line of Cython is many branches of C, and no test can reach most of them.
         if path.endswith(".c"):
             for i, branch in enumerate(line["branches"]):
                 branches[(*at, i)] += branch["count"]

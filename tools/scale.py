@@ -203,7 +203,7 @@ def sum_lines(parts: dict[str, float]) -> Iterator[str]:
         "the same, of each node's disks": f"{N_CHUNKS * CHUNK.nbytes / N_NODES / 1e12:.0f} TB",
         "what a folder allows its file system for their names": f"{folder / 1e12:.1f} TB",
         "counting all of them in one folder": duration(N_CHUNKS * count),
-        "files of which one count takes 1 s": f"{1 / count:,.0f}",
+        "files that are counted in 1 s": f"{1 / count:,.0f}",
         f"looking for a prompt of {PROMPT_TOKENS:,} tokens ({chunks} chunks): local": duration(
             chunks * (parts["identity"] + parts[f"hit {MANY}"])
         ),

@@ -188,7 +188,7 @@ def stage(folder: Path, rng: random.Random) -> Iterator[str]:
 
 
 def reports(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Report on the other processes, some of which disappear meanwhile."""
+    """Report on the other processes; some disappear meanwhile."""
     while True:
         pids = children_of(folder)
         with suppress(ProcessLookupError, PermissionError, ValueError):

@@ -29,7 +29,7 @@ TOKEN = np.arange(suite.N_HEADS * suite.HEAD_DIM, dtype=np.float16).reshape(suit
 @pytest.fixture
 def no_gpu(monkeypatch: Patch) -> str:
     """Simulate a machine without a GPU; return the message of `cuda_driver.require`."""
-    said = "unimem.cuda needs an NVIDIA GPU, and there is none"
+    said = "unimem.cuda needs an NVIDIA GPU, and CUDA sees none"
     monkeypatch.setattr(cuda_driver, "require", Mock(side_effect=ImportError(said)))
     return said
 

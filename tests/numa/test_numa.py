@@ -44,7 +44,7 @@ def made(pages: Pages, numa: str, *, shared: bool = False) -> um.Block:
 
 
 def fallen_back(match: str, nbytes: int, **options: Unpack[PlacementOptions]) -> um.Block:
-    """A block that has less than it asked for, of which one warning tells."""
+    """Return a block that has less than it asked for, as one warning says."""
     with pytest.warns(um.PlacementWarning, match=match) as warned:
         block = um.Block(nbytes, **options)
     assert len(warned) == 1
@@ -274,7 +274,7 @@ def test_repair_leaves_what_is_right() -> None:
 
 
 def test_repair_says_what_it_could_not_move() -> None:
-    # The kernel moves no page that is mapped twice, unless all processes shall move with it.
+    # The kernel moves no page that is mapped twice, unless it moves it for all processes.
     with made("4k", "bind:1", shared=True) as block:
         move(block.address, 8 * MB, 4096, 0)
         with um.Block.attach(block.fileno(), writable=True) as second:

@@ -125,7 +125,7 @@ def test_the_sdist_has_the_sources_and_no_records(tmp_path: Path) -> None:
     assert {
         "PKG-INFO",
         "CMakeLists.txt",
-        "native/src/kv.c",
+        "native/src/kv/kv.c",
         "src/unimem/kv/cache/cache.pyx",
     } < names
     assert {MODEL, "tests/project/test_wheel.py"} < names

@@ -234,5 +234,5 @@ def test_a_wrong_argument_is_named_with_what_was_expected(name: str, things: Thi
 
 @pytest.mark.parametrize("name", sorted(ENGINE_CALLS))
 def test_so_is_one_of_the_engine(name: str, things: Things) -> None:
-    things.kept = things.decoder()  # skips where there is none
+    things.kept = things.decoder()  # skips without ggml
     assert unclear(things, ENGINE_CALLS[name]) == []

@@ -330,7 +330,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Count the faults that the tests notice.")
     parser.add_argument("files", nargs="*", help=f"of {', '.join(EVERY)}; all if none is given")
-    parser.add_argument("--faults", type=int, default=40, help="at most so many in each file")
+    parser.add_argument("--faults", type=int, default=40, help="the most faults of a file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     names = arguments.files or EVERY
