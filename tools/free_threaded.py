@@ -107,8 +107,11 @@ def fetch_source() -> Path:
     (state / "status").touch()
     (state / "sources.list").write_text(debian_sources())
     places = {
-        **{"Dir::State": state, "Dir::State::status": state / "status", "Dir::Cache": state},
-        **{"Dir::Etc::sourcelist": state / "sources.list", "Dir::Etc::sourceparts": "-"},
+        "Dir::State": state,
+        "Dir::State::status": state / "status",
+        "Dir::Cache": state,
+        "Dir::Etc::sourcelist": state / "sources.list",
+        "Dir::Etc::sourceparts": "-",
     }
     options = [part for name, value in places.items() for part in ("-o", f"{name}={value}")]
     apt(*options, "update")

@@ -189,8 +189,11 @@ def kill_at_random(folder: Path, n_workers: int, n_operations: int, n_kills: int
     assert not ram.exists(), "the RAM of a closed store is left"
     n_done, n_restored = counts.total()
     return {
-        **{"operations": n_done, "restored_tokens": n_restored, "kills": n_killed},
-        **{"damaged_meanwhile": n_damaged, "looks": n_looks},
+        "operations": n_done,
+        "restored_tokens": n_restored,
+        "kills": n_killed,
+        "damaged_meanwhile": n_damaged,
+        "looks": n_looks,
         "most_of_ram": round(most[ram] / RAM_BYTES, 3),
         "most_of_disk": round(most[disk] / DISK_BYTES, 3),
         "left": sorted({name.rpartition(".")[2] for name in os.listdir(disk)}),

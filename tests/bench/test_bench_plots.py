@@ -80,10 +80,14 @@ def strange_names() -> SuiteRecord:
 def strange_figures() -> SuiteRecord:
     """Make figures of six decades, of zeros, and of one size."""
     units = "pages", "tokens"
-    counted: list[tuple[str, dict[str, list[float]], float]] = [
+    zeros: list[tuple[str, dict[str, list[float]], float]] = [
         ("zeros", {"unimem": [0], "b": [0, 0]}, 0),
         ("a zero", {"unimem": [0], "b": [5e8]}, 0.5),
         ("not zero", {"unimem": [3]}, 0),
+    ]
+    counted = [
+        counted_case(f"figures/{name}", "Any?", "pages", values, targets=[at_most(limit, 3)])
+        for name, values, limit in zeros
     ]
     return suite(
         "figures",
@@ -91,10 +95,7 @@ def strange_figures() -> SuiteRecord:
         plain("figures/six decades", "us", ours=0.003, peer=3000, limit=0.001),
         plain("figures/bytes", "bytes", ours=3e8, peer=5e8),
         plain("figures/small", "s", ours=3e-5, peer=5e-5),
-        *(
-            counted_case(f"figures/{name}", "Any?", "pages", values, targets=[at_most(limit, 3)])
-            for name, values, limit in counted
-        ),
+        *counted,
         scaled("figures/one size", ("us", "tokens"), [64], float, rounds=EXACTLY_ONE),
         scaled("figures/no figure but 0", units, [1, 64], lambda _: 0.0, targets=[grows(1)]),
         scaled("figures/threads", ("ms", "threads"), [1, 2, 3, 4, 6, 8, 16, 64], lambda n: 1e3 / n),

@@ -22,7 +22,10 @@ Patch = pytest.MonkeyPatch
 # Peers by their package and case.
 PEERS = {
     ("torch", "append"): {"torch", "torch copy_", "torch index_copy_"},
-    **{("torch", name): {"torch"} for name in ("scratchpad", "convert", "convert-batch", "gather")},
+    ("torch", "scratchpad"): {"torch"},
+    ("torch", "convert"): {"torch"},
+    ("torch", "convert-batch"): {"torch"},
+    ("torch", "gather"): {"torch"},
     ("gguf", "dtypes"): {"gguf-py, q8_0"},
 }
 

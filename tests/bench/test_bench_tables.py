@@ -33,6 +33,7 @@ from unimem_bench.tables import (
 from unimem_bench.texts import claim
 
 NO_TORCH = {"torch": "torch is not installed"}
+INTERRUPTED = "the run was interrupted before"
 
 
 def side(name: str, *figures: float, role: Role = "peer", at: float | None = None) -> SideRecord:
@@ -134,8 +135,8 @@ def test_speeds_grow_with_threads() -> None:
 @pytest.mark.parametrize(("made", "problem", "line"), [
     (case(failed="wants *a* GPU"), "wants *a* GPU", r"Not measured: wants \*a\* GPU"),
     (case(failed="ValueError: no", is_error=True), "ValueError: no", "Failed: ValueError: no"),
-    *((made, "the run was interrupted before", "Not measured: the run was interrupted before")
-        for made in (case(), case(SideRecord("unimem", "unimem", [[], []])))),
+    (case(), INTERRUPTED, f"Not measured: {INTERRUPTED}"),
+    (case(SideRecord("unimem", "unimem", [[], []])), INTERRUPTED, f"Not measured: {INTERRUPTED}"),
 ])  # fmt: skip
 def test_what_was_not_measured(made: CaseRecord, problem: str, line: str) -> None:
     table = case_table(made)

@@ -281,8 +281,11 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: Patch, tmp_path: Path
 
 
 @pytest.mark.parametrize(("option", "place", "says"), [
-    *((option, "file/below", "file") for option in ("--output", "--page", "--plots")),
-    *((opt, "file", "file: expected a folder, got a file\n") for opt in ("--dir", "--plots")),
+    ("--output", "file/below", "file"),
+    ("--page", "file/below", "file"),
+    ("--plots", "file/below", "file"),
+    ("--dir", "file", "file: expected a folder, got a file\n"),
+    ("--plots", "file", "file: expected a folder, got a file\n"),
 ])  # fmt: skip
 def test_what_cannot_be_written_is_refused_before(
     option: str, place: str, says: str, measured: Measured, tmp_path: Path

@@ -20,7 +20,7 @@ N_NODES = 3  # of the machine in vm.py
 
 
 class NoGgml:
-    """Stands for a `DecoderProcess`: ggml is built for the host's CPU, which is emulated in part."""
+    """A stand-in for `DecoderProcess`; ggml, built for the host's CPU, cannot run here."""
 
     pid = 1
 

@@ -29,8 +29,11 @@ N_NAMED = 5
 # Neither malloc nor the interpreter maps memory of its own: what is mapped more than before is
 # unimem's. All threads share the heap.
 QUIET = {
-    **{"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"},
-    **{"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    "PYTHONMALLOC": "malloc",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
 }
 
 

@@ -25,12 +25,14 @@ __attribute__((constructor)) static void read_fault(void) {
 }
 """
 
-# What stands in the place of an operator.
-_OPERATORS = {
-    **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="},
-    **{"+": "-", "-": "+", "*": "/", "/": "*", "%": "*", "<<": ">>", ">>": "<<"},
-    **{"&&": "||", "||": "&&", "&": "|", "|": "&", "+=": "-=", "-=": "+="},
-}
+# Each operator, and its replacement below it.
+_OPERATORS = dict(
+    zip(
+        "< <= > >= == != + - * / % << >> && || & | += -=".split(),
+        "<= < >= > != == - + / * * >> << || && | & -= +=".split(),
+        strict=True,
+    )
+)
 # Constants of the language, and what is evaluated when it is compiled.
 _CONSTANT = set(
     """

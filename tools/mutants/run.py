@@ -81,7 +81,7 @@ def prepare_c(names: Iterable[str], n: int) -> dict[int, c_faults.Fault]:
             shutil.copy(source, tree / name)
     faults: dict[int, c_faults.Fault] = {}
     for name in names:
-        path = tree / "native" / "src" / name
+        (path,) = (tree / "native" / "src").rglob(name)
         text = path.read_bytes()
         found = possible(path, text, c_faults.find_faults(name, text))
         found = differing(path, text, c_faults.choose(found, n))
@@ -116,8 +116,8 @@ def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_fa
 
 def gcc_for(path: Path) -> list[str]:
     """Return the beginning of a command that compiles a file of native/src."""
-    include = path.parents[1] / "include"
-    return ["gcc", "-std=gnu17", "-w", f"-I{path.parent}", f"-I{include}"]
+    source = next(folder for folder in path.parents if folder.name == "src")
+    return ["gcc", "-std=gnu17", "-w", f"-I{source}", f"-I{source.parent / 'include'}"]
 
 
 def differing(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_faults.Fault]:
