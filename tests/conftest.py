@@ -38,13 +38,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 # Fixtures that take what all processes of the machine share, or look at it; and modules that do.
-MACHINE = {
-    "cgroup_1gb",
-    "cgroup_512mb",
-    "eight_huge_pages",
-    "no_huge_pages",
-    "leaves_nothing",
-}
+MACHINE = {"cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages", "leaves_nothing"}
 MACHINE_MODULES = {
     "_core/test_block_cgroup",
     "_core/test_block_grow",

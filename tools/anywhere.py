@@ -1,13 +1,13 @@
-"""Runs the fast tier in every state that a machine may be in.
+"""Run the fast tier in every state that a machine may be in.
 
-The states are put together into as few runs as can have them at once. Each run is of a fresh clone
-of what is committed, with an environment of its own; it takes as long as ``make install`` and
-``make test`` do. Its row goes into the table of docs/testing.md, in the place of the last one.
+The states are combined into as few runs as possible. Each run uses a fresh clone of the last
+commit, with an environment of its own; it takes as long as ``make install`` and ``make test``. Its
+row replaces the last one in the table of docs/testing.md.
 
     python tools/anywhere.py [--times N] [--at-once N] [RUN ...]
 
-With --times, each is run so often in a row; with --at-once, in so many clones beside each other,
-which keep the CPUs busy in place of what the run has for that.
+--times repeats each run; --at-once runs several clones beside each other, which keep the CPUs busy
+instead of the run's own busy processes.
 """
 
 from __future__ import annotations
@@ -39,28 +39,12 @@ NOBODY = 65534
 
 @dataclass(frozen=True)
 class Run:
-    """States that one run has at once.
+    """States that one run combines.
 
-    Attributes
-    ----------
-    name : str
-        What it is called on the command line.
-    states : tuple of str
-        What the table says of it.
-    python : str
-        The interpreter that its environment is made of.
-    before : str
-        Shell code before ``make test``.
-    behind : str
-        Shell code behind it.
-    environment : dict
-        Variables beside those of the caller.
-    user : int
-        Who runs it: 0 is whoever calls this.
-    n_busy : int
-        How many processes keep CPUs busy beside it.
-    swap_mb : int
-        A swap file of this size, which only root can make.
+    `name` is its name on the command line, and `states` the words in the table. `python` makes its
+    environment. `before` and `behind` are shell code around ``make test``, and `environment` has
+    variables beside the caller's. `user` runs it; 0 is the caller. `n_busy` processes keep CPUs
+    busy beside it. `swap_mb` is the size of a swap file, which only root can make.
     """
 
     name: str
@@ -103,7 +87,7 @@ RUNS = (
 
 
 def what_is_missing(run: Run) -> str:
-    """Say why this machine cannot have a state, or "" where it can."""
+    """Say why this machine cannot provide a state; "" if it can."""
     try:  # a name may be there that runs nothing, as pyenv has it
         subprocess.run([run.python, "--version"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -120,13 +104,7 @@ def what_is_missing(run: Run) -> str:
 
 
 def install(run: Run, folder: Path) -> Callable[[str], int]:
-    """Clone and install; return what runs shell code there, as its user, into a log.
-
-    Raises
-    ------
-    CalledProcessError
-        It cannot be installed: the log says why.
-    """
+    """Clone and install; return a function that runs shell code there, as its user, into a log."""
     clone, home = folder / "unimem", folder / "home"
     folder.mkdir(mode=0o755)
     subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", ROOT, clone], check=True)
@@ -158,7 +136,7 @@ def install(run: Run, folder: Path) -> Callable[[str], int]:
 def try_run(run: Run, folder: Path, times: int, at_once: int) -> tuple[bool, str]:
     """Install and test; return whether all was green, and what pytest and the clock say.
 
-    The folder goes where all runs were green and said the same.
+    The folder is removed if all runs were green and said the same.
     """
     clones = [folder / str(i) for i in range(at_once)]
     try:
@@ -200,7 +178,7 @@ def _timed(shell: Callable[[str], int], script: str) -> tuple[int, float]:
 
 @contextlib.contextmanager
 def busy(n: int) -> Iterator[None]:
-    """Keep so many CPUs busy."""
+    """Keep some CPUs busy."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(n)]
     try:
         yield
@@ -212,7 +190,7 @@ def busy(n: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def swap(megabytes: int, folder: Path) -> Iterator[None]:
-    """Have a swap file, and take it back."""
+    """Add a swap file, and remove it."""
     if not megabytes:
         yield
         return
@@ -238,7 +216,7 @@ def recorded() -> dict[str, str]:
 
 
 def write_page(rows: dict[str, str]) -> None:
-    """Put rows in the place of those of the same states, in the order of the runs."""
+    """Replace the rows of the same states, in the order of the runs."""
     found = recorded() | rows
     ordered = [found[states] for run in RUNS if (states := ", ".join(run.states)) in found]
     table = "\n".join([HEAD, RULE, *ordered])
@@ -250,7 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the fast tier in many states.")
     parser.add_argument("runs", nargs="*", help="by name; all if none is given")
     parser.add_argument("--times", type=int, default=1, help="each so often in a row")
-    parser.add_argument("--at-once", type=int, default=1, help="each in so many clones at once")
+    parser.add_argument("--at-once", type=int, default=1, help="how many clones run each at once")
     arguments = parser.parse_args()
     names = arguments.runs or [run.name for run in RUNS]
     if unknown := set(names) - {run.name for run in RUNS}:

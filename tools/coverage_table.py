@@ -1,4 +1,4 @@
-"""Prints how much of each room the tests run: the end of tools/coverage.sh."""
+"""Print how much of each room the tests run: the end of tools/coverage.sh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def python_counts(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield a room, and its lines, lines run, branches, and branches taken, a file each."""
+    """Yield a room with its lines, lines run, branches and branches taken, for each file."""
     for path, file in json.loads((folder / "python.json").read_text())["files"].items():
         parts = Path(path).parts
         room = "/".join(parts[parts.index("unimem") : -1])
@@ -24,13 +24,13 @@ def python_counts(folder: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def native_counts(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the same of C and of Cython, of all programs and libraries together."""
+    """Yield the same for C and Cython, over all programs and libraries."""
     lines: dict[tuple[str, int], int] = defaultdict(int)
     branches: dict[tuple[str, int, int], int] = defaultdict(int)
     for path, line in _gcov_lines(folder):
         at = path, line["line_number"]
         lines[at] += line["count"]
-        # A line of Cython is many branches of C, most of which no test can reach.
+        # A line of Cython is many branches of C, and no test can reach most of them.
         if path.endswith(".c"):
             for i, branch in enumerate(line["branches"]):
                 branches[(*at, i)] += branch["count"]
@@ -60,7 +60,7 @@ def _gcov_lines(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def main() -> int:
-    """Read what coverage.py and gcov have counted, and print it by room."""
+    """Read the counts of coverage.py and gcov, and print them by room."""
     folder = Path(sys.argv[1]).absolute()
     rows: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for room, counts in (*python_counts(folder), *native_counts(folder)):

@@ -1,10 +1,10 @@
-"""One model, two llama.cpp processes, one copy in RAM: what unimem is for, shown on this machine.
+"""One model, two llama.cpp processes, one copy in RAM: the purpose of unimem, on this machine.
 
-``python tools/demo.py [MODEL.gguf] [--rounds N]``. Plans a model, stages it,
+``python tools/demo.py [MODEL.gguf] [--rounds N]``. It plans a model, stages it,
 starts two llama.cpp processes (cyllama) on the staged path, reports what the kernel says of both,
-and compares how long llama.cpp takes to start on the staged model and on the file, which is in the
-page cache. Without a model one of 290 MB is written, of random weights. Nothing is left of it all,
-also when it is interrupted.
+and compares how long llama.cpp takes to start on the staged model and on the file in the page
+cache. Without a model, one of 290 MB with random weights is written. Nothing is left behind, even
+after an interrupt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _INTERRUPTED = 130
 
 @dataclass(slots=True)
 class Facts:
-    """What was found; empty where a step was skipped."""
+    """The results; empty where a step was skipped."""
 
     plan: um.Plan | None = None
     staged: Held | None = None
@@ -67,24 +67,24 @@ class Facts:
 
     @property
     def placements(self) -> list[um.Placement]:
-        """How they are placed, by process."""
+        """Their placement, by process."""
         return [self.placement(report) for report in self.reports]
 
     def placement(self, report: um.Report) -> um.Placement:
-        """Return how they are placed in the process of one report."""
+        """Return their placement in the process of one report."""
         assert self.staged is not None
         paths = self.staged.paths
         return sum_placements([each.granted for each in report.mappings if each.path in paths])
 
     @property
     def tells_shares(self) -> bool:
-        """Whether the kernel tells a process's share (Pss): it does not of hugetlb pages."""
+        """Whether the kernel reports a process's share (Pss); not for hugetlb pages."""
         assert self.staged is not None
         return self.staged.backing != "hugetlb"
 
     @property
     def ram_bytes(self) -> int:
-        """What the model takes of the RAM in all processes."""
+        """The RAM that the model takes in all processes."""
         assert self.staged is not None
         assert self.keeper is not None
         if self.tells_shares:
@@ -94,13 +94,13 @@ class Facts:
 
     @property
     def file_bytes(self) -> int:
-        """What the files have in RAM that all processes map."""
+        """The RAM of the files that all processes map."""
         assert self.staged is not None
         return sum(_BLOCK_BYTES * os.stat(path).st_blocks for path in self.staged.paths)
 
 
 def main() -> int:
-    """Show it; 0 when all of it was shown or skipped for a reason that was told."""
+    """Show the demo; 0 if all of it was shown or skipped with a reason."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("model", nargs="?", type=Path, help="a GGUF file")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="starts of each kind")
@@ -118,7 +118,7 @@ def main() -> int:
             print(f"demo: {error}", file=sys.stderr)
             return 1
         finally:
-            # From here on everything is put away, which nothing shall interrupt.
+            # The clean-up from here on must not be interrupted.
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
     return 0
@@ -137,22 +137,10 @@ def _say(line: str) -> None:
 def demonstrate(
     path: Path | None, rounds: int, say: Callable[[str], None], stack: ExitStack
 ) -> Facts:
-    """Go through the steps.
+    """Run the steps with a model, or one that is written.
 
-    Parameters
-    ----------
-    path : Path or None
-        A model; by default one is written.
-    rounds : int
-        How often llama.cpp is started on each of the two.
-    say : callable
-        Called with each line.
-    stack : ExitStack
-        What is put away when it is closed: the staged model and the processes live until then.
-
-    Returns
-    -------
-    Facts
+    llama.cpp is started `rounds` times on the staged model and on the file. `say` is called with
+    each line. Closing `stack` removes the staged model and ends the processes.
     """
     facts = Facts()
     model = _own_model(stack, say) if path is None else path.resolve()

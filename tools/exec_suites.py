@@ -1,9 +1,8 @@
-"""Compare the results of other programs with and without `unimem exec`.
+"""Run other projects' programs with and without `unimem exec`, and compare.
 
-CPython's own tests of what allocates, maps, forks and starts; NumPy's test suite; redis-server
+CPython's own tests of modules that allocate, map, fork and start; NumPy's test suite; redis-server
 under redis-benchmark; llama.cpp's server in the wheel cyllama, which answers chats. All allocations
-from 4 KiB on are placed. What is not installed is said. The table of docs/exec.md is what this
-prints.
+of at least 4 KiB are placed. Missing programs are reported. This prints the table of docs/exec.md.
 
     python tools/exec_suites.py [cpython] [numpy] [redis] [server] [--python PATH]
 """
@@ -83,7 +82,7 @@ def cpython(python: str, name: str, prefix: list[str]) -> dict[str, str]:
 
 
 def numpy(python: str, name: str, prefix: list[str]) -> dict[str, str]:
-    """Return the result of each test of a package of NumPy, or of a module of it."""
+    """Return the result of each test of a package or module of NumPy."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "results.xml"
         words = [*prefix, python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -106,7 +105,7 @@ def numpy(python: str, name: str, prefix: list[str]) -> dict[str, str]:
 
 @contextmanager
 def serving(words: list[str], folder: str) -> Iterator[int]:
-    """Run a server that takes ``--port`` last; give the port, and end it by SIGTERM."""
+    """Run a server that takes ``--port`` last; yield the port, and end it by SIGTERM."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -129,7 +128,7 @@ def serving(words: list[str], folder: str) -> Iterator[int]:
 
 
 def redis(prefix: list[str], n: int) -> dict[str, str]:
-    """Return what redis-server answered to redis-benchmark."""
+    """Return redis-server's answers to redis-benchmark."""
     with (
         tempfile.TemporaryDirectory() as folder,
         serving([*prefix, "redis-server", "--save", ""], folder) as port,
@@ -147,7 +146,7 @@ def redis(prefix: list[str], n: int) -> dict[str, str]:
 
 
 def server(python: str, prefix: list[str], n: int) -> dict[str, str]:
-    """Return what llama.cpp's server answered to each chat."""
+    """Return the answer of llama.cpp's server to each chat."""
     words = [*prefix, python, "-c", SERVER, "-m", str(MODEL), "--ctx-size", "256"]
     found = {}
     with tempfile.TemporaryDirectory() as folder, serving(words, folder) as port:
@@ -167,7 +166,7 @@ def server(python: str, prefix: list[str], n: int) -> dict[str, str]:
 
 
 def compare(name: str, plain: dict[str, str], under: dict[str, str]) -> bool:
-    """Print a row of the table, and what differs; an answer is good if there is a text."""
+    """Print a row of the table, and the differences; an answer is good if it has a text."""
     differ = {key for key in plain.keys() | under.keys() if plain.get(key) != under.get(key)}
     good = sum(
         result == "ok" or (key.startswith("chat") and result != "") for key, result in under.items()
@@ -179,7 +178,7 @@ def compare(name: str, plain: dict[str, str], under: dict[str, str]) -> bool:
 
 
 def main() -> int:
-    """Run the suites that were named, or all."""
+    """Run the named suites, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("suites", nargs="*", default=["cpython", "numpy", "redis", "server"])
     parser.add_argument("--python", default=sys.executable, help="that runs the tests")

@@ -1,9 +1,9 @@
-"""Every float32 to float16 and bfloat16, against NumPy and ml_dtypes; and back.
+"""Convert every float32 to float16 and bfloat16 and back, and compare with NumPy and ml_dtypes.
 
-It takes minutes, so ``tools/exhaust.sh`` runs it and no test does. It calls ``um_convert`` of the
-installed library, with the fastest code of this CPU; ``native/tests/exhaust_convert.c``, which
-``tools/exhaust.sh`` also runs, compares the other code. A NaN has to remain some NaN. The status is
-1 if a bit differs.
+It takes minutes, so it is no test: ``tools/exhaust.sh`` runs it. It calls ``um_convert`` of the installed
+library, with the fastest code for this CPU; ``native/tests/exhaust_convert.c``, which that
+script runs as well, compares the other codes. A NaN need only stay a NaN. Ends with status 1 if
+a bit differs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def convert(
 
 
 def count_wrong(got: npt.NDArray[np.generic], want: npt.NDArray[np.generic], name: str) -> int:
-    """Count items whose bits differ, but for NaNs that are NaNs on both sides."""
+    """Count items whose bits differ, except pairs of NaNs."""
     bits = np.uint32 if got.itemsize == 4 else np.uint16
     wrong = got.view(bits) != want.view(bits)
     wrong &= ~(np.isnan(got) & np.isnan(want))

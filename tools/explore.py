@@ -1,6 +1,6 @@
-"""Runs the searches of the tests with random examples, round after round.
+"""Run the searches of the tests with random examples, round after round.
 
-A round that fails ends it, after pytest has printed the example and the decorator
+The first round that fails ends it, after pytest has printed the example and the decorator
 ``@reproduce_failure`` that repeats it.
 """
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def explore(seconds: float, tests: list[str]) -> int:
-    """Run rounds until the time is over, or one fails; give that one's exit status."""
+    """Run rounds until the time is over or one fails; return that one's exit status."""
     end = time.monotonic() + seconds
     n_rounds = 0
     while n_rounds == 0 or time.monotonic() < end:

@@ -1,12 +1,12 @@
-"""The memory layer on a Python without the interpreter's lock.
+"""Test the memory layer on a Python without the interpreter's lock.
 
-The Python is the one of ``--python``, or Debian's source of one, configured with --disable-gil and
-built in build/free-threaded on the first run: ten minutes on two cores. unimem is built for it,
-every module is imported, and the tests of the memory layer run there, and again in several threads
-at once, by pytest-run-parallel. With ``--here`` only the latter run, of more folders, on the Python
-that runs this, whatever it is: ``--here``.
+The Python is that of ``--python``, or built in build/free-threaded on the first run from Debian's
+source, configured with --disable-gil: ten minutes on two cores. unimem is built for it, every
+module is imported, and the tests of the memory layer run there, then again in several threads at
+once, by pytest-run-parallel. ``--here`` only runs the latter, for more folders, on the running
+Python.
 
-Ends with status 1 where something fails, and with 69 where what it needs cannot be had.
+Ends with status 1 if something fails, and with 69 if a requirement is not available.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ sys.exit(len(compiled) == 0)
 
 
 def run(command: Sequence[str | Path], **options: Any) -> None:
-    """Run a command, and raise where it fails."""
+    """Run a command, and raise if it fails."""
     subprocess.run([str(part) for part in command], check=True, **options)
 
 
@@ -74,7 +74,7 @@ def run(command: Sequence[str | Path], **options: Any) -> None:
 
 
 def is_free_threaded(python: str | Path) -> bool:
-    """Whether a program is a Python that can run without its lock."""
+    """Say whether a program is a Python that can run without its lock."""
     script = "import sys, sysconfig; sys.exit(not sysconfig.get_config_var('Py_GIL_DISABLED'))"
     try:
         return subprocess.run([python, "-c", script], check=False).returncode == 0
@@ -83,7 +83,7 @@ def is_free_threaded(python: str | Path) -> bool:
 
 
 def debian_sources() -> str:
-    """Return a line for apt that has the sources of the suite, from where this machine's are."""
+    """Return a line for apt with the sources of the suite, from this machine's mirror."""
     texts = [
         path.read_text()
         for path in (Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*"))
@@ -98,7 +98,7 @@ def debian_sources() -> str:
 
 
 def fetch_source() -> Path:
-    """Return the folder of the source; fetch and unpack it."""
+    """Fetch and unpack the source; return its folder."""
     if shutil.which("apt-get") is None:
         raise UnavailableError("it takes Python's source from Debian, and here is no apt-get")
     state = CACHE / "apt"
@@ -107,8 +107,11 @@ def fetch_source() -> Path:
     (state / "status").touch()
     (state / "sources.list").write_text(debian_sources())
     places = {
-        **{"Dir::State": state, "Dir::State::status": state / "status", "Dir::Cache": state},
-        **{"Dir::Etc::sourcelist": state / "sources.list", "Dir::Etc::sourceparts": "-"},
+        "Dir::State": state,
+        "Dir::State::status": state / "status",
+        "Dir::Cache": state,
+        "Dir::Etc::sourcelist": state / "sources.list",
+        "Dir::Etc::sourceparts": "-",
     }
     options = [part for name, value in places.items() for part in ("-o", f"{name}={value}")]
     apt(*options, "update")
@@ -129,7 +132,7 @@ def fetch_source() -> Path:
 
 
 def build_python() -> Path:
-    """Return a Python without the lock; build it where it is missing."""
+    """Return a Python without the lock; build it if it is missing."""
     prefix = CACHE / "python"
     python = prefix / "bin" / SOURCE
     if is_free_threaded(python):
@@ -159,7 +162,7 @@ def build_python() -> Path:
 
 
 def environment(python: Path) -> tuple[Path, dict[str, str]]:
-    """Return a Python of an environment with unimem, and the variables that it is run with."""
+    """Return a Python of an environment with unimem, and the variables to run it with."""
     venv, site = CACHE / "venv", CACHE / "site"
     inside = venv / "bin/python"
     # What has no wheel for this Python in its newest version is taken from an older one.
@@ -188,7 +191,7 @@ def environment(python: Path) -> tuple[Path, dict[str, str]]:
 
 
 def pytest(python: Path, variables: dict[str, str], *arguments: str) -> bool:
-    """Run tests, and say whether none failed."""
+    """Run tests, and say whether all passed."""
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout", "600"]
     answer = subprocess.run([*command, *arguments], cwd=ROOT, env=variables, check=False)
     return answer.returncode == 0
@@ -201,7 +204,7 @@ def parallel(python: Path, variables: dict[str, str], folders: Sequence[str]) ->
 
 
 def main() -> int:
-    """Run what was asked for."""
+    """Run the requested tests."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--python", type=Path, help="a Python that can run without its lock")
     parser.add_argument("--here", action="store_true", help="only in threads, on this Python")

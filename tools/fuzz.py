@@ -1,16 +1,15 @@
-"""Builds the fuzz targets and runs them: `make fuzz`. docs/fuzzing.md says what they do.
+"""Build the fuzz targets and run them: `make fuzz`. docs/fuzzing.md says what they do.
 
-Targets run side by side where there are CPUs for it. What is found by them stays in build/fuzz, and
-the next run goes on from there: `inputs` has an input for each way through a parser, `broken` those
-that broke it. --minimize renews native/fuzz/corpus: the seeds, which are what the tests attack the
-parsers with, and the smallest inputs that go other ways. --record adds the figures to
-docs/fuzzing.md.
+Targets run side by side if there are CPUs. Their findings stay in build/fuzz for the next run:
+`inputs` has an input for each way through a parser, `broken` those that broke it. --minimize renews
+native/fuzz/corpus: the seeds, which the tests attack the parsers with, and the smallest inputs that
+take other ways. --record adds the figures to docs/fuzzing.md.
 
-Targets in C are built with clang, twice: with the sanitizers, and with fences behind what is taken
+Targets in C are built with clang, twice: with sanitizers, and with fences behind each allocation
 (native/fuzz/fences.c), which runs ten times as many inputs. The fences come first. A quarter of the
-time is the sanitizers', which begin with all inputs that were kept. What is missing of clang is
-installed by apt, by root only. Targets in Python (fuzz_python.py) run under Atheris, which pip puts
-into build/fuzz.
+time is for the sanitizers, which begin with all kept inputs. Missing parts of clang are installed
+by apt, by root only. Targets in Python (fuzz_python.py) run under Atheris, which pip puts into
+build/fuzz.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class UnavailableError(Exception):
 
 
 def has_fuzzer() -> bool:
-    """Whether clang is there, with libFuzzer and the sanitizers."""
+    """Say whether clang has libFuzzer and the sanitizers."""
     if shutil.which("clang") is None:
         return False
     target = "int LLVMFuzzerTestOneInput(const char *, unsigned long); "
@@ -88,7 +87,7 @@ def require_modules() -> None:
 
 
 def install_clang() -> None:
-    """Install it when it is missing, which only root may do."""
+    """Install clang if it is missing, which only root may do."""
     if has_fuzzer():
         return
     install = ["apt-get", "install", "-y", "--no-install-recommends", *PACKAGES]
@@ -109,7 +108,7 @@ def install_clang() -> None:
 
 
 def install_atheris() -> None:
-    """Put Atheris, which is in no environment, into the folder of the builds."""
+    """Install Atheris into the folder of the builds."""
     if (BUILD / "site/atheris").is_dir():
         return
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--only-binary", ":all:"]
@@ -133,7 +132,7 @@ def build(names: Sequence[str]) -> None:
 
 
 def prepare(names: Sequence[str]) -> list[str]:
-    """Build targets and write their seeds; return those that can run here, and tell of the rest."""
+    """Build targets and write their seeds; return those that can run here, and report the rest."""
     ready: list[str] = []
     for group, install in ((IN_C, install_clang), (IN_PYTHON, install_atheris)):
         wanted = [name for name in names if name in group]
@@ -157,7 +156,7 @@ def prepare(names: Sequence[str]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """What a run of a target did."""
+    """The figures of a run of a target."""
 
     name: str
     build: str
@@ -172,14 +171,14 @@ class Figures(NamedTuple):
 
 
 def folder(kind: str, name: str) -> Path:
-    """Return a folder of inputs of a target, which is there."""
+    """Return a folder of inputs of a target; make it if it is missing."""
     path = BUILD / kind / name
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def corpus(name: str) -> Path:
-    """Return the folder of the inputs that are kept, which is there."""
+    """Return the folder of kept inputs; make it if it is missing."""
     path = ROOT / "native/fuzz/corpus" / name
     path.mkdir(exist_ok=True)
     return path
@@ -200,7 +199,7 @@ def target(name: str, build: str, *arguments: object) -> Sequence[str]:
 
 
 def run(name: str, seconds: int) -> list[Figures] | None:
-    """Run a target, as it is built, and print its figures; None when it broke."""
+    """Run a target of a build, and print its figures; None if it broke."""
     if name in IN_PYTHON:
         found = [_run(name, ATHERIS, seconds)]
     else:
@@ -239,7 +238,7 @@ def _run(name: str, build: str, seconds: int) -> Figures | None:
 
 
 def minimize(name: str) -> None:
-    """Keep the seeds, and the smallest inputs that go other ways than they do."""
+    """Keep the seeds, and the smallest inputs that take other ways."""
     with tempfile.TemporaryDirectory(dir=BUILD) as kept:
         shutil.copytree(folder("seeds", name), kept, dirs_exist_ok=True)
         sources = (corpus(name), folder("inputs", name))
@@ -258,13 +257,12 @@ def minimize(name: str) -> None:
 _RUNS, _SUMS, _END = "<!-- runs -->", "<!-- sums -->", "<!-- end -->"
 # Of a run: target, executions, edges.
 _ROW = re.compile(
-    r"^\| \S+ \| \S+ \| (\w+) \| \w+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| (\d+) \|$",
-    re.MULTILINE,
+    r"^\| \S+ \| \S+ \| (\w+) \| \w+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| (\d+) \|$", re.MULTILINE
 )
 
 
 def record(page: str, made: Sequence[Figures], date: str, commit: str) -> str:
-    """Add runs to the page's table of runs, and renew its sums."""
+    """Add runs to the table of the page, and renew its sums."""
     for each in made:
         row = f"| {date} | {commit} | {each.name} | {each.build} | {each.executions:,} "
         row += f"| {each.seconds:,} | {each.rate:,} | {each.edges} |\n"

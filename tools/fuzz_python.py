@@ -1,10 +1,10 @@
-"""Fuzz targets of what is parsed in Python, under Atheris: `make fuzz` runs it.
+"""Fuzz targets for parsers in Python, under Atheris: `make fuzz` runs it.
 
     python tools/fuzz_python.py TARGET [ARGUMENT of libFuzzer]...
 
-A target takes an input as it is, and with the checksums and sizes right that hardly any change
-leaves right. It has to be read or refused by the error of its format. What was read has to keep
-what its reader promises.
+A target takes an input as it is, and again with checksums and sizes corrected, which few mutations
+keep right. It must be read, or refused with the error of its format. What was read must keep the
+promises of its reader.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _OTHER_SIZE = re.compile(r"cut off|longer than|too long")
 def unpack(raw: bytes) -> bytearray:
     """Return the file that an input stands for: pieces behind their lengths, each in whole pages.
 
-    Most of a file are zeros up to the next page, which no input is spent on.
+    Most of a file is zeros up to the next page, which inputs leave out.
     """
     file = bytearray()
     at = 0
@@ -62,7 +62,7 @@ def pack(file: bytes) -> bytes:
 
 
 def check_refusal(error: Any, nbytes: int) -> None:
-    """Look that an error names a rule, and a place inside of a file of so many bytes."""
+    """Check that an error names a rule, and a place inside the file."""
     assert error.rule
     assert error.offset is not None
     assert 0 <= error.offset <= nbytes
@@ -86,19 +86,14 @@ class _Source:
 
 
 class _Snapshots:
-    """Reads what snapshots of all versions say of themselves."""
+    """Reads the headers of snapshots of all versions."""
 
     def __init__(self) -> None:
         from unimem.errors import SnapshotError
         from unimem.kv.snapshot import format_layers, format_rows, format_states, reader
 
         self.reader, self.error = reader, SnapshotError
-        numbers = (
-            (format_rows, 1),
-            (format_layers, 2),
-            (format_layers, 3),
-            (format_states, 1),
-        )
+        numbers = ((format_rows, 1), (format_layers, 2), (format_layers, 3), (format_states, 1))
         self.forms: dict[bytes, Any] = {
             form.MAGIC + struct.pack("<I", number): form for form, number in numbers
         }
@@ -123,7 +118,7 @@ class _Snapshots:
         assert at == len(file)
 
     def check_section(self, section: Any) -> int:
-        """Look that chunks cover the data, and return where it ends."""
+        """Check that chunks cover the data, and return where it ends."""
         at, n_chunks = section.base + section.data_offset, 0
         if not len(section.checksums):  # of a million lanes without tokens
             return int(at)
@@ -140,7 +135,7 @@ class _Snapshots:
         return int(at)
 
     def repair(self, file: bytearray) -> None:
-        """Set what follows from the other fields of the first header, and all checksums."""
+        """Set the fields of the first header that follow from others, and all checksums."""
         for _ in range(_REPAIRS):
             self.seal_all(file)
             form = self.forms.get(bytes(file[:12]))
@@ -169,7 +164,7 @@ class _Snapshots:
 def set_expected(
     file: bytearray, rule: str, offsets: Mapping[str, int], codes: Mapping[str, str]
 ) -> bool:
-    """Do what a refusal expects of a field or the size of the file; False where it says nothing."""
+    """Apply what a refusal expects of a field or of the size of the file; False if nothing."""
     found = _EXPECTED.match(rule)
     if found and found[1] in codes:
         with suppress(struct.error):
@@ -188,7 +183,7 @@ def set_expected(
 
 
 def ledger() -> Run:
-    """Read what another process shows of its memory, engine or under `unimem exec`."""
+    """Read what another process shows of its memory, from an engine or under `unimem exec`."""
     from unimem.accounting import exec_table
     from unimem.accounting import published as shown
 
@@ -237,7 +232,7 @@ def ledger() -> Run:
 
 
 def note() -> Run:
-    """Read what a process says of the staged model that it keeps."""
+    """Read the note of a process that keeps a staged model."""
     import fcntl
 
     from unimem.weights import staged
@@ -297,7 +292,7 @@ def process() -> Run:
 
 
 def image() -> Run:
-    """Read what is in front of the data of a repacked image."""
+    """Read the header of a repacked image."""
     from unimem.errors import FormatError
     from unimem.weights.repack import image_format as fmt
 
@@ -371,7 +366,7 @@ def index() -> Run:
 
 
 class Target(NamedTuple):
-    """What a target is about: the modules whose edges count, and what makes its function."""
+    """A target: the modules whose edges count, and a maker of its function."""
 
     modules: tuple[str, ...]
     make: Callable[[], Run]
@@ -396,7 +391,7 @@ TARGETS = {
 
 
 def replay(name: str, inputs: Iterator[bytes]) -> int:
-    """Run a target on inputs without a fuzzer, and return how many there were."""
+    """Run a target on inputs without a fuzzer, and return their number."""
     run, n = TARGETS[name].make(), 0
     for raw in inputs:
         run(raw)
@@ -405,16 +400,16 @@ def replay(name: str, inputs: Iterator[bytes]) -> int:
 
 
 class _Sources:
-    """Finds modules in src/, by Python's own loader.
+    """Finds modules in src/ with Python's own loader.
 
-    That of an editable install is one that Atheris cannot put its counters into.
+    Atheris cannot put its counters into modules from the loader of an editable install.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
 
     def find_spec(self, name: str, _path: object, _target: object = None) -> ModuleSpec | None:
-        """Return where a module is, as importlib asks for it."""
+        """Return where a module is, as importlib asks."""
         if name not in self.names:
             return None
         return spec_from_file_location(name, SOURCES / f"{name.replace('.', '/')}.py")

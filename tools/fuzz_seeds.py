@@ -1,8 +1,8 @@
-"""Writes what the tests attack the parsers with as inputs for the fuzzers: `make fuzz` runs it.
+"""Write the inputs with which the tests attack the parsers, for the fuzzers: `make fuzz` runs it.
 
     python tools/fuzz_seeds.py TARGET FOLDER
 
-A file each; those of more than 4 KiB are left out, since small inputs are tried most often.
+One file each; those of more than 4 KiB are left out, since small inputs are tried most often.
 """
 
 from __future__ import annotations
@@ -29,24 +29,20 @@ MAX_NBYTES = 4096
 
 
 def halved(whole: Iterable[bytes]) -> Iterator[bytes]:
-    """Files that are read, and the first half of each."""
+    """Yield files that are read, and the first half of each."""
     for raw in whole:
         yield raw
         yield raw[: len(raw) // 2]
 
 
 def gguf_files() -> Iterator[bytes]:
-    """Files that are read, in full and cut, and those for each way to break a rule."""
+    """Yield files that are read, in full and cut, and those for each way to break a rule."""
     yield from halved(import_module("test_gguf_mutation").VALID)
     yield from (raw for _, _, (raw, _) in import_module("test_gguf").RULES)
     # What the least slip in a bound would let pass.
     gf = import_module("support.files.gguf_files")
     i8, iq1_s = 24, 19
-    for kind, ne, nbytes in (
-        (i8, (256,), 255),
-        (iq1_s, (2**63,), 256),
-        (gf.F32, (1,) * 5, 256),
-    ):
+    for kind, ne, nbytes in ((i8, (256,), 255), (iq1_s, (2**63,), 256), (gf.F32, (1,) * 5, 256)):
         yield gf.with_data(gf.head(1, 0), gf.tensor("t", ne, kind, 0), nbytes=nbytes)[0]
     for key in (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80", b"\xf4\x90\x80\x80", b"a\xc3"):
         yield gf.join(gf.head(0, 1), gf.kv(key, gf.UINT8, b"\0"))[0]
@@ -54,7 +50,7 @@ def gguf_files() -> Iterator[bytes]:
 
 
 def safetensors_files() -> Iterator[bytes]:
-    """Files that are read, in full and cut, and those for each way to break a rule."""
+    """Yield files that are read, in full and cut, and those for each way to break a rule."""
     files = import_module("support.files.safetensors_files")
     yield from halved([files.everything(), files.everything(pad=3), files.write({})])
     yield from (case.raw for case in import_module("test_safetensors").RULES.values())
@@ -79,7 +75,7 @@ def safetensors_files() -> Iterator[bytes]:
 
 
 def paged_programs() -> Iterator[bytes]:
-    """Programs of random calls, in pools of several sizes."""
+    """Yield programs of random calls, in pools of several sizes."""
     rng = random.Random(0)
     for sizes in (0x00, 0x13, 0x3B, 0x7A, 0x4B):
         for types in range(4):
@@ -93,7 +89,7 @@ def _smaps(start: int, nbytes: int, rss: int, *lines: str, access: str = "rw-p")
 
 
 def proc_texts() -> Iterator[bytes]:
-    """Write what the kernel may say of the block that the target makes up."""
+    """Write what the kernel may say of the target's invented block."""
     base, piece = 0x7F0000000000, 1 << 20
     thp = ("AnonHugePages: 2048 kB", "ShmemPmdMapped: 2048 kB", "THPeligible: 1")
     hugetlb = ("Shared_Hugetlb: 2048 kB", "Private_Hugetlb: 4096 kB")
@@ -120,7 +116,7 @@ def proc_texts() -> Iterator[bytes]:
 
 
 def snapshot_files() -> Iterator[bytes]:
-    """Snapshots of each version, of zeros, and the first half of each."""
+    """Yield snapshots of each version, of zeros, and the first half of each."""
     um = import_module("unimem")
     layers = (um.LayerKV(2, 64), um.LayerKV(2, 64, window=4), um.LayerKV(2, 64, share_of=0))
     kinds: list[dict[str, Any]] = [
@@ -146,7 +142,7 @@ def snapshot_files() -> Iterator[bytes]:
 
 
 def ledger_files() -> Iterator[bytes]:
-    """Ledgers of this process, and tables of `unimem exec`."""
+    """Yield ledgers of this process, and tables of `unimem exec`."""
     shown = import_module("unimem.accounting.published")
     ledger = import_module("unimem._core.ledger")
     requested = {"nbytes": 5, "pages": "2m", "numa": None, "lock": True}
@@ -166,14 +162,14 @@ def ledger_files() -> Iterator[bytes]:
 
 
 def note_files() -> Iterator[bytes]:
-    """Write notes of staged models, one of them nested more deeply than Python's stack is."""
+    """Write notes of staged models, one of them nested deeper than Python's stack."""
     text = gzip.decompress((TESTS / "upgrades/0.1.0/stage.gz").read_bytes())
     yield from halved([text, text.replace(b"{}", b'{"9": 1}'), text.replace(b"[", b"[[[")])
     yield b'{"schema":' + b"[" * 3000
 
 
 def image_files() -> Iterator[bytes]:
-    """Write what is in front of the data of images."""
+    """Write headers of images."""
     fmt = import_module("unimem.weights.repack.image_format")
     slots = [
         fmt.ImageTensor(f"b{i}", "q4_0", (32, 4, 2)[: 2 + i], "CPU_REPACK", 128 * i, 72, "0" * 32)
@@ -185,7 +181,7 @@ def image_files() -> Iterator[bytes]:
 
 
 def index_files() -> Iterator[bytes]:
-    """Indexes that are read, and those that are not."""
+    """Yield indexes that are read, and those that are refused."""
     for where in (
         {"a": "model-1.safetensors", "b": "model-2.safetensors"},
         {"a": "../x"},
@@ -212,7 +208,7 @@ TARGETS: dict[str, Callable[[], Iterator[bytes]]] = {
 
 
 def main() -> int:
-    """Write the files, named after what they hold."""
+    """Write the files, named after their contents."""
     parser = argparse.ArgumentParser(description="Write the tests' files as inputs for a fuzzer.")
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("folder", type=Path)

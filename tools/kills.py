@@ -1,9 +1,9 @@
-"""Processes that are killed at random moments while they save, stage, repack, store and grow.
+"""Kill processes at random moments while they save, stage, repack, store and grow.
 
-``make kills`` kills ``KILLS`` of them, 5,000 by default. After each kill this process looks that
-nothing is torn, does what the next start does, and looks that nothing is left: no file, no name in
-shared memory. Prints a table, and with ``--page`` puts it into ``docs/hardening.md``. Ends with
-status 1, and a traceback, where something was lost. The tests do the same with fewer kills.
+``make kills`` kills ``KILLS`` of them, 5,000 by default. After each kill this process checks that
+nothing is torn, does what the next start does, and checks that no file and no name in shared memory
+is left. It prints a table; ``--page`` puts it into ``docs/hardening.md``. Ends with status 1 and a
+traceback if something was lost. The tests do the same with fewer kills.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Case(ABC):
 
     @abstractmethod
     def work(self, number: int) -> None:
-        """Do it, in a child; the number tells what this kill would leave from the last."""
+        """Do the work, in a child; the number tells what this kill would leave from the last."""
 
     @abstractmethod
     def left(self) -> list[str]:
-        """List what the killed process has left that is of no use."""
+        """List useless remains of the killed process."""
 
     @abstractmethod
     def check(self, number: int, *, done: bool) -> None:
-        """Raise AssertionError where something is torn, or what was done is lost."""
+        """Raise AssertionError if something is torn, or finished work is lost."""
 
     @abstractmethod
     def begin_anew(self) -> None:
@@ -131,7 +131,7 @@ class _Stage(Case):
 
 
 class _Repack(Case):
-    """`repack`, which writes an image to the cache: there is none, or a whole one."""
+    """`repack`, which writes an image to the cache: none, or a whole one."""
 
     name = "repack, with a cache"
 
@@ -159,7 +159,7 @@ class _Repack(Case):
 
 
 class _Store(Case):
-    """`KVStore`, of which the disk keeps whole chunks, and RAM nothing behind the last process."""
+    """`KVStore`: the disk keeps whole chunks, and RAM keeps nothing after the last process."""
 
     name = "KVStore.put"
 
@@ -271,7 +271,7 @@ def start(case: Case, number: int) -> tuple[int, int]:
 
 
 def kill(case: Case, number: int, rng: random.Random) -> None:
-    """Kill one process in the middle of its work, and look."""
+    """Kill a process in the middle of its work, and check."""
     pid, told = start(case, number)
     begin = time.perf_counter()
     if number % LET_THROUGH == 1:

@@ -1,4 +1,4 @@
-"""Puts a run of the suite `pressure` into docs/pressure.md, as a table and a picture.
+"""Put a run of the suite `pressure` into docs/pressure.md, as a table and a picture.
 
     python tools/pressure_page.py RECORD.json
 
@@ -28,13 +28,7 @@ PHASES = ("quiet", "pressed")
 
 
 def lines(record: Record) -> Iterator[str]:
-    """Write what stands between the markers.
-
-    Raises
-    ------
-    ValueError
-        If the record has no figures of the suite.
-    """
+    """Write the text between the markers; ValueError if the record has no such figures."""
     cases = {case.name: case for case in record.cases() if case.suite == SUITE}
     token = cases.get("token")
     if token is None or "figures_ms" not in token.facts:
@@ -80,13 +74,7 @@ def _ratios(case: CaseRecord) -> dict[str, float]:
 
 
 def renew(page: str, made: str) -> str:
-    """Put a text between the markers of a page.
-
-    Raises
-    ------
-    ValueError
-        If the page lacks them.
-    """
+    """Put a text between the markers of a page; ValueError if the page lacks them."""
     before, begin, rest = page.partition(BEGIN)
     _, end, behind = rest.partition(END)
     if not begin or not end:
@@ -95,7 +83,7 @@ def renew(page: str, made: str) -> str:
 
 
 def main(arguments: list[Any]) -> None:
-    """Make both of the record that is named."""
+    """Make table and picture from the named record."""
     if len(arguments) != 1:
         sys.exit(f"usage: {Path(__file__).name} RECORD.json")
     record = Record.read(Path(arguments[0]))

@@ -1,4 +1,4 @@
-"""What tools write into documents: a part between two marks, and the commit that it is of."""
+"""Texts that tools write into documents between two marks, and their commit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def commit() -> str:
 
 
 def put(page: Path, begin: str, text: str, end: str) -> None:
-    """Put a text between two marks of a document, in the place of what stands there."""
+    """Put a text between two marks of a document, in place of the old one."""
     head, _, rest = page.read_text().partition(begin)
     page.write_text(f"{head}{begin}{text}{end}{rest.partition(end)[2]}")

@@ -1,7 +1,7 @@
-"""Prints what the package and some of its extras need, a line each, for `pip install -r`.
+"""Print the requirements of the package and some of its extras, for `pip install -r`.
 
-The package itself is not among them: tools that build it lie outside of the environment, where pip
-would take what they bring for what is installed.
+The package itself is left out: its build tools lie outside of the environment, where pip would take
+what they bring for installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def requirements(extras: list[str]) -> Iterator[str]:
-    """Yield the requirements of the package and of extras, and of extras that these name."""
+    """Yield the requirements of the package, of extras, and of extras that these name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     yield from project["dependencies"]
     own = re.compile(rf"{project['name']}\[(.*)\]")

@@ -1,10 +1,10 @@
-"""Measures the parts of a cluster on this machine, and adds them up for a large one.
+"""Measure the parts of a cluster on this machine, and add them up for a large one.
 
     python tools/scale.py               # prints the tables of docs/scale.md
     python tools/scale.py --page        # and puts them there
 
-What is measured is one process on one machine. What is assumed is in `ASSUMED`, and stands in the
-page as such. The part of Ray is left out where Ray is not installed.
+One process on one machine is measured. `ASSUMED` has the assumptions, which the page names as such.
+Without Ray, its part is left out.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def identity_seconds() -> float:
 
 
 def file_seconds(folder: Path) -> dict[str, float]:
-    """Look chunks up in a folder of many, and count such a folder."""
+    """Look up chunks in a folder of many, and count such a folder."""
     tier = DiskTier(str(folder), 1 << 40)
     found = {}
     keys: list[bytes] = []
@@ -137,7 +137,7 @@ def chunk_rates(folder: Path) -> dict[str, float]:
 
 
 def receive_rate(path: Path) -> float | None:
-    """Take a file from a neighbour: two Ray nodes on this machine, in processes of their own."""
+    """Copy a file from a neighbour: two Ray nodes on this machine, in separate processes."""
     run = subprocess.run(
         [sys.executable, ROOT / "tests/support/servers/two_ray_copies.py", path],
         capture_output=True,
@@ -153,7 +153,7 @@ def receive_rate(path: Path) -> float | None:
 
 
 def part_lines(parts: dict[str, float]) -> Iterator[str]:
-    """Write what was measured."""
+    """Write the measurements."""
     yield from ("| part | measured |", "|---|---|")
     rows = {
         "planning 8 engines on one node": f"{parts['plan'] * 1e3:.1f} ms",
@@ -173,7 +173,7 @@ def part_lines(parts: dict[str, float]) -> Iterator[str]:
 
 
 def assumed_lines() -> Iterator[str]:
-    """Write what was assumed."""
+    """Write the assumptions."""
     yield from ("| assumed | figure | such as |", "|---|---|---|")
     for name, (value, unit, such_as) in ASSUMED.items():
         shown = value / 1e9 if unit == "GB/s" else value * 1e3
@@ -203,7 +203,7 @@ def sum_lines(parts: dict[str, float]) -> Iterator[str]:
         "the same, of each node's disks": f"{N_CHUNKS * CHUNK.nbytes / N_NODES / 1e12:.0f} TB",
         "what a folder allows its file system for their names": f"{folder / 1e12:.1f} TB",
         "counting all of them in one folder": duration(N_CHUNKS * count),
-        "files of which one count takes 1 s": f"{1 / count:,.0f}",
+        "files that are counted in 1 s": f"{1 / count:,.0f}",
         f"looking for a prompt of {PROMPT_TOKENS:,} tokens ({chunks} chunks): local": duration(
             chunks * (parts["identity"] + parts[f"hit {MANY}"])
         ),
@@ -235,7 +235,7 @@ def duration(seconds: float) -> str:
 
 
 def lines(parts: dict[str, float], load: float) -> Iterator[str]:
-    """Write what stands between the markers of the page; `load` is that of other work."""
+    """Write the text between the markers of the page; `load` is that of other work."""
     yield f"Measured on {os.cpu_count()} CPUs that {load:.1f} threads of other work wanted as well."
     for table in (part_lines(parts), assumed_lines(), sum_lines(parts)):
         yield ""

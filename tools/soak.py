@@ -1,16 +1,16 @@
-"""Runs everything at once for hours, and says what grows: `make soak`.
+"""Run everything at once for hours, and report what grows: `make soak`.
 
     python tools/soak.py [--seconds N] [--folder FOLDER] [--page]
 
-Processes decode, save, restore, stage, drop, trim, grow, fork and report of each other, each in an
-order of its own. Of each kind one lives for the whole run, and one is killed at random moments and
-started again. Every few seconds it is noted what each of those that live has (resident memory,
+Processes decode, save, restore, stage, drop, trim, grow, fork, and report on each other, each in an
+order of its own. One of each kind lives for the whole run, and one is killed at random moments and
+restarted. Every few seconds, the resources of the living ones are recorded (resident memory,
 descriptors, mappings, threads), and what all of them leave: names in shared memory, files and bytes
 of the store, of the cache folder and of the folder for temporary files, and processes.
 
-After the warm-up, the robust slope (Theil and Sen) of each of these series has to be one of
-nothing that grows. Ends with status 1 where one does, where a process failed, or where something
-is left at the end. --page puts the picture and the table into docs/soak.md.
+After the warm-up, the robust slope (Theil and Sen) of each series must be that of something that
+does not grow. Ends with status 1 if one grows, a process failed, or something is left at the end.
+--page puts the picture and the table into docs/soak.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SLACK_PART = 0.05
 
 
 def look_at(pid: int) -> dict[str, int]:
-    """Return what a process has; empty where it has ended."""
+    """Return the resources of a process; {} if it has ended."""
     folder = Path(f"/proc/{pid}")
     try:
         status = (folder / "status").read_text()
@@ -76,7 +76,7 @@ def _files(folder: Path, pattern: str = "**/*") -> Iterator[os.stat_result]:
 
 
 def look_at_folders(folder: Path) -> dict[str, int]:
-    """Return what is in shared memory and in the folders of a run."""
+    """Return the contents of shared memory and of the folders of a run."""
     shm = Path("/dev/shm")  # where others have names, too
     found = {"shm_bytes": sum(info.st_blocks * 512 for info in _files(shm, "unimem-*/**/*"))}
     found["shm_names"] = len(list(shm.glob("unimem-*")))
@@ -91,7 +91,7 @@ def look_at_folders(folder: Path) -> dict[str, int]:
 
 
 class Worker:
-    """A process that works; `is_killed` one is killed now and then."""
+    """A process that works; if `is_killed`, it is killed now and then."""
 
     def __init__(self, kind: str, folder: Path, *, is_killed: bool) -> None:
         self.kind, self.folder, self.is_killed = kind, folder, is_killed
@@ -100,7 +100,7 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        """Start it, for the first time or again."""
+        """Start it, or restart it."""
         environment = os.environ | {
             MARK: str(self.folder),
             NAME: self.name,
@@ -126,22 +126,11 @@ class Worker:
 
 
 class Run(NamedTuple):
-    """What a run was.
+    """The result of a run.
 
-    Attributes
-    ----------
-    seconds : float
-        How long it was.
-    times : list of float
-        Of the samples, since the beginning.
-    series : dict of str to list of int
-        ``"worker: what"``, and what is left; as many as `times`.
-    n_kills : int
-        Processes that were killed.
-    counts : dict of str to int
-        What all workers did, by its name.
-    failures : list of str
-        What went wrong.
+    `times` are those of the samples, since the beginning, in a run of `seconds`. `series` has as
+    many values for each ``"worker: what"``, and for what is left. `n_kills` counts killed
+    processes, `counts` has the work of all workers by name, and `failures` says what went wrong.
     """
 
     seconds: float
@@ -153,16 +142,9 @@ class Run(NamedTuple):
 
 
 def soak(seconds: float, folder: Path, every: float) -> Run:
-    """Let processes work, kill some of them, and note what there is.
+    """Let processes work in an empty folder, kill some of them, and sample.
 
-    Parameters
-    ----------
-    seconds : float
-        How long.
-    folder : Path
-        Empty: where all of them work.
-    every : float
-        Seconds between two samples; between two kills, a few of them.
+    `every` is the seconds between samples; a few of them pass between kills.
     """
     for name in ("store", "cache", "tmp", "logs", "counts", "files"):
         (folder / name).mkdir(mode=0o700)
@@ -214,7 +196,7 @@ def _failed(workers: Sequence[Worker]) -> list[str]:
 
 
 def _left(folder: Path) -> list[str]:
-    """Say what the processes have left behind that are all gone."""
+    """List the remains of processes that are all gone."""
     for pid in children_of(folder):
         with suppress(OSError):
             os.kill(pid, signal.SIGTERM)
@@ -237,9 +219,9 @@ def _counts(folder: Path) -> dict[str, int]:
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """Return the median of the slopes of all pairs of samples (Theil 1950, Sen 1968), per second.
+    """Return the median slope of all pairs of samples (Theil 1950, Sen 1968), per second.
 
-    Of long series every n-th sample is taken.
+    From long series, every n-th sample is used.
     """
     step = -(-len(times) // MOST_PAIRS)
     t, v = times[::step], values[::step]
@@ -249,7 +231,7 @@ def slope(times: Sequence[float], values: Sequence[float]) -> float:
 
 
 class Growth(NamedTuple):
-    """How a series went after the warm-up."""
+    """How a series developed after the warm-up."""
 
     name: str
     middle: float
@@ -258,12 +240,12 @@ class Growth(NamedTuple):
 
     @property
     def drifts(self) -> bool:
-        """Whether it grew by more than chance does."""
+        """Whether it grew by more than chance."""
         return self.growth > self.allowed
 
 
 def growths(run: Run) -> list[Growth]:
-    """Return how each series of a run went."""
+    """Return the growth of each series of a run."""
     first = next((i for i, at in enumerate(run.times) if at >= WARM_UP * run.seconds), 0)
     times, found = run.times[first:], []
     for name, all_values in run.series.items():
@@ -285,7 +267,7 @@ def _shown(name: str, value: float) -> str:
 
 
 def lines(run: Run, found: Sequence[Growth], commit: str) -> Iterator[str]:
-    """Write what stands between the markers of the page."""
+    """Write the text between the markers of the page."""
     yield "![What each process has, over the time of the run](soak/soak.svg)"
     yield ""
     done = ", ".join(f"{n:,} {name}" for name, n in run.counts.items())

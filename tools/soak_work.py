@@ -1,7 +1,7 @@
-"""What the processes of `make soak` do: `python tools/soak_work.py KIND FOLDER NUMBER`.
+"""The work of the processes of `make soak`: `python tools/soak_work.py KIND FOLDER NUMBER`.
 
-Each does one thing after another, in an order that its kind and number give, until SIGTERM. It ends
-with status 0 then, and with a traceback where something went wrong.
+Each does one thing after another, in an order given by its kind and number, until SIGTERM ends it
+with status 0. An error ends it with a traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PAGES: Any = ("4k", "thp")
 
 
 def children_of(folder: Path) -> list[int]:
-    """Return the processes of a run in a folder, also those whose parents have ended."""
+    """Return the processes of a run in a folder, even if their parents have ended."""
     mark, found = f"{MARK}={folder}".encode(), []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
@@ -45,7 +45,7 @@ def children_of(folder: Path) -> list[int]:
 
 
 def _in_child(work: Callable[[], object]) -> None:
-    """Do something in a forked child, and look that it ends well."""
+    """Do something in a forked child, and check that it ends well."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -135,7 +135,7 @@ def caches(folder: Path, rng: random.Random) -> Iterator[str]:
 
 
 def store(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Put conversations into a store that others use, and restore them."""
+    """Put conversations into a shared store, and restore them."""
     sizes: dict[str, Any] = {"ram_bytes": 1 << 20, "disk_bytes": 4 << 20, "chunk_tokens": 4}
     with um.KVCache(2, 8, 128, 32, pages="4k") as kv:
         while True:
@@ -154,7 +154,7 @@ def store(folder: Path, rng: random.Random) -> Iterator[str]:
 
 
 def stage(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Stage a model for itself, and by the command, and drop it."""
+    """Stage a model directly and by the command, and drop it."""
     from unimem.engine import embedded_model
 
     model = folder / f"files/model of {os.environ[NAME]}.gguf"
@@ -188,7 +188,7 @@ def stage(folder: Path, rng: random.Random) -> Iterator[str]:
 
 
 def reports(folder: Path, rng: random.Random) -> Iterator[str]:
-    """Report of the other processes, which come and go meanwhile."""
+    """Report on the other processes; some disappear meanwhile."""
     while True:
         pids = children_of(folder)
         with suppress(ProcessLookupError, PermissionError, ValueError):

@@ -1,10 +1,10 @@
-"""Processes that use one store of prefixes while they are killed, and files of it are damaged.
+"""Kill processes that use one store of prefixes, and damage its files.
 
-It does 100,000 random operations in 8 processes. Meanwhile what the folders of
-both tiers take is measured as ``du`` does, processes are killed at random moments, and files are
-damaged. Every restored row is looked at. Then 2,000 chunks are damaged one by one, of which each
-has to be noticed. Ends with status 1, and a traceback, when a budget was passed, a wrong row was
-restored, or a process failed. The tests do the same for a shorter time.
+It does 100,000 random operations in 8 processes. Meanwhile the size of the folders
+of both tiers is measured as ``du`` does, processes are killed at random moments, and files are
+damaged. Every restored row is checked. Then 2,000 chunks are damaged one by one, and each must be
+noticed. Ends with status 1 and a traceback if a budget was exceeded, a wrong row was restored, or a
+process failed. The tests do the same for a shorter time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import unimem as um
 CHUNK_TOKENS, N_TALKS, MOST_TOKENS = 4, 40, 20
 # One of these chunks: a header, the rows of 4 tokens, and what a file system adds.
 CHUNK_BYTES = 4096 + CHUNK_TOKENS * 8192 + 8192
-# For so many chunks that most of the conversations do not fit.
+# For too few chunks, so that most conversations do not fit.
 RAM_BYTES, DISK_BYTES = (16384 + n * CHUNK_BYTES for n in (25, 60))
 MODEL = "m"
 
@@ -44,12 +44,12 @@ MODEL = "m"
 
 
 def talk(number: int) -> list[int]:
-    """Return the tokens of a conversation: its first chunks are those of others."""
+    """Return the tokens of a conversation; other conversations share its first chunks."""
     return [1] * 4 + [number % 5] * 4 + [number % 10] * 4 + [number] * 8
 
 
 def marks(tokens: Sequence[int]) -> NDArray[np.uint32]:
-    """Return for each token a hash of it and of all before it."""
+    """Return for each token a hash of it and all before it."""
     raw = np.array(tokens, "<u4").tobytes()
     return np.array([zlib.crc32(raw[: 4 * i + 4]) for i in range(len(tokens))], np.uint32)
 
@@ -65,7 +65,7 @@ def rows_of(kv: um.KVCache, n: int) -> list[NDArray[np.uint32]]:
 
 
 def fill(kv: um.KVCache, tokens: Sequence[int]) -> None:
-    """Give a cache rows that tell which tokens they are of, and all before them."""
+    """Give a cache rows that encode their tokens, and all tokens before them."""
     kv.clear()
     kv.reserve(len(tokens))
     kv.commit(len(tokens))
@@ -102,7 +102,7 @@ class Counts:
 
 
 def open_store(folder: Path) -> um.KVStore:
-    """Open the store that all use."""
+    """Open the shared store."""
     return um.KVStore(folder, ram_bytes=RAM_BYTES, disk_bytes=DISK_BYTES, chunk_tokens=CHUNK_TOKENS)
 
 
@@ -138,7 +138,7 @@ def start(folder: Path, worker: int, counts: Counts) -> int:
 
 
 def taken(folder: Path) -> int:
-    """Return what ``du`` says of a folder: of a file that goes meanwhile, nothing."""
+    """Return the size of a folder as ``du`` does; files that disappear meanwhile count as 0."""
     found = os.lstat(folder).st_blocks
     for name in os.listdir(folder):
         with suppress(FileNotFoundError):
@@ -149,17 +149,8 @@ def taken(folder: Path) -> int:
 def kill_at_random(folder: Path, n_workers: int, n_operations: int, n_kills: int) -> dict[str, Any]:
     """Let processes use a store while they are killed and files are damaged.
 
-    Parameters
-    ----------
-    folder : Path
-        Of the store.
-    n_workers, n_operations, n_kills : int
-        Processes at a time; operations of all of them, and kills, which are spread over them.
-
-    Returns
-    -------
-    dict
-        What happened, as the program prints it.
+    `n_workers` run at a time; `n_operations` and `n_kills` are totals. Returns what the program
+    prints.
     """
     rng, counts = random.Random(1), Counts(n_workers)
     n_killed = n_damaged = n_looks = 0
@@ -198,8 +189,11 @@ def kill_at_random(folder: Path, n_workers: int, n_operations: int, n_kills: int
     assert not ram.exists(), "the RAM of a closed store is left"
     n_done, n_restored = counts.total()
     return {
-        **{"operations": n_done, "restored_tokens": n_restored, "kills": n_killed},
-        **{"damaged_meanwhile": n_damaged, "looks": n_looks},
+        "operations": n_done,
+        "restored_tokens": n_restored,
+        "kills": n_killed,
+        "damaged_meanwhile": n_damaged,
+        "looks": n_looks,
         "most_of_ram": round(most[ram] / RAM_BYTES, 3),
         "most_of_disk": round(most[disk] / DISK_BYTES, 3),
         "left": sorted({name.rpartition(".")[2] for name in os.listdir(disk)}),
@@ -219,13 +213,13 @@ def flip(rng: random.Random, path: Path, _: Path) -> None:
 
 
 def resize(rng: random.Random, path: Path, _: Path) -> None:
-    """Cut it off, or make it longer."""
+    """Shorten a file, or lengthen it."""
     size = path.stat().st_size
     os.truncate(path, rng.choice([rng.randrange(1, max(2, size)), size + rng.randrange(1, 4096)]))
 
 
 def swap(_: random.Random, path: Path, other: Path) -> None:
-    """Put another chunk in its place, as far as there is room without taking more."""
+    """Replace it by another chunk, as far as that fits."""
     with open(path, "r+b") as file:
         file.write(other.read_bytes()[: os.fstat(file.fileno()).st_size])
 
@@ -239,7 +233,7 @@ def chunks_of(folder: Path) -> list[Path]:
 
 
 def damage(rng: random.Random, folder: Path) -> int:
-    """Damage one of the chunks; 0 where it went meanwhile."""
+    """Damage one of the chunks; 0 if it disappeared meanwhile."""
     chunks = chunks_of(folder)
     if len(chunks) < 2:
         return 0
@@ -252,20 +246,7 @@ def damage(rng: random.Random, folder: Path) -> int:
 
 
 def notice_each(folder: Path, n_damages: int) -> int:
-    """Damage chunks one by one, of a tier and of the other, and look that each is noticed.
-
-    Parameters
-    ----------
-    folder : Path
-        Where stores are made.
-    n_damages : int
-        How many.
-
-    Returns
-    -------
-    int
-        How many were noticed, which is all of them.
-    """
+    """Damage `n_damages` chunks one by one, in alternating tiers; return how many were noticed."""
     rng, tokens = random.Random(2), talk(7)
     n_chunks = len(tokens) // CHUNK_TOKENS
     most: dict[str, Any] = {"chunk_tokens": CHUNK_TOKENS}

@@ -1,8 +1,8 @@
-"""Identities and bytes of chunks on an emulated aarch64.
+"""Compare identities and bytes of chunks on an emulated aarch64: ``make test-aarch64``.
 
 Python for aarch64 is Debian's, unpacked in build/pythons and never installed, with wheels of NumPy
-and xxhash; QEMU runs it, as a program of this user. Ends with status 1 where a chunk is another one
-there, and with 69 where what it needs cannot be had.
+and xxhash; QEMU runs it as a user program. Ends with status 1 if a chunk differs there, and with 69
+if a requirement is not available.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""All that wants a GPU, in one command, with the Python that has CuPy: `make test-gpu PYTHON=...`.
+"""Run everything that needs a GPU, with the Python that has CuPy: `make test-gpu PYTHON=...`.
 
-Builds unimem from source for this Python into build/gpu/site, and runs with it the tests of
-tests/gpu, the suite `gpu` of the benchmarks, and the tests of the twin over host memory: all of
-them, even when one fails, and within 8 minutes. Its last lines say how each ended. The status is
-the worst of theirs: 1 where tests failed or a target of the benchmark was missed, 5 where there was
-no GPU.
+It builds unimem from source for this Python into build/gpu/site, and runs the tests of tests/gpu,
+the suite `gpu` of the benchmarks, and the tests of the twin over host memory: all of them, even if
+one fails, within 8 minutes. Its last lines say how each ended. The status is the worst: 1 if tests
+failed or a target of the benchmark was missed, 5 if there was no GPU.
 
-The benchmark is run by ``python tools/test_gpu.py bench SECONDS``, and not by `unimem bench`, since
-what the command line and the plots need may not be there. It leaves a record in bench/results, also
-where those seconds were not enough.
+The benchmark is run by ``python tools/test_gpu.py bench SECONDS``, not by `unimem bench`, since
+requirements of the command line and the plots may be missing. It leaves a record in bench/results,
+even if the time was not enough.
 
-Nothing is fetched and nothing is installed elsewhere. What this Python lacks of the tools is taken
-from build/gpu-wheels, which ``python tools/test_gpu.py wheels 3.12`` (`make gpu-wheels`) fills on a
-machine that is connected, for Python 3.12 on x86-64.
+Nothing is fetched or installed elsewhere. Tools that this Python lacks come from build/gpu-wheels,
+which ``python tools/test_gpu.py wheels 3.12`` (`make gpu-wheels`) fills on a connected machine, for
+Python 3.12 on x86-64.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def meaning(title: str, status: int) -> str:
-    """Say what the status of a step is."""
+    """Explain the status of a step."""
     if title == TESTS and status == NOTHING_COLLECTED:
         return "no GPU: nothing was run on one (status 5)"
     if title == BENCH and status == 1:
@@ -105,7 +104,7 @@ def meaning(title: str, status: int) -> str:
 
 
 def prepare() -> dict[str, str] | None:
-    """Build unimem; return the environment that finds it, or nothing where that failed."""
+    """Build unimem; return the environment that finds it, or None if that failed."""
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         print(f"building needs the headers of {sys.executable} (Python.h)")
         return None
@@ -143,7 +142,7 @@ def prepare() -> dict[str, str] | None:
 
 
 def is_missing(module: str) -> bool:
-    """Whether this Python has not got a module, or an older one than is needed."""
+    """Say whether this Python lacks a module, or has one that is too old."""
     if importlib.util.find_spec(module) is None:
         return True
     name, _, least = TOOLS.get(module, ("",))[0].partition(">=")
@@ -159,7 +158,7 @@ def numbers(version: str) -> list[int]:
 
 
 def step(title: str, command: Sequence[str], environment: dict[str, str], limit_s: float) -> int:
-    """Run a command from the repository; return its status, 124 where it took too long."""
+    """Run a command from the repository; return its status, 124 if it took too long."""
     print(f"== {title}", flush=True)
     start = time.monotonic()
     limit_s = max(0, min(limit_s, END - start))
@@ -175,12 +174,9 @@ def step(title: str, command: Sequence[str], environment: dict[str, str], limit_
 
 
 def bench(seconds: int) -> int:
-    """Run the suite `gpu`, record what it has measured, and say what became of the targets.
+    """Run the suite `gpu`, record it, and report its targets.
 
-    Returns
-    -------
-    int
-        0, 1 where a target was missed or a case failed, 124 where the time was not enough.
+    Returns 0, 1 if a target was missed or a case failed, 124 if the time was not enough.
     """
     from unimem_bench.markdown import record_lines
     from unimem_bench.run import Interrupted, run
@@ -212,7 +208,7 @@ def bench(seconds: int) -> int:
 
 
 def download(version: str) -> int:
-    """Fetch all wheels that may be missing on a machine with this version of Python."""
+    """Fetch all wheels that a machine with this version of Python may lack."""
     platforms = [f"--platform={name}" for name in PLATFORMS]
     wanted = dict.fromkeys(name for names in TOOLS.values() for name in names)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]

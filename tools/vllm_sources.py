@@ -1,9 +1,9 @@
-"""Fetches vLLM's sources, of which tests/vllm reads the definitions of secondary tiers.
+"""Fetch vLLM's sources, whose definitions of secondary tiers tests/vllm reads.
 
     python tools/vllm_sources.py VERSION FOLDER
 
 The wheel has half a gigabyte, the sources 50 MB. Before pip keeps sources, it asks their build for
-metadata, which would want torch; so a build stands in here that gives a name and a version.
+metadata, which would need torch; so a replacement gives a name and a version.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ uint64_t bench_sum_words(const unsigned char *at, size_t nbytes);
 BENCH_EXPORT double bench_copy(const bench_piece *pieces, size_t n);
 BENCH_EXPORT double bench_read(const unsigned char *at, size_t nbytes);
 BENCH_EXPORT double bench_fill(unsigned char *at, size_t nbytes, int value);
-/* Frees and allocates so many times up to 1 KiB, by the malloc that the process has. */
+/* Frees and allocates up to 1 KiB, n times, with the malloc of the process. */
 BENCH_EXPORT double bench_churn(size_t n);
 
 /* On the wall, by a pinned thread on each CPU. */

@@ -5,5 +5,3 @@ suite, in which `worker` calls the cases; `rounds` measures, with the sides alte
 back is a `record`, and nothing but figures as they were measured. `stats` makes medians, ratios
 and verdicts of it, and `tables`, `plots`, `compare` and `page` show those.
 """
-
-__all__: list[str] = []

@@ -1,10 +1,9 @@
-"""Which options of ``unimem run`` suit a model on this machine: measured, with the model itself.
+"""Measure which options of ``unimem run`` suit a model on this machine.
 
-One factor at a time: the pages, the way in which the file comes into memory, the NUMA policy, the
-type of the KV cache. Each value runs beside the defaults, in processes of their own, alternating. A
-value wins where the interval of its ratio lies above 1. Of several factors each of which may win by
-luck, the winners are measured once more, together, against the defaults: what is advised is what
-won then.
+One factor at a time: pages, load mode, NUMA policy, type of the KV cache. Each value runs beside
+the defaults, in processes of its own, alternating. A value wins if the interval of its ratio lies
+above 1. Since a factor may win by luck, all winners are measured once more, together, against the
+defaults, and only what wins then is advised.
 """
 
 from __future__ import annotations
@@ -37,19 +36,15 @@ from unimem_bench.rounds import alternate
 from unimem_bench.stats import Ratio, ratio, spread
 from unimem_bench.suite import NotMeasured
 
-__all__ = [
-    "Advised", "Effort", "Factor", "Variant", "advise", "candidates", "effort", "flag",
-]  # fmt: skip
-
 SCHEMA = "unimem.advice/1"
 DEFAULT = "default"
 Metric = Literal["decode", "prefill", "start"]
 
-# Of what is measured in one pass, which is a set of new processes.
+# Seconds of measuring in one pass, which is a set of new processes.
 _QUICK_S = {"prefill": 0.4, "decode": 0.08}
 _FULL_S = {"prefill": 3.0, "decode": 0.25}
-_LEAST_PROMPT = 32  # tokens: attention to fewer takes no time at all
-_SETTLE_S = 0.05  # a process waits so long before it answers
+_LEAST_PROMPT = 32  # tokens: attention to fewer takes no measurable time
+_SETTLE_S = 0.05  # that a process waits before it answers
 _PYTHON_S = 0.4  # to start one
 
 TRADE_OFFS = {
@@ -69,59 +64,56 @@ TRADE_OFFS = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Options, against the defaults."""
+    """Options, measured against the defaults."""
 
-    name: str  # as on the command line; "default" for what ``unimem run`` does without any
+    name: str  # as on the command line; "default" without options
     options: dict[str, str]  # as keyword arguments of `unimem.plan`
-    # "decode" and "prefill" in tokens a second, "start" in seconds: from the path to a decoder that
-    # is ready, of a file that is in the page cache.
+    # "decode" and "prefill" in tokens a second; "start" in seconds from the path to a decoder that
+    # is ready, with the file in the page cache.
     medians: dict[Metric, float]
-    nbytes: int  # what it takes of memory, a mapped file included
-    # Of the same three how many times as fast as the defaults, which have none. Where not all
-    # values of an option fit into memory at once, those of the defaults that ran beside it.
+    nbytes: int  # the memory that it takes, a mapped file included
+    # How many times as fast as the defaults that ran beside it; {} for the defaults.
     ratios: dict[Metric, Ratio] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """An option of ``unimem run``, and what its values gave."""
+    """An option of ``unimem run``, and what its values measured."""
 
     name: str  # "pages", "load", "kv_dtype" or "numa"
-    # The defaults first; empty where there is nothing to compare them with.
+    # The defaults first; empty if there is nothing to compare them with.
     variants: tuple[Variant, ...]
-    winner: str | None = None  # the value that won; None where the default stays
+    winner: str | None = None  # None if the default stays
     by: Metric | None = None  # what it won by
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured, by the speed of the model."""
+    """How much is measured, depending on the speed of the model."""
 
     passes: int  # times that processes are started anew
     n_prompt: int  # tokens of the prompt, which fill the context
     n_decode: int  # tokens in one measurement of decoding
-    rounds: int  # how often that is taken in a pass
-    seconds: float  # what one process takes in one pass
+    rounds: int  # measurements in a pass
+    seconds: float  # of one process in one pass
 
 
 @dataclass(frozen=True, slots=True)
 class Advised:
-    """What `advise` has found."""
+    """The result of `advise`."""
 
     model: str  # the file
     quick: bool  # whether little was measured
-    threads: int  # that the decoders had
-    ctx: int  # as well
-    effort: Effort  # how much was measured
-    factors: tuple[Factor, ...]  # each with its table
-    flags: tuple[str, ...]  # what to give to ``unimem run``; empty where nothing differs
-    # How many times as fast the flags are as the defaults, all of them together; None where there
-    # are none.
-    margin: Ratio | None
-    by: Metric | None  # what the margin is of
+    threads: int
+    ctx: int
+    effort: Effort
+    factors: tuple[Factor, ...]
+    flags: tuple[str, ...]  # for ``unimem run``; empty if nothing differs
+    margin: Ratio | None  # how many times as fast all flags together are as the defaults
+    by: Metric | None  # the metric of the margin
     trade_offs: tuple[str, ...]  # what the flags cost
-    left_out: dict[str, str]  # what was not measured, as ``--pages 2m``, and why
-    seconds: float  # what it took
+    left_out: dict[str, str]  # options that were not measured, as ``--pages 2m``, and why
+    seconds: float  # that it took
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and texts, as docs/schemas/advice-1.json has them."""
@@ -141,19 +133,19 @@ _UNITS: dict[Metric, str] = {"decode": "tokens/s", "prefill": "tokens/s", "start
 _DECIDING: tuple[Metric, ...] = ("decode", "start")
 _PLACING = {"pages", "numa"}  # with one of these, `auto` copies the weights
 
-# Of each decoder and metric, the figures of each pass.
+# By decoder and metric, the figures of each pass.
 Figures = dict[str, dict[Metric, list[list[float]]]]
 
 
 class Wanted(NamedTuple):
-    """Options, and what they take."""
+    """Options, and the plan for them."""
 
     options: dict[str, str]
     plan: Plan
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of huge pages that have to be in the pool."""
+        """The bytes of huge pages that the pool must have."""
         if self.options.get("pages") != "2m":
             return 0
         checks = self.plan.checks
@@ -161,7 +153,7 @@ class Wanted(NamedTuple):
 
 
 class Speeds(NamedTuple):
-    """What a process has shown before: tokens a second, and seconds to start."""
+    """A first measurement of a process: tokens a second, and seconds to start."""
 
     prefill: float
     decode: float
@@ -169,7 +161,7 @@ class Speeds(NamedTuple):
 
 
 def effort(speeds: Speeds, ctx: int, *, quick: bool) -> Effort:
-    """Choose how much to measure, so that a fast model and a slow one take about as long."""
+    """Choose how much to measure, so that fast and slow models take about as long."""
     wanted = _QUICK_S if quick else _FULL_S
     n_prompt = max(_LEAST_PROMPT, int(wanted["prefill"] * speeds.prefill))
     n_prompt = min(n_prompt, max(1, ctx // 2))
@@ -190,29 +182,11 @@ def advise(
 ) -> Advised:
     """Measure a model with each value of the options that place its memory.
 
-    Parameters
-    ----------
-    model : Path
-        A GGUF file that the engine runs.
-    quick : bool, default False
-        Whether to take less time, and accept that small differences are not found.
-    ctx, threads : int, optional
-        As for ``unimem run``.
-    progress : callable
-        Is given lines: how long it will take, and what is measured now.
+    `ctx` and `threads` are as for ``unimem run``; `quick` takes less time, and misses small
+    differences. `progress` receives lines: how long it will take, and what is measured now.
 
-    Returns
-    -------
-    Advised
-
-    Raises
-    ------
-    FormatError, UnsupportedModel, OSError
-        The file cannot be used.
-    CapacityError
-        The model does not fit with the defaults.
-    SideError
-        The decoder cannot be started with the defaults.
+    Raises FormatError, UnsupportedModel or OSError if the file cannot be used, CapacityError if the
+    model does not fit with the defaults, and SideError if the decoder cannot start with them.
     """
     started = time.monotonic()
     made = plan(model, ctx=ctx, threads=threads)
@@ -245,7 +219,7 @@ def advise(
         progress(f"together: {_label(winners)}")
         together = next(iter(bench.compare([winners])[1:]), None)
     if together is not None:
-        # Where all that won is the start, the margin is that of the start.
+        # If nothing but the start won, the margin is that of the start.
         by = _better(together, is_loading=all(factor.by != "decode" for factor in factors))
     if together is None or by is None:
         together, by, winners = None, None, {}
@@ -266,10 +240,8 @@ def advise(
 
 
 def candidates(node_ids: Sequence[int]) -> dict[str, list[str]]:
-    """List the values of each option; NUMA policies only where there are several nodes.
+    """List the values of each option; NUMA policies only if there are several nodes.
 
-    Examples
-    --------
     >>> candidates([0, 2])["numa"], "numa" in candidates([0])
     (['interleave', 'bind:0', 'bind:2'], False)
     """
@@ -284,17 +256,15 @@ def candidates(node_ids: Sequence[int]) -> dict[str, list[str]]:
 
 
 def _repacked(options: dict[str, str], made: Plan) -> dict[str, str]:
-    """Keep weights repacked on other pages and nodes, where the defaults repack them."""
+    """Keep weights repacked on other pages and nodes, if the defaults repack them."""
     if made.load != "repack" or not options.keys() & _PLACING:
         return options
     return {"load": "repack"} | options
 
 
 def flag(name: str) -> str:
-    """Write an option's name as the command line has it.
+    """Write an option's name as on the command line.
 
-    Examples
-    --------
     >>> flag("kv_dtype")
     '--kv-dtype'
     """
@@ -310,7 +280,7 @@ def _label(options: Mapping[str, str]) -> str:
 
 
 def _better(variant: Variant, *, is_loading: bool) -> Metric | None:
-    """Tell what a variant is better by; the start counts where options are about nothing else."""
+    """Say what a variant is better by; the start counts only where options affect nothing else."""
     if variant.ratios["decode"].low > 1:
         return "decode"
     costs_speed = min(variant.ratios["decode"].high, variant.ratios["prefill"].high) < 1
@@ -318,7 +288,7 @@ def _better(variant: Variant, *, is_loading: bool) -> Metric | None:
 
 
 def _judged(name: str, variants: Sequence[Variant]) -> Factor:
-    """Find the value that wins: the one that decodes fastest, or else starts fastest."""
+    """Find the winning value: the one that decodes fastest, or else starts fastest."""
     won = {each.name: _better(each, is_loading=name == "load") for each in variants[1:]}
     for by in _DECIDING:
         found = [each for each in variants[1:] if won[each.name] == by]
@@ -360,7 +330,7 @@ class _Bench:
         self._ids = np.random.default_rng(7).integers(0, n_vocab, made.ctx).tolist()
 
     def probe(self) -> Speeds:
-        """Learn about how fast the model is."""
+        """Measure roughly how fast the model is."""
         with self._start({}) as decoder:
             prompt = self._ids[: max(1, min(16, len(self._ids) // 2))]
             decoder.prefill(prompt)
@@ -369,13 +339,7 @@ class _Bench:
             return Speeds(prefill, decode, decoder.facts["start_s"])
 
     def compare(self, variants: Sequence[dict[str, str]]) -> list[Variant]:
-        """Measure options beside the defaults; what cannot be had here is left out.
-
-        Returns
-        -------
-        list of Variant
-            The defaults first; empty where nothing was left to compare with them.
-        """
+        """Measure options beside the defaults, which come first; [] if none can be measured."""
         wanted = {DEFAULT: Wanted({}, plan(self._model, **self._common))}
         for options in variants:
             how: Any = {**self._common, **options}
@@ -400,7 +364,7 @@ class _Bench:
         return found
 
     def _groups(self, wanted: dict[str, Wanted]) -> list[dict[str, Wanted]]:
-        """Let all live at once where there is room, else the defaults with one at a time."""
+        """Run all at once if there is room, else each one beside the defaults."""
         room = states.available_bytes()
         if _needed([each.plan for each in wanted.values()]) <= room:
             return [wanted]
@@ -415,14 +379,14 @@ class _Bench:
 
     def _start(self, options: Mapping[str, str]) -> DecoderProcess:
         how: Any = {**self._common, **options}
-        states.read_through(self._model)  # what others have repacked is not there any more
+        states.read_through(self._model)  # repacking drops weights from the page cache
         return DecoderProcess(self._model, **how)
 
     def _measure(self, group: Mapping[str, Wanted]) -> Figures:
         """Measure decoders beside each other, in several passes with new processes."""
         figures: Figures = {name: {metric: [] for metric in _UNITS} for name in group}
-        # What is in the pool for one of them it has to take before the defaults do. The others
-        # take turns.
+        # A decoder that needs pages of the pool starts before the defaults, which would take them;
+        # the rest take turns.
         first = [name for name, each in group.items() if each.pool_bytes]
         order = [name for name in group if name not in first]
         with ExitStack() as pool:
@@ -463,12 +427,12 @@ class _Bench:
     def _leave_out_equals(
         self, decoders: Mapping[str, DecoderProcess], group: Mapping[str, Wanted], figures: Figures
     ) -> None:
-        """Leave out what the defaults come to here: its ratio would be noise."""
+        """Leave out options that equal the defaults here: their ratios would be noise."""
         default = _memory(decoders[DEFAULT])
         for name, decoder in decoders.items():
             is_placed = group[name].options.keys() <= {"pages", "load"}
             if name != DEFAULT and is_placed and _memory(decoder) == default:
-                self._leave_out(name, "is what the defaults come to here", figures)
+                self._leave_out(name, "is what the defaults do here", figures)
 
     def _pass(self, decoders: Mapping[str, DecoderProcess], figures: Figures) -> None:
         how: Any = {"cpus": self._cpus, "pids": [each.pid for each in decoders.values()]}
@@ -485,19 +449,19 @@ class _Bench:
 
 
 def _needed(plans: Sequence[Plan]) -> int:
-    """Count the bytes of several that live at once, of which those that map the file share it."""
+    """Count the bytes of several plans that run at once; those that map the file share it."""
     shared = max(made.total_bytes - made.required_bytes for made in plans)
     return shared + sum(made.required_bytes for made in plans)
 
 
 def _memory(decoder: DecoderProcess) -> tuple[Any, ...]:
-    """Say where a decoder's memory is, as far as options ask for it."""
+    """Describe a decoder's memory, as far as options affect it."""
     granted = decoder.facts["granted"]
     return decoder.facts["load"], {part: each["pages"] for part, each in granted.items()}
 
 
 def _variant(figures: Figures, name: str, wanted: Wanted) -> Variant:
-    """Compare what one has shown with the defaults."""
+    """Compare the figures of a variant with the defaults."""
     ratios, medians = {}, {}
     for metric, unit in _UNITS.items():
         case = CaseRecord("advice", metric, "", unit)

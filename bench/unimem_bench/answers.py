@@ -1,4 +1,4 @@
-"""Ten questions that a user has, and the target of a record that answers each."""
+"""Ten questions of a user, each with the target of a record that answers it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from unimem_bench.record import BEST, Record
 from unimem_bench.stats import Growth, Ratio, Verdict
 from unimem_bench.tables import Table, TableRow, Tone, size_text
 
-__all__ = ["QUESTIONS", "Question", "answers"]
-
 
 class Question(NamedTuple):
-    """A question, and which target answers it."""
+    """A question, and the target that answers it."""
 
     text: str
     case: str  # the target's, as ``suite/name``
@@ -45,18 +43,7 @@ QUESTIONS = (
 
 
 def answers(record: Record) -> Table:
-    """Make the table of the ten questions, with an answer of one line each.
-
-    Parameters
-    ----------
-    record : Record
-        What was measured. Where it lacks a target, the answer is "not measured".
-
-    Returns
-    -------
-    Table
-        A row a question: its text, the answer, the case, and what became of the target.
-    """
+    """Tabulate the ten questions: question, answer, case, and whether the target was met."""
     found = {
         (f"{each.case.suite}/{each.case.name}", each.target.other): each
         for each in stats.verdicts(record)

@@ -1,7 +1,7 @@
 """Buffers to place: the values of the engine's own graphs, and random ones of four families.
 
-Beside them stand the two greedy planners of Pisarchyk and Lee (2020), plainly written: the largest
-first, and the earliest first, each with the lowest and the tightest gap.
+Beside them are the two greedy planners of Pisarchyk and Lee (2020), plainly written: largest first,
+and earliest first, each with the lowest and the tightest gap.
 """
 
 from __future__ import annotations
@@ -18,18 +18,13 @@ import numpy as np
 
 import unimem as um
 
-__all__ = [
-    "FAMILIES", "GREEDY", "engine_graphs", "graph_uses", "greedy_by_order", "greedy_by_size",
-    "instances", "large_instance",
-]  # fmt: skip
-
 CTX = 512  # tokens of context
 BATCH = 128  # tokens of the engine's larger graph
 
 Uses = Sequence[um.BufferUse]
 
-# Small shapes of each architecture, those of published models, and such as are hard to place: heads
-# as wide as all that is inside, or wider.
+# Small shapes of each architecture, those of published models, and shapes that are hard to place:
+# heads as wide as the feed-forward network, or wider.
 SHAPES = {
     "llama, tiny": ("llama", um.ModelDims(64, 128, 4, 2, 16, 320, 2, CTX)),
     "qwen2, small": ("qwen2", um.ModelDims(256, 768, 8, 2, 32, 1024, 4, CTX)),
@@ -51,12 +46,12 @@ SHAPES = {
 
 
 def greedy_by_size(uses: Sequence[um.BufferUse], align: int, tightest: bool = False) -> int:
-    """Total of a plan that places the largest first."""
+    """Return the total of a plan that places the largest buffers first."""
     return greedy(sorted(uses, key=lambda use: -use.nbytes), align, tightest)
 
 
 def greedy_by_order(uses: Sequence[um.BufferUse], align: int, tightest: bool = False) -> int:
-    """Total of a plan that places what is used first, first."""
+    """Return the total of a plan that places the earliest buffers first."""
     return greedy(sorted(uses, key=lambda use: use.first), align, tightest)
 
 
@@ -93,47 +88,47 @@ GREEDY: Mapping[str, Callable[[Uses], int]] = MappingProxyType(
 Lives = list[tuple[int, int, int]]  # nbytes, first, last
 
 
-def named(lives: Lives) -> list[um.BufferUse]:
+def _named(lives: Lives) -> list[um.BufferUse]:
     return [um.BufferUse(str(i), *life) for i, life in enumerate(lives)]
 
 
-def log_uniform(rng: random.Random, low: float, high: float) -> float:
+def _log_uniform(rng: random.Random, low: float, high: float) -> float:
     return math.exp(rng.uniform(math.log(low), math.log(high)))
 
 
 def log_uniform_sizes(rng: random.Random, most: int) -> list[um.BufferUse]:
-    """Sizes from 64 bytes to 1 MiB, lives of any length: a few at once, or nearly all."""
-    n = round(log_uniform(rng, 4, most))
+    """Draw sizes from 64 bytes to 1 MiB, with lives of any length."""
+    n = round(_log_uniform(rng, 4, most))
     steps = max(2, round(n * rng.uniform(0.3, 2)))
-    life = log_uniform(rng, 1, max(2, steps / 4))
+    life = _log_uniform(rng, 1, max(2, steps / 4))
     lives = []
     for _ in range(n):
         first = rng.randrange(steps)
         last = first + int(rng.expovariate(1 / life))
-        lives.append((round(log_uniform(rng, 64, 1 << 20)), first, last))
-    return named(lives)
+        lives.append((round(_log_uniform(rng, 64, 1 << 20)), first, last))
+    return _named(lives)
 
 
 def transformer(rng: random.Random, most: int) -> list[um.BufferUse]:
-    """Layers of attention and feed-forward of random widths, and some values that skip layers."""
+    """Draw layers of attention and feed-forward of random widths, and values that skip layers."""
     wide = 32 * rng.randrange(1, 129) * 4 * rng.choice([1, 7, 32, 128])
     q, inner = round(wide * rng.choice([0.5, 1, 1, 2])), round(wide * rng.uniform(0.25, 5))
     kv = q // rng.choice([1, 2, 4, 8])
-    # Sizes, and how many steps later each is read for the last time.
+    # Sizes, and the number of steps until each is read for the last time.
     attention = [(wide, 11), (wide, 4), (q, 5), (q, 4), (kv, 2), (kv, 3), (kv, 1), (q, 2)]
     feed_forward = [(wide, 1), (wide, 8), (wide, 3), (inner, 3), (inner, 2), (inner, 1), (wide, 1)]
     layer = attention + feed_forward
-    n_layers = max(1, round(log_uniform(rng, 1, max(2, most / len(layer)))))
+    n_layers = max(1, round(_log_uniform(rng, 1, max(2, most / len(layer)))))
     lives = [(nbytes, t, t + life) for t, (nbytes, life) in enumerate(layer * n_layers)]
     for _ in range(rng.randrange(4)):
         first = rng.randrange(len(lives))
         lives.append((rng.randint(1, wide), first, rng.randint(first, len(lives))))
-    return named(lives)
+    return _named(lives)
 
 
 def long_and_short(rng: random.Random, most: int) -> list[um.BufferUse]:
-    """Three sizes that do not divide each other; a quarter lives long, most for 1 to 3 steps."""
-    n = round(log_uniform(rng, 8, most))
+    """Draw three sizes that do not divide each other; a quarter lives long, most 1 to 3 steps."""
+    n = round(_log_uniform(rng, 8, most))
     steps = max(4, n // 2)
     unit = 64 * rng.randrange(1, 100)
     sizes = [unit * factor for factor in rng.sample([2, 3, 5, 7, 11, 13], 3)]
@@ -143,12 +138,12 @@ def long_and_short(rng: random.Random, most: int) -> list[um.BufferUse]:
         first = rng.randrange(steps // 2 if is_long else steps)
         life = rng.randint(steps // 3, steps) if is_long else rng.randrange(3)
         lives.append((rng.choice(sizes), first, min(first + life, steps)))
-    return named(lives)
+    return _named(lives)
 
 
 def cut(rng: random.Random, most: int) -> list[um.BufferUse]:
-    """Pieces of a rectangle of time and memory: a plan without any gap is known to exist."""
-    n = round(log_uniform(rng, 4, most))
+    """Cut a rectangle of time and memory into pieces, so that a plan without gaps exists."""
+    n = round(_log_uniform(rng, 4, most))
     pieces = [(0, rng.randrange(4, 4 * n + 5), 0, rng.randrange(16 * n, 1 << 16))]
     while len(pieces) < n:
         areas = [(t1 - t0) * (b1 - b0) for t0, t1, b0, b1 in pieces]
@@ -161,7 +156,7 @@ def cut(rng: random.Random, most: int) -> list[um.BufferUse]:
             b = rng.randrange(b0 + 1, b1)
             pieces[i : i + 1] = [(t0, t1, b0, b), (t0, t1, b, b1)]
     rng.shuffle(pieces)
-    return named([(64 * (b1 - b0), t0, t1 - 1) for t0, t1, b0, b1 in pieces])
+    return _named([(64 * (b1 - b0), t0, t1 - 1) for t0, t1, b0, b1 in pieces])
 
 
 FAMILIES = {
@@ -173,7 +168,7 @@ FAMILIES = {
 
 
 def instances(n: int, most: int = 1000) -> Iterator[tuple[str, list[um.BufferUse]]]:
-    """Random instances of up to `most` buffers, their numbers being the seeds."""
+    """Yield random instances of up to `most` buffers; their numbers are the seeds."""
     families = list(FAMILIES)
     for seed in range(n):
         family = families[seed % len(families)]
@@ -206,7 +201,7 @@ def engine_graphs() -> dict[str, tuple[um.BufferUse, ...]]:
 
 
 def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferUse, ...]:
-    """Values of the engine's graph of a model of which there are only dimensions."""
+    """Return the values of the engine's graph for a model of these dimensions."""
     from unimem.backends import ggml
     from unimem.engine.graph import Arrays, Graph, Headers
     from unimem.engine.model import Model, Rope
@@ -237,7 +232,7 @@ def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferU
                 f"blk.{number}.attn_{part}.bias": (width,)
                 for part, width in (("q", q), ("k", kv), ("v", kv))
             }
-    # Nothing is computed: whatever has an address has that of one array.
+    # Nothing is computed, so all addresses are those of one array.
     array = np.zeros((n_tokens, CTX), np.float16)
     at = array.ctypes.data
     tensors = {name: (ggml.F32, shape, at) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""A cgroup of its own for processes that are measured, with a limit on memory."""
+"""A cgroup with a memory limit, for processes that are measured."""
 
 from __future__ import annotations
 
@@ -12,23 +12,18 @@ from pathlib import Path
 from unimem.system.cgroups import cgroups_above
 from unimem_bench.suite import NotMeasured
 
-__all__ = ["entering", "limited_cgroup"]
-
-_END_S = 10.0  # what the kernel has to take leave of the last process
+_END_S = 10.0  # that the kernel has to remove the last process
 
 
 @contextmanager
 def limited_cgroup(nbytes: int) -> Iterator[Path]:
-    """Make a cgroup of so much memory, give its folder, and remove it in the end.
+    """Make a cgroup with a limit of `nbytes`, yield its folder, and remove it at the end.
 
-    Raises
-    ------
-    NotMeasured
-        It cannot be made: that needs root, and a memory controller that is mounted for writing.
+    NotMeasured if it cannot be made: that needs root, and a memory controller mounted for writing.
     """
     why = "no memory controller is mounted"
     places = list(cgroups_above("memory"))
-    # Below the own one where that may have children with limits, else at the root of the tree.
+    # Below our own cgroup if it may have children with limits, else at the root of the tree.
     for above in [*places[:1], *places[-1:]]:
         folder = Path(above.folder) / f"unimem-bench-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         limit = folder / ("memory.max" if above.version == 2 else "memory.limit_in_bytes")
@@ -63,6 +58,6 @@ def _remove(folder: Path) -> None:
 
 
 def entering(folder: Path, command: Sequence[str]) -> list[str]:
-    """Return the command that runs another one in a cgroup: all that it takes is counted there."""
+    """Return a command that runs another one in a cgroup, which counts all its memory."""
     enter = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
     return ["sh", "-c", enter, "sh", str(folder), *command]

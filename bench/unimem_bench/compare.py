@@ -1,4 +1,4 @@
-"""Two records beside each other: which ratios agree, and what differs."""
+"""Two records compared: which ratios agree, and what differs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from unimem_bench.suite import OURS
 from unimem_bench.tables import Table, TableRow, size_text
 from unimem_bench.texts import amount, factor, times
 
-__all__ = [
-    "ENOUGH", "Change", "Differences", "Pair", "change_table", "compare", "pair_table",
-    "suite_table", "summary",
-]  # fmt: skip
-
-# The share of the ratios that has to agree for two runs to say the same.
+# The share of the ratios that must agree for two runs to agree.
 ENOUGH = 0.9
 
-# What two machines have to have in common, by its place in the document of `unimem doctor`.
+# What two machines must have in common, by its place in the document of `unimem doctor`.
 _MACHINE = tuple(
     """
     cpu.model cpu.allowed_cores cpu.allowed_threads cpu.usable_cores cpu.governors
@@ -35,28 +30,27 @@ _AGREES, _DIFFERS = "agree", "differ"
 class Pair(NamedTuple):
     """The same ratio in two records."""
 
-    name: str  # the case, and in one of scaling the size
-    unit: str  # of the case
-    side: str  # how many times as fast this one is
+    name: str  # the case, with the size if it scales
+    unit: str
+    side: str  # the ratio says how many times as fast this side is
     other: str  # as this one
-    a: Ratio  # in the one
-    b: Ratio  # in the other
+    a: Ratio
+    b: Ratio
 
     @property
     def agrees(self) -> bool:
         """Whether each lies in the other's interval."""
-        return self.b.low <= self.a.value <= self.b.high and self.a.low <= self.b.value <= (
-            self.a.high
-        )
+        a, b = self.a, self.b
+        return b.low <= a.value <= b.high and a.low <= b.value <= a.high
 
     @property
     def distance(self) -> float:
-        """How far they are apart: 0 where they are equal."""
+        """How far apart they are; 0 if equal."""
         return abs(math.log(self.a.value / self.b.value))
 
 
 class Change(NamedTuple):
-    """The figure of one of unimem's sides in two records: `name` and `unit` as in `Pair`."""
+    """The figure of one of unimem's sides in two records; `name` and `unit` are as in `Pair`."""
 
     name: str
     unit: str
@@ -71,34 +65,25 @@ class Change(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """What `compare` found."""
+    """The result of `compare`."""
 
-    # All ratios that both have, those that do not agree first, then by how far they are apart.
-    pairs: list[Pair]
-    changes: list[Change]  # figures of unimem's sides, in the order of the cases
+    pairs: list[Pair]  # ratios that disagree first, then by distance
+    changes: list[Change]  # in the order of the cases
     only_a: list[str]  # cases with figures in the first only
     only_b: list[str]  # in the second only
-    warnings: list[str]  # what makes two records hard to compare
+    warnings: list[str]  # reasons why the records are hard to compare
 
     @property
     def share(self) -> float:
-        """The share of the ratios that agree; 1 where there is none."""
+        """The share of the ratios that agree; 1 if there are no ratios."""
         return sum(pair.agrees for pair in self.pairs) / len(self.pairs) if self.pairs else 1.0
 
 
 def compare(a: Record, b: Record) -> Differences:
-    """Compare two records.
+    """Compare two records, for the cases that have figures in both.
 
-    Parameters
-    ----------
-    a, b : Record
-        Usually of the same machine, before and after a change; of two machines, ratios still mean
-        the same.
-
-    Returns
-    -------
-    Differences
-        Of the cases that have figures in both.
+    Usually they are of one machine, before and after a change; ratios of two machines still
+    compare.
     """
     cases_a, cases_b = _measured(a), _measured(b)
     both = [name for name in cases_a if name in cases_b]
@@ -168,7 +153,7 @@ def _at(document: Any, place: str) -> Any:
 
 
 def pair_table(differences: Differences) -> Table:
-    """Make a table of how many times as fast unimem is, where that does not agree first."""
+    """Tabulate how many times as fast unimem is, differences first."""
     rows = []
     for each in differences.pairs:
         against = f"{each.side} / {each.other}" if each.side != OURS else each.other
@@ -179,7 +164,7 @@ def pair_table(differences: Differences) -> Table:
 
 
 def change_table(differences: Differences) -> Table:
-    """Make a table of the medians of unimem's sides."""
+    """Tabulate the medians of unimem's sides."""
     rows = []
     for each in differences.changes:
         a, b = each.a.median, each.b.median
@@ -190,7 +175,7 @@ def change_table(differences: Differences) -> Table:
 
 
 def suite_table(differences: Differences) -> Table:
-    """Make a table of how many ratios and medians of each suite agree."""
+    """Tabulate how many ratios and medians of each suite agree."""
     found: dict[str, tuple[list[bool], list[bool]]] = {}
     # Changes first: these are in the order of the suites.
     for i, kind in ((1, differences.changes), (0, differences.pairs)):

@@ -1,7 +1,7 @@
 """Decoders to measure, unimem's and llama.cpp's, each in a process of its own.
 
-Both libraries bring a copy of ggml that they load for the whole process, so they cannot share one;
-and where memory comes to lie is another in each process. One that waits sleeps.
+Each library loads a copy of ggml for the whole process, so they cannot share one, and the layout of
+memory differs between processes. A process that waits sleeps.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from numpy.typing import NDArray
 from unimem.system.placement import Pages
 from unimem.weights.loading import EngineLoad
 
-__all__ = ["DecoderProcess", "Kind", "NoPeer", "SideError", "different_builds", "peer_python"]
-
 Kind = Literal["unimem", "llama.cpp", "llama.cpp-mapped"]
 
 PEER = Path("build/peer/bin/python")
 MIN_IDLE_S, MAX_IDLE_SHARE = 0.1, 0.02
-_END_S = 10.0  # what a process has to end when it is told to
-_TAIL_LINES = 3  # of what one that died has said
+_END_S = 10.0  # that a process has to end when asked
+_TAIL_LINES = 3  # of the errors of a process that died
 
 
 class SideError(RuntimeError):
-    """The process of a decoder has died, or says that it cannot do what was asked."""
+    """The process of a decoder has died, or cannot do what was asked."""
 
 
 class NoPeer(Exception):  # noqa: N818 - it is an answer
@@ -43,15 +41,10 @@ class NoPeer(Exception):  # noqa: N818 - it is an answer
 
 
 def peer_python() -> str:
-    """Return the Python that has llama-cpp-python.
+    """Return the Python that has llama-cpp-python; NoPeer if it does not exist.
 
-    ``UNIMEM_PEER_PYTHON`` names it; without that it is build/peer/bin/python under the current
-    folder, as ``tools/bench_peer.sh`` leaves it.
-
-    Raises
-    ------
-    NoPeer
-        If it is not there.
+    ``UNIMEM_PEER_PYTHON`` names it; otherwise it is build/peer/bin/python in the current folder,
+    where ``tools/bench_peer.sh`` puts it.
     """
     named = os.environ.get("UNIMEM_PEER_PYTHON")
     path = Path(named or PEER)
@@ -65,12 +58,9 @@ def peer_python() -> str:
 
 
 def different_builds(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str | None:
-    """Say how two copies of ggml differ, whose speeds say nothing then; None where they do not.
+    """Say how two copies of ggml differ, given the `facts` of their processes.
 
-    Parameters
-    ----------
-    ours, theirs : mapping
-        The `facts` of the processes.
+    None if they do not differ; if they do, their speeds cannot be compared.
     """
     a, b = ours["features"], theirs["features"]
     different = [
@@ -87,55 +77,23 @@ def different_builds(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str 
 
 
 class DecoderProcess:
-    """A decoder in a process of its own, which has one conversation.
+    """A decoder in a process of its own, with one conversation.
 
-    It computes on the CPUs that this process may use at that moment, its threads bound to cores.
-    It ends with `close`, or with this process.
+    It computes on the CPUs that this process may use at that moment, with threads bound to cores,
+    and ends with `close` or with this process. ``threads=None`` leaves the number to unimem's
+    decoder. ``llama.cpp`` has its defaults, and repacks weights for which it has kernels;
+    ``llama.cpp-mapped`` has repacking switched off. `python` is the interpreter; the default is
+    this one, or `peer_python` for llama.cpp. `images` is a folder for repacked images, none by
+    default. `watch` is called with the process's number before the model is opened. `pages`,
+    `numa`, `load`, `kv_dtype` and `window` are options of ``unimem run``. SideError if the decoder
+    cannot start, NoPeer if there is no Python for llama.cpp.
 
-    Parameters
-    ----------
-    model : path-like
-        A GGUF file.
-    threads : int or None
-        That compute; None: as many as a decoder takes by itself, which are fewer while others work.
-        Not for llama.cpp.
-    ctx : int
-        Tokens of context.
-    kind : {"unimem", "llama.cpp", "llama.cpp-mapped"}
-        Which decoder. ``llama.cpp`` has its defaults, and copies weights into another order where
-        it has kernels for that; ``llama.cpp-mapped`` has that switched off, and computes with the
-        weights as they lie in the mapped file.
-    python : str, optional
-        The interpreter; by default this one, for llama.cpp the one of `peer_python`.
-    images : path-like, optional
-        Folder that repacked images are kept in; by default none is kept, and none found on disk.
-    watch : callable, optional
-        Is given the number of the process as soon as there is one: before the model is opened.
-    pages, numa, load, kv_dtype, window
-        As options of ``unimem run``; not for llama.cpp.
+    `facts` has ``start_s`` (seconds from the path to a decoder that is ready), ``ggml`` and
+    ``features`` (its version, and what it was compiled for), ``peak_rss_bytes`` and
+    ``anonymous_bytes`` of the process once ready. For unimem it also has ``load``, ``image`` (the
+    repacked image that weights came from, or None), ``granted`` (the fields of `unimem.Placement`
+    for "weights", "repacked", "kv" and "scratch") and ``warnings``.
 
-    Raises
-    ------
-    SideError
-        The decoder cannot be started.
-    NoPeer
-        There is no Python for llama.cpp.
-
-    Attributes
-    ----------
-    kind : str
-        As given.
-    pid : int
-        Of the process.
-    facts : dict
-        ``start_s``: seconds from the path to a decoder that is ready; ``ggml`` and ``features``:
-        its version and what it was compiled for; ``peak_rss_bytes``, ``anonymous_bytes``: of the
-        process, once it was ready. For unimem also ``load``, ``image`` (the repacked image that
-        weights came from, or None), ``granted``: for "weights", "repacked", "kv" and
-        "scratch" the fields of a `unimem.Placement`, nodes as strings, and ``warnings``.
-
-    Examples
-    --------
     >>> from unimem.engine import embedded_model
     >>> with DecoderProcess(embedded_model(), threads=1, ctx=64) as decoder:
     ...     speeds = decoder.prefill([1, 5, 9]), decoder.decode(4)
@@ -168,17 +126,17 @@ class DecoderProcess:
         if kind == "unimem":
             options |= {"pages": pages, "numa": numa, "load": load}
             options |= {"kv_dtype": kv_dtype, "window": window}
-            # -P: what lies in the current folder is not imported.
+            # -P: nothing is imported from the current folder.
             command = [python or sys.executable, "-P", "-m", "unimem_bench.unimem_side"]
         else:
             options["repack"] = kind == "llama.cpp"
             script = Path(__file__).with_name("llama_cpp_side.py")
             command = [python or peer_python(), str(script)]
-        # Two threads that may run anywhere may run on one core.
+        # Unbound threads may share one core.
         bound = {"OMP_PROC_BIND": "true", "OMP_PLACES": "cores"}
         if threads is not None:
             bound["OMP_NUM_THREADS"] = str(threads)
-        # What a user has kept is not what is measured, and stays as it is.
+        # The user's own images are neither used nor changed.
         kept = {"UNIMEM_CACHE": os.fspath(images or "off"), "UNIMEM_CACHE_BYTES": "1t"}
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         try:
@@ -203,66 +161,37 @@ class DecoderProcess:
             raise
 
     def prefill(self, tokens: list[int]) -> float:
-        """Start anew with a prompt.
-
-        Returns
-        -------
-        float
-            Tokens a second.
-        """
+        """Start a new conversation with a prompt; return tokens a second."""
         self._prompt = list(tokens)
         self._length = len(tokens)
         return len(tokens) / float(self._ask("prefill", tokens=self._prompt)["seconds"])
 
     def decode(self, n: int) -> float:
-        """Make the next `n` tokens, always the likeliest one.
+        """Make the next `n` tokens, always the likeliest; return tokens a second.
 
-        Where the context has no room for them the conversation starts anew with the prompt that it
-        began with, outside of the measured time.
-
-        Returns
-        -------
-        float
-            Tokens a second.
+        If the context has no room, the conversation first restarts with its prompt, unmeasured.
         """
         return n / float(self._decode(n)["seconds"])
 
     def python_share(self, n: int) -> float:
-        """Make the next `n` tokens as `decode` does; unimem's only.
-
-        Returns
-        -------
-        float
-            The share of their time that was not within ggml's compute call.
-        """
+        """Decode as `decode` does; return the share of time outside ggml's compute call."""
         answer = self._decode(n)
         return 1 - float(answer["compute_s"]) / float(answer["seconds"])
 
     def greedy(self, tokens: list[int], n: int) -> tuple[NDArray[np.float32], list[int]]:
-        """Start anew with a prompt, and make `n` tokens.
-
-        Returns
-        -------
-        logits : ndarray of float32
-            After the prompt.
-        tokens : list of int
-            The likeliest token after the prompt, the one after that, ...
-        """
+        """Start with a prompt, and make `n` tokens; return the logits of the prompt, and these."""
         self._prompt = list(tokens)
         self._length = len(tokens) + n
         answer = self._ask("greedy", tokens=self._prompt, n=n)
         return np.frombuffer(base64.b64decode(answer["logits"]), np.float32), answer["tokens"]
 
     def require_idle(self) -> None:
-        """Check that it has slept while it waited.
+        """Check that the process slept while it waited.
 
-        Raises
-        ------
-        SideError
-            It took CPU time from the others, whose figures are worth nothing then.
+        SideError if it took CPU time from other processes, whose figures are then useless.
         """
         if self._idle_s < MIN_IDLE_S:
-            return  # of next to nothing, reading a request is much
+            return  # reading a request would be a large share
         share = self._idle_cpu_s / self._idle_s
         if share > MAX_IDLE_SHARE:
             raise SideError(f"the {self.kind} side used {share:.0%} of a CPU while it waited")
@@ -275,7 +204,7 @@ class DecoderProcess:
 
     def _ask(self, do: str, **details: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the epitaph says why
+        with suppress(BrokenPipeError):  # the epitaph explains it
             self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
             self._process.stdin.flush()
         return self._answer()

@@ -1,4 +1,4 @@
-"""What the suites that decode share: the prompt, the models, and how fast memory would allow it."""
+"""What the suites that decode share: the prompt, the models, and the bound of memory bandwidth."""
 
 from __future__ import annotations
 
@@ -9,29 +9,23 @@ from typing import Any
 import numpy as np
 
 import unimem as um
-from unimem_bench import decoders, models, plain
+from unimem_bench import decoders, models, plain, states
 from unimem_bench.decoders import DecoderProcess, NoPeer, SideError
 from unimem_bench.decoders import Kind as DecoderKind
 from unimem_bench.rounds import Side
-from unimem_bench.states import available_bytes, heat, read_through
-from unimem_bench.suite import Measure, NotMeasured
-
-__all__ = [
-    "LONG_PROMPT", "NOT_REPACKED", "N_CTX", "N_DECODE", "PEERS", "PROMPT", "QUICK_SHAPE",
-    "READ_BANDWIDTH", "REPACKED", "SHAPE", "compare", "model", "prepared", "reading",
-    "require_room", "start_peer",
-]  # fmt: skip
+from unimem_bench.states import heat, read_through
+from unimem_bench.suite import Measure
 
 N_CTX = 512
 N_DECODE = 8  # tokens in one measurement
-# Any tokens do, as long as all sides have the same; the first one begins a text. The long prompt
-# fills the context.
+# Any tokens do, if all sides have the same; the first one begins a text. The long prompt fills the
+# context.
 LONG_PROMPT = [1, *np.random.default_rng(7).integers(3, 259, N_CTX - 1).tolist()]
 PROMPT = LONG_PROMPT[:128]
-# TinyLlama, and one that no cache holds either, and that is there in a second.
+# TinyLlama, and a model that is written in a second; no CPU cache holds either.
 SHAPE, QUICK_SHAPE = "1.1b", "110m"
 READ_BANDWIDTH = "read bandwidth"
-ROOM_BYTES = 1 << 30  # for what is not weights, and for the machine
+ROOM_BYTES = 1 << 30  # for other memory, and for the machine
 PEERS: tuple[DecoderKind, ...] = ("llama.cpp-mapped", "llama.cpp")
 # Kinds of weights that ggml multiplies faster in another order on every x86 with AVX2.
 REPACKED: frozenset[models.Kind] = frozenset({"q4_0", "q4_k_m"})
@@ -39,7 +33,7 @@ NOT_REPACKED = "no tensor of this model has another order on this CPU"
 
 
 def model(measure: Measure, kind: models.Kind) -> Path:
-    """Return the model of a case, and keep what it is."""
+    """Return the model of a case, and record it."""
     shape = QUICK_SHAPE if measure.quick else SHAPE
     path = models.write_model(measure.folder, shape, kind)
     measure.fact("model", path.stem)
@@ -59,18 +53,11 @@ def prepared(measure: Measure, kind: models.Kind, n_copies: int) -> tuple[Path, 
 def start_peer(
     measure: Measure, kind: DecoderKind, path: Path, ours: Mapping[str, Any], **options: Any
 ) -> DecoderProcess | None:
-    """Start a decoder of llama.cpp; where it cannot be compared with ours, leave it out.
+    """Start a decoder of llama.cpp, or leave it out if it cannot be compared with ours.
 
-    Parameters
-    ----------
-    measure : Measure
-        Of the case.
-    kind, path, **options
-        As for `DecoderProcess`.
-    ours : mapping
-        The `facts` of a decoder of unimem.
+    `ours` is the `facts` of a decoder of unimem; the other arguments are those of `DecoderProcess`.
     """
-    read_through(path)  # what unimem has repacked is not in the page cache any more
+    read_through(path)  # repacking drops weights from the page cache
     try:
         process = DecoderProcess(path, kind=kind, python=decoders.peer_python(), **options)
     except (NoPeer, SideError) as error:
@@ -92,31 +79,23 @@ def compare(
     limits: Mapping[str, Side] | None = None,
     **rounds: int,
 ) -> None:
-    """Measure, and check that each process slept while it was another one's turn."""
+    """Measure, and check that each process slept during the other processes' turns."""
     measure.compare(ours, peers, limits, pids=[side.pid for side in sides.values()], **rounds)
     for side in sides.values():
         side.require_idle()
 
 
-def require_room(n_copies: float, path: Path) -> None:
-    """Check that there is memory for so many copies of a model, and something beside.
-
-    Raises
-    ------
-    NotMeasured
-        If there is not.
-    """
-    nbytes = int(n_copies * path.stat().st_size) + ROOM_BYTES
-    if nbytes > (room := available_bytes()):
-        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of memory, {room / 1e9:.1f} GB are free")
+def require_room(n_copies: int, path: Path) -> None:
+    """Raise NotMeasured unless `n_copies` of a model fit into memory, with a reserve."""
+    states.require_room(memory=n_copies * path.stat().st_size + ROOM_BYTES)
 
 
 def reading(weights: um.Weights, cpus: Sequence[int]) -> Side:
-    """Return a side that reads what each token has to be multiplied with, and nothing else.
+    """Return a side that reads the weights that each token is multiplied with, and nothing else.
 
-    Its figure is the tokens a second if that were all: C reads the weights where they lie, word by
-    word, with a pinned thread on each of `cpus`. Of an embedding that is not the output as well a
-    token reads one row, which is not counted.
+    Its figure is the tokens a second that this would allow: C reads the weights where they lie,
+    word by word, with a pinned thread on each of `cpus`. A token reads only one row of an embedding
+    that is not the output as well, so that is not counted.
     """
     tied = "output.weight" not in weights.tensors
     ranges = [

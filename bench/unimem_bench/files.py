@@ -1,7 +1,6 @@
 """Files that suites measure with: made once, in the folder that all passes share.
 
-Headers are written here and not by gguf-py, so that a suite can be run without it, and with as many
-strings as it wants in a second.
+Headers are written here rather than by gguf-py, so that a suite runs without it, and fast.
 """
 
 from __future__ import annotations
@@ -12,11 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "ALIGNMENT", "FLOAT16", "FLOAT32", "INT32", "Q8_0", "STRING", "TensorEntry", "array",
-    "gguf_header", "made_once", "number", "string", "text",
-]  # fmt: skip
-
 # Numbers of GGUF, for values and for tensors' types.
 UINT32, INT32, FLOAT32, STRING, ARRAY = 4, 5, 6, 8, 9
 FLOAT16, Q8_0 = 1, 8
@@ -24,7 +18,7 @@ ALIGNMENT = 64
 
 
 class TensorEntry(NamedTuple):
-    """What a GGUF header says of a tensor."""
+    """A tensor's entry in a GGUF header."""
 
     name: str  # in ggml's words, as ``blk.0.attn_q.weight``
     ne: tuple[int, ...]  # its dimensions in the order of ggml, the row's first
@@ -33,10 +27,9 @@ class TensorEntry(NamedTuple):
 
 
 def made_once(path: Path, write: Callable[[Path], object]) -> Path:
-    """Return `path`, which `write` makes under another name where it is not there.
+    """Return `path`; if it is missing, `write` makes it under another name first.
 
-    So a file is either whole or missing, also after a run that was ended, and of two runs that make
-    it at once both find one.
+    So a file is whole or missing, even after a run was killed, or if two runs make it at once.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,20 +58,16 @@ def number(key: str, value: int) -> bytes:
 
 
 def array(key: str, kind: int, n: int, items: bytes) -> bytes:
-    """Encode a key with an array of `n` values that are encoded already."""
+    """Encode a key with an array of `n` values that are already encoded."""
     return string(key.encode()) + struct.pack("<IIQ", ARRAY, kind, n) + items
 
 
 def gguf_header(metadata: Sequence[bytes], tensors: Sequence[TensorEntry]) -> bytes:
-    """Return all of a GGUF file that is before its data, which lie `ALIGNMENT` bytes aligned.
+    """Return everything before the data of a GGUF file, padded to `ALIGNMENT`.
 
-    Parameters
-    ----------
-    metadata : sequence of bytes
-        Keys with their values, as `text`, `number` and `array` give them. ``general.alignment`` is
-        added.
-    tensors : sequence of TensorEntry
-        In the order of their data, each of which begins at the next multiple of `ALIGNMENT`.
+    `metadata` has keys with values, as `text`, `number` and `array` encode them;
+    ``general.alignment`` is added. Tensors are in the order of their data, each at the next
+    multiple of `ALIGNMENT`.
     """
     pieces = [*metadata, number("general.alignment", ALIGNMENT)]
     count = struct.pack("<IQQ", 3, len(tensors), len(pieces))

@@ -1,4 +1,4 @@
-"""Reserved huge pages (hugetlb) for as long as something is measured on them."""
+"""Reserved huge pages (hugetlb) while something is measured on them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from pathlib import Path
 from unimem.system.limits import HugePool, huge_pools
 from unimem_bench.suite import NotMeasured
 
-__all__ = ["reserved"]
-
 POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
-# Adds pages, says how many the kernel found, and takes as many away when its input ends, which it
-# does however the process ends that wants them. The kernel takes no differences: one process at a
-# time reads the number and writes another. Pages that go when they are free (surplus) become
-# reserved ones first; in the end those that are in use do the reverse.
+# Adds pages, prints how many the kernel found, and removes as many when its input ends, however the
+# process that wants them ends. The kernel takes no differences, so one process at a time reads the
+# number and writes another. Pages that are freed after use (surplus) become reserved ones first; in
+# the end, pages in use do the reverse.
 _KEEPER = """
 import fcntl, sys
 
@@ -50,20 +48,10 @@ finally:
 
 @contextmanager
 def reserved(nbytes: int) -> Iterator[None]:
-    """Let the pool of 2 MiB pages have so much that is free.
+    """Make sure that the pool of 2 MiB pages has `nbytes` free.
 
-    What it lacks is reserved, which takes root, and given back at the end, also where this process
-    is killed: another one does both.
-
-    Parameters
-    ----------
-    nbytes : int
-        That will be taken.
-
-    Raises
-    ------
-    NotMeasured
-        If they cannot be had; the pool is then as it was.
+    Missing pages are reserved, which needs root, and given back at the end even if this process is
+    killed, by another process. NotMeasured if they cannot be had; the pool is then as it was.
     """
     pool = _pool()
     n_missing = -(-max(0, nbytes - pool.available_bytes) // pool.page_bytes)
@@ -73,7 +61,7 @@ def reserved(nbytes: int) -> Iterator[None]:
     remedy = pool.limit(nbytes).remedy
     wants = f"wants {n_missing} more huge pages of 2 MiB"
     command = [sys.executable, "-I", "-S", "-c", _KEEPER, str(POOL), str(n_missing)]
-    # In a session of its own: what interrupts or ends this one must not reach it.
+    # In a session of its own, so that signals to this process do not reach it.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as keeper:

@@ -15,8 +15,6 @@ from unimem_bench.kv_sides import N_VALUES, SHAPE, Array, appending, in_gb_s, st
 from unimem_bench.rounds import warm_stopwatch
 from unimem_bench.suite import Measure, NotMeasured
 
-__all__ = ["KINDS", "append", "read"]
-
 KINDS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl")
 PEER = "ggml"
 N_TOKENS = 256
@@ -35,13 +33,13 @@ def _function(measure: Measure, name: str) -> Any:
 
 
 def _values() -> tuple[Array, Array]:
-    """Make float32 of a normal distribution, as keys and values nearly are."""
+    """Return normally distributed float32, similar to real keys and values."""
     k, v = np.random.default_rng(1).standard_normal((2, N_TOKENS, *SHAPE), np.float32)
     return k, v
 
 
 def append(measure: Measure, *, kind: str) -> None:
-    """Compare appending with ggml's reference quantizer, whose blocks are the same."""
+    """Compare appending with ggml's reference quantizer, which makes the same blocks."""
     quantize = _function(measure, f"quantize_row_{kind}_ref")
     kv, n_values = _values(), N_TOKENS * N_VALUES
     with um.KVCache(1, *SHAPE, N_TOKENS, dtype=kind) as cache:
@@ -61,7 +59,7 @@ def append(measure: Measure, *, kind: str) -> None:
 
 
 def read(measure: Measure, *, kind: str) -> None:
-    """Compare a converted copy of a layer with ggml's reading of as many blocks."""
+    """Compare a converted copy of a layer with ggml's reading of the same blocks."""
     dequantize = _function(measure, f"dequantize_row_{kind}")
     kv, n_values = _values(), N_TOKENS * N_VALUES
     with um.KVCache(1, *SHAPE, N_TOKENS, dtype=kind) as cache:

@@ -1,4 +1,4 @@
-"""Rings of KV memory: appends that go round, windows that wrap, and what trimming moves."""
+"""Rings of KV memory: appends that wrap, windows that wrap, and the bytes that trimming moves."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from unimem_bench.kv_sides import SHAPE, appending, check_holds, memcpy_to, stor
 from unimem_bench.rounds import Side, milliseconds, warm_stopwatch
 from unimem_bench.suite import Measure
 
-__all__ = ["PLAIN", "RING", "append", "count_moved", "read", "trim"]
-
 # Names of sides.
 RING = "unimem, ring"
 PLAIN = "unimem, plain cache"
 
 
 def append(measure: Measure, *, n_tokens: int, n_rows: int) -> None:
-    """Compare appends that go round a ring with appends to a plain cache of the same pages."""
+    """Compare appends that wrap in a ring with appends to a plain cache of the same pages."""
     k, v = kv = tokens(n_tokens)
     n = n_rows // n_tokens
     with (
@@ -32,7 +30,7 @@ def append(measure: Measure, *, n_tokens: int, n_rows: int) -> None:
     ):
         for memory in (ring, cache, room):
             memory.warm()
-        # So that the end of the rows comes in the middle.
+        # So that the end of the rows comes in the middle of an append.
         ring.append(0, *tokens(n_tokens // 2 or n_rows // 2))
         names = {"append": ring.append, "k": k, "v": v}
         measure.compare(
@@ -120,7 +118,7 @@ def trim(measure: Measure) -> None:
         for lane in lanes:
             lane[:kept] = lane[-kept:]
 
-    # memcpy wants pieces that do not overlap: as long as what was dropped.
+    # memcpy needs pieces that do not overlap: as long as what was dropped.
     step = (n - kept) * lanes[0][0].nbytes
     pieces = [
         (lane.ctypes.data + to, lane.ctypes.data + to + step, step)
@@ -135,7 +133,7 @@ def trim(measure: Measure) -> None:
 
 
 def count_moved(measure: Measure) -> None:
-    """Count those of tokens that lie in another row afterwards, and compare what they hold."""
+    """Count the bytes of tokens whose row changed, and compare their contents."""
     n, kept = sliding(measure.quick)
     last = [part[-kept:] for part in tokens(n)]
     with wrapped_ring(n) as ring:
@@ -148,7 +146,7 @@ def count_moved(measure: Measure) -> None:
 
 
 def rows_of_last(cache: um.KVCache, n: int) -> NDArray[np.int64]:
-    """Where the last n tokens are: of each layer, and of K and of V, the row of each token."""
+    """Return the row of each of the last n tokens, for each layer and for K and V."""
     found = []
     for layer in range(cache.n_layers):
         k, v = cache.layer(layer)

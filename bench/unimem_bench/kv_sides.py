@@ -1,4 +1,4 @@
-"""Tokens for the suites of KV memory, what appends and copies them, and what checks that."""
+"""Tokens for the suites of KV memory, sides that append and copy them, and checks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,6 @@ from unimem_bench import plain
 from unimem_bench.rounds import Side, warm_stopwatch
 from unimem_bench.suite import Measure
 
-__all__ = [
-    "HEAD_DIM", "N_HEADS", "N_VALUES", "SHAPE", "Array", "appending", "check_holds", "in_gb_s",
-    "memcpy", "memcpy_to", "stored", "tokens", "torch_names", "zeros", "zeros_in",
-]  # fmt: skip
-
 Array = NDArray[Any]
 KV = Sequence[Array]  # K and V
 
@@ -30,50 +25,25 @@ CACHE_LINE = 64
 
 @lru_cache(maxsize=2)
 def tokens(n: int, dtype: str = "float16") -> tuple[Array, Array]:
-    """Make K and V of n tokens, all of which differ; no side writes to them.
+    """Return K and V of n different tokens, of shape [n, heads, head size]; no side writes to them.
 
-    Their values lie between 1 and 2, or -1 and -2, and have a float16 each, so that a cache of that
-    type holds exactly them.
-
-    Parameters
-    ----------
-    n : int
-        How many.
-    dtype : str
-        Of the arrays.
-
-    Returns
-    -------
-    tuple of ndarray
-        Of shape [n, heads, head size].
+    Their values lie between 1 and 2, or -1 and -2, and are exact in float16.
     """
-    # Any sign and mantissa, under one exponent: made in a tenth of what random floats take.
+    # Any sign and mantissa under one exponent, made ten times as fast as random floats.
     bits = np.random.PCG64(1).random_raw(2 * n * N_VALUES // 4).view(np.uint16)
     k, v = (bits & 0x83FF | 0x3C00).view(np.float16).reshape(2, n, *SHAPE)
     return k.astype(dtype), v.astype(dtype)
 
 
 def stored(cache: um.KVCache, layer: int = 0, dtype: str | None = None) -> list[Array]:
-    """Return views of K and V of a layer of one stream, or copies of `dtype`, token by token."""
+    """Return views of K and V of a layer of one stream, or copies as `dtype`, token by token."""
     return [part[0].swapaxes(0, 1) for part in cache.layer(layer, dtype)]
 
 
 def check_holds(side: str, found: Iterable[Array], appended: Iterable[Array]) -> None:
-    """Check that a side has done its work.
+    """Raise AssertionError unless a side holds what was appended to it.
 
-    Parameters
-    ----------
-    side : str
-        Its name.
-    found : iterable of ndarray
-        What it holds, one token after the other.
-    appended : iterable of ndarray
-        What it was given, once where that was several times over.
-
-    Raises
-    ------
-    AssertionError
-        If that is something else.
+    `found` may hold `appended` several times over.
     """
     for have, part in zip(found, appended, strict=True):
         bits = f"u{part.itemsize}"  # compared ten times as fast as float16
@@ -85,8 +55,8 @@ def check_holds(side: str, found: Iterable[Array], appended: Iterable[Array]) ->
 def zeros(n: int, of: KV) -> list[Array]:
     """Return memory for each of these arrays, n times.
 
-    It begins where a cache line does, as that of unimem: a memcpy of 2 KiB to where malloc happens
-    to begin takes up to a seventh longer.
+    It begins at a cache line, as unimem's does: a memcpy of 2 KiB to where malloc happens to begin
+    takes up to a seventh longer.
     """
     arrays = []
     for part in of:
@@ -98,7 +68,7 @@ def zeros(n: int, of: KV) -> list[Array]:
 
 
 def zeros_in(block: um.Block, of: KV) -> list[Array]:
-    """As `zeros`, as many times as they fit into a block, which is new."""
+    """Return arrays as `zeros` does, as many as fit into a new block."""
     n = block.nbytes // sum(part.nbytes for part in of)
     arrays, offset = [], 0
     for part in of:
@@ -108,9 +78,9 @@ def zeros_in(block: um.Block, of: KV) -> list[Array]:
 
 
 def memcpy(n: int, *pairs: tuple[int, Array]) -> Side:
-    """Copy arrays with memcpy, n times each, to one behind the other; nanoseconds for each time.
+    """Copy arrays with memcpy, n times each, one behind the other; ns for each time.
 
-    As `warm_stopwatch` it measures the second of two equal runs.
+    As `warm_stopwatch`, it measures the second of two equal runs.
     """
     pieces = [
         (to + i * source.nbytes, source.ctypes.data, source.nbytes)
@@ -127,18 +97,18 @@ def memcpy(n: int, *pairs: tuple[int, Array]) -> Side:
 
 
 def memcpy_to(arrays: KV, sources: KV) -> Side:
-    """As `memcpy`, to arrays of `zeros`."""
+    """Copy as `memcpy` does, to arrays of `zeros`."""
     places = [array.ctypes.data for array in arrays]
     return memcpy(len(arrays[0]), *zip(places, sources, strict=True))
 
 
 def in_gb_s(nbytes: int, side: Side) -> Side:
-    """Make nanoseconds for so many bytes into GB/s."""
+    """Convert the nanoseconds of a side that handles `nbytes` into GB/s."""
     return lambda: nbytes / side()
 
 
 def torch_names(measure: Measure, names: Mapping[str, Array], *peers: str) -> dict[str, Any]:
-    """Return arrays as torch's tensors over the same memory; none where torch is not installed."""
+    """Return arrays as torch's tensors over the same memory; {} if torch is not installed."""
     if not measure.installed("torch", *peers):
         return {}
     import torch
@@ -148,6 +118,6 @@ def torch_names(measure: Measure, names: Mapping[str, Array], *peers: str) -> di
 
 
 def appending(cache: um.KVCache, kv: KV, n: int) -> Side:
-    """Append tokens n times to a cache that was cleared; nanoseconds for each time."""
+    """Append tokens n times to a cleared cache; ns for each time."""
     names = {"append": cache.append, "k": kv[0], "v": kv[1]}
     return warm_stopwatch("append(0, k, v)", n, names, cache.clear)

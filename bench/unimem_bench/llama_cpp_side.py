@@ -1,8 +1,8 @@
 """llama.cpp in a process of its own: ``PYTHON llama_cpp_side.py OPTIONS``.
 
-`unimem_bench.decoders` starts it, by its path, with a Python that has llama-cpp-python and no
-unimem. It needs nothing but the standard library, NumPy, that library, and ``side_server.py``
-beside it.
+`unimem_bench.decoders` starts it by its path, with a Python that has llama-cpp-python and no
+unimem. It needs only the standard library, NumPy, llama-cpp-python and ``side_server.py`` beside
+it.
 """
 
 from __future__ import annotations

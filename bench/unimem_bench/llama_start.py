@@ -1,9 +1,8 @@
 """llama.cpp's start, in a process that does nothing else: ``python -P llama_start.py MODEL``.
 
-Writes the seconds, and ends when its standard input does; so one can look at it meanwhile. The
+It prints the seconds, and ends when its standard input does, so that a parent can inspect it. The
 start is the call that loads a model: it reads the header and the vocabulary, and maps the file with
-``MAP_POPULATE``, so that all weights are in the page tables when it returns. Weights are used as
-they lie in the file (no repacking, which would copy them).
+``MAP_POPULATE``. Weights are used as they lie in the file, without repacking.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import sys
 import time
 
 from cyllama.llama import llama_cpp
-
-__all__: list[str] = []
 
 
 def main() -> None:

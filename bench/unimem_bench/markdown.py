@@ -1,4 +1,4 @@
-"""Tables of a record for Markdown."""
+"""Tables of a record as Markdown."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from unimem_bench.compare import Differences, change_table, pair_table, summary
 from unimem_bench.record import CaseRecord, Record
 from unimem_bench.tables import Table, case_table, suite_title, targets
 
-__all__ = [
-    "case_lines", "difference_lines", "escape", "record_lines", "table_lines", "target_lines",
-]  # fmt: skip
-
 
 def escape(text: str) -> str:
-    r"""Write a text so that Markdown shows it as it is, in one line.
+    r"""Escape a text so that Markdown shows it as it is, in one line.
 
-    Examples
-    --------
     >>> print(escape("keys[i] = k | <none>"))
     keys[i] = k \| \<none\>
     """
@@ -26,7 +20,7 @@ def escape(text: str) -> str:
 
 
 def table_lines(table: Table) -> Iterator[str]:
-    """Write a table; what it is about and what is bad stand out."""
+    """Write a table; the subject and bad results stand out."""
     yield f"| {' | '.join(map(escape, table.head))} |"
     yield f"|{'|'.join('--:' if side == '>' else '---' for side in table.align)}|"
     for row in table.rows:
@@ -58,7 +52,7 @@ def target_lines(record: Record) -> Iterator[str]:
 
 
 def record_lines(record: Record) -> Iterator[str]:
-    """Write all tables of a record, the one of all targets last."""
+    """Write all tables of a record, the table of all targets last."""
     for suite in record.suites:
         yield from [f"## {suite.name}", "", escape(suite_title(suite)), ""]
         for case in suite.cases:

@@ -1,4 +1,4 @@
-"""What a process, and files in the page cache, take of memory, by what the kernel says."""
+"""Memory of processes, and of files in the page cache, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -6,51 +6,33 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from unimem.base import kernel_files
 from unimem_bench import plain
 
-__all__ = ["PeakMemory", "private_bytes", "pss_bytes"]
-
-SAMPLE_S = 0.005  # between two looks: a start takes some hundred of these
+SAMPLE_S = 0.005  # between two samples; a start takes some hundred of them
 
 
 def private_bytes(pid: int) -> int:
-    """Count the memory of a process that is no file's; of one that has ended, none."""
+    """Count the memory of a process that is not file-backed; 0 if it has ended."""
     fields = kernel_files.read_fields(f"/proc/{pid}/status")
     names = ("RssAnon", "RssShmem", "HugetlbPages")
     return sum(kernel_files.parse_kib(fields.get(name)) for name in names)
 
 
 def pss_bytes(pid: int) -> int:
-    """Count the memory of a process, of what it shares with others its share.
-
-    Raises
-    ------
-    KeyError
-        It has ended.
-    """
+    """Count the memory of a process, with its share of shared pages; KeyError if it has ended."""
     fields = kernel_files.read_fields(f"/proc/{pid}/smaps_rollup")
     return kernel_files.parse_kib(fields["Pss"])
 
 
 class PeakMemory:
-    """The most that a process and some files have in memory, while a ``with`` lasts.
+    """The peak memory of a process and some files, while a ``with`` lasts.
 
-    A file counts with what of it is in the page cache, mapped or not, and private memory with what
-    is there. A thread looks at both every 5 ms, from `watch` on.
-
-    Parameters
-    ----------
-    files : callable
-        Lists the files, anew at each look.
-
-    Attributes
-    ----------
-    nbytes : int
-        The most so far.
+    A file counts with its pages in the page cache, mapped or not; private memory counts as
+    resident. A thread samples both every 5 ms, from `watch` on, and calls `files` each time.
+    `nbytes` is the peak so far.
     """
 
     def __init__(self, files: Callable[[], Iterable[Path]]) -> None:
@@ -61,11 +43,11 @@ class PeakMemory:
         self._thread = threading.Thread(target=self._look_again)
 
     def watch(self, pid: int) -> None:
-        """Say which process it is."""
+        """Set the process."""
         self._pid = pid
 
     def look(self) -> None:
-        """Look at once."""
+        """Sample at once."""
         if self._pid is None:
             return
         nbytes = private_bytes(self._pid)
@@ -82,11 +64,6 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._ends.set()
         self._thread.join()

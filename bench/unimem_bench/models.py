@@ -1,13 +1,12 @@
 """Model files to measure with: the shapes of real models, and random bits for weights.
 
-How fast a model is loaded and computed does not depend on what its weights are, so a file is made
-in seconds where quantizing a billion values takes minutes. What decides is exact: shapes, types,
-the tokenizer. Such a model says nothing in any language.
+How fast a model loads and computes does not depend on the values of its weights, so a file is made
+in seconds, whereas quantizing a billion values takes minutes. Shapes, types and tokenizer are
+exact. Such a model writes nonsense.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unimem_bench.files import made_once
+from unimem_bench.states import require_room
 from unimem_bench.suite import NotMeasured
-
-__all__ = ["KINDS", "SHAPES", "Kind", "ModelShape", "add_metadata", "add_tokenizer", "write_model"]
 
 Kind = Literal["f16", "q8_0", "q4_0", "q4_k_m"]
 
@@ -34,13 +32,13 @@ class ModelShape:
     """The dimensions of a model."""
 
     hidden: int  # width of the residual stream
-    layers: int  # how many, as the next two
+    layers: int
     heads: int
     kv_heads: int
     inner: int  # width of the feed-forward
     vocab: int
     ctx: int
-    head_dim: int | None = None  # by default `hidden` divided among the heads
+    head_dim: int | None = None  # by default `hidden` / `heads`
     tied: bool = False  # whether the output is the embedding's matrix
 
     @property
@@ -49,7 +47,7 @@ class ModelShape:
         return self.head_dim or self.hidden // self.heads
 
 
-# Rows of all shapes are multiples of 256, which Q4_K and Q6_K want.
+# Rows of all shapes are multiples of 256, as Q4_K and Q6_K require.
 SHAPES: dict[str, ModelShape] = {
     "15m": ModelShape(
         256, layers=6, heads=4, kv_heads=4, inner=768, vocab=32000, ctx=1024, tied=True
@@ -67,33 +65,12 @@ SHAPES: dict[str, ModelShape] = {
 
 
 def write_model(folder: Path, shape: str, kind: Kind) -> Path:
-    """Write a model of architecture ``llama``, unless the folder has it.
+    """Write a model of architecture ``llama`` into a folder, unless it is there.
 
-    The file appears whole or not at all, and has the same bytes wherever it is written.
-
-    Parameters
-    ----------
-    folder : Path
-        Where to, under a name that says what it is. It is made if it is not there.
-    shape : str
-        One of `SHAPES`.
-    kind : {"f16", "q8_0", "q4_0", "q4_k_m"}
-        The types of the matrices; of ``q4_0`` and ``q4_k_m`` the mixtures that llama.cpp's
-        quantizer makes.
-
-    Returns
-    -------
-    Path
-        The file.
-
-    Raises
-    ------
-    ValueError
-        If there is no such shape or kind.
-    NotMeasured
-        If the package gguf is not installed, or the folder's disk has no room.
-    OSError
-        If it cannot be written.
+    `shape` is one of `SHAPES`. `kind` is the type of the matrices; ``q4_0`` and ``q4_k_m`` are the
+    mixtures that llama.cpp's quantizer makes. The file appears whole or not at all, and has the
+    same bytes everywhere. ValueError for an unknown shape or kind; NotMeasured if gguf is not
+    installed, or the disk has no room.
     """
     for what, known in ((shape, SHAPES), (kind, KINDS)):
         if what not in known:
@@ -102,7 +79,7 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
     def write(unfinished: Path) -> None:
         gguf = _gguf()
         tensors = list(_tensors(gguf, SHAPES[shape], kind))
-        _require_room(folder, sum(tensor.nbytes for tensor in tensors))
+        require_room(disk=sum(tensor.nbytes for tensor in tensors), folder=folder)
         writer = gguf.GGUFWriter(unfinished, "llama")
         add_metadata(writer, SHAPES[shape])
         writer.add_file_type(KINDS[kind])
@@ -123,9 +100,9 @@ def write_model(folder: Path, shape: str, kind: Kind) -> Path:
 
 
 def add_metadata(writer: Any, shape: ModelShape, other: Mapping[str, Any] | None = None) -> None:
-    """Add what a model of this shape says of itself to a ``GGUFWriter``.
+    """Add the metadata of a model of this shape to a ``GGUFWriter``.
 
-    `other` has more keys, without the prefix of the architecture, or replaces some.
+    `other` adds or replaces keys, without the prefix of the architecture.
     """
     keys: dict[str, Any] = {
         "context_length": shape.ctx,
@@ -167,7 +144,7 @@ def add_tokenizer(writer: Any, vocab: int, eos: int = 2) -> None:
 
 
 class _TensorSpec(NamedTuple):
-    """A tensor of the file: shape in NumPy's order, a number of GGML's types, its deviation."""
+    """A tensor: shape in NumPy's order, a GGML type, and the standard deviation."""
 
     name: str
     shape: tuple[int, ...]
@@ -185,21 +162,13 @@ def _gguf() -> ModuleType:
         ) from None
 
 
-def _require_room(folder: Path, nbytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise NotMeasured(
-            f"wants {nbytes / 1e9:.1f} GB for a model in {folder}, {free / 1e9:.1f} GB are free"
-        )
-
-
 def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_TensorSpec]:
-    """Give the tensors of a model in the order of the file."""
+    """Yield the tensors of a model in the order of the file."""
     types = gguf.GGMLQuantizationType
     plain = {
         "f16": types.F16, "q8_0": types.Q8_0, "q4_0": types.Q4_0, "q4_k_m": types.Q4_K
     }[kind]  # fmt: skip
-    # What has Q6_K instead: matrices of some layers, and the output.
+    # Whether matrices of some layers, and the output, are Q6_K instead.
     some, head = kind == "q4_k_m", kind in ("q4_0", "q4_k_m")
 
     def tensor(name: str, dims: tuple[int, ...], number: Any, std: float) -> _TensorSpec:
@@ -216,8 +185,8 @@ def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_Tenso
 
     hidden, std = shape.hidden, shape.hidden**-0.5
     q, kv = shape.heads * shape.head, shape.kv_heads * shape.head
-    # As the output, too, an embedding is small beside what the blocks add: the likeliest token is
-    # another one than the last.
+    # An embedding that is also the output is small beside what the blocks add, so that the model
+    # does not just repeat the last token.
     embedding_std = std if shape.tied else 1.0
     yield matrix("token_embd", shape.vocab, hidden, embedding_std, q6=head and shape.tied)
     for i in range(shape.layers):
@@ -226,8 +195,8 @@ def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_Tenso
         yield matrix(f"blk.{i}.attn_q", q, hidden, 1.5 * std)
         yield matrix(f"blk.{i}.attn_k", kv, hidden, 1.5 * std)
         yield matrix(f"blk.{i}.attn_v", kv, hidden, std, q6=q6)
-        # A block adds little to the residual stream: what rounding differs by between two builds
-        # of ggml would grow from layer to layer otherwise.
+        # A block adds little to the residual stream; otherwise differences in rounding between two
+        # builds of ggml would grow from layer to layer.
         yield matrix(f"blk.{i}.attn_output", hidden, q, 0.3 * q**-0.5)
         yield norm(f"blk.{i}.ffn_norm")
         yield matrix(f"blk.{i}.ffn_gate", shape.inner, hidden, std)
@@ -239,20 +208,20 @@ def _tensors(gguf: ModuleType, shape: ModelShape, kind: Kind) -> Iterator[_Tenso
 
 
 def _has_more_bits(layer: int, n_layers: int) -> bool:
-    """Tell where Q4_K_M has Q6_K for attn_v and ffn_down, about every other layer.
+    """Say whether Q4_K_M uses Q6_K for attn_v and ffn_down of a layer, about every other one.
 
-    As `use_more_bits` in llama.cpp's ``src/llama-quant.cpp``, which also gives Q6_K to the output,
-    or to the embedding where that is the output, and Q4_K to all other matrices. Of Q4_0 it gives
-    Q6_K to the output alone.
+    As `use_more_bits` in llama.cpp's ``src/llama-quant.cpp``, which also uses Q6_K for the output,
+    or for the embedding if that is the output, and Q4_K for all other matrices. With Q4_0, only the
+    output is Q6_K.
     """
     eighth = n_layers // 8
     return layer < eighth or layer >= 7 * n_layers // 8 or (layer - eighth) % 3 == 2
 
 
-# Of a block: its bytes, and for each of its float16 where that begins and what it is, as a multiple
-# of the deviation that the values shall have. All else may be any bits. Values are, with x for a
-# quant and s for a scale of some bits: Q8_0 d * x; Q4_0 d * (x - 8), where d has any sign, so that
-# the mean is 0; Q4_K d * s * x - dmin * s, where dmin makes the mean 0; Q6_K d * s * (x - 32).
+# A block's bytes, and the offset of each of its float16, with its value as a multiple of the wanted
+# deviation. All other bits are random. With x for a quant and s for a scale of some bits, values
+# are: Q8_0 d * x; Q4_0 d * (x - 8), where d has any sign, so that the mean is 0;
+# Q4_K d * s * x - dmin * s, where dmin makes the mean 0; Q6_K d * s * (x - 32).
 _BLOCKS = {
     "Q8_0": (34, {0: 1 / 73.9}),
     "Q4_0": (18, {0: 1 / 4.64}),
@@ -262,7 +231,7 @@ _BLOCKS = {
 
 
 def _content(bits: np.random.PCG64, tensor: _TensorSpec) -> NDArray[Any]:
-    """Return what lies in the file for a tensor."""
+    """Return the bytes of a tensor."""
     if tensor.type.name == "F32":
         generator = np.random.Generator(bits)
         values = 1 + tensor.std * generator.standard_normal(tensor.shape, dtype=np.float32)

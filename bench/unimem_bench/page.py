@@ -19,20 +19,18 @@ from unimem_bench.tables import (
     targets,
 )
 
-__all__ = ["render", "write"]
-
 _HEAD = """\
 # Benchmarks
 
-What unimem costs, beside what one would use instead and beside what the machine can do at best. The
-sides of a case are of one run, and this page is generated from the records of the runs that "The
-machine" names. In brackets is where a second run would land, 95 times of 100. What unimem loses is
-here, too."""
+What unimem costs, beside its alternatives and beside what the machine can do at best. The sides of
+a case are of one run, and this page is generated from the records of the runs that "The machine"
+names. In brackets is where a second run would land, 95 times of 100. Losses of unimem are listed,
+too."""
 
 _DETAILS = """\
-A row is the median of unimem, how it compares, and whether the target of this project is met.
-Behind it come all targets and suites. A suite has a row a case: the median of unimem (5th to 95th
-percentile), and the peer and the limit that unimem does worst beside.
+A row has the median of unimem, how it compares, and whether the target of this project is met.
+All targets and suites follow. A suite has a row a case: the median of unimem (5th to 95th
+percentile), and the peer and the limit beside which unimem does worst.
 `unimem bench --from FILE --markdown` writes all sides and all sizes."""
 
 _AGAIN = """\
@@ -50,26 +48,25 @@ unimem bench --compare a.json b.json                 # two runs beside each othe
 _METHOD = """\
 ## Method
 
-- What is claimed are ratios. In each round every side runs once, the one that begins changes, and
-  the ratio is taken inside the round: what slows one side slows the other as well.
-- A suite is measured by several processes (passes), since where memory comes to lie is another in
-  each.
+- Claims are ratios. In each round every side runs once, the first side changes, and the ratio is
+  taken inside the round: whatever slows one side slows the other as well.
+- Several processes (passes) measure a suite, since the layout of memory differs between them.
 - The interval of a ratio says where a second run of the same length would land, 95 times of 100: a
-  bootstrap over passes and over the rounds in them. Where it covers 1, it says "no difference".
+  bootstrap over passes and over the rounds in them. If it covers 1, the result is "no difference".
 - Beside a median are the 5th and 95th percentile of all rounds.
-- A round in which other processes or the hypervisor took CPU time is dropped and run again.
+- A round in which other processes or the hypervisor took CPU time is dropped and repeated.
 - Threads are pinned. Memory and page cache are brought into a known state first; the first rounds
-  are thrown away.
+  are discarded.
 - All sides do the same work: contents and sums are compared, outside of the measured time.
-- A *peer* is what one would use instead, a *limit* what the machine can do at best: `memcpy`,
+- A *peer* is an alternative to unimem, a *limit* the best that the machine can do: `memcpy`,
   reading memory, the disk.
-- A target is met if the median keeps its limit; "within noise" says that the interval covers the
+- A target is met if the median keeps its limit; "within noise" means that the interval covers the
   limit.
 
-`bench/README.md` in the repository says more of this, and of each suite."""
+`bench/README.md` in the repository describes the method and each suite."""
 
 
-# The cases of which the page has pictures: of a suite a few, so that a picture stays small.
+# The cases with pictures: a few of a suite, so that a picture stays small.
 PICTURES = {
     "load": ("map-two-threads", "safetensors-two-threads", "cold", "staged"),
     "decode": ("prefill-q8_0", "decode-q8_0", "prefill-q4_k_m", "decode-q4_k_m"),
@@ -78,21 +75,10 @@ PICTURES = {
 
 
 def render(record: Record, pictures: Mapping[str, str], folder: str) -> str:
-    """Write a record as a page.
+    """Write a record as Markdown; the same record gives the same text.
 
-    Parameters
-    ----------
-    record : Record
-        What was measured.
-    pictures : mapping of str to str
-        Which suites have a picture, and what it shows in words.
-    folder : str
-        Where the pictures are, from the page.
-
-    Returns
-    -------
-    str
-        Markdown; the same for the same record.
+    `pictures` says which suites have a picture, and describes it; `folder` is their folder, as seen
+    from the page.
     """
     return "\n".join(_lines(record, pictures, folder)) + "\n"
 
@@ -134,22 +120,7 @@ def _suite_lines(suite: SuiteRecord) -> Iterator[str]:
 
 
 def write(record: Record, path: Path) -> None:
-    """Write the page, and its pictures into a folder beside it that is called as the page is.
-
-    Parameters
-    ----------
-    record : Record
-        What was measured.
-    path : Path
-        Of the page, as ``docs/benchmarks.md``; its pictures are ``docs/benchmarks/*.svg`` then.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is missing.
-    OSError
-        If something cannot be written.
-    """
+    """Write the page, and its pictures into a folder beside it with the name of the page."""
     from unimem_bench import plots
 
     chosen = [

@@ -1,8 +1,8 @@
 """Plain C that does what unimem is compared with: copying, reading, filling, touching, loading.
 
-A peer, and no part of libunimem: ``libunimem-bench.so`` lies beside it in the package, and
-``native/bench`` has its source. Every function gives seconds that are measured inside of C, and
-raises OSError with its name where the kernel refuses.
+It is a peer, and not part of libunimem: ``libunimem-bench.so`` lies beside it in the package, and
+``bench/native`` has its source. Every function returns seconds measured inside C, and raises
+OSError with its name if the kernel refuses.
 """
 
 from __future__ import annotations
@@ -49,21 +49,13 @@ class Loading(ctypes.Structure):
 
 
 def copy(table: NDArray[np.uint64]) -> float:
-    """Copy with memcpy.
+    """Copy with memcpy; CPU seconds of this thread for all copies.
 
-    Parameters
-    ----------
-    table : ndarray of uint64, shape (n, 3)
-        To where, from where, and how many bytes, of each copy.
-
-    Returns
-    -------
-    float
-        CPU seconds of this thread for all of them.
+    Each row of `table`, uint64 of shape (n, 3), has the target, the source and the number of bytes.
     """
     if table.dtype != np.uint64 or table.ndim != 2 or table.shape[1] != 3:
         raise ValueError(
-            f"copy wants an array of uint64 of shape (n, 3), found {table.dtype} {table.shape}"
+            f"copy needs an array of uint64 of shape (n, 3), found {table.dtype} {table.shape}"
         )
     table = np.ascontiguousarray(table)
     return _call("copy", ctypes.c_void_p(table.ctypes.data), ctypes.c_size_t(len(table)))
@@ -80,7 +72,7 @@ def fill(address: int, nbytes: int, value: int) -> float:
 
 
 def churn(n: int) -> float:
-    """Free and allocate up to 1 KiB so often, by the process's malloc; CPU seconds."""
+    """Free and allocate up to 1 KiB `n` times, by the process's malloc; CPU seconds."""
     return _call("churn", ctypes.c_size_t(n))
 
 
@@ -101,21 +93,10 @@ def fill_by_threads(address: int, nbytes: int, value: int, cpus: Sequence[int]) 
 
 
 def touch(nbytes: int, step: int, pages: Pages | bool, cpus: Sequence[int]) -> float:
-    """Touch one byte every `step` of a new mapping.
+    """Touch one byte every `step` of a new mapping that begins at a multiple of `step`.
 
-    Parameters
-    ----------
-    nbytes, step : int
-        Of the mapping, which begins at a multiple of `step`.
-    pages : {"4k", "thp", "2m"} or bool
-        What is asked of the kernel; True is "thp", False is "4k".
-    cpus : sequence of int
-        A pinned thread runs on each.
-
-    Returns
-    -------
-    float
-        Seconds on the wall, without those of making and dropping the mapping.
+    `pages` are requested from the kernel; True is "thp", False is "4k". A pinned thread runs on
+    each of `cpus`. Seconds on the wall, without making and dropping the mapping.
     """
     kind = PAGES.index(pages) if isinstance(pages, str) else int(pages)
     sizes = ctypes.c_size_t(nbytes), ctypes.c_size_t(step)
@@ -123,21 +104,10 @@ def touch(nbytes: int, step: int, pages: Pages | bool, cpus: Sequence[int]) -> f
 
 
 def scan(ranges: Ranges, cpus: Sequence[int]) -> tuple[float, int]:
-    """Read ranges of memory word by word.
+    """Read ranges of memory word by word, with a pinned thread on each of `cpus`.
 
-    Parameters
-    ----------
-    ranges : sequence of tuple of int
-        Address and bytes, a multiple of 8, of each.
-    cpus : sequence of int
-        A pinned thread runs on each.
-
-    Returns
-    -------
-    seconds : float
-        On the wall.
-    total : int
-        The sum of all words, modulo 2 to the power of 64.
+    A range is an address and a number of bytes, a multiple of 8. Returns seconds on the wall, and
+    the sum of all words modulo 2 to the power of 64.
     """
     table = np.array(ranges, np.uint64).reshape(-1, 2)
     total = ctypes.c_uint64()
@@ -152,25 +122,9 @@ def scan(ranges: Ranges, cpus: Sequence[int]) -> tuple[float, int]:
 def map_and_scan(
     path: str | Path, offset: int, *, populate: bool, cpus: Sequence[int]
 ) -> tuple[float, int]:
-    """Map a file and read it word by word from `offset` to its end.
+    """Map a file and read it word by word from `offset` to its end, as `scan` does.
 
-    Parameters
-    ----------
-    path : str or Path
-        Of the file.
-    offset : int
-        Where its data begins.
-    populate : bool
-        Whether to map with MAP_POPULATE.
-    cpus : sequence of int
-        A pinned thread runs on each.
-
-    Returns
-    -------
-    seconds : float
-        On the wall, from opening to the last word.
-    total : int
-        As of `scan`.
+    `populate` maps with MAP_POPULATE. The seconds are from opening to the last word.
     """
     total = ctypes.c_uint64()
     where = os.fsencode(path), ctypes.c_size_t(offset), ctypes.c_int(populate)
@@ -190,36 +144,14 @@ def load(
     populate: bool = False,
     depth: int = 0,
 ) -> tuple[float, int]:
-    """Bring a file into new memory on transparent huge pages.
+    """Load a file into new memory on transparent huge pages; add it up from `offset` on.
 
-    Parameters
-    ----------
-    path : str or Path
-        Of the file.
-    offset : int
-        Where its data begins; all of it is loaded, and added up from there.
-    way : {"read", "pread", "memcpy", "stream", "touch", "io_uring"}
-        By read in one thread, by pread, from a mapping with memcpy or with non-temporal stores
-        (ENOSYS where the CPU is no x86), by touching one byte a page of a mapping, or by io_uring.
-    request_bytes : int
-        At once; a multiple of the page size.
-    cpus : sequence of int
-        Thread i runs on CPU i modulo their number.
-    threads : int
-        That load.
-    direct : bool
-        Past the page cache (O_DIRECT).
-    populate : bool
-        Whether a thread on each CPU brings in the memory before.
-    depth : int
-        Requests of io_uring under way.
-
-    Returns
-    -------
-    seconds : float
-        On the wall, from opening until the last byte is there.
-    total : int
-        As of `scan`, made afterwards.
+    It is read in one thread, by pread, from a mapping by memcpy or non-temporal stores (ENOSYS
+    unless the CPU is x86), by touching one byte a page of a mapping, or by io_uring with `depth`
+    requests under way; `request_bytes`, a multiple of the page size, at once. Thread i runs on CPU
+    i modulo their number. `direct` bypasses the page cache (O_DIRECT); `populate` touches the
+    memory first, with a thread on each CPU. Returns seconds on the wall from opening to the last
+    byte, and the sum as `scan`.
     """
     how = Loading(WAYS.index(way), direct, populate, threads, request_bytes, depth)
     total = ctypes.c_uint64()
@@ -238,7 +170,7 @@ def cached_bytes(path: str | Path) -> int:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """Load the library once it is used: most of `unimem bench` goes without."""
+    """Load the library at first use: most of `unimem bench` does not need it."""
     path = Path(um.get_library()).with_name("libunimem-bench.so")
     return ctypes.CDLL(str(path), use_errno=True)
 

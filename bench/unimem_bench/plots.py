@@ -1,8 +1,8 @@
-"""Plots of a record, as SVG files: cases as bars, what grows as lines, all targets on a sheet.
+"""Plots of a record, as SVG files: cases as bars, growth as lines, all targets on a sheet.
 
-This module imports matplotlib, so it is imported only where plots are asked for. Nothing of
-matplotlib's global state is used or changed: the figures are the caller's own, and the same record
-gives the same bytes.
+This module imports matplotlib, so it is imported only when plots are wanted. It neither uses nor
+changes matplotlib's global state: figures belong to the caller, and the same record gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ except ImportError as error:
         f"plots need matplotlib: {install_hint('bench')}; importing it said: {error}"
     ) from error
 
-__all__ = ["Drawing", "draw", "save"]
 
-# Okabe and Ito's colours, which the colour-blind tell apart; markers and hatches differ as well.
+# Okabe and Ito's colours, distinct for the colour-blind; markers and hatches differ as well.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _PURPLE, _SKY, _BLACK, _GREY = "#CC79A7", "#56B4E9", "#000000", "#777777"
 _STYLE = {
@@ -65,19 +64,15 @@ _ROW, _LINE = 0.1, 0.15  # of a bar without its name, and of a line of text
 _LINES = 1.8  # the height of axes with lines
 _X_AXIS = 0.6  # ticks and label below axes, and a gap
 
-# From this ratio of the largest to the smallest on, a bar from 0 shows nothing of the smallest.
+# From this ratio of largest to smallest on, bars that begin at 0 hide the smallest.
 _LOG_FROM = 25.0
 _TICK = "{x:,g}"
-_REACH = 4.0  # of the axis of targets: what is so many times as good as asked for is at its end
+_REACH = 4.0  # of the axis of targets, in multiples of the limit
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A figure that is not written yet.
-
-    It has the name of its file, without what tells the format, a text for those who cannot see it,
-    and the suite that it belongs to.
-    """
+    """A figure that is not written yet: the stem of its file, a description, and its suite."""
 
     name: str
     alt: str
@@ -86,15 +81,7 @@ class Drawing:
 
 
 def save(record: Record, folder: Path, names: Collection[str] | None = None) -> list[Drawing]:
-    """Write the drawings of a record, or those of some names, as ``<name>.svg`` into a folder.
-
-    The folder is made where it is not there.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be written; one that was there before stays.
-    """
+    """Write the drawings of a record, or those with some names, as ``<name>.svg`` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with _style():
         drawings = [each for each in _drawings(record) if names is None or each.name in names]
@@ -106,18 +93,15 @@ def save(record: Record, folder: Path, names: Collection[str] | None = None) -> 
 
 
 def _compact(svg: str) -> str:
-    """Give clip paths numbers for names, which depend on last bits of the layout and vary."""
+    """Give clip paths numbers, since their names vary with the layout, and drop white space."""
     ids = {name: f"clip{i}" for i, name in enumerate(re.findall(r'<clipPath id="(\w+)"', svg))}
     svg = re.sub(r"\bp[0-9a-f]{10}\b", lambda name: ids.get(name[0], name[0]), svg)
-    # Between tags white space is nothing; in paths, a new line is a space.
+    # White space between tags means nothing; in paths, a new line is a space.
     return re.sub(r"\s*\n\s*", " ", re.sub(r">\s+<", "><", svg)).strip() + "\n"
 
 
 def draw(record: Record) -> list[Drawing]:
-    """Draw ``overview``, with a case of each suite; ``targets``; and each suite by its name.
-
-    What has nothing to show is left out.
-    """
+    """Draw ``overview``, with a case of each suite; ``targets``; and each suite by its name."""
     with _style():
         return list(_drawings(record))
 
@@ -151,7 +135,7 @@ def _drawings(record: Record) -> Iterator[Drawing]:
 
 
 def _most_telling(cases: Sequence[CaseRecord]) -> CaseRecord:
-    """Choose the first case with peers and a limit, or what comes nearest to that."""
+    """Choose the first case with peers and a limit, or the nearest to that."""
     return max(cases, key=lambda case: len({side.role for side in _sides(case)}))
 
 
@@ -164,12 +148,12 @@ def _sides(case: CaseRecord) -> list[SideRecord]:
 
 
 def _wrap(text: str, width: int, most: int = 1) -> str:
-    """Break a text into lines of so many characters, and cut it after `most` of them."""
+    """Break a text into lines of `width` characters, at most `most` of them."""
     return textwrap.fill(text, width, max_lines=most, placeholder="…")
 
 
 def _figure(title: str, key: Sequence[Patch | Line2D], height: float) -> Figure:
-    """Make a figure with a title and a legend above so many inches."""
+    """Make a figure with a title and a legend above `height` inches."""
     height += _HEAD
     engine = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - _HEAD / height), hspace=0, wspace=0)
     figure = Figure(figsize=(_WIDTH, height), layout=engine)
@@ -183,7 +167,7 @@ def _figure(title: str, key: Sequence[Patch | Line2D], height: float) -> Figure:
 
 
 def _sheet(title: str, cases: Sequence[CaseRecord], name: Callable[[CaseRecord], str]) -> Figure:
-    """Draw a panel for each case, in two columns, each below what is the shorter one by then."""
+    """Draw a panel for each case, in two columns, always adding to the shorter one."""
     width = 44 if len(cases) > 1 else 90
     columns: list[list[tuple[CaseRecord, str, dict[str, str]]]] = [[] for _ in cases[:2]]
     heights: list[list[float]] = [[] for _ in columns]
@@ -208,7 +192,7 @@ def _sheet(title: str, cases: Sequence[CaseRecord], name: Callable[[CaseRecord],
 
 
 def _labels(case: CaseRecord, width: int) -> dict[str, str]:
-    """Give the text that names each side of a panel, in lines."""
+    """Return the label of each side of a panel, in lines."""
     if stats.sizes(case):
         names = dict.fromkeys(side.name for side in _sides(case) if side.at is not None)
         return {name: _wrap(_line_label(case, name), width, 3) for name in names}
@@ -234,13 +218,13 @@ _ROLES: dict[Role, str] = {"unimem": "unimem", "peer": "its peers", "limit": "ma
 
 
 def _fill(role: Role) -> dict[str, Any]:
-    """Give what tells a bar's role, also in grey."""
+    """Return the look of a bar, which shows its side's role even in grey."""
     hatch = "////" if role == "limit" else None
     return {"facecolor": _COLOURS[role], "edgecolor": _EDGES[role], "hatch": hatch, "lw": 0.8}
 
 
 def _key(cases: Sequence[CaseRecord]) -> list[Patch | Line2D]:
-    """Make the legend of a sheet: what holds for all of its panels."""
+    """Make the legend that holds for all panels of a sheet."""
     lines = [case for case in cases if stats.sizes(case)]
     pairs = [case for case in cases if _pairs(case)]
     others = [case for case in cases if case not in lines and case not in pairs]
@@ -273,12 +257,12 @@ def _better(case: CaseRecord) -> str:
 
 
 def _decimal(low: float, high: float) -> LogLocator:
-    """Give ticks of an axis of logarithms: on a short one more than the powers of ten."""
+    """Return the ticks of a logarithmic axis: on a short one, more than the powers of ten."""
     return LogLocator(subs=(1.0, 3.0) if high < 500 * low else (1.0,), numticks=5)
 
 
 def _draw_bars(panel: SubFigure, case: CaseRecord, labels: Mapping[str, str]) -> None:
-    """Draw medians with whiskers: as bars, or where they differ too much for bars as points."""
+    """Draw medians with whiskers: as bars, or as points if they differ too much for bars."""
     axes = panel.subplots()
     sides = _sides(case)
     spreads = [stats.spread(side) for side in sides]
@@ -345,11 +329,11 @@ def _draw_pairs(panel: SubFigure, case: CaseRecord, labels: Mapping[str, str]) -
             _write(axes, f"worst {slower:,.0f}x", (max(values[1]), y + 0.16), 5)
 
 
-_MUCH_SLOWER = 2.0  # is said beside the line
+_MUCH_SLOWER = 2.0  # from here on, written beside the line
 
 
 def _write(axes: Axes, text: str, place: tuple[float, float], points: float, **more: Any) -> None:
-    """Write a text so many points to the right of a place, for which the layout makes room."""
+    """Write a text `points` to the right of a place; the layout makes room for it."""
     axes.annotate(
         text, place, xytext=(points, -0.5), textcoords="offset points", va="center",
         annotation_clip=False, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5}, **more,
@@ -374,7 +358,7 @@ def _is_by_threads(case: CaseRecord) -> bool:
 
 
 def _line_label(case: CaseRecord, name: str) -> str:
-    """Name a side, with the exponent of its growth as it is drawn."""
+    """Name a side, with the exponent of its growth as drawn."""
     if not _is_by_threads(case):
         with suppress(ValueError):  # there may be one size only, or figures of 0
             growth = stats.growth(case, name)
@@ -385,7 +369,7 @@ def _line_label(case: CaseRecord, name: str) -> str:
 
 
 def _draw_lines(panel: SubFigure, case: CaseRecord, labels: Mapping[str, str]) -> None:
-    """Draw medians by size with bands: over logarithms, or by threads as they are."""
+    """Draw medians by size with bands, on logarithmic axes, or on linear ones by threads."""
     axes = panel.subplots()
     sides = [side for side in _sides(case) if side.at is not None]
     spreads = [stats.spread(side) for side in sides]
@@ -417,7 +401,7 @@ _LOOKS: dict[Role, list[tuple[str, str, str]]] = {
 
 
 def _scale_plainly(axes: Axes, case: CaseRecord, spreads: Sequence[Spread]) -> None:
-    """Scale axes from 0, and draw the ideal: with so many threads so many times as fast."""
+    """Scale axes from 0, and draw the ideal: n threads are n times as fast."""
     axes.set_xlim(0, stats.sizes(case)[-1] * 1.05 or 1)
     axes.set_ylim(min(0, *(each.p5 for each in spreads)), max(e.p95 for e in spreads) * 1.1 or 1)
     axes.locator_params(axis="x", integer=True, nbins=6)
@@ -426,10 +410,10 @@ def _scale_plainly(axes: Axes, case: CaseRecord, spreads: Sequence[Spread]) -> N
 
 
 def _scale_by_logarithms(axes: Axes, case: CaseRecord, spreads: Sequence[Spread]) -> None:
-    """Scale axes by logarithms, and draw what is constant and what is proportional to size."""
+    """Scale axes logarithmically, and draw constant cost and cost proportional to size."""
     xs = stats.sizes(case)
     low, high = min(each.p5 for each in spreads), max(each.p95 for each in spreads)
-    # What is constant has to look so: two decades at least.
+    # Two decades at least, so that constant cost looks constant.
     middle, reach = math.sqrt(low * high), max(10, 1.4 * math.sqrt(high / low))
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -438,7 +422,7 @@ def _scale_by_logarithms(axes: Axes, case: CaseRecord, spreads: Sequence[Spread]
     axes.yaxis.set_major_locator(_decimal(middle / reach, middle * reach))
     if len(xs) == 1:
         axes.set_xticks(xs)
-    elif (case.x or "").startswith("bytes"):  # powers of ten are no sizes of bytes
+    elif (case.x or "").startswith("bytes"):  # sizes are powers of two
         axes.xaxis.set_major_locator(LogLocator(base=2, numticks=4))
     else:
         axes.xaxis.set_major_locator(_decimal(xs[0], xs[-1]))
@@ -448,7 +432,7 @@ def _scale_by_logarithms(axes: Axes, case: CaseRecord, spreads: Sequence[Spread]
 
 
 def _draw_power(axes: Axes, case: CaseRecord, exponent: int, line: str) -> None:
-    """Draw how our first figure would go on as a power of the size."""
+    """Draw how our first figure would continue as a power of the size."""
     xs = stats.sizes(case)
     ours = stats.subject(case, xs[0])
     if ours is not None:
@@ -458,7 +442,7 @@ def _draw_power(axes: Axes, case: CaseRecord, exponent: int, line: str) -> None:
 
 
 def _targets(verdicts: Sequence[Verdict]) -> Figure:
-    """Draw what was measured over its limit, so that more is better whatever is claimed."""
+    """Draw each measurement over its limit, so that more is always better."""
     claims = [f"{_full_name(v.case)}: {claim(v.case, v.target, v.other)}" for v in verdicts]
     figure = _figure("All targets", _targets_key(verdicts), len(claims) * 2.2 * _LINE + _X_AXIS)
     axes = figure.subplots()
@@ -481,7 +465,7 @@ def _targets(verdicts: Sequence[Verdict]) -> Figure:
 
 
 def _figures(verdict: Verdict) -> str:
-    """Write what was measured; without a unit that the claim has said already."""
+    """Write what was measured, without a unit that the claim has already."""
     if isinstance(verdict.measured, Ratio) and verdict.target.kind == "figure":
         return texts.middle(verdict.measured, unit if has_scale(unit := verdict.case.unit) else "")
     return measured(verdict) or outcome(verdict)
@@ -502,13 +486,8 @@ def _draw_verdict(axes: Axes, y: float, verdict: Verdict) -> None:
 def _mark(met: bool, certain: bool) -> dict[str, Any]:
     colour = _BLUE if met else _RED
     marker, size = ("o", 6.5) if met else ("X", 8)
-    return {
-        "marker": marker,
-        "ms": size,
-        "mec": colour,
-        "mfc": colour if certain else "white",
-        "ls": "none",
-    }
+    look = {"marker": marker, "ms": size, "mec": colour, "ls": "none"}
+    return look | {"mfc": colour if certain else "white"}
 
 
 def _targets_key(verdicts: Sequence[Verdict]) -> list[Line2D]:

@@ -1,7 +1,7 @@
-"""What a run has measured, as it was measured: figures, and what they cannot be read without.
+"""What a run has measured: figures, and the facts needed to read them.
 
-A record holds no medians and no verdicts; `unimem_bench.stats` makes these, of a new record as of
-an old one. As JSON it is ``unimem.bench/1`` (docs/schemas/bench-1.json).
+A record holds no medians and no verdicts; `unimem_bench.stats` computes these, for new records and
+old ones alike. As JSON it is ``unimem.bench/1`` (docs/schemas/bench-1.json).
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "BEST", "CaseRecord", "Record", "Role", "SideRecord", "SuiteRecord", "Target", "case_from_dict",
-]  # fmt: skip
-
 SCHEMA = "unimem.bench/1"
 
 # As the other side of a target: the fastest of the peers.
@@ -31,53 +27,45 @@ Role = Literal["unimem", "peer", "limit"]
 class Target:
     """A claim about a case; `unimem_bench.suite` has a function for each kind."""
 
-    # What is claimed: how many times as fast `side` is as `other`, how many times as much it costs,
-    # the figure of `side` itself, or the exponent of its growth.
+    # How many times as fast `side` is as `other`, how many times as much it costs, the figure of
+    # `side` itself, or the exponent of its growth.
     kind: Literal["speed", "cost", "figure", "exponent"]
-    side: str  # a side of the case
-    other: str | None  # the side that it is compared with; `BEST` stands for the fastest peer
+    side: str
+    other: str | None  # `BEST` stands for the fastest peer
     at_least: bool  # whether the limit is a lower one
-    limit: float  # what the median must keep
-    issue: int  # the issue of unimem that asks for it
+    limit: float  # that the median must keep
+    issue: int  # the issue of unimem that sets it
 
 
 @dataclass(frozen=True, slots=True)
 class SideRecord:
-    """The figures of one side, or in a case of scaling, of one side at one size."""
+    """The figures of one side; if the case scales, of one side at one size."""
 
     name: str  # as tables and plots show it
-    role: Role  # unimem's own way, what one would use instead, or what the machine can do at best
-    # For each pass, which is a process of its own, the figure of each round, in the unit of the
-    # case. Round i of a pass is the same round for all sides of the case. Empty where a pass has
-    # not measured it.
+    role: Role  # unimem's own way, an alternative, or the best that the machine can do
+    # For each pass, which is a process of its own, the figure of each round. Round i of a pass is
+    # the same round for all sides of the case. Empty if a pass has not measured it.
     passes: list[list[float]]
-    # In a case of scaling the size, number of threads or whatever else is on the x axis.
-    at: float | None = None
+    at: float | None = None  # if the case scales, the value on the x axis
 
 
 @dataclass(frozen=True, slots=True)
 class CaseRecord:
-    """What one case has measured."""
+    """The measurements of one case."""
 
     suite: str
     name: str  # the case is ``suite/name``
-    question: str  # what it answers, in a sentence
-    # Of the figures. Of one that ends in ``/s`` more is better, of all others less.
-    unit: str
-    # In a case of scaling what `SideRecord.at` is, with its unit, as an axis is labelled.
-    x: str | None = None
-    # The first one of role "unimem" is what the others are compared with.
+    question: str  # in a sentence
+    unit: str  # of the figures; more is better if it ends in ``/s``, else less
+    x: str | None = None  # if the case scales, the label of the x axis
+    # All are compared with the first of role "unimem".
     sides: list[SideRecord] = field(default_factory=list)
-    # What is claimed, also where it could not be measured.
     targets: list[Target] = field(default_factory=list)
-    # Rounds that were thrown away, since something else took CPU time from them.
-    rounds_dropped: int = 0
-    # Rounds that are among the figures nevertheless, for want of quieter ones.
-    rounds_disturbed: int = 0
+    rounds_dropped: int = 0  # discarded, since other processes took CPU time
+    rounds_disturbed: int = 0  # disturbed but kept, for lack of quieter ones
     left_out: dict[str, str] = field(default_factory=dict)  # peers that were not measured, and why
-    facts: dict[str, Any] = field(default_factory=dict)  # what the figures cannot be read without
-    # Why nothing was measured, or not in all passes: what the machine lacks, or the error.
-    failed: str | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # needed to read the figures
+    failed: str | None = None  # why nothing was measured, or not in all passes
     is_error: bool = False  # whether that is an error
 
     @property
@@ -86,23 +74,22 @@ class CaseRecord:
         return self.unit.endswith("/s")
 
     def side(self, name: str, at: float | None = None) -> SideRecord | None:
-        """Find a side, in a case of scaling at one size."""
+        """Find a side; if the case scales, at one size."""
         return next((side for side in self.sides if (side.name, side.at) == (name, at)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class SuiteRecord:
-    """What one suite has measured."""
+    """The measurements of one suite."""
 
     name: str  # as on the command line
-    question: str  # what its cases are about, in a sentence
+    question: str  # of all cases, in a sentence
     n_passes: int  # processes that measured it, one after the other
-    seconds: float  # what all of them took
+    seconds: float  # that they took
     cases: list[CaseRecord]  # in the order in which the suite declares them
-    # Of each pass what pyperf says of the machine in that moment, as CPU frequencies and load.
+    # For each pass, the CPU frequencies, load and so on that pyperf found.
     conditions: list[dict[str, Any]] = field(default_factory=list)
-    # The run that measured it, where that is another than the record's: its begin, and on what CPU.
-    run: str | None = None
+    run: str | None = None  # the begin and CPU of the run that measured it, if not the record's
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,34 +97,31 @@ class Record:
     """A run of `unimem bench`."""
 
     when: str  # its begin, in UTC
-    quick: bool  # whether it was one of ``--quick``, with smaller sizes and fewer rounds
-    seconds: float  # what it took
-    machine: dict[str, Any]  # as `unimem.doctor` has it
+    quick: bool  # whether it had smaller sizes and fewer rounds
+    seconds: float  # that it took
+    machine: dict[str, Any]  # the document of `unimem.doctor`
     versions: dict[str, str]  # of unimem, Python, and all packages that were measured
     suites: list[SuiteRecord]  # in the order in which they ran
 
     def cases(self) -> Iterator[CaseRecord]:
-        """Give the cases of all suites."""
+        """Yield the cases of all suites."""
         for suite in self.suites:
             yield from suite.cases
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `to_json` writes."""
+        """Return the document that `to_json` writes."""
         return {"schema": SCHEMA, **asdict(self)}
 
     def to_json(self) -> str:
-        """Return it as a JSON document, with the figures of a pass in a line."""
+        """Return a JSON document, with the figures of a pass on one line."""
         text = json.dumps(self.to_dict(), indent=1)
-        # A string has no line break of its own in JSON: what has one is a list.
+        # In JSON, no string has a line break: a match is a list.
         return re.sub(r"\[\n[-+.\deE,\s]+\]", lambda found: " ".join(found[0].split()), text)
 
     def with_suites_of(self, later: Record) -> Record:
-        """Return this record with the suites of a later run in the place of its own.
+        """Return this record with the suites of a later run in place of its own.
 
-        Raises
-        ------
-        ValueError
-            If one is a quick run and the other a whole one: their sizes differ.
+        ValueError if one is a quick run and the other is not: their sizes differ.
         """
         if self.quick != later.quick:
             raise ValueError("expected two whole runs, or two with --quick, got one of each")
@@ -149,13 +133,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, document: Any) -> Record:
-        """Make a record of what `to_dict` gave.
-
-        Raises
-        ------
-        ValueError
-            If it is not a document of this schema.
-        """
+        """Make a record from the result of `to_dict`; ValueError if it is another document."""
         found = document.get("schema") if isinstance(document, Mapping) else None
         if found != SCHEMA:
             raise ValueError(
@@ -172,15 +150,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """Read a record from a file.
-
-        Raises
-        ------
-        OSError
-            If it cannot be read.
-        ValueError
-            If it holds no record.
-        """
+        """Read a record from a file; ValueError if it holds no record."""
         try:
             document = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
@@ -198,14 +168,14 @@ def _suite(document: Mapping[str, Any]) -> SuiteRecord:
 
 
 def case_from_dict(document: Mapping[str, Any]) -> CaseRecord:
-    """Make the record of a case of what `dataclasses.asdict` gave of one."""
+    """Make the record of a case from the result of `dataclasses.asdict`."""
     sides = [SideRecord(**each) for each in document["sides"]]
     targets = [Target(**each) for each in document["targets"]]
     return CaseRecord(**{**document, "sides": sides, "targets": targets})
 
 
 def _check(made: Any) -> None:
-    """Refuse a record, or a part of one, with a field of another type than is declared."""
+    """Refuse a record, or a part of one, if a field does not have the declared type."""
     for name, hint in get_type_hints(type(made)).items():
         value = getattr(made, name)
         if not _is(value, hint):

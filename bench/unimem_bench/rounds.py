@@ -1,9 +1,8 @@
-"""The method: sides that alternate, on pinned CPUs, in rounds that nothing else disturbed.
+"""The method: sides that alternate, on pinned CPUs, in undisturbed rounds.
 
-The machines this runs on are shared and noisy: an absolute figure moves by a factor of two within
-an hour. What is claimed is therefore a ratio. In each round every side runs once, the side that
-begins changes from round to round, and the ratio is taken inside the round, so that whatever slows
-one side slows the other as well.
+The machines are shared and noisy: an absolute figure moves by a factor of two within an hour. So
+claims are ratios. In each round every side runs once, the first side changes from round to round,
+and the ratio is taken inside the round: whatever slows one side slows the other as well.
 
 pyperf and asv, which do much of this well, measure one side after the other; their rounds cannot be
 paired.
@@ -23,31 +22,25 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from unimem.system import limits
 
-__all__ = [
-    "Rounds", "Side", "alternate", "by_preference", "milliseconds", "pin", "stopwatch",
-    "thread_counts", "warm_stopwatch",
-]  # fmt: skip
-
 Side = Callable[[], float]
 Key = TypeVar("Key", bound=Hashable)
 
-# What may be taken from a round. The kernel counts the CPU time of others in ticks, of which one or
-# two are always taken by other processes.
+# What may be taken from a round. The kernel counts CPU time in ticks;
+# other processes always take one or two.
 LATE_SHARE = 0.02
 OTHERS_SHARE = 0.05
 OTHERS_TICKS = 3
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-MOST_TRIES = 2  # as many rounds as were asked for, so many times
+MOST_TRIES = 2  # times as many rounds as wanted
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds(Generic[Key]):
-    """What `alternate` gives."""
+    """The result of `alternate`."""
 
     figures: dict[Key, list[float]]  # of each side, in the order of the rounds
-    n_dropped: int  # rounds that were thrown away, since something else took CPU time from them
-    # Rounds among the figures from which something was taken, for want of quieter ones.
-    n_disturbed: int
+    n_dropped: int  # rounds that were discarded, since other processes took CPU time
+    n_disturbed: int  # rounds that were disturbed but kept, for lack of quieter ones
 
 
 def alternate(
@@ -58,21 +51,12 @@ def alternate(
     cpus: Sequence[int],
     pids: Sequence[int] = (),
 ) -> Rounds[Key]:
-    """Measure sides in rounds, in each of which every side runs once.
+    """Measure sides in rounds; every side runs once in each.
 
-    Parameters
-    ----------
-    sides : mapping to callable
-        Each call is one measurement, and returns its figure. Keys are names, or names and sizes.
-    rounds : int
-        How many to keep. Up to twice as many are run, until so many were undisturbed; where that is
-        not enough the least disturbed of the others are kept.
-    warmup : int
-        Rounds before those.
-    cpus : sequence of int
-        Where they run: what other processes do there disturbs.
-    pids : sequence of int
-        Processes that work for the sides, beside this one and its children.
+    Each call of a side is one measurement, and returns its figure. After `warmup` rounds, up to
+    twice `rounds` are run, until `rounds` of them were undisturbed; otherwise the least disturbed
+    are kept. A round is disturbed by CPU time that other processes take on `cpus`; `pids` are
+    processes that work for the sides, beside this one and its children.
     """
     order = list(sides)
     for _ in range(warmup):
@@ -96,24 +80,24 @@ def alternate(
 
 
 class Uses(NamedTuple):
-    """Clocks of a moment, in seconds."""
+    """Clocks at one moment, in seconds."""
 
     wall: float  # time
-    late: float  # what this thread has waited for a CPU that another one had
-    busy: float  # CPU time of all processes on the CPUs that we use, with what a hypervisor took
-    ours: float  # CPU time of this process, of its children, and of those that work for it
-    n_cpus: int  # of those that we use
+    late: float  # that this thread has waited for a CPU
+    busy: float  # CPU time of all processes and the hypervisor on our CPUs
+    ours: float  # CPU time of this process, its children, and processes that work for it
+    n_cpus: int  # that we use
 
     @classmethod
     def now(cls, cpus: Sequence[int], pids: Sequence[int]) -> Uses:
-        """Read them."""
+        """Read the clocks."""
         times = os.times()
         ours = times.user + times.system + times.children_user + times.children_system
         ours += sum(map(_cpu_seconds, pids))
         return cls(time.perf_counter(), _late_seconds(), _busy_seconds(cpus), ours, len(cpus))
 
     def taken_since(self, after: Uses) -> float:
-        """Give the share of a round that others took; 0 where that is no more than usual."""
+        """Return the share of a round that other processes took; 0 if it is no more than usual."""
         wall = after.wall - self.wall
         late = after.late - self.late
         others = (after.busy - self.busy) - (after.ours - self.ours)
@@ -125,7 +109,7 @@ class Uses(NamedTuple):
 
 
 def _late_seconds() -> float:
-    """Seconds that this thread was ready to run and did not; 0 where the kernel does not say."""
+    """Return how long this thread was ready but did not run; 0 if the kernel does not say."""
     try:
         text = Path("/proc/thread-self/schedstat").read_text()
     except OSError:
@@ -134,7 +118,7 @@ def _late_seconds() -> float:
 
 
 def _busy_seconds(cpus: Sequence[int]) -> float:
-    """CPU seconds of user, nice, system, and of what was stolen, over some CPUs."""
+    """Return CPU seconds of user, nice, system and stolen time on some CPUs."""
     wanted = {f"cpu{cpu}" for cpu in cpus}
     ticks = 0
     for line in Path("/proc/stat").read_text().splitlines():
@@ -146,7 +130,7 @@ def _busy_seconds(cpus: Sequence[int]) -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU seconds of a process; 0 where it has ended."""
+    """Return the CPU seconds of a process; 0 if it has ended."""
     with suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text()
         return sum(map(int, text.rpartition(")")[2].split()[11:13])) * TICK_S
@@ -154,27 +138,17 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def pin(n_cpus: int | None = 1) -> list[int]:
-    """Pin this process to some of the CPUs it may use, and return them.
+    """Pin this process to `n_cpus` of the CPUs it may use, and return them.
 
-    Each on a core of its own as long as there are cores; and the last ones, because CPU 0 usually
-    serves more interrupts. Two unpinned threads may share one core, and a migrated one loses its
-    caches. Threads that run already keep the CPUs they have.
-
-    Parameters
-    ----------
-    n_cpus : int or None
-        How many; None for as many as can compute at the same time, which is a CPU of each core,
-        less where a quota says so.
-
-    Raises
-    ------
-    ValueError
-        If the process may use fewer CPUs than that.
+    Each is on a core of its own while there are cores; the last CPUs first, since CPU 0 usually
+    serves more interrupts. Unpinned threads may share a core, and migrated ones lose their caches.
+    Running threads keep their CPUs. None means as many as can compute at once: a CPU of each core,
+    less if a quota says so. ValueError if the process may use fewer.
     """
     n_cpus = _N_CORES if n_cpus is None else n_cpus
     if n_cpus > len(_ALLOWED):
         raise ValueError(
-            f"{n_cpus} CPUs wanted, this process may use {len(_ALLOWED)}: {sorted(_ALLOWED)}"
+            f"needs {n_cpus} CPUs, this process may use {len(_ALLOWED)}: {sorted(_ALLOWED)}"
         )
     chosen = sorted(_ALLOWED[:n_cpus])
     os.sched_setaffinity(0, chosen)
@@ -182,12 +156,12 @@ def pin(n_cpus: int | None = 1) -> list[int]:
 
 
 def thread_counts(most: int) -> list[int]:
-    """Return 1, 2, 4 and so on, and `most` in the end: the sizes of a case about threads."""
+    """Return 1, 2, 4 and so on, and finally `most`: the sizes of a case about threads."""
     return sorted({most, *(1 << i for i in range(most.bit_length()))})
 
 
 def by_preference(cpus: Iterable[int]) -> list[int]:
-    """Order CPUs as `pin` takes them: one of each core, then the second one of each, ..."""
+    """Order CPUs as `pin` takes them: one of each core, then the second of each, ..."""
     n_before: Counter[tuple[str, str]] = Counter()  # of each core
     keys = {}
     for cpu in sorted(cpus, reverse=True):
@@ -203,7 +177,7 @@ _N_CORES = limits.thread_count()
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Measure one call, by the clock on the wall."""
+    """Time one call on the wall clock."""
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e3
@@ -212,25 +186,14 @@ def milliseconds(run: Callable[[], object]) -> float:
 def stopwatch(
     statement: str, n: int, names: Mapping[str, object], before: Callable[[], object] | None = None
 ) -> Side:
-    """Return a side that runs `statement` `n` times and gives nanoseconds per run.
+    """Return a side that runs `statement` `n` times; ns for each run.
 
-    Parameters
-    ----------
-    statement : str
-        Python source; it sees `names` as locals, and the number of the run as ``i``.
-    n : int
-        Runs in one measurement.
-    names : mapping of str to object
-        What the statement uses.
-    before : callable, optional
-        Called before each measurement, outside of the measured time.
+    The statement is Python source that sees `names` as locals, and the number of the run as ``i``.
+    `before` is called before each measurement, untimed.
 
-    Notes
-    -----
-    The cost of the loop itself is measured next to it, and taken off: of a call of 20 ns it is a
-    quarter. Measured is the CPU time of the thread, which another process on the same CPU does not
-    add to; this is for statements that neither wait nor start threads. The garbage collector is
-    off meanwhile.
+    The cost of the loop is measured too, and subtracted: it is a quarter of a call of 20 ns. The
+    time is CPU time of the thread, unaffected by other processes on its CPU, so statements must
+    neither wait nor start threads. The garbage collector is off meanwhile.
     """
     timed = _loop(statement, n, names)
     empty = _loop("pass", n, {})
@@ -253,10 +216,9 @@ def stopwatch(
 def warm_stopwatch(
     statement: str, n: int, names: Mapping[str, object], before: Callable[[], object] | None = None
 ) -> Side:
-    """As `stopwatch`, of the second of two equal runs.
+    """Return a side as `stopwatch` does, which measures the second of two equal runs.
 
-    The first brings code and data back into the caches, from where the other sides have driven
-    them.
+    The first run brings code and data back into the caches after the other sides.
     """
     first = stopwatch(statement, n, names, before)
 

@@ -1,7 +1,7 @@
 """A run: the passes of all suites, each in a process of its own, one after the other.
 
-Pass 1 of every suite comes before pass 2 of any, so that the passes of a suite are spread over the
-run, and what changes slowly on a machine is in their spread.
+Pass 1 of every suite precedes pass 2 of any, so that the passes of a suite are spread over the run,
+and slow changes of the machine show in their spread.
 """
 
 from __future__ import annotations
@@ -26,26 +26,18 @@ from unimem_bench.record import CaseRecord, Record, SideRecord, SuiteRecord, cas
 from unimem_bench.suite import Case, Suite
 from unimem_bench.suites import load_suite
 
-__all__ = ["Interrupted", "Pass", "merge", "run", "schedule"]
-
-# What is measured, or takes part in it.
+# Packages that are measured, or take part in it.
 _PACKAGES = tuple(
     """
     unimem-llm numpy torch safetensors gguf ggml-python cyllama cupy cupy-cuda12x cupy-cuda13x
     pyperf
 """.split()
 )
-_END_S = 10.0  # what a child has to end in order when it is interrupted
+_END_S = 10.0  # that a child has to end in order when interrupted
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was interrupted.
-
-    Attributes
-    ----------
-    record : Record
-        What had been measured by then.
-    """
+    """A run was interrupted; `record` has what had been measured."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -53,7 +45,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Pass(NamedTuple):
-    """A pass that will be run: which one of how many of its suite."""
+    """A pass to run: its suite, its number, and how many the suite has."""
 
     suite: Suite
     number: int
@@ -64,18 +56,7 @@ class Pass(NamedTuple):
 
 
 def schedule(suites: Sequence[str], *, quick: bool, case: str = "") -> list[Pass]:
-    """List the passes of a run, in their order.
-
-    Parameters
-    ----------
-    suites, quick, case
-        As in `run`.
-
-    Raises
-    ------
-    ValueError
-        If no case is chosen.
-    """
+    """List the passes of a run, in their order; ValueError if no case is chosen."""
     chosen = [load_suite(name) for name in suites]
     counts = {
         suite.name: suite.n_passes(quick=quick)
@@ -85,7 +66,7 @@ def schedule(suites: Sequence[str], *, quick: bool, case: str = "") -> list[Pass
     if not counts:
         raise ValueError(
             f"no case of {', '.join(suites)} has {case!r} in its name; `unimem bench --list` "
-            "shows what there is"
+            "shows all cases"
         )
     return [
         Pass(suite, number, counts[suite.name])
@@ -103,39 +84,19 @@ def run(
     case: str = "",
     progress: Callable[[str], None] = lambda line: None,
 ) -> Record:
-    """Measure suites.
+    """Measure suites, named as in `unimem_bench.suites.NAMES`.
 
-    Parameters
-    ----------
-    suites : sequence of str
-        Names of `unimem_bench.suites.NAMES`.
-    quick : bool
-        Whether to take smaller sizes and fewer rounds.
-    folder : Path
-        For files; what is there from a run before is used again.
-    case : str
-        Only cases whose ``suite/name`` has this in it.
-    progress : callable
-        Is given a line before each pass.
-
-    Returns
-    -------
-    Record
-        With every case that was chosen, also where nothing was measured.
-
-    Raises
-    ------
-    ValueError
-        If no case is chosen.
-    Interrupted
-        If it is interrupted, with what had been measured.
+    `quick` takes smaller sizes and fewer rounds. `folder` is for files, which later runs use again.
+    Only cases with `case` in ``suite/name`` are measured; the record has all of them, even if
+    nothing was measured. `progress` receives a line before each pass. ValueError if no case is
+    chosen; Interrupted has the record so far.
     """
     passes = schedule(suites, quick=quick, case=case)
     chosen = [each.suite for each in passes if each.number == 1]
     when = datetime.now(UTC).isoformat(timespec="seconds")
     start = time.monotonic()
     results = {suite.name: _Result(suite, suite.chosen(quick=quick, case=case)) for suite in chosen}
-    # Before anything is measured: what it finds free is as it was.
+    # Before measurements change what is free.
     machine = doctor().to_dict()
 
     def record() -> Record:
@@ -152,7 +113,7 @@ def run(
 
 
 class _Result:
-    """What the passes of one suite have given so far."""
+    """The results of the passes of one suite so far."""
 
     def __init__(self, suite: Suite, cases: Sequence[Case]) -> None:
         self._suite = suite
@@ -162,13 +123,13 @@ class _Result:
         self._seconds = 0.0
 
     def add_pass(self, *, quick: bool, folder: Path, case: str) -> None:
-        """Start a process and take what it prints."""
-        # -P: what lies in the current folder is not imported.
+        """Start a process, and read what it prints."""
+        # -P: nothing is imported from the current folder.
         command = [sys.executable, "-P", "-m", "unimem_bench.worker", self._suite.name]
         command += ["--dir", str(folder), "--case", case, *(["--quick"] if quick else [])]
         start = time.monotonic()
         missing = set(self._cases)
-        # In a group of its own: Ctrl-C at a terminal would reach it, too, and interrupt it twice.
+        # In a group of its own, or Ctrl-C at a terminal would interrupt it twice.
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as child:
             try:
                 assert child.stdout is not None
@@ -195,22 +156,7 @@ class _Result:
 
 
 def merge(before: CaseRecord, new: CaseRecord, n_before: int) -> CaseRecord:
-    """Add a pass to those before it.
-
-    Parameters
-    ----------
-    before : CaseRecord
-        Of `n_before` passes.
-    new : CaseRecord
-        Of one pass.
-    n_before : int
-        How many passes there were.
-
-    Returns
-    -------
-    CaseRecord
-        In which each side has `n_before` + 1 passes, and an empty one where it was not measured.
-    """
+    """Add a pass to `n_before` earlier ones; a side that it has not measured is empty there."""
     sides = {(side.name, side.at): side for side in before.sides}
     added = {(side.name, side.at): side for side in new.sides}
     merged = []
@@ -231,7 +177,7 @@ def merge(before: CaseRecord, new: CaseRecord, n_before: int) -> CaseRecord:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """Interrupt a child, so that it ends what it has started and deletes what it has made."""
+    """Interrupt a child, so that it ends its own processes and deletes its files."""
     with suppress(OSError):
         child.terminate()
     try:
@@ -241,7 +187,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Look up what is installed of all that is measured."""
+    """Look up the versions of all packages that are measured."""
     found = {"python": platform.python_version(), "kernel": os.uname().release}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):

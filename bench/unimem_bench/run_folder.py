@@ -1,7 +1,7 @@
-"""The folder of a run that was given none, which goes with the run.
+"""The temporary folder of a run.
 
-A run holds a lock on its folder. The kernel drops the lock with the process, also after SIGKILL, so
-a folder without a lock belongs to a run that is gone, and the next run removes it.
+A run locks its folder. The kernel drops the lock with the process, even after SIGKILL, so an
+unlocked folder belongs to a run that is gone, and the next run removes it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["run_folder"]
-
 _PREFIX = "unimem-bench-"
 
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """Make a folder on a disk, and remove it in the end.
-
-    Folders of runs that were killed are removed first.
-    """
-    # On many systems /tmp is memory, and what is measured are files on disks.
+    """Make a folder on a disk, and remove it at the end; first remove those of killed runs."""
+    # On many systems /tmp is memory, but files on disks are measured.
     has_disk = "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK)
     parent = Path("/var/tmp" if has_disk else tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -50,7 +45,7 @@ def _make_locked(parent: Path) -> tuple[Path, int]:
 
 
 def _lock(folder: Path) -> int | None:
-    """Lock a folder, and give what holds the lock; None where another process has it."""
+    """Lock a folder, and return the descriptor of the lock; None if it is locked already."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -65,7 +60,7 @@ def _lock(folder: Path) -> int | None:
 
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{_PREFIX}*"):
-        # What is another user's, or goes meanwhile, is none of our business.
+        # Folders of other users are left alone; some may disappear meanwhile.
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue

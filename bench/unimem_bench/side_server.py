@@ -1,7 +1,7 @@
-"""The loop of a process that decodes: requests from standard input, answers, a line of JSON each.
+"""The loop of a process that decodes: requests on standard input, answers, a line of JSON each.
 
-It runs under the interpreter of the peer as well, beside ``llama_cpp_side.py``, and needs nothing
-but the standard library and NumPy.
+It also runs under the peer's interpreter, beside ``llama_cpp_side.py``, and needs only the standard
+library and NumPy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Logits", "Side", "serve"]
-
 Logits = NDArray[np.float32]
 
-# The OpenMP threads of a side go on polling for some milliseconds after their work. They must be
-# asleep when the answer lets the other side start.
+# OpenMP threads poll for some milliseconds after their work. They must be asleep when the answer
+# lets the other side start.
 SETTLE_S = 0.05
 
 
@@ -34,7 +32,7 @@ class Side(Protocol):
 
     @property
     def compute_s(self) -> float | None:
-        """Seconds within ggml's compute call so far; None where that is not known."""
+        """Seconds in ggml's compute call so far; None if unknown."""
 
     def prefill(self, tokens: list[int]) -> Logits:
         """Start anew with `tokens`; return the logits after the last."""
@@ -43,20 +41,16 @@ class Side(Protocol):
         """Take the likeliest token, compute the logits after it, and return it."""
 
     def facts(self) -> dict[str, Any]:
-        """Say what the figures cannot be read without, ``start_s`` among it."""
+        """Return the facts needed to read the figures, ``start_s`` among them."""
 
 
 def serve(open_side: Callable[..., Side], package: str) -> None:
     """Open the side that the command line describes, and answer until standard input ends.
 
-    Parameters
-    ----------
-    open_side : callable
-        Is given the options, which are the only argument of the command line, as JSON.
-    package : str
-        That brings the library's copy of ggml.
+    The only argument of the command line is JSON, the options of `open_side`. `package` has the
+    library's copy of ggml.
     """
-    # Whatever a library prints must not get between the answers.
+    # A library's own output must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     side: Side | None = None
@@ -69,7 +63,7 @@ def serve(open_side: Callable[..., Side], package: str) -> None:
                 side = open_side(**request)
                 return side.facts() | ggml_facts(package) | memory_facts()
             return _ACTIONS[request.pop("do")](side, **request)
-        except Exception as error:  # any: the caller is told
+        except Exception as error:  # any: the answer names it
             return {"error": f"{type(error).__name__}: {error}"}
 
     waits = {"wait_s": 0.0, "wait_cpu_s": 0.0}
@@ -124,9 +118,9 @@ class _Feature(ctypes.Structure):
 
 
 def ggml_facts(package: str) -> dict[str, Any]:
-    """Return the version and the CPU features of the ggml that `package` brings.
+    """Return the version and the CPU features of the ggml in a package.
 
-    The features are those that this copy was compiled with, as it says itself
+    The features are those that this copy was compiled with, as it reports them
     (``ggml_backend_get_features`` of its CPU backend), tinyBLAS ("LLAMAFILE") among them.
     """
     spec = importlib.util.find_spec(package)
@@ -151,10 +145,7 @@ def ggml_facts(package: str) -> dict[str, Any]:
 
 
 def memory_facts() -> dict[str, int]:
-    """Return the peak of this process's memory, and what of it is not a mapped file.
-
-    A copy of the weights in another order shows in the second.
-    """
+    """Return the peak of this process's memory, and its anonymous part, which shows copies."""
     return {
         "peak_rss_bytes": _kib("/proc/self/status", "VmHWM:") * 1024,
         "anonymous_bytes": _kib("/proc/self/smaps_rollup", "Anonymous:") * 1024,

@@ -1,8 +1,9 @@
-"""Memory and the page cache in a known state: unknown ones change results by 2 to 50 times."""
+"""Memory and the page cache in a known state: an unknown one changes results 2 to 50 times."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,8 +18,8 @@ from unimem_bench import plain
 from unimem_bench.suite import NotMeasured
 
 __all__ = [
-    "HUGE_PAGE", "available_bytes", "drop", "file_system", "heat", "in_huge_pages", "read_through",
-    "ready",
+    "available_bytes", "drop", "file_system", "heat", "in_huge_pages", "read_through", "ready",
+    "require_room",
 ]  # fmt: skip
 
 HUGE_PAGE = 2 << 20
@@ -26,29 +27,29 @@ READ_BYTES = 8 << 20  # at once
 N_TRIES = 4  # to get memory back from the host
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
-_fastest: dict[int, float] = {}  # of a number of CPUs: bytes a second
+_fastest: dict[int, float] = {}  # bytes a second, by number of CPUs
+
+
+def require_room(*, memory: int = 0, disk: int = 0, folder: Path = Path()) -> None:
+    """Raise NotMeasured unless `memory` bytes are free, and `disk` bytes in a folder."""
+    for what, wanted, free in (
+        ("memory", memory, available_bytes()),
+        (f"disk in {folder}", disk, shutil.disk_usage(folder).free if disk else 0),
+    ):
+        if wanted > free:
+            raise NotMeasured(
+                f"wants {wanted / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free"
+            )
 
 
 def ready(nbytes: int, cpus: Sequence[int]) -> None:
-    """Touch and free so much, until that is fast: what was free for seconds is the host's.
+    """Touch and free `nbytes` until that is fast, with a pinned thread on each of `cpus`.
 
-    A virtual machine gives back what is free, and touching it again takes up to 50 times as long.
-
-    Parameters
-    ----------
-    nbytes : int
-        What will be taken.
-    cpus : sequence of int
-        Where it is touched, by a pinned thread on each.
-
-    Raises
-    ------
-    NotMeasured
-        If there is less than that.
+    A virtual machine gives memory that was free for seconds back to its host; touching it again
+    takes up to 50 times as long. NotMeasured if less is free.
     """
-    if nbytes > (room := available_bytes()):
-        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of memory, {room / 1e9:.1f} GB are free")
-    # Threads have to be started, and of a little memory that would be the most of its time.
+    require_room(memory=nbytes)
+    # With little memory, starting threads would be most of the time.
     nbytes = max(nbytes, 16 * HUGE_PAGE)
     for _ in range(N_TRIES):
         speed = nbytes / plain.touch(nbytes, HUGE_PAGE, "thp", cpus)
@@ -59,15 +60,10 @@ def ready(nbytes: int, cpus: Sequence[int]) -> None:
 
 
 def drop(path: Path) -> None:
-    """Take a file out of the page cache, and see that it is gone.
+    """Remove a file from the page cache.
 
-    Raises
-    ------
-    NotMeasured
-        If some of it stays, as where a process maps it, or where it lies in memory only. Only root
-        can drop what ``posix_fadvise`` leaves.
-    OSError
-        If it cannot be opened.
+    NotMeasured if some of it stays, for example because a process maps it, or it lies in memory
+    only. Only root can drop what ``posix_fadvise`` leaves.
     """
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -79,21 +75,14 @@ def drop(path: Path) -> None:
         with suppress(OSError):  # not root
             DROP_CACHES.write_text("3")
     if left := plain.cached_bytes(path):
-        raise NotMeasured(
-            f"wants {path.name} on the disk only, {left} bytes stay in the page cache"
-        )
+        raise NotMeasured(f"wants {path.name} on disk only, {left} bytes stay in the page cache")
 
 
 def heat(path: Path) -> float:
-    """Bring a file into the page cache anew, in large folios, which huge pages map.
+    """Read a file into the page cache in large folios, which huge pages map.
 
-    One that was just written in small pieces lies in small folios, and is mapped page by page. Of a
-    file that `drop` cannot drop, what is there stays as it is.
-
-    Returns
-    -------
-    float
-        The share of it that huge pages map.
+    Returns the mapped share. A file that was just written in small pieces lies in small folios, and
+    is mapped page by page. If `drop` cannot drop it, cached parts stay as they are.
     """
     with suppress(NotMeasured):
         drop(path)
@@ -102,7 +91,7 @@ def heat(path: Path) -> float:
 
 
 def read_through(path: Path) -> None:
-    """Bring a file into the page cache as reading from begin to end does."""
+    """Read a file into the page cache, from begin to end."""
     room = bytearray(READ_BYTES)
     with open(path, "rb", buffering=0) as file:
         while file.readinto(room):
@@ -110,7 +99,7 @@ def read_through(path: Path) -> None:
 
 
 def in_huge_pages(path: Path) -> float:
-    """Tell the share of a file that huge pages map, when all of it is touched."""
+    """Return the share of a file that huge pages map once all of it is touched."""
     with um.Block.map(path) as block:
         block.as_array()[:: os.sysconf("SC_PAGE_SIZE")].max(initial=np.uint8(0))
         areas = read_process().areas
@@ -119,6 +108,6 @@ def in_huge_pages(path: Path) -> float:
 
 
 def file_system(path: Path) -> str:
-    """Name the type of the file system that a file or folder lies on."""
+    """Name the type of the file system of a file or folder."""
     run = ["stat", "-f", "-c", "%T", str(path)]
     return subprocess.run(run, check=True, capture_output=True, text=True).stdout.strip()

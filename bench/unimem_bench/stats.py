@@ -1,14 +1,12 @@
 """What the figures of a record say: medians, ratios with intervals, exponents, and verdicts.
 
 A ratio is taken inside each round, and its median over all rounds of all passes is reported. Its
-interval says where a second run of the same length would land, 95 times of 100: that is what
-a reader who does not believe a figure finds out. It comes from a bootstrap of two levels [1]_:
-passes are drawn with replacement, then rounds within each of them, since processes differ by more
-than their rounds do; and from the difference of two such draws, since a second run is as uncertain
-as the first. It is widened by what Student's t has for so few passes, or for the rounds of one.
+interval says where a second run of the same length would land, 95 times of 100: a doubtful reader
+can check that. It comes from a bootstrap of two levels [1]_: passes are drawn with replacement,
+then rounds within each, since processes differ more than their rounds; and from the difference of
+two such draws, since a second run is as uncertain as the first. It is widened by Student's t for
+the small number of passes, or of rounds if there is one pass.
 
-References
-----------
 .. [1] T. Kalibera and R. Jones, "Rigorous Benchmarking in Reasonable Time", ISMM 2013. Their
    sections 6 and 9 treat levels of repetition and intervals of ratios.
 """
@@ -26,11 +24,6 @@ from numpy.typing import NDArray
 
 from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, Target
 
-__all__ = [
-    "Comparison", "Growth", "Ratio", "Spread", "Verdict", "comparisons", "figures", "growth",
-    "margin", "ratio", "sizes", "spread", "subject", "verdicts",
-]  # fmt: skip
-
 _N_DRAWS = 2000
 _TAIL = 0.025  # on each side of an interval
 _SEED = 8  # the same record has the same intervals
@@ -45,11 +38,11 @@ class Spread(NamedTuple):
 
 
 class Ratio(NamedTuple):
-    """A median with the interval in which a second run's median would lie."""
+    """A median, with the interval in which a second run's median would lie."""
 
-    value: float  # the median
-    low: float  # the begin of the interval
-    high: float  # its end
+    value: float
+    low: float
+    high: float
 
     @property
     def is_difference(self) -> bool:
@@ -58,7 +51,7 @@ class Ratio(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How a cost grows with size: as size to the power of `exponent`, with its interval."""
+    """How a cost grows: as size to the power of `exponent`, with its interval."""
 
     exponent: float
     low: float
@@ -73,14 +66,13 @@ class Comparison(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What became of a target."""
+    """The result of a target."""
 
-    case: CaseRecord  # that it is about
-    target: Target  # the claim
-    # That it was compared with; where the claim is about the best peer, which one that was.
-    other: str | None
-    measured: Ratio | Growth | None  # None where it was not measured
-    met: bool | None  # whether the median keeps the limit; None where it was not measured
+    case: CaseRecord
+    target: Target
+    other: str | None  # the side that it was compared with; for `BEST`, the one chosen
+    measured: Ratio | Growth | None  # None if it was not measured
+    met: bool | None  # whether the median keeps the limit; None if it was not measured
     certain: bool  # whether the whole interval is on that side of the limit
 
 
@@ -90,13 +82,7 @@ def figures(side: SideRecord) -> list[float]:
 
 
 def spread(side: SideRecord) -> Spread:
-    """Give the median, and the 5th and 95th percentile of all rounds.
-
-    Raises
-    ------
-    ValueError
-        If there is no figure.
-    """
+    """Return the median, 5th and 95th percentile of all rounds; ValueError without figures."""
     values = figures(side)
     if not values:
         raise ValueError(f"the side {side.name!r} has no figures")
@@ -107,7 +93,7 @@ def spread(side: SideRecord) -> Spread:
 
 
 def subject(case: CaseRecord, at: float | None = None) -> SideRecord | None:
-    """Find what the other sides are compared with: the first of ours that was measured."""
+    """Find the side that the rest is compared with: the first of ours that was measured."""
     return next(
         (side for side in case.sides if side.role == "unimem" and side.at == at and figures(side)),
         None,
@@ -115,32 +101,21 @@ def subject(case: CaseRecord, at: float | None = None) -> SideRecord | None:
 
 
 def sizes(case: CaseRecord) -> list[float]:
-    """Give the sizes of a case of scaling, in order; none of another one."""
+    """Return the sizes of a case that scales, in order; [] for other cases."""
     return sorted({side.at for side in case.sides if side.at is not None and figures(side)})
 
 
 def ratio(
     case: CaseRecord, side: SideRecord, other: SideRecord, kind: Literal["speed", "cost"] = "speed"
 ) -> Ratio:
-    """Compare two sides by the ratios of their rounds.
+    """Compare two sides, measured in the same rounds, by the ratios of their rounds.
 
-    Parameters
-    ----------
-    case : CaseRecord
-        Says whether its figures are speeds.
-    side, other : SideRecord
-        Measured in the same rounds.
-    kind : {"speed", "cost"}
-        How many times as fast `side` is as `other`, or how many times as much it costs.
-
-    Raises
-    ------
-    ValueError
-        If they have no rounds in common, or a figure that is no positive number.
+    The ratio is how many times as fast `side` is as `other`, or how many times as much it costs.
+    ValueError if they have no rounds in common, or a figure that is not positive.
     """
     if case.higher_is_better == (kind == "speed"):
         side, other = other, side
-    # Now it is other / side: of costs that is how many times as fast `side` is.
+    # Now other / side, for costs, is how many times as fast `side` is.
     return _interval(_quotients(other, side))
 
 
@@ -160,11 +135,7 @@ def growth(case: CaseRecord, side_name: str) -> Growth:
     """Fit the exponent of a side's growth: the slope of the logarithms of cost and size.
 
     Each round has a slope, by least squares over all sizes. Passes that lack a size are left out.
-
-    Raises
-    ------
-    ValueError
-        If there are fewer than two sizes, or no pass has the same rounds of all.
+    ValueError if there are fewer than two sizes, or no pass has the same rounds of all.
     """
     found = {
         each.at: each
@@ -220,14 +191,14 @@ def _verdict(case: CaseRecord, target: Target) -> Verdict:
 
 
 def margin(target: Target, value: float) -> float:
-    """Give how many times as good as its limit a figure is: a growth at ten times the size."""
+    """Return how many times as good as its limit a figure is; a growth, at ten times the size."""
     if target.kind == "exponent":
         return float(10 ** (target.limit - value))
     if target.at_least:
         return value / target.limit
     if value > 0:
         return target.limit / value
-    return math.inf if target.limit > 0 else 1.0  # nothing, where nothing is allowed
+    return math.inf if target.limit > 0 else 1.0  # 0, which is allowed
 
 
 def _kind(target: Target) -> Literal["speed", "cost"]:
@@ -242,18 +213,18 @@ def _best(case: CaseRecord, ours: SideRecord) -> SideRecord | None:
 
 
 def _even(side: SideRecord) -> SideRecord:
-    """Give the second round, the fourth and so on; of a pass of one round, that one."""
+    """Return the second round, the fourth and so on; for a pass of one round, that one."""
     passes = [each[1::2] or each for each in side.passes]
     return SideRecord(side.name, side.role, passes, side.at)
 
 
 def _odd(side: SideRecord) -> SideRecord:
-    """Give the first round, the third and so on: of three these are two, which have an interval."""
+    """Return the first round, the third and so on: of three, two, which have an interval."""
     return SideRecord(side.name, side.role, [each[::2] for each in side.passes], side.at)
 
 
 def _are_paired(side: SideRecord, other: SideRecord) -> bool:
-    """Whether rounds of both are the same rounds, and quotients of them mean something."""
+    """Say whether both have the same rounds, with figures that can be divided."""
     pairs = list(_pairs(side, other))
     return bool(pairs) and all(
         len(a) == len(b) and min(a) > 0 and min(b) > 0 and max(a + b) < math.inf for a, b in pairs
@@ -261,7 +232,7 @@ def _are_paired(side: SideRecord, other: SideRecord) -> bool:
 
 
 def _pairs(side: SideRecord, other: SideRecord) -> Iterator[tuple[list[float], list[float]]]:
-    """Give the passes in which both were measured."""
+    """Yield the passes in which both were measured."""
     for a, b in zip(side.passes, other.passes, strict=False):
         if a and b:
             yield a, b
@@ -270,14 +241,14 @@ def _pairs(side: SideRecord, other: SideRecord) -> Iterator[tuple[list[float], l
 def _quotients(side: SideRecord, other: SideRecord) -> list[NDArray[np.float64]]:
     if not _are_paired(side, other):
         raise ValueError(
-            f"{side.name!r} and {other.name!r} have no rounds in common of which ratios can be "
-            "taken: those of a case run alternately, and give positive figures"
+            f"{side.name!r} and {other.name!r} have no rounds in common whose ratios can be taken: "
+            "those of a case run alternately, and give positive figures"
         )
     return [np.array(a) / np.array(b) for a, b in _pairs(side, other)]
 
 
 def _interval(passes: Sequence[NDArray[np.float64]]) -> Ratio:
-    """Give the median of positive figures or of zeros, and its interval."""
+    """Return the median of positive figures or zeros, with its interval."""
     n_passes = len(passes)
     lengths = np.array([len(each) for each in passes])
     values = np.full((n_passes, lengths.max()), np.nan)
@@ -299,14 +270,14 @@ def _interval(passes: Sequence[NDArray[np.float64]]) -> Ratio:
     else:
         every = np.broadcast_to(np.arange(n_passes), drawn.shape)
         within = float(np.log(_drawn_medians(values, lengths, every, rounds)).var())
-        every_pass = float(logs.var())  # none where nearly all rounds have the same figure
+        every_pass = float(logs.var())  # 0 if nearly all rounds have the same figure
         between = max(0.0, 1 - within / every_pass) if every_pass else 0.0
         n, n_rounds = n_passes, int(lengths.sum())
         # Welch and Satterthwaite's degrees of freedom of a sum of two variances.
         rest = (1 - between) ** 2 / max(1, n_rounds - n_passes)
         freedom = 1 / (between**2 / (n_passes - 1) + rest)
-    # A draw of n from n has a variance that is too small by (n - 1) / n, and so few passes say
-    # little of theirs.
+    # A draw of n from n has a variance that is too small by (n - 1) / n, and few passes say little
+    # about theirs.
     wider = math.sqrt(n / (n - 1)) * student_t(freedom) / student_t(math.inf)
     apart = np.abs(logs[: _N_DRAWS // 2] - logs[_N_DRAWS // 2 :])
     factor = math.exp(float(np.quantile(apart, 1 - 2 * _TAIL)) * wider)
@@ -319,7 +290,7 @@ def _drawn_medians(
     passes: NDArray[np.intp],
     rounds: NDArray[np.float64],
 ) -> NDArray[np.float64]:
-    """Give the median of each draw: of some passes, as many rounds of each as it has."""
+    """Return the median of each draw: of some passes, as many rounds of each as it has."""
     n = lengths[passes][..., None]
     taken = values[passes[..., None], (rounds * n).astype(np.intp)]
     taken[np.arange(values.shape[1]) >= n] = np.nan
@@ -327,7 +298,7 @@ def _drawn_medians(
 
 
 def student_t(freedom: float) -> float:
-    """Give the 97.5th percentile of Student's t, by Abramowitz and Stegun 26.7.5."""
+    """Return the 97.5th percentile of Student's t, by Abramowitz and Stegun 26.7.5."""
     x = 1.959964
     return (
         x

@@ -28,18 +28,13 @@ from typing import Any, get_args
 from unimem_bench.record import BEST, CaseRecord, Role, SideRecord, Target
 from unimem_bench.rounds import Side, alternate, pin
 
-__all__ = [
-    "Case", "Measure", "NotMeasured", "Suite", "at_least", "at_most", "costs", "faster",
-    "faster_than_best", "grows",
-]  # fmt: skip
-
 OURS = "unimem"
 
 Place = tuple[str, float | None]  # name and size of a side
 
 
 class NotMeasured(Exception):  # noqa: N818 - it is an answer
-    """A case cannot be measured here; the text says what it wants and what there is."""
+    """A case cannot be measured here; the text says what it needs, and what there is."""
 
 
 def faster(other: str, limit: float, *, issue: int, side: str = OURS) -> Target:
@@ -50,8 +45,8 @@ def faster(other: str, limit: float, *, issue: int, side: str = OURS) -> Target:
 def faster_than_best(limit: float, *, issue: int, side: str = OURS) -> Target:
     """Claim that a side is at least `limit` times as fast as the best peer.
 
-    The even rounds say which peer that is, and the odd ones how it compares: of several equal
-    sides, the luckiest would win if the same rounds said both.
+    The even rounds choose that peer, and the odd ones compare: with the same rounds for both, the
+    luckiest of several equal sides would win.
     """
     return Target("speed", side, BEST, True, limit, issue)
 
@@ -79,14 +74,9 @@ def grows(limit: float, *, issue: int, side: str = OURS) -> Target:
 class Measure:
     """What the function of a case measures with; made for each case and each pass.
 
-    Attributes
-    ----------
-    quick : bool
-        Whether to take smaller sizes; rounds are taken care of.
-    cpus : list of int
-        What this process is pinned to.
-    folder : Path
-        Where files are that all passes use; a case makes what it does not find.
+    `quick` asks for smaller sizes (fewer rounds are taken automatically). `cpus` are those that
+    this process is pinned to. `folder` has the files that all passes share; a case makes missing
+    ones.
     """
 
     def __init__(self, case: Case, *, quick: bool, folder: Path) -> None:
@@ -98,14 +88,10 @@ class Measure:
         self._dropped = self._disturbed = 0
 
     def pin(self, n_cpus: int | None) -> list[int]:
-        """Pin this process to so many CPUs and return them; a case begins with one.
+        """Pin this process to `n_cpus` and return them; a case begins with one.
 
-        With None to as many as can compute at the same time; see `unimem_bench.rounds.pin`.
-
-        Raises
-        ------
-        NotMeasured
-            If the process may use fewer.
+        None pins to as many as can compute at once; see `unimem_bench.rounds.pin`. NotMeasured if
+        the process may use fewer.
         """
         try:
             self.cpus = pin(n_cpus)
@@ -127,24 +113,11 @@ class Measure:
     ) -> dict[str, list[float]]:
         """Run all sides alternately; see `unimem_bench.rounds.alternate`.
 
-        Parameters
-        ----------
-        ours, peers, limits : mapping of str to callable
-            The sides by their roles. Each call is one measurement, and returns its figure in the
-            unit of the case. The first of ours is what the others are compared with.
-        rounds, quick_rounds : int
-            Measurements of each side in one pass; by default a quick run takes a third.
-        warmup : int
-            Rounds before those, which are thrown away.
-        at : float, optional
-            In a case of scaling the size.
-        pids : sequence of int
-            Other processes that work for this case: what they take is not taken from it.
-
-        Returns
-        -------
-        dict of str to list of float
-            The figures of each side, in the order of the rounds.
+        Each call of a side is one measurement, and returns its figure in the unit of the case. All
+        are compared with the first of ours. `rounds` are those of one pass, a third of them in a
+        quick run unless `quick_rounds` says otherwise; `warmup` rounds before are discarded. `at`
+        is the size if the case scales. `pids` are other processes that work for this case. Returns
+        the figures of each side, by round.
         """
         groups = [
             {(name, at): side for name, side in (group or {}).items()}
@@ -165,15 +138,8 @@ class Measure:
     ) -> None:
         """Run all sides at all sizes alternately, so that each round has a slope of its own.
 
-        Sizes measured one after the other would have the drift of the machine in their slope.
-
-        Parameters
-        ----------
-        ours, peers, limits : mapping of str to mapping of float to callable
-            Of each side its measurements by size, as those of `compare`. A side need not have all
-            sizes.
-        rounds, quick_rounds, warmup : int
-            As in `compare`.
+        Measured one size after the other, the slope would include the drift of the machine. Sides
+        map sizes to measurements as in `compare`, and need not have all sizes.
         """
         groups: list[dict[Place, Side]] = [
             {(name, size): side for name, by in (group or {}).items() for size, side in by.items()}
@@ -199,7 +165,7 @@ class Measure:
             warmup = min(warmup, 1)
         measured = alternate(sides, rounds=rounds, warmup=warmup, cpus=self.cpus, pids=pids)
         for (name, at), figures in measured.figures.items():
-            # No clock has more digits, and a record is a third as long.
+            # No clock has more digits, and records are a third as long.
             kept = [float(f"{figure:.7g}") for figure in figures]
             self._record.sides.append(SideRecord(name, roles[name, at], [kept], at))
         self._dropped += measured.n_dropped
@@ -207,22 +173,17 @@ class Measure:
         return measured.figures
 
     def count(self, name: str, values: Sequence[float], role: Role = "unimem") -> None:
-        """Keep figures that were counted, not timed, or that came from a measurement of others."""
+        """Record figures that were counted, not timed, or measured elsewhere."""
         self._record.sides.append(SideRecord(name, role, [[float(value) for value in values]]))
 
     def leave_out(self, peer: str, reason: str) -> None:
-        """Say that a peer is not measured, and why."""
+        """Record that a peer is not measured, and why."""
         self._record.left_out[peer] = reason
 
     def installed(self, package: str, *peers: str) -> bool:
-        """Tell whether a package is installed; where it is not, leave out the peers that want it.
+        """Say whether a package is installed; if not, leave out the peers that need it.
 
-        Parameters
-        ----------
-        package : str
-            The name that it is imported by.
-        *peers : str
-            Names of sides; by default the name of the package.
+        By default that is the peer with the name of the package.
         """
         if importlib.util.find_spec(package) is not None:
             return True
@@ -231,11 +192,11 @@ class Measure:
         return False
 
     def fact(self, name: str, value: Any) -> None:
-        """Keep what the figures cannot be read without; JSON has to know its type."""
+        """Record a fact needed to read the figures; its type must be known to JSON."""
         self._record.facts[name] = value
 
     def record(self, failed: str | None = None, *, is_error: bool = False) -> CaseRecord:
-        """Return what this pass has measured."""
+        """Return the measurements of this pass."""
         return replace(
             self._record,
             rounds_dropped=self._dropped,
@@ -249,14 +210,14 @@ class Measure:
 class Case:
     """One question, and the function that answers it."""
 
-    suite: str  # this and what has no comment as in `CaseRecord`
+    suite: str  # fields without a comment are as in `CaseRecord`
     name: str
     question: str
     unit: str
-    run: Callable[[Measure], None]  # raises `NotMeasured` where it cannot answer
+    run: Callable[[Measure], None]  # may raise `NotMeasured`
     x: str | None = None
     targets: tuple[Target, ...] = ()
-    in_quick: bool = True  # whether a quick run asks it
+    in_quick: bool = True  # whether a quick run has it
 
     def empty(self) -> CaseRecord:
         """Return a record without figures."""
@@ -270,9 +231,9 @@ class Suite:
     """Cases that belong together, and are measured in the same process."""
 
     name: str  # as on the command line
-    question: str  # what its cases are about, in a sentence
-    # Processes that measure it, one after the other, since where memory comes to lie is another in
-    # each: the interval of a ratio takes the spread between them.
+    question: str  # of all cases, in a sentence
+    # Processes that measure it, one after the other: the layout of memory differs between them, and
+    # the interval of a ratio includes that spread.
     passes: int = 1
     quick_passes: int = 1
     cases: list[Case] = field(default_factory=list)  # in the order of their declaration
@@ -300,20 +261,9 @@ class Suite:
         return declare
 
     def chosen(self, *, quick: bool, case: str = "") -> list[Case]:
-        """Choose what a run asks.
-
-        Parameters
-        ----------
-        quick : bool
-            Whether to leave out what only a whole run asks.
-        case : str
-            Choose only cases whose ``suite/name`` has this in it.
-        """
-        return [
-            each
-            for each in self.cases
-            if case in f"{each.suite}/{each.name}" and (each.in_quick or not quick)
-        ]
+        """Choose the cases of a run: those with `case` in ``suite/name``."""
+        cases = [each for each in self.cases if each.in_quick or not quick]
+        return [each for each in cases if case in f"{each.suite}/{each.name}"]
 
     def n_passes(self, *, quick: bool) -> int:
         """Count the processes that measure it."""

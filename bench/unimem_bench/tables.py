@@ -1,4 +1,4 @@
-"""A record as tables: heads, rows and lines, which a terminal or a page lays out."""
+"""A record as tables: heads, rows and lines, for a terminal or a page to lay out."""
 
 from __future__ import annotations
 
@@ -13,19 +13,14 @@ from unimem_bench import stats, texts
 from unimem_bench.record import BEST, CaseRecord, Record, SideRecord, SuiteRecord
 from unimem_bench.stats import Growth, Verdict
 
-__all__ = [
-    "CaseTable", "Table", "TableRow", "Targets", "Tone", "case_table", "machine_facts", "size_text",
-    "suite_table", "suite_targets", "suite_title", "targets",
-]  # fmt: skip
-
-# How a row looks where there are colours: the side in question, what is bad, what is not there.
+# How a row looks in colour: the subject, a bad result, a missing one.
 Tone = Literal["plain", "subject", "bad", "missing"]
 
 _NOT_THERE = "-"
 
 
 class TableRow(NamedTuple):
-    """A row of a table: its cells, and how it looks."""
+    """A row of a table: its cells, and its look."""
 
     cells: tuple[str, ...]
     tone: Tone = "plain"
@@ -35,8 +30,8 @@ class TableRow(NamedTuple):
 class Table:
     """A table."""
 
-    head: tuple[str, ...]  # names of the columns
-    rows: tuple[TableRow, ...]  # with as many cells
+    head: tuple[str, ...]
+    rows: tuple[TableRow, ...]
     align: str  # ``<`` for a column to the left and ``>`` for one to the right
 
 
@@ -45,11 +40,11 @@ class CaseTable:
     """A case."""
 
     name: str  # as `unimem bench --case` takes it
-    question: str  # what it answers
-    table: Table | None  # None where nothing was measured
-    notes: tuple[str, ...]  # what the table cannot be read without, a line each
+    question: str
+    table: Table | None  # None if nothing was measured
+    notes: tuple[str, ...]  # needed to read the table, a line each
     problem: str | None  # why something was not measured
-    is_error: bool  # whether that is an error
+    is_error: bool  # whether the problem is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +54,14 @@ class Targets:
     table: Table  # a row each: case, claim, what was measured, verdict
     notes: tuple[str, ...]  # why some were not measured
     summary: str  # how many were met, in a sentence
-    is_good: bool  # whether none was missed
+    is_good: bool  # whether no target was missed
 
 
 # ---- cases --------------------------------------------------------------------------------------
 
 
 def case_table(case: CaseRecord) -> CaseTable:
-    """Make the table of a case: a row a side, or in a case of scaling a row a size."""
+    """Tabulate a case: a row a side, or if it scales, a row a size."""
     if not any(map(stats.figures, case.sides)):
         table = None
     elif case.x is not None:
@@ -130,7 +125,7 @@ def _row(case: CaseRecord, at: float, names: Iterable[str], unit: str) -> Iterat
 
 
 def size_text(case: CaseRecord, at: float) -> str:
-    """Write a size of a case of scaling."""
+    """Write a size of a case that scales."""
     return texts.size(at) if (case.x or "").startswith("bytes") else texts.number(at)
 
 
@@ -158,7 +153,7 @@ def _growths(case: CaseRecord) -> Iterator[str]:
 
 
 def _shown_growth(case: CaseRecord, name: str) -> Growth:
-    """Give the growth of a side's figure, which of a speed is not that of its cost."""
+    """Return the growth of a side's figure; for a speed, the opposite of its cost's."""
     found = stats.growth(case, name)
     if case.higher_is_better:
         return Growth(-found.exponent, -found.high, -found.low)
@@ -181,15 +176,15 @@ def _rounds(case: CaseRecord) -> str:
 
 
 def suite_title(suite: SuiteRecord) -> str:
-    """Say what a suite is about, and what it took."""
+    """Write the question of a suite, and the time it took."""
     passes = format_count(suite.n_passes, "pass", "es")
     return f"{suite.question} ({passes}, {texts.duration(suite.seconds)})"
 
 
 def suite_table(suite: SuiteRecord) -> Table:
-    """Make a table of a suite, a row a case: our figure, and the peer and limit nearest to it.
+    """Tabulate a suite, a row a case: our figure, and the nearest peer and limit.
 
-    Of a case of scaling they are those of the largest size.
+    If a case scales, they are those of the largest size.
     """
     rows = []
     for case in suite.cases:
@@ -215,7 +210,7 @@ def _figure(case: CaseRecord, side: SideRecord) -> str:
 
 
 def _nearest(case: CaseRecord, at: float | None) -> Iterator[str]:
-    """Compare our figure with the peer and the limit that it does worst beside."""
+    """Compare our figure with the peer and the limit beside which it does worst."""
     for role in ("peer", "limit"):
         found = [each for each in stats.comparisons(case, at) if each.other.role == role]
         worst = min(found, key=lambda each: each.ratio.value, default=None)
@@ -227,7 +222,7 @@ def _nearest(case: CaseRecord, at: float | None) -> Iterator[str]:
 
 
 def targets(record: Record) -> Targets:
-    """Make the table of all targets, in the order that they were set in."""
+    """Tabulate all targets, in the order in which they were set."""
     found = sorted(stats.verdicts(record), key=lambda each: each.target.issue)
     rows = []
     for each in found:
@@ -250,7 +245,7 @@ def targets(record: Record) -> Targets:
 
 
 def suite_targets(record: Record) -> Table:
-    """Make a table of what became of the targets, a row a suite."""
+    """Tabulate how many targets were met, a row a suite."""
     rows = []
     for suite in record.suites:
         found = [each.met for each in stats.verdicts(record) if each.case.suite == suite.name]
@@ -263,7 +258,7 @@ def suite_targets(record: Record) -> Table:
 
 
 def _why(found: Iterable[Verdict]) -> Iterator[str]:
-    """Say why targets were not measured, once for all of the same reason."""
+    """Say why targets were not measured, once for each reason."""
     reasons: dict[str, list[str]] = {}
     for each in found:
         if each.met is None:
@@ -291,7 +286,7 @@ def _reason(verdict: Verdict) -> str:
 
 
 def machine_facts(record: Record) -> Iterator[tuple[str, str]]:
-    """Say on what, when and with what a record was made, as names and texts."""
+    """Yield on what machine, when and with what a record was made, as names and texts."""
     machine = record.machine
     kernel, cpu, memory, thp = (machine.get(k) or {} for k in ("kernel", "cpu", "memory", "thp"))
     quota = f", {cpu['usable_cores']} of them ours by quota" if cpu.get("quota") is not None else ""

@@ -9,12 +9,7 @@ from unimem_bench.record import BEST, CaseRecord, Target
 from unimem_bench.stats import Growth, Ratio, Spread, Verdict
 from unimem_bench.suite import OURS
 
-__all__ = [
-    "amount", "claim", "comparison", "duration", "fact", "factor", "grown", "has_scale", "law",
-    "measured", "middle", "number", "numbers", "outcome", "size", "times",
-]  # fmt: skip
-
-# Units that are written in the one that suits a figure, from the smallest.
+# Scales of units, from the smallest; a figure is written in the one that suits it.
 _SCALES: tuple[dict[str, float], ...] = (
     {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0},
     {"kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "TB/s": 1e12},
@@ -24,15 +19,13 @@ _SCALES: tuple[dict[str, float], ...] = (
 _TIMES = _SCALES[0]
 _SIZES = _SCALES[2:]
 
-# Exponents between which a cost is said to be constant or linear.
+# Exponents between which a cost is called constant or linear.
 _CONSTANT, _LINEAR = (-0.05, 0.05), (0.9, 1.1)
 
 
 def number(value: float) -> str:
-    """Write a number with three digits that count.
+    """Write a number with three significant digits.
 
-    Examples
-    --------
     >>> number(0.0461), number(46.13), number(7082.0), number(4)
     ('0.0461', '46.1', '7,082', '4')
     """
@@ -40,10 +33,8 @@ def number(value: float) -> str:
 
 
 def numbers(first: float, *others: float) -> list[str]:
-    """Write numbers with as many decimals as the first one needs for three digits that count.
+    """Write numbers with as many decimals as the first needs for three significant digits.
 
-    Examples
-    --------
     >>> numbers(46.13, 3.9), numbers(2.0, 1.234, 3.0), numbers(2.0, 1.0)
     (['46.1', '3.9'], ['2.00', '1.23', '3.00'], ['2', '1'])
     """
@@ -58,10 +49,8 @@ def numbers(first: float, *others: float) -> list[str]:
 
 
 def has_scale(unit: str) -> bool:
-    """Whether figures of a unit are written with it, in the one that suits them.
+    """Say whether figures of a unit are written in the scale that suits them.
 
-    Examples
-    --------
     >>> has_scale("ns"), has_scale("tokens/s")
     (True, False)
     """
@@ -69,10 +58,8 @@ def has_scale(unit: str) -> bool:
 
 
 def scaled(value: float, unit: str) -> tuple[float, str]:
-    """Give the unit that suits a figure, and before it what figures are multiplied with for it.
+    """Return the factor that converts a figure into the unit that suits it, and that unit.
 
-    Examples
-    --------
     >>> scaled(46132.0, "ns"), scaled(7.0, "tokens/s")
     ((0.001, 'us'), (1.0, 'tokens/s'))
     """
@@ -88,8 +75,6 @@ def scaled(value: float, unit: str) -> tuple[float, str]:
 def amount(value: float, unit: str) -> str:
     """Write a figure with its unit.
 
-    Examples
-    --------
     >>> amount(46132.0, "ns"), amount(0.25, "GB/s"), amount(65536, "bytes")
     ('46.1 us', '250 MB/s', '64 KiB')
     """
@@ -98,10 +83,8 @@ def amount(value: float, unit: str) -> str:
 
 
 def middle(spread: Spread | Ratio, unit: str = "") -> str:
-    """Write a median with what lies around it, where that is anything else.
+    """Write a median with its range, unless that has no width.
 
-    Examples
-    --------
     >>> middle(Spread(46.1, 44.2, 48.0), "ns"), middle(Spread(1, 1, 1))
     ('46.1 ns (44.2 to 48.0)', '1')
     """
@@ -111,7 +94,7 @@ def middle(spread: Spread | Ratio, unit: str = "") -> str:
 
 
 def _with_interval(value: float, low: float, high: float, unit: str) -> str:
-    """Write an interval behind its value, unless it has no width."""
+    """Write a value with its interval, unless that has no width."""
     if low == value == high:
         return f"{number(value)}{unit}"
     texts = numbers(value, low, high)
@@ -119,10 +102,8 @@ def _with_interval(value: float, low: float, high: float, unit: str) -> str:
 
 
 def factor(value: float) -> str:
-    """Write how many times.
+    """Write a factor.
 
-    Examples
-    --------
     >>> factor(2.4132), factor(153.2)
     ('2.41x', '153x')
     """
@@ -132,8 +113,6 @@ def factor(value: float) -> str:
 def times(ratio: Ratio) -> str:
     """Write a ratio with its interval.
 
-    Examples
-    --------
     >>> times(Ratio(2.41, 2.2, 2.66))
     '2.41x (2.20 to 2.66)'
     """
@@ -141,17 +120,8 @@ def times(ratio: Ratio) -> str:
 
 
 def comparison(ratio: Ratio, unit: str) -> str:
-    """Say how many times as good a side is as another one.
+    """Say how many times as good a side is; `unit` says what better means, above 1 is better.
 
-    Parameters
-    ----------
-    ratio : Ratio
-        As `unimem_bench.stats.comparisons` gives it: above 1 is better.
-    unit : str
-        Of the figures, which says what better is.
-
-    Examples
-    --------
     >>> comparison(Ratio(3.92, 3.7, 4.04), "ns")
     '3.92x faster (3.70 to 4.04)'
     >>> comparison(Ratio(0.5, 0.4, 0.8), "bytes")
@@ -179,8 +149,6 @@ def _words(unit: str) -> tuple[str, str]:
 def grown(growth: Growth) -> str:
     """Write a fitted power of the size.
 
-    Examples
-    --------
     >>> grown(Growth(0.021, -0.004, 0.05))
     'n^0.02 (0.00 to 0.05)'
     """
@@ -191,8 +159,6 @@ def grown(growth: Growth) -> str:
 def law(growth: Growth) -> str:
     """Name the power of a growth.
 
-    Examples
-    --------
     >>> law(Growth(0.02, 0, 0.05)), law(Growth(1.0, 0.98, 1.02)), law(Growth(0.5, 0.4, 0.6))
     ('constant', 'linear', 'less than linear')
     """
@@ -206,19 +172,8 @@ def law(growth: Growth) -> str:
 
 
 def claim(case: CaseRecord, target: Target, other: str | None = None) -> str:
-    """Say what a target claims.
+    """Write the claim of a target; `other` is the best peer, if known.
 
-    Parameters
-    ----------
-    case : CaseRecord
-        That it is about.
-    target : Target
-        The claim.
-    other : str, optional
-        The best peer, where it is known which that is.
-
-    Examples
-    --------
     >>> case = CaseRecord("calls", "take", "What does take cost?", "ns")
     >>> claim(case, Target("speed", "unimem", "np.empty", True, 2.0, 2))
     'at least 2x as fast as np.empty'
@@ -245,7 +200,7 @@ def _limit(value: float, unit: str) -> str:
 
 
 def measured(verdict: Verdict) -> str:
-    """Write what a target's measurement gave, or nothing."""
+    """Write the measurement of a target; "" without one."""
     found = verdict.measured
     if found is None:
         return ""
@@ -257,7 +212,7 @@ def measured(verdict: Verdict) -> str:
 
 
 def outcome(verdict: Verdict) -> str:
-    """Say whether a target is met; where the interval covers the limit, that it does."""
+    """Say whether a target is met, and whether the interval covers the limit."""
     if verdict.met is None:
         return "not measured"
     text = "met" if verdict.met else "missed"
@@ -265,10 +220,8 @@ def outcome(verdict: Verdict) -> str:
 
 
 def fact(value: Any) -> str:
-    """Write what a case keeps as a fact.
+    """Write a fact of a case.
 
-    Examples
-    --------
     >>> fact(4096), fact(0.98765), fact(True), fact(["avx2", "fma"]), fact({"a": 1, "b": None})
     ('4,096', '0.988', 'yes', 'avx2, fma', 'a 1, b none')
     """
@@ -290,8 +243,6 @@ def _listed(texts: list[str]) -> str:
 def size(nbytes: float) -> str:
     """Write a number of bytes in the unit, of powers of 2 or of 10, that makes it short.
 
-    Examples
-    --------
     >>> size(65536), size(64000), size(640), size(20 * 2**20)
     ('64 KiB', '64 kB', '640 B', '20 MiB')
     """
@@ -300,15 +251,13 @@ def size(nbytes: float) -> str:
         for power, unit in enumerate(units, 1):
             if nbytes >= step**power:
                 texts.append(f"{nbytes / step**power:.4g} {unit}")
-    # Of those that are as short, the last one of the first kind.
+    # Of equally short texts, the last one of the first kind.
     return min(reversed(texts), key=len)
 
 
 def duration(seconds: float) -> str:
     """Write a time as a clock shows it.
 
-    Examples
-    --------
     >>> duration(7.2), duration(75), duration(3725)
     ('0:07', '1:15', '1:02:05')
     """

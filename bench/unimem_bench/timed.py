@@ -1,4 +1,4 @@
-"""Processes that decode and say what each token took: `unimem_bench.timed_side`, from outside."""
+"""Processes that decode and report the time of each token: `timed_side`, from outside."""
 
 from __future__ import annotations
 
@@ -9,54 +9,31 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-__all__ = ["UNIMEM", "TimedProcess", "TimedProcessError", "command"]
-
-# The command, whatever the folder is called that it is installed in.
+# The command `unimem`, wherever it is installed.
 UNIMEM = [sys.executable, "-c", "import sys; from unimem_command import main; sys.exit(main())"]
 
 
 class TimedProcessError(Exception):
-    """The process has ended, as by the kernel's hand."""
+    """The process has ended, for example because the kernel killed it."""
 
 
 def command(kind: str, model: str | Path, options: Mapping[str, Any]) -> list[str]:
-    """Return the command of a process that decodes.
+    """Return the command of a process that decodes with "unimem" or "llama.cpp".
 
-    Parameters
-    ----------
-    kind : {"unimem", "llama.cpp"}
-        The library.
-    model : str or Path
-        The model's file.
-    options : mapping
-        Of the side, as its class in `unimem_bench.timed_side` takes them.
+    `options` are those of its class in `unimem_bench.timed_side`.
     """
     script = str(Path(__file__).with_name("timed_side.py"))
     return [sys.executable, "-P", script, kind, str(model), json.dumps(dict(options))]
 
 
 class TimedProcess:
-    """A process that decodes, and answers what its tokens took; leave its ``with`` to end it.
+    """A process that decodes and reports the time of its tokens; leaving its ``with`` ends it.
 
-    Parameters
-    ----------
-    words : sequence of str
-        As `command` gives them, with what runs them before that.
-    environment : mapping of str to str
-        More variables for it.
-
-    Attributes
-    ----------
-    facts : dict
-        What it said when it was ready: ``load``, and ``start_s`` in seconds.
-
-    Raises
-    ------
-    TimedProcessError
-        If it ends before it is ready.
+    `words` is a result of `command`, perhaps with a program before it that runs it. `facts` is what
+    it reported when ready: ``load``, and ``start_s`` in seconds. TimedProcessError if it ends
+    before.
     """
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -76,17 +53,9 @@ class TimedProcess:
             raise
 
     def tokens(self, n: int, seconds: float) -> dict[str, Any]:
-        """Have it compute so many tokens, or as many as the time allows.
+        """Compute `n` tokens, or as many as the time allows; TimedProcessError if it has ended.
 
-        Returns
-        -------
-        dict
-            ``ms`` of each token, and ``major_faults`` of all of them.
-
-        Raises
-        ------
-        TimedProcessError
-            If it has ended.
+        Returns ``ms`` of each token, and ``major_faults`` of all of them.
         """
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the answer says why
@@ -113,10 +82,5 @@ class TimedProcess:
     def __enter__(self) -> TimedProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()

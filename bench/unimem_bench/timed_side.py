@@ -1,9 +1,9 @@
-"""A process that says what each of its tokens took: ``PYTHON timed_side.py KIND MODEL OPTIONS``.
+"""A process that reports the time of each token: ``PYTHON timed_side.py KIND MODEL OPTIONS``.
 
-`unimem_bench.timed` starts it by its path, so that no other library is loaded beside the one that
-is measured. The model is an argument of its own, which ``unimem exec --stage`` replaces. The first
-line that it prints says how the model was loaded, and what the start took. Then it answers requests
-from standard input, a line of JSON each: ``{"n": tokens, "seconds": at most}``.
+`unimem_bench.timed` starts it by its path, so that no library is loaded but the one measured. The
+model is an argument of its own, which ``unimem exec --stage`` replaces. The first line that it
+prints says how the model was loaded, and how long the start took. Then it answers requests from
+standard input, a line of JSON each: ``{"n": tokens, "seconds": at most}``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from importlib import import_module
 from typing import Any, Protocol
 
 PROMPT = [1, 300, 301]
-N_TOKENS = 128  # of a conversation, which then begins anew, so that all tokens are alike
+N_TOKENS = 128  # of a conversation, which then restarts, so that all tokens are alike
 N_CTX = 256
-# Threads of a library go on polling for some milliseconds after their work. They must be asleep
-# when the answer lets another process start.
+# Threads of a library poll for some milliseconds after their work. They must be asleep when the
+# answer lets another process start.
 SETTLE_S = 0.05
 
 
@@ -32,7 +32,7 @@ class TimedSide(Protocol):
     start_s: float  # from the model's path to a context that is ready
 
     def begin(self) -> None:
-        """Begin anew with the prompt."""
+        """Restart with the prompt."""
 
     def step(self, token: int) -> None:
         """Compute one more token."""
@@ -66,7 +66,7 @@ class TimedUnimem:
 
 
 class TimedLlamaCpp:
-    """llama.cpp through the cyllama wheel, with its own options of loading."""
+    """llama.cpp from the cyllama wheel, with its own load options."""
 
     def __init__(self, model: str, *, threads: int = 1, ctx: int = N_CTX, **options: bool) -> None:
         self._api = api = import_module("cyllama.llama.llama_cpp")
@@ -102,7 +102,7 @@ class TimedLlamaCpp:
 
 
 def measure(side: TimedSide, n: int, seconds: float) -> dict[str, Any]:
-    """Compute tokens, until there are enough of them or the time is over."""
+    """Compute `n` tokens, or fewer if the time is over."""
     side.begin()
     side.step(400)
     found: list[float] = []
@@ -126,7 +126,7 @@ def main() -> None:
     """Open the side, and answer."""
     kind, model, options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    os.dup2(2, 1)  # a library's own output must not mix with the answers
     side: TimedSide = {"unimem": TimedUnimem, "llama.cpp": TimedLlamaCpp}[kind](
         model, **json.loads(options)
     )

@@ -20,7 +20,7 @@ from unimem_bench.side_server import Logits, serve
 
 
 class Unimem:
-    """A conversation with a decoder on memory that is placed as ``unimem run`` places it."""
+    """A conversation with a decoder on memory placed as ``unimem run`` places it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Unimem:
 
     @property
     def compute_s(self) -> float:
-        """As `Side.compute_s`: what of a token is not within is Python's part."""
+        """As `Side.compute_s`; the rest of a token is Python's part."""
         return self._decoder._forward.compute_ns / 1e9
 
     def prefill(self, tokens: list[int]) -> Logits:
@@ -69,9 +69,9 @@ class Unimem:
 
 
 def granted(report: Report) -> dict[str, dict[str, Any]]:
-    """Return where weights, KV cache and scratch memory are, as `unimem.Placement` says it.
+    """Return where weights, KV cache and scratch memory are, as `unimem.Placement` fields.
 
-    What was repacked is apart from the rest of the weights, which is mapped.
+    Repacked weights are separate from the rest, which is mapped.
     """
     parts: dict[str, list[Placement]] = {"weights": [], "repacked": [], "kv": [], "scratch": []}
     for row in report.rows:

@@ -1,4 +1,4 @@
-"""Files of weights to load: float16 tensors whose words add up to a known sum, in two formats."""
+"""Files of weights: float16 tensors whose words add up to a known sum, in two formats."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from unimem_bench.files import ALIGNMENT, FLOAT16, TensorEntry, gguf_header, mad
 from unimem_bench.states import available_bytes
 from unimem_bench.suite import NotMeasured
 
-__all__ = ["TENSOR_BYTES", "Format", "WeightFile", "tensors_that_fit", "weight_file"]
-
 Format = Literal["gguf", "safetensors"]
 
 SHAPE = 8192, 4096
@@ -32,15 +30,15 @@ ROOM = 3
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A file of tensors of 64 MiB, whose data is the same in both formats."""
+    """A file of tensors of 64 MiB, with the same data in both formats."""
 
-    path: Path  # of it
+    path: Path
     nbytes: int  # of the whole file
-    data_offset: int  # where the data of the tensors begins; there is nothing between them
+    data_offset: int  # of the tensors, which have no gaps between them
     sum: int  # of all words of 8 bytes of the data, modulo 2 to the power of 64
 
     def check(self, total: int) -> None:
-        """Raise AssertionError unless `total` is the sum of what is in the file."""
+        """Raise AssertionError unless `total` is the sum of the words in the file."""
         if total != self.sum:
             raise AssertionError(
                 f"the words read of {self.path.name} add up to {total:#x}, not {self.sum:#x}"
@@ -48,13 +46,7 @@ class WeightFile:
 
 
 def tensors_that_fit(folder: Path, wanted: int) -> int:
-    """Tell of how many tensors a file can be, `wanted` at most.
-
-    Raises
-    ------
-    NotMeasured
-        If memory, or the folder's disk, has no room for one of a single tensor.
-    """
+    """Return how many tensors a file can have, at most `wanted`; NotMeasured if not one."""
     folder.mkdir(parents=True, exist_ok=True)
     there = sum(path.stat().st_size for path in folder.glob("weights-*"))
     disk_bytes = shutil.disk_usage(folder).free + there
@@ -64,18 +56,12 @@ def tensors_that_fit(folder: Path, wanted: int) -> int:
             f"wants {ROOM * TENSOR_BYTES / 1e6:.0f} MB of memory and of disk, "
             f"{available_bytes() / 1e6:.0f} and {disk_bytes / 1e6:.0f} are free"
         )
-    # A power of two: what is free is never twice the same, and the files shall be found again.
+    # A power of two: free space varies, and a later run must find the same file.
     return wanted if wanted <= most else 1 << int(most).bit_length() - 1
 
 
 def weight_file(folder: Path, kind: Format, n_tensors: int) -> WeightFile:
-    """Return a file of so many tensors, which is made where the folder has none.
-
-    Raises
-    ------
-    OSError
-        If it cannot be written.
-    """
+    """Return a file of `n_tensors`, made if the folder has none."""
     names = [f"blk.{i}.ffn_down.weight" for i in range(n_tensors)]
     header = _gguf_header(names) if kind == "gguf" else _safetensors_header(names)
     # No two tensors are the same: word 0 of each is its number.

@@ -1,8 +1,8 @@
 """One pass of one suite, in a process of its own.
 
-``python -m unimem_bench.worker SUITE`` calls the cases of a suite, and writes each one's record as
-a line of JSON when it is done. Before them comes a line of the machine's conditions. What a library
-prints meanwhile goes to standard error.
+``python -m unimem_bench.worker SUITE`` runs the cases of a suite, and writes the record of each as
+a line of JSON when it is done, after a line with the machine's conditions. Libraries' own output
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from unimem_bench.record import CaseRecord
 from unimem_bench.suite import Case, Measure, NotMeasured
 from unimem_bench.suites import NAMES, load_suite
 
-__all__ = ["measure"]
-
-# What pyperf knows of the moment, and `unimem.doctor` does not.
+# What pyperf knows of the moment and `unimem.doctor` does not.
 _CONDITIONS = ("aslr", "cpu_config", "cpu_freq", "cpu_temp", "load_avg_1min", "runnable_threads")
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what the command line names."""
+    """Measure the suite that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m unimem_bench.worker", description=__doc__)
     parser.add_argument("suite", choices=NAMES)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--case", default="", metavar="TEXT", help="cases whose name has it")
     parser.add_argument("--dir", type=Path, required=True, help="for files that all passes use")
     options = parser.parse_args(arguments)
-    # What a library in C prints would stand among the records.
+    # The output of a library in C would mix with the records.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         out.write(json.dumps(conditions()) + "\n")
@@ -51,31 +49,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(case: Case, *, quick: bool, folder: Path) -> CaseRecord:
-    """Call the function of a case, pinned to one CPU.
-
-    Returns
-    -------
-    CaseRecord
-        With what was measured, and where that is not all, with the reason.
-    """
+    """Run a case pinned to one CPU; return its record, with the reason if it is incomplete."""
     given = Measure(case, quick=quick, folder=folder)
     try:
         given.pin(1)
         case.run(given)
     except NotMeasured as reason:
         return given.record(str(reason))
-    except Exception as error:  # any: the other cases can be measured nevertheless
+    except Exception as error:  # any: other cases are still measured
         return given.record(f"{type(error).__name__}: {error}", is_error=True)
     return given.record()
 
 
 def conditions() -> dict[str, Any]:
-    """Ask pyperf for CPU frequencies, temperature and load; nothing where it is not installed."""
+    """Return CPU frequencies, temperature and load from pyperf; {} if it is not installed."""
     try:
         import pyperf
     except ImportError:
         return {}
-    # A run wants one value at least.
+    # A run needs one value at least.
     found = pyperf.Run([1.0], collect_metadata=True).get_metadata()
     return {name: found[name] for name in _CONDITIONS if name in found}
 
@@ -83,7 +75,7 @@ def conditions() -> dict[str, Any]:
 if __name__ == "__main__":
     # SIGTERM ends a run in order: processes end, huge pages go back, files are deleted.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # The kernel sends it where the run itself was killed.
+    # The kernel sends it if the run itself was killed.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""`unimem bench --advise`: what wins on decoders of invented speeds, and a run of real ones."""
+"""`unimem bench --advise`: what wins among decoders of invented speeds, and a run of real ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Patch = pytest.MonkeyPatch
 SCHEMA = json.loads((ROOT / "docs/schemas/advice-1.json").read_text())
 MODEL = embedded_model()
 
-# Of an option and its value: how many times as fast decode, prefill and start are.
+# By option and value: how many times as fast decode, prefill and start are.
 Effects = Mapping[tuple[str, str], tuple[float, float, float]]
 THP_DECODES_FASTER: Effects = {("pages", "thp"): (1.3, 1.0, 0.5)}
 Q8_DECODES_FASTER: Effects = {("kv_dtype", "q8_0"): (1.5, 1.0, 1.0)}
@@ -41,7 +41,7 @@ NO_ORDER = "nothing has another order"
 
 
 class FakeDecoder:
-    """A decoder with the speeds that a test invents, and noise of a few percent."""
+    """A decoder with invented speeds, and noise of a few percent."""
 
     effects: ClassVar[Effects]
     noise: ClassVar[float]
@@ -54,7 +54,7 @@ class FakeDecoder:
         if self.refuses in options.values():
             raise SideError("the unimem side: it does not start")
         self.options = options
-        self.pid = 2**22 + len(self.started)  # of no process
+        self.pid = 2**22 + len(self.started)  # no such process
         self.is_open = True
         self.started.append(self)
         found = [self.effects.get(each, (1.0, 1.0, 1.0)) for each in options.items()]
@@ -97,7 +97,7 @@ class FakeDecoder:
 
 
 class Machine:
-    """What a test invents of the machine, and the pool of huge pages that it has seen."""
+    """An invented machine, which logs its pool of huge pages."""
 
     def __init__(self) -> None:
         self.pool: list[str] = []
@@ -118,7 +118,7 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: Patch) -> Machine:
-    """Decoders that are invented, and rounds that nothing disturbs."""
+    """Install invented decoders, and rounds that nothing disturbs."""
     invented = Machine()
     fresh: dict[str, Any] = {"effects": {}, "noise": 0.01, "refuses": "", "started": []}
     fresh |= {"interrupt_after": 0, "rng": np.random.default_rng(8)}
@@ -128,7 +128,7 @@ def machine(monkeypatch: Patch) -> Machine:
     monkeypatch.setattr(module, "reserved", invented.reserved)
     monkeypatch.setattr(module, "plan", plan_without_order)
     monkeypatch.setattr(module, "nodes", lambda: {0: _node(0)})
-    # Plans would take pages that this machine has reserved, and ask for none.
+    # Otherwise plans would use pages that this machine has reserved.
     pools = limits.huge_pools().items()
     empty = {name: replace(pool, total=0, free=0, reserved=0) for name, pool in pools}
     monkeypatch.setattr(limits, "huge_pools", lambda: empty)
@@ -182,14 +182,14 @@ def test_what_wins_is_advised_with_the_margin_of_all_of_it() -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_noise_is_no_advice_and_what_the_defaults_come_to_is_not_measured() -> None:
+def test_noise_is_no_advice_and_what_equals_the_defaults_is_not_measured() -> None:
     FakeDecoder.noise = 0.05
     advice = make({})
     assert (advice.flags, advice.margin, advice.by, advice.trade_offs) == ((), None, None, ())
     last = list(page(advice))[-1]
     assert last == "Nothing differs by more than noise: the defaults are as good as any here."
     assert advice.left_out.pop("--load repack") == NO_ORDER
-    same = {name for name, reason in advice.left_out.items() if "defaults come to" in reason}
+    same = {name for name, reason in advice.left_out.items() if "the defaults do" in reason}
     assert same == {"--pages 4k", "--load map"}
     names = [each.name for each in advice.factors[0].variants]
     assert names == ["default", "--pages thp", "--pages 2m"]
@@ -198,7 +198,7 @@ def test_noise_is_no_advice_and_what_the_defaults_come_to_is_not_measured() -> N
 @pytest.mark.usefixtures("machine")
 def test_weights_stay_repacked_on_other_pages(monkeypatch: Patch) -> None:
     def plan_repacked(*arguments: Any, load: str = "auto", **options: Any) -> Plan:
-        # `auto` copies where pages are asked for.
+        # `auto` copies if pages are requested.
         as_planned: Any = "copy" if load == "auto" and options.get("pages") else load
         made = plan_without_order(*arguments, load="map", **options)
         return replace(made, load="repack" if as_planned == "auto" else as_planned)
@@ -211,7 +211,7 @@ def test_weights_stay_repacked_on_other_pages(monkeypatch: Patch) -> None:
     assert "are copied" not in costs
     names = [each.name for each in advice.factors[0].variants]
     assert names[1:] == [f"--load repack --pages {pages}" for pages in ("4k", "thp", "2m")]
-    # What wins itself is what is kept.
+    # An explicit winner is kept.
     effects = {("pages", "thp"): (1.3, 1.0, 1.0), ("load", "copy"): (1.2, 1.0, 1.0)}
     assert make(effects).flags == ("--load", "copy", "--pages", "thp")
 

@@ -1,4 +1,4 @@
-"""The ten questions at the head of the benchmarks' page."""
+"""The ten questions at the head of the page of benchmarks."""
 
 from __future__ import annotations
 

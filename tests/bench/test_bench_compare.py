@@ -1,4 +1,4 @@
-"""Two invented records beside each other."""
+"""Two invented records compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(*cases: CaseRecord, **rest: Any) -> Record:
 def case(
     name: str, ours: float, *peers: float, subject: str = "unimem", at: Sequence[float] = ()
 ) -> CaseRecord:
-    """Figures that do not vary: a ratio agrees only with itself."""
+    """Make figures that do not vary, so that a ratio agrees only with itself."""
     sides = []
     for size in at or (None,):
         sides.append(SideRecord(subject, "unimem", [[ours, ours]], size))

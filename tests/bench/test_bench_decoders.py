@@ -1,4 +1,4 @@
-"""The suites that decode: that their sides do the same work, on the memory they are named after."""
+"""The suites that decode: their sides do the same work, on the memory they are named after."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model(folder: Path) -> Path:
     return write_model(folder, "15m", "q8_0")
 
 
-# Those that are slow are what others of these tests decode with.
+# The slow kinds are also decoded by other tests here.
 @pytest.mark.parametrize(
     "kind",
     [
@@ -63,7 +63,7 @@ def test_a_model_is_the_same_to_unimem_and_llama_cpp(folder: Path, kind: models.
         logits, tokens = ours.greedy(PROMPT, 16)
     theirs, their_logits = llama_cpp.greedy(path, PROMPT, 16, ctx=64)
     assert np.isfinite(logits).all()
-    # Two builds of ggml round differently, and quantizing what they multiply makes more of it.
+    # Two builds of ggml round differently, and quantizing amplifies that.
     assert np.corrcoef(logits, their_logits[0])[0, 1] > 0.999
     assert tokens[:4] == theirs[:4]
     assert len(set(tokens)) > 1
@@ -185,7 +185,7 @@ def test_where_the_peer_is(tmp_path: Path, monkeypatch: Patch) -> None:
 
 
 def fake_python(folder: Path, *answers: dict[str, Any], error: str = "") -> str:
-    """Return an interpreter that ignores its script: it answers so, or ends with an error."""
+    """Return an interpreter that ignores its script: it gives these answers, or an error."""
     code = [f"print({json.dumps(answer)!r}, flush=True); input()" for answer in answers]
     code.append(f"raise SystemExit(print({error!r}, file=__import__('sys').stderr) or 3)")
     (folder / "fake.py").write_text("\n".join(code))
@@ -196,7 +196,7 @@ def fake_python(folder: Path, *answers: dict[str, Any], error: str = "") -> str:
 
 
 def reserved_pages() -> int:
-    """Count the pages that stay; others in the pool go once nothing uses them."""
+    """Count the pages that stay; the rest of the pool goes once unused."""
     if not huge_pages.POOL.exists():
         return 0
     total, surplus = (
@@ -279,14 +279,14 @@ def test_huge_pages_that_cannot_be_had(tmp_path: Path, monkeypatch: Patch) -> No
 @pytest.fixture
 def tiny(monkeypatch: Patch) -> Iterator[None]:
     monkeypatch.setattr(decoding, "QUICK_SHAPE", "15m")
-    monkeypatch.setattr(states, "ready", lambda nbytes, cpus: None)  # which is for times
+    monkeypatch.setattr(states, "ready", lambda nbytes, cpus: None)  # needed for times only
     before = reserved_pages()
     yield
     assert reserved_pages() == before
 
 
-# Those of Q4_K_M and F16 differ by their file alone, those of 512 tokens by the prompt; in those
-# that are slow the same sides do other work.
+# Cases of Q4_K_M and F16 differ by their file alone, those of 512 tokens by the prompt; in slow
+# ones the same sides do other work.
 LIKE_OTHERS = re.compile("decode/.*(q4_k_m|f16|512)")
 SLOW = re.compile("decode/(prefill-q4_0|.*-q8_0|busy-core|own-.*)|pages/")
 CASES = [
@@ -340,7 +340,7 @@ def test_peers_of_other_cpus_are_left_out(folder: Path, tmp_path: Path, monkeypa
 
 
 class InventedDecoder:
-    """A decoder that is started at once, and drops from the page cache what it repacks."""
+    """A decoder that starts at once, and drops the weights that it repacks from the page cache."""
 
     log: ClassVar[list[str]]
     repacks: ClassVar[bool]
@@ -368,7 +368,7 @@ class InventedDecoder:
 
 @pytest.fixture
 def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """Invented decoders, and a file that they are of."""
+    """Install invented decoders, and return their model file."""
     for name, value in {"log": [], "repacks": True, "pages": {}}.items():
         monkeypatch.setattr(InventedDecoder, name, value, raising=False)
     for module in (decode, decoding, pages):

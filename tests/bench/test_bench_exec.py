@@ -1,4 +1,4 @@
-"""The suite `exec`: each case measures the same program with and without `unimem exec`."""
+"""The suite `exec`: each case measures one program with and without `unimem exec`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def tiny(monkeypatch: Patch) -> None:
-    """The model of the package, and a machine in any state."""
+    """Use the model in the package, on a machine in any state."""
     monkeypatch.setattr(decoding, "model", lambda measure, kind: Path(embedded_model()))
     monkeypatch.setattr(decoding, "require_room", lambda n, path: None)
     monkeypatch.setattr(states, "heat", lambda path: None)
@@ -34,7 +34,7 @@ def tiny(monkeypatch: Patch) -> None:
 
 
 class Invented:
-    """A process under exec, which has this one's memory."""
+    """A process under exec, with this process's memory."""
 
     def __init__(self, words: list[str]) -> None:
         self.pid, self.is_exec = os.getpid(), "exec" in words

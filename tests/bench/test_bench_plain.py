@@ -1,4 +1,4 @@
-"""The C that benchmarks compare with, and the states they start from: that each does its work."""
+"""The C that benchmarks compare with, and the states they start from: each does its work."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Patch = pytest.MonkeyPatch
 Words = NDArray[np.uint64]
 PAGE = mmap.PAGESIZE
 CPUS = sorted(os.sched_getaffinity(0))
-NO_CPU = 1023  # which this process may not use
+NO_CPU = 1023  # that this process may not use
 TEAMS = [CPUS[:1], CPUS[:2], [CPUS[0]] * 3]
-N_WORDS = 300_000  # more than a huge page, and no whole number of pages
+N_WORDS = 300_000  # more than a huge page, and not a whole number of pages
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_copy(words: Words) -> None:
     assert np.array_equal(to, words)
     tables: list[Any] = [np.zeros((2, 3)), np.zeros((2, 2), np.uint64)]
     for table in tables:
-        with pytest.raises(ValueError, match=r"wants an array of uint64 of shape \(n, 3\), found"):
+        with pytest.raises(ValueError, match=r"needs an array of uint64 of shape \(n, 3\), found"):
             plain.copy(table)
 
 
@@ -226,7 +226,7 @@ def test_what_cannot_be_dropped_is_said(path: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(states, "DROP_CACHES", tmp_path / "asked")
     mapped = np.memmap(path, np.uint8, "r")
     assert mapped.sum(dtype=np.int64) > 0  # in the page tables, so that it stays
-    with pytest.raises(NotMeasured, match=r"wants words on the disk only, \d+ bytes stay"):
+    with pytest.raises(NotMeasured, match=r"wants words on disk only, \d+ bytes stay"):
         states.drop(path)
     assert (tmp_path / "asked").read_text() == "3"
     assert 0 <= states.heat(path) <= 1
@@ -236,7 +236,7 @@ def test_what_of_a_file_is_in_huge_pages(path: Path) -> None:
     assert 0 <= states.in_huge_pages(path) <= 1
     with um.stage(Path(um.__file__).parent / "engine" / "models" / "tiny.gguf") as staged:
         share = states.in_huge_pages(Path(staged.path))
-        # What huge pages map of memory is known beforehand, of a file on a disk it is not.
+        # The huge pages of memory are known beforehand, those of a file on a disk are not.
         assert (share > 0) == (staged.granted.huge_bytes > 0)
 
 

@@ -1,4 +1,4 @@
-"""Plots of invented records: what is drawn, that it is legible, and that files are the same."""
+"""Plots of invented records: complete, legible, and reproducible."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ NEEDS = "matplotlib (extra bench) draws the plots: pip install '.[bench]'"
 matplotlib = pytest.importorskip("matplotlib", reason=NEEDS)
 plots = pytest.importorskip("unimem_bench.plots", reason=NEEDS, exc_type=ImportError)
 
-LONG = "the way in which one does it with a library whose name is longer than that of all others"
+LONG = "how one does it with a library whose name is longer than the name of any other library"
 SENTENCE = f"What is {'this ' * 40}for?"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def plain(name: str, unit: str = "ns", ours: float = 5.0, **others: float) -> CaseRecord:
-    """A case of unimem, and of a peer and a limit as far as they are given."""
+    """Make a case of unimem, with a peer and a limit if given."""
     peers, limits = ({n: at for n, at in others.items() if n == kind} for kind in ("peer", "limit"))
     return case(name, "What?", unit, levels({"ours": ours}, peers, limits))
 
@@ -60,7 +60,7 @@ def scaled(
 
 
 def strange_names() -> SuiteRecord:
-    """Names, units and questions that are long, or look like formulas."""
+    """Make names, units and questions that are long, or look like formulas."""
     ours, wide = f"unimem, {LONG}", "x" * 70
     laws: Any = {
         ours: ("unimem", lambda n: 3 * n**0.5),
@@ -78,12 +78,16 @@ def strange_names() -> SuiteRecord:
 
 
 def strange_figures() -> SuiteRecord:
-    """Figures of six decades, of nothing, and of one size."""
+    """Make figures of six decades, of zeros, and of one size."""
     units = "pages", "tokens"
-    counted: list[tuple[str, dict[str, list[float]], float]] = [
+    zeros: list[tuple[str, dict[str, list[float]], float]] = [
         ("zeros", {"unimem": [0], "b": [0, 0]}, 0),
         ("a zero", {"unimem": [0], "b": [5e8]}, 0.5),
         ("not zero", {"unimem": [3]}, 0),
+    ]
+    counted = [
+        counted_case(f"figures/{name}", "Any?", "pages", values, targets=[at_most(limit, 3)])
+        for name, values, limit in zeros
     ]
     return suite(
         "figures",
@@ -91,14 +95,11 @@ def strange_figures() -> SuiteRecord:
         plain("figures/six decades", "us", ours=0.003, peer=3000, limit=0.001),
         plain("figures/bytes", "bytes", ours=3e8, peer=5e8),
         plain("figures/small", "s", ours=3e-5, peer=5e-5),
-        *(
-            counted_case(f"figures/{name}", "Any?", "pages", values, targets=[at_most(limit, 3)])
-            for name, values, limit in counted
-        ),
+        *counted,
         scaled("figures/one size", ("us", "tokens"), [64], float, rounds=EXACTLY_ONE),
         scaled("figures/no figure but 0", units, [1, 64], lambda _: 0.0, targets=[grows(1)]),
         scaled("figures/threads", ("ms", "threads"), [1, 2, 3, 4, 6, 8, 16, 64], lambda n: 1e3 / n),
-        failed_case("figures/failed", "None?", "us", "there is none", targets=[faster("b", 2, 2)]),
+        failed_case("figures/failed", "None?", "us", "not here", targets=[faster("b", 2, 2)]),
     )
 
 
@@ -126,7 +127,7 @@ def drawings(name: str) -> list[Any]:
 
 @functools.cache
 def sheets(name: str) -> dict[str, tuple[Any, list[Box]]]:
-    """Figures by name, laid out, with their texts."""
+    """Return figures by name, laid out, with their texts."""
     return {each.name: (each.figure, texts_of(each.figure)) for each in drawings(name)}
 
 
@@ -154,7 +155,7 @@ class Box(NamedTuple):
 
 
 def texts_of(figure: Any) -> list[Box]:
-    """Draw a figure, and note where each line of text goes."""
+    """Draw a figure, and record where each line of text goes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 
     boxes: list[Box] = []
@@ -205,7 +206,7 @@ def test_legends_cover_nothing_and_name_everything_and_axes_have_labels(name: st
         assert not any(a.overlaps(b) for a, b in itertools.combinations(panels, 2)), sheet
         for axes in figure.axes:
             assert axes.get_xlabel(), sheet
-            # The other axis of bars, and of targets, is of names.
+            # The other axis of bars and targets has names.
             assert axes.get_ylabel() or names(axes) or sheet == "targets", sheet
 
 
@@ -396,7 +397,7 @@ def test_files(saved: tuple[Path, Any]) -> None:
 
 
 def test_names_in_a_file_do_not_depend_on_last_bits_of_the_layout(saved: tuple[Path, Any]) -> None:
-    """Which differ from process to process, and would be in the names of clip paths."""
+    """The last bits vary between processes, and matplotlib puts them into names of clip paths."""
     for path in saved[0].iterdir():
         text = path.read_text()
         clips = re.findall(r'<clipPath id="(.+?)"', text)

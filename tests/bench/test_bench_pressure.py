@@ -1,4 +1,4 @@
-"""The suite `pressure`: what it makes of tokens, and that it measures processes in a cgroup."""
+"""The suite `pressure`: its figures, and that it measures processes in a cgroup."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.fixture
 def invented(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """All ways but two are measured, and those under pressure are slower at the end."""
+    """Measure all ways but two; under pressure the last token is slower."""
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(1000))
     monkeypatch.setattr(pressure, "_found", {})
@@ -130,7 +130,7 @@ def test_what_a_side_answers() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a cgroup needs root")
 def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(pressure, "_found", {})
-    # One of its own: other processes may have the model of the package mapped.
+    # A copy, since other processes may map the model in the package.
     model, folder = Path(shutil.copy(embedded_model(), tmp_path)), tmp_path / "measured"
     folder.mkdir()
     monkeypatch.setattr(decoding, "model", lambda measure, kind: model)
@@ -151,7 +151,7 @@ def test_processes_in_a_cgroup(tmp_path: Path, monkeypatch: Patch) -> None:
     shown = subprocess.run(
         [*timed.UNIMEM, "stage", "--list"], capture_output=True, text=True, check=True
     )
-    assert str(model) not in shown.stdout, "what was staged stays"
+    assert str(model) not in shown.stdout, "the staged model stays"
 
 
 def test_the_plot_shows_pairs() -> None:

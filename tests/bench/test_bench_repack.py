@@ -1,4 +1,4 @@
-"""The suite `repack`: where its sides have their weights from, and what it counts as memory."""
+"""The suite `repack`: the source of each side's weights, and the memory that it counts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MB = 1 << 20
 MODEL_BYTES = 10_000
 REST_BYTES = 1000  # of KV cache, scratch and Python
 TOKEN_S = 0.05
-# Seconds to start, by where the weights come from.
+# Seconds to start, by the source of the weights.
 STARTS_S = {"kept": 0.2, "staged": 0.1, "map": 0.1, "repack": 0.9}
 STARTS_S |= {"llama.cpp": 1.0, "llama.cpp-mapped": 0.3}
 IMAGE = "repacked.unimem"
 
 
 class InventedProcess:
-    """A decoder that has an image where there is one, and keeps one where it may."""
+    """A decoder that uses an image if there is one, and keeps one if it may."""
 
     log: ClassVar[list[str]]
     repacks: ClassVar[bool]
@@ -81,7 +81,7 @@ class InventedStage:
 
     backing, granted = "tmpfs", "huge pages"
     refuses: ClassVar[type[Exception] | None]
-    caches: ClassVar[list[str]]  # that it could be read from
+    caches: ClassVar[list[str]]  # from which it could be read
 
     def __init__(self, path: Path, *, repack: bool) -> None:
         assert repack
@@ -103,7 +103,7 @@ class InventedStage:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """A folder with a file, of which all decoders and stages are invented."""
+    """A folder with a model file; all decoders and stages of it are invented."""
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(MODEL_BYTES))
     fresh = {"log": [], "repacks": True, "keeps": True, "other_image": None}
@@ -139,7 +139,7 @@ def test_the_first_token_of_each_start(folder: Path, monkeypatch: Patch) -> None
         name: 1e3 * (STARTS_S[source] + TOKEN_S) for name, source in wanted.items()
     })  # fmt: skip
     assert roles(record)["unimem"][0] == "unimem"
-    # Neither what is staged nor an image is left.
+    # Neither the stage nor an image is left.
     assert set(InventedStage.caches) == {"off"}
     assert os.environ["UNIMEM_CACHE"] == "mine"
     assert os.listdir(folder) == ["model.gguf"]
@@ -161,7 +161,7 @@ def test_files_are_in_the_page_cache_before_each_start(folder: Path, monkeypatch
 @pytest.mark.parametrize(("change", "error", "says"), [
     ({"repacks": False}, NotMeasured, "wants repacked weights: no tensor of this model"),
     ({"keeps": False}, NotMeasured, r"wants a repacked image of .*chmod go-w"),
-    ({"other_image": Path("/dev/null")}, AssertionError, "shall come from the image .*/dev/null"),
+    ({"other_image": Path("/dev/null")}, AssertionError, "must come from the image .*/dev/null"),
 ])  # fmt: skip
 def test_a_side_whose_weights_come_from_elsewhere_is_not_measured(
     change: dict[str, Any], error: type[Exception], says: str, folder: Path, monkeypatch: Patch
@@ -204,7 +204,7 @@ def test_what_a_process_shares_with_none_is_a_share_of_the_model(
     folder: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(repack, "private_bytes", lambda _: REST_BYTES)
-    # The process that staged it has a share that the readers take from it.
+    # Readers take their shares from the process that staged it.
     n_sharing = 0
 
     def pss(pid: int) -> float:
@@ -244,7 +244,7 @@ def test_private_memory_and_the_page_cache_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", cases_of("repack"))
 def test_cases(case: Case, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(decoding, "QUICK_SHAPE", "15m")
-    monkeypatch.setattr(states, "ready", lambda *_: None)  # which is for times
+    monkeypatch.setattr(states, "ready", lambda *_: None)  # needed for times only
     try:
         record = run_case(case, tmp_path, monkeypatch)
     except NotMeasured as reason:

@@ -1,4 +1,4 @@
-"""How rounds are measured: sides alternate, and what others took is found and dropped."""
+"""How rounds are measured: sides alternate, and disturbed rounds are dropped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_sides_alternate_and_each_begins_in_turn() -> None:
 @pytest.mark.parametrize(("taken", "kept", "dropped", "disturbed"), [
     ([0.0, 0.5, 0.0, 0.3, 0.0], [1, 3, 5], 2, 0),
     ([0.5, 0.2, 0.0, 0.4, 0.1, 0.6], [2, 3, 5], 3, 2),
-], ids=["run again", "none is quiet: the quietest, in the order of the rounds"])  # fmt: skip
+], ids=["run again", "all disturbed: the quietest, in the order of the rounds"])  # fmt: skip
 def test_disturbed_rounds_are_dropped(
     taken: list[float], kept: list[float], dropped: int, disturbed: int, monkeypatch: Patch
 ) -> None:
@@ -51,7 +51,7 @@ def test_disturbed_rounds_are_dropped(
 
 
 def test_another_process_on_our_cpu_is_found() -> None:
-    """Real clocks of a real kernel: who waits for its CPU is told so."""
+    """With real clocks of a real kernel: a thread that waits for its CPU is noticed."""
     cpu = sorted(os.sched_getaffinity(0))[-1]
     busy = f"import os\nos.sched_setaffinity(0, [{cpu}])\nprint(flush=True)\nwhile True: pass"
 
@@ -68,7 +68,7 @@ def test_another_process_on_our_cpu_is_found() -> None:
             other.stdout.readline()
             measured = alternate({"a": work}, rounds=1, warmup=0, cpus=[cpu])
             assert (measured.n_dropped, measured.n_disturbed) == (1, 1)
-            # Of one that works for us, only the waiting counts.
+            # If it works for us, only the waiting counts.
             start = Uses.now([cpu], [other.pid])
             work()
             end = Uses.now([cpu], [other.pid])
@@ -119,7 +119,7 @@ def test_a_stopwatch_counts_runs(made: Callable[..., Callable[[], float]], runs:
 
 @pytest.fixture
 def measure(tmp_path: Path) -> Callable[[bool], Measure]:
-    """Make what a case measures with, in a quick run or a whole one."""
+    """Return a function that makes the `Measure` of a quick run or a whole one."""
     target = faster("b", 2, issue=2)
     case = Case("calls", "one", "What?", "ns", lambda _: None, targets=(target,))
     return lambda quick: Measure(case, quick=quick, folder=tmp_path)
@@ -155,9 +155,9 @@ def test_a_quick_run_takes_fewer_rounds(
 
 
 def test_more_cpus_than_there_are(measure: Callable[[bool], Measure]) -> None:
-    with pytest.raises(ValueError, match="100000 CPUs wanted, this process may use"):
+    with pytest.raises(ValueError, match="needs 100000 CPUs, this process may use"):
         pin(100000)
-    with pytest.raises(NotMeasured, match="100000 CPUs wanted"):
+    with pytest.raises(NotMeasured, match="needs 100000 CPUs"):
         measure(True).pin(100000)
 
 

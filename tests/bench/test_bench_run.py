@@ -1,4 +1,4 @@
-"""Runs of many processes, which here only print what they are told to."""
+"""Runs of many processes, which here only print prepared answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Answer = Callable[..., Path]
 def answer(monkeypatch: Patch, tmp_path: Path) -> Answer:
     """Make workers of a suite of two cases print records; their arguments go to a file.
 
-    The suite has two passes, and stands in the place of every suite.
+    The suite has two passes, and replaces every suite.
     """
     invented = Suite("invented", "What?", passes=2, quick_passes=1)
     invented.case("one", "What?", unit="ns", targets=[FASTER])(lambda _: None)

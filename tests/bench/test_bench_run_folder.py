@@ -1,4 +1,4 @@
-"""Folders of runs: they go with the run, and what a killed run leaves goes with the next one."""
+"""Folders of runs: they go with the run, and those of killed runs with the next one."""
 
 from __future__ import annotations
 

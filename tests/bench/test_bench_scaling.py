@@ -13,7 +13,7 @@ from unimem_bench.suite import Case, Measure, NotMeasured, Suite
 from unimem_bench.suites import scaling
 
 Patch = pytest.MonkeyPatch
-# Too dear to be run at their full sizes in a test.
+# Full sizes would take too long in a test.
 SMALL = 40
 
 
@@ -62,7 +62,7 @@ def test_what_does_not_fit_or_write_is_found_out(tmp_path: Path, monkeypatch: Pa
 
 
 def test_sizes_alternate_within_a_round(tmp_path: Path, monkeypatch: Patch) -> None:
-    """A machine that gets slower shows in no slope: each round has one of its own."""
+    """A machine that slows down shows in no slope: each round has its own."""
     monkeypatch.setattr(rounds.Uses, "taken_since", lambda *_: 0.0)
     slower = iter(range(1, 10_000))
     suite = Suite("invented", "?")

@@ -43,7 +43,7 @@ def test_a_spread_is_over_all_passes() -> None:
 @pytest.mark.parametrize(
     ("a", "b", "unit", "speed"),
     [
-        # Of medians it would be 1: the rounds of one pass go up, those of the other go down.
+        # The ratio of medians would be 1.
         (ours([1.0, 10.0, 100.0]), side("peer", [2.0, 20.0, 200.0]), "ns", 2),
         (ours([10.0, 20.0]), side("peer", [5.0, 10.0]), "GB/s", 2),
         (ours([1.0, 1.0], [1.0, 1.0]), side("peer", [], [4.0, 4.0]), "ns", 4),
@@ -94,7 +94,7 @@ def test_passes_that_differ_make_the_interval_wider() -> None:
     (1, 20, 0.0), (3, 10, 0.03), pytest.param(5, 15, 0.03, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_second_run_lies_in_the_interval(n_passes: int, n_rounds: int, between: float) -> None:
-    """What the intervals are for, on 100 invented pairs of runs with heavy tails."""
+    """The purpose of intervals, on 100 invented pairs of runs with heavy tails."""
     rng = np.random.default_rng(3)
 
     def run() -> stats.Ratio:
@@ -160,7 +160,7 @@ NOISE = list(np.exp(np.random.default_rng(1).permuted(np.linspace(-0.3, 0.3, 31)
     (faster("C", 1.01, issue=3), [ours([1.0] * 31), side("C", NOISE)], False, False),
     (at_most(0, issue=4), [ours([0.0, 0.0])], True, True),
     (at_least(1, issue=4), [ours([0.0, 0.0])], False, True),
-    # One round has no interval, and would say for certain whatever it says: two judge.
+    # One round has no interval and would always be certain, so two judge.
     (faster_than_best(0.9, issue=6), [ours([1.0] * 3), side("A", [0.97, 1.0, 0.87])], True, False),
 ])  # fmt: skip
 def test_a_target_is_met_or_missed_for_certain_or_within_noise(

@@ -1,4 +1,4 @@
-"""The suites first-touch and load: their files are what they say, and each side does its work."""
+"""The suites first-touch and load: their files are as described, and each side does its work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unimem_bench.weight_files import TENSOR_BYTES, Format, tensors_that_fit, we
 
 Patch = pytest.MonkeyPatch
 MB = 1 << 20
-SHAPE = 2560, 4096  # of a tensor: more than is written at once, and no whole number of that
+SHAPE = 2560, 4096  # of a tensor: more than one write, and not a whole number of writes
 SMALL_BYTES = SHAPE[0] * SHAPE[1] * 2
 
 
@@ -41,7 +41,7 @@ def small(small_files: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(load, "BUFFER_BYTES", SMALL_BYTES)
     monkeypatch.setattr(first_touch, "QUICK_NBYTES", 8 * MB)
     monkeypatch.setattr(load, "QUICK_MAP_TENSORS", 1)
-    for suite in (first_touch, load):  # which is for times, and takes most of the test's
+    for suite in (first_touch, load):  # needed for times only, and slow
         monkeypatch.setattr(suite, "ready", lambda nbytes, cpus: None)
 
 

@@ -33,6 +33,7 @@ from unimem_bench.tables import (
 from unimem_bench.texts import claim
 
 NO_TORCH = {"torch": "torch is not installed"}
+INTERRUPTED = "the run was interrupted before"
 
 
 def side(name: str, *figures: float, role: Role = "peer", at: float | None = None) -> SideRecord:
@@ -134,8 +135,8 @@ def test_speeds_grow_with_threads() -> None:
 @pytest.mark.parametrize(("made", "problem", "line"), [
     (case(failed="wants *a* GPU"), "wants *a* GPU", r"Not measured: wants \*a\* GPU"),
     (case(failed="ValueError: no", is_error=True), "ValueError: no", "Failed: ValueError: no"),
-    *((made, "the run was interrupted before", "Not measured: the run was interrupted before")
-        for made in (case(), case(SideRecord("unimem", "unimem", [[], []])))),
+    (case(), INTERRUPTED, f"Not measured: {INTERRUPTED}"),
+    (case(SideRecord("unimem", "unimem", [[], []])), INTERRUPTED, f"Not measured: {INTERRUPTED}"),
 ])  # fmt: skip
 def test_what_was_not_measured(made: CaseRecord, problem: str, line: str) -> None:
     table = case_table(made)
@@ -155,7 +156,7 @@ def test_a_suite_says_what_it_took() -> None:
 
 
 def test_a_row_a_case_with_the_nearest_peer_and_limit() -> None:
-    alone, missing = case(ours(5.0), name="alone"), case(name="missing", failed="there is none")
+    alone, missing = case(ours(5.0), name="alone"), case(name="missing", failed="not here")
     made = suite_table(suite("calls", "What?", case(*FOUR_SIDES), alone, missing))
     assert made.head == ("case", "question", "unimem", "peer", "limit")
     assert [row.cells for row in made.rows] == [
@@ -270,7 +271,7 @@ def test_the_machine_is_named() -> None:
     facts = dict(machine_facts(replace(record(), machine=machine)))
     assert facts["cpu"].endswith(", 1 of them ours by quota")
     assert facts["pages"].endswith(", 2,560 hugetlb pages of 2m")
-    assert "load" not in facts["run"], "nobody has asked for it"
+    assert "load" not in facts["run"], "it was not measured"
 
 
 def test_a_case_as_markdown() -> None:

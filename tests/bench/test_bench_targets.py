@@ -1,4 +1,4 @@
-"""Every figure that an issue of unimem asks for is the target of a case, once for each time."""
+"""Every figure that an issue of unimem asks for is the target of a case, once each time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ASKED: dict[tuple[int, str], dict[str, list[float]]] = {
     (20, "accounting"): {"figure": [300]},
     # The slowest of a thousand tokens, and the mean: copied, staged, repacked, and under exec.
     (19, "pressure"): {"figure": [1.031] * 4 + [1.3] * 4},
-    # Of an append of torch's tensors beside one of NumPy's arrays.
+    # Appending torch's tensors beside NumPy's arrays.
     (20, "kv"): {"cost": [2.5]},
     # Two types and two lengths, beside two caches; two updates; a conversation that goes on.
     (20, "transformers"): {"exponent": [0.1], "speed": [1] * 4 + [1.5] * 4 + [5, 10, 20]},

@@ -1,4 +1,4 @@
-"""`unimem bench`: what it takes, what it shows and writes, and how it ends."""
+"""`unimem bench`: its arguments, its output, and how it ends."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measured(monkeypatch: Patch) -> Measured:
-    """Make the run give this record, and return what it is asked for."""
+    """Make the run return this record, and return the run's arguments."""
 
     def give(made: Record) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -87,7 +87,7 @@ def without(*suites: str) -> Record:
 
 
 SMALL = without(*{each.name for each in SAMPLE.suites} - {"calls", "gpu"})
-"""Some suites of the record, of which plots are made in a moment."""
+"""Some suites of the record, whose plots are made quickly."""
 
 
 def written(folder: Path, made: Record = SAMPLE, name: str = "record.json") -> Path:
@@ -281,8 +281,11 @@ def test_an_interrupt_keeps_what_was_measured(monkeypatch: Patch, tmp_path: Path
 
 
 @pytest.mark.parametrize(("option", "place", "says"), [
-    *((option, "file/below", "file") for option in ("--output", "--page", "--plots")),
-    *((opt, "file", "file: expected a folder, and it is a file\n") for opt in ("--dir", "--plots")),
+    ("--output", "file/below", "file"),
+    ("--page", "file/below", "file"),
+    ("--plots", "file/below", "file"),
+    ("--dir", "file", "file: expected a folder, got a file\n"),
+    ("--plots", "file", "file: expected a folder, got a file\n"),
 ])  # fmt: skip
 def test_what_cannot_be_written_is_refused_before(
     option: str, place: str, says: str, measured: Measured, tmp_path: Path
@@ -329,7 +332,7 @@ class _Clock:
 
 
 def _progress(monkeypatch: Patch, columns: int | None) -> Screen:
-    """Two suites, of two passes and of one; each pass takes 10 seconds."""
+    """Show two suites, of two passes and of one; each pass takes 10 seconds."""
     suites = [load_suite("calls"), replace(load_suite("gguf"), name="other")]
     passes = [(suites[0], 1, 2), (suites[1], 1, 1), (suites[0], 2, 2)]
     scheduled = [command.Pass(*each) for each in passes]

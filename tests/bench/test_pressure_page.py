@@ -1,4 +1,4 @@
-"""What `tools/bench_pressure.sh` puts into docs/pressure.md is what its record says."""
+"""`tools/bench_pressure.sh` puts what its record says into docs/pressure.md."""
 
 from __future__ import annotations
 

@@ -20,10 +20,7 @@ N_NODES = 3  # of the machine in vm.py
 
 
 class NoGgml:
-    """Stands for a `DecoderProcess`, with the memory of its decoder and none of its speed.
-
-    ggml is built for the host's CPU, of which the machine emulates a part.
-    """
+    """A stand-in for `DecoderProcess`; ggml, built for the host's CPU, cannot run here."""
 
     pid = 1
 
@@ -72,7 +69,7 @@ def test_each_side_has_its_memory_where_it_says(
     for name, there in nodes.items():
         if name == "interleave":
             assert len(there) == N_NODES
-            # Of a decoder these are several blocks, each of which begins anywhere.
+            # A decoder has several blocks, and each begins anywhere.
             spread = max(there.values()) - min(there.values())
             assert spread <= HUGE_PAGE * (1 if case.name != "decode" else N_NODES)
         elif name.startswith("bind:"):

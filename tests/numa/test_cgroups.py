@@ -41,7 +41,7 @@ with um.PagedKVCache(8, 8, 64, n_blocks=n // 16, dtype="f32", pages="4k") as poo
 """
 
 
-# Tries to have memory, each time that it is told to.
+# Takes memory for each line that it reads.
 TAKER = """
 import sys
 import unimem as um

@@ -149,11 +149,7 @@ def test_a_node_without_room_is_refused_before_anything_is_read(
     assert (worst.name, worst.needed_bytes // MB, worst.is_hard) == ("node 2", 64, True)
     with pytest.raises(um.PlacementError, match=named):
         um.open_weights(
-            model,
-            numa="mirror:0,2",
-            pages="4k",
-            strict=True,
-            progress=lambda *n: read.append(n),
+            model, numa="mirror:0,2", pages="4k", strict=True, progress=lambda *n: read.append(n)
         )
     assert read == []
     # Where it need not be as asked, the others have theirs, and the plan says so.

@@ -44,7 +44,7 @@ def made(pages: Pages, numa: str, *, shared: bool = False) -> um.Block:
 
 
 def fallen_back(match: str, nbytes: int, **options: Unpack[PlacementOptions]) -> um.Block:
-    """A block that has less than it asked for, of which one warning tells."""
+    """Return a block that has less than it asked for, as one warning says."""
     with pytest.warns(um.PlacementWarning, match=match) as warned:
         block = um.Block(nbytes, **options)
     assert len(warned) == 1
@@ -91,9 +91,14 @@ def test_limits_know_the_nodes() -> None:
     ("numa", "among"),
     [
         ("interleave:0,1", {0, 1}),
-        *((numa, {0, 1, 2}) for numa in ("interleave", "interleave:0-2")),
-        *((f"bind:{node}", {node}) for node in range(3)),
-        *((f"preferred:{node}", {node}) for node in range(3)),
+        ("interleave", {0, 1, 2}),
+        ("interleave:0-2", {0, 1, 2}),
+        ("bind:0", {0}),
+        ("bind:1", {1}),
+        ("bind:2", {2}),
+        ("preferred:0", {0}),
+        ("preferred:1", {1}),
+        ("preferred:2", {2}),
     ],
 )
 def test_nodes_that_have_the_same(pages: Pages, numa: str, among: set[int]) -> None:
@@ -133,7 +138,9 @@ def three_to_one() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("pages", "numa", "shares"),
     [
-        *((pages, "weighted:0,1", {0: 0.75, 1: 0.25}) for pages in PAGES),
+        ("4k", "weighted:0,1", {0: 0.75, 1: 0.25}),
+        ("thp", "weighted:0,1", {0: 0.75, 1: 0.25}),
+        ("2m", "weighted:0,1", {0: 0.75, 1: 0.25}),
         ("4k", "weighted", {0: 0.6, 1: 0.2, 2: 0.2}),
     ],
 )
@@ -274,7 +281,7 @@ def test_repair_leaves_what_is_right() -> None:
 
 
 def test_repair_says_what_it_could_not_move() -> None:
-    # The kernel moves no page that is mapped twice, unless all processes shall move with it.
+    # The kernel moves no page that is mapped twice, unless it moves it for all processes.
     with made("4k", "bind:1", shared=True) as block:
         move(block.address, 8 * MB, 4096, 0)
         with um.Block.attach(block.fileno(), writable=True) as second:

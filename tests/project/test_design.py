@@ -13,7 +13,7 @@ GENERATED = ROOT / "docs/benchmarks.md"
 DOCUMENTS = sorted(
     {
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
     }
     - {GENERATED}
 )
@@ -61,3 +61,10 @@ def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             lost.append(link)
     assert lost == []
+
+
+def test_the_list_of_documents_is_whole() -> None:
+    folder = ROOT / "docs"
+    links = re.findall(r"^- \[[^]]+\]\(([\w/-]+\.md)\)", (folder / "README.md").read_text(), re.M)
+    pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")} - {"README.md"}
+    assert sorted(links) == sorted(pages)

@@ -1,5 +1,4 @@
-"""What README.md and documents show runs as it stands: Python examples each in its own process and
-in an empty folder, commands of a document one after the other."""
+"""Examples and commands of README.md and documents run as they are, in an empty folder."""
 
 from __future__ import annotations
 
@@ -23,17 +22,26 @@ from unimem.engine import embedded_model
 from unimem.staging.keeper import drop
 from unimem.weights.staged import holders
 
-# How many Python examples each has.
+# The number of Python examples of each document.
 N_EXAMPLES = {
-    **{"README.md": 1, "docs/accounting.md": 5, "docs/buffers.md": 3, "docs/for-authors.md": 5},
-    **{"docs/for-benchmarkers.md": 0, "docs/for-operators.md": 0, "docs/kv.md": 3},
-    **{"docs/measure.md": 1, "docs/paged.md": 1, "docs/placement.md": 4, "docs/snapshots.md": 1},
-    **{"docs/store.md": 3, "docs/torch.md": 3},
+    "README.md": 1,
+    "docs/accounting.md": 5,
+    "docs/buffers.md": 3,
+    "docs/for-authors.md": 5,
+    "docs/for-benchmarkers.md": 0,
+    "docs/for-operators.md": 0,
+    "docs/kv.md": 3,
+    "docs/measure.md": 1,
+    "docs/paged.md": 1,
+    "docs/placement.md": 4,
+    "docs/snapshots.md": 1,
+    "docs/store.md": 3,
+    "docs/torch.md": 3,
 }
 FIRST = r"weights: 0\.0/16\.0 MB \| scratch: 0\.0/1\.0 MB \| history: 1\.0/8\.0 MB\n"
-# What a plan of this URL reads is served here: the model in the package.
+# A local server answers for this URL, with the model in the package.
 SERVED = "/ggml-org/models/resolve/main/tinyllamas/stories260K.gguf"
-# Documents whose commands run: what they need, and lines of what they print.
+# Documents with commands, the packages that these need, and some lines of their output.
 COMMANDS = {
     "docs/for-operators.md": (
         ("typer", "aiohttp", "huggingface_hub"),
@@ -47,7 +55,7 @@ COMMANDS = {
 
 
 def blocks(name: str, language: str) -> list[str]:
-    """The blocks of a document in a language."""
+    """Return the code blocks of a document in a language."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / name).read_text(), re.S)
 
 
@@ -80,7 +88,7 @@ def test_the_documents_have_their_examples(name: str) -> None:
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    """That of a reader who has unimem installed; the model of the URL is on this machine."""
+    """Return a reader's environment variables; the URL leads to a server on this machine."""
     folder = os.path.dirname(sys.executable)
     if shutil.which("unimem", path=folder) is None:
         pytest.skip(f"the command unimem is not in {folder}")
@@ -92,7 +100,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 @contextmanager
 def run_group(words: list[str], cwd: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
-    """Run a command, and at the end kill what it has left behind."""
+    """Run a command, and at the end kill its whole process group."""
     with subprocess.Popen(
         words,
         cwd=cwd,
@@ -161,3 +169,8 @@ def test_figures_are_those_of_the_benchmarks() -> None:
     found = [figure for text in texts for figure in re.findall(ratio, text)]
     assert len(found) == 8
     assert [figure for figure in found if figure not in recorded] == []
+
+
+def test_the_readme_links_few_documents() -> None:
+    links = re.findall(r"\]\(((?!https?:)[^)#]+\.md)", (ROOT / "README.md").read_text())
+    assert len(set(links)) <= 9

@@ -30,7 +30,7 @@ def site() -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     html = ROOT / "build/site/html"
-    n_pages = len(list((ROOT / "docs").glob("*.md")))
+    n_pages = len(list((ROOT / "docs").rglob("*.md")))
     assert int(done.stdout.split()[0]) > n_pages
     return html
 

@@ -1,4 +1,4 @@
-"""Rules of the house that no linter knows."""
+"""Rules of the house that no linter checks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ import unimem
 import unimem.backends.cuda_driver
 from support.project.checkout import ROOT
 
-with mock.patch.object(
-    unimem.backends.cuda_driver, "require"
-):  # what is looked at here needs no device
+with mock.patch.object(unimem.backends.cuda_driver, "require"):  # no test here uses a device
     import unimem.cuda
 
 # The larger tier has them, and `make check`.
@@ -30,14 +28,13 @@ pytestmark = pytest.mark.slow
 
 FOLDERS = ("src", "tests", "native", "bench", "tools", "docs", "examples", ".ci", ".github")
 CODE = {".py", ".pyx", ".pxd", ".c", ".h", ".cu"}
-MOST_LINES = 800
 MOST_BODY_LINES = 60
 TEXT = CODE | {".ipynb", ".md", ".toml", ".txt", ".sh", ".yml", ""}
 
 
 @cache
 def all_files() -> tuple[Path, ...]:
-    """Files of the repository but this one, which names what it forbids."""
+    """Return the files of the repository, except this one, which names what it forbids."""
     found = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in FOLDERS:
         found += (path for path in (ROOT / folder).rglob("*") if path.is_file())
@@ -60,7 +57,7 @@ def text_of(path: Path) -> str:
 
 
 def lines(suffixes: set[str]) -> Iterator[tuple[str, str]]:
-    """Every line, with its place."""
+    """Yield every line with its place."""
     for path in files(suffixes):
         name = path.relative_to(ROOT)
         for number, line in enumerate(text_of(path).splitlines(), 1):
@@ -68,9 +65,9 @@ def lines(suffixes: set[str]) -> Iterator[tuple[str, str]]:
 
 
 def places(pattern: str, suffixes: set[str] = TEXT) -> list[str]:
-    """Where a pattern is found."""
+    """Return the places where a pattern is found."""
     wanted = re.compile(pattern, re.M)
-    # Line by line is slow: so are only files that have it.
+    # Searching line by line is slow, so only files that match are searched so.
     found = []
     for path in files(suffixes):
         if wanted.search(text_of(path)):
@@ -99,7 +96,7 @@ def test_the_repository_is_found() -> None:
         r"pip install\b.*\bunimem\b",  # no package index has it: a checkout, or a wheel's file
         r"(?<![\w.])/(work|home|Users)/",
     ],
-    ids=["something is left to do", "what no index has", "a path of somebody's machine"],
+    ids=["a note of work to do", "a package that no index has", "a path of one machine"],
 )
 def test_no_line_has(pattern: str) -> None:
     assert places(pattern) == []
@@ -109,13 +106,8 @@ def test_lines_are_short() -> None:
     assert [place for place, line in lines(CODE) if len(line) > 100] == []
 
 
-def test_files_are_short() -> None:
-    count = {path: text_of(path).count("\n") for path in files(CODE | {".md"})}
-    assert [str(path) for path, n in count.items() if n > MOST_LINES] == []
-
-
 def statements(nodes: list[Any]) -> Iterator[ast.AST]:
-    """These and those in them; expressions, which are the most of a tree, are left out."""
+    """Yield statements and the statements in them, but no expressions, which are most of a tree."""
     for node in nodes:
         yield node
         for field in ("body", "orelse", "handlers", "finalbody", "cases"):
@@ -123,9 +115,9 @@ def statements(nodes: list[Any]) -> Iterator[ast.AST]:
 
 
 def function_bodies(path: Path) -> Iterator[tuple[str, int]]:
-    """Functions of a Python file, and how many lines each has without its docstring.
+    """Yield the functions of a Python file, with their numbers of lines without the docstring.
 
-    Options of a command are its parameters. A literal that is one statement is data.
+    A body of one statement is data, however long it is.
     """
     for node in statements(ast.parse(text_of(path)).body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -144,7 +136,7 @@ def test_functions_are_short() -> None:
     assert found == []
 
 
-# These write a whole file or record of made-up data, one statement for each part of it.
+# These write a whole file or record of invented data, one statement for each part.
 WRITERS = {"sample_record", "write_model"}
 
 
@@ -165,7 +157,7 @@ def test_functions_in_c_are_short() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """But those of the twin and for transformers, which have the names of the first, and `Node`."""
+    """Except classes of the GPU twin and for transformers, and `Node`."""
     where: dict[str, list[str]] = {}
     for folder in ("src/unimem", "bench/unimem_bench"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -179,7 +171,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_no_code_is_commented_out() -> None:
-    """In Cython and C; ruff looks at Python."""
+    """In Cython and C; ruff checks Python."""
     found = []
     for place, line in lines({".pyx", ".pxd"}):
         comment = line.strip().removeprefix("#").strip()
@@ -196,7 +188,7 @@ def is_code(text: str) -> bool:
         parsed = ast.parse(text).body
     except SyntaxError:
         return False
-    # A word is a name, and a few are a tuple: those are no code.
+    # A comment of one word parses as a name, and a short list as a tuple.
     return any(not isinstance(s, ast.Expr) or isinstance(s.value, ast.Call) for s in parsed)
 
 
@@ -217,9 +209,8 @@ def test_only_the_command_line_prints() -> None:
 def test_one_file_makes_system_calls() -> None:
     headers = r"#include <(sys/(mman|stat|syscall|ioctl)|fcntl|unistd|sched|pthread|numaif)\.h>"
     users = {place.split(":")[0] for place in places(headers, {".c", ".h"})}
-    assert [user for user in users if user.startswith("native/src/")] == [
-        "native/src/os/os_linux.c"
-    ]
+    core = [user for user in users if user.startswith("native/src/")]
+    assert core == ["native/src/os/os_linux.c"]
     assert [user for user in users if user.startswith("native/include/")] == []
 
 
@@ -251,16 +242,12 @@ def module_name(path: Path) -> str:
     return path.relative_to(ROOT / "src").with_suffix("").as_posix().replace("/", ".")
 
 
-# What is for transformers needs it to be imported, and takes seconds.
+# Importing the room for transformers takes seconds.
 ROOMS_WITHOUT_INTERFACE = {"_core", "cli", "cuda", "engine", "transformers"}
-# These are programs, and nothing imports them.
-PROGRAMS = {
-    "unimem.__main__",
-    "unimem.staging.keeper_process",
-    "unimem.staging.mount_process",
-}
-BINDINGS = {"unimem.backends.ggml"}  # names of ggml, taken over as they are
-WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/vllm
+# Programs, which are never imported.
+PROGRAMS = {"unimem.__main__", "unimem.staging.keeper_process", "unimem.staging.mount_process"}
+BINDINGS = {"unimem.backends.ggml"}  # ggml's own names
+WITH_VLLM = {"unimem.vllm"}  # imports vLLM, which is not installed
 MODULES = sorted(
     {
         module_name(path)
@@ -298,7 +285,7 @@ def members_of(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def public_things() -> Iterator[tuple[str, Any]]:
-    """The public names, and the methods and properties of classes."""
+    """Yield the public names, and the methods and properties of classes."""
     named = {name: getattr(unimem, name) for name in unimem.__all__}
     named |= {f"cuda.{name}": getattr(unimem.cuda, name) for name in unimem.cuda.__all__}
     del named["cuda.CAPABILITIES"]
@@ -306,25 +293,15 @@ def public_things() -> Iterator[tuple[str, Any]]:
         yield name, thing
         if inspect.isclass(thing):
             for member, value in members_of(thing):
-                # A plain attribute of a Cython class has no docstring: the class's names it.
+                # A plain attribute of a Cython class has no docstring; the class documents it.
                 in_class = re.search(rf"^ *(.*, )?{member}\b.* : ", thing.__doc__ or "", re.M)
                 if value.__doc__ is not None or not in_class:
                     yield f"{name}.{member}", value
 
 
 THINGS = dict(public_things())
-SECTIONS = {
-    "Parameters",
-    "Returns",
-    "Yields",
-    "Raises",
-    "Warns",
-    "Attributes",
-    "Notes",
-    "Examples",
-    "See Also",
-    "References",
-}
+SECTIONS = {"Parameters", "Returns", "Yields", "Raises", "Warns", "Attributes", "Notes", "Examples"}
+SECTIONS |= {"See Also", "References"}
 
 
 @pytest.mark.parametrize("name", THINGS)
@@ -378,7 +355,7 @@ def test_one_version() -> None:
     header = (ROOT / "native/include/unimem.h").read_text()
     parts = [re.search(rf"UM_VERSION_{p} (\d+)", header) for p in ("MAJOR", "MINOR", "PATCH")]
     assert ".".join(part[1] for part in parts if part) == version
-    # The package takes it from there, as CMake does.
+    # The package reads the version from the header, as CMake does.
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     found = settings["tool"]["scikit-build"]["metadata"]["version"]
     named = re.search(found["regex"], (ROOT / found["input"]).read_text())

@@ -1,10 +1,12 @@
-"""Each argument of each public call, given wrongly: the error names it, and what was expected."""
+"""Each argument of each public call, given wrongly: the error names it and what was expected."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
@@ -24,225 +26,141 @@ ROWS = np.zeros((1, 2, 8), np.float32)
 TOKEN = np.zeros((2, 2, 8), np.float32)
 PLACEMENT: dict[str, Any] = {"pages": "4k", "numa": None, "lock": False, "warm": 1, "strict": False}
 KV: dict[str, Any] = {"n_layers": 1, "n_kv_heads": 2, "head_dim": 8, "max_seq_len": 16}
-# From the name of a call to how it is made, with arguments that are right.
-CALLS: dict[str, Callable[[Things], Call]] = {
-    "Block": lambda t: (
-        um.Block,
-        {"nbytes": 4096, "shared": False, "reserve": None, "name": "b", "category": "other"}
-        | PLACEMENT,
-    ),
-    "Block.advise": lambda t: (t.block().advise, {"advice": "willneed"}),
-    "Block.as_array": lambda t: (t.block().as_array, {"dtype": "f2", "shape": 2, "offset": 0}),
-    "Block.attach": lambda t: (
-        um.Block.attach,
-        {"fd_or_path": t.saved(), "writable": False, "name": "b", "category": "other"},
-    ),
-    "Block.commit": lambda t: (t.block().commit, {"nbytes": 4096}),
-    "Block.map": lambda t: (
-        um.Block.map,
-        {"path": t.saved(), "offset": 0, "nbytes": 64, "mode": "r", "name": "b"}
-        | {"category": "other"},
-    ),
-    "Block.release": lambda t: (t.block().release, {"offset": 0, "nbytes": 4096}),
-    "Block.sealed_copy": lambda t: (t.block().sealed_copy, {"pages": "4k", "name": "b"}),
-    "Block.warm": lambda t: (t.block().warm, {"threads": 1, "progress": None}),
-    "BufferPlan": lambda t: (um.BufferPlan, {"uses": [um.BufferUse("a", 8, 0, 1)], "align": 64}),
-    "BufferUse": lambda t: (um.BufferUse, {"name": "a", "nbytes": 8, "first": 0, "last": 1}),
-    "Cell.as_array": lambda t: (t.grid().take().as_array, {"dtype": "u1", "shape": 8}),
-    "DecodeBuffers": lambda t: (
-        um.DecodeBuffers,
-        {"dims": DIMS, "tape": None, "dtype": "float16", "name": "b"} | PLACEMENT,
-    ),
-    "DecodeBuffers.batch": lambda t: (t.buffers().batch, {"m": 1}),
-    "DecodeBuffers.bytes_needed": lambda t: (
-        um.DecodeBuffers.bytes_needed,
-        {"dims": DIMS, "dtype": "f16"},
-    ),
-    "ForwardScratch": lambda t: (
-        um.ForwardScratch,
-        {"dims": DIMS, "tape": t.tape(), "overlap": False},
-    ),
-    "ForwardScratch.bytes_needed": lambda t: (
-        um.ForwardScratch.bytes_needed,
-        {"dims": DIMS, "overlap": False},
-    ),
-    "Governor": lambda t: (um.Governor, {"budget_bytes": 1 << 40, "on_pressure": print}),
-    "Governor.add": lambda t: (t.governor().add, {"what": t.kv(), "priority": 1}),
-    "Governor.give_back": lambda t: (t.governor().give_back, {"nbytes": 1}),
-    "Grid": lambda t: (um.Grid, {"cell_bytes": 64, "n_cells": 2, "name": "g"} | PLACEMENT),
-    "Grid.give": lambda t: (t.grid().give, {"cell": None}),
-    "KVCache": lambda t: (
-        um.KVCache,
-        KV
-        | {"batch": 1, "dtype": "f16", "window": None, "spare_rows": 0, "budget_bytes": None}
-        | {"grow": False, "rotate": False, "v_head_dim": 8, "tape": None, "name": "kv"}
-        | PLACEMENT,
-    ),
-    "KVCache of layers": lambda t: (
-        um.KVCache,
-        {"layers": [um.LayerKV(2, 8)], "max_seq_len": 16, "batch": 1, "dtype": "f16"}
-        | {"order": "token", "spare_rows": 0, "budget_bytes": None, "grow": False, "name": "kv"}
-        | PLACEMENT,
-    ),
-    "KVCache of states": lambda t: (
-        um.KVCache,
-        {"layers": [um.LayerState((2,))], "max_seq_len": 16, "batch": 1, "order": "token"}
-        | {"checkpoints": 1, "checkpoint_every": 2, "rotate": False, "name": "kv"},
-    ),
-    "KVCache.address": lambda t: (t.kv().address, {"layer": 0, "part": "k"}),
-    "KVCache.append": lambda t: (t.kv().append, {"layer": 0, "k": ROWS, "v": ROWS}),
-    "KVCache.append_all": lambda t: (t.kv().append_all, {"k": TOKEN, "v": TOKEN}),
-    "KVCache.commit": lambda t: (t.reserved().commit, {"n": 1}),
-    "KVCache.crop": lambda t: (t.kv().crop, {"n": 1}),
-    "KVCache.enforce_memory_limit": lambda t: (t.kv().enforce_memory_limit, {"max_bytes": 512}),
-    "KVCache.for_dims": lambda t: (um.KVCache.for_dims, {"dims": DIMS, "max_seq_len": 8}),
-    "KVCache.layer": lambda t: (t.kv().layer, {"i": 0, "dtype": "f16", "out": None}),
-    "KVCache.reserve": lambda t: (t.kv().reserve, {"n": 1}),
-    "KVCache.restore": lambda t: (
-        um.KVCache.restore,
-        {"path": t.saved(), "mode": "copy", "tokens": None, "model": None, "verify": False}
-        | PLACEMENT,
-    ),
-    "KVCache.row_of": lambda t: (t.kv().row_of, {"position": 0, "layer": 0}),
-    "KVCache.save": lambda t: (
-        t.kv().save,
-        {"path": t.folder / "other.kv", "tokens": [1, 2, 3], "model": "m"},
-    ),
-    "KVCache.storage_bytes": lambda t: (
-        um.KVCache.storage_bytes,
-        KV | {"batch": 1, "dtype": "f16"},
-    ),
-    "KVCache.state": lambda t: (t.states().state, {"layer": 0}),
-    "KVCache.trim_to": lambda t: (t.kv().trim_to, {"n": 1, "keep_first": 0}),
-    "KVCache.warm": lambda t: (t.kv().warm, {"threads": 1}),
-    "LayerKV": lambda t: (
-        um.LayerKV,
-        {"n_kv_heads": 2, "head_dim": 8, "v_head_dim": 4, "window": 4, "dtype": "f16"}
-        | {"share_of": None},
-    ),
-    "LayerState": lambda t: (um.LayerState, {"shape": (2, 3), "dtype": "f32"}),
-    "KVStore": lambda t: (
-        um.KVStore,
-        {"where": t.folder / "store", "ram_bytes": 0, "disk_bytes": 1 << 20, "chunk_tokens": 2}
-        | {"pages": "4k", "numa": None},
-    ),
-    "KVStore.longest": lambda t: (
-        t.store().longest,
-        {"tokens": [1, 2], "model": "m", "kv": t.kv()},
-    ),
-    "KVStore.put": lambda t: (
-        t.store().put,
-        {"kv": t.kv(), "tokens": [1, 2], "model": "m"},
-    ),
-    "KVStore.restore_into": lambda t: (
-        t.store().restore_into,
-        {"kv": t.empty_kv(), "tokens": [1, 2], "model": "m"},
-    ),
-    "Layout": lambda t: (
-        um.Layout,
-        {"weights": 4096, "scratch": 4096, "history": 4096} | PLACEMENT,
-    ),
-    "Layout.attach": lambda t: (t.layout().attach, {"cache": t.kv()}),
-    "Layout.for_model": lambda t: (
-        um.Layout.for_model,
-        {"path_or_weights": MODEL, "ctx": 16, "batch": 1, "kv_dtype": "f16", "window": None}
-        | {"threads": 1, "load": "map", "progress": None}
-        | PLACEMENT,
-    ),
-    "ModelDims": lambda t: (
-        um.ModelDims,
-        {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_kv_heads": 2}
-        | {"head_dim": 16, "vocab_size": 32, "num_layers": 2, "max_seq_len": 16}
-        | {"quantized": False, "max_batch_size": 1},
-    ),
-    "ModelDims.from_weights": lambda t: (um.ModelDims.from_weights, {"weights": t.weights()}),
-    "PagedKVCache": lambda t: (
-        um.PagedKVCache,
-        {"n_layers": 1, "n_kv_heads": 2, "head_dim": 8, "n_blocks": 2, "block_tokens": 4}
-        | {"dtype": "f16", "k_dtype": None, "v_dtype": "bf16", "prefix_cache": True, "name": "p"}
-        | PLACEMENT,
-    ),
-    "PagedKVCache.layer": lambda t: (t.paged().layer, {"i": 0}),
-    "PagedKVCache.sequence": lambda t: (t.paged().sequence, {"tokens": [1, 2]}),
-    "PagedKVCache.warm": lambda t: (t.paged().warm, {"threads": 1}),
-    "PagedScratchpad": lambda t: (
-        um.PagedScratchpad,
-        {"max_tokens": 4, "dim": 4, "dtype": "f32", "block_tokens": 2, "name": "p"} | PLACEMENT,
-    ),
-    "PagedScratchpad.append": lambda t: (t.paged_pad().append, {"vec": np.zeros(4, "f4")}),
-    "PagedScratchpad.append_batch": lambda t: (
-        t.paged_pad().append_batch,
-        {"rows": np.zeros((2, 4), "f4")},
-    ),
-    "PagedScratchpad.crop": lambda t: (t.paged_pad().crop, {"n": 1}),
-    "PagedScratchpad.get_token": lambda t: (t.paged_pad().get_token, {"i": 0}),
-    "Plan.require_fits": lambda t: (um.plan(DIMS).require_fits, {"strict": True, "taken_bytes": 0}),
-    "Scratchpad": lambda t: (
-        um.Scratchpad,
-        {"max_seq_len": 4, "dim": 4, "dtype": "f32", "tape": None, "name": "p"} | PLACEMENT,
-    ),
-    "Scratchpad.append": lambda t: (t.pad().append, {"vec": np.zeros(4, "f4")}),
-    "Scratchpad.append_batch": lambda t: (t.pad().append_batch, {"rows": np.zeros((2, 4), "f4")}),
-    "Scratchpad.crop": lambda t: (t.pad().crop, {"n": 1}),
-    "Sequence.append": lambda t: (t.sequence().append, {"layer": 0, "k": ROWS, "v": ROWS}),
-    "Sequence.append_all": lambda t: (t.sequence().append_all, {"k": TOKEN, "v": TOKEN}),
-    "Sequence.crop": lambda t: (t.sequence().crop, {"n": 1}),
-    "Sequence.extend": lambda t: (t.sequence().extend, {"ids": [1]}),
-    "Sequence.gather": lambda t: (t.sequence().gather, {"layer": 0, "out": None}),
-    "Tape": lambda t: (
-        um.Tape,
-        {"nbytes_or_block": 4096, "name": "t", "category": "scratch"} | PLACEMENT,
-    ),
-    "Tape.owns": lambda t: (t.tape().owns, {"array_or_address": 0}),
-    "Tape.rewind": lambda t: (t.tape().rewind, {"mark": 0}),
-    "Tape.take": lambda t: (t.tape().take, {"shape": 2, "dtype": "f16", "align": 64}),
-    "Tape.take_address": lambda t: (t.tape().take_address, {"nbytes": 64, "align": 64}),
-    "Tape.take_bytes": lambda t: (t.tape().take_bytes, {"nbytes": 64, "align": 64}),
-    "Tape.warm": lambda t: (t.tape().warm, {"threads": 1}),
-    "Weights.content_hash": lambda t: (
-        t.weights().content_hash,
-        {"threads": 1, "progress": None},
-    ),
-    "Weights.lock": lambda t: (t.weights().lock, {"how": False}),
-    "Weights.on": lambda t: (t.weights().on, {"node": None}),
-    "Weights.to_device": lambda t: (
-        t.weights().to_device,
-        {"tape": t.tape()},  # of this machine; what comes behind it is for one of a GPU
-    ),
-    "Weights.warm": lambda t: (t.weights().warm, {"threads": 1, "progress": None}),
-    "measure": lambda t: (um.measure(), {"function": len}),
-    "open_weights": lambda t: (
-        um.open_weights,
-        {"path": MODEL, "load": "map", "progress": None, "tape": None, "threads": 1}
-        | {"advice": None, "verify": True}
-        | PLACEMENT,
-    ),
-    "plan": lambda t: (
-        um.plan,
-        {"path_or_dims": DIMS, "ctx": 16, "batch": 1, "kv_dtype": "f16", "window": None}
-        | {"threads": 1, "load": "auto", "sessions": 1, "device": None}
-        | PLACEMENT,
-    ),
-    "repack": lambda t: (
-        um.repack,
-        {"weights": t.weights(), "tape": None, "cache": None, "progress": None} | PLACEMENT,
-    ),
-    "report": lambda t: (um.report, {"pid": os.getpid()}),
-    "snapshot.check": lambda t: (snapshot.check, {"path": t.saved()}),
-    "snapshot.describe": lambda t: (snapshot.describe, {"path": t.saved()}),
-    "rotate_heads": lambda t: (
-        um.rotate_heads,
-        {"x": np.zeros((2, 64), np.float32), "part": "k", "out": None},
-    ),
-    "stage": lambda t: (
-        um.stage,
-        {"path": MODEL, "backing": "memfd", "repack": False, "progress": None} | PLACEMENT,
-    ),
-}
+NAMES = {"DIMS": DIMS, "KV": KV, "MODEL": MODEL, "PLACEMENT": PLACEMENT, "ROWS": ROWS}
+NAMES |= {"TOKEN": TOKEN, "np": np, "os": os, "snapshot": snapshot, "um": um}
+
+# The name of each call, and the call with arguments that are right.
+TABLE = """
+Block: um.Block(nbytes=4096, shared=False, reserve=None, name='b', category='other', **PLACEMENT)
+Block.advise: t.block().advise(advice='willneed')
+Block.as_array: t.block().as_array(dtype='f2', shape=2, offset=0)
+Block.attach: um.Block.attach(fd_or_path=t.saved(), writable=False, name='b', category='other')
+Block.commit: t.block().commit(nbytes=4096)
+Block.map: um.Block.map(path=t.saved(), offset=0, nbytes=64, mode='r', name='b', category='other')
+Block.release: t.block().release(offset=0, nbytes=4096)
+Block.sealed_copy: t.block().sealed_copy(pages='4k', name='b')
+Block.warm: t.block().warm(threads=1, progress=None)
+BufferPlan: um.BufferPlan(uses=[um.BufferUse('a', 8, 0, 1)], align=64)
+BufferUse: um.BufferUse(name='a', nbytes=8, first=0, last=1)
+Cell.as_array: t.grid().take().as_array(dtype='u1', shape=8)
+DecodeBuffers: um.DecodeBuffers(dims=DIMS, tape=None, dtype='float16', name='b', **PLACEMENT)
+DecodeBuffers.batch: t.buffers().batch(m=1)
+DecodeBuffers.bytes_needed: um.DecodeBuffers.bytes_needed(dims=DIMS, dtype='f16')
+ForwardScratch: um.ForwardScratch(dims=DIMS, tape=t.tape(), overlap=False)
+ForwardScratch.bytes_needed: um.ForwardScratch.bytes_needed(dims=DIMS, overlap=False)
+Governor: um.Governor(budget_bytes=1 << 40, on_pressure=print)
+Governor.add: t.governor().add(what=t.kv(), priority=1)
+Governor.give_back: t.governor().give_back(nbytes=1)
+Grid: um.Grid(cell_bytes=64, n_cells=2, name='g', **PLACEMENT)
+Grid.give: t.grid().give(cell=None)
+KVCache: um.KVCache(**KV, batch=1, dtype='f16', window=None, spare_rows=0, budget_bytes=None,
+    grow=False, rotate=False, v_head_dim=8, tape=None, name='kv', **PLACEMENT)
+KVCache of layers: um.KVCache(layers=[um.LayerKV(2, 8)], max_seq_len=16, batch=1, dtype='f16',
+    order='token', spare_rows=0, budget_bytes=None, grow=False, name='kv', **PLACEMENT)
+KVCache of states: um.KVCache(layers=[um.LayerState((2,))], max_seq_len=16, batch=1, order='token',
+    checkpoints=1, checkpoint_every=2, rotate=False, name='kv')
+KVCache.address: t.kv().address(layer=0, part='k')
+KVCache.append: t.kv().append(layer=0, k=ROWS, v=ROWS)
+KVCache.append_all: t.kv().append_all(k=TOKEN, v=TOKEN)
+KVCache.commit: t.reserved().commit(n=1)
+KVCache.crop: t.kv().crop(n=1)
+KVCache.enforce_memory_limit: t.kv().enforce_memory_limit(max_bytes=512)
+KVCache.for_dims: um.KVCache.for_dims(dims=DIMS, max_seq_len=8)
+KVCache.layer: t.kv().layer(i=0, dtype='f16', out=None)
+KVCache.reserve: t.kv().reserve(n=1)
+KVCache.restore: um.KVCache.restore(path=t.saved(), mode='copy', tokens=None, model=None,
+    verify=False, **PLACEMENT)
+KVCache.row_of: t.kv().row_of(position=0, layer=0)
+KVCache.save: t.kv().save(path=t.folder / 'other.kv', tokens=[1, 2, 3], model='m')
+KVCache.storage_bytes: um.KVCache.storage_bytes(**KV, batch=1, dtype='f16')
+KVCache.state: t.states().state(layer=0)
+KVCache.trim_to: t.kv().trim_to(n=1, keep_first=0)
+KVCache.warm: t.kv().warm(threads=1)
+LayerKV: um.LayerKV(n_kv_heads=2, head_dim=8, v_head_dim=4, window=4, dtype='f16', share_of=None)
+LayerState: um.LayerState(shape=(2, 3), dtype='f32')
+KVStore: um.KVStore(where=t.folder / 'store', ram_bytes=0, disk_bytes=1 << 20, chunk_tokens=2,
+    pages='4k', numa=None)
+KVStore.longest: t.store().longest(tokens=[1, 2], model='m', kv=t.kv())
+KVStore.put: t.store().put(kv=t.kv(), tokens=[1, 2], model='m')
+KVStore.restore_into: t.store().restore_into(kv=t.empty_kv(), tokens=[1, 2], model='m')
+Layout: um.Layout(weights=4096, scratch=4096, history=4096, **PLACEMENT)
+Layout.attach: t.layout().attach(cache=t.kv())
+Layout.for_model: um.Layout.for_model(path_or_weights=MODEL, ctx=16, batch=1, kv_dtype='f16',
+    window=None, threads=1, load='map', progress=None, **PLACEMENT)
+ModelDims: um.ModelDims(hidden_size=64, intermediate_size=64, num_attention_heads=4, num_kv_heads=2,
+    head_dim=16, vocab_size=32, num_layers=2, max_seq_len=16, quantized=False, max_batch_size=1)
+ModelDims.from_weights: um.ModelDims.from_weights(weights=t.weights())
+PagedKVCache: um.PagedKVCache(n_layers=1, n_kv_heads=2, head_dim=8, n_blocks=2, block_tokens=4,
+    dtype='f16', k_dtype=None, v_dtype='bf16', prefix_cache=True, name='p', **PLACEMENT)
+PagedKVCache.layer: t.paged().layer(i=0)
+PagedKVCache.sequence: t.paged().sequence(tokens=[1, 2])
+PagedKVCache.warm: t.paged().warm(threads=1)
+PagedScratchpad: um.PagedScratchpad(max_tokens=4, dim=4, dtype='f32', block_tokens=2, name='p',
+    **PLACEMENT)
+PagedScratchpad.append: t.paged_pad().append(vec=np.zeros(4, 'f4'))
+PagedScratchpad.append_batch: t.paged_pad().append_batch(rows=np.zeros((2, 4), 'f4'))
+PagedScratchpad.crop: t.paged_pad().crop(n=1)
+PagedScratchpad.get_token: t.paged_pad().get_token(i=0)
+Plan.require_fits: um.plan(DIMS).require_fits(strict=True, taken_bytes=0)
+Scratchpad: um.Scratchpad(max_seq_len=4, dim=4, dtype='f32', tape=None, name='p', **PLACEMENT)
+Scratchpad.append: t.pad().append(vec=np.zeros(4, 'f4'))
+Scratchpad.append_batch: t.pad().append_batch(rows=np.zeros((2, 4), 'f4'))
+Scratchpad.crop: t.pad().crop(n=1)
+Sequence.append: t.sequence().append(layer=0, k=ROWS, v=ROWS)
+Sequence.append_all: t.sequence().append_all(k=TOKEN, v=TOKEN)
+Sequence.crop: t.sequence().crop(n=1)
+Sequence.extend: t.sequence().extend(ids=[1])
+Sequence.gather: t.sequence().gather(layer=0, out=None)
+Tape: um.Tape(nbytes_or_block=4096, name='t', category='scratch', **PLACEMENT)
+Tape.owns: t.tape().owns(array_or_address=0)
+Tape.rewind: t.tape().rewind(mark=0)
+Tape.take: t.tape().take(shape=2, dtype='f16', align=64)
+Tape.take_address: t.tape().take_address(nbytes=64, align=64)
+Tape.take_bytes: t.tape().take_bytes(nbytes=64, align=64)
+Tape.warm: t.tape().warm(threads=1)
+Weights.content_hash: t.weights().content_hash(threads=1, progress=None)
+Weights.lock: t.weights().lock(how=False)
+Weights.on: t.weights().on(node=None)
+Weights.to_device: t.weights().to_device(tape=t.tape())
+Weights.warm: t.weights().warm(threads=1, progress=None)
+measure: um.measure()(function=len)
+open_weights: um.open_weights(path=MODEL, load='map', progress=None, tape=None, threads=1,
+    advice=None, verify=True, **PLACEMENT)
+plan: um.plan(path_or_dims=DIMS, ctx=16, batch=1, kv_dtype='f16', window=None, threads=1,
+    load='auto', sessions=1, device=None, **PLACEMENT)
+repack: um.repack(weights=t.weights(), tape=None, cache=None, progress=None, **PLACEMENT)
+report: um.report(pid=os.getpid())
+snapshot.check: snapshot.check(path=t.saved())
+snapshot.describe: snapshot.describe(path=t.saved())
+rotate_heads: um.rotate_heads(x=np.zeros((2, 64), np.float32), part='k', out=None)
+stage: um.stage(path=MODEL, backing='memfd', repack=False, progress=None, **PLACEMENT)
+"""
+
+
+def calls_of(table: str) -> dict[str, Callable[[Things], Call]]:
+    """Return the calls of a table: functions that make the callable and its arguments."""
+
+    def call_of(source: str) -> Callable[[Things], Call]:
+        parsed = ast.parse(source.replace("\n    ", " "), mode="eval").body
+        assert isinstance(parsed, ast.Call)
+        made = ast.Call(ast.Name("dict", ast.Load()), [], parsed.keywords)
+        function, arguments = ast.unparse(parsed.func), ast.unparse(made)
+
+        def make(t: Things) -> Call:
+            names = NAMES | {"t": t}
+            return eval(function, names), eval(arguments, names)
+
+        return make
+
+    rows = re.findall(r"^(\S[^:]*): (.*(?:\n    .*)*)$", table, re.M)
+    return {name: call_of(source) for name, source in rows}
+
+
+CALLS = calls_of(TABLE)
 
 
 def of_decoder(member: str, **arguments: Any) -> Callable[[Things], Call]:
-    """A row of a method of a decoder that has computed something."""
+    """Return a row for a method of a decoder that has computed something."""
 
     def make(t: Things) -> Call:
         decoder = t.decoder() if t.kept is None else t.kept
@@ -272,7 +190,7 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder.save_session": of_decoder("save_session", path=lambda t: t.folder / "session"),
     "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),
 }
-# Made by other calls, or of plain values that nobody checks.
+# Made by other calls, or from plain values that are not checked.
 DATA = set(
     """
     Machine Measured Placement PlacementOptions Report Stage Stat Tensor Weights Plan Cell
@@ -303,9 +221,9 @@ def test_each_public_call_has_a_row(room: str, rows: Collection[str]) -> None:
 
 @pytest.fixture
 def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Things]:
-    monkeypatch.chdir(tmp_path)  # where what is no path for a caller is made by `save`
+    monkeypatch.chdir(tmp_path)  # where `save` writes to strange paths
     with ExitStack() as undo, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of placement, and of what is collected unclosed
+        warnings.simplefilter("ignore")  # of placement, and of unclosed objects
         yield Things(tmp_path, undo)
 
 
@@ -316,5 +234,5 @@ def test_a_wrong_argument_is_named_with_what_was_expected(name: str, things: Thi
 
 @pytest.mark.parametrize("name", sorted(ENGINE_CALLS))
 def test_so_is_one_of_the_engine(name: str, things: Things) -> None:
-    things.kept = things.decoder()  # skips where there is none
+    things.kept = things.decoder()  # skips without ggml
     assert unclear(things, ENGINE_CALLS[name]) == []

@@ -1,7 +1,7 @@
-"""Lets every call of the system fail once in every operation: `make faults`.
+"""Make every system call fail once in every operation: `make faults`.
 
-Prints a table, and with ``--page`` puts it into ``docs/hardening.md``. Ends with status 1 where
-something was lost. The tests run a part of it.
+It prints a table; ``--page`` puts it into ``docs/hardening.md``. Ends with status 1 if something
+was lost. The tests run a part of it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ N_NAMED = 5
 # Neither malloc nor the interpreter maps memory of its own: what is mapped more than before is
 # unimem's. All threads share the heap.
 QUIET = {
-    **{"PYTHONMALLOC": "malloc", "MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0"},
-    **{"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    "PYTHONMALLOC": "malloc",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
 }
 
 
@@ -43,19 +46,9 @@ def build(folder: Path) -> Path:
 
 
 def sweep(folder: Path, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Run the operations in a process of their own.
+    """Run the operations in a process of their own, with arguments of ``sweep.py``.
 
-    Parameters
-    ----------
-    folder : Path
-        For what they write; there is room for a few MiB.
-    arguments : sequence of str
-        Of ``sweep.py``.
-
-    Returns
-    -------
-    list of dict
-        A row for each operation.
+    They write a few MiB into `folder`. Returns a row for each operation.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT / name) for name in ("tests", "bench", "tools")]

@@ -1,4 +1,4 @@
-"""What is done while calls of the system fail: each operation can be repeated."""
+"""Operations that run while system calls fail: each can be repeated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = list(range(40))
 
 
 class Absent(Exception):  # noqa: N818 - as that of pytest
-    """What an operation needs is not installed."""
+    """A package that an operation needs is not installed."""
 
 
 def _nothing() -> None:
@@ -37,16 +37,9 @@ def _nothing() -> None:
 class Call:
     """An operation that is ready.
 
-    Attributes
-    ----------
-    run : callable
-        Does it, and returns what must be the same each time.
-    undo : callable
-        Takes back what it did.
-    facts : callable
-        What a call that failed must not change.
-    in_parts : bool
-        Whether what was done before the failure may stay until it is taken back.
+    `run` performs it, and returns a value that must be the same each time. `undo` reverts it.
+    `facts` returns what a failed call must not change. `in_parts` says whether parts that were done
+    before the failure may stay until they are reverted.
     """
 
     run: Callable[[], Any]
@@ -57,7 +50,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation by its name, and what makes it ready in a folder."""
+    """An operation: its name, and a function that prepares it in a folder."""
 
     name: str
     prepare: Callable[[Path], AbstractContextManager[Call]]
@@ -69,7 +62,7 @@ OPERATIONS: list[Operation] = []
 def operation(
     name: str,
 ) -> Callable[[Callable[[Path], Iterator[Call]]], Callable[[Path], Iterator[Call]]]:
-    """Enter a generator that yields one call in the table."""
+    """Enter a generator that yields one call into the table."""
 
     def enter(prepare: Callable[[Path], Iterator[Call]]) -> Callable[[Path], Iterator[Call]]:
         OPERATIONS.append(Operation(name, contextmanager(prepare)))

@@ -1,7 +1,7 @@
-"""Lets each call of the system fail once in each operation, and looks what is lost.
+"""Make each system call fail once in each operation, and check that nothing is lost.
 
-Run by ``faults.py`` in a process that has loaded ``tests/support/kernel/shim/fail_call.c``.
-Prints a JSON document: a row for each operation.
+``faults.py`` runs it in a process that has loaded ``tests/support/kernel/shim/fail_call.c``. It
+prints a JSON document with a row for each operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from unimem._core import status
 from unimem._core.status import ledger
 from unimem.accounting import published
 
-#: So many errors has a call, of which each is tried in a round of its own.
+#: The number of errors of a call; each is tried in a round of its own.
 N_ROUNDS = 3
 # What differs once may be the C library's: a stack that it keeps. What is lost, is lost each time.
 _TRIES = 3
@@ -45,7 +45,7 @@ _MODULES = re.compile(r"/(fcntl|mmap|_socket|_posixsubprocess|select)\.[^/]*\.so
 
 
 class Shim:
-    """The library that was preloaded."""
+    """The preloaded library."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -53,7 +53,7 @@ class Shim:
         self._library.fail_range.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
 
     def find_callers(self) -> None:
-        """Count the calls of unimem, and of the interpreter, as far as they are loaded by now."""
+        """Count the calls of unimem and of the interpreter, as far as they are loaded."""
         self._library.fail_forget_ranges()
         for line in Path("/proc/self/maps").read_text().splitlines():
             place, access, *rest = line.split(None, 5)
@@ -70,7 +70,7 @@ class Shim:
             assert not kinds or self._library.fail_range(begin, end, kinds), "too many libraries"
 
     def begin(self, name: str = "", nth: int = 0, round_: int = 0) -> None:
-        """Count from here on, and fail the nth call of a function with its error of a round."""
+        """Start counting, and fail the nth call of a function with its error of a round."""
         self._name = name.encode()  # which the library goes on reading
         self._library.fail_begin(self._name, nth, round_)
 
@@ -79,12 +79,12 @@ class Shim:
         self._library.fail_end()
 
     def names(self) -> list[str]:
-        """Name the calls that were counted, in order."""
+        """Name the counted calls, in order."""
         n = self._library.fail_calls()
         return [self._library.fail_name(i + 1).decode() for i in range(n)]
 
     def failure(self) -> int:
-        """Return the errno that a call has failed with; 0 where none has."""
+        """Return the errno that a call failed with; 0 if none failed."""
         return int(self._library.fail_errno())
 
 
@@ -92,7 +92,7 @@ class Shim:
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """Return what must be as before where a call has failed."""
+    """Return what must be unchanged after a failed call."""
     fds = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -115,7 +115,7 @@ def state(folder: Path) -> dict[str, Any]:
 
 
 def _mapped_bytes() -> Counter[str]:
-    """Sum up the bytes of mappings by what they are of; the heap and the stack are the program's.
+    """Sum up the bytes of mappings by kind; the heap and the stack belong to the program.
 
     In this process neither malloc nor the interpreter maps memory of its own.
     """
@@ -130,7 +130,7 @@ def _mapped_bytes() -> Counter[str]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Say what of two states differs."""
+    """Say how two states differ."""
     found = []
     for name, old in before.items():
         new = after[name]
@@ -150,16 +150,11 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 class Outcome(NamedTuple):
-    """What came of a call that failed.
+    """The result of a failed call.
 
-    Attributes
-    ----------
-    kind : {"error", "warning", "none", "not failed"}
-        A typed error; a fallback that a warning tells; no effect; the call has no such error.
-    call : str
-        Which call, and its errno.
-    losses : list of str
-        What was lost, or is wrong.
+    `kind` is "error" (a typed one), "warning" (a fallback with a warning), "none" (no effect) or
+    "not failed" (the call has no such error). `call` is the call with its errno. `losses` says what
+    was lost or is wrong.
     """
 
     kind: str
@@ -168,17 +163,7 @@ class Outcome(NamedTuple):
 
 
 class Sweep:
-    """The calls of one operation that fail, one after the other.
-
-    Parameters
-    ----------
-    shim : Shim
-        What makes them fail.
-    operation : Operation
-        What is done.
-    folder : Path
-        An empty folder of its own.
-    """
+    """Makes the calls of one operation fail, one after the other, in an empty folder."""
 
     def __init__(self, shim: Shim, operation: Operation, folder: Path) -> None:
         self._shim, self._operation, self._folder = shim, operation, folder
@@ -218,7 +203,7 @@ class Sweep:
         }
 
     def _confirmed(self, call: Call, expected: Any, where: tuple[str, int, int]) -> Outcome:
-        """Fail a call; where something seems to be lost, until it is sure."""
+        """Fail a call; if something seems lost, repeat until it is certain."""
         outcome = self._fail(call, expected, *where)
         for _ in range(_TRIES - 1):
             if not outcome.losses:
@@ -273,7 +258,7 @@ class Sweep:
 
 
 def _wrong_error(error: BaseException) -> list[str]:
-    """Say what is wrong with an error: it has no type that a caller would expect, or no text."""
+    """Say what is wrong with an error: a type that a caller would not expect, or no text."""
     if not isinstance(error, OSError | MemoryError):
         return [f"raised {error!r:.300}"]
     # Python itself raises a MemoryError without a text.

@@ -1,8 +1,8 @@
-"""Puts faults into a C file: all of them at once, each behind a number.
+"""Put faults into a C file: all of them at once, each behind a number.
 
-The file is compiled once. Which fault is active is read from the variable ``UM_FAULT`` when the
-library is loaded, so that a run with another fault needs no other build. An expression ``a < b``
-becomes ``(um_fault == 7 ? (a <= b) : (a < b))``, and stays on its line.
+The file is compiled once. The variable ``UM_FAULT`` chooses the active fault when the library is
+loaded, so that another fault needs no other build. An expression ``a < b`` becomes ``(um_fault == 7
+? (a <= b) : (a < b))``, and stays on its line.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ __attribute__((constructor)) static void read_fault(void) {
 }
 """
 
-# What stands in the place of an operator.
-_OPERATORS = {
-    **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="},
-    **{"+": "-", "-": "+", "*": "/", "/": "*", "%": "*", "<<": ">>", ">>": "<<"},
-    **{"&&": "||", "||": "&&", "&": "|", "|": "&", "+=": "-=", "-=": "+="},
-}
+# Each operator, and its replacement below it.
+_OPERATORS = dict(
+    zip(
+        "< <= > >= == != + - * / % << >> && || & | += -=".split(),
+        "<= < >= > != == - + / * * >> << || && | & -= +=".split(),
+        strict=True,
+    )
+)
 # Constants of the language, and what is evaluated when it is compiled.
 _CONSTANT = set(
     """
@@ -45,20 +47,9 @@ _PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_c.language()))
 class Fault:
     """One change at one place of a file.
 
-    Attributes
-    ----------
-    file : str
-        Its name, such as ``kv.c``.
-    function : str
-        The function that it is in.
-    line : int
-        Counted from 1.
-    before, after : str
-        What stands there, and what the fault puts in its place: "" where a statement is left out.
-    start, end : int
-        The bytes of `before` in the file.
-    nth : int
-        Which of those that read the same in this function.
+    `file` is a name such as ``kv.c``, `function` the function around it, and `line` is counted from
+    1. `before` is replaced by `after`, or left out if that is "". `start` and `end` are the bytes
+    of `before` in the file; `nth` numbers equal texts in the function.
     """
 
     file: str
@@ -72,14 +63,14 @@ class Fault:
 
     @property
     def key(self) -> str:
-        """Name it by its text, so that lines before it may come and go."""
+        """Name it by its text, so that lines before it may change."""
         after = self.after or "nothing"
         nth = f" ({self.nth})" if self.nth > 1 else ""
         return f"{self.file}: {self.function}: {_one_line(self.before)} -> {_one_line(after)}{nth}"
 
 
 def find_faults(name: str, text: bytes) -> list[Fault]:
-    """Return every fault that can be put into a file, in its order."""
+    """Return every fault that can be put into a file, in order."""
     faults: list[Fault] = []
     for node in _PARSER.parse(text).root_node.children:
         if node.type == "function_definition":
@@ -109,14 +100,14 @@ def put_in(text: bytes, faults: dict[int, Fault]) -> bytes:
 
 
 def replaced(text: bytes, fault: Fault) -> bytes:
-    """Return the file with one fault, and with as many lines as before."""
+    """Return the file with one fault, and the same number of lines."""
     after = f"({fault.after})" if fault.after else ";"
     lines = fault.before.count("\n") - after.count("\n")
     return text[: fault.start] + after.encode() + b"\n" * lines + text[fault.end :]
 
 
 def _written(text: bytes, start: int, end: int, faults: list[tuple[int, Fault]]) -> bytes:
-    """Write text[start:end]; faults of an expression's own parts stay in both of its forms."""
+    """Write text[start:end]; faults in parts of an expression stay in both of its forms."""
     out = b""
     at = start
     while faults:
@@ -163,7 +154,7 @@ def _of_node(name: str, function: str, text: bytes, node: tree_sitter.Node) -> l
 
 
 def _after(text: bytes, node: tree_sitter.Node) -> list[str]:
-    """Return what may stand in the place of this node."""
+    """Return possible replacements of this node."""
 
     def source(part: tree_sitter.Node) -> str:
         return text[part.start_byte : part.end_byte].decode()

@@ -1,4 +1,4 @@
-"""Puts faults into a Python module, by cosmic-ray, and runs its tests with each."""
+"""Put faults into a Python module, by cosmic-ray, and run its tests with each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Place = tuple[int, int, str, int]
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one fault."""
+    """The result of one fault."""
 
     key: str
     place: Place
@@ -31,7 +31,7 @@ class Result:
 
 
 def copy_package(folder: Path) -> None:
-    """Copy `unimem` and what it was built into there, so that faults reach nothing else."""
+    """Copy `unimem` and its binaries into a folder, so that faults reach nothing else."""
     shutil.rmtree(folder, ignore_errors=True)
     built = Path(sysconfig.get_paths()["platlib"]) / "unimem"
     for source in (built, ROOT / "src" / "unimem"):
@@ -43,18 +43,9 @@ def run_faults(
 ) -> list[Result]:
     """Run the tests of a module with one fault after the other.
 
-    Parameters
-    ----------
-    folder : Path
-        Where `copy_package` has made a copy that nobody else uses.
-    name : str
-        The module's file within the package, such as ``system/limits.py``.
-    tests : list of str
-        As pytest takes them.
-    seconds : float
-        After this time a run has failed: the fault made it loop.
-    choice : int or set of tuple
-        How many faults, or which: by `Result.place`.
+    `folder` is a copy that only this call uses. `name` is the module's file within the package,
+    such as ``system/limits.py``, and `tests` are arguments of pytest. After `seconds` a run has
+    failed: the fault made it loop. `choice` is a number of faults, or their `Result.place`.
     """
     session = folder / "session.sqlite"
     session.unlink(missing_ok=True)
@@ -89,16 +80,14 @@ name = "local"
     with use_db(str(session), WorkDB.Mode.open) as db:
         return [
             Result(
-                _key(name, item, result),
-                _place(item),
-                result.test_outcome != TestOutcome.SURVIVED,
+                _key(name, item, result), _place(item), result.test_outcome != TestOutcome.SURVIVED
             )
             for item, result in _tried(db)
         ]
 
 
 def _choose(db: WorkDB, choice: int | set[Place]) -> None:
-    """Leave the others out: the same in every run."""
+    """Leave the rest out: the same in every run."""
     items = sorted(db.work_items, key=_place)
     places = [_place(item) for item in items if not _is_left_out(item)]
     if isinstance(choice, int):
@@ -131,7 +120,7 @@ def _tried(db: WorkDB) -> list[tuple[WorkItem, WorkResult]]:
 
 
 def _key(name: str, item: WorkItem, result: WorkResult) -> str:
-    """Name a fault by its text, so that lines before it may come and go."""
+    """Name a fault by its text, so that lines before it may change."""
     changed = [
         " ".join(line[1:].split())
         for line in (result.diff or "").splitlines()

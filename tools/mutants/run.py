@@ -1,8 +1,8 @@
-"""Puts faults into the core and counts which the tests notice: `make mutants`.
+"""Put faults into the core and count which the tests notice: `make mutants`.
 
-Each fault is tried against the fast tier; what that lets live, against both. A fault that lives on
-and is not in ``alive.toml``, with the reason, fails the run, and so do too many of them. The files
-that were tried take the place of their last results in ``result.json`` and in docs/testing.md.
+Each fault is tried against the fast tier; survivors, against both. A survivor without a reason in
+``alive.toml`` fails the run, and so do too many survivors. The results replace the last ones of the
+same files in ``result.json`` and in docs/testing.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ EVERY = [*C_FILES, *PYTHON_FILES]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which tier noticed a fault: ``"fast"``, ``"all"``, or none, where it is ``"alive"``."""
+    """Which tier noticed a fault: ``"fast"``, ``"all"``, or ``"alive"`` for none."""
 
     file: str
     key: str
@@ -57,7 +57,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Program:
-    """A test in C: its name, its command line, and what its environment has to hold."""
+    """A test in C: its name, its command line, and its environment."""
 
     name: str
     command: list[str]
@@ -96,7 +96,7 @@ def prepare_c(names: Iterable[str], n: int) -> dict[int, c_faults.Fault]:
 
 
 def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_faults.Fault]:
-    """Return those faults that the compiler takes."""
+    """Return the faults that the compiler accepts."""
     command = [*gcc_for(path), "-fsyntax-only", str(path)]
     while True:
         path.write_bytes(c_faults.put_in(text, dict(enumerate(faults, 1))))
@@ -116,8 +116,8 @@ def possible(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_fa
 
 def gcc_for(path: Path) -> list[str]:
     """Return the beginning of a command that compiles a file of native/src."""
-    sources = path.parents[1]
-    return ["gcc", "-std=gnu17", "-w", f"-I{sources}", f"-I{sources.parent / 'include'}"]
+    source = next(folder for folder in path.parents if folder.name == "src")
+    return ["gcc", "-std=gnu17", "-w", f"-I{source}", f"-I{source.parent / 'include'}"]
 
 
 def differing(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_faults.Fault]:
@@ -137,7 +137,7 @@ def differing(path: Path, text: bytes, faults: list[c_faults.Fault]) -> list[c_f
 
 
 def find_programs() -> list[Program]:
-    """Return the tests in C, as ctest knows them: some need the environment that it gives them."""
+    """Return the tests in C, with the environments that ctest gives them."""
     command = ["ctest", "--test-dir", str(FOLDER / "c"), "--show-only=json-v1"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     programs = []
@@ -188,7 +188,7 @@ def tests_of(name: str) -> list[str]:
 
 
 def fails(command: Sequence[str | Path], seconds: float, environment: dict[str, str]) -> bool:
-    """Say whether a command fails, or takes so long that it has to be ended."""
+    """Say whether a command fails, or takes so long that it must be ended."""
     process = subprocess.Popen(
         command,
         cwd=ROOT,
@@ -232,7 +232,7 @@ def try_python(name: str, n: int, folders: Queue[Path], seconds: float) -> list[
 
 
 def check_green(names: list[str], programs: list[Program], n_workers: int) -> dict[str, float]:
-    """Return how long the tests of each file may take; end if one fails without any fault."""
+    """Return how long the tests of each file may take; end if one fails without a fault."""
     environment = os.environ | {"UM_FAULT": "0", "LD_LIBRARY_PATH": str(FOLDER / "c")}
     for program in programs:
         if program.fails(environment):
@@ -259,7 +259,7 @@ def check_green(names: list[str], programs: list[Program], n_workers: int) -> di
 def try_all(
     names: list[str], n: int, n_workers: int, report: Callable[[str], None]
 ) -> list[Verdict]:
-    """Put in the faults and run the tests; `report` hears of what the fast tier lets live."""
+    """Put in the faults and run the tests; `report` receives the survivors of the fast tier."""
     faults = prepare_c([name for name in names if name in C_FILES], n)
     report(f"{len(faults)} faults in C")
     programs = find_programs() if faults else []
@@ -285,7 +285,7 @@ def try_all(
 
 
 def state() -> str:
-    """Return the commit that is tried, with its day; end where its files are not those of git."""
+    """Return the commit that is tried, with its day; end if the files differ from git's."""
     command = ["git", "status", "--porcelain", "--", "native", "src", "tests"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     if done.stdout:
@@ -294,7 +294,7 @@ def state() -> str:
 
 
 def result_of(verdicts: list[Verdict], tried: str) -> dict[str, dict[str, Any]]:
-    """Return, by file, how many faults there were, and which the fast tier lets live."""
+    """Return, by file, the number of faults, and the survivors of the fast tier."""
     result: dict[str, dict[str, Any]] = {}
     for verdict in sorted(verdicts, key=lambda verdict: verdict.key):
         empty = {"commit": tried, "n_faults": 0, "all": [], "alive": []}
@@ -306,7 +306,7 @@ def result_of(verdicts: list[Verdict], tried: str) -> dict[str, dict[str, Any]]:
 
 
 def shares(rows: Iterable[dict[str, Any]]) -> tuple[int, float, float, int]:
-    """Return the number of faults, which share of them either tier notices, and how many live."""
+    """Return the number of faults, the share that either tier notices, and the survivors."""
     n = n_all = n_alive = 0
     for row in rows:
         n += row["n_faults"]
@@ -316,7 +316,7 @@ def shares(rows: Iterable[dict[str, Any]]) -> tuple[int, float, float, int]:
 
 
 def table_of(result: dict[str, dict[str, Any]]) -> str:
-    """Draw what became of the faults, by file."""
+    """Write the results by file."""
     lines = ["| file | faults | fast tier | both | alive | commit |", "|---|---|---|---|---|---|"]
     for name in [*(name for name in EVERY if name in result), "all"]:
         rows = [row for file, row in result.items() if name in (file, "all")]
@@ -330,7 +330,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Count the faults that the tests notice.")
     parser.add_argument("files", nargs="*", help=f"of {', '.join(EVERY)}; all if none is given")
-    parser.add_argument("--faults", type=int, default=40, help="at most so many in each file")
+    parser.add_argument("--faults", type=int, default=40, help="the most faults of a file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     names = arguments.files or EVERY

@@ -1,4 +1,4 @@
-"""Which files faults are put into, and which tests are to notice them."""
+"""The files that faults are put into, and the tests that must notice them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""For PYTHONPATH: an editable install finds its modules before those of PYTHONPATH.
+"""Let PYTHONPATH come before an editable install.
 
-Python runs this at its start; what is on PYTHONPATH is found first then.
+Python runs this at its start, after which modules on PYTHONPATH are found first.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""README.md as a package index shows it, where no file lies beside it.
+"""README.md as a package index shows it, without the files beside it.
 
 scikit-build-core calls `dynamic_metadata` when it makes the metadata of a distribution. A link to a
 file leads to the repository that `[project.urls]` names as Repository, at the tag of the version.
-While it names none, a link is its text, and a picture what it shows, in words.
+Without a repository, a link is its text, and a picture its description.
 """
 
 from __future__ import annotations
@@ -16,16 +16,9 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:|#)([^)\s]+)\)")
 
 
 def absolute(text: str, repository: str | None, version: str) -> str:
-    """Return Markdown whose links to files lead to a repository, or are text.
+    """Return Markdown whose links to files lead to a repository, or are text without one.
 
-    Parameters
-    ----------
-    text : str
-        The document, which lies in the top folder of the repository.
-    repository : str or None
-        The address of the repository.
-    version : str
-        The version, whose tag is `v` and the version.
+    `text` is a document in the top folder of the repository. The tag is `v` and the version.
     """
 
     def lead(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-"""What can be checked of a release without publishing it: `make release-check`.
+"""Check everything about a release that can be checked before it: `make release-check`.
 
 It builds the sdist and a wheel from it, into build/release, and prints a row for each check. This
-is a rehearsal, in which what only a release has may be open. With `--tag`, nothing may.
+is a rehearsal, in which things that only a release has may be open. With `--tag`, nothing may.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WrongError(Exception):
 
 
 class OpenError(Exception):
-    """Something that a rehearsal may lack, and a release may not."""
+    """Something that a rehearsal may lack, but a release must have."""
 
 
 class Row(NamedTuple):
@@ -47,13 +47,7 @@ class Row(NamedTuple):
 
 
 def run(*command: str | Path) -> str:
-    """Run a command in the checkout; return what it printed.
-
-    Raises
-    ------
-    WrongError
-        It failed.
-    """
+    """Run a command in the checkout; return its output, or raise WrongError."""
     done = subprocess.run(
         list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -101,7 +95,7 @@ def check_tag(tag: str | None) -> str:
 
 
 def check_address() -> str:
-    """Check that links of the README have somewhere to lead to."""
+    """Check that links of the README lead somewhere."""
     address = settings()["project"].get("urls", {}).get("Repository")
     if address is None:
         raise OpenError(

@@ -1,8 +1,8 @@
-"""The software bill of materials of the wheel, in CycloneDX's JSON.
+"""The software bill of materials of the wheel, as CycloneDX JSON.
 
 It is recorded beside this file, and CMake puts the record into the wheel, at `.dist-info/sboms`
-(PEP 770). So it is the same for every platform: it names what is compiled in, and what is installed
-beside, by the requirements of pyproject.toml. The licences are those that the newest versions have.
+(PEP 770). So it is the same for every platform: it names what is compiled in and what is installed
+beside, by the requirements of pyproject.toml, with the licences of the newest versions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPILED_IN = ("cython", "numpy")
 
 
 class Need(NamedTuple):
-    """What is installed beside the package, or was compiled into it."""
+    """A distribution that is installed beside the package, or compiled into it."""
 
     requirement: Requirement
     extras: tuple[str, ...]  # of unimem; none is always installed
@@ -72,13 +72,7 @@ def needs() -> Iterator[Need]:
 
 
 def licences() -> dict[str, str]:
-    """Ask the index for the licence of each of them; pip reads the metadata, and installs nothing.
-
-    Raises
-    ------
-    RuntimeError
-        One tells none.
-    """
+    """Ask the index for the licence of each; pip reads the metadata and installs nothing."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-deps"]
     wanted = sorted({str(need.requirement) for need in needs()})
     done = subprocess.run(
@@ -93,13 +87,7 @@ def licences() -> dict[str, str]:
 
 
 def licence_of(about: Mapping[str, Any]) -> str:
-    """Return the licence that metadata tells: an SPDX expression where there is one.
-
-    Parameters
-    ----------
-    about : mapping
-        Core metadata as JSON (PEP 566).
-    """
+    """Return the licence in core metadata (PEP 566): an SPDX expression if there is one."""
     if expression := about.get("license_expression"):
         return str(expression)
     line = str(about.get("license", "")).strip()
@@ -112,13 +100,7 @@ def licence_of(about: Mapping[str, Any]) -> str:
 
 
 def bill(of: Mapping[str, str]) -> str:
-    """Return the document.
-
-    Parameters
-    ----------
-    of : mapping of str to str
-        The licence of each distribution, by its normalized name.
-    """
+    """Return the document, given the licence of each distribution by its normalized name."""
     from cyclonedx.contrib.license.factories import LicenseFactory
     from cyclonedx.model import HashAlgorithm, HashType, Property
     from cyclonedx.model.bom import Bom
@@ -168,7 +150,7 @@ def recorded() -> str:
 
 
 def recorded_licences() -> dict[str, str]:
-    """Return the licences that the record has, by the names of distributions."""
+    """Return the recorded licences, by the names of distributions."""
     found = {}
     for part in json.loads(recorded())["components"]:
         (licence,) = part["licenses"]
@@ -187,7 +169,7 @@ def problem(document: str) -> str | None:
 
 
 def main() -> str | None:
-    """Write the record anew."""
+    """Write the record."""
     document = bill(licences())
     if wrong := problem(document):
         return wrong

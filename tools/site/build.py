@@ -1,7 +1,7 @@
-"""Makes the site: the documents, every public name, the headers, and the help: `make docs`.
+"""Build the site: the documents, every public name, the headers, and the help: `make docs`.
 
-Documents are read in the repository, too. So their links lead from file to file there, and are led
-to the pages of the site here. A link that leads nowhere, as any warning, ends the build.
+In the repository, links lead from file to file; here they are rewritten to lead to pages of the
+site. A link that leads nowhere ends the build, as any warning does.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ ROOT = Path(__file__).parents[2]
 OWN = Path(__file__).parent
 FOLDER = ROOT / "build" / "site"
 SOURCE, HTML = FOLDER / "source", FOLDER / "html"
-# Documents, by the page of the site that shows them. Those of docs/ keep their names.
+# From each document to its page on the site. Those of docs/ keep their names, without folders.
 PAGES = {
     ROOT / "README.md": "index.md",
     ROOT / "bench" / "README.md": "harness.md",
     ROOT / "CHANGELOG.md": "changes.md",
     ROOT / "CONTRIBUTING.md": "contributing.md",
     ROOT / "SECURITY.md": "security.md",
-    **{path: path.name for path in sorted((ROOT / "docs").glob("*.md"))},
+    **{path: path.name for path in sorted((ROOT / "docs").rglob("*.md"))},
+    ROOT / "docs" / "README.md": "documents.md",
 }
-# What documents link to, and a page shows in its own way.
+# Targets of links that a page of the site replaces.
 INSTEAD = {
     ROOT / "native" / "include": "reference/c.md",
     OWN / "pages" / "reference" / "python.md": "reference/python.md",
@@ -38,7 +39,7 @@ LINK = re.compile(r"\[([^\]]*)\]\(<?(?!https?:|mailto:|#)([^<>)\s#]+)>?(#[^)]*)?
 def with_links(document: Path) -> str:
     """Return the text of a document with the links that it has on the site.
 
-    Files that are no pages are copied beside these; folders are text.
+    Files that are no pages are copied beside the pages; links to folders become text.
     """
 
     def lead(match: re.Match[str]) -> str:

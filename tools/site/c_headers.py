@@ -1,4 +1,4 @@
-"""The directive `c-header`: what a public header declares and says, section by section."""
+"""The directive `c-header`: the declarations and comments of a public header, by section."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ DECLARATION = re.compile(
 
 
 def text_of(comment: str) -> list[str]:
-    """Return a comment's lines without the stars before them; others are no emphasis."""
+    """Return a comment's lines without leading stars; other stars are not emphasis."""
     lines = [re.sub(r"^ ?\* ?", "", line).rstrip() for line in comment.strip().splitlines()]
     return [re.sub(r"(\*|_(?!\w))", r"\\\1", line) for line in lines]
 
 
 def object_of(code: str) -> str:
-    """Return the directive of Sphinx that a declaration is, with what it declares."""
+    """Return Sphinx's directive for a declaration, with what it declares."""
     flat = " ".join(code.replace("UM_API ", "").replace("UM_CHECKED ", "").split())
     if code.startswith("#define"):
         return f".. c:macro:: {code.split()[1]}"
@@ -79,6 +79,6 @@ class CHeader(Directive):  # type: ignore[misc]
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Tell Sphinx."""
+    """Register with Sphinx."""
     app.add_directive("c-header", CHeader)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""The directive `command-help`: what every command of `unimem` says of itself."""
+"""The directive `command-help`: the help of every command of `unimem`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ class CommandHelp(Directive):  # type: ignore[misc]
 
 
 def setup(app: Any) -> dict[str, bool]:
-    """Tell Sphinx."""
+    """Register with Sphinx."""
     app.add_directive("command-help", CommandHelp)
     return {"parallel_read_safe": True}

@@ -1,4 +1,4 @@
-"""How Sphinx makes the site of the pages that build.py puts together."""
+"""Sphinx's settings for the pages that build.py puts together."""
 
 from __future__ import annotations
 

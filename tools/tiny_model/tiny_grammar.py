@@ -4,8 +4,8 @@ Everything here is our own text. A story is made in three steps: a plot is drawn
 and what it is about (a hero, a friend, a place, things), and `_expand` turns the plot's templates
 into sentences. In a template `[a|b]` means one of both, may be nested, and `{name}` is a fact of
 the cast; `{Name}` is the same with a capital letter. Since a story keeps one cast from its first to
-its last sentence, names, pronouns, things and places stay the same all through it, which is what
-the model shall learn.
+its last sentence, names, pronouns, things and places stay the same all through it, which the model
+has to learn.
 """
 
 import random
@@ -45,10 +45,7 @@ from tiny_words import (
 
 _CHOICE: Final = re.compile(r"\[([^\[\]]*)\]")
 _FIELD: Final = re.compile(r"\{(\w+)\}")
-_PRONOUNS: Final = {
-    "he": ("he", "him", "his", "himself"),
-    "she": ("she", "her", "her", "herself"),
-}
+_PRONOUNS: Final = {"he": ("he", "him", "his", "himself"), "she": ("she", "her", "her", "herself")}
 
 _OWN_LEADS: Final = {
     "puddle boat": ("One day, ", "One gray morning, ", "One afternoon, "),
@@ -95,7 +92,7 @@ def _article(noun: str) -> str:
 
 
 def _new_name(rng: random.Random) -> str:
-    """Make up a name that is in no list: the model shall copy names, not only know them."""
+    """Make up a name that is in no list: the model must learn to copy names."""
     syllables = rng.choices(_SYLLABLES, k=rng.choice((1, 2, 2, 3)))
     return ("".join(syllables) + rng.choice(_ENDS)).capitalize()
 
@@ -243,18 +240,7 @@ def _opening(plot: str, cast: dict[str, str], rng: random.Random) -> list[str]:
 
 
 def story(rng: random.Random) -> str:
-    """Write one story.
-
-    Parameters
-    ----------
-    rng : random.Random
-        Where every choice comes from: the same state gives the same story.
-
-    Returns
-    -------
-    str
-        One paragraph of plain ASCII English.
-    """
+    """Write one story, a paragraph of plain ASCII English; the state of `rng` determines it."""
     plots = rng.choice((SHORT_PLOTS, SHORT_PLOTS, LONG_PLOTS))
     plot = rng.choice(list(plots))
     cast = _cast(rng, plot)
@@ -263,18 +249,7 @@ def story(rng: random.Random) -> str:
 
 
 def stories(seed: int) -> Iterator[str]:
-    """Write stories without end, always the same ones for the same seed.
-
-    Parameters
-    ----------
-    seed : int
-        Seed of the random numbers.
-
-    Yields
-    ------
-    str
-        The next story.
-    """
+    """Yield stories without end, the same ones for the same seed."""
     rng = random.Random(seed)
     while True:
         yield story(rng)

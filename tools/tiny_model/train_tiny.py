@@ -226,10 +226,7 @@ def train(
         weight.requires_grad_()
     optimizer = torch.optim.AdamW(
         [
-            {
-                "params": [w for w in weights.values() if w.ndim > 1],
-                "weight_decay": schedule.decay,
-            },
+            {"params": [w for w in weights.values() if w.ndim > 1], "weight_decay": schedule.decay},
             {"params": [w for w in weights.values() if w.ndim == 1], "weight_decay": 0.0},
         ],
         betas=(0.9, 0.95),
@@ -269,10 +266,7 @@ def held_out_loss(
 
 
 def continue_greedily(
-    weights: Weights,
-    shape: Shape,
-    tokenizer: sentencepiece.SentencePieceProcessor,
-    prompt: str,
+    weights: Weights, shape: Shape, tokenizer: sentencepiece.SentencePieceProcessor, prompt: str
 ) -> str:
     """Write the likeliest story that begins with the prompt."""
     tokens = [BOS, *tokenizer.encode(prompt)]

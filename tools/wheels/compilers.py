@@ -9,8 +9,8 @@ from pathlib import Path
 from pythons import Packages, UnavailableError
 
 GLIBC = "2.28"
-# The oldest release that there is. Its glibc is 2.31, of which unimem uses nothing that 2.28 lacks:
-# auditwheel says so of each wheel.
+# The oldest available release. Its glibc is 2.31, but unimem uses nothing that 2.28 lacks, as
+# auditwheel confirms for each wheel.
 RELEASE = "bullseye"
 
 COMMON = """\
@@ -35,13 +35,7 @@ set(CMAKE_C_COMPILER_TARGET {machine}-linux-gnu.{glibc})
 
 
 def toolchain(machine: str, folder: Path, zig: Path) -> Path:
-    """Write the toolchain file for a machine: gcc with an old libc for x86-64, else zig.
-
-    Raises
-    ------
-    UnavailableError
-        Where gcc or the libc cannot be had.
-    """
+    """Write the toolchain file for a machine: gcc with an old libc for x86-64, else zig."""
     if machine == "x86_64":
         gcc, sysroot = _gcc(), _sysroot(folder)
         own = GCC.format(gcc=gcc, sysroot=sysroot)

@@ -1,9 +1,9 @@
-"""Builds wheels and tries each in an empty environment: ``make wheels``.
+"""Build wheels and try each in an empty environment: ``make wheels``.
 
 The wheels run on every Linux since 2018. Compilers and Pythons come from PyPI and from Debian's
 packages; there is no container engine, and nothing is installed outside of build/. Wheels and the
-sdist go to dist/. What cannot be had here is skipped, and the table says why. Ends with status 1
-where a wheel fails, and with 69 where none can be built.
+sdist go to dist/. Unavailable parts are skipped, and the table says why. Ends with status 1 if a
+wheel fails, and with 69 if none can be built.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GLIBC_MINOR = int(GLIBC.split(".")[1])
 
 
 class FailedError(Exception):
-    """A wheel that is not good; the text says why."""
+    """A bad wheel; the text says why."""
 
 
 @dataclass
@@ -57,13 +57,7 @@ class Row:
 
 
 def run(*command: str | Path, **environment: str) -> str:
-    """Run a command; return what it prints.
-
-    Raises
-    ------
-    FailedError
-        Where it ends with an error.
-    """
+    """Run a command; return its output, or raise FailedError."""
     # An environment of ours must not find the checkout.
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
@@ -95,7 +89,7 @@ def zig() -> Path:
 
 
 def build(version: str, machine: str, programs: Path) -> Path:
-    """Build one wheel. The folder is that of the machine: only the modules are compiled anew."""
+    """Build one wheel in the folder of its machine, where only modules are compiled again."""
     tag = pythons.abi(version)
     name = f"{tag.removesuffix('t')}-{tag}-manylinux_{GLIBC.replace('.', '_')}_{machine}"
     settings = {
@@ -124,7 +118,7 @@ def build(version: str, machine: str, programs: Path) -> Path:
 
 
 def judge(wheel: Path, programs: Path) -> str:
-    """Return the oldest glibc that auditwheel finds a wheel to run with."""
+    """Return the oldest glibc that auditwheel finds sufficient for a wheel."""
     text = run(programs / "auditwheel", "show", wheel)
     found = re.search(r'following platform tag:\s*"manylinux_2_(\d+)_', text)
     if found is None or int(found[1]) > GLIBC_MINOR:
@@ -150,7 +144,7 @@ def install(
 
 
 def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
-    """Use what was installed; return the Python that did, and the vector code that it chose."""
+    """Use the installed wheel; return the Python that did, and the vector code that it chose."""
     python = pythons.executable(version, machine)
     found = json.loads(run(python, "-I", "-S", Path(__file__).parent / "smoke.py", target))
     how = ", emulated" if pythons.is_emulated(machine) else ""
@@ -159,7 +153,7 @@ def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
 
 
 def test(wheel: Path, version: str, machine: str, programs: Path) -> str:
-    """Run the tests of the memory layer with the wheel and what they need; return how it ended."""
+    """Run the tests of the memory layer with the wheel; return how it ended."""
     target = BUILD / "tested" / wheel.stem
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [
@@ -180,7 +174,7 @@ def test(wheel: Path, version: str, machine: str, programs: Path) -> str:
 
 
 def cross_compilers(machine: str) -> Path:
-    """Return a folder of compilers for another machine, by the names that tests call them by."""
+    """Return a folder of compilers for another machine, by the names that tests use."""
     folder = BUILD / f"compilers-{machine}"
     folder.mkdir(exist_ok=True)
     for name, language in (("cc", "cc"), ("c++", "c++")):
@@ -221,7 +215,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main() -> int:
-    """Build what was asked for, and print the table."""
+    """Build the requested wheels, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--python", nargs="+", choices=VERSIONS, default=VERSIONS)
     parser.add_argument("--machine", nargs="+", choices=MACHINES, default=MACHINES)

@@ -1,7 +1,7 @@
-"""Pythons that wheels are made for: where their headers are, and what runs them.
+"""Pythons that wheels are made for: their headers, and how to run them.
 
-A Python of this machine serves where there is one: on the path, of pyenv, or the one without the
-interpreter's lock that `tools/free_threaded.py` built. Otherwise both are Debian's packages,
+A Python of this machine serves if it has one: on the path, of pyenv, or the one without the
+interpreter's lock that `tools/free_threaded.py` built. Otherwise both come from Debian's packages,
 unpacked in build/pythons and never installed; QEMU runs those of other machines.
 """
 
@@ -61,15 +61,10 @@ def suffix(version: str, machine: str) -> str:
 
 
 def headers(version: str) -> Path:
-    """Return the folder with ``Python.h``.
+    """Return the folder with ``Python.h``; UnavailableError if it cannot be had.
 
     Headers of a version are the same files on both machines, and pyconfig.h has the same sizes.
-    Those of a free-threaded Python are the same but for one line of pyconfig.h.
-
-    Raises
-    ------
-    UnavailableError
-        Where neither this machine nor Debian has them.
+    Those of a free-threaded Python differ in one line of pyconfig.h.
     """
     with _FETCHING:
         return _headers(version)
@@ -90,15 +85,10 @@ def _headers(version: str) -> Path:
 
 
 def executable(version: str, machine: str) -> Path:
-    """Return the program that is a Python, on this machine.
+    """Return the program that runs a Python here; UnavailableError if it cannot be had.
 
-    One of Debian's is behind a script that starts it, with the libraries of its own, or by QEMU: so
-    tests can start it as they start any Python, by its path.
-
-    Raises
-    ------
-    UnavailableError
-        Where neither this machine nor Debian has it.
+    Debian's is behind a script that starts it, with its own libraries, or by QEMU, so that tests
+    start it by its path like any Python.
     """
     if (found := local(version, machine)) is not None:
         return found
@@ -129,13 +119,13 @@ def _script(version: str, machine: str) -> Path:
 
 
 def local(version: str, machine: str) -> Path | None:
-    """Return a Python of this machine; None where it has none that is for such a machine."""
+    """Return a Python of this machine; None if it has none for such a machine."""
     found = _local(version) if machine == platform.machine() else None
     return None if found is None else Path(found[0])
 
 
 def is_emulated(machine: str) -> bool:
-    """Tell whether what is built for a machine runs under QEMU here."""
+    """Say whether binaries for a machine run under QEMU here."""
     return machine != platform.machine()
 
 
@@ -170,7 +160,7 @@ def _release(version: str) -> str:
 
 
 def _headers_of_debian(version: str) -> Path:
-    """Fetch the headers of a Python. Debian's pyconfig.h includes the one of the machine."""
+    """Fetch the headers of a Python. Debian's pyconfig.h includes the machine's."""
     release, target = _release(version), CACHE / f"headers-{version}"
     if not target.exists():
         root = CACHE / f"dev-{version}"
@@ -186,7 +176,7 @@ def _headers_of_debian(version: str) -> Path:
 
 
 def _debian(version: str, machine: str) -> Path:
-    """Fetch a Python of Debian's with all that it needs; return its root."""
+    """Fetch a Python of Debian's with its dependencies; return its root."""
     release, root = _release(version), CACHE / f"root-{version}-{machine}"
     if not root.exists():
         architecture = ARCHITECTURES[machine]
@@ -202,9 +192,9 @@ def _debian(version: str, machine: str) -> Path:
 
 
 def _emulator(machine: str) -> Path:
-    """Fetch QEMU, as a program of the user, which needs no library.
+    """Fetch QEMU, as a user program without libraries.
 
-    Version 8 and newer: older ones keep a record of each page of address space that is reserved.
+    Version 8 and newer: older ones keep a record of each page of reserved address space.
     """
     target = CACHE / f"qemu-{QEMU_RELEASE}"
     found = target / f"usr/bin/qemu-{machine}"

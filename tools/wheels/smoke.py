@@ -1,9 +1,9 @@
-"""What an installed unimem must do, run by the Python that it is installed for.
+"""Check an installed unimem, with the Python that it is installed for.
 
-``python -I -S smoke.py FOLDER`` imports unimem from FOLDER, where it was installed with what it
-needs and nothing else. It prints, as JSON, the Python and the vector code that was chosen. A wheel
-that converts without vector code works, and is 15 times slower, so that is a failure, too. So is
-a module that turns the interpreter's lock on, in a Python that can do without.
+``python -I -S smoke.py FOLDER`` imports unimem from FOLDER, where it was installed with its
+requirements alone. It prints the Python and the chosen vector code as JSON. A wheel that converts
+without vector code works, but 15 times slower, so that is a failure, too. So is a module that turns
+the interpreter's lock on, in a Python that can do without.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 def best_code() -> str:
-    """Return the vector code that this machine has, as the kernel sees it."""
+    """Return the best vector code of this machine, according to the kernel."""
     if platform.machine() == "aarch64":
         return "neon"
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -40,7 +40,7 @@ def chosen_code(library: str) -> str:
 
 
 def lock() -> str:
-    """Tell whether the interpreter's lock is on, and fail where a module turned it on."""
+    """Say whether the interpreter's lock is on, and fail if a module turned it on."""
     if not sysconfig.get_config_var("Py_GIL_DISABLED"):
         return "on"
     is_on: bool = getattr(sys, "_is_gil_enabled")()  # noqa: B009 - no type checker knows it

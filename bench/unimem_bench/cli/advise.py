@@ -21,21 +21,9 @@ from unimem_bench import texts
 from unimem_bench.advise import Advised, Factor, Variant, advise, flag
 from unimem_bench.stats import Ratio
 
-__all__ = ["show_advice"]
-
 
 def show_advice(model: Path, *, quick: bool, as_json: bool) -> None:
-    """Measure a model with the options that place its memory, and print what won.
-
-    Parameters
-    ----------
-    model : Path
-        A GGUF file that the engine runs.
-    quick : bool
-        Whether to take less time.
-    as_json : bool
-        Whether to print one JSON document instead.
-    """
+    """Measure a model with the options that place its memory, and print what won."""
     found = advise(model, quick=quick, progress=_say)
     text = found.to_json() if as_json else "\n".join(page(found))
     terminal.show(text + "\n")
@@ -46,7 +34,7 @@ def _say(line: str) -> None:
 
 
 def page(advice: Advised) -> Iterator[str]:
-    """Write what was found, and last the line to copy."""
+    """Write the result; the last line is a command to copy."""
     surface = terminal.surface()
     yield from fact_lines(surface, _facts(advice).items())
     yield ""
@@ -72,12 +60,12 @@ def _facts(advice: Advised) -> dict[str, str]:
     return {
         "model": advice.model,
         "measured": f"{format_count(advice.threads, 'thread')}, a context of "
-        f"{format_count(advice.ctx, 'token')}, of which {effort.n_prompt:,} and more are filled; "
+        f"{format_count(advice.ctx, 'token')}, {effort.n_prompt:,} of them filled at first; "
         f"{format_count(effort.passes, 'process', 'es')} for each value, "
         f"{format_count(effort.rounds, 'round')} of {format_count(effort.n_decode, 'token')} in "
         f"each; {texts.duration(advice.seconds)} in all",
-        "shown": "tokens a second of decode and prefill; of decode how many times as fast that is "
-        "as with the defaults, with the interval in which a second run would lie",
+        "shown": "tokens a second of decode and prefill, and how many times as fast decode is as "
+        "with the defaults, with the interval in which a second run would lie",
     }
 
 
@@ -111,7 +99,7 @@ def _interval(ratio: Ratio) -> str:
 
 
 def _verdict(surface: Surface, advice: Advised) -> Iterator[str]:
-    """Say what to do, in a last line to copy."""
+    """Write the verdict; the last line is a command to copy."""
     if advice.margin is None:
         yield surface.good(
             "Nothing differs by more than noise: the defaults are as good as any here."

@@ -1,4 +1,4 @@
-"""`unimem bench`: what unimem costs on this machine, beside what one would use instead."""
+"""`unimem bench`: what unimem costs on this machine, beside its alternatives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from unimem.cli.exits import INTERRUPTED
 from unimem.cli.options import AsJson
 from unimem_bench.suites import NAMES
 
-__all__ = ["bench"]
-
-# What each way to use the command takes beside itself; without one of these, it measures.
+# The options that each way of using the command allows; without one of these ways, it measures.
 _ALSO = {
     "--list": ("SUITE", "--quick", "--case"),
     "--from": ("--json", "--markdown", "--plots", "--page"),
@@ -82,7 +80,7 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure what unimem costs here, beside what else one would use."""
+    """Measure what unimem costs here, beside its alternatives."""
     names = list(dict.fromkeys(suites or NAMES))
     given = {
         "SUITE": suites,
@@ -105,7 +103,7 @@ def bench(
 
         show_advice(advise, quick=quick, as_json=as_json)
         return
-    # What it imports would make every command start later.
+    # Imported here, since it would make every command start later.
     from unimem_bench.cli import run as bench_run
 
     if show_list:
@@ -121,9 +119,9 @@ def bench(
         try:
             if output is not None:
                 bench_run.write_record(record, output)
-            if code != INTERRUPTED:  # half a run gets none
+            if code != INTERRUPTED:  # half a run gets no plots
                 bench_run.draw(record, plots, page_file)
-        finally:  # a disk that is full by now does not take away what was measured
+        finally:  # a full disk does not lose what was measured
             bench_run.show(record, as_json=as_json, as_markdown=as_markdown)
         if code:
             raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""What `unimem bench` does: it measures, writes and shows."""
+"""The work of `unimem bench`: measure, write, show."""
 
 from __future__ import annotations
 
@@ -29,12 +29,7 @@ from unimem_bench.run_folder import run_folder
 from unimem_bench.suites import load_suite
 from unimem_bench.texts import duration
 
-__all__ = [
-    "check_files", "draw", "measure", "read_records", "show", "show_cases", "show_differences",
-    "write_record",
-]  # fmt: skip
-
-# What a run does without, as it does without any peer.
+# Optional packages, as all peers are.
 _USEFUL = ("gguf", "pyperf", "safetensors")
 
 
@@ -46,7 +41,7 @@ def _schedule(names: Sequence[str], *, quick: bool, case: str) -> list[Pass]:
 
 
 def check_files(output: Path | None, plots: Path | None, page_file: Path | None) -> None:
-    """Refuse what cannot be written now, and not after everything was measured."""
+    """Refuse files that cannot be written before anything is measured."""
     if (plots or page_file) and find_spec("matplotlib") is None:
         raise ImportError(f"plots need matplotlib: {install_hint('bench')}")
     for path in filter(None, (output, page_file)):
@@ -59,12 +54,12 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise NotADirectoryError(ENOTDIR, "expected a folder, and it is a file", path) from None
+        raise NotADirectoryError(ENOTDIR, "expected a folder, got a file", path) from None
 
 
 @contextmanager
 def _folder(path: Path | None) -> Iterator[Path]:
-    """Give the folder for files: one that stays, or one that is deleted."""
+    """Yield the folder for files: the one given, or one that is deleted."""
     if path is not None:
         _make_folder(path)
         yield path.absolute()
@@ -79,21 +74,10 @@ def _folder(path: Path | None) -> Iterator[Path]:
 def measure(
     names: Sequence[str], *, quick: bool, case: str, folder: Path | None
 ) -> tuple[Record, int]:
-    """Measure, and give the exit code with what was measured.
+    """Measure suites; return the record and the exit code.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Suites.
-    quick, case
-        As in `unimem_bench.run.run`.
-    folder : Path or None
-        For files; None for one that is deleted in the end.
-
-    Raises
-    ------
-    typer.BadParameter
-        If no case is chosen.
+    `quick` and `case` are as in `unimem_bench.run.run`; without a `folder`, files are deleted at
+    the end. BadParameter if no case is chosen.
     """
     passes = _schedule(names, quick=quick, case=case)
     absent = [name for name in _USEFUL if find_spec(name) is None]
@@ -111,9 +95,9 @@ def measure(
 
 
 class _Progress:
-    """How far a run is: a line a pass, or on a terminal one line that changes.
+    """The progress of a run: a line a pass, or on a terminal one line that changes.
 
-    It changes between the passes only: whatever runs beside them would take CPU time from them.
+    It changes between passes only: work beside them would take CPU time from them.
     """
 
     def __init__(self, passes: Sequence[Pass]) -> None:
@@ -122,7 +106,7 @@ class _Progress:
         self._is_terminal = sys.stderr is not None and terminal.is_terminal(sys.stderr)
 
     def update(self, line: str) -> None:
-        """Show what begins."""
+        """Show the pass that begins."""
         self._begins.append(time.monotonic())
         elapsed = duration(self._begins[-1] - self._begins[0])
         text = f"{line} ({len(self._begins)} of {len(self._passes)} passes), {elapsed} so far"
@@ -134,7 +118,7 @@ class _Progress:
             _tell(f"{text}\n")
 
     def _left(self) -> float | None:
-        """Guess the seconds to go, once each suite that is still to run has run before."""
+        """Estimate the seconds to go, once each remaining suite has run before."""
         n_done = len(self._begins) - 1
         took: dict[str, float] = {}
         for each, begin, end in zip(self._passes, self._begins, self._begins[1:], strict=False):
@@ -143,13 +127,13 @@ class _Progress:
         return sum(took[name] for name in to_go) if took.keys() >= set(to_go) else None
 
     def end(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         if self._is_terminal:
             _tell("\r\x1b[K")
 
 
 def _tell(text: str) -> None:
-    """Write to standard error, if anybody reads it: a run does not end for that."""
+    """Write to standard error, and ignore errors: a run does not end for lack of a reader."""
     if sys.stderr is not None:
         with suppress(OSError):
             sys.stderr.write(text)
@@ -160,15 +144,7 @@ def _tell(text: str) -> None:
 
 
 def read_records(paths: Sequence[Path]) -> Record:
-    """Read the records of runs, of which later ones replace suites of the first.
-
-    Raises
-    ------
-    OSError
-        If one cannot be read.
-    ValueError
-        If one holds no record, or the runs cannot stand in one.
-    """
+    """Read records; suites of later ones replace those of the first."""
     first, *later = map(Record.read, paths)
     return functools.reduce(Record.with_suites_of, later, first)
 
@@ -179,7 +155,7 @@ def write_record(record: Record, path: Path) -> None:
 
 
 def draw(record: Record, plots: Path | None, page_file: Path | None) -> None:
-    """Write the plots and the page that are asked for."""
+    """Write the plots and the page, if wanted."""
     if plots is not None:
         from unimem_bench.plots import save
 
@@ -205,7 +181,7 @@ def show_differences(a: Path, b: Path, *, as_markdown: bool) -> None:
 
 
 def show_cases(names: Sequence[str], *, quick: bool, case: str) -> None:
-    """Show what suites ask, and what is claimed."""
-    _schedule(names, quick=quick, case=case)  # what names nothing is refused
+    """Show the questions and claims of suites."""
+    _schedule(names, quick=quick, case=case)  # refuses a name without cases
     lines = suite_lines(map(load_suite, names), quick=quick, case=case)
     terminal.show("".join(f"{line}\n" for line in lines))

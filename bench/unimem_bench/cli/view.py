@@ -14,8 +14,6 @@ from unimem_bench.suite import Suite
 from unimem_bench.tables import Table, TableRow, Tone
 from unimem_bench.texts import claim
 
-__all__ = ["difference_lines", "record_lines", "suite_lines"]
-
 _STYLES: dict[Tone, Callable[[Surface, str], str]] = {
     "plain": lambda _, text: text,
     "subject": Surface.heading,
@@ -25,7 +23,7 @@ _STYLES: dict[Tone, Callable[[Surface, str], str]] = {
 
 
 def record_lines(record: Record) -> Iterator[str]:
-    """Write all that a record says, the table of all targets last."""
+    """Write a record; the table of all targets comes last."""
     surface = terminal.surface()
     yield from fact_lines(surface, tables.machine_facts(record))
     for suite in record.suites:
@@ -56,7 +54,7 @@ def _targets(record: Record) -> Iterator[str]:
     made = tables.targets(record)
     yield terminal.surface().heading("All targets")
     if made.table.rows:
-        # Side by side, case and claim leave room for nothing else.
+        # As two columns, case and claim would leave no room.
         rows = [
             TableRow((f"{case}: {text}", *rest), tone)
             for (case, text, *rest), tone in made.table.rows
@@ -68,7 +66,7 @@ def _targets(record: Record) -> Iterator[str]:
 
 
 def difference_lines(differences: Differences) -> Iterator[str]:
-    """Write what differs in two records, how much of each suite agrees, and of all of it last."""
+    """Write how two records differ, and how much of each suite agrees."""
     surface = terminal.surface()
     for text in differences.warnings:
         yield from _wrapped(f"warning: {text}", surface.bad)
@@ -94,7 +92,7 @@ def difference_lines(differences: Differences) -> Iterator[str]:
 
 
 def _joined(table: Table, n_columns: int) -> Table:
-    """Keep the first columns, the first two as one: side by side they leave room for nothing."""
+    """Keep the first columns, with the first two joined to save width."""
     rows = [
         TableRow((": ".join(row.cells[:2]), *row.cells[2:n_columns]), row.tone)
         for row in table.rows
@@ -104,7 +102,7 @@ def _joined(table: Table, n_columns: int) -> Table:
 
 
 def suite_lines(suites: Iterable[Suite], *, quick: bool, case: str) -> Iterator[str]:
-    """Write what suites ask, and what is claimed."""
+    """Write the questions and claims of suites."""
     for suite in suites:
         chosen = suite.chosen(quick=quick, case=case)
         if not chosen:

@@ -6,8 +6,6 @@ from importlib import import_module
 
 from unimem_bench.suite import Suite
 
-__all__ = ["NAMES", "load_suite"]
-
 # In the order in which they run.
 NAMES = tuple(
     """
@@ -18,18 +16,7 @@ NAMES = tuple(
 
 
 def load_suite(name: str) -> Suite:
-    """Import a suite.
-
-    Parameters
-    ----------
-    name : str
-        One of `NAMES`.
-
-    Returns
-    -------
-    Suite
-        What its module calls ``SUITE``.
-    """
+    """Import a suite, one of `NAMES`: its module's ``SUITE``."""
     module = import_module(f"unimem_bench.suites.{name.replace('-', '_')}")
     suite = module.SUITE
     if not isinstance(suite, Suite) or suite.name != name:

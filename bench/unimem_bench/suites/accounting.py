@@ -1,12 +1,12 @@
 """What the ledger costs its holders.
 
-Tapes and caches are holders: a list of the entries asks each of them what it is for. A take and an
-append know nothing of it, so that they cost the same whether few holders are alive or 10,000, each
-with a region of its own. Making a block enters it, and closing it takes it out, in one step each,
-however many there are. A plan reads a file's header, as opening does, and the limits. One thread,
-pinned, in CPU time; the cost of the loop is taken off.
+Tapes and caches are holders: a list of the entries asks each of them for its purpose. A take and an
+append know nothing of it, so they cost the same beside few holders and beside 10,000, each with a
+region of its own. Making a block enters it, and closing it removes it, in one step each. A plan
+reads a file's header, as opening does, and the limits. One pinned thread, in CPU time, without the
+loop.
 
-A scrape reads the memory of other processes, by the clock. Those sleep meanwhile.
+A scrape reads the memory of other processes, by the wall clock. They sleep meanwhile.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ N_SCRAPED = 20
 PAGE = 4096
 FEW, MANY = "beside few", "beside many"
 
-# Tokens of 2 KB each of K and of V: 256 KiB, which the others do not push out of a second-level
-# cache again once they are there.
+# Tokens of 2 KB each of K and of V: 256 KiB, which stay in a second-level cache beside many others.
 N_TOKENS = 64
 
 
@@ -47,9 +46,9 @@ class Call(NamedTuple):
     """A call that is measured beside few and beside many others."""
 
     title: str  # of its case
-    statement: str  # what is run
-    n: int  # how often in one measurement
-    limit: float = 1.1  # what it may cost beside many, of its cost beside few
+    statement: str
+    n: int  # runs in one measurement
+    limit: float = 1.1  # of its cost beside many, in multiples of its cost beside few
 
 
 CALLS = (
@@ -57,15 +56,15 @@ CALLS = (
     Call("take_address", "take_address(64, 64)", 256),
     Call("append", "append(0, k, k)", N_TOKENS),
     Call("a block, made and closed", "Block(4096).close()", 20),
-    # It is entered in a table, which is larger beside many others.
+    # The table in which it is entered is larger beside many others.
     Call("a tape over a block", "Tape(block)", 256, 1.25),
 )
 
 
 def beside_others(measure: Measure, call: Call) -> None:
-    """Compare a call with itself, while few regions and holders are alive and while many are.
+    """Compare a call with itself, beside few regions and holders and beside many.
 
-    Both are measured in each round: the others come before the one and go before the other.
+    Each round measures both: the many are made before the one and closed before the other.
     """
     n_others = N_OTHERS_QUICK if measure.quick else N_OTHERS
     measure.fact("others", n_others)
@@ -113,7 +112,7 @@ for each in CALLS:
     "entries", f"What do the entries of {N_BLOCKS:,} blocks cost whoever asks for them?", unit="us"
 )
 def compare_entries(measure: Measure) -> None:
-    """Ask for the entries of blocks, without and with a tape over each, and ask the kernel."""
+    """List the entries of blocks, without and with a tape over each, and ask the kernel."""
     blocks = [um.Block(PAGE) for _ in range(N_BLOCKS)]
     of_entries = microseconds("entries()", {"entries": entries})
     smaps = Path("/proc/self/smaps")
@@ -146,7 +145,7 @@ def microseconds(statement: str, names: Mapping[str, object]) -> Side:
     targets=[costs("open", 3.0, issue=7, side="plan")],
 )
 def plan(measure: Measure) -> None:
-    """Plan a llama of 44 layers, and open the file, which both read the header of."""
+    """Plan a llama of 44 layers, and open the file; both read its header."""
     path = made_once(measure.folder / "llama-of-44-layers.gguf", write_model)
     with um.open_weights(path) as weights:
         measure.fact("tensors", len(weights.tensors))
@@ -172,7 +171,7 @@ def plan(measure: Measure) -> None:
     targets=[at_most(300, issue=20)],
 )
 def scrape(measure: Measure) -> None:
-    """Read processes that have loaded unimem for the first time, and write the text of that."""
+    """Read processes that have just loaded unimem, and write the text."""
     with ExitStack() as stack:
         pids = [stack.enter_context(waiting()) for _ in range(N_SCRAPED)]
         files = [Path(f"/proc/{pid}/smaps") for pid in pids]
@@ -191,7 +190,7 @@ def scrape(measure: Measure) -> None:
 
 @contextmanager
 def waiting() -> Iterator[int]:
-    """Give the number of a process that has loaded unimem and sleeps."""
+    """Yield the number of a process that has loaded unimem and sleeps."""
     script = "import sys, unimem; print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -1,8 +1,8 @@
 """How far plans of buffers are above the lower bound, and what they cost.
 
-The bound is the most bytes that live at one step. It cannot always be reached, and what can be is
-not known, except of the family ``cut``. Totals are exact, and do not vary from run to run; only
-times are measured, in CPU time.
+The bound is the most bytes that live at one step. It cannot always be reached, and the best
+possible plan is known only for the family ``cut``. Totals are exact, and do not vary from run to
+run; only times are measured, in CPU time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def graphs(measure: Measure) -> None:
 
 
 def random_instances(measure: Measure, family: str) -> None:
-    """Plan random instances: those of one family, or all."""
+    """Plan random instances of one family, or of all."""
     found = parts_of_random(*size(measure))[family]
     measure.fact("instances", len(found[OURS]))
     keep_parts(measure, found)
@@ -74,7 +74,7 @@ for kind in ("random", *FAMILIES):
     targets=[at_most(1.0, issue=5, side=WORST)],
 )
 def greedy(measure: Measure) -> None:
-    """Compare each plan of the random instances with the best of the greedy ones."""
+    """Compare each plan of the random instances with the best greedy one."""
     found = parts_of_random(*size(measure))["random"]
     ours, *others = found.values()
     ratios = [our / min(their) for our, *their in zip(ours, *others, strict=True)]
@@ -95,7 +95,7 @@ def largest_graph(measure: Measure) -> None:
 
 
 def large(measure: Measure, family: str) -> None:
-    """Plan an instance of about 1000 buffers, in a quick run of 100."""
+    """Plan an instance of about 1000 buffers, 100 in a quick run."""
     n = N_BUFFERS_QUICK if measure.quick else N_BUFFERS
     compare_times(measure, large_instance(family, n))
 
@@ -110,7 +110,7 @@ for kind in FAMILIES:
 
 
 def keep_parts(measure: Measure, found: Parts) -> None:
-    """Keep what all planners reach, the worst of ours, and how often each is at the bound."""
+    """Record the totals of all planners, our worst, and how often each reaches the bound."""
     ours = found[OURS]
     for name, values in found.items():
         measure.count(name, values, "unimem" if name == OURS else "peer")
@@ -132,7 +132,7 @@ def parts(many: Iterable[Uses]) -> Parts:
 
 
 def size(measure: Measure) -> tuple[int, int]:
-    """Return how many random instances are planned, and the most buffers of one."""
+    """Return the number of random instances, and the most buffers of one."""
     n, most = SIZE_QUICK if measure.quick else SIZE
     measure.fact("buffers of an instance, at most", most)
     return n, most
@@ -140,7 +140,7 @@ def size(measure: Measure) -> tuple[int, int]:
 
 @cache
 def parts_of_random(n: int, most: int) -> Mapping[str, Parts]:
-    """Plan random instances, and sort them by families; all of them are "random"."""
+    """Plan random instances, and sort them by family; "random" has all."""
     families: dict[str, list[Uses]] = defaultdict(list)
     for family, uses in instances(n, most):
         families[family].append(uses)

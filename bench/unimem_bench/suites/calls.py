@@ -1,7 +1,7 @@
-"""What the hot calls cost from Python, against the calls that they stand for.
+"""What the hot calls cost from Python, against the calls that they replace.
 
 An uninitialised array from a tape, a plain address from a tape, and one token appended to a KV
-cache. One thread, pinned, in CPU time; the cost of the loop is taken off.
+cache. One pinned thread, in CPU time, without the loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROW_BYTES = N_HEADS * HEAD_DIM * 2
 ROUNDS = 101
 EMPTY_CALL = "empty Cython call"
 
-# The ways to write a dtype, which is a good part of the cost: NumPy looks a name up anew each time.
+# The ways to write a dtype, a good part of the cost: NumPy looks a name up each time.
 DTYPES: dict[str, Any] = {
     "np.dtype": np.dtype("float32"),
     "np.float32": np.float32,
@@ -35,10 +35,9 @@ DTYPES: dict[str, Any] = {
 
 
 def take(measure: Measure, dtype: Any) -> None:
-    """Compare ``Tape.take`` with ``np.empty``.
+    """Compare ``Tape.take`` with ``np.empty``; neither touches the memory.
 
-    That gives a freed chunk out again and again, the tape a new address each time; neither touches
-    the memory.
+    ``np.empty`` returns one freed chunk again and again, the tape a new address each time.
     """
     n = 500
     names = {"dtype": dtype, "empty": np.empty, "zeros": np.zeros}
@@ -74,7 +73,7 @@ for form, kind in DTYPES.items():
     targets=[costs(EMPTY_CALL, 2.5, issue=2)],
 )
 def take_address(measure: Measure) -> None:
-    """Compare with an empty method of two integers, and with an address that NumPy gives."""
+    """Compare with an empty method of two integers, and with an address from NumPy."""
     n = 2000
     with um.Tape(n * 64) as tape:
         names = {"take_address": tape.take_address}
@@ -86,7 +85,7 @@ def take_address(measure: Measure) -> None:
 
 
 def empty_call(n: int) -> Side:
-    """Measure a method of two integers, of which there is nothing but the call."""
+    """Measure a method of two integers that does nothing."""
     return stopwatch("call(64, 64)", n, {"call": EmptyCall().call})
 
 
@@ -126,16 +125,13 @@ def append(measure: Measure, n_tokens: int, rounds: int) -> None:
 
 
 def check(rows: NDArray[np.float16], token: NDArray[np.float16]) -> None:
-    """Raise if not every row is the token."""
+    """Raise AssertionError unless every row is the token."""
     if not np.array_equal(rows, np.broadcast_to(token, rows.shape)):
         raise AssertionError("a side did not write what it was given")
 
 
 def copies(cache: um.KVCache, k: NDArray[np.float16], v: NDArray[np.float16]) -> NDArray[np.uint64]:
-    """Return what C copies, to the very rows of a cache that holds nothing but the token `k`, `v`.
-
-    That it holds that is checked.
-    """
+    """Return what C copies: the token `k`, `v`, to the rows of a cache that holds only it."""
     places = []
     for stored, token in zip(cache.layer(0), (k, v), strict=True):
         rows = stored[0].swapaxes(0, 1)

@@ -1,13 +1,12 @@
 """Decode and prefill speed of unimem's decoder beside llama.cpp, alternating.
 
 All run the same file with the same number of threads, the same context, flash attention and an f16
-KV cache, from the same tokens; each in a process of its own, which sleeps while another one
-computes. The two copies of ggml have to be built alike, or nothing is compared.
+KV cache, from the same tokens, each in a process of its own, which sleeps while another one
+computes. The two copies of ggml must be built alike, or nothing is compared.
 
-llama.cpp has two sides: with its defaults, in which it copies weights into another order where its
-CPU backend has kernels for that, and with the weights as they lie in the mapped file. Of types that
-every x86 multiplies faster in another order, unimem has both as well: repacked, which is what is
-claimed, and mapped.
+llama.cpp has two sides: with its defaults, which repack weights if its CPU backend has kernels for
+that, and with the weights as they lie in the mapped file. For types that every x86 multiplies
+faster in another order, unimem has both as well: repacked, which is claimed, and mapped.
 """
 
 from __future__ import annotations
@@ -34,20 +33,17 @@ SUITE = Suite("decode", "How fast are prefill and decode, beside llama.cpp?")
 
 MAPPED = "unimem, mapped"
 OURS = "unimem", MAPPED
-FIRST: tuple[Kind, ...] = ("q8_0", "q4_k_m")  # of which issue 2 claims something
+FIRST: tuple[Kind, ...] = ("q8_0", "q4_k_m")  # for which issue 2 sets targets
 N_GREEDY = 64
 N_BUSY_DECODE = 32  # tokens in one measurement of a small model
 N_BUSY_LARGE = 4  # of a large one
-N_COPIES = 3  # of the weights: the mapped file, what llama.cpp copies, and what unimem repacks
-# Of the logits' deviation: what two builds of the same code may differ by.
+N_COPIES = 3  # of the weights: the mapped file, llama.cpp's copy, and unimem's repacked copy
+# By which two builds of the same code may differ, in deviations of the logits.
 MAX_DIFFERENCE = 0.01
 
 
 def prefill(measure: Measure, kind: Kind, prompt: list[int], rounds: int) -> None:
-    """Compute a prompt, each time anew.
-
-    How fast a CPU could multiply at best is not measured, so there is no limit beside it.
-    """
+    """Compute a prompt, each time anew; no limit, since the best speed of a CPU is unknown."""
     with ExitStack() as stack:
         sides = start(measure, stack, kind)
         measured = {name: partial(side.prefill, prompt) for name, side in sides.items()}
@@ -55,7 +51,7 @@ def prefill(measure: Measure, kind: Kind, prompt: list[int], rounds: int) -> Non
 
 
 def decode(measure: Measure, kind: Kind) -> None:
-    """Make 8 tokens at a time, each side walking through the context as the others do."""
+    """Make 8 tokens at a time; all sides walk through the context alike."""
     with ExitStack() as stack:
         sides = start(measure, stack, kind)
         measure.fact("agreement", agreement(sides))
@@ -71,7 +67,7 @@ def decode(measure: Measure, kind: Kind) -> None:
 
 
 def compare_python(measure: Measure, kind: Kind) -> None:
-    """Measure what of a token's time is not spent in ggml's compute call."""
+    """Measure the share of a token's time that is not in ggml's compute call."""
     path, cpus = decoding.prepared(measure, kind, N_COPIES)
     with DecoderProcess(path, threads=len(cpus), ctx=decoding.N_CTX) as ours:
         ours.prefill(decoding.PROMPT)
@@ -80,14 +76,14 @@ def compare_python(measure: Measure, kind: Kind) -> None:
 
 
 def start(measure: Measure, stack: ExitStack, kind: Kind) -> dict[str, DecoderProcess]:
-    """Start unimem's decoders, and those of llama.cpp that can be compared with them."""
+    """Start unimem's decoders, and the comparable ones of llama.cpp."""
     path, cpus = decoding.prepared(measure, kind, N_COPIES)
     options: dict[str, Any] = {"threads": len(cpus), "ctx": decoding.N_CTX}
     is_repacked = kind in decoding.REPACKED
     ours = DecoderProcess(path, load="repack" if is_repacked else "auto", **options)
     sides = {"unimem": stack.enter_context(ours)}
     if is_repacked and ours.facts["load"] == "repack":
-        states.read_through(path)  # what was repacked is not in the page cache any more
+        states.read_through(path)  # repacking drops weights from the page cache
         sides[MAPPED] = stack.enter_context(DecoderProcess(path, load="map", **options))
     elif is_repacked:
         measure.leave_out(MAPPED, f"{decoding.NOT_REPACKED}: unimem maps it")
@@ -95,7 +91,7 @@ def start(measure: Measure, stack: ExitStack, kind: Kind) -> dict[str, DecoderPr
         process = decoding.start_peer(measure, peer, path, ours.facts, **options)
         if process is not None:
             sides[peer] = stack.enter_context(process)
-    # As those that map the file have it now.
+    # As for the sides that map the file.
     measure.fact("share_in_huge_pages", states.in_huge_pages(path))
     for name, side in sides.items():
         measure.fact(name, side.facts)
@@ -105,7 +101,7 @@ def start(measure: Measure, stack: ExitStack, kind: Kind) -> dict[str, DecoderPr
 def compare(
     measure: Measure, sides: dict[str, DecoderProcess], measured: Mapping[str, Side], **rounds: int
 ) -> None:
-    """Measure, and tell our sides, their peers and what memory would allow by their names."""
+    """Measure, with sides sorted into ours, peers and the limit of memory by their names."""
     ours = {name: side for name, side in measured.items() if name in OURS}
     peers: dict[str, Side] = {n: side for n, side in measured.items() if n in decoding.PEERS}
     limits = {name: side for name, side in measured.items() if name == decoding.READ_BANDWIDTH}
@@ -113,9 +109,9 @@ def compare(
 
 
 def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:
-    """Hold the logits after the prompt, and the tokens that follow, against unimem's.
+    """Compare the logits after the prompt, and the tokens that follow, with unimem's.
 
-    With weights in the same order they are computed by the same code, and are equal.
+    With weights in the same order, the same code computes them, and they are equal.
     """
     is_repacked = sides["unimem"].facts["load"] == "repack"
     alike = "llama.cpp" if is_repacked else "llama.cpp-mapped"
@@ -139,7 +135,7 @@ def agreement(sides: dict[str, DecoderProcess]) -> dict[str, dict[str, float]]:
 
 
 def declare(kind: Kind, label: str, *, in_quick: bool) -> None:
-    """Declare the cases of a kind of weights, of which a whole run has 1.1 billion."""
+    """Declare the cases of a kind of weights; a whole run has 1.1 billion of them."""
     is_repacked, is_first = kind in decoding.REPACKED, kind in FIRST
     prefilled = [faster("llama.cpp", 1.0, issue=18)]
     decoded = [faster("llama.cpp", 1.05 if is_repacked else 1.0, issue=18)]
@@ -170,10 +166,10 @@ def declare(kind: Kind, label: str, *, in_quick: bool) -> None:
 
 
 def declare_python(kind: Kind, label: str) -> None:
-    """Declare what of a token is Python's."""
+    """Declare the case of Python's share of a token."""
     SUITE.case(
         f"python-{kind}",
-        f"What of a token's time is Python around the compute, with weights in {label}?",
+        f"How much of a token's time is Python around the compute, with weights in {label}?",
         unit="% of a token's time",
         targets=[at_most(0.25, issue=2), at_most(0.1, issue=18)],
         in_quick=False,  # a smaller model has less to compute
@@ -189,7 +185,7 @@ declare_python("q4_k_m", "Q4_K_M")
 
 
 def own_threads(measure: Measure, path: Path, n_tokens: int, *, is_busy: bool, rounds: int) -> None:
-    """Make tokens with the threads that a decoder takes by itself, one, and two."""
+    """Make tokens with the decoder's own number of threads, with one, and with two."""
     cpus = measure.pin(2)
     measure.fact("default_threads", um.plan(path, ctx=decoding.N_CTX).threads)
     counts = {"unimem": None, "one thread": 1, "2 threads": 2}
@@ -217,7 +213,7 @@ def own_threads(measure: Measure, path: Path, n_tokens: int, *, is_busy: bool, r
     targets=[faster("one thread", 0.97, issue=11), faster_than_best(0.9, issue=18)],
 )
 def busy_core(measure: Measure) -> None:
-    """Make 32 tokens at a time, beside a process without end."""
+    """Make 32 tokens at a time, beside an endless process."""
     from unimem.engine import embedded_model
 
     own_threads(measure, embedded_model(), N_BUSY_DECODE, is_busy=True, rounds=25)
@@ -231,7 +227,7 @@ def busy_core(measure: Measure) -> None:
     in_quick=False,  # two threads need seconds for a token
 )
 def busy_core_large(measure: Measure) -> None:
-    """Make 4 tokens at a time, beside a process without end."""
+    """Make 4 tokens at a time, beside an endless process."""
     path = decoding.model(measure, "q8_0")
     own_threads(measure, path, N_BUSY_LARGE, is_busy=True, rounds=9)
 
@@ -251,7 +247,7 @@ def own_threads_large(measure: Measure) -> None:
 
 @contextmanager
 def _busy(cpu: int) -> Iterator[int]:
-    """Keep a CPU busy with a process that never sleeps; gives its number."""
+    """Keep a CPU busy with a process that never sleeps, and yield its number."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         try:
             os.sched_setaffinity(process.pid, {cpu})

@@ -1,4 +1,4 @@
-"""Programs under `unimem exec`: what it costs those that gain nothing, and what llama.cpp gains."""
+"""Programs under `unimem exec`: its cost where nothing is gained, and what llama.cpp gains."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from unimem_bench.rounds import Side
 from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster
 from unimem_bench.timed import TimedProcess, TimedProcessError
 
-__all__ = ["SUITE"]
-
 SUITE = Suite("exec", "What does unimem exec cost programs, and what do they gain?")
 
 WITH, WITHOUT = "unimem exec", "without"
 EXEC = (*timed.UNIMEM, "exec", "--")
 KIND: Kind = "q4_k_m"
-N_CALLS, N_QUICK_CALLS = 300_000, 50_000  # the fastest of twelve times so many
-# A process each time: where its memory comes to lie is another in each.
+N_CALLS, N_QUICK_CALLS = 300_000, 50_000  # the fastest of twelve such runs counts
+# A new process each time, since the layout of memory differs between them.
 CHURN = """
 import sys
 from unimem_bench import plain
@@ -37,7 +35,7 @@ print(min(plain.churn(n) for _ in range(12)) / n)
 """
 PREFIXES: dict[str, tuple[str, ...]] = {WITH: EXEC, WITHOUT: ()}
 CTX, N_TOKENS, MOST_S = 4096, 16, 60.0
-OTHER_BYTES = 512 << 20  # of llama.cpp beside weights: KV cache, compute buffers
+OTHER_BYTES = 512 << 20  # of llama.cpp's KV cache and compute buffers
 
 
 @SUITE.case(
@@ -83,7 +81,7 @@ def start(measure: Measure) -> None:
 
 
 def _prepared(measure: Measure) -> Path:
-    """Return the model, in the page cache in a known state; the case has all cores from here on."""
+    """Return the model, in the page cache in a known state; the case has all cores from now on."""
     if not measure.installed("cyllama", WITHOUT):
         raise NotMeasured("wants llama.cpp, which is not installed: pip install cyllama")
     measure.pin(None)
@@ -94,7 +92,7 @@ def _prepared(measure: Measure) -> Path:
 
 
 def _llama(measure: Measure, path: Path, prefix: Sequence[str]) -> TimedProcess:
-    """Start llama.cpp with its defaults, which repack such weights into memory of its own."""
+    """Start llama.cpp with its defaults, which repack such weights."""
     states.ready(path.stat().st_size + OTHER_BYTES, measure.cpus)
     options: dict[str, Any] = {"threads": len(measure.cpus), "ctx": CTX}
     try:
@@ -110,7 +108,7 @@ def _llama(measure: Measure, path: Path, prefix: Sequence[str]) -> TimedProcess:
     targets=[costs(WITHOUT, 0.8, issue=19, side=WITH)],
 )
 def llama_start(measure: Measure) -> None:
-    """Start a process each time."""
+    """Start a new process each time."""
     path = _prepared(measure)
 
     def side(prefix: Sequence[str]) -> float:
@@ -132,7 +130,7 @@ def llama_start(measure: Measure) -> None:
     targets=[faster(WITHOUT, 1.1, issue=19, side=WITH)],
 )
 def llama_decode(measure: Measure) -> None:
-    """Have two processes decode in turn."""
+    """Let two processes decode in turn."""
     path = _prepared(measure)
     with _llama(measure, path, EXEC) as ours, _llama(measure, path, ()) as theirs:
 
@@ -154,7 +152,7 @@ def llama_decode(measure: Measure) -> None:
     targets=[at_most(5, issue=19, side=WITH)],
 )
 def llama_small_pages(measure: Measure) -> None:
-    """Ask the kernel, of processes that have decoded."""
+    """Ask the kernel about processes that have decoded."""
     path = _prepared(measure)
 
     def share(prefix: Sequence[str]) -> float:

@@ -1,4 +1,4 @@
-"""How fast new memory is there: warming a block, beside C that touches the same memory."""
+"""How fast new memory becomes resident: warming a block, beside C that touches the same memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from unimem_bench.rounds import Side, thread_counts
 from unimem_bench.states import HUGE_PAGE, ready
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster
 
-__all__ = ["SUITE"]
-
 SUITE = Suite(
     "first-touch", "How fast is new memory brought in, on which pages?", passes=3, quick_passes=2
 )
@@ -27,7 +25,7 @@ STEPS = {"4k": 4096, "thp": HUGE_PAGE, "2m": HUGE_PAGE}
 
 
 def gigabytes_a_second(nbytes: int, run: Callable[[], object]) -> float:
-    """Measure one call that brings in so much."""
+    """Time one call that touches `nbytes`."""
     start = time.perf_counter()
     run()
     return nbytes / (time.perf_counter() - start) / 1e9
@@ -49,15 +47,15 @@ def touch(nbytes: int, pages: plain.Pages, cpus: Sequence[int]) -> float:
     ready(nbytes, cpus)
     try:
         return nbytes / plain.touch(nbytes, STEPS[pages], pages, cpus) / 1e9
-    except OSError as error:  # others may have taken reserved pages meanwhile
+    except OSError as error:  # reserved pages may be taken meanwhile
         raise NotMeasured(f"wants {nbytes} bytes on {pages} pages: {error}") from error
 
 
 def zeros(nbytes: int, cpus: Sequence[int]) -> float:
-    """Touch every page of ``np.zeros``, which asks for huge pages itself; GB/s."""
+    """Touch every page of ``np.zeros``, which requests huge pages itself; GB/s."""
     ready(nbytes, cpus)
 
-    array = np.zeros(nbytes, np.uint8)  # as a block, made before and given back after
+    array = np.zeros(nbytes, np.uint8)  # like a block, made and given back untimed
 
     def run() -> None:
         array[:: STEPS["4k"]] = 1
@@ -66,13 +64,13 @@ def zeros(nbytes: int, cpus: Sequence[int]) -> float:
 
 
 def memset(array: np.ndarray[tuple[int], np.dtype[np.uint8]], cpus: Sequence[int]) -> float:
-    """Clear memory that is there, which the kernel has to do with what is new; GB/s."""
+    """Clear resident memory, as the kernel must clear new memory; GB/s."""
     seconds = plain.fill_by_threads(array.ctypes.data, array.nbytes, 0, cpus)
     return array.nbytes / seconds / 1e9
 
 
 def size(measure: Measure) -> int:
-    """Bytes to bring in."""
+    """Return the bytes to touch."""
     nbytes = QUICK_NBYTES if measure.quick else NBYTES
     measure.fact("nbytes", nbytes)
     return nbytes

@@ -1,8 +1,8 @@
 """Opening a GGUF file with a large vocabulary: unimem against ggml, gguf-py, and reading it.
 
 The file has the header of a model with 150 thousand tokens, 280 thousand merges and 400 tensors,
-and next to no data. It is in the page cache. Where gguf-py decodes it, which takes seconds, a quick
-run takes a tenth of each.
+and next to no data. It is in the page cache. Beside gguf-py, which takes seconds to decode it, a
+quick run has a tenth of each.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ NEW_MEMORY = "reading it to new memory"
 def open_header(measure: Measure) -> None:
     """Compare with ggml, which decodes all strings, and with reading the bytes.
 
-    Reading is to new huge pages, as whatever opens a file needs memory that was not there, and to
-    memory that is warm from the reading before.
+    They are read to new huge pages, since opening a file needs new memory, and to memory that is
+    warm from the last reading.
     """
     path = vocabulary(measure, 1)
     peers = {}
@@ -62,7 +62,7 @@ def open_header(measure: Measure) -> None:
     targets=[faster("gguf-py", 50.0, issue=2)],
 )
 def decoded(measure: Measure) -> None:
-    """Compare with gguf-py, which has to find the same strings; it takes seconds."""
+    """Compare with gguf-py, which must find the same strings; it takes seconds."""
     path = vocabulary(measure, 10 if measure.quick else 1)
 
     def decode() -> tuple[um.Weights, list[Any]]:
@@ -91,7 +91,7 @@ def decoded(measure: Measure) -> None:
 
 
 def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Side:
-    """Measure the milliseconds of opening; closing is not measured."""
+    """Measure the milliseconds of opening, without closing."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -104,7 +104,7 @@ def timed(open_it: Callable[[], Any], close_it: Callable[[Any], object]) -> Side
 
 
 def of_ggml(path: Path) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """Return what opens a file with ``gguf_init_from_file``, and what closes it."""
+    """Return functions that open a file with ``gguf_init_from_file``, and close it."""
     import ggml
 
     parameters = ggml.gguf_init_params(no_alloc=True, ctx=None)
@@ -119,7 +119,7 @@ def of_ggml(path: Path) -> tuple[Callable[[], Any], Callable[[Any], object]]:
 
 
 def read_to_new_pages(path: Path) -> mmap.mmap:
-    """Read a file to memory that the process did not have, as at its start."""
+    """Read a file to memory that is new to the process."""
     with open(path, "rb", buffering=0) as file:
         room = mmap.mmap(-1, path.stat().st_size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         room.madvise(mmap.MADV_HUGEPAGE)
@@ -128,7 +128,7 @@ def read_to_new_pages(path: Path) -> mmap.mmap:
 
 
 def vocabulary(measure: Measure, part: int) -> Path:
-    """Return a file with such a part of the strings, made where it is not there."""
+    """Return a file with one `part`th of the strings, made if it is missing."""
     path = measure.folder / f"vocabulary-of-{N_TOKENS // part}.gguf"
     files.made_once(path, lambda unfinished: write_file(unfinished, part))
     measure.fact("tokens", N_TOKENS // part)
@@ -167,7 +167,7 @@ def write_file(path: Path, part: int) -> None:
 
 
 def words(n: int, longest: int, seed: int) -> list[bytes]:
-    """Make words of random letters, of 2 to `longest`."""
+    """Make words of 2 to `longest` random letters."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest + 1, n)
     letters = rng.integers(ord("a"), ord("z") + 1, int(lengths.sum()), dtype=np.uint8).tobytes()

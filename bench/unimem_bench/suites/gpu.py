@@ -1,7 +1,7 @@
 """What the GPU twin costs, against CuPy and torch on the same device.
 
-Only what runs on a device is different from the suites of main memory: calls queue work and return,
-so that what a caller pays in the end is measured until the device has done all of it.
+The suites of main memory differ in one point: here calls queue work and return, so the cost is
+measured until the device has done all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUITE = Suite("gpu", "What does the GPU twin cost?", passes=2)
 N_FLOATS = 4096
 SHAPE = N_HEADS, HEAD_DIM = 8, 128  # 2 KB of K and 2 KB of V a token, as float16
 ROW_BYTES = N_HEADS * HEAD_DIM * 2
-N_TOKENS = 128  # two launches each stay below what a stream queues before its host waits
+N_TOKENS = 128  # with two launches each, below the queue length at which the host waits
 BATCH_TOKENS = 16384  # 64 MiB of K and V
 DIMS = um.ModelDims(2048, 5632, 32, 8, 128, 32000, 22, 2048)
 PINNED_BYTES = 1 << 30
@@ -39,10 +39,10 @@ PINNED, COPY = "pinned copy", "cudaMemcpyAsync"
 
 
 def require_gpu(measure: Measure) -> None:
-    """See that there is a GPU, and make CUDA's context.
+    """Check that there is a GPU, and make CUDA's context.
 
-    Its threads keep the CPUs that this process may use when they are started, so it is pinned to
-    one only afterwards.
+    Its threads keep the CPUs that this process may use when they start, so it is pinned to one only
+    afterwards.
     """
     measure.pin(None)
     try:
@@ -68,11 +68,11 @@ def device_facts() -> dict[str, Any]:
 
 
 def torch_for(measure: Measure, peer: str) -> Any:
-    """Return PyTorch where it is there and sees the GPU; where not, leave a peer out."""
+    """Return PyTorch if it is installed and sees the GPU; otherwise leave a peer out."""
     if not measure.installed("torch", peer):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other packages, about each other
+        warnings.simplefilter("ignore")  # packages warn about each other
         import torch
 
         if torch.cuda.is_available():
@@ -112,11 +112,11 @@ def take(measure: Measure) -> None:
 
 
 def takes(stack: ExitStack, n: int) -> dict[str, Side]:
-    """Measure taking again what `clear` gave back, whose arrays are there, and the first time."""
+    """Measure taking again what `clear` gave back, whose arrays exist, and taking anew."""
     from unimem import cuda
 
     class First:
-        """Takes from a tape that has taken nothing yet."""
+        """Takes from a new tape."""
 
         def renew(self) -> None:
             self.tape = cuda.Tape(block)
@@ -140,20 +140,20 @@ def takes(stack: ExitStack, n: int) -> dict[str, Side]:
 
 
 class Statement(NamedTuple):
-    """What a side runs `N_TOKENS` times."""
+    """The statement that a side runs `N_TOKENS` times."""
 
     source: str  # Python; it sees the number of the run as ``i``
-    names: Mapping[str, object]  # what it uses
-    clear: Callable[[], object] | None = None  # empties what it fills, before
+    names: Mapping[str, object]
+    clear: Callable[[], object] | None = None  # empties what it fills, before a measurement
 
 
 def call_time(statement: Statement) -> Side:
-    """Measure a call alone, which queues its work, on a device that has nothing else to do."""
+    """Measure a call alone, which queues its work, on an idle device."""
     return stopwatch(statement.source, N_TOKENS, statement.names, partial(idle, statement.clear))
 
 
 def until_done(statement: Statement) -> Side:
-    """Measure a call with its part of waiting until the device has done all of them."""
+    """Measure a call and its part of the wait until the device has done all calls."""
     scope: dict[str, Any] = {}
     arguments = ", ".join(f"{name}={name}" for name in statement.names)
     source = (
@@ -172,14 +172,14 @@ def until_done(statement: Statement) -> Side:
 
 
 def idle(clear: Callable[[], object] | None = None) -> None:
-    """Empty what a side fills, and wait until the device has nothing to do."""
+    """Empty what a side fills, and wait until the device is idle."""
     if clear is not None:
         clear()
     synchronize()
 
 
 def synchronize() -> None:
-    """Wait until the device has done what was queued: all of it is in the default stream."""
+    """Wait until the device has done all queued work, which is in the default stream."""
     cuda_driver.driver(0).synchronize(0)
 
 
@@ -237,7 +237,7 @@ def compare_appends(
 ) -> None:
     """Compare appends with assignments of CuPy and torch, and with plain copies.
 
-    All but ours write to the same memory.
+    All sides but ours write to the same memory.
     """
     import cupy
 
@@ -251,7 +251,7 @@ def compare_appends(
 
 
 def check(stored: Any, want: Any) -> None:
-    """Raise unless there are so many rows, and each is this one."""
+    """Raise AssertionError unless there are `N_TOKENS` rows that all equal `want`."""
     if len(stored) != N_TOKENS or not bool((stored == want[None]).all()):
         raise AssertionError("a side did not write what it was given")
 
@@ -315,7 +315,7 @@ def append_batch(measure: Measure) -> None:
 
 
 def rate(run: Callable[[], object], nbytes: int, clear: Callable[[], object] | None = None) -> Side:
-    """Measure GB/s of what moves so many bytes, until the device has them."""
+    """Measure GB/s of a call that moves `nbytes`, until the device has them."""
 
     def measure() -> float:
         idle(clear)
@@ -338,9 +338,9 @@ def rate(run: Callable[[], object], nbytes: int, clear: Callable[[], object] | N
 def graph(measure: Measure) -> None:
     """Compare a captured step with the same step launched anew.
 
-    For each layer the step makes K and V of what is in the buffers and appends them at a position
-    that it reads from device memory, and counts that up at its end. No matrix is multiplied: what
-    is measured are launches.
+    For each layer the step computes K and V from the buffers and appends them at a position that it
+    reads from device memory and increments at its end. No matrix is multiplied: only launches are
+    measured.
     """
     require_gpu(measure)
     import cupy
@@ -406,7 +406,7 @@ def graph(measure: Measure) -> None:
 def upload(measure: Measure) -> None:
     """Compare with torch's way, and with copying pinned memory, which is the speed of the bus.
 
-    The sides that read the file begin with its path, and end with its bytes on the device.
+    Sides that read the file begin with its path, and end with its bytes on the device.
     """
     require_gpu(measure)
     import cupy

@@ -39,13 +39,13 @@ SUITE = Suite(
     quick_passes=3,
 )
 
-N_ROWS = 64  # where calls are measured: what all sides write stays in a second-level cache
+N_ROWS = 64  # for single calls: the rows of all sides stay in a second-level cache
 BLOCK_TOKENS = 16
 
 OF_NUMPY = "unimem, NumPy's arrays"
 EQUAL = "unimem, layers that are alike"
 
-# How code for NumPy and for torch writes a token to a row.
+# How NumPy and torch write a token to a row.
 BY_INDEX = "keys[i] = k; values[i] = v"
 
 
@@ -64,7 +64,7 @@ def by_name(arrays: Sequence[Array]) -> dict[str, Array]:
     targets=[faster("NumPy", 3.5, issue=4), faster("torch", 20.0, issue=4)],
 )
 def append(measure: Measure) -> None:
-    """Compare with the ways in which code for NumPy and torch writes a token to a row."""
+    """Compare with the ways in which NumPy and torch write a token to a row."""
     n, kv = N_ROWS, tokens(1)
     k, v = (part[0].copy() for part in kv)
     held = {name: zeros(n, (k, v)) for name in ("NumPy", "C memcpy")}
@@ -126,7 +126,7 @@ def append_layers(measure: Measure) -> None:
     targets=[costs(OF_NUMPY, 2.5, issue=20)],
 )
 def append_torch(measure: Measure) -> None:
-    """Compare with the same append of NumPy's arrays, and with torch that writes to a row."""
+    """Compare with the same append of NumPy's arrays, and with torch writing to a row."""
     n, kv = N_ROWS, tokens(1)
     keys, values = held = zeros(n, [part[0] for part in kv])
     names = {"k": kv[0], "v": kv[1], "keys": keys, "values": values}
@@ -170,7 +170,7 @@ def scratchpad(measure: Measure) -> None:
     unit="ns",
 )
 def paged_append(measure: Measure) -> None:
-    """Compare with a plain cache, and with NumPy that looks into a table of blocks."""
+    """Compare with a plain cache, and with NumPy and a table of blocks."""
     n, kv = N_ROWS, tokens(1)
     k, v = (part[0].copy() for part in kv)
     keys, values = (array.reshape(-1, BLOCK_TOKENS, *SHAPE) for array in zeros(n, (k, v)))
@@ -252,7 +252,7 @@ Q8_0_ERROR = 1 / 200  # of the largest value: half a step is 1/254, and its floa
     unit="GB/s",
 )
 def dtypes(measure: Measure) -> None:
-    """Append the same float32 to caches of all types; what is counted are the bytes that go in."""
+    """Append the same float32 to caches of all types; the bytes that go in are counted."""
     n, n_tokens = 4, 256
     k, v = kv = tokens(n_tokens, "float32")
     in_speed = partial(in_gb_s, 2 * k.nbytes)
@@ -313,7 +313,7 @@ for _kind in kv_quants.KINDS:
 
 
 def batch(measure: Measure, *, n_tokens: int, n: int, quick_tokens: int) -> None:
-    """Compare with memcpy of the same arrays to the very rows that they are appended to."""
+    """Compare with memcpy of the same arrays to the very same rows."""
     n_tokens = quick_tokens if measure.quick else n_tokens
     kv = tokens(n_tokens)
     nbytes = sum(part.nbytes for part in kv)
@@ -352,7 +352,7 @@ SUITE.case(
 
 # ---- rings ----
 
-# Rings that stay in a cache with what they are compared with: at its edge luck would decide.
+# Rings and their peers that fit into a CPU cache: at its edge, luck would decide.
 for _name, _question, _n_tokens, _n_rows in (
     ("ring-append", "one token, 2 KiB of K and of V, to a ring of 64", 1, N_ROWS),
     ("ring-append-batch", "256 tokens, 512 KiB of K and of V, to a ring of 1024", 256, 1024),
@@ -390,7 +390,7 @@ SUITE.case(
 
 
 def sequence_length(quick: bool) -> int:
-    """Return how many tokens a sequence has, in blocks of 16."""
+    """Return the number of tokens of a sequence in blocks of 16."""
     return 2048 if quick else 8192
 
 
@@ -401,7 +401,7 @@ def sequence_length(quick: bool) -> int:
     targets=[faster("C memcpy", 0.85, issue=4)],
 )
 def gather(measure: Measure) -> None:
-    """Compare with NumPy and torch that take blocks of the same size, and with memcpy."""
+    """Compare with NumPy and torch that gather blocks of the same size, and with memcpy."""
     n = sequence_length(measure.quick)
     kv = tokens(n)
     blocks = [part.reshape(-1, BLOCK_TOKENS, *SHAPE) for part in kv]
@@ -409,7 +409,7 @@ def gather(measure: Measure) -> None:
     in_speed = partial(in_gb_s, sum(part.nbytes for part in kv))
     by_heads = tuple(np.zeros((N_HEADS, n, HEAD_DIM), np.float16) for _ in kv)
     held = {name: zeros(1, blocks) for name in ("NumPy", "torch", "C memcpy")}
-    # Every other block, as those of a sequence that grows beside another one.
+    # Every other block, as in a sequence that grows beside another one.
     pools = [np.repeat(part, 2, axis=0) for part in blocks]
     given = {"keys": pools[0], "values": pools[1], "table": np.arange(0, 2 * n_blocks, 2)}
 

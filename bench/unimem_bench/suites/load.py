@@ -1,4 +1,4 @@
-"""How a model comes into memory: mapped, copied, past the page cache, and staged for others."""
+"""How a model is loaded: mapped, copied, past the page cache, and staged for other processes."""
 
 from __future__ import annotations
 
@@ -22,18 +22,8 @@ from unimem.system.process import read_process
 from unimem_bench import models, plain
 from unimem_bench.rounds import Side, milliseconds, thread_counts
 from unimem_bench.states import HUGE_PAGE, drop, file_system, heat, in_huge_pages, ready
-from unimem_bench.suite import (
-    Measure,
-    NotMeasured,
-    Suite,
-    at_most,
-    costs,
-    faster,
-    faster_than_best,
-)
+from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster, faster_than_best
 from unimem_bench.weight_files import Format, WeightFile, tensors_that_fit, weight_file
-
-__all__ = ["SUITE"]
 
 SUITE = Suite("load", "How fast does a model come into memory?")
 
@@ -43,22 +33,22 @@ N_TENSORS = 60  # 4 GB
 QUICK_TENSORS = 4  # 256 MiB
 # A gigabyte: opening takes part of a millisecond, and two threads read 256 MiB in six.
 QUICK_MAP_TENSORS = 16
-BUFFER_BYTES = 256 * MB  # where the limit of a copy copies to, again and again
-PIECE_BYTES = 64 << 10  # of a file that is written as downloads are
+BUFFER_BYTES = 256 * MB  # the target of the limit, used again and again
+PIECE_BYTES = 64 << 10  # of a file that is written like a download
 SAFETENSORS = "safetensors load_file"
 MEMCPY = "C memcpy to memory that is there"
 AS_WRITTEN, IN_FOLIOS = "the file, as it was written", "the file, in large folios"
 
 
 def hot_file(measure: Measure, kind: Format, quick_tensors: int = QUICK_TENSORS) -> WeightFile:
-    """Make a file, and bring it into the page cache in large folios."""
+    """Make a file, and read it into the page cache in large folios."""
     file = cold_file(measure, kind, quick_tensors)
     measure.fact("mapped_by_huge_pages", heat(file.path))
     return file
 
 
 def cold_file(measure: Measure, kind: Format, quick_tensors: int = QUICK_TENSORS) -> WeightFile:
-    """Make a file, and say what it is."""
+    """Make a file, and record its facts."""
     wanted = quick_tensors if measure.quick else N_TENSORS
     file = weight_file(measure.folder, kind, tensors_that_fit(measure.folder, wanted))
     measure.fact("file_bytes", file.nbytes)
@@ -67,7 +57,7 @@ def cold_file(measure: Measure, kind: Format, quick_tensors: int = QUICK_TENSORS
 
 
 def in_state(prepare: Callable[[], object], run: Side) -> Side:
-    """Return a side that is measured in a state, which is made before."""
+    """Return a side that first prepares a state, untimed."""
 
     def prepared() -> float:
         prepare()
@@ -94,7 +84,7 @@ def scan_tensors(file: WeightFile, weights: um.Weights, cpus: Sequence[int]) -> 
 
 
 def can_load(measure: Measure, peer: str, way: plain.Way, depth: int = 0) -> bool:
-    """Try a way to load on a small file; where it cannot be had, leave the peer out."""
+    """Try a way to load on a small file; leave the peer out if it fails."""
     try:
         plain.load(um.get_library(), 0, way, mmap.PAGESIZE, cpus=measure.cpus, depth=depth)
     except OSError as error:
@@ -118,7 +108,7 @@ def open_and_scan(file: WeightFile, cpus: Sequence[int]) -> float:
 
 
 def reading_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
-    """Return a side that reads every byte of a file that is in the page tables already; ms."""
+    """Return a side that reads every byte of a file that is already in the page tables; ms."""
     data = np.memmap(file.path, np.uint8, "r", offset=file.data_offset)
 
     def run() -> float:
@@ -131,7 +121,7 @@ def reading_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
 
 
 def mapped(n_threads: int, measure: Measure) -> None:
-    """Map a file that is in the page cache, and read all of it once."""
+    """Map a file in the page cache, and read all of it once."""
     cpus, file = measure.pin(n_threads), hot_file(measure, "gguf", QUICK_MAP_TENSORS)
     ours = {"unimem": partial(open_and_scan, file, cpus)}
     peers = {
@@ -166,7 +156,7 @@ def load_file_and_scan(
 
 
 def safetensors(n_threads: int, measure: Measure) -> None:
-    """Open a safetensors file that is in the page cache, and read all of it once."""
+    """Open a safetensors file in the page cache, and read all of it once."""
     cpus, file = measure.pin(n_threads), hot_file(measure, "safetensors")
     peers = {}
     if measure.installed("safetensors", SAFETENSORS):
@@ -194,7 +184,7 @@ for n, word in ((1, "one thread"), (2, "two threads")):
 def copy(
     file: WeightFile, load: Literal["copy", "direct"], cpus: Sequence[int], threads: int | None
 ) -> float:
-    """Bring a file into a block on huge pages with unimem; ms."""
+    """Load a file into a block on huge pages with unimem; ms."""
     with ExitStack() as stack:
 
         def run() -> None:
@@ -215,7 +205,7 @@ def copy(
 
 
 def copying_what_is_mapped(file: WeightFile, cpus: Sequence[int]) -> Side:
-    """Return a side that copies a file to memory that is there; ms."""
+    """Return a side that copies a file to resident memory; ms."""
     data = np.memmap(file.path, np.uint8, "r")
     room = np.ones(min(data.nbytes, BUFFER_BYTES), np.uint8)
 
@@ -286,9 +276,9 @@ def copy_threads(measure: Measure) -> None:
 
 
 def disk(path: Path, rooms: Sequence[memoryview]) -> None:
-    """Read a file past the page cache with a thread for each piece of memory, again and again."""
+    """Read a file past the page cache with a thread for each buffer."""
     nbytes = path.stat().st_size
-    begins = iter(range(0, nbytes, rooms[0].nbytes))  # of which threads take turns
+    begins = iter(range(0, nbytes, rooms[0].nbytes))  # shared by the threads
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def read(room: memoryview) -> int:
@@ -319,7 +309,7 @@ def cold(measure: Measure) -> None:
         ready(2 * file.nbytes, cpus)  # for the page cache, too
 
     prepare()
-    copy(file, "direct", cpus, None)  # as a warm-up, and to see whether it can be had
+    copy(file, "direct", cpus, None)  # as a warm-up, and to see whether it works
     peers = {
         "C, mmap, touched": load("touch", 1 << 40),
         "C, read": load("read", 8 * MB),
@@ -365,12 +355,9 @@ def page_cache(measure: Measure) -> None:
 
 
 def llama_start(model: str | Path) -> float:
-    """Start llama.cpp in a new process, and see that it leaves the whole file mapped; ms.
+    """Start llama.cpp in a new process, and check that it leaves the whole file mapped; ms.
 
-    Raises
-    ------
-    RuntimeError
-        If it does not load the model.
+    RuntimeError if it does not load the model.
     """
     run = [sys.executable, "-P", str(LLAMA_START), str(model)]
     pipe = subprocess.PIPE
@@ -384,7 +371,7 @@ def llama_start(model: str | Path) -> float:
         areas = read_process(child.pid).areas
         child.communicate()
     nbytes = sum(area.resident_bytes for area in areas if (area.device, area.inode) == file)
-    # It unmaps what is before and behind the tensors, and with that the huge pages at both ends.
+    # It unmaps the file before and behind the tensors, and so the huge pages at both ends.
     if nbytes < info.st_size - 2 * HUGE_PAGE:
         raise AssertionError(f"{nbytes} bytes of {info.st_size} are mapped")
     return float(seconds) * 1e3
@@ -392,7 +379,7 @@ def llama_start(model: str | Path) -> float:
 
 @contextmanager
 def downloaded(model: Path) -> Iterator[Path]:
-    """Give a copy that was written in small pieces, and is in the page cache as that left it."""
+    """Yield a copy that was written in small pieces, and is in the page cache as that left it."""
     path = model.with_name(f"{model.name}.{os.getpid()}")
     try:
         with open(model, "rb", buffering=0) as source, open(path, "wb", buffering=0) as out:
@@ -411,7 +398,7 @@ def downloaded(model: Path) -> Iterator[Path]:
     targets=[costs(AS_WRITTEN, 0.6, issue=6)],
 )
 def staged(measure: Measure) -> None:
-    """Start llama.cpp from a file in the page cache, and from what is staged of it."""
+    """Start llama.cpp from a file in the page cache, and from its staged copy."""
     if not measure.installed("cyllama", AS_WRITTEN):
         raise NotMeasured("wants llama.cpp, which is not installed: pip install cyllama")
     model = (
@@ -437,8 +424,5 @@ def staged(measure: Measure) -> None:
                 measure.leave_out(name, str(error))
             else:
                 ours[name] = partial(llama_start, stage.path)
-        peers = {
-            AS_WRITTEN: partial(llama_start, download),
-            IN_FOLIOS: partial(llama_start, model),
-        }
+        peers = {AS_WRITTEN: partial(llama_start, download), IN_FOLIOS: partial(llama_start, model)}
         measure.compare(ours, peers, rounds=7, quick_rounds=3, warmup=1)

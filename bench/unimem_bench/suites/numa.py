@@ -1,7 +1,7 @@
 """Memory on several nodes: how fast each place is read and computed with, and what asking costs.
 
-Where pages lie is checked with verify() before anything is measured, and kept in the facts: a
-policy that the kernel did not follow says nothing of its speed.
+verify() checks where pages lie before anything is measured, and the facts keep the result: a policy
+that the kernel did not follow says nothing about its speed.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ LOCAL = "C, touched there"
 
 @SUITE.case("asking", "What does it cost to ask for a node?", unit="ms")
 def asking(measure: Measure) -> None:
-    """Make, warm and close a block, bound to the first node and as the kernel likes.
+    """Make, warm and close a block, bound to the first node and without a policy.
 
-    The limit is C that touches one byte a huge page of as much.
+    The limit is C that touches one byte a huge page.
     """
     cpus = measure.pin(None)
     node = next(iter(memory_nodes(at_least=1)))
@@ -51,7 +51,7 @@ def asking(measure: Measure) -> None:
 
     bound = f"bind:{node}"
     with placed(nbytes, bound):
-        pass  # it can be had
+        pass  # it is possible
     ours = {bound: partial(block, bound), "no policy": partial(block, None)}
     limits = {"C, a byte a huge page": touch}
     measure.compare(ours, limits=limits, rounds=21, quick_rounds=5)
@@ -59,9 +59,9 @@ def asking(measure: Measure) -> None:
 
 @SUITE.case("one-node", "How fast do a node's CPUs read memory of each node?", unit="GB/s")
 def one_node(measure: Measure) -> None:
-    """Read from the CPUs of one node what lies there, on each other node, and on all in turn.
+    """Read from the CPUs of one node memory of that node, of each other node, and interleaved.
 
-    The limit is memory that these CPUs have touched first, without a policy.
+    The limit is memory that these CPUs touched first, without a policy.
     """
     nodes, allowed = memory_nodes(at_least=2), measure.pin(None)
     home, cpus = next(
@@ -77,9 +77,9 @@ def one_node(measure: Measure) -> None:
 
 @SUITE.case("all-nodes", "How fast do the CPUs of all nodes together read memory?", unit="GB/s")
 def all_nodes(measure: Measure) -> None:
-    """Read from all CPUs what lies on all nodes in turn, and on one.
+    """Read from all CPUs memory that is interleaved, and of one node.
 
-    The limit is memory that the same CPUs have touched first, each its part.
+    The limit is memory that the same CPUs touched first, each its part.
     """
     nodes = memory_nodes(at_least=2)
     measure.pin(None)
@@ -114,7 +114,7 @@ def decode(measure: Measure) -> None:
 
 
 def read(measure: Measure, policies: Sequence[str]) -> None:
-    """Read a block under each policy; each has the whole memory bandwidth to itself."""
+    """Read a block under each policy, one at a time."""
     nbytes = QUICK_NBYTES if measure.quick else NBYTES
     if nbytes * (len(policies) + 1) > states.available_bytes():
         raise NotMeasured(f"wants {len(policies) + 1} blocks of {nbytes >> 20} MiB")
@@ -139,7 +139,7 @@ def read(measure: Measure, policies: Sequence[str]) -> None:
 
 @contextmanager
 def placed(nbytes: int, policy: str) -> Iterator[um.Block]:
-    """Have a block on the nodes that its policy names, written once, and nowhere else."""
+    """Yield a block that lies on the nodes of its policy, written once, and nowhere else."""
     with um.Block(nbytes, pages="thp", numa=policy, strict=True, warm=True) as block:
         wanted = set(memory_nodes(at_least=1))
         if policy != INTERLEAVE:
@@ -151,13 +151,7 @@ def placed(nbytes: int, policy: str) -> Iterator[um.Block]:
 
 
 def memory_nodes(*, at_least: int) -> dict[int, limits.Node]:
-    """Return the nodes that this process may have memory of.
-
-    Raises
-    ------
-    NotMeasured
-        If there are fewer than `at_least`.
-    """
+    """Return the nodes that this process may allocate on; NotMeasured if fewer than `at_least`."""
     nodes = {
         number: node for number, node in limits.nodes().items() if node.total_bytes and node.allowed
     }
@@ -167,7 +161,7 @@ def memory_nodes(*, at_least: int) -> dict[int, limits.Node]:
 
 
 def nodes_of(process: DecoderProcess) -> dict[str, int]:
-    """Sum up what a decoder has on each node."""
+    """Sum up the memory of a decoder on each node."""
     nodes: dict[str, int] = {}
     for part in process.facts["granted"].values():
         for node, nbytes in part["nodes"].items():

@@ -1,9 +1,9 @@
 """The same decoder on 4k pages, on transparent and on reserved huge pages, and on the mapped file.
 
-Weights, KV cache and scratch memory lie in the pages that a side is named after; where weights are
-read from the mapped file, the rest is as it is by default. Weights are copied there, or repacked,
-if their types are multiplied faster so: then the rest of the file is mapped. All sides live at
-once, each in a process of its own, and take turns.
+A side is named after the pages of its weights, KV cache and scratch memory; with weights in the
+mapped file, the rest has default pages. Weights are copied there, or repacked if their types are
+multiplied faster so, with the rest of the file mapped. All sides live at once, each in a process of
+its own, and take turns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from unimem_bench.suite import Measure, NotMeasured, Suite
 SUITE = Suite("pages", "Which pages should weights and KV cache lie in?")
 
 MAPPED = "mapped file"
-# The first one is what the others are compared with.
+# All are compared with the first one.
 SIDES: dict[str, Pages] = {"THP": "thp", "4k": "4k", "hugetlb": "2m", MAPPED: "auto"}
 
 
 def load_of(name: str, kind: Kind) -> EngineLoad:
-    """Return how the weights of a side come into memory."""
+    """Return the load mode of a side."""
     if name == MAPPED:
         return "map"
     return "repack" if kind in decoding.REPACKED else "copy"
@@ -57,9 +57,9 @@ def prefill(measure: Measure, kind: Kind) -> None:
 
 
 def compare_starts(measure: Measure, kind: Kind) -> None:
-    """Start a process a time, with the file in the page cache; Python's start is not counted.
+    """Start a process each time, with the file in the page cache; Python's start is not counted.
 
-    The limit is reading the file's bytes once, where the page cache has them.
+    The limit is reading the file's bytes once from the page cache.
     """
     path, cpus = decoding.prepared(measure, kind, len(SIDES) + 1)
 
@@ -70,7 +70,7 @@ def compare_starts(measure: Measure, kind: Kind) -> None:
     sides = {}
     for name in SIDES:
         with left_out_without_room(measure, name):
-            once(name)  # as a warm-up, and to see whether its pages can be had
+            once(name)  # as a warm-up, and to see whether it gets its pages
             sides[name] = partial(once, name)
     states.read_through(path)
     with um.open_weights(path, load="map") as weights:
@@ -107,7 +107,7 @@ declare("q4_k_m", "-q4_k_m", ", with repacked weights", in_quick=False)
 
 
 def start(measure: Measure, stack: ExitStack, kind: Kind) -> tuple[dict[str, DecoderProcess], Path]:
-    """Start all sides that this machine has pages for."""
+    """Start all sides for which this machine has pages."""
     path, cpus = decoding.prepared(measure, kind, len(SIDES) + 1)
     sides = {}
     for name in SIDES:
@@ -119,7 +119,7 @@ def start(measure: Measure, stack: ExitStack, kind: Kind) -> tuple[dict[str, Dec
 
 @contextmanager
 def left_out_without_room(measure: Measure, name: str) -> Iterator[None]:
-    """Leave out a side that this machine has no pages for."""
+    """Leave out a side for which this machine has no pages."""
     try:
         yield
     except NotMeasured as reason:
@@ -128,23 +128,17 @@ def left_out_without_room(measure: Measure, name: str) -> Iterator[None]:
 
 @contextmanager
 def started(name: str, kind: Kind, path: Path, cpus: list[int]) -> Iterator[DecoderProcess]:
-    """Start a side, with the file in the page cache and memory that is there.
-
-    Raises
-    ------
-    NotMeasured
-        If its memory does not lie in the pages that it is named after.
-    """
+    """Start a side, with the file in the page cache and memory ready; see `start_side`."""
     with room(name, kind, path, len(cpus)):
         states.ready(2 * path.stat().st_size, cpus)
-        states.read_through(path)  # what a side has repacked is not there any more
+        states.read_through(path)  # repacking drops weights from the page cache
         with start_side(name, kind, path, len(cpus)) as process:
             yield process
 
 
 @contextmanager
 def room(name: str, kind: Kind, path: Path, threads: int) -> Iterator[None]:
-    """Have the pages that a side wants; those of hugetlb are reserved."""
+    """Provide the pages that a side needs; those of hugetlb are reserved."""
     load, pages = load_of(name, kind), SIDES[name]
     if pages == "thp" and um.doctor().thp.mode not in {"always", "madvise"}:
         raise NotMeasured("wants transparent huge pages, which are off here")
@@ -157,7 +151,7 @@ def room(name: str, kind: Kind, path: Path, threads: int) -> Iterator[None]:
 
 
 def start_side(name: str, kind: Kind, path: Path, threads: int) -> DecoderProcess:
-    """Start a side, and check that its memory lies in the pages that it is named after."""
+    """Start a side; NotMeasured if its memory is not in the pages that it is named after."""
     load, pages = load_of(name, kind), SIDES[name]
     process = DecoderProcess(path, threads=threads, ctx=decoding.N_CTX, load=load, pages=pages)
     if process.facts["load"] != load:

@@ -1,7 +1,7 @@
-"""Tokens while memory is short: what others do to a process that decodes, by how it loads a model.
+"""Tokens while memory is short: how neighbours slow a process that decodes, by its load mode.
 
-A cgroup has just room for the model, the process and its neighbours. These read files, write files,
-allocate and free, and compute, all in the same cgroup and on the other CPUs.
+A cgroup has just enough room for the model, the process and its neighbours, which read files, write
+files, allocate and free, and compute, in the same cgroup and on the other CPUs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ COPIED, STAGED, REPACKED = "unimem, copied", "unimem, staged", "unimem, repacked
 EXEC = "llama.cpp, unimem exec --stage"
 STEADY = (COPIED, STAGED, REPACKED, EXEC)
 QUIET, PRESSED = "quiet", "pressed"
-NEIGHBOUR_BYTES = 96 << 20  # what all of them have room for
-# Quiet and pressed in turn, so that a machine that becomes slower is so for both.
+NEIGHBOUR_BYTES = 96 << 20  # of room for all of them
+# Quiet and pressed in turn, so that a slowdown of the machine affects both.
 N_ROUNDS, N_TOKENS, MOST_S = 4, 250, 15.0
 N_QUICK_ROUNDS, N_QUICK_TOKENS, QUICK_MOST_S = 2, 50, 5.0
-SETTLE_S = 1.0  # in which neighbours fill what room there is
+SETTLE_S = 1.0  # in which neighbours fill the room
 FIGURES = {"p50": 50.0, "p99": 99.0, "p99.9": 99.9, "worst": 100.0}
 
 # A neighbour is a small interpreter, without site packages; its argument is a file or a folder.
@@ -99,7 +99,7 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What tokens took, in ms, and the page faults among them that read from the disk."""
+    """The times of tokens in ms, and the page faults among them that read from the disk."""
 
     ms: list[float]
     major_faults: int
@@ -114,19 +114,19 @@ class Tokens:
 
 @dataclass(slots=True)
 class Found:
-    """What was measured, by way; why others were not; and what the figures are of."""
+    """The measurements by way, the reasons why others are missing, and the facts."""
 
     tokens: dict[str, dict[str, Tokens]]
     left_out: dict[str, str]
     facts: dict[str, Any]
 
 
-# All cases are of the same tokens, which are measured once in a process.
+# All cases share the same tokens, measured once in a process.
 _found: dict[tuple[Path, bool], Found] = {}
 
 
 def find(measure: Measure) -> Found:
-    """Measure each way, quiet and pressed, unless it was done; say what was left out."""
+    """Measure each way, quiet and pressed, once; record what was left out."""
     key = (measure.folder, measure.quick)
     if key not in _found:
         _found[key] = _measure_all(measure)
@@ -139,9 +139,9 @@ def find(measure: Measure) -> Found:
 def _measure_all(measure: Measure) -> Found:
     path = decoding.model(measure, KIND)
     decoding.require_room(3, path)
-    cpus = measure.pin(None)  # it decodes on the first one, and the neighbours have the others
+    cpus = measure.pin(None)  # it decodes on the first, and the neighbours have the rest
     found = Found({}, {}, {"neighbours": list(NEIGHBOURS)})
-    limits: dict[str, int] = {}  # by library, since each takes something beside the model
+    limits: dict[str, int] = {}  # by library, since each needs memory beside the model
     loads = {}
     for name, way in WAYS.items():
         why = _missing(way)
@@ -170,18 +170,17 @@ def _measure_all(measure: Measure) -> Found:
 
 
 def _missing(way: Way) -> str:
-    """Say what a way wants that is not here."""
+    """Say what a way needs that is not installed."""
     if way.kind == "llama.cpp" and importlib.util.find_spec("cyllama") is None:
         return "cyllama is not installed: pip install cyllama"
     return ""
 
 
 def _noise_file(folder: Path, nbytes: int) -> Path:
-    """Make the file that neighbours read: larger than the cgroup, so that it never stays there."""
+    """Make the file that neighbours read: larger than the cgroup, so that it never stays."""
     path = folder / "neighbour.bin"
     if not path.exists() or path.stat().st_size < nbytes:
-        if os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < nbytes + (1 << 30):
-            raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB in {folder}: name a --dir with room")
+        states.require_room(disk=nbytes + (1 << 30), folder=folder)
         with path.open("wb", buffering=0) as file:
             for _ in range(-(-nbytes // (1 << 20))):
                 file.write(bytes(1 << 20))
@@ -190,7 +189,7 @@ def _noise_file(folder: Path, nbytes: int) -> Path:
 
 
 def _own_bytes(kind: str, path: Path, cpus: Sequence[int]) -> int:
-    """Return what a process takes that has the model mapped: Python, KV cache and scratch."""
+    """Return the memory of a process that maps the model: Python, KV cache and scratch."""
     with (
         limited_cgroup(3 * path.stat().st_size + (1 << 30)) as group,
         _side(group, WAYS[f"{kind}, mapped"], str(path), cpus[:1]) as side,
@@ -207,7 +206,7 @@ def _measure(
     if measure.quick:
         rounds, n, seconds = N_QUICK_ROUNDS, N_QUICK_TOKENS, QUICK_MOST_S
     for file in (path, noise):
-        states.drop(file)  # pages that another cgroup has brought in would be charged to that one
+        states.drop(file)  # pages are charged to the cgroup that loaded them
     with ExitStack() as stack:
         model = str(path)
         if way.is_staged:
@@ -217,7 +216,7 @@ def _measure(
                 raise NotMeasured(f"wants a staged model: {error}") from None
             states.drop(path)
         group = stack.enter_context(limited_cgroup(limit))
-        if way.is_exec:  # what it stages stays, and so does the process in the cgroup that keeps it
+        if way.is_exec:  # its staged model stays, with the process in the cgroup that keeps it
             drop = [*timed.UNIMEM, "stage", "--drop", str(path)]
             stack.callback(subprocess.run, drop, capture_output=True, check=False)
         side = stack.enter_context(_side(group, way, model, cpus[:1]))
@@ -233,7 +232,7 @@ def _measure(
 
 @contextmanager
 def _side(group: Path, way: Way, model: str, cpus: Sequence[int]) -> Iterator[TimedProcess]:
-    """Start what decodes, on its CPU."""
+    """Start a process that decodes, on its CPU."""
     words = timed.command(way.kind, model, way.options)
     if way.is_exec:
         words = [*timed.UNIMEM, "exec", "--stage", "--", *words]
@@ -276,7 +275,7 @@ def _role(name: str) -> Any:
     unit="ms",
 )
 def token_times(measure: Measure) -> None:
-    """Count the time of each token. A side that was killed is left out."""
+    """Record the time of each token. A side that was killed is left out."""
     for name, value in find(measure).facts.items():
         measure.fact(name, value)
     for name, both in find(measure).tokens.items():

@@ -1,7 +1,7 @@
 """What objects on a server cost: read into placed memory, and the first token of a known prefix.
 
-The server is moto's, on this machine, in a process of its own: it is what there is without a
-network, and takes half of the CPU. Ratios tell; rates do not.
+The server is moto, in another process of this machine, for lack of a network; it takes half of the
+CPU. So ratios mean something here, rates do not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUITE = Suite("remote", "What do models and prefixes on a server cost?")
 
 MIB = 1 << 20
 OBJECT_BYTES, QUICK_OBJECT_BYTES = 128 * MIB, 32 * MIB
-PIECE_BYTES, N_PIECES = 8 * MIB, 16  # of all sides: the size of a range, and how many at once
+PIECE_BYTES, N_PIECES = 8 * MIB, 16  # of a range, and how many at once, on all sides
 BUCKET = "bench"
 ONE_REQUEST = "obstore, one request"
 IN_S3, CHECKED = "unimem, S3", "unimem, MD5"
@@ -42,7 +42,7 @@ NO_PROXY = "127.0.0.1"
 
 
 def require_clients() -> None:
-    """Raise `NotMeasured` where the server, or a client, is not installed."""
+    """Raise NotMeasured unless the server and all clients are installed."""
     for module in ("moto", "flask", "flask_cors", "s3fs", "obstore"):
         if importlib.util.find_spec(module) is None:
             raise NotMeasured(f"wants {module}: {install_hint('remote', 'servers')}")
@@ -50,7 +50,7 @@ def require_clients() -> None:
 
 @contextmanager
 def moto() -> Iterator[str]:
-    """Serve S3 on this machine, and have it be the S3 of this process; give its URL."""
+    """Serve S3 on this machine, make it the S3 of this process, and yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -92,7 +92,7 @@ def wait_for(url: str, server: subprocess.Popen[bytes], seconds: float = 60.0) -
 
 
 def obstore_store() -> Any:
-    """Open the bucket by obstore."""
+    """Open the bucket with obstore."""
     from obstore.store import S3Store
 
     endpoint = os.environ["AWS_ENDPOINT_URL"]
@@ -100,10 +100,10 @@ def obstore_store() -> Any:
 
 
 def obstore_gets(nbytes: int) -> Any:
-    """Return a function that gets the object by obstore: ranges, several at once.
+    """Return a function that gets the object with obstore: ranges, several at once, in threads.
 
-    In threads: what it has for `asyncio` took ten times as long, and its `get_ranges` makes one
-    request of ranges that lie side by side.
+    Its `asyncio` interface took ten times as long, and its `get_ranges` makes one request of
+    adjacent ranges.
     """
     import obstore
 
@@ -121,7 +121,7 @@ def obstore_gets(nbytes: int) -> Any:
 
 
 def obstore_gets_whole() -> Any:
-    """Return a function that gets the object by obstore in one request."""
+    """Return a function that gets the object with obstore in one request."""
     import obstore
 
     store = obstore_store()
@@ -147,7 +147,7 @@ def s3fs_gets(nbytes: int) -> Any:
     targets=[faster_than_best(0.8, issue=21)],
 )
 def get(measure: Measure) -> None:
-    """Compare ranges read into a block of huge pages with those that clients give as bytes."""
+    """Compare ranges read into a block of huge pages with those that clients return as bytes."""
     require_clients()
     from unimem.remote.client import open_server
     from unimem.remote.transfers import RemoteBytes, Version, read_wanted
@@ -180,7 +180,7 @@ def get(measure: Measure) -> None:
             warmup=1,
         )
         if not np.array_equal(block.as_array("uint8", nbytes), data):
-            raise AssertionError("other bytes have come")
+            raise AssertionError("the bytes read differ")
 
 
 # ---- the first token ----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def get(measure: Measure) -> None:
     targets=[faster(PREFILL, 3.0, issue=21, side=IN_S3)],
 )
 def first_token(measure: Measure) -> None:
-    """Compare with computing the prompt; nothing of it is in RAM or on disk."""
+    """Compare with computing the prompt; no part of it is in RAM or on disk."""
     require_clients()
     require_engine()
     from unimem.engine import Decoder

@@ -1,7 +1,7 @@
-"""Weights in the order that the CPU multiplies fastest: how soon they are there, and how often.
+"""Weights in the order that the CPU multiplies fastest: when they are ready, and how many copies.
 
-A start repacks them, or takes what an earlier one has kept on disk, or what is staged in shared
-memory. llama.cpp makes a private copy of them at each start, in each process.
+A start repacks them, or uses an image that an earlier start kept on disk, or one that is staged in
+shared memory. llama.cpp makes a private copy at each start, in each process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SUITE = Suite("repack", "What do repacked weights cost at the start, and in memo
 KIND: Kind = "q4_k_m"
 KEPT, STAGED = "unimem", "unimem, staged"
 MAPPED, FIRST, ON_DISK = "unimem, mapped", "unimem, first start", "unimem, from the disk"
-ONE = decoding.PROMPT[:1]  # of a longer prompt, prefill would be most of the time
-N_COPIES = 5  # of the weights: two files, an image on disk, what is staged and what is repacked
+ONE = decoding.PROMPT[:1]  # with a longer prompt, prefill would be most of the time
+N_COPIES = 5  # of the weights: two files, an image on disk, a staged and a repacked one
 N_SHARING = 4  # processes
 
 
@@ -47,10 +47,10 @@ class Starts:
         self._facts: dict[str, Any] = {}  # of a decoder of unimem
 
     def prepare(self, image: str | Path | None = None) -> None:
-        """Have memory that is there, and the model and an image in the page cache."""
+        """Make memory ready, and read the model and an image into the page cache."""
         states.ready(2 * self.nbytes, self._cpus)
         for path in (self.path, *([] if image is None else [image])):
-            states.read_through(Path(path))  # what was repacked is not there any more
+            states.read_through(Path(path))  # repacking drops weights from the page cache
 
     @contextmanager
     def start(
@@ -61,25 +61,11 @@ class Starts:
         image: str | Path | None = None,
         **how: Any,
     ) -> Iterator[DecoderProcess]:
-        """Start a decoder of unimem.
+        """Start a decoder of unimem, with options of `DecoderProcess`.
 
-        Parameters
-        ----------
-        load : {"repack", "map"}
-            How weights come into memory.
-        path : str, optional
-            Of the link beside what is staged of the model; by default of the model.
-        image : path-like, optional
-            The repacked image that they have to come from; by default none.
-        **how
-            As for `DecoderProcess`.
-
-        Raises
-        ------
-        NotMeasured
-            This CPU has no other order for the model.
-        AssertionError
-            They come from somewhere else.
+        `path` may be the link beside a staged image; `image` is the one that weights must come
+        from. NotMeasured if this CPU has no other order for the model; AssertionError if they come
+        from elsewhere.
         """
         with DecoderProcess(path or self.path, load=load, **self._options, **how) as process:
             self._facts = process.facts
@@ -87,11 +73,11 @@ class Starts:
                 raise NotMeasured(f"wants repacked weights: {decoding.NOT_REPACKED}")
             found = process.facts["image"]
             if (found is None) != (image is None) or (image and not os.path.samefile(found, image)):
-                raise AssertionError(f"weights shall come from the image {image}, not {found}")
+                raise AssertionError(f"weights must come from the image {image}, not {found}")
             yield process
 
     def can_start(self, kind: DecoderKind) -> bool:
-        """Try to start llama.cpp, after a decoder of unimem; otherwise leave it out."""
+        """Try to start llama.cpp, after a decoder of unimem, or leave it out."""
         process = decoding.start_peer(self._measure, kind, self.path, self._facts, **self._options)
         if process is not None:
             process.close()
@@ -102,34 +88,28 @@ class Starts:
         return DecoderProcess(self.path, kind=kind, **self._options, **how)
 
     def keep_image(self, folder: Path) -> Path:
-        """Let a start keep its image in a folder, and return that."""
+        """Let a start keep its image in a folder, and return the image."""
         with self.start("repack", images=folder):
             pass
         found = [path for path in folder.iterdir() if not path.name.startswith(".")]
         if len(found) != 1:
             raise NotMeasured(
-                f"wants a repacked image of {self.path}, which is not kept where others may write "
-                "the model or its folder: 'chmod go-w'"
+                f"wants a repacked image of {self.path}, which is not kept if other users may "
+                "write the model or its folder: 'chmod go-w'"
             )
         return found[0]
 
 
 @contextmanager
 def image_folder(measure: Measure) -> Iterator[Path]:
-    """Make an empty folder for images, and delete it in the end."""
+    """Make an empty folder for images, and delete it at the end."""
     with tempfile.TemporaryDirectory(prefix="images-", dir=measure.folder) as folder:
         yield Path(folder)
 
 
 @contextmanager
 def staged(path: Path) -> Iterator[um.Stage]:
-    """Repack a model, and stage that; no image of it is read or kept.
-
-    Raises
-    ------
-    NotMeasured
-        It cannot be had.
-    """
+    """Stage a repacked model without reading or keeping images; NotMeasured if that fails."""
     before = os.environ.get("UNIMEM_CACHE")
     os.environ["UNIMEM_CACHE"] = "off"
     try:
@@ -161,9 +141,9 @@ def first_token(process: DecoderProcess) -> float:
     in_quick=False,
 )
 def compare_first_tokens(measure: Measure) -> None:
-    """Start a process a time, up to the first token; Python's start is not counted.
+    """Start a process each time, up to the first token; Python's start is not counted.
 
-    The model is in the page cache, and so is the image, where it is not said to be on the disk.
+    The model is in the page cache, and so is the image unless its side says otherwise.
     """
     starts = Starts(measure)
 
@@ -197,7 +177,7 @@ def compare_first_tokens(measure: Measure) -> None:
             FIRST: start_first,
         }
         try:
-            # A copy of the model, for decoders of the model itself would find what is staged of it.
+            # A copy of the model, since decoders of the model itself would find its staged image.
             copy = shutil.copy(starts.path, stack.enter_context(image_folder(measure)))
             stage = stack.enter_context(staged(Path(copy)))
             ours[STAGED] = partial(start, "repack", stage.paths[0], path=stage.path)
@@ -224,9 +204,9 @@ def compare_first_tokens(measure: Measure) -> None:
 def compare_peaks(measure: Measure) -> None:
     """Start from the page cache; unimem repacks, and keeps the image.
 
-    Counted is private memory, and what is in the page cache of the model and its image. What a
-    decoder of the same library on the mapped file has in private memory is taken off: KV cache,
-    scratch, and Python.
+    Private memory counts, and the pages of the model and its image in the page cache. The private
+    memory of a decoder of the same library on the mapped file is subtracted: KV cache, scratch, and
+    Python.
     """
     starts = Starts(measure)
 
@@ -268,10 +248,10 @@ def settled_bytes(process: DecoderProcess) -> int:
     in_quick=False,
 )
 def share(measure: Measure) -> None:
-    """Start four decoders of one staged model, and sum up the memory of all by their shares (Pss).
+    """Start four decoders of one staged model, and sum up their memory by shares (Pss).
 
-    From one decoder to the next the sum grows by what the new one shares with none. What a decoder
-    on the mapped file has in private memory is taken off: KV cache, scratch, and Python.
+    The sum grows by what each new decoder does not share. The private memory of a decoder on the
+    mapped file is subtracted: KV cache, scratch, and Python.
     """
     starts = Starts(measure)
     with starts.start("map") as mapped:

@@ -1,7 +1,7 @@
 """What a token of a runtime in C costs on memory of unimem, beside the same loops on malloc's.
 
-The runtime is that of examples/c: a llama in plain C, whose products are written as plainly as they
-can be. One thread, pinned, in CPU time.
+The runtime is that of examples/c: a llama in plain C, with the plainest products. One pinned
+thread, in CPU time.
 """
 
 from __future__ import annotations
@@ -37,17 +37,9 @@ def _library() -> ctypes.CDLL:
 class Runtime:
     """A llama in C, and one conversation.
 
-    Parameters
-    ----------
-    path : path-like
-        A GGUF model of architecture ``llama``, of F32, F16 and Q8_0.
-    on_heap : bool
-        Whether everything lies in memory of malloc, the weights read into it, and not in unimem's.
-
-    Raises
-    ------
-    OSError
-        The model cannot be had, or is none that the runtime computes.
+    It computes GGUF models of architecture ``llama``, of F32, F16 and Q8_0. With `on_heap`, all
+    memory is malloc's, and the weights are read into it. OSError if the model is missing, or of
+    another kind.
     """
 
     def __init__(self, path: str | Path, *, on_heap: bool) -> None:
@@ -58,7 +50,7 @@ class Runtime:
         self._opened = ctypes.c_void_p(opened)
 
     def talk(self, n: int, first: int = FIRST) -> tuple[float, list[int]]:
-        """Begin anew with a token; return CPU seconds for n that follow, and which."""
+        """Start with a token; return CPU seconds for the n that follow, and the tokens."""
         tokens = (ctypes.c_uint32 * n)()
         begin = ctypes.c_uint32(first), ctypes.c_size_t(n)
         seconds = float(_library().bench_runtime_talk(self._opened, *begin, tokens))
@@ -74,7 +66,7 @@ class Runtime:
 
 @contextmanager
 def runtimes(path: Path) -> Iterator[tuple[Runtime, Runtime]]:
-    """Open a model on memory of unimem and on that of malloc; both compute the same tokens."""
+    """Open a model on memory of unimem and on malloc's; both compute the same tokens."""
     ours = Runtime(path, on_heap=False)
     try:
         theirs = Runtime(path, on_heap=True)
@@ -89,7 +81,7 @@ def runtimes(path: Path) -> Iterator[tuple[Runtime, Runtime]]:
 
 
 def milliseconds_a_token(runtime: Runtime) -> float:
-    """Return what a token takes, of some that follow on each other."""
+    """Return the time of a token, as the mean of several in a row."""
     return 1e3 * runtime.talk(N_TOKENS)[0] / N_TOKENS
 
 
@@ -97,7 +89,7 @@ def compare(measure: Measure, kind: models.Kind) -> None:
     """Compare unimem's memory with malloc's: the same functions, tapes and cache over both.
 
     The weights are mapped from the page cache, or read into memory of malloc. All memory is touched
-    before.
+    first.
     """
     path = models.write_model(measure.folder, SHAPE, kind)
     states.read_through(path)

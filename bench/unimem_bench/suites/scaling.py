@@ -1,17 +1,16 @@
 """How cost grows with the work, over four decades of size.
 
 Each case measures one call at sizes from 1 to 10,000 times the first, and fits the exponent of its
-growth: 0 is a constant cost, 1 a linear one. What is meant to be constant may grow with size to the
-power of 0.1, which over four decades is a factor of 2.5, since larger things fit in smaller caches
-worse. What is linear may grow with the power of 1.1, for the same reason.
+growth: 0 is constant cost, 1 linear. Constant cost may grow with size to the power of 0.1, a factor
+of 2.5 over four decades, and linear cost with the power of 1.1, since larger things fit worse into
+caches.
 
-A call has a cost of its own beside that of its work, which at the smallest sizes is most of it: of
-a linear cost the exponent over all sizes is below 1. Memory costs more per byte where it is too
-large for a cache, and lifts the exponent: `append` therefore fills the same rows at every size. Of
-`verify`, reading what the kernel says of all other mappings is most of the cost up to blocks of
-some tens of megabytes.
+A call has a cost of its own, most of it at the smallest sizes, so the exponent of a linear cost
+over all sizes is below 1. Memory too large for a cache costs more per byte, which raises the
+exponent: `append` therefore fills the same rows at every size. For `verify`, reading the other
+mappings is most of the cost up to blocks of some tens of megabytes.
 
-Times are CPU times of one thread. All sizes are there at once, and each round measures each.
+Times are CPU times of one thread. All sizes exist at once, and each round measures each.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ SidesOf = Callable[[Measure, ExitStack, int], Mapping[str, Side]]  # by name, of
 
 
 def sizes(measure: Measure, first: int, decades: int = 4) -> list[int]:
-    """Give sizes over so many decades: one size a decade, in a full run two."""
+    """Return sizes over `decades`: one a decade, two in a full run."""
     a_decade = 1 if measure.quick else 2
     return [round(first * 10 ** (i / a_decade)) for i in range(decades * a_decade + 1)]
 
@@ -57,7 +56,7 @@ def sizes(measure: Measure, first: int, decades: int = 4) -> list[int]:
 def timed(
     run: Callable[[], Any], unit: float, after: Callable[[Any], object] | None = None
 ) -> Side:
-    """Measure one call in CPU time; what it returns goes to `after`, which is not measured."""
+    """Measure one call in CPU time; its result goes to `after`, untimed."""
 
     def measured() -> float:
         start = time.thread_time()
@@ -71,7 +70,7 @@ def timed(
 
 
 def second_run(side: Side) -> Side:
-    """Measure the second of two equal runs: the first brings code and data into the caches."""
+    """Measure the second of two equal runs: the first warms the caches."""
 
     def again() -> float:
         side()
@@ -81,13 +80,13 @@ def second_run(side: Side) -> Side:
 
 
 def tokens(n: int) -> NDArray[np.float16]:
-    """Return rows of K or V, which differ."""
+    """Return different rows of K or V."""
     rows = np.arange(n, dtype=np.uint32)[:, None] * HEAD_DIM + np.arange(HEAD_DIM, dtype=np.uint32)
     return (rows % 2039).astype(np.float16)[:, None, :].repeat(N_HEADS, axis=1)
 
 
 def require_equal(found: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
-    """Check that two sides have done the same work."""
+    """Check that two sides did the same work."""
     if not np.array_equal(found, wanted):
         raise AssertionError(f"{what}: not what was appended")
 
@@ -131,7 +130,7 @@ def by_size(
     targets=[CONSTANT],
 )
 def take(measure: Measure) -> None:
-    """Take arrays of one size, from a tape that is cleared before."""
+    """Take arrays of one size from a tape that is cleared before."""
     n = 64
     found = sizes(measure, 64)
     with um.Tape(n * (found[-1] + 64)) as tape:
@@ -152,7 +151,7 @@ def take(measure: Measure) -> None:
     rounds=61,
 )
 def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
-    """Take from a tape that has given out so many arrays already, beside a heap that has."""
+    """Take from a tape that has given out `size` arrays, beside a heap that has."""
     n = 64
     tape = stack.enter_context(um.Tape((size + n) * 64))
     for _ in range(size):
@@ -177,7 +176,7 @@ def take_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side
     warmup=1,
 )
 def clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
-    """Clear tapes that have given out so many arrays; giving them out is not measured."""
+    """Clear tapes that have given out `size` arrays; giving them out is not measured."""
     n = 32
     tapes = [stack.enter_context(um.Tape(size * 64)) for _ in range(n)]
     fill = partial(_take_all, tapes, size, stack.enter_context(um.Tape(64)))
@@ -186,7 +185,7 @@ def clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
 
 
 def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
-    """Take so often from each tape; then bring the code of `clear` back into the caches."""
+    """Take n times from each tape; then bring the code of `clear` back into the caches."""
     for tape in tapes:
         deque(map(tape.take_address, repeat(64, n)), maxlen=0)
     for _ in range(100):
@@ -204,9 +203,9 @@ def _take_all(tapes: Iterable[um.Tape], n: int, spare: um.Tape) -> None:
     targets=[LINEAR],
 )
 def append(measure: Measure) -> None:
-    """Fill 25 MB, at every size, so that all write to rows that lie in the same kind of memory.
+    """Fill 25 MB at every size, so that all write to rows in the same kind of memory.
 
-    What is appended changes with each call, too. NumPy and C write to arrays as large.
+    The appended tokens change with each call, too. NumPy and C write to arrays of the same size.
     """
     found = sizes(measure, 10)
     top = found[-1]
@@ -230,7 +229,7 @@ def append(measure: Measure) -> None:
         sides = {"unimem": ours}, {"NumPy": peers}, {"C memcpy": limits}
         measure.scale(*sides, rounds=11, quick_rounds=3)
         cache.clear()
-        cache.append(0, k, k)  # so that all rows can be seen
+        cache.append(0, k, k)  # so that all rows are visible
         in_cache = [part[0].swapaxes(0, 1) for part in cache.layer(0)]
         for by_size, held in (ours, in_cache), (peers, [keys, values]), (limits, [keys, values]):
             for tokens_at_once, side in by_size.items():
@@ -247,13 +246,13 @@ def _in_us(side: Side) -> Side:
 
 
 def _table(pairs: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> NDArray[np.uint64]:
-    """Make the table of copies that C takes, to the first of each pair."""
+    """Make the table of copies for C, to the first of each pair."""
     rows = [(to.ctypes.data, of.ctypes.data, of.nbytes) for to, of in pairs]
     return np.array(rows, np.uint64)
 
 
 def _copy(table: NDArray[np.uint64], n: int = 1) -> float:
-    """Give an nth of the microseconds of all copies."""
+    """Return an nth of the microseconds of all copies."""
     return plain.copy(table) / n * 1e6
 
 
@@ -266,7 +265,7 @@ def _copy(table: NDArray[np.uint64], n: int = 1) -> float:
     rounds=31,
 )
 def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
-    """Append 64 tokens, one by one, behind so many; arrays that are joined stand beside it."""
+    """Append 64 tokens, one by one, behind `size`; the peer joins arrays."""
     n = 64
     k = tokens(1)
     cache = stack.enter_context(um.KVCache(1, *HEADS, size + n))
@@ -289,10 +288,7 @@ def append_after(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Si
     rounds=61,
 )
 def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
-    """Clear a cache whose tokens an engine wrote: `reserve` and `commit` are in the figure, too.
-
-    A decoder's `reset` is this, and a few fields.
-    """
+    """Clear tokens that an engine wrote, as a decoder's `reset`; with `reserve` and `commit`."""
     cache = stack.enter_context(um.KVCache(1, *HEADS, size))
     cache.warm()
     names = {"reserve": cache.reserve, "commit": cache.commit, "clear": cache.clear, "n": size}
@@ -310,8 +306,8 @@ def kv_clear(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
 def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     """Put a token behind those of a ring, as an engine that has written it, and drop the oldest.
 
-    The row is not written here: that of a large ring is in no cache, and would be the most of it.
-    NumPy moves the tokens to the first rows.
+    The row is not written here: that of a large ring is in no cache, and would dominate. NumPy
+    moves the tokens to the first rows.
     """
     ring = stack.enter_context(um.KVCache(1, *HEADS, size, window=size))
     ring.warm()
@@ -338,10 +334,10 @@ def trim(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
     rounds=21,
 )
 def fork(_measure: Measure, stack: ExitStack, size: int) -> dict[str, Side]:
-    """Fork a sequence, which copies its table and counts each block, and none of its tokens.
+    """Fork a sequence, which copies its table and counts each block, but copies no token.
 
-    So it is linear in blocks, and constant in what they hold: here a token, of 256 B. A table has
-    room for all blocks of its pool, which here has those of the sequence. NumPy copies the tokens.
+    So it is linear in blocks, and constant in their contents: here one token, of 256 B. A table has
+    room for all blocks of its pool, here those of the sequence. NumPy copies the tokens.
     """
     n, rows = 4, tokens(size)
     pool = um.PagedKVCache(1, *HEADS, n_blocks=size, block_tokens=1, prefix_cache=False)
@@ -377,7 +373,7 @@ def _copied(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     targets=[LINEAR],
 )
 def gather(measure: Measure) -> None:
-    """Gather into arrays that are there; C copies as many bytes in two pieces."""
+    """Gather into existing arrays; C copies the same bytes in two pieces."""
     found = sizes(measure, 10)
     k = tokens(found[-1])
     ours: Sides = {}
@@ -413,7 +409,7 @@ def gather(measure: Measure) -> None:
     quick_rounds=3,
 )
 def plan(measure: Measure, _stack: ExitStack, size: int) -> dict[str, Side]:
-    """Plan a GGUF file of so many tensors of 64 bytes."""
+    """Plan a GGUF file of `size` tensors of 64 bytes."""
     path = model_file(measure, n_tensors=size)
     return {"unimem": second_run(timed(partial(um.plan, path, load="map"), 1e-3))}
 
@@ -421,10 +417,9 @@ def plan(measure: Measure, _stack: ExitStack, size: int) -> dict[str, Side]:
 def open_file(
     measure: Measure, _stack: ExitStack, size: int, *, of: str, most_of_ggml: float = math.inf
 ) -> dict[str, Side]:
-    """Open a GGUF file of so many tensors, tokens or bytes, as `of` names it for `model_file`.
+    """Open a GGUF file of `size` tensors, tokens or bytes, as `of` names it for `model_file`.
 
-    Strings are not made of its tokens, but ggml makes them. Bytes are a hole, for no side reads
-    them.
+    unimem does not decode its tokens, but ggml does. The data is a hole, since no side reads it.
     """
     path = model_file(measure, **{of: size})
     opening = partial(um.open_weights, path, load="map")
@@ -438,7 +433,7 @@ def open_file(
 opening = partial(by_size, unit="ms", rounds=9, quick_rounds=3)
 grows_with = "How does opening a file grow with its"
 opening("open-tensors", f"{grows_with} tensors?", x="tensors of the file", targets=[LINEAR])(
-    partial(open_file, of="n_tensors", most_of_ggml=4000)  # which takes seconds for the last
+    partial(open_file, of="n_tensors", most_of_ggml=4000)  # ggml takes seconds for more
 )
 opening(
     "open-vocabulary", f"{grows_with} vocabulary?", x="tokens of the vocabulary", targets=[LINEAR]
@@ -452,7 +447,7 @@ opening("open-data", larger, x="bytes of data", targets=[CONSTANT], first=1_000_
 def model_file(
     measure: Measure, *, n_tensors: int = 1, n_tokens: int = 1, nbytes: int = 64
 ) -> Path:
-    """Return a GGUF file of so many tensors of so many bytes, and so many tokens."""
+    """Return a GGUF file of `n_tensors` of `nbytes`, and of `n_tokens`."""
 
     def write(path: Path) -> None:
         rows = nbytes // 64
@@ -474,10 +469,10 @@ def model_file(
 
 
 def verify(measure: Measure, *, pages: Pages, first: int, decades: int) -> None:
-    """Look at resident blocks, of which one is there at a time; a quick run has a decade less.
+    """Verify resident blocks, one at a time; a quick run has a decade less.
 
-    The kernel tells mappings from the lowest address on, and `verify` stops behind its block: of
-    several, one would walk those that lie below it.
+    The kernel lists mappings from the lowest address on, and `verify` stops behind its block: with
+    several, each would walk those below it.
     """
     found = sizes(measure, first, decades=decades - measure.quick)
     wanted, room = 2 * found[-1], states.available_bytes()
@@ -496,7 +491,7 @@ def _time_verify(nbytes: int, pages: Pages) -> float:
 
 
 for name, what, run in (
-    # From as small as a memory that is mapped for itself is.
+    # From the smallest memory that has a mapping of its own.
     ("4k", "4k pages", partial(verify, pages="4k", first=64 * KIB, decades=4)),
     # From one huge page on: four decades of them would end at 20 GiB.
     ("thp", "transparent huge pages", partial(verify, pages="thp", first=2 * MIB, decades=3)),

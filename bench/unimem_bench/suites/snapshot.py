@@ -1,11 +1,9 @@
-"""What snapshots of KV memory cost: saving, restoring, and sessions that go on where they ended."""
+"""What snapshots of KV memory cost: saving, restoring, and resuming sessions."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,30 +34,12 @@ N_LAYERS = 8
 PIECE_BYTES = 8 * MIB  # written at once
 HUGE_PAGE = 2 * MIB
 N_WRITERS = 4  # more keep no disk busier
-SETTLE_S = 0.05  # threads that have computed wait in a loop for so long
+SETTLE_S = 0.05  # that threads poll after they have computed
 READ = "read()"
 
 
-def require_room(folder: Path, *, disk: int, memory: int) -> None:
-    """Raise `NotMeasured` unless there is room for so many bytes in files, and in memory."""
-    for what, wanted, free in (
-        ("disk", disk, shutil.disk_usage(folder).free),
-        ("memory", memory, states.available_bytes()),
-    ):
-        if free < wanted:
-            raise NotMeasured(
-                f"wants {wanted / 1e9:.1f} GB of {what}, {free / 1e9:.1f} GB are free"
-            )
-
-
-def file_system(folder: Path) -> str:
-    """Name the file system that a folder lies on."""
-    run = ["df", "--output=fstype", str(folder)]
-    return subprocess.run(run, check=True, capture_output=True, text=True).stdout.split()[-1]
-
-
 def sizes(measure: Measure) -> tuple[int, int]:
-    """Return how many bytes are saved, and how many tokens that is."""
+    """Return the bytes that are saved, and the number of tokens in them."""
     nbytes = QUICK_SAVED_BYTES if measure.quick else SAVED_BYTES
     return nbytes, nbytes // (N_LAYERS * sum(part.nbytes for part in tokens(1)))
 
@@ -85,17 +65,17 @@ def save(measure: Measure) -> None:
     """Compare with write() into the page cache, and with writing past it, without checksums."""
     measure.pin(None)
     nbytes, n = sizes(measure)
-    require_room(measure.folder, disk=4 * nbytes, memory=4 * nbytes)
+    states.require_room(memory=4 * nbytes, disk=4 * nbytes, folder=measure.folder)
     lanes = page_aligned(tokens(n)) * N_LAYERS
     with tempfile.TemporaryDirectory(dir=measure.folder) as name, filled(n) as cache:
         folder = Path(name)
-        measure.fact("file_system", file_system(folder))
+        measure.fact("file_system", states.file_system(folder))
 
         def saving(name: str, write: Callable[[Path], object]) -> Side:
             path = folder / name
 
             def run() -> float:
-                # The fsync of another side would wait until the disk knows of what is gone.
+                # Otherwise the fsync of another side would wait for this deletion.
                 path.unlink(missing_ok=True)
                 os.sync()
                 states.ready(nbytes, measure.cpus)  # for the page cache
@@ -120,10 +100,10 @@ def save(measure: Measure) -> None:
 
 
 def page_aligned(arrays: Sequence[Array]) -> list[Array]:
-    """Copy arrays to where pages begin, as O_DIRECT wants them, and huge ones where they can."""
+    """Copy arrays to page borders, as O_DIRECT requires, on huge pages if possible."""
     copies = []
     for array in arrays:
-        # NumPy asks for huge pages. Of small ones the kernel would have to hold each by itself.
+        # NumPy requests huge pages; the kernel would have to pin each small page by itself.
         room = np.empty(array.nbytes + HUGE_PAGE, np.uint8)
         begin = -room.ctypes.data % HUGE_PAGE
         copy = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -133,7 +113,7 @@ def page_aligned(arrays: Sequence[Array]) -> list[Array]:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Tell whether a file of a folder can be written past the page cache."""
+    """Say whether files of a folder can be written past the page cache."""
     try:
         fd = os.open(folder / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
     except OSError:
@@ -143,7 +123,7 @@ def takes_direct(folder: Path) -> bool:
 
 
 def pieces(lanes: Sequence[Array]) -> Iterator[tuple[memoryview, int]]:
-    """Cut what is written into pieces, each with its place in the file."""
+    """Cut the data into pieces, each with its place in the file."""
     offset = 0
     for lane in lanes:
         data = lane.reshape(-1).view(np.uint8).data
@@ -153,7 +133,7 @@ def pieces(lanes: Sequence[Array]) -> Iterator[tuple[memoryview, int]]:
 
 
 def write_buffered(path: Path, lanes: Sequence[Array]) -> None:
-    """Write as one does: write() into the page cache, then fsync."""
+    """Write into the page cache, then fsync."""
     with open(path, "wb", buffering=0) as file:
         for piece, _ in pieces(lanes):
             file.write(piece)
@@ -161,10 +141,10 @@ def write_buffered(path: Path, lanes: Sequence[Array]) -> None:
 
 
 def write_direct(path: Path, lanes: Sequence[Array]) -> None:
-    """Write past the page cache, with so much under way that the disk is busy, then fsync."""
+    """Write past the page cache, with enough under way to keep the disk busy, then fsync."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
     try:
-        with suppress(OSError):  # where the file system cannot take the room beforehand
+        with suppress(OSError):  # if the file system cannot reserve room
             os.posix_fallocate(fd, 0, sum(lane.nbytes for lane in lanes))
         with ThreadPoolExecutor(N_WRITERS) as pool:
             for _ in pool.map(lambda piece: os.pwrite(fd, *piece), pieces(lanes)):
@@ -175,7 +155,7 @@ def write_direct(path: Path, lanes: Sequence[Array]) -> None:
 
 
 def check_file(side: str, path: Path, lanes: Sequence[Array]) -> None:
-    """Raise AssertionError unless a file holds these lanes, one behind the other."""
+    """Raise AssertionError unless a file holds these lanes in order."""
     want = sum(lane.nbytes for lane in lanes)
     if path.stat().st_size != want:
         raise AssertionError(f"{side} wrote {path.stat().st_size} bytes of {want}")
@@ -193,10 +173,10 @@ def check_file(side: str, path: Path, lanes: Sequence[Array]) -> None:
     unit="ms",
 )
 def restore(measure: Measure) -> None:
-    """Compare with reading the file, into new memory and into memory that is there."""
+    """Compare with reading the file, into new memory and into existing memory."""
     measure.pin(None)
     nbytes, n = sizes(measure)
-    require_room(measure.folder, disk=2 * nbytes, memory=4 * nbytes)
+    states.require_room(memory=4 * nbytes, disk=2 * nbytes, folder=measure.folder)
     first = tokens(n)[0][:1]
     with tempfile.TemporaryDirectory(dir=measure.folder) as name:
         path = Path(name, "snapshot")
@@ -214,7 +194,7 @@ def restore(measure: Measure) -> None:
 
             def run() -> float:
                 states.ready(nbytes, measure.cpus)
-                with ExitStack() as stack:  # giving memory back is measured of no side
+                with ExitStack() as stack:  # giving memory back is not measured
                     elapsed = milliseconds(partial(take, stack))
                 check_holds(side, found, [first])
                 return elapsed
@@ -235,7 +215,7 @@ def restore(measure: Measure) -> None:
 
         measure.compare(
             ours={
-                # The first, since it reads and keeps as much as the others do.
+                # The first, since it reads and keeps as much as the peers do.
                 "unimem, copy": restoring("unimem, copy", mode="copy", verify=True),
                 "unimem, map, verify": restoring("unimem, map, verify", mode="map", verify=True),
                 "unimem, map": restoring("unimem, map", mode="map", verify=False),
@@ -249,12 +229,12 @@ def restore(measure: Measure) -> None:
 
 
 def room_for(path: Path) -> Array:
-    """Return memory for a file, that was touched."""
+    """Return touched memory for a file."""
     return np.full(path.stat().st_size, 1, np.uint8)
 
 
 def read_into(path: Path, room: Array) -> Array:
-    """Read a file whole; one read() gives 2 GB at most."""
+    """Read a whole file; one read() returns at most 2 GB."""
     rest = room.data
     with open(path, "rb", buffering=0) as file:
         while got := file.readinto(rest):
@@ -268,7 +248,7 @@ def read_into(path: Path, room: Array) -> Array:
 def first_token(measure: Measure, model: Path, n: int, rounds: int) -> None:
     """Compare a saved session with prefilling it, and with reading its file.
 
-    The decoder is there, its memory is warm, and the file is in the page cache.
+    The decoder exists, its memory is warm, and the file is in the page cache.
     """
     from unimem.engine import Decoder
 
@@ -288,7 +268,7 @@ def first_token(measure: Measure, model: Path, n: int, rounds: int) -> None:
 
         def arriving(side: str, arrive: Callable[[], object]) -> Side:
             def run() -> float:
-                # Over a conversation the file is read twice, to be checked before that one goes.
+                # Over a conversation the file would be read twice, to be checked first.
                 decoder.reset()
                 time.sleep(SETTLE_S)
                 start = time.perf_counter()
@@ -312,12 +292,12 @@ def first_token(measure: Measure, model: Path, n: int, rounds: int) -> None:
             limits={READ: read},
             rounds=rounds,
             quick_rounds=3,
-            warmup=0,  # all was prefilled once, and saved
+            warmup=0,  # it was prefilled and saved once
         )
 
 
 def require_engine() -> None:
-    """Raise `NotMeasured` where the decoder's engine is not installed."""
+    """Raise NotMeasured unless the engine of the decoder is installed."""
     if importlib.util.find_spec("ggml") is None:
         raise NotMeasured(
             f"wants the decoder, whose ggml-python is not installed: {install_hint('run')}"
@@ -332,12 +312,13 @@ def require_engine() -> None:
     targets=[faster("prefill", 1.0, issue=4)],
 )
 def first_token_wide(measure: Measure) -> None:
-    """Take a small model with the KV cache of a large one."""
+    """Use a small model with the KV cache of a large one."""
     require_engine()
     measure.pin(None)
     n = 64 if measure.quick else 2048
     nbytes = n * 512 << 10
-    require_room(measure.folder, disk=2 * nbytes, memory=4 * nbytes + (1 << 30))
+    memory = 4 * nbytes + (1 << 30)
+    states.require_room(memory=memory, disk=2 * nbytes, folder=measure.folder)
     first_token(measure, models.write_model(measure.folder, "wide", "q8_0"), n, rounds=3)
 
 
@@ -348,7 +329,7 @@ def first_token_wide(measure: Measure) -> None:
     targets=[faster("prefill", 1.0, issue=4)],
 )
 def first_token_small(measure: Measure) -> None:
-    """Take the model in the package."""
+    """Use the model in the package."""
     require_engine()
     measure.pin(None)
     from unimem.engine import embedded_model

@@ -1,9 +1,8 @@
-"""What a store of prefixes saves before the first token, what it costs, and how it looks up."""
+"""What a store of prefixes saves before the first token, what it costs, and its lookups."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,25 +18,18 @@ from numpy.typing import NDArray
 import unimem as um
 from unimem_bench import decoding, states
 from unimem_bench.rounds import Side, milliseconds
-from unimem_bench.suite import Measure, NotMeasured, Suite, at_most, costs, faster
+from unimem_bench.suite import Measure, Suite, at_most, costs, faster
 from unimem_bench.suites.snapshot import require_engine
 
 SUITE = Suite("store", "What does a store of prefixes save, and what does it cost?")
 
 IN_RAM, ON_DISK, PUT, PREFILL = "unimem, RAM", "unimem, disk", "unimem, put", "prefill"
-QUESTION_TOKENS = 16  # that follow what is known, and are computed
+QUESTION_TOKENS = 16  # that follow the known ones, and are computed
 QUICK_SHARE = 8  # of the tokens, in a quick run
-SETTLE_S = 0.05  # threads that have computed wait in a loop for so long
+SETTLE_S = 0.05  # that threads poll after they have computed
 N_CHUNKS, N_CHUNKS_QUICK = 100_000, 2_000
 N_LOOKUPS = 100  # in one measurement
 MIB = 1 << 20
-
-
-def require_disk(folder: Path, nbytes: int) -> None:
-    """Raise `NotMeasured` unless there is room for so many bytes in files."""
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise NotMeasured(f"wants {nbytes / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free")
 
 
 def prompt_of(n: int) -> NDArray[np.int32]:
@@ -46,7 +38,7 @@ def prompt_of(n: int) -> NDArray[np.int32]:
 
 
 class Stores:
-    """A decoder that has computed a prompt, and stores that have the first tokens of it."""
+    """A decoder that has computed a prompt, and stores with its first tokens."""
 
     def __init__(self, measure: Measure, n: int, undo: ExitStack) -> None:
         from unimem.engine import Decoder
@@ -62,7 +54,7 @@ class Stores:
         self.nbytes = self.decoder.kv.memory_usage_bytes
         measure.fact("tokens", n)
         measure.fact("prefix_bytes", self.nbytes * n // self.decoder.kv.seq_len)
-        require_disk(measure.folder, 6 * self.nbytes)
+        states.require_room(disk=6 * self.nbytes, folder=measure.folder)
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(dir=measure.folder)))
         room = 2 * self.nbytes + 64 * MIB
         budgets = {IN_RAM: (room, 0), ON_DISK: (0, room), PUT: (room, room)}
@@ -70,7 +62,7 @@ class Stores:
             name: undo.enter_context(um.KVStore(folder / str(i), ram_bytes=ram, disk_bytes=disk))
             for i, (name, (ram, disk)) in enumerate(budgets.items())
         }
-        # One decoder for all sides: its memory, and what its threads do, are the same.
+        # One decoder for all sides, so that memory and threads are the same.
         self._prefixes = {
             name: Prefixes(self.stores[name], self.decoder.weights) for name in (IN_RAM, ON_DISK)
         }
@@ -80,7 +72,7 @@ class Stores:
         self._numbers = count()
 
     def arriving(self, name: str) -> Side:
-        """Return a side that takes the prompt in and chooses a token."""
+        """Return a side that prefills the prompt and chooses a token."""
 
         def arrive() -> None:
             self.decoder.prefill(self.ids)
@@ -103,7 +95,7 @@ class Stores:
         return run
 
     def putting(self) -> Side:
-        """Return a side that puts the prompt into RAM and on disk, where it is not known."""
+        """Return a side that puts the unknown prompt into RAM and on disk."""
 
         def run() -> float:
             self.decoder._prefixes = self._prefixes[IN_RAM]
@@ -130,7 +122,7 @@ def first_token(measure: Measure, n: int, rounds: int) -> None:
             peers={PREFILL: stores.arriving(PREFILL)},
             rounds=rounds,
             quick_rounds=3,
-            warmup=0,  # all was computed once, and put
+            warmup=0,  # it was computed and put once
         )
 
 
@@ -151,7 +143,7 @@ for length, called, n_rounds in ((2 << 10, "2k", 5), (8 << 10, "8k", 3)):
 
 
 def looking_up(look: Callable[[], int], expected: int) -> Side:
-    """Return a side that gives the microseconds of a lookup."""
+    """Return a side that measures the microseconds of a lookup."""
 
     def run() -> float:
         begin = time.perf_counter()
@@ -166,7 +158,7 @@ def looking_up(look: Callable[[], int], expected: int) -> Side:
 
 
 def make_chunks(folder: Path, keys: Sequence[bytes], n: int, nbytes: int) -> None:
-    """Make files of chunks with these identities, and others: n of them, without data."""
+    """Make files of n chunks, with these identities first, without data."""
     rng = np.random.default_rng(0)
     for i in range(n):
         key = keys[i] if i < len(keys) else rng.bytes(32)
@@ -181,7 +173,7 @@ def make_chunks(folder: Path, keys: Sequence[bytes], n: int, nbytes: int) -> Non
     targets=[at_most(200.0, issue=21, side=side) for side in ("hit", "miss")],
 )
 def lookup(measure: Measure) -> None:
-    """Look for a prompt of which all chunks are there, and for one of which none is."""
+    """Look up a prompt whose chunks are all there, and one whose chunks are all missing."""
     from unimem.kv.store.chunk import ChunkShape, EqualLayers, chunk_keys
 
     n = N_CHUNKS_QUICK if measure.quick else N_CHUNKS

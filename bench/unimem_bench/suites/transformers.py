@@ -1,4 +1,4 @@
-"""The cache for transformers beside its own: a token's update, `generate`, and resuming.
+"""unimem's cache for transformers beside its own: a token's update, `generate`, and resuming.
 
 The model has random weights: 4 layers of hidden size 256, 8 heads of queries and 2 of keys.
 """
@@ -24,13 +24,7 @@ DYNAMIC, STATIC = "DynamicCache", "StaticCache"
 
 
 def packages(measure: Measure) -> tuple[Any, Any]:
-    """Return torch and transformers.
-
-    Raises
-    ------
-    NotMeasured
-        One of them is not installed.
-    """
+    """Return torch and transformers; NotMeasured if one is not installed."""
     for name in ("torch", "transformers"):
         if not measure.installed(name, DYNAMIC, STATIC):
             raise NotMeasured(f"wants {name}: {install_hint('transformers')}")
@@ -49,10 +43,16 @@ def make_model(measure: Measure, dtype: str, kind: str, ctx: int) -> Any:
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **{"hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_hidden_layers": LAYERS},
-        **{"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": VOCAB},
-        **{"max_position_embeddings": ctx, "bos_token_id": None},
-        **{"eos_token_id": None, "pad_token_id": 0},
+        hidden_size=HIDDEN,
+        intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        vocab_size=VOCAB,
+        max_position_embeddings=ctx,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
         attn_implementation=NAME if kind == "unimem" else "sdpa",
     )
     return transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
@@ -71,7 +71,7 @@ def make_cache(measure: Measure, kind: str, config: Any, ctx: int) -> Any:
 
 
 def rewind(cache: Any, n: int) -> None:
-    """Drop tokens, so that n are left."""
+    """Drop tokens until n are left."""
     for layer in cache.layers:
         if hasattr(layer, "max_cache_len"):
             layer.cumulative_length.fill_(n)
@@ -81,7 +81,7 @@ def rewind(cache: Any, n: int) -> None:
 
 
 def timed(work: Callable[[], object], before: Callable[[], object], n: int) -> Side:
-    """Return a side that gives the microseconds of one of n parts of some work."""
+    """Return a side that measures the microseconds of one nth of some work."""
 
     def run() -> float:
         before()
@@ -93,7 +93,7 @@ def timed(work: Callable[[], object], before: Callable[[], object], n: int) -> S
 
 
 def update_side(measure: Measure, kind: str, ctx: int) -> Side:
-    """Return a side that appends tokens to all layers after so many."""
+    """Return a side that appends tokens to all layers after `ctx` tokens."""
     torch, _ = packages(measure)
     model = make_model(measure, "bfloat16", kind, ctx + 2 * N_UPDATES)
     cache = make_cache(measure, kind, model.config, ctx + 2 * N_UPDATES)
@@ -133,7 +133,7 @@ def update(measure: Measure) -> None:
 
 
 def update_at(measure: Measure, which: int) -> None:
-    """Append a token after so many others."""
+    """Append a token after a long context."""
     sides = {
         kind: update_side(measure, kind, contexts(measure)[which])
         for kind in ("unimem", DYNAMIC, STATIC)
@@ -151,7 +151,7 @@ for position, name, least in ((1, "8k", 5.0), (2, "32k", 20.0)):
 
 
 def generate_side(measure: Measure, kind: str, dtype: str, ctx: int) -> Side:
-    """Return a side that generates tokens after a prompt, which is in its cache."""
+    """Return a side that generates tokens after a prompt that is in its cache."""
     torch, _ = packages(measure)
     most = ctx + N_TOKENS + 1
     model = make_model(measure, dtype, kind, most)
@@ -194,7 +194,7 @@ for element in ("float32", "bfloat16"):
     targets=[faster("prefill", 10.0, issue=20)],
 )
 def resume(measure: Measure) -> None:
-    """Restore and compute one token, or compute all of the prompt."""
+    """Restore and compute one token, or compute the whole prompt."""
     torch, _ = packages(measure)
     from unimem.transformers import KVCache
 

@@ -1,10 +1,9 @@
-"""What it costs to look at a block: verify() against the kernel's other ways to ask.
+"""What it costs to verify a block: verify() against the kernel's other ways to ask.
 
-8 GiB (in a quick run less), on transparent huge pages and on 4k pages. The others are
-called through ctypes with arrays made before, so that what is measured is the kernel's work; that
-they answer for all of the block is checked (of files only that they have something in them). None
-of them tells all that verify() does: ``PAGEMAP_SCAN`` and ``mincore`` know neither nodes nor
-shares, ``move_pages`` knows nodes only.
+8 GiB (less in a quick run), on transparent huge pages and on 4k pages. The peers are called through
+ctypes with arrays made before, so that the kernel's work is measured; each must answer for the
+whole block (files need only have contents). No peer reports all that verify() does:
+``PAGEMAP_SCAN`` and ``mincore`` know neither nodes nor shares, ``move_pages`` only knows nodes.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ SUITE = Suite("verify", "What does it cost to look at a block?", passes=3, quick
 
 GIB = 1 << 30
 NBYTES = 8 * GIB
-# Of fewer huge pages verify() costs what it costs to ask, and of 4k pages their making takes long.
+# With fewer huge pages only the call itself would be measured; making 4k pages takes long.
 QUICK_NBYTES = {"thp": GIB, "4k": GIB // 4}
-ROOM_BYTES = 2 * GIB  # what is left to the machine
+ROOM_BYTES = 2 * GIB  # left to the machine
 PAGE, HUGE = os.sysconf("SC_PAGE_SIZE"), 2 << 20
 SYS_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}[os.uname().machine]
 PAGEMAP_SCAN = 3 << 30 | 96 << 16 | ord("f") << 8 | 16  # _IOWR('f', 16, struct pm_scan_arg)
@@ -39,7 +38,7 @@ EVERY_PAGE, SMAPS = "move_pages, every 4k page", "smaps, read whole"
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-# Called to ask; what it returns says, outside of the measured time, how many bytes were seen.
+# Called to ask; its result says, untimed, how many bytes were seen.
 Ask = Callable[[], Callable[[], int]]
 
 
@@ -56,11 +55,11 @@ class ScanArguments(ctypes.Structure):
 
 
 def compare_ways(measure: Measure, pages: Pages, rounds: int, quick_rounds: int) -> None:
-    """Compare all ways to look at a block that is resident.
+    """Compare all ways to look at a resident block.
 
     What the kernel has looked at stays in the caches for the next side, so the order matters: the
-    sides rotate, so that ``verify()`` nearly always comes after ``numa_maps`` and ``mincore``, and
-    reading ``smaps`` after ``verify()``.
+    sides rotate, so that ``verify()`` nearly always follows ``numa_maps`` and ``mincore``, and
+    reading ``smaps`` follows ``verify()``.
     """
     least = QUICK_NBYTES[pages]
     wanted = least if measure.quick else NBYTES
@@ -89,7 +88,7 @@ def compare_ways(measure: Measure, pages: Pages, rounds: int, quick_rounds: int)
             "PAGEMAP_SCAN, huge pages too": scan_pagemap(block, fd, IS_PRESENT | IS_HUGE),
             "numa_maps, read whole": read_file("numa_maps", nbytes),
         }
-        walk = {"mincore": ask_mincore(block)}  # the cheapest one over page tables
+        walk = {"mincore": ask_mincore(block)}  # the cheapest walk of page tables
         ours = {"unimem": timed(partial(ask_unimem, block), nbytes)}
         others = (possible(measure, ways, nbytes) for ways in (peers, walk))
         measure.compare(ours, *others, rounds=rounds, quick_rounds=quick_rounds, warmup=1)
@@ -108,7 +107,7 @@ SUITE.case("4k pages", "What does looking at a block on 4k pages cost?", unit="m
 
 
 def possible(measure: Measure, ways: dict[str, Ask], nbytes: int) -> dict[str, Side]:
-    """Return the ways to ask that this kernel allows, and leave out the others."""
+    """Return the ways to ask that this kernel allows, and leave out the rest."""
     sides = {}
     for name, ask in ways.items():
         try:
@@ -121,7 +120,7 @@ def possible(measure: Measure, ways: dict[str, Ask], nbytes: int) -> dict[str, S
 
 
 def timed(ask: Ask, nbytes: int) -> Side:
-    """Measure the milliseconds of asking, which has to tell of so many bytes."""
+    """Measure the milliseconds of asking, which must report `nbytes`."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -135,13 +134,13 @@ def timed(ask: Ask, nbytes: int) -> Side:
 
 
 def ask_unimem(block: um.Block) -> Callable[[], int]:
-    """Measure ``verify()`` whole, with the object that it returns."""
+    """Call ``verify()``, and keep the object that it returns."""
     placement = block.verify()
     return lambda: sum(placement.nodes.values())
 
 
 def read_file(name: str, nbytes: int) -> Ask:
-    """Read a file of /proc/self to its end without looking into it."""
+    """Read a file of /proc/self to its end, without parsing it."""
     path = Path("/proc/self") / name
 
     def ask() -> Callable[[], int]:
@@ -155,10 +154,10 @@ def read_file(name: str, nbytes: int) -> Ask:
 
 
 def ask_move_pages(block: um.Block, step: int) -> Ask:
-    """Ask where one page in every `step` bytes is, without moving any."""
+    """Ask for the node of one page in every `step` bytes, without moving any."""
     pages = np.arange(block.address, block.address + block.nbytes, step, dtype=np.uint64)
     status = np.empty(len(pages), np.int32)
-    # Where n pages of this process are: no nodes to go to, no flags. data_as keeps the array.
+    # Asks where n pages of this process are: no target nodes, no flags. data_as keeps the array.
     arguments = (
         *map(ctypes.c_long, (SYS_MOVE_PAGES, 0, len(pages))),
         pages.ctypes.data_as(ctypes.c_void_p),
@@ -175,7 +174,7 @@ def ask_move_pages(block: um.Block, step: int) -> Ask:
 
 
 def scan_pagemap(block: um.Block, fd: int, categories: int) -> Ask:
-    """Walk the page tables for what is resident; before Linux 6.7 that is refused."""
+    """Walk the page tables for resident pages; refused before Linux 6.7."""
     regions = np.zeros((1 << 20, 3), np.uint64)
 
     def ask() -> Callable[[], int]:
@@ -207,7 +206,7 @@ def ask_mincore(block: um.Block) -> Ask:
 
 
 def checked(result: int) -> int:
-    """Return what a call gave, or raise its error."""
+    """Return a call's result, or raise its error."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,7 +1,7 @@
-"""The state that a run of the tests begins from, whatever shell, cron job or CI has started it.
+"""The state that every run of the tests begins from.
 
-Tests start programs, and these inherit signals, limits and variables: under ``nohup`` an interrupt
-would be ignored, and under ``TERM=dumb`` nothing would be coloured.
+Programs inherit signals, limits and variables: under ``nohup`` they would ignore an interrupt, and
+under ``TERM=dumb`` they would print no colours.
 """
 
 from __future__ import annotations
@@ -12,52 +12,32 @@ import signal
 import tempfile
 from pathlib import Path
 
-# What these say changes what unimem, Python, or the programs that tests start do or print.
-_VARIABLES = (
-    "CLICOLOR",
-    "CLICOLOR_FORCE",
-    "COLORTERM",
-    "COLUMNS",
-    "FORCE_COLOR",
-    "LINES",
-    "NO_COLOR",
-    "LANGUAGE",
-    "LC_ALL",
-    "LC_CTYPE",
-    "LC_MESSAGES",
-    "LC_NUMERIC",
-    "LC_TIME",
-    "MAKEFLAGS",
-    "MAKELEVEL",
-    "MFLAGS",  # of a make that has started the tests
-    "MALLOC_ARENA_MAX",
-    "OMP_NUM_THREADS",
-    "PYTHONIOENCODING",
-    "PYTHONOPTIMIZE",
-    "PYTEST_ADDOPTS",
-    "PYTHONWARNINGS",
-    "TMUX",
-    "TYPER_USE_RICH",
-    "TZ",
-)
-# Variables of unimem's own that tests are meant to see: where they run.
-_KEPT = {"UNIMEM_NUMA_VM"}
+# Variables that change the behaviour or output of unimem, Python, or a program that a test starts.
+_VARIABLES = """
+    CLICOLOR CLICOLOR_FORCE COLORTERM COLUMNS FORCE_COLOR LINES NO_COLOR LANGUAGE LC_ALL LC_CTYPE
+    LC_MESSAGES LC_NUMERIC LC_TIME MAKEFLAGS MAKELEVEL MFLAGS MALLOC_ARENA_MAX OMP_NUM_THREADS
+    PYTHONIOENCODING PYTHONOPTIMIZE PYTEST_ADDOPTS PYTHONWARNINGS TMUX TYPER_USE_RICH TZ
+""".split()
+_KEPT = {"UNIMEM_NUMA_VM"}  # it says where the tests run
 _DEFAULT = {
-    **{"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", "TERM": "xterm", "TZ": "UTC"},
-    "UNIMEM_CACHE": "off",  # no test finds what another has kept
-    "PYTHONUNBUFFERED": "1",  # whoever waits for a line of a script gets it when it is written
+    "LANG": "C.UTF-8",
+    "LC_ALL": "C.UTF-8",
+    "TERM": "xterm",
+    "TZ": "UTC",
+    "UNIMEM_CACHE": "off",  # tests share no images
+    "PYTHONUNBUFFERED": "1",  # a script's line can be read at once
 }
-# A worker of pytest-xdist begins from what its parent has made.
+# A worker of pytest-xdist inherits the home of its parent.
 _BEGUN = "PYTEST_XDIST_WORKER"
 
 
 def begin() -> None:
-    """Set signals, umask, limits and variables of this process, and of all that it starts."""
+    """Set signals, umask, limits and variables of this process and of its children."""
     _set_signals()
     os.umask(0o022)
     for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE):
         hard = resource.getrlimit(limit)[1]
-        # More than this many descriptors make programs slow that close them all.
+        # Programs that close all descriptors are slow with a larger limit.
         soft = min(hard, 4096) if limit == resource.RLIMIT_NOFILE and hard > 0 else hard
         resource.setrlimit(limit, (soft, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
@@ -75,12 +55,12 @@ def _set_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        # The run outlives its terminal, as nohup has it; what it starts does as it would elsewhere.
+        # The run outlives its terminal under nohup; its children handle SIGHUP as usual.
         signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def _set_home() -> None:
-    """Take a home that can be written, where caches of others may go."""
+    """Set a home folder that programs may write their caches to."""
     home = Path(tempfile.gettempdir()) / f"unimem-tests-home-{os.getuid()}"
     home.mkdir(mode=0o700, exist_ok=True)
     os.environ["HOME"] = str(home)

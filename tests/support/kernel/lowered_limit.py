@@ -22,8 +22,8 @@ from support.kernel.cgroups import SmallCgroup, small_cgroup
 MIB = 1 << 20
 SPARE_BYTES = 140 * MIB
 
-# It fills most of the cgroup with prefixes that nobody uses, and makes the same story again and
-# again, until it is told to end. What it prints last are the stories that differ.
+# Fills most of the cgroup with unused prefixes, and generates one story until its input ends.
+# At last it prints how many stories differ.
 CHILD = """
 import sys
 import threading
@@ -38,7 +38,7 @@ n = SPARE // (LAYERS * 2 * HEADS * DIM * 4)
 ones = np.ones((TOKENS, HEADS, DIM), "f4")
 stop = []
 with open("/proc/self/oom_score_adj", "w") as file:
-    file.write("500")  # of two, the kernel shall kill this one
+    file.write("500")  # the kernel kills this one first
 
 def story(decoder):
     return "".join(decoder.generate("Once upon a time", 100))
@@ -72,7 +72,7 @@ with (
     print(n_stories, n_changed, governor.given_back_bytes, flush=True)
 """
 
-# Takes as many bytes as it is told, a MiB at a time, and waits.
+# Takes the bytes of its argument, a MiB at a time, and waits.
 NEIGHBOUR = """
 import sys, time
 taken = []

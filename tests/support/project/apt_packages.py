@@ -33,9 +33,9 @@ def apt(*arguments: str, folder: Path | None = None) -> None:
 
 
 def update_lists() -> None:
-    """Fetch apt's lists, since a mirror drops what old ones name. Root only.
+    """Fetch apt's lists, as root only; an old list may name packages that the mirror dropped.
 
-    Packages may be had although one of the sources does not answer, so a failure is no error here.
+    A failure is no error here, since the other sources may answer.
     """
     if os.geteuid() == 0:
         with contextlib.suppress(UnavailableError):
@@ -43,7 +43,7 @@ def update_lists() -> None:
 
 
 def install(tools: Mapping[str, str]) -> None:
-    """Install what is missing of programs, by their packages, which only root may do."""
+    """Install the packages of missing programs; this needs root."""
     missing = [package for tool, package in tools.items() if shutil.which(tool) is None]
     if not missing:
         return
@@ -57,21 +57,10 @@ def install(tools: Mapping[str, str]) -> None:
 
 
 class Packages:
-    """Packages of one architecture and release, with lists of their own; nothing is installed.
+    """Debian packages of an architecture and a release (this machine's by default).
 
-    Parameters
-    ----------
-    folder
-        Where the lists are kept.
-    architecture
-        As Debian calls it: ``"amd64"``, ``"arm64"``.
-    release
-        Debian's name of it; without one, what this machine has.
-
-    Raises
-    ------
-    UnavailableError
-        Without apt, or where it has no lists.
+    Their lists are kept in a folder, and nothing is installed. `UnavailableError` says that apt or
+    its lists are missing.
     """
 
     def __init__(self, folder: Path, architecture: str, release: str | None = None) -> None:
@@ -81,8 +70,11 @@ class Packages:
             (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / "status").touch()
         settings = {
-            **{"APT::Architecture": architecture, "APT::Architectures": architecture},
-            **{"Dir::State": folder, "Dir::State::status": folder / "status", "Dir::Cache": folder},
+            "APT::Architecture": architecture,
+            "APT::Architectures": architecture,
+            "Dir::State": folder,
+            "Dir::State::status": folder / "status",
+            "Dir::Cache": folder,
         }
         if release is not None:
             (folder / "sources").write_text(f"deb {_debian()} {release} main\n")
@@ -93,13 +85,13 @@ class Packages:
         apt(*self._options, "update")
 
     def needed_by(self, *names: str) -> list[str]:
-        """List packages and all that they depend on."""
+        """List the packages and all their dependencies."""
         command = ["apt-cache", *self._options, "depends", "--recurse", "--important", *names]
         answer = subprocess.run(command, capture_output=True, text=True, check=True)
         return sorted(set(re.findall(r"^([a-z0-9][a-z0-9.+-]+)$", answer.stdout, re.M)))
 
     def unpack(self, names: Sequence[str], root: Path) -> None:
-        """Fetch packages and unpack them below a folder, with links that stay in it."""
+        """Fetch and unpack packages into a folder; absolute links become relative."""
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as fetched:
             apt(*self._options, "download", *names, folder=Path(fetched))
@@ -113,7 +105,7 @@ class Packages:
 
 
 def _debian() -> str:
-    """Return where this machine has its packages from."""
+    """Return the URL of this machine's Debian mirror."""
     command = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
     command += ["Origin: Debian"]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Invented records of `unimem bench`: every shape that a case can have, with plausible figures."""
+"""Invented records of `unimem bench` with every kind of case and plausible figures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from unimem_bench.record import BEST, CaseRecord, Record, Role, SideRecord, Suit
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-# Name of a side to its role and the figure around which its rounds lie.
+# The role of each side, and the figure that its rounds vary around.
 Levels = Mapping[str, tuple[Role, float]]
-# The same of a side that has a law of its figure by the size.
+# The role of each side, and its figure as a function of the size.
 Laws = Mapping[str, tuple[Role, Callable[[float], float]]]
 
 MACHINE: dict[str, Any] = json.loads("""{
@@ -47,13 +47,18 @@ MACHINE: dict[str, Any] = json.loads("""{
 }""")
 
 VERSIONS = {
-    **{"python": "3.11.7", "kernel": "6.18.44", "unimem-llm": "0.1.0", "numpy": "2.4.6"},
-    **{"torch": "2.13.0+cpu", "ggml-python": "0.0.45", "gguf": "0.19.0"},
+    "python": "3.11.7",
+    "kernel": "6.18.44",
+    "unimem-llm": "0.1.0",
+    "numpy": "2.4.6",
+    "torch": "2.13.0+cpu",
+    "ggml-python": "0.0.45",
+    "gguf": "0.19.0",
 }
 
 
 class Rounds(NamedTuple):
-    """How many figures a side has, and how they vary around its level."""
+    """The number of a side's figures, and their noise."""
 
     n_passes: int = 2
     n_rounds: int = 17
@@ -70,7 +75,7 @@ def levels(
     peers: Mapping[str, float] | None = None,
     limits: Mapping[str, float] | None = None,
 ) -> Levels:
-    """Sides by their roles; a figure alone is that of ``unimem``."""
+    """Return levels by role; a number for `ours` is that of ``unimem``."""
     named = ours if isinstance(ours, Mapping) else {"unimem": ours}
     found: dict[str, tuple[Role, float]] = {name: ("unimem", at) for name, at in named.items()}
     found |= {name: ("peer", at) for name, at in (peers or {}).items()}
@@ -80,10 +85,7 @@ def levels(
 def case(
     name: str, question: str, unit: str, levels: Levels, rounds: Rounds = USUAL, **rest: Any
 ) -> CaseRecord:
-    """A case ``suite/name`` with one figure a side around these levels.
-
-    A round in which the machine was slow was slow for all sides, as it is in a real one.
-    """
+    """Make a case ``suite/name`` around these levels; a slow round is slow for all sides."""
     rng = _generator(name, rounds)
     slow = rng.lognormal(0, 0.1, rounds[:2])
     sides = [
@@ -102,7 +104,7 @@ def scaling_case(
     rounds: Rounds = USUAL_OF_SCALING,
     **rest: Any,
 ) -> CaseRecord:
-    """A case of scaling, with the units of its figures and of its sizes."""
+    """Make a case with an x axis; `units` are those of its figures and of its sizes."""
     rng = _generator(name, rounds)
     sides = []
     for size in sizes:
@@ -117,7 +119,7 @@ def scaling_case(
 def counted_case(
     name: str, question: str, unit: str, values: Mapping[str, Sequence[float]], **rest: Any
 ) -> CaseRecord:
-    """A case whose figures were counted: they do not vary. The first side is unimem's."""
+    """Make a case of counted figures, which do not vary; the first side is unimem's."""
     sides: list[SideRecord] = []
     for side, figures in values.items():
         sides.append(SideRecord(side, "peer" if sides else "unimem", [list(map(float, figures))]))
@@ -125,7 +127,7 @@ def counted_case(
 
 
 def failed_case(name: str, question: str, unit: str, failed: str, **rest: Any) -> CaseRecord:
-    """A case that was not measured, since it could not be asked, or by an error."""
+    """Make a case that was not measured, or that failed with an error."""
     return CaseRecord(*_named(name), question, unit, failed=failed, **rest)
 
 
@@ -171,7 +173,7 @@ def suite(name: str, question: str, *cases: CaseRecord, seconds: float = 12.5) -
 
 
 def remember_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each interval be drawn once: of the same figures it is the same."""
+    """Compute the interval of the same figures only once."""
     monkeypatch.setattr(stats, "_interval", _interval)
 
 
@@ -188,11 +190,10 @@ _INTERVAL = stats._interval
 
 
 def sample_record(seed: int = 0, quick: bool = False) -> Record:
-    """A run with all that occurs; another seed is another run on the same machine.
+    """Make a run with every kind of case and target; the seed varies the figures.
 
-    Targets that are met, missed and too close to say, those of cases that were not measured, peers
-    that are not installed, scaling with size and with threads, counted figures, and a case in which
-    nothing differs.
+    Targets are met, missed, within noise, or not measured. A peer is missing, figures scale with
+    sizes and threads, some are counted, and in one case nothing differs.
     """
     rounds = Rounds(n_rounds=5 if quick else 17, seed=seed)
     scaled = USUAL_OF_SCALING._replace(seed=seed)

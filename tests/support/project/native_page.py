@@ -14,10 +14,10 @@ from unimem._core.status import VERSION
 
 PAGE = ROOT / "docs" / "native.md"
 FIRST = f"unimem {VERSION}: 1 token in 512 bytes\n"
-# In the checkout; the others in an empty folder with the programs of the page.
+# Commands with these words run in the checkout, all others in a folder with the page's programs.
 IN_CHECKOUT = ("cmake --install", "examples/c")
 MODEL = "src/unimem/engine/models/tiny.gguf"
-# What each block of commands prints, in the order of the page.
+# The output of each block of commands, in the order of the page.
 PRINTED = ["", FIRST, FIRST, FIRST, "1000 values, 4000 bytes\n", "979\n355\n283\n"]
 
 
@@ -26,7 +26,7 @@ def blocks(language: str) -> list[str]:
 
 
 def write_programs(folder: Path) -> None:
-    """Each program begins with a comment that is the name of its file."""
+    """Write the programs of the page; the first comment of each names its file."""
     for language in ("c", "cpp", "cmake"):
         for text in blocks(language):
             name = re.match(r"(?:/\*|//|#) (\S+)", text)
@@ -36,10 +36,11 @@ def write_programs(folder: Path) -> None:
 
 
 def runs(commands: str, folder: Path, home: Path, python: str = sys.executable) -> str:
-    """Run commands as a shell does, with a home of their own and the Python that has unimem."""
+    """Run commands in a shell with a home folder of its own and a Python that has unimem."""
     environment = {
         **os.environ,
-        **{"HOME": str(home), "PATH": f"{Path(python).parent}:{os.environ['PATH']}"},
+        "HOME": str(home),
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
         "PKG_CONFIG_PATH": f"{home}/unimem/lib/pkgconfig",  # as the page exports it
     }
     if python != sys.executable:
@@ -49,4 +50,4 @@ def runs(commands: str, folder: Path, home: Path, python: str = sys.executable) 
         cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return re.sub(r"^(--|\[).*\n", "", done.stdout, flags=re.M)  # what CMake says
+    return re.sub(r"^(--|\[).*\n", "", done.stdout, flags=re.M)  # output of CMake

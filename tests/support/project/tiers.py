@@ -19,7 +19,7 @@ n_left_out = 0
 
 
 def slow_after(n: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the cases of a table, of which those behind the first `n` are slow."""
+    """Return the cases of a table, with all after the first `n` marked slow."""
     found = list(cases)
     for i, case in enumerate(found[n:], n):
         if isinstance(case, type(pytest.param())):

@@ -88,7 +88,7 @@ static void count_os_call(void *caller) {
 
 #define CALLER __builtin_return_address(0)
 
-/* Counts an allocation of so many bytes, and makes it. */
+/* Counts an allocation, and makes it. */
 #define ALLOCATES(name, parameters, nbytes, made)                                                  \
     void *name parameters {                                                                        \
         count_allocation(CALLER, nbytes);                                                          \
