@@ -26,7 +26,7 @@ NAMES = re.compile(r"[a-z]\.kept")
     ],
 )
 def test_the_folder_is_chosen_by_variables(
-    variables: dict[str, str], folder: str | None, monkeypatch: Patch
+    variables: dict[str, str], folder: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UNIMEM_CACHE", raising=False)
     for name, value in variables.items():

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 FOLDERS = ("src", "native/src", "native/exec", "native/tests", "bench", "examples")
 SUFFIXES = (".c", ".h", ".cpp", ".hpp", ".cu", ".py", ".pyx", ".pxd")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from project import ROOT
+from support.project.checkout import ROOT
 
 SOURCES = ROOT / "native" / "src"
 # The folders that a folder may include beside itself, from the ground up.

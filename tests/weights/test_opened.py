@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,13 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-from conftest import Run
 from support.files import gguf_files as gf
-from support.files import safetensors_files as sf
 from support.files.weight_bytes import LOADS, open_folder
 from support.models.make import TINY, write_model
-from support.processes import interrupts
 from support.project.checkout import STORIES, needs_stories
 from unimem._core.status import ledger
-from unimem.errors import ClosedError, FormatError, GGUFError, SafetensorsError
-from unimem.weights.files import open_model, reopen
-from unimem.weights.gguf import GGUFHeader
+from unimem.errors import ClosedError
 from unimem.weights.opened import Weights, open_weights
-from unimem.weights.safetensors import SafetensorsHeader
 
 __all__ = ["open_folder"]  # fixtures
 
@@ -72,16 +64,6 @@ def model(tmp_path: Path) -> Path:
 # ---- what it holds -----------------------------------------------------------------------------
 
 
-
-
-
-
-
-
-
-
-
-
 def test_figures(weights: Weights, path: Path) -> None:
     assert weights.by_type() == {"f32": 4, "q8_0": 68, "f16": 24}
     assert (weights.nbytes, weights.mapped_bytes) == (96, path.stat().st_size)
@@ -96,8 +78,6 @@ def test_mapping_is_in_the_ledger(path: Path) -> None:
         during = ledger()["weights"]
         assert during["n_mappings"] == before["n_mappings"] + 1
         assert during["mapped_bytes"] >= before["mapped_bytes"] + path.stat().st_size
-
-
 
 
 @needs_stories
@@ -195,76 +175,16 @@ def test_weights_do_not_pickle(weights: Weights) -> None:
         pickle.dumps(weights)
 
 
-
-
 # ---- split GGUF --------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 # ---- safetensors -------------------------------------------------------------------------------
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
 # What the index says instead, the file that is told, and what is told of it.
-
-
 
 
 # ---- descriptors -------------------------------------------------------------------------------
 
 
-
-
-
-
 # ---- what is no model --------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -1,29 +1,16 @@
 """TITLE."""
 
 from __future__ import annotations
-import gc
-import json
-import os
-import pickle
-import shutil
-from collections.abc import Callable, Iterator
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
-from conftest import Run
+
 from support.files import gguf_files as gf
-from support.files import safetensors_files as sf
-from support.files.weight_bytes import LOADS, open_folder
-from support.models.make import TINY, write_model
-from support.processes import interrupts
-from support.project.checkout import STORIES, needs_stories
-from unimem._core.status import ledger
-from unimem.errors import ClosedError, FormatError, GGUFError, SafetensorsError
-from unimem.weights.files import open_model, reopen
-from unimem.weights.gguf import GGUFHeader
 from unimem.weights.opened import Weights, open_weights
-from unimem.weights.safetensors import SafetensorsHeader
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import unimem as um
-from unimem_bench.empty_call import EmptyCall
 from unimem_bench import plain
+from unimem_bench.empty_call import EmptyCall
 from unimem_bench.rounds import Side, stopwatch, warm_stopwatch
 from unimem_bench.suite import Measure, Suite, costs, faster
 

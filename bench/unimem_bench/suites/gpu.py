@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import unimem as um
-from unimem_bench.empty_call import EmptyCall
 from unimem.backends import cuda_driver
+from unimem_bench.empty_call import EmptyCall
 from unimem_bench.rounds import Side, stopwatch
 from unimem_bench.states import read_through
 from unimem_bench.suite import Measure, NotMeasured, Suite, faster

@@ -12,7 +12,7 @@ from unimem._core.block import Block
 from unimem.backends import ggml
 from unimem.engine.graph import Headers
 from unimem.engine.model import Model
-from unimem.kv.arrays import kv_pair
+from unimem.kv.types import kv_pair
 from unimem.layout import Layout
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan

@@ -31,6 +31,11 @@ from unimem.weights.loading import (
     take_room,
 )
 from unimem.weights.opened import Weights
+from unimem.weights.repack.arrangement import Arrangement, Slot, arrange, new_buffers
+from unimem.weights.repack.image import Image
+from unimem.weights.repack.image_cache import CacheChoice, check_cache
+from unimem.weights.repack.image_search import Images, is_mapped
+from unimem.weights.repack.repacked import Repacked
 from unimem.weights.residency import (
     Dropper,
     drop,
@@ -40,11 +45,6 @@ from unimem.weights.residency import (
     runs_beside,
     write_back,
 )
-from unimem.weights.repack.arrangement import Arrangement, Slot, arrange, new_buffers
-from unimem.weights.repack.image import Image
-from unimem.weights.repack.image_cache import CacheChoice, check_cache
-from unimem.weights.repack.image_search import Images, is_mapped
-from unimem.weights.repack.repacked import Repacked
 from unimem.weights.tensors import Contents
 
 __all__ = [
