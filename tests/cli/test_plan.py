@@ -220,7 +220,7 @@ def test_a_page_without_figures(planned: Planned) -> None:
     ({"spilled_bytes": GIB},
      ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
     ({"checks": FALLS_BACK.checks},
-     ["Not as asked for: locked memory (memlock). Memory falls back to what there is."]),
+     ["Not as asked for: locked memory (memlock). Memory falls back to what is available."]),
     ({"ctx": 40_000}, ["40,000 tokens (beyond the model's own: 32,768, fits: 22,528)"]),
 ], ids=["asked", "spills", "falls back", "beyond the model"])  # fmt: skip
 def test_what_is_said_of_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:

@@ -487,7 +487,7 @@ def test_a_process_of_another_user(run_python: Run, idle: Running) -> None:
     assert of_root.startswith(f"Process {idle.pid} (cat")
     assert of_root.endswith("is of user 'root': run this as that user, or as root")
     # Its own memory it may read, but not its page tables: the kernel gave them to root then.
-    assert own.endswith("lets nobody read it, as after a change of users: run this as root")
+    assert own.endswith("is unreadable, as after a change of users: run this as root")
 
 
 @pytest.mark.parametrize(

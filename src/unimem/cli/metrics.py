@@ -21,8 +21,8 @@ from unimem.cli.report import process_number
 
 __all__ = ["metrics"]
 
-_PORT = 9464  # as exporters of OpenTelemetry have it
-# Processes that have a model are looked for again after so many seconds: that looks at all.
+_PORT = 9464  # that of OpenTelemetry's exporters
+# The interval of searches for processes with a model, which look at all processes.
 _FIND_SECONDS = 15.0
 
 
@@ -76,7 +76,7 @@ def metrics(
     if find_spec("prometheus_client") is None:
         raise ImportError(f"metrics need prometheus_client: {install_hint('metrics')}")
     for number in numbers:
-        report(number)  # one that is not there, or not ours to look at, is said at once
+        report(number)  # an unreadable process is an error now
     collector = MetricsCollector(
         (lambda: numbers) if numbers else _WithModels().pids, llama_names=llama_names
     )
@@ -96,7 +96,7 @@ def metrics(
 
 
 class _WithModels:
-    """The processes that have a model, looked for now and then. Any thread may ask."""
+    """The processes with a model, found anew every 15 seconds. Any thread may ask."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +104,7 @@ class _WithModels:
         self._until = 0.0
 
     def pids(self) -> Iterable[int]:
-        """Give their numbers; one that has ended since is left out."""
+        """Return their numbers; ended ones are left out at the next search."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._found = [each.pid for each in find().found]

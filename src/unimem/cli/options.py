@@ -1,4 +1,4 @@
-"""Options that mean the same in every command that has them."""
+"""Options with the same meaning in every command."""
 
 from __future__ import annotations
 
@@ -43,19 +43,9 @@ _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def number_parser(least: int, most: int, examples: str) -> Callable[[str], int]:
-    """Make the parser of an option that takes a number of tokens or bytes, as ``8k`` or ``16G``.
+    """Make the parser of an option for a number of tokens or bytes, such as ``8k`` or ``16G``.
 
-    Parameters
-    ----------
-    least, most : int
-        What it takes.
-    examples : str
-        What a message names.
-
-    Returns
-    -------
-    callable
-        It takes the text, and raises `typer.BadParameter` that says what was expected.
+    Its typer.BadParameter names the range and the examples.
     """
 
     def parse(text: str) -> int:
@@ -89,7 +79,7 @@ Threads = Annotated[
         min=1,
         max=512,
         metavar="N",
-        help="Threads that compute. [default: one for each 32 MiB of weights, at most one a core]",
+        help="Threads that compute. [default: one per 32 MiB of weights, at most one per core]",
         show_default=False,
     ),
 ]
@@ -118,7 +108,7 @@ Rotate = Annotated[
     bool | None,
     typer.Option(
         "--rotate/--no-rotate",
-        help="Store heads rotated, so that quantizing them changes less. [default: where the KV "
+        help="Store heads rotated, so that quantizing them changes less. [default: if the KV "
         "cache is quantized, and heads have a multiple of 64 values]",
         show_default=False,
     ),
@@ -137,12 +127,12 @@ LoadMode = Annotated[
     typer.Option(
         help="How the model comes into memory: mapped, copied through the page cache, read past "
         "it, or repacked in the order that this CPU multiplies fastest; auto repacks a model that "
-        "gains by it, and maps others where that gives what --pages and --numa ask for."
+        "gains by it, and maps others if that satisfies --pages and --numa."
     ),
 ]
 PageSize = Annotated[
     Pages,
-    typer.Option(help="Pages of the KV cache, of scratch memory, and of a model that is read."),
+    typer.Option(help="Pages of the KV cache, scratch memory, and a model that is read."),
 ]
 NumaNodes = Annotated[
     str | None,
@@ -168,13 +158,7 @@ AsJson = Annotated[
 
 
 def check_numa(numa: str | None, *, mirror: bool = False) -> None:
-    """Refuse what `NumaNodes`, or with `mirror` `NumaOfModel`, takes none of, as wrong usage.
-
-    Raises
-    ------
-    typer.BadParameter
-        With what was expected.
-    """
+    """Refuse nodes that `NumaNodes`, or with `mirror` `NumaOfModel`, does not take, as wrong usage."""
     try:
         parse_numa(numa, mirror=mirror)
     except ValueError as error:
@@ -183,13 +167,7 @@ def check_numa(numa: str | None, *, mirror: bool = False) -> None:
 
 @contextmanager
 def check_window() -> Iterator[None]:
-    """Refuse a `Window` beyond the context, which the model's file has a part in, as wrong usage.
-
-    Raises
-    ------
-    typer.BadParameter
-        With the context.
-    """
+    """Refuse a `Window` beyond the context, which depends on the model's file, as wrong usage."""
     try:
         yield
     except ValueError as error:
@@ -199,18 +177,12 @@ def check_window() -> Iterator[None]:
 
 
 def model_path(text: str) -> Path:
-    """Return the path of a model file.
-
-    Raises
-    ------
-    typer.BadParameter
-        The text is empty, which `Path` takes for the current folder.
-    """
+    """Return the path of a model file; refuse "", which `Path` takes for the current folder."""
     if not text:
         raise typer.BadParameter("expected the path of a model, got ''")
     return Path(text)
 
 
 def path_or_url(text: str) -> Path | str:
-    """Return the path of a model file, as `model_path`; a URL stays as it is."""
+    """Return the path of a model file, as `model_path`; a URL stays unchanged."""
     return text if is_url(text) else model_path(text)

@@ -1,4 +1,4 @@
-"""`unimem plan`: what a model will need, of which limits, and what to do where that is too much."""
+"""`unimem plan`: the memory that a model will need, its limits, and remedies."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def plan(
             numa=numa,
             lock=lock,
         )
-    # A URL is shown without what may be secret in it.
+    # A URL is shown without its secret parts.
     shown = str(path) if isinstance(path, Path) else None
     text = made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, shown))
     terminal.show(text + "\n")
@@ -148,7 +148,7 @@ def plan(
 def _machine(
     memory: str | None, cpus: int | None, pool: list[str], nodes: int | None, cgroup: Path | None
 ) -> dict[str, Any] | str | None:
-    """Return the `machine` of `unimem.plan` that options describe; else wrong usage is refused."""
+    """Return the `machine` of `unimem.plan` from options; refuse wrong ones."""
     figures: dict[str, Any] = {"memory": memory, "cpus": cpus, "nodes": nodes}
     if pool:
         figures["pools"] = dict(map(_pool, pool))

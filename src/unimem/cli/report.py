@@ -1,4 +1,4 @@
-"""`unimem report`: where the memory of a process is, of any program."""
+"""`unimem report`: the memory of a process, of any program."""
 
 from __future__ import annotations
 
@@ -119,13 +119,7 @@ def _check_html(html: str | None, *, mappings: bool, as_json: bool) -> None:
 
 
 def process_number(text: str) -> int:
-    """Read the number of a process.
-
-    Raises
-    ------
-    typer.BadParameter
-        It is none.
-    """
+    """Read the number of a process; refuse other texts as wrong usage."""
     if not re.fullmatch(r"0*[1-9][0-9]{0,9}", text):
         raise typer.BadParameter(
             f"expected PID, the number of a process, got {text!r:.40}: 'unimem report' lists those "
@@ -135,8 +129,8 @@ def process_number(text: str) -> int:
 
 
 def _only() -> int:
-    """Return the process that is meant where none is named."""
-    # One that only keeps a model for others is of interest where it is named.
+    """Return the process that is meant if none is named."""
+    # A process that only keeps a model for others counts only if it is named.
     seen = [each for each in find().found if each.has_ledger or not each.keeps_staged]
     if len(seen) != 1:
         raise ValueError(
@@ -162,11 +156,11 @@ def _list(surface: Surface, seen: Processes) -> Iterator[str]:
     if rows:
         head = ("pid", "in RAM", "Rss", "command", "model")
         yield from table_lines(surface, head, rows, align=">>><<", spare=("Rss",))
-        text = "unimem report PID shows where the memory of one is, with --watch as it changes."
+        text = "unimem report PID shows the memory of one, with --watch as it changes."
     else:
         text = (
-            "No process has a model file mapped. One that has read a model into memory of its own "
-            "is not found so: unimem report PID takes any, and ps -e lists all."
+            "No process has a model file mapped. A process that has read a model into memory of "
+            "its own is not listed: unimem report PID takes any, and ps -e lists all."
         )
     if seen.n_hidden:
         n = format_count(seen.n_hidden, "process", "es")
@@ -180,7 +174,7 @@ def _short_command(process: ModelProcess) -> str:
 
 
 def _names(surface: Surface, process: ModelProcess) -> str:
-    """Name the models of a process; one that was staged, by the file that it was staged from."""
+    """Name the models of a process; a staged one by the file that it was staged from."""
     if not process.models:
         return ""
     source = next(iter(process.staged_from), None)

@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Verdict = Literal["fits", "reads from disk", "does not fit"]
-"""What a plan comes to."""
+"""The verdict of a plan."""
 
 _SCHEMA = "unimem.plan/1"
 
@@ -52,17 +52,15 @@ class Check:
     Attributes
     ----------
     name : str
-        What limits, as `Limit.name`: "memory of the machine", "cgroup /a/b", "commit limit
-        (overcommit_memory=2)", "locked memory (memlock)", "hugetlb pool of 2m pages"; "node 0",
-        "cuda:0".
+        As `Limit.name`, or "node 0", "cuda:0".
     needed_bytes, available_bytes, limit_bytes : int
-        What the plan needs in all; what this process may have, including what of the plan it has
-        taken already; and the limit itself.
+        The plan's whole need; what this process may have, including the parts of the plan that it
+        has taken already; and the limit itself.
     remedy : str
         A command or a setting that raises it.
     is_hard : bool
         Whether the kernel refuses memory beyond it, or ends the process. At any other limit a block
-        falls back to what it can have, and says so, unless it is `strict`.
+        falls back, with a warning, unless it is `strict`.
     """
 
     name: str
@@ -80,19 +78,19 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do, and what it saves. Any number of threads may use it.
+    """One thing to do, and its saving. Any number of threads may use it.
 
     Attributes
     ----------
     text : str
         A sentence.
     saves_bytes : int
-        How much less memory that cannot be dropped is needed then: of `Plan.required_bytes`, or of
-        the rows of a GPU in a plan for one. For a smaller file, an estimate.
+        The saving in memory that cannot be dropped: of `Plan.required_bytes`, or of the rows of a
+        GPU. For a smaller file, an estimate.
     options : dict
-        Keyword arguments of `plan` to change; empty where another file or limit is advised.
+        Keyword arguments of `plan` to change; empty if another file or limit is advised.
     fits : bool
-        Whether the plan fits with this alone, as it was asked for, and nothing spills.
+        Whether the plan fits with this alone, as requested and without spilling.
     """
 
     text: str
@@ -208,7 +206,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs: every limit that is hard has room, and a mapped file's pages need none.
+        """Whether it runs: every hard limit has room; pages of a mapped file need none.
 
         See `verdict`.
         """
@@ -216,30 +214,25 @@ class Plan:
 
     @property
     def verdict(self) -> Verdict:
-        """What the plan comes to.
+        """The verdict.
 
-        ``"fits"``: all of it stays in memory; where a limit has no room that is not hard, memory
-        is placed otherwise than it was asked for. ``"reads from disk"``: it runs, and each token
-        reads `spilled_bytes` of the mapped file again. ``"does not fit"``: it is refused.
+        ``"fits"``: everything stays in memory; at limits that are not hard, memory may be placed
+        otherwise than requested. ``"reads from disk"``: it runs, and each token reads
+        `spilled_bytes` of the mapped file again. ``"does not fit"``: it is refused.
         """
         if not self.fits:
             return "does not fit"
         return "reads from disk" if self.spilled_bytes else "fits"
 
     def require_fits(self, *, strict: bool = True, taken_bytes: int = 0) -> None:
-        """Raise when it does not fit.
+        """Raise CapacityError, naming the tightest limit, figures and advice, if it does not fit.
 
         Parameters
         ----------
         strict : bool, default True
-            False: only for limits that are hard.
+            False: only for hard limits.
         taken_bytes : int, default 0
-            How much of it is in main memory already, beside weights.
-
-        Raises
-        ------
-        CapacityError
-            It names the limit that lacks the most, with figures and advice.
+            How much of it, beside weights, is in main memory already.
         """
         worst = find_worst_check(self, strict=strict)
         if worst is None or worst.needed_bytes <= worst.available_bytes + taken_bytes:
@@ -326,41 +319,26 @@ class Plan:
 
 
 def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
-    """Return the check that lacks the most room; None where all have room.
-
-    Parameters
-    ----------
-    plan : Plan
-        The plan.
-    strict : bool, default True
-        False: only of limits that are hard.
-    """
+    """Return the check that lacks the most room, or None; without `strict`, of hard limits."""
     found = [one for one in plan.checks if not one.fits and (strict or one.is_hard)]
     return max(found, key=lambda one: one.needed_bytes - one.available_bytes, default=None)
 
 
 def is_as_asked(plan: Plan) -> bool:
-    """Whether every limit has room, also those that are not hard, and nothing spills."""
+    """Whether every limit has room, even those that are not hard, and nothing spills."""
     return all(check.fits for check in plan.checks) and not plan.spilled_bytes
 
 
 # ---- what people read ---------------------------------------------------------------------------
 
-_INDENT = 3  # of what is to be typed
-_EXACT = 10 * 1024  # a context of fewer tokens is said to the token, others in units of 1024
+_INDENT = 3  # of text to be typed
+_EXACT = 10 * 1024  # contexts below are written exactly, others in units of 1024
 
 
 def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterator[str]:
-    """Write what a plan says: in the first line whether it fits, and notes at the end.
+    """Write a plan: the verdict first, and notes at the end.
 
-    Parameters
-    ----------
-    surface : Surface
-        What it is written on.
-    plan : Plan
-        Which.
-    path : str, optional
-        What the file is called, by default as the plan has it.
+    `path` is the name of the file, by default the plan's.
     """
     yield (surface.good if plan.verdict == "fits" else surface.bad)(_verdict(surface, plan))
     yield ""
@@ -380,7 +358,8 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
     if missed:
         yield ""
         yield from wrap(
-            f"Not as asked for: {escape(', '.join(missed))}. Memory falls back to what there is.",
+            f"Not as asked for: {escape(', '.join(missed))}. "
+            "Memory falls back to what is available.",
             surface.width,
         )
     yield from _advice_lines(surface, plan)
@@ -460,7 +439,7 @@ def _check_lines(surface: Surface, plan: Plan) -> Iterator[str]:
     rows, bars = [], []
     for check in plan.checks:
         needed, available = format_bytes(check.needed_bytes), format_bytes(check.available_bytes)
-        name = shorten(escape(check.name), surface.width // 2)  # which leaves room for a bar
+        name = shorten(escape(check.name), surface.width // 2)  # leaves room for a bar
         rows.append((name, needed, available, "yes" if check.fits else "no"))
         share = check.needed_bytes / check.available_bytes if check.available_bytes else 1.0
         bars.append(Bar(share, True, surface.good if check.fits else surface.bad))
@@ -480,12 +459,12 @@ def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
         text = text.removesuffix(f": {remedy}") + _worth(plan, advice)
         typed = remedy or _as_options(advice.options)
         yield from item_lines(surface, f"{number}.", f"{text}:" if typed else text)
-        if typed:  # in a line of its own, however long: to be copied
+        if typed:  # in one line of any length, to be copied
             yield " " * _INDENT + escape(typed)
 
 
 def _worth(plan: Plan, advice: Advice) -> str:
-    """Say what it is worth in figures."""
+    """Write its saving in figures."""
     worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes > 0 else []
     if advice.fits:
         worth.append("nothing falls back then" if plan.verdict == "fits" else "then it fits")
@@ -493,7 +472,7 @@ def _worth(plan: Plan, advice: Advice) -> str:
 
 
 def _as_options(options: dict[str, Any]) -> str:
-    """Write keyword arguments of `unimem.plan` as the command line has them."""
+    """Write keyword arguments of `unimem.plan` as options of the command line."""
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in options.items()
@@ -502,7 +481,7 @@ def _as_options(options: dict[str, Any]) -> str:
 
 
 def _verdict(surface: Surface, plan: Plan) -> str:
-    """Say in one line whether it fits."""
+    """Write the verdict in one line."""
     worst = find_worst_check(plan, strict=False)
     if worst is not None:
         start, end = f"Does not fit: {_figures(worst)} (", f"). {_largest(plan)}"
@@ -522,7 +501,7 @@ def _figures(check: Check) -> str:
 
 
 def _of(nbytes: int, available: int) -> str:
-    """Write two sizes, and their unit once where it is the same."""
+    """Write two sizes, with a common unit once."""
     size, unit = format_bytes(nbytes).split()
     most = format_bytes(available)
     return f"{size} of {most}" if most.endswith(f" {unit}") else f"{size} {unit} of {most}"
@@ -540,12 +519,12 @@ def _largest(plan: Plan) -> str:
 
 # ---- for a notebook -----------------------------------------------------------------------------
 
-_NOTEBOOK = Surface(width=240)  # whose lines are as long as they need to be
+_NOTEBOOK = Surface(width=240)  # for lines of any length
 _FITS, _LACKS = "#3f9e63", "#c9544d"
 
 
 def _html(plan: Plan) -> Html:
-    """Write a plan as `plan_lines` does, with its rows and limits as bars."""
+    """Write a plan as `plan_lines` does, with bars for its rows and limits."""
     host = [row for row in plan.rows if row.device is None]
     colors = colors_of(row.category for row in plan.rows)
     total = max(1, plan.total_bytes)
