@@ -756,24 +756,6 @@ def test_lines_on_a_terminal_end_between_words() -> None:
     assert " ".join(lines).split() == story.split()
 
 
-@pytest.mark.parametrize(("pieces", "lines"), [
-    (["One day, ", "Maya wal", "ked"], ["One day,", "Maya", "walked"]),
-    (["1234567 9"], ["1234567", "9"]),
-    (["12345678 9"], ["12345678", "9"]),
-    (["a\n\n  b"], ["a", "", "  b"]),
-    (["ab abcdefghijkl"], ["ab", "abcdefgh", "ijkl"]),
-    (["日本語日本語"], ["日本語日", "本語"]),
-], ids=str)  # fmt: skip
-def test_text_flows_in_lines_of_eight_columns(pieces: list[str], lines: list[str]) -> None:
-    flow = terminal.Flow(8)
-    shown = "".join(flow.push(piece) for piece in pieces) + flow.flush()
-    assert [line.rstrip() for line in shown.split("\n")] == lines
-
-
-def test_a_long_word_is_shown_as_it_comes() -> None:
-    assert terminal.Flow(8).push("abcdefghij") == "abcdefgh"
-
-
 def test_a_bar_is_on_a_terminal_when_loading_takes_long(model: Path, monkeypatch: Patch) -> None:
     arguments = (model, "-p", "Hello", "-n", "1", "--json")
     monkeypatch.setattr(terminal, "_PATIENCE_SECONDS", 600)

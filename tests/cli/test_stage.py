@@ -211,7 +211,7 @@ def test_a_changed_model_is_staged_anew(model: Path, tmp_path: Path) -> None:
             file.write(b"x")
         code, new, err = run(model)
         assert code == 0
-        assert f"{model} was written to or replaced: what was staged of it is dropped" in err
+        assert f"{model} was written to or replaced: its staged copy is dropped" in err
         assert not os.path.exists(old)
         assert read_elsewhere(new.strip()) == model.read_bytes()
         assert len(kept(tmp_path)) == 1
@@ -577,7 +577,7 @@ def test_what_is_gone_is_staged_anew(model: Path, tmp_path: Path) -> None:
     assert f"; {path}: No such file or directory\n" in run("--list").out
     code, out, err = run(model, "--backing", "shm")
     assert code == 0
-    assert f"{path}: No such file or directory: what was staged of it is dropped" in err
+    assert f"{path}: No such file or directory: its staged copy is dropped" in err
     assert read_elsewhere(out.strip()) == model.read_bytes()
     assert len(kept(tmp_path)) == 1
 

@@ -158,7 +158,7 @@ AsJson = Annotated[
 
 
 def check_numa(numa: str | None, *, mirror: bool = False) -> None:
-    """Refuse nodes that `NumaNodes`, or with `mirror` `NumaOfModel`, does not take, as wrong usage."""
+    """Refuse a value that is none of `NumaNodes`, or with `mirror` `NumaOfModel`."""
     try:
         parse_numa(numa, mirror=mirror)
     except ValueError as error:
