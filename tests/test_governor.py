@@ -259,7 +259,7 @@ def test_what_the_kernel_tells(quiet: list[Limit], monkeypatch: pytest.MonkeyPat
         os.write(pipe.end, b"1")
         wait_for(lambda: len(governor.events) == 1)
         assert governor.events[0].nbytes == 3
-        # What is told and cannot be helped is an event, too, and the thread goes on.
+        # A shortage without a remedy is an event, too, and the thread goes on.
         os.write(pipe.end, b"12")
         wait_for(lambda: len(governor.events) == 3)
         os.close(pipe.end)  # as a cgroup that is removed

@@ -46,7 +46,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 class SteadyState:
     """The fixture, which marks the steady state of a test.
 
-    The steady state is the block of ``with unimem_steady_state:``, of which there may be several;
+    The steady state is the block, or the blocks, of ``with unimem_steady_state:``;
     or the rest after `begin`; or the calls of `run`; or else the whole test. In it, unimem may not
     map memory, make system calls or allocate, in any thread, and no page may fault in the thread of
     the test. Garbage is not collected meanwhile. For the thread of the test alone.

@@ -154,9 +154,7 @@ def test_growth_is_drawn_where_it_was_watched() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["short", "&" * 4000, HOSTILE * 9],
-    ids=["short", "long and escaped", "hostile"],
+    "name", ["short", "&" * 4000, HOSTILE * 9], ids=["short", "long and escaped", "hostile"]
 )
 def test_ten_thousand_mappings_stay_small(name: str) -> None:
     many = tuple(

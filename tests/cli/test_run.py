@@ -765,4 +765,4 @@ def test_a_bar_is_on_a_terminal_when_loading_takes_long(model: Path, monkeypatch
         shown = run(*arguments, "--load", load, columns=80).err
         assert "loading" in shown
         assert "\x1b[?25h" in shown  # the cursor is back
-    assert run(*arguments).err == ""  # elsewhere there is none at all
+    assert run(*arguments).err == ""  # elsewhere there is no bar

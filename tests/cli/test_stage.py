@@ -169,7 +169,7 @@ def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
     assert int(status(held.pid, "PPid")) != os.getpid(), "nobody's zombie"
     assert os.readlink(f"/proc/{held.pid}/cwd") == "/"
     folder = f"/proc/{held.pid}/fd"
-    while open_sockets(held.pid):  # until it has read that it shall keep it
+    while open_sockets(held.pid):  # until it has read the order to keep it
         time.sleep(0.01)
     files = {os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
     memfds = {"/memfd:model.gguf (deleted)", "/memfd:unimem-stage (deleted)"}

@@ -22,15 +22,7 @@ pytest.importorskip("ggml", reason="a decoder needs ggml-python: pip install '.[
 from rich.cells import cell_len
 
 from support.terminal.screens import CONTROL, HOSTILE, MAIN, run_command, show, start_command
-from support.terminal.watch_samples import (
-    CGROUP,
-    DECODER,
-    MACHINE,
-    MIB,
-    SIZES,
-    report,
-    sample,
-)
+from support.terminal.watch_samples import CGROUP, DECODER, MACHINE, MIB, SIZES, report, sample
 from unimem.accounting.samples import Sample
 from unimem.base.text import Surface
 from unimem.cli.watch import document, sample_lines

@@ -42,7 +42,7 @@ def large_model(tmp_path: Path) -> Path:
 
 
 def write_hole(path: Path, kind: str, *, inner: int, vocab: int) -> Path:
-    """A model of which nothing but the header is on the disk."""
+    """A model with nothing but its header on the disk."""
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
     import gguf
     import numpy as np

@@ -7,13 +7,7 @@ import re
 from pathlib import Path
 
 import unimem as um
-from support.kernel.invented_machine import (
-    GIB,
-    MODES,
-    THP,
-    Invented,
-    node,
-)
+from support.kernel.invented_machine import GIB, MODES, THP, Invented, node
 from unimem.system import limits
 
 # ---- what it reads -------------------------------------------------------------------------

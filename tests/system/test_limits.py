@@ -228,7 +228,7 @@ def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
     pool = limits.huge_pools()["2m"]
     limit = pool.limit(10 << 20)
     assert (pool.available_bytes, limit.name) == (4 << 20, "hugetlb cgroup /a")
-    # To the limit of 5 MiB, of which 4 are left, comes what is missing of 10.
+    # The remedy adds the missing 6 MiB of 10 to the limit of 5 MiB with 4 left.
     assert limit.remedy == f"echo {11 << 20} > {limit.path}"
     assert limit.path.endswith(most)
 

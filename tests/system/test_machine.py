@@ -8,14 +8,7 @@ import re
 from typing import Any
 
 import unimem as um
-from support.kernel.invented_machine import (
-    CGROUP_MEMORY,
-    GIB,
-    MEMLOCK,
-    QUOTA,
-    Invented,
-    facts,
-)
+from support.kernel.invented_machine import CGROUP_MEMORY, GIB, MEMLOCK, QUOTA, Invented, facts
 from support.project.checkout import ROOT
 
 

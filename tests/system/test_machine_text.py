@@ -5,11 +5,7 @@ from __future__ import annotations
 import re
 
 import unimem as um
-from support.kernel.invented_machine import (
-    GIB,
-    Invented,
-    node,
-)
+from support.kernel.invented_machine import GIB, Invented, node
 from unimem.system import limits
 
 

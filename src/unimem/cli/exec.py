@@ -65,8 +65,7 @@ def exec_(
     numa: Annotated[str | None, _option("numa")] = None,
     lock: Annotated[bool, _option("lock")] = False,
     min_bytes: Annotated[
-        int | None,
-        _option("min_bytes", parser=number_parser(4096, 1 << 50, "1M, 64k or 4096")),
+        int | None, _option("min_bytes", parser=number_parser(4096, 1 << 50, "1M, 64k or 4096"))
     ] = None,
     prefault: Annotated[bool, _option("prefault")] = False,
     strict: Annotated[bool, _option("strict")] = False,

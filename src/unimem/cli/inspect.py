@@ -13,16 +13,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from unimem.base.text import (
-    Bar,
-    escape,
-    format_bytes,
-    format_count,
-    table_lines,
-    wrap,
-)
+from unimem.base.text import Bar, escape, format_bytes, format_count, table_lines, wrap
 from unimem.cli import terminal
-from unimem.cli.options import AsJson, path_or_url
+from unimem.cli.options import AsJson, path_or_url, value_option
 from unimem.cli.terminal import document_head
 from unimem.models.families import KeptLayer, in_words
 from unimem.planning.sources import shape_of
@@ -59,11 +52,7 @@ def inspect(
     ] = False,
     metadata: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="Show the whole value of this key, and nothing else; may be repeated.",
-            show_default=False,
-        ),
+        value_option("KEY", "Show the whole value of this key, and nothing else; may be repeated."),
     ] = None,
     content_hash: Annotated[
         bool, typer.Option("--content-hash", help="Read everything, and add a hash of it.")

@@ -16,6 +16,7 @@ from unimem.accounting.report import report
 from unimem.base.atomic_file import write_text
 from unimem.base.install_hint import install_hint
 from unimem.cli import terminal
+from unimem.cli.options import value_option
 from unimem.cli.processes import find
 from unimem.cli.report import process_number
 
@@ -37,34 +38,25 @@ def metrics(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            metavar="N",
-            help=f"The port to serve at; 0 takes a free one. [default: {_PORT}]",
-            show_default=False,
+        value_option(
+            "N", f"The port to serve at; 0 takes a free one. [default: {_PORT}]", min=0, max=65535
         ),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The address to serve at; 0.0.0.0 lets other machines read, too. "
-            "[default: 127.0.0.1]",
-            show_default=False,
+        value_option(
+            "ADDRESS",
+            "The address to serve at; 0.0.0.0 lets other machines read, too. [default: 127.0.0.1]",
         ),
     ] = None,
     textfile: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write them once instead, for the textfile collector of node_exporter.",
-            show_default=False,
+        value_option(
+            "FILE", "Write them once instead, for the textfile collector of node_exporter."
         ),
     ] = None,
     llama_names: Annotated[
-        bool,
-        typer.Option("--llama-names", help="Add llama.cpp's names of the same memory."),
+        bool, typer.Option("--llama-names", help="Add llama.cpp's names of the same memory.")
     ] = False,
 ) -> None:
     """Serve the memory of processes to Prometheus."""

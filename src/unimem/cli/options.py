@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,11 +35,17 @@ __all__ = [
     "number_parser",
     "parse_tokens",
     "path_or_url",
+    "value_option",
 ]
 
 # K is 1024, as in the sizes that commands write.
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:([kmgt])(?:i?b)?)?", re.I | re.A)
 _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def value_option(metavar: str, text: str, *names: str, **more: Any) -> Any:
+    """Make an option whose help text names its default."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False, **more)
 
 
 def number_parser(least: int, most: int, examples: str) -> Callable[[str], int]:
@@ -65,22 +71,20 @@ parse_tokens = number_parser(1, 2**31 - 1, "512, 8192 or 8k")
 
 Ctx = Annotated[
     int | None,
-    typer.Option(
-        parser=parse_tokens,
-        metavar="N",
-        help="Tokens of context, as 8192 or 8k. [default: the smallest of the model's, "
+    value_option(
+        "N",
+        "Tokens of context, as 8192 or 8k. [default: the smallest of the model's, "
         f"{DEFAULT_CTX}, and what fits]",
-        show_default=False,
+        parser=parse_tokens,
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
+    value_option(
+        "N",
+        "Threads that compute. [default: one per 32 MiB of weights, at most one per core]",
         min=1,
         max=512,
-        metavar="N",
-        help="Threads that compute. [default: one per 32 MiB of weights, at most one per core]",
-        show_default=False,
     ),
 ]
 
@@ -115,11 +119,10 @@ Rotate = Annotated[
 ]
 Window = Annotated[
     int | None,
-    typer.Option(
+    value_option(
+        "N",
+        "Tokens that attention sees, as 4k; the KV cache is a ring of these. [default: all]",
         parser=parse_tokens,
-        metavar="N",
-        help="Tokens that attention sees, as 4k; the KV cache is a ring of these. [default: all]",
-        show_default=False,
     ),
 ]
 LoadMode = Annotated[
@@ -131,25 +134,21 @@ LoadMode = Annotated[
     ),
 ]
 PageSize = Annotated[
-    Pages,
-    typer.Option(help="Pages of the KV cache, scratch memory, and a model that is read."),
+    Pages, typer.Option(help="Pages of the KV cache, scratch memory, and a model that is read.")
 ]
 NumaNodes = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODE[:NODES]",
-        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted. "
-        "[default: none]",
-        show_default=False,
+    value_option(
+        "MODE[:NODES]",
+        "NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted. [default: none]",
     ),
 ]
 NumaOfModel = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODE[:NODES]",
-        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted; or mirror, "
+    value_option(
+        "MODE[:NODES]",
+        "NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted; or mirror, "
         "a copy of the model on each node. [default: none]",
-        show_default=False,
     ),
 ]
 AsJson = Annotated[

@@ -13,17 +13,10 @@ import typer
 from unimem.accounting.report import report as make_report
 from unimem.accounting.report_text import report_lines
 from unimem.accounting.samples import Sampler
-from unimem.base.text import (
-    Surface,
-    format_bytes,
-    format_count,
-    shorten_path,
-    table_lines,
-    wrap,
-)
+from unimem.base.text import Surface, format_bytes, format_count, shorten_path, table_lines, wrap
 from unimem.cli import terminal
 from unimem.cli.html_page import write_page
-from unimem.cli.options import AsJson
+from unimem.cli.options import AsJson, value_option
 from unimem.cli.processes import ModelProcess, Processes, find
 
 __all__ = ["process_number", "report"]
@@ -47,30 +40,20 @@ def report(
     ] = False,
     interval: Annotated[
         float | None,
-        typer.Option(
-            min=0.1,
-            max=86400,
-            metavar="SECONDS",
-            help="Time from one to the next, with --watch. [default: 1]",
-            show_default=False,
+        value_option(
+            "SECONDS", "Time from one to the next, with --watch. [default: 1]", min=0.1, max=86400
         ),
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Show it N times, with --watch. [default: until Ctrl-C]",
-            show_default=False,
-        ),
+        value_option("N", "Show it N times, with --watch. [default: until Ctrl-C]", min=1),
     ] = None,
     html: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write it as one page that needs no network, with all mappings; with --watch at "
+        value_option(
+            "FILE",
+            "Write it as one page that needs no network, with all mappings; with --watch at "
             "the end, and how the memory has grown.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -13,7 +13,7 @@ import typer
 
 from unimem.base.text import escape, format_bytes
 from unimem.cli import terminal
-from unimem.cli.options import AsJson, NumaNodes, check_numa
+from unimem.cli.options import AsJson, NumaNodes, check_numa, value_option
 from unimem.remote.client import is_url, shown
 from unimem.staging.backings import sweep
 from unimem.staging.keeper import Held, drop, exclude_others, hold, hold_files, holders
@@ -66,12 +66,11 @@ def stage(
     show: Annotated[bool, typer.Option("--list", help="Show what is staged.")] = False,
     drop_what: Annotated[
         str | None,
-        typer.Option(
-            "--drop",
-            metavar="PATH|MODEL|all",
-            help="End what is staged under this path, of this model, or all. On a terminal, 'all' "
+        value_option(
+            "PATH|MODEL|all",
+            "End what is staged under this path, of this model, or all. On a terminal, 'all' "
             "asks first; a script is not asked.",
-            show_default=False,
+            "--drop",
         ),
     ] = None,
     dry_run: Annotated[
@@ -108,12 +107,7 @@ def stage(
 
 
 def _check_usage(
-    model: str | None,
-    asked: dict[str, Any],
-    *,
-    show: bool,
-    drop_what: str | None,
-    page_cache: bool,
+    model: str | None, asked: dict[str, Any], *, show: bool, drop_what: str | None, page_cache: bool
 ) -> None:
     if (model is not None) + show + (drop_what is not None) != 1:
         raise typer.BadParameter("expected one of MODEL, --list and --drop")

@@ -544,11 +544,7 @@ def default_threads(weight_bytes: int, most: int) -> int:
 
 
 def scratch_parts(
-    dims: ModelDims,
-    ctx: int,
-    threads: int,
-    n_rows: Sequence[int],
-    experts: Experts | None = None,
+    dims: ModelDims, ctx: int, threads: int, n_rows: Sequence[int], experts: Experts | None = None
 ) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 

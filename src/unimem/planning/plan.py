@@ -95,7 +95,7 @@ def plan(
         ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model`.
     machine : Machine, mapping, str or path-like, optional
         Another machine, whose limits count: the result of `doctor` there; or its figures, as in
-        ``{"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}``, of which only the
+        ``{"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}``, where only the
         memory is necessary (one core, no pool, one node; nothing else runs there and nothing limits
         locking). Or the folder of a cgroup of this machine, for a process in it. By default this
         process.
@@ -408,9 +408,7 @@ class _Planner:
         rest = sum(need.room_bytes - need.taken_bytes for need in needs)
         most = 0
         found = limits.room_for_files(
-            self._machine.memory,
-            nbytes + max(0, rest),
-            lambda: min(self._cached_bytes(), nbytes),
+            self._machine.memory, nbytes + max(0, rest), lambda: min(self._cached_bytes(), nbytes)
         )
         for _, needed, room in found:
             most = max(most, needed - room)

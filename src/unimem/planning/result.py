@@ -29,15 +29,7 @@ from unimem.models.families import KeptLayer, KeptState, in_words
 from unimem.planning.needs import Mode
 from unimem.system.placement import Pages
 
-__all__ = [
-    "Advice",
-    "Check",
-    "Plan",
-    "Verdict",
-    "find_worst_check",
-    "is_as_asked",
-    "plan_lines",
-]
+__all__ = ["Advice", "Check", "Plan", "Verdict", "find_worst_check", "is_as_asked", "plan_lines"]
 
 Verdict = Literal["fits", "reads from disk", "does not fit"]
 """The verdict of a plan."""
@@ -152,7 +144,7 @@ class Plan:
         Bytes of the rows of a mapped file that no token reads, since they are repacked: they need
         no room.
     available_bytes : int
-        Main memory that this process may take now, including what of the weights it has taken
+        Main memory that this process may take now, including weights that it has taken
         already: the least of the checks.
     scratch_bytes, history_bytes : int
         Sizes of the two tapes of one session. With a window, or where some layers slide, the KV
