@@ -60,7 +60,7 @@ class GovernorEvent:
     source : str
         The place of the shortage: "machine", "cgroup /a/b", "budget", or "asked".
     reason : str
-        What was noticed.
+        The observation.
     shortage_bytes : int
         Bytes that a limit lacks of its wanted room; 0 if threads only waited for memory.
     given_back : tuple of (str, int)

@@ -181,7 +181,7 @@ class _StagedFiles:
             path: original
             for held in self._holders
             if held.backing != "page-cache"  # which keeps the file itself
-            # Of several files repacked, there is one image.
+            # Several repacked files have one image.
             for path, (original, _) in zip(held.paths, held.versions, strict=not held.is_repacked)
         }
 

@@ -198,7 +198,7 @@ def memory_lines(
     Parameters
     ----------
     surface : Surface
-        What the table is written on.
+        The medium.
     rows : sequence of Row
         Of a report.
     first : sequence of Row, optional

@@ -61,7 +61,7 @@ class Mapping:
     Attributes
     ----------
     category : str
-        Of the bytes outside of parts.
+        The category of bytes outside of parts.
     name : str
         The name of the block, or the kernel's; may be empty.
     address, nbytes : int

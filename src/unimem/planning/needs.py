@@ -234,7 +234,7 @@ class Need:
     taken_bytes : int
         The part of `ram_bytes` that is there already.
     on_nodes : dict of int to int
-        Of a copy of mirrored weights: its node and its bytes in RAM, even if the node has no room
+        For a copy of mirrored weights: its node and its bytes in RAM, even if the node has no room
         and the rows lack it.
     """
 

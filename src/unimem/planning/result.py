@@ -102,18 +102,17 @@ class Plan:
     checks : tuple of Check
         One for each limit that applies.
     advice : tuple of Advice
-        What to do, the cheapest first; empty where every limit has room and nothing spills.
+        Changes, the cheapest first; empty if every limit has room and nothing spills.
     unknown : tuple of str
-        Sentences that say what could not be planned, and why.
+        Sentences about memory that could not be planned, and why.
     facts : dict
-        ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
-        "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
-        where not all will lie on the nodes that are preferred; ``"machine"`` where the plan is for
-        another one or a cgroup; ``"image"`` where repacked weights are taken from an image: its
-        path, and how; of files on a server ``"read_bytes"`` and ``"file_bytes"``, what
-        was fetched and what they have.
+        As far as known: ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF",
+        "safetensors", "dimensions"), ``"ggml"`` (its own memory); ``"numa"`` if some memory will
+        not be on preferred nodes; ``"machine"`` of a plan for another machine or a cgroup;
+        ``"image"``, the path and use of a repacked image; ``"read_bytes"`` and ``"file_bytes"`` of
+        files on a server.
     ctx : int or None
-        Tokens of context; None where none is given and the memory of a token is not known.
+        Tokens of context; None if it was not given and the memory of a token is unknown.
     batch : int
         Streams of the KV cache.
     kv_dtype : str
@@ -123,20 +122,17 @@ class Plan:
     threads, sessions : int
         Threads that compute; decoders over the same weights.
     load : {"map", "copy", "direct", "repack"}
-        How a file comes into memory.
+        The load mode.
     load_reason : str
         Why.
-    pages : str
-        Pages that were asked for.
-    numa : str or None
-        The NUMA policy that was asked for.
+    pages, numa : str, str or None
+        The requested pages and NUMA policy.
     max_ctx : int or None
-        The longest context, up to the model's own, or a longer one that was asked for and fits,
-        with which nothing spills; where a file spills anyway, the longest that fits. 0 where none
-        fits, None where it is not known.
+        The longest context, up to the model's own or a longer requested one that fits, without
+        spilling; if the file spills anyway, the longest that fits. 0 if none fits, None if unknown.
     required_bytes : int
         Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked
-        or lies in shared memory.
+        or in shared memory.
     spilled_bytes : int
         Bytes of a mapped file that cannot stay in main memory beside the rest: each token reads
         them from the disk again.
@@ -144,16 +140,15 @@ class Plan:
         Bytes of the rows of a mapped file that no token reads, since they are repacked: they need
         no room.
     available_bytes : int
-        Main memory that this process may take now, including weights that it has taken
-        already: the least of the checks.
+        Main memory that this process may take now, including weights that it has taken already: the
+        least of the checks.
     scratch_bytes, history_bytes : int
-        Sizes of the two tapes of one session. With a window, or where some layers slide, the KV
-        cache lies in memory of its own, and the history tape is one page.
+        Sizes of the two tapes of one session. With a window, or sliding layers, the KV cache is in
+        memory of its own, and the history tape is one page.
     model_ctx : int or None
-        The context that the model was made for, as its header says; None where it does not.
+        The model's own context, if its header has it.
     layers : tuple of KeptRows or KeptState
-        What each layer of the model keeps, in the order of its blocks; empty where that is not
-        known. See `cache_layers`.
+        The memory of each layer, in the order of its blocks; empty if unknown. See `cache_layers`.
     """
 
     rows: tuple[Row, ...]
@@ -253,7 +248,7 @@ class Plan:
         Raises
         ------
         ValueError
-            What the layers keep is not known.
+            The layers are unknown.
 
         Examples
         --------

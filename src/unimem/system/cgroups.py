@@ -136,7 +136,7 @@ def _mounts() -> dict[str, tuple[str, str]]:
             for part in mount.split()[3:5]
         )
         for controller in kinds[2].split(",") if kinds[0] == "cgroup" else ("",):
-            # Of several mounts of a tree, the one that shows most of it counts.
+            # The mount that shows most of a tree counts.
             if controller not in found or len(root) < len(found[controller][1]):
                 found[controller] = folder, root
     return found

@@ -79,12 +79,12 @@ class Limit:
     remedy : str
         A command or a setting that raises or removes it.
     file_bytes : int
-        Of a cgroup: all file pages that are charged to it.
+        For a cgroup: all file pages that are charged to it.
     busy_file_bytes : int
-        Of a cgroup: file pages in `used_bytes`, which are not on the disk yet, or a small reserve,
+        For a cgroup: file pages in `used_bytes`, which are not on the disk yet, or a small reserve,
         and make room for files only.
     path : str
-        Of a cgroup: the file that sets it; else empty.
+        For a cgroup: the file that sets it; else empty.
     """
 
     name: str
