@@ -302,20 +302,6 @@ def test_a_process_of_somebody_else(monkeypatch: Patch) -> None:
     assert show("report", 1) == (1, "", f"unimem: {said}\n")
 
 
-@pytest.mark.parametrize("pid", ["ollama", "0", "-1", "1.5", "²"])
-def test_only_numbers_name_a_process(pid: str) -> None:
-    screen = show("report", "--", pid)
-    assert (screen.code, screen.out) == (2, "")
-    text = " ".join(screen.err.split())
-    assert f"got {pid!r}: 'unimem report' lists those that have a model, 'ps -e' all" in text
-
-
-@pytest.mark.parametrize("words", ["--mappings", "--count 2", "1 --count 2", "1 --interval 2"])
-def test_wrong_usage_ends_with_2(words: str) -> None:
-    screen = show("report", *words.split())
-    assert (screen.code, screen.out) == (2, "")
-
-
 def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(watch, "watch", lambda *options: asked.append(options))

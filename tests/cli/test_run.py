@@ -534,38 +534,6 @@ def test_when_saving_fails_what_was_made_is_shown(
     assert len(screen.err.splitlines()) == (1 if said else 0)
 
 
-@pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["nowhere.gguf"], 1, "nowhere.gguf: No such file or directory"),
-    (["."], 1, ".: A directory: give a model file in it"),
-    (["text.gguf"], 1, "text.gguf: the file does not begin with GGUF (at byte 0)"),
-    (["random.gguf", "--chat", "-p", "hi"], 1, "expected a chat template"),
-    (["random.gguf", "--chat"], 2, "--chat needs a message"),
-    (["random.gguf", "-n", "0"], 2, "--tokens"),
-    (["random.gguf", "-n", "many"], 2, "--tokens"),
-    (["random.gguf", "--numa", "bind:1024"], 2, "bind:NODES"),
-    (["random.gguf", "--temperature", "nan"], 2, "temperature"),
-    (["random.gguf", "--temperature", "inf"], 2, "temperature"),
-    (["random.gguf", "--top-p", "0"], 2, "top_p"),
-    (["random.gguf", "-p", os.fsdecode(b"\xff")], 2, "expected text in UTF-8"),
-    (["random.gguf", "more.gguf"], 2, "more.gguf"),
-    (["random.gguf", "--ctx", "8", "-n", "20"], 3, "do not fit in the context of 8"),
-    (["random.gguf", "--ctx", "8", "-p", "too long for this"], 3, "context of 8"),
-    (["random.gguf", "--ctx", "2000000000"], 3, "a context of 600 tokens, the longest"),
-], ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "")  # fmt: skip
-def test_failures_have_exit_codes(model: Path, arguments: list[str], code: int, said: str) -> None:
-    (model.parent / "text.gguf").write_text("no model at all, only text of some length")
-    # The context that is too small is refused before anything is written, with --json or not.
-    assert_fails(model.parent, code, said, *arguments, *(["--json"] if code == 3 else []))
-
-
-@pytest.mark.parametrize("words", [
-    "--ctx 0", f"--ctx {2**31}", "--threads 0", "--kv-dtype q9", "--load mmap", "--pages 3k",
-    "--temperature -1", "--top-k -1", "--seed -1", "--window 0", "--unknown",
-])  # fmt: skip
-def test_an_option_that_is_wrong_is_named(model: Path, words: str) -> None:
-    assert_fails(model.parent, 2, words.split(maxsplit=1)[0], model, *words.split())
-
-
 def test_a_failure_in_the_middle_keeps_the_text_and_says_why(tmp_path: Path) -> None:
     broken = write_model(tmp_path / "nan.gguf", shape=TINY, kind="f32")
     raw = bytearray(broken.read_bytes())
