@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
@@ -72,30 +73,21 @@ class MachineBudget:
         self._host = host
         self.memory = host.memory_limits()
         self.pressures = pressures_on(host)
-        self._pools: Mapping[str, HugePool] | None = None
-        self._nodes: Mapping[int, Node] | None = None
-        self._memlock: tuple[Limit | None] | None = None
 
-    @property
+    @cached_property
     def pools(self) -> Mapping[str, HugePool]:
         """The pools of hugetlb pages."""
-        if self._pools is None:
-            self._pools = self._host.huge_pools()
-        return self._pools
+        return self._host.huge_pools()
 
-    @property
+    @cached_property
     def nodes(self) -> Mapping[int, Node]:
         """The NUMA nodes."""
-        if self._nodes is None:
-            self._nodes = self._host.nodes()
-        return self._nodes
+        return self._host.nodes()
 
-    @property
+    @cached_property
     def memlock(self) -> Limit | None:
         """The limit on locked memory."""
-        if self._memlock is None:
-            self._memlock = (self._host.memlock(),)
-        return self._memlock[0]
+        return self._host.memlock()
 
     @property
     def thread_count(self) -> int:
