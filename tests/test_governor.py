@@ -20,8 +20,7 @@ from support.files.weight_bytes import MIB, cached_bytes, write
 from unimem import governor as module
 from unimem.engine import embedded_model
 from unimem.governor import GovernorEvent, find_shortage
-from unimem.system import limits, pressure
-from unimem.system.cgroups import Cgroup
+from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.system.pressure import Notice
 
@@ -194,7 +193,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         governor.add(Spare(1), "high")  # type: ignore[arg-type]
     with (
         um.open_weights(embedded_model(), load="map") as weights,
-        pytest.raises(ValueError, match="is mapped, and its pages are what tokens read"),
+        pytest.raises(ValueError, match="is mapped, and tokens read its pages"),
     ):
         governor.add(weights)
     with pytest.raises(TypeError, match="cannot be pickled"):
@@ -260,7 +259,7 @@ def test_what_the_kernel_tells(quiet: list[Limit], monkeypatch: pytest.MonkeyPat
         os.write(pipe.end, b"1")
         wait_for(lambda: len(governor.events) == 1)
         assert governor.events[0].nbytes == 3
-        # What is told and cannot be helped is an event, too, and the thread goes on.
+        # A shortage without a remedy is an event, too, and the thread goes on.
         os.write(pipe.end, b"12")
         wait_for(lambda: len(governor.events) == 3)
         os.close(pipe.end)  # as a cgroup that is removed
@@ -312,57 +311,6 @@ def test_a_budget() -> None:
         g.add(Ballast()).start()
         assert done.wait(60)
     assert g.events[0].source == "budget"
-
-
-# ---- what the system has ------------------------------------------------------------------------
-
-
-def test_the_watches_of_this_machine() -> None:
-    watches, refusals = pressure.open_watches()
-    try:
-        names = [f"{watch.source}: {watch.name}" for watch in watches]
-        assert all(": " in text for text in names + refusals)
-        if os.access("/proc/pressure/memory", os.W_OK):
-            assert "machine: /proc/pressure/memory" in names
-    finally:
-        for watch in watches:
-            watch.close()
-            watch.close()
-
-
-def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Cgroup(str(tmp_path), "/a", 2)
-    events = tmp_path / "memory.events"
-    events.write_text("low 0\nhigh 0\nmax 3\noom 0\noom_kill 0\n")
-    (tmp_path / "memory.pressure").write_text("")
-    monkeypatch.setattr(pressure, "_MACHINE", str(tmp_path / "none"))
-    monkeypatch.setattr(pressure, "cgroups_above", lambda name: iter([group]))
-    watches, refusals = pressure.open_watches()
-    trigger, counts = watches
-    assert refusals == []
-    # A trigger is what the kernel takes: "some", microseconds of stalling, and of a window.
-    kind, stall, window = (tmp_path / "memory.pressure").read_text().rstrip("\0").split()
-    assert (kind, 0 < int(stall) < int(window)) == ("some", True)
-    told = trigger.read()
-    assert told is not None
-    assert told.is_pressure
-    assert counts.read() is None
-    events.write_text("low 0\nhigh 2\nmax 9\noom 0\noom_kill 0\n")
-    assert counts.read() == Notice("cgroup /a", "memory.events: high +2, max +6", False)
-    events.write_text("low 0\nhigh 2\nmax 9\noom 1\noom_kill 0\n")
-    told = counts.read()
-    assert told is not None
-    assert told.is_pressure
-    for watch in watches:
-        watch.close()
-
-
-def test_what_may_not_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "memory.pressure").mkdir()  # which not even root can open for writing
-    monkeypatch.setattr(pressure, "_MACHINE", str(tmp_path / "none"))
-    group = Cgroup(str(tmp_path), "/a", 2)
-    monkeypatch.setattr(pressure, "cgroups_above", lambda name: iter([group]))
-    assert pressure.open_watches() == ([], ["cgroup /a: memory.pressure: Is a directory"])
 
 
 # ---- unimem run ---------------------------------------------------------------------------------

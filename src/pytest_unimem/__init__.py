@@ -1,7 +1,7 @@
-"""A pytest fixture that fails a test which takes memory after its start-up.
+"""A pytest fixture that fails a test whose steady state takes memory.
 
-This is a package of its own, since pytest imports it at every start: unimem is imported by the
-first test that uses the fixture, and not before.
+It is a package of its own, since pytest imports it at every start; unimem is imported by the first
+test that uses the fixture.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ __all__ = ["SteadyState", "unimem_steady_state"]
 
 @pytest.fixture
 def unimem_steady_state() -> SteadyState:
-    """Fail the test when unimem takes memory in it, or pages fault: see `SteadyState`."""
+    """Fail the test if unimem takes memory in it, or pages fault: see `SteadyState`."""
     return SteadyState()
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Measure the test around its own code: so it is the test that fails, not its teardown."""
+    """Measure the test around its own code, so that the test fails, not its teardown."""
     state = getattr(item, "funcargs", {}).get("unimem_steady_state")
     if not isinstance(state, SteadyState):
         return (yield)
@@ -37,24 +37,24 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
         measured = state._stop()
     finally:
         state._stop()
-    # Where the test said itself what counts, that was looked at there.
+    # A test that marked its own steady state has checked it there.
     if measured is not None and (taken := state._taken(measured)):
         pytest.fail(taken, pytrace=False)
     return result
 
 
 class SteadyState:
-    """What the fixture gives: says which part of a test is the steady state.
+    """The fixture, which marks the steady state of a test.
 
-    That is the block of ``with unimem_steady_state:``, of which there may be several; or what
-    follows on `begin`; or what `run` calls; or else the whole test. There, unimem may map nothing,
-    make no system call and allocate nothing, in any thread, and no page may fault in the thread of
+    The steady state is the block, or the blocks, of ``with unimem_steady_state:``;
+    or the rest after `begin`; or the calls of `run`; or else the whole test. In it, unimem may not
+    map memory, make system calls or allocate, in any thread, and no page may fault in the thread of
     the test. Garbage is not collected meanwhile. For the thread of the test alone.
 
     Parameters
     ----------
     allow_faults : int
-        Page faults that are let pass.
+        Page faults that are allowed.
     all_threads : bool
         Whether faults of all threads of the process count.
 
@@ -77,21 +77,15 @@ class SteadyState:
         self._collects = False
 
     def __call__(self, *, allow_faults: int = 0, all_threads: bool = False) -> Self:
-        """Take other options: ``with unimem_steady_state(allow_faults=2):``.
-
-        Parameters
-        ----------
-        allow_faults, all_threads
-            See the class.
-        """
+        """Set the options of the class: ``with unimem_steady_state(allow_faults=2):``."""
         self._allow_faults = allow_faults
         self._all_threads = all_threads
         return self
 
     def begin(self) -> None:
-        """Begin the steady state here: it lasts to the end of the test, with what the test closes.
+        """Begin the steady state, up to the end of the test and what the test closes.
 
-        Called again, it begins anew.
+        A second call begins anew.
         """
         import unimem as um
 
@@ -102,19 +96,17 @@ class SteadyState:
         self._measured = um.measure().__enter__()
 
     def run(self, step: Callable[[], Any], times: int = 1, tries: int = 4) -> None:
-        """Call a step until it has taken nothing: what it costs by itself shows in every try.
+        """Call a step until a try takes nothing: its own cost would appear in every try.
 
-        The kernel may take a page away for a moment, to move it, and the interpreter may need a new
-        one: seldom, and not each time.
+        The kernel seldom takes a page away for a moment, to move it, and the interpreter seldom
+        needs a new one.
 
         Parameters
         ----------
         step : callable
-            What is called, once before anything counts.
-        times : int
-            How often a try calls it.
-        tries : int
-            The most tries.
+            Called once before anything counts.
+        times, tries : int
+            Calls in a try, and the most tries.
         """
         __tracebackhide__ = True
         step()
@@ -155,7 +147,7 @@ class SteadyState:
         return "" if measured is None else self._taken(measured)
 
     def _taken(self, measured: Measured) -> str:
-        """Say what was taken: nothing, in a steady state."""
+        """Describe the memory that was taken; "" in a steady state."""
         from unimem.base.text import format_bytes
 
         found = [

@@ -1,4 +1,4 @@
-"""`python -m unimem --cflags --libs`: what a build needs to know of the C library."""
+"""`python -m unimem --cflags --libs`: the options of a build with the C library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unimem._core.status import VERSION
 
 
 def _flags() -> dict[str, tuple[str, str]]:
-    """List what each option prints, and its help."""
+    """List the output of each option, and its help."""
     library = Path(get_library())
     folder = library.parent
     link = f"-L{shlex.quote(str(folder))} -l:{library.name} -Wl,-rpath,{shlex.quote(str(folder))}"
@@ -24,7 +24,7 @@ def _flags() -> dict[str, tuple[str, str]]:
 
 
 def main() -> None:
-    """Print what was asked for, in one line."""
+    """Print the requested values in one line."""
     flags = _flags()
     parser = argparse.ArgumentParser(
         prog="python -m unimem",

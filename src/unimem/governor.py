@@ -1,4 +1,4 @@
-"""The governor: what a process gives back when memory gets short, and in which order."""
+"""The governor: memory that a process gives back when memory gets short, and in which order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = ["GivesBack", "Governor", "GovernorEvent"]
 
 # Default priorities: of prefix caches, memory without tokens, and the page cache of files.
 _PREFIXES, _SPARE, _FILES = 10, 20, 30
-# How often limits are read, since nothing tells of a limit that was changed.
+# Limits are read this often, since a changed limit is not announced.
 _LOOK_SECONDS = 0.5
-# After looks that found nothing to give back, the first and the longest wait: the kernel may tell a
-# thousand times a second, and a shortage may last.
+# The first and the longest wait after a look that found nothing to give back: the kernel may
+# announce a shortage a thousand times a second, and it may last.
 _LEAST_REST_SECONDS, _MOST_REST_SECONDS = 0.05, 1.0
 _MOST_EVENTS = 1000
 _PAGE_BYTES = resource.getpagesize()
@@ -43,30 +43,30 @@ _PAGE_BYTES = resource.getpagesize()
 
 @runtime_checkable
 class GivesBack(Protocol):
-    """What a `Governor` can be given: an object that has memory which nobody needs."""
+    """An object for a `Governor`, with memory that it can spare."""
 
     def give_back(self) -> int:
-        """Give that memory back, and return its bytes; any thread may call it."""
+        """Give that memory back, and return its bytes. Any thread may call it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GovernorEvent:
-    """What a governor noticed, and what it did.
+    """A shortage that a governor noticed, and its response.
 
     Attributes
     ----------
     time : float
-        When, in seconds since 1970.
+        In seconds since 1970.
     source : str
-        Whose memory is short: "machine", "cgroup /a/b", "budget", or "asked".
+        The place of the shortage: "machine", "cgroup /a/b", "budget", or "asked".
     reason : str
-        What was noticed.
+        The observation.
     shortage_bytes : int
-        Bytes that a limit lacked of the room that it shall have; 0 where only waiting was noticed.
+        Bytes that a limit lacks of its wanted room; 0 if threads only waited for memory.
     given_back : tuple of (str, int)
-        What was given back, in this order: what it is, and its bytes.
+        Names and bytes of what was given back, in this order.
     errors : tuple of str
-        What went wrong, in a step or in the callback.
+        Errors of a step or of the callback.
     """
 
     time: float
@@ -78,7 +78,7 @@ class GovernorEvent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were given back."""
+        """The bytes that were given back."""
         return sum(nbytes for _, nbytes in self.given_back)
 
     def __str__(self) -> str:
@@ -106,28 +106,28 @@ class _Shortage:
 
 
 class Governor:
-    """Gives memory back that no token needs, when memory gets short: before the kernel kills.
+    """Gives memory back that no token needs when memory gets short, before the kernel kills.
 
-    A thread of its own waits for the kernel to tell, and looks twice a second at each limit on the
-    memory of this process. Where a limit lacks room, steps are taken in the order of their
-    priorities until it has it; where threads only wait for memory, the first step that has
-    something to give. No token is lost, and nothing changes in what is computed.
+    Its thread waits for messages of the kernel, and reads each limit on the memory of this process
+    twice a second. If a limit lacks room, steps are taken in the order of their priorities until it
+    has enough; if threads only wait for memory, the first step with something to give is taken. No
+    token is lost, and no result changes.
 
-    Any thread may call its methods. A forked child has a governor that is stopped.
+    Any thread may call its methods. In a forked child it is stopped.
 
     Parameters
     ----------
     budget_bytes : int, optional
-        The most memory of its own that this process shall have in RAM (pages of files are not
-        counted); by default only limits of the system count.
+        The most memory of its own (without pages of files) that this process should have in RAM; by
+        default only limits of the system count.
     on_pressure : callable, optional
-        Called in the governor's thread as ``on_pressure(event)`` after each `GovernorEvent`. What
-        it raises stands in the event's `errors`.
+        Called in the governor's thread as ``on_pressure(event)`` after each `GovernorEvent`. Its
+        errors are added to the event's `errors`.
 
     Raises
     ------
     TypeError, ValueError
-        No size, or nothing that can be called.
+        An argument is not a size, or not callable.
 
     Attributes
     ----------
@@ -136,8 +136,8 @@ class Governor:
 
     Notes
     -----
-    The kernel tells by PSI (``/proc/pressure/memory``, and ``memory.pressure`` of a cgroup), by
-    ``memory.events``, and in version 1 by ``memory.pressure_level`` and a threshold of
+    The kernel announces shortages by PSI (``/proc/pressure/memory``, and ``memory.pressure`` of a
+    cgroup), by ``memory.events``, and in version 1 by ``memory.pressure_level`` and a threshold of
     ``memory.usage_in_bytes``. `watches` says which of these this process may use.
 
     Examples
@@ -176,11 +176,11 @@ class Governor:
         Parameters
         ----------
         what : PagedKVCache, KVCache, Decoder, Weights, Stage or an object with ``give_back()``
-            Of a paged cache, blocks that no sequence holds, and the prefixes in them; of another
-            one, memory without tokens; of weights that were read and of a stage, the page cache of
-            the files. ``give_back()`` returns bytes, and is called by the governor's thread.
+            A paged cache gives unused blocks and the prefixes in them; another cache gives memory
+            without tokens; weights that were read, and a stage, give the page cache of their files.
+            ``give_back()`` returns bytes, and is called by the governor's thread.
         priority : int, optional
-            Less goes first. By default 10 for a paged cache, 20 for memory without tokens and for
+            Lower goes first. By default 10 for a paged cache, 20 for memory without tokens and for
             other objects, 30 for files.
 
         Returns
@@ -191,28 +191,27 @@ class Governor:
         Raises
         ------
         TypeError, ValueError
-            It is none of these; weights that are mapped, whose pages are what tokens read.
+            `what` is of another type, or weights that are mapped, whose pages tokens read.
         ClosedError
-            The governor was closed.
+            The governor is closed.
         """
         name, usual, give_back = _step_of(what)
         chosen = usual if priority is None else integer(priority, "priority")
         with self._lock:
             self._check_open()
-            # Of one priority, what was added first goes first.
             self._steps.append(_Step(chosen, name, give_back))
             self._steps.sort(key=lambda step: step.priority)
         return self
 
     def start(self) -> None:
-        """Begin to watch, in a thread. Starting twice is no error.
+        """Watch in a thread. Starting twice is no error.
 
         Raises
         ------
         ClosedError
-            The governor was closed.
+            The governor is closed.
         OSError
-            There are no descriptors left.
+            No descriptors are left.
         """
         with self._lock:
             self._check_open()
@@ -220,51 +219,46 @@ class Governor:
                 self._run = _Run(self)
 
     def stop(self) -> None:
-        """End the thread, and wait for what it does; `start` begins anew. Twice is no error."""
+        """End the thread and wait for it; `start` begins anew. Stopping twice is no error."""
         with self._lock:
             run, self._run = self._run, None
         if run is not None:
             run.end()
 
     def give_back(self, nbytes: int | None = None) -> int:
-        """Give back now, in this thread.
+        """Give memory back now, in this thread, and return its bytes.
 
         Parameters
         ----------
         nbytes : int, optional
-            Bytes after which it is enough; by default all that there is.
-
-        Returns
-        -------
-        int
-            Bytes that were given back.
+            Bytes that are enough; by default everything is given back.
 
         Raises
         ------
         ClosedError
-            The governor was closed.
+            The governor is closed.
         """
         wanted = None if nbytes is None else integer(nbytes, "nbytes", 0)
         with self._lock:
             self._check_open()
-        text = "all that there is" if wanted is None else format_bytes(wanted)
+        text = "everything" if wanted is None else format_bytes(wanted)
         event = GovernorEvent(time.time(), "asked", f"give_back of {text}", wanted or 0)
         return self._act(event, float("inf") if wanted is None else wanted).nbytes
 
     @property
     def events(self) -> tuple[GovernorEvent, ...]:
-        """What was noticed and done, the latest last; at most the last 1000."""
+        """The last events, the latest last; at most 1000."""
         with self._lock:
             return tuple(self._events)
 
     @property
     def given_back_bytes(self) -> int:
-        """Bytes that the events say were given back."""
+        """The bytes that were given back in these events."""
         return sum(event.nbytes for event in self.events)
 
     @property
     def watches(self) -> tuple[str, ...]:
-        """What it watches, and what of the system's it may not; empty while it is stopped."""
+        """The sources that it watches, and those that it may not use; empty while stopped."""
         with self._lock:
             return self._run.watches if self._run is not None and self._is_running() else ()
 
@@ -276,11 +270,11 @@ class Governor:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether it is closed."""
         return self._closed
 
     def close(self) -> None:
-        """Stop, and let go of all that was added. Twice is no error."""
+        """Stop, and release everything that was added. Closing twice is no error."""
         with self._lock:
             self._closed = True
             self._steps = []
@@ -318,7 +312,7 @@ class Governor:
     # ---- in the thread ------------------------------------------------------------------------
 
     def _look(self, notices: Iterable[Notice], found: Iterable[Limit]) -> int | None:
-        """Act where it is needed; return the bytes that were given back, None where it is not."""
+        """Act if memory is short; return the bytes that were given back, None if it is not."""
         told = next((notice for notice in notices if notice.is_pressure), None)
         shortage = find_shortage(found, self.budget_bytes)
         if shortage is not None:
@@ -330,9 +324,9 @@ class Governor:
         return self._act(event, event.shortage_bytes, is_new=told is not None).nbytes
 
     def _act(self, event: GovernorEvent, wanted: float, *, is_new: bool = True) -> GovernorEvent:
-        """Take steps until so many bytes came back, at least one that has something to give.
+        """Take steps until `wanted` bytes came back, at least one that has something to give.
 
-        What only goes on, and where nothing can be done, is no new event.
+        A continuing shortage without a remedy is no new event.
         """
         given: list[tuple[str, int]] = []
         errors: list[str] = []
@@ -344,7 +338,7 @@ class Governor:
                     break
                 try:
                     nbytes = integer(step.give_back(), f"give_back() of {step.name}", 0)
-                except Exception as error:  # of a caller's code, which must not end the thread
+                except Exception as error:  # a caller's code must not end the thread
                     errors.append(f"{step.name}: {type(error).__name__}: {error}")
                     continue
                 if nbytes:
@@ -364,7 +358,7 @@ class Governor:
 
 
 class _Run:
-    """The thread of a governor, from one start to the stop."""
+    """The thread of a governor, from a start to the stop."""
 
     def __init__(self, governor: Governor) -> None:
         self._governor = weakref.ref(governor)
@@ -382,7 +376,6 @@ class _Run:
         except BaseException:
             self._give_descriptors_back()
             raise
-        # Of a governor that is dropped, and at the end of the process.
         self._end = weakref.finalize(governor, self.end)
 
     @property
@@ -390,7 +383,7 @@ class _Run:
         return os.getpid() == self._pid and self._thread.is_alive()
 
     def end(self) -> None:
-        """Wake the thread, and wait until it has ended; a callback of its own does not wait."""
+        """Wake the thread, and wait until it has ended; its own callback does not wait."""
         if os.getpid() != self._pid:
             return
         with self._wake_lock:
@@ -401,7 +394,7 @@ class _Run:
             self._thread.join()
 
     def _watch(self, found: tuple[Limit, ...]) -> None:
-        """Open all watches anew: a threshold is of the limit that there was."""
+        """Reopen all watches; thresholds depend on the old limit."""
         for watch in self._open:
             watch.close()
         self._open, refusals = open_watches()
@@ -443,7 +436,7 @@ class _Run:
         return poll
 
     def _read(self, ready: dict[int, int], poll: select.poll) -> list[Notice]:
-        """Take what was told. A watch whose cgroup is gone tells nothing any more."""
+        """Take the events. The watch of a removed cgroup is closed."""
         notices = []
         for watch in [watch for watch in self._open if watch.fd in ready]:
             try:
@@ -460,7 +453,7 @@ class _Run:
         return notices
 
     def _rest(self, seconds: float) -> bool:
-        """Let the kernel tell for a while; return whether the thread shall end."""
+        """Ignore the kernel for a while; return whether the thread has to end."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
@@ -478,7 +471,7 @@ def _figures(found: Iterable[Limit]) -> tuple[tuple[str, int], ...]:
 
 
 def find_shortage(found: Iterable[Limit], budget_bytes: int | None) -> _Shortage | None:
-    """Find the limit that lacks most of the room that it shall have; None where all have it."""
+    """Find the limit that lacks most of its wanted room; None if all have it."""
     shortages = []
     for limit in found:
         missing = wanted_room(limit.limit_bytes) - (limit.limit_bytes - limit.used_bytes)
@@ -495,7 +488,7 @@ def find_shortage(found: Iterable[Limit], budget_bytes: int | None) -> _Shortage
 
 
 def own_bytes() -> int:
-    """Bytes of this process in RAM that are no file's."""
+    """Return the bytes of this process in RAM that belong to no file."""
     fields = (kernel_files.read_text("/proc/self/statm") or "0 0 0").split()
     return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES
 
@@ -509,8 +502,8 @@ def _step_of(what: object) -> tuple[str, int, Callable[[], int]]:
     if isinstance(what, Weights):
         if what.load == "map":
             raise ValueError(
-                f"what: {what.files[0]} is mapped, and its pages are what tokens read: expected "
-                "weights with load='copy' or 'direct', or a Stage"
+                f"what: {what.files[0]} is mapped, and tokens read its pages: expected weights "
+                "with load='copy' or 'direct', or a Stage"
             )
         files = [(part.file.absolute_path, part.file.version) for part in what._parts]
         return f"page cache of {what.files[0]}", _FILES, lambda: drop_files(files)

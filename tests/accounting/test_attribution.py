@@ -49,7 +49,7 @@ def invented(areas: Iterable[Area], present: Iterable[int] = ()) -> Invented:
 
 
 def area(start: int, n_pages: int, in_ram: int = 0, path: str = "", **fields: Any) -> Area:
-    """Make an area at a page of `BASE`, with so many of its pages in RAM."""
+    """Make an area at a page of `BASE`, with some of its pages in RAM."""
     address = BASE + start * PAGE
     known: dict[str, Any] = {
         "access": "rw-p", "offset": 0, "page_bytes": PAGE,
@@ -285,9 +285,7 @@ def test_what_is_not_mapped_is_no_memory_whatever_an_entry_says() -> None:
     assert mapping.nbytes == 3 * PAGE
 
 
-def test_work_grows_with_what_there_is_and_not_with_its_square(
-    monkeypatch: Patch,
-) -> None:
+def test_work_grows_with_what_there_is_and_not_with_its_square(monkeypatch: Patch) -> None:
     class Counted(list[Any]):
         n_read = 0
 

@@ -313,8 +313,7 @@ def test_a_hidden_model_is_known_by_its_name(model: Path, maps: Maps, monkeypatc
     one = only(model)
     assert (one.state, one.format) == ("deleted", None)
     assert one.problem == (
-        "the file is deleted: to read what is mapped of it takes CAP_CHECKPOINT_RESTORE, which "
-        "root has"
+        "the file is deleted: reading its mapping takes CAP_CHECKPOINT_RESTORE, which root has"
     )
     assert found(str(unnamed)) == []
 

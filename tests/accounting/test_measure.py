@@ -259,9 +259,9 @@ def test_what_has_not_begun_has_no_figures() -> None:
 
 
 def test_it_is_entered_once() -> None:
-    with um.measure() as m, pytest.raises(RuntimeError, match="take another"):
+    with um.measure() as m, pytest.raises(RuntimeError, match="use another"):
         m.__enter__()
-    with pytest.raises(RuntimeError, match="take another"):
+    with pytest.raises(RuntimeError, match="use another"):
         m.__enter__()
 
 

@@ -1,4 +1,4 @@
-"""Metrics: what Prometheus is told of processes, and that nothing more is read than that."""
+"""Metrics of processes for Prometheus, which read no more than they show."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMPUTE = "print('ready', flush=True)\nwhile True: pass"
 
 @pytest.fixture
 def invented(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    """Processes that are there: samples, or why there is none."""
+    """Invented processes: samples, or the error of reading one."""
     there: dict[int, Any] = {4711: NOW}
 
     class Invented:

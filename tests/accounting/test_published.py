@@ -405,7 +405,7 @@ def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(monkeypatch: P
         tally.count(1, 1)
         tally.hold(1, 1)
         assert shown.failure() == (
-            "this process shows its ledger to no other: [Errno 1] Operation not permitted"
+            "this process cannot publish its ledger: [Errno 1] Operation not permitted"
         )
         assert um.report().facts["problem"] == shown.failure()
         tally.end()
@@ -523,11 +523,11 @@ def test_an_image_that_nobody_has_changed_is_read() -> None:
 
 
 @pytest.mark.parametrize(("head", "reason"), [
-    ({"magic": b"unimem!!"}, "does not begin as one"),
+    ({"magic": b"unimem!!"}, "its beginning is another"),
     ({"version": 3}, "version is 3, and this unimem reads version 1"),
-    ({"n_columns": 2**31, "n_rows": 2**31}, "more than there is room for"),
-    ({"n_rows": shown._N_ROWS + 1}, "more than there is room for"),
-    ({"size": NBYTES}, "more than there is room for"),
+    ({"n_columns": 2**31, "n_rows": 2**31}, "counts more than fits"),
+    ({"n_rows": shown._N_ROWS + 1}, "counts more than fits"),
+    ({"size": NBYTES}, "counts more than fits"),
     ({"size": 10}, "checksum"),
     ({"sum": 0}, "checksum"),
     ({"n_columns": 3}, "expected a list of 3, got list"),
@@ -539,7 +539,7 @@ def test_an_image_that_nobody_has_changed_is_read() -> None:
 def test_headers_that_are_broken_are_told(head: dict[str, Any], reason: str | None) -> None:
     with fake(image(**head)):
         said = told()
-    expected = f"process {os.getpid()} shows a ledger that cannot be used: "
+    expected = f"process {os.getpid()} publishes an unusable ledger: "
     assert len(said) == (reason is not None)
     assert all(text.startswith(expected) and str(reason) in text for text in said)
 

@@ -18,8 +18,7 @@ from support.processes.running import running
 from support.terminal.html_pages import HtmlPage
 from support.terminal.screens import CONTROL, HOSTILE
 from support.terminal.watch_samples import CGROUP, GIB, KIB, MACHINE, MIB, placed, report, sample
-from unimem.accounting.report import Mapping, Report, Row
-from unimem.accounting.report_html import color_of
+from unimem.accounting.report import Mapping, Report
 from unimem.accounting.report_page import report_page
 from unimem.accounting.samples import GrowthPoint, Sampler
 from unimem.engine import embedded_model
@@ -155,9 +154,7 @@ def test_growth_is_drawn_where_it_was_watched() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["short", "&" * 4000, HOSTILE * 9],
-    ids=["short", "long and escaped", "hostile"],
+    "name", ["short", "&" * 4000, HOSTILE * 9], ids=["short", "long and escaped", "hostile"]
 )
 def test_ten_thousand_mappings_stay_small(name: str) -> None:
     many = tuple(
@@ -204,17 +201,3 @@ def test_sums_are_the_kernel_s(name: str, said: list[bytes]) -> None:
     assert (n > 10_000) == (name == "10000 mappings")
     mine = [row for row in page.table("address").rows if row[-1] == "mine"]
     assert [(row[1], row[5]) for row in mine] == [(MIB, "scratch")] * (name == "this")
-
-
-def test_a_notebook_shows_a_report() -> None:
-    made = Report((Row("kv", 5, requested_bytes=4),), {"model": "a.gguf"})
-    page = HtmlPage(made._repr_html_())
-    assert page.table("memory").rows == [["kv", 4, 5, "-", "-", "-", ""]]
-    assert "a.gguf" in page.text
-    assert "html" not in page.tags
-    assert made._repr_html_().startswith('<div class="unimem">')
-
-
-def test_categories_have_colours() -> None:
-    assert color_of("kv") != color_of("weights:q8_0") != color_of("weights:f32", 1)
-    assert color_of("none of ours").startswith("#")

@@ -220,7 +220,7 @@ def test_a_page_without_figures(planned: Planned) -> None:
     ({"spilled_bytes": GIB},
      ["1.0 GiB of the file cannot stay in RAM beside the rest: every token reads"]),
     ({"checks": FALLS_BACK.checks},
-     ["Not as asked for: locked memory (memlock). Memory falls back to what there is."]),
+     ["Not as asked for: locked memory (memlock). Memory falls back to what is available."]),
     ({"ctx": 40_000}, ["40,000 tokens (beyond the model's own: 32,768, fits: 22,528)"]),
 ], ids=["asked", "spills", "falls back", "beyond the model"])  # fmt: skip
 def test_what_is_said_of_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:
@@ -325,20 +325,6 @@ def test_options_mean_what_they_mean_for_run() -> None:
         assert plan[name].default == run[name].default
 
 
-@pytest.mark.parametrize("words", [
-    "--ctx 0", "--batch 0", "--kv-dtype q3_K", "--kv-dtype q8_0,", "--device gpu",
-    "--numa nowhere", "--sessions 0",
-    "--memory much", "--memory 0", "--cpus 4", "--cpus 0 --memory 1G", "--pool 2m", "--nodes 2",
-    "--pool 2m=x --memory 1G", "--pool 3m=4 --memory 1G", "--pool 2m=513 --memory 1G",
-    "--nodes 0 --memory 1G", "--cgroup /nowhere", "--cgroup / --memory 1G",
-    "--device cuda:0 --memory 1G",
-])  # fmt: skip
-def test_wrong_usage_ends_with_2(words: str) -> None:
-    screen = show("plan", *words.split())
-    assert (screen.code, screen.out) == (2, "")
-    assert words.split(maxsplit=1)[0] in screen.err
-
-
 def test_the_document_is_that_of_the_library(planned: Planned) -> None:
     for made in (PLAN, SPILLS, FALLS_BACK, TOO_LARGE):
         planned(made)
@@ -383,16 +369,6 @@ def test_what_cannot_fit_ends_with_3() -> None:
     assert (screen.code, screen.err) == (3, "")
     assert "What helps, the cheapest first:" in screen.lines
     assert screen.lines[0].startswith("Does not fit: ")
-
-
-def test_files_that_are_no_models(tmp_path: Path) -> None:
-    (tmp_path / "broken.gguf").write_bytes(b"GGUF\3")
-    for name in ("broken.gguf", "none.gguf"):
-        screen = show("plan", tmp_path / name, "--json")
-        assert (screen.code, screen.out) == (1, "")
-        assert screen.err.startswith("unimem: ")
-        assert name in screen.err
-        assert screen.err.count("\n") == 1
 
 
 def test_a_path_that_is_no_text(tmp_path: Path) -> None:

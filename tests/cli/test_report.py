@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from support.processes.running import running
 from support.project.checkout import ROOT
 from support.terminal.screens import CONTROL, HOSTILE, show, show_on_terminal
 from unimem.accounting.report import Mapping, Report, Row
-from unimem.cli import processes, watch
+from unimem.cli import watch
 from unimem.cli.processes import ModelProcess, Processes
 from unimem.system.placement import Placement
 
@@ -39,13 +38,6 @@ with um.open_weights(sys.argv[1], load="map") as weights:
     weights.warm()
     print("ready", flush=True)
     sys.stdin.read()
-"""
-SHOW = """
-import sys
-from unimem.accounting.published import publish
-publish()
-print("ready", flush=True)
-sys.stdin.read()
 """
 
 
@@ -134,8 +126,8 @@ LIST = """\
   98   80.0 MiB   90.0 MiB  python             c.gguf, staged
   97   79.0 MiB   90.0 MiB  python             c.gguf, kept for others
 
-unimem report PID shows where the memory of one is, with --watch as it changes.
-2 processes are not ours to look at.
+unimem report PID shows the memory of one, with --watch as it changes. 2
+processes are not ours to look at.
 """
 
 
@@ -297,27 +289,6 @@ def test_an_empty_list_says_how_to_go_on(monkeypatch: Patch) -> None:
     assert "unimem report PID takes any, and ps -e lists all. 1 process is not ours" in text
 
 
-def test_processes_are_found_by_their_models(holder: tuple[int, Path]) -> None:
-    pid, path = holder
-    found = {each.pid: each for each in processes.find().found}
-    assert (found[pid].models, found[pid].has_ledger) == ((str(path),), False)
-    assert 0 < found[pid].pss_bytes <= found[pid].rss_bytes
-    assert os.getpid() not in found
-
-
-def test_a_process_is_found_by_its_ledger() -> None:
-    with running(SHOW) as pid:
-        found = {each.pid: each for each in processes.find().found}
-    assert (found[pid].models, found[pid].has_ledger) == ((), True)
-
-
-def test_processes_that_end_or_hide_are_left_out(monkeypatch: Patch) -> None:
-    errors = [ProcessLookupError("gone"), PermissionError("no"), ValueError("a thread")]
-    monkeypatch.setattr(processes, "_others", lambda: iter((1, 2, 3)))
-    monkeypatch.setattr(processes, "read_process", Mock(side_effect=errors))
-    assert processes.find() == Processes((), 1)
-
-
 def test_no_such_process() -> None:
     with subprocess.Popen(["true"]) as process:
         pass
@@ -329,20 +300,6 @@ def test_a_process_of_somebody_else(monkeypatch: Patch) -> None:
     said = "Process 1 (x) is of user 'root': run this as root"
     monkeypatch.setattr(command, "make_report", Mock(side_effect=PermissionError(13, said)))
     assert show("report", 1) == (1, "", f"unimem: {said}\n")
-
-
-@pytest.mark.parametrize("pid", ["ollama", "0", "-1", "1.5", "²"])
-def test_only_numbers_name_a_process(pid: str) -> None:
-    screen = show("report", "--", pid)
-    assert (screen.code, screen.out) == (2, "")
-    text = " ".join(screen.err.split())
-    assert f"got {pid!r}: 'unimem report' lists those that have a model, 'ps -e' all" in text
-
-
-@pytest.mark.parametrize("words", ["--mappings", "--count 2", "1 --count 2", "1 --interval 2"])
-def test_wrong_usage_ends_with_2(words: str) -> None:
-    screen = show("report", *words.split())
-    assert (screen.code, screen.out) == (2, "")
 
 
 def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:

@@ -170,7 +170,7 @@ def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
     assert int(status(held.pid, "PPid")) != os.getpid(), "nobody's zombie"
     assert os.readlink(f"/proc/{held.pid}/cwd") == "/"
     folder = f"/proc/{held.pid}/fd"
-    while open_sockets(held.pid):  # until it has read that it shall keep it
+    while open_sockets(held.pid):  # until it has read the order to keep it
         time.sleep(0.01)
     files = {os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
     memfds = {"/memfd:model.gguf (deleted)", "/memfd:unimem-stage (deleted)"}
@@ -212,7 +212,7 @@ def test_a_changed_model_is_staged_anew(model: Path, tmp_path: Path) -> None:
             file.write(b"x")
         code, new, err = run(model)
         assert code == 0
-        assert f"{model} was written to or replaced: what was staged of it is dropped" in err
+        assert f"{model} was written to or replaced: its staged copy is dropped" in err
         assert not os.path.exists(old)
         assert read_elsewhere(new.strip()) == model.read_bytes()
         assert len(kept(tmp_path)) == 1
@@ -578,7 +578,7 @@ def test_what_is_gone_is_staged_anew(model: Path, tmp_path: Path) -> None:
     assert f"; {path}: No such file or directory\n" in run("--list").out
     code, out, err = run(model, "--backing", "shm")
     assert code == 0
-    assert f"{path}: No such file or directory: what was staged of it is dropped" in err
+    assert f"{path}: No such file or directory: its staged copy is dropped" in err
     assert read_elsewhere(out.strip()) == model.read_bytes()
     assert len(kept(tmp_path)) == 1
 

@@ -85,7 +85,7 @@ def test_a_replaced_object_is_staged_anew(store: ObjectServer) -> None:
     store.add(PATH, bytes(data))
     again, screen = staged(URL)
     assert again != path
-    assert f"{URL} was replaced on its server: what was staged of it is dropped" in screen.err
+    assert f"{URL} was replaced on its server: its staged copy is dropped" in screen.err
     assert read_elsewhere(again) == data
     assert len(kept()) == 1
 
@@ -97,8 +97,8 @@ def test_a_load_that_was_broken_off_goes_on(store: ObjectServer) -> None:
     assert failed.code == 1
     assert failed.out == ""
     assert "HTTP status 503" in failed.err
-    assert f"what has come of {URL} stays in memory" in failed.err
-    assert "the same command goes on with it" in failed.err
+    assert f"of {URL} stay in memory" in failed.err
+    assert "the same command continues them" in failed.err
     (held,) = kept()
     assert "of it" in show("stage", "--list").out
     store.choose_fault = lambda *_: ""

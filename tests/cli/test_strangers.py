@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Arguments, the exit code, and words on standard error; with none, it works and says nothing there.
+# fmt: off
 USAGE = [
     ([], 2, "Usage: unimem"),
     (["walk"], 2, "No such command 'walk'"),
@@ -84,6 +85,17 @@ USAGE = [
     (["plan", "--numa", "bind:"], 2, "--numa: expected 'bind:NODES'"),
     (["plan", "--numa", "bind:1024"], 2, "from 0 to 1023; got 'bind:1024'"),
     (["plan", "--threads", "1.5"], 2, "'--threads'"),
+    (["plan", "--threads", "0"], 2, "'--threads'"),
+    *(
+        (["plan", *words.split()], 2, words.split()[0])
+        for words in (
+            "--batch 0", "--kv-dtype q3_K", "--kv-dtype q8_0,", "--numa nowhere", "--sessions 0",
+            "--memory much", "--memory 0", "--cpus 4", "--cpus 0 --memory 1G", "--pool 2m",
+            "--nodes 2", "--pool 2m=x --memory 1G", "--pool 3m=4 --memory 1G",
+            "--pool 2m=513 --memory 1G", "--nodes 0 --memory 1G", "--cgroup /nowhere",
+            "--cgroup / --memory 1G", "--device cuda:0 --memory 1G",
+        )
+    ),
     (["plan", "--sessions", "99999"], 2, "'--sessions'"),
     (["plan", "--batch", "-1"], 2, "'--batch'"),
     (["plan", "--device", "gpu"], 2, "--device: expected cuda:N, as in cuda:0, got 'gpu'"),
@@ -95,21 +107,38 @@ USAGE = [
     (["run", "--temperature", "inf"], 2, "temperature: expected a number from 0 on"),
     (["run", "--top-p", "2"], 2, "top_p: expected a number above 0 and up to 1"),
     (["run", "--seed", "-1"], 2, "'--seed'"),
+    (["run", "--top-p", "0"], 2, "top_p: expected a number above 0"),
+    (["run", "m.gguf", "more.gguf"], 2, "unexpected extra argument"),
     (["run", "m.gguf", "--chat"], 2, "--chat needs a message"),
+    *(
+        (["run", *words.split()], 2, words.split()[0])
+        for words in (
+            "--ctx 0", f"--ctx {2**31}", "--kv-dtype q9", "--load mmap", "-n many",
+            "--pages 3k", "--temperature -1", "--top-k -1", "--window 0", "--unknown",
+            "--numa bind:1024",
+        )
+    ),
     (["run", "--save-session", ""], 2, "--save-session: expected the path of a file"),
-    (["report", "0"], 2, "expected PID, the number of a process, got '0'"),
+    (["report", "0"], 2, "expected PID, the number of a process, got '0': 'unimem report' lists"),
     (["report", "-1"], 2, "-1"),
+    (["report", "--", "-1"], 2, "got '-1'"),
+    (["report", "1.5"], 2, "got '1.5'"),
     (["report", "python"], 2, "got 'python'"),
     (["report", "\uff19"], 2, "expected PID"),
     (["report", "9" * 5000], 2, "expected PID"),
     (["report", "1", "--watch", "--mappings"], 2, "--mappings is not for --watch"),
     (["report", "1", "--watch", "--interval", "nan"], 2, "'--interval'"),
+    (["report", "1", "--watch", "--interval", "0"], 2, "'--interval'"),
+    (["report", "1", "--watch", "--count", "0"], 2, "'--count'"),
     (["report", "--count", "1"], 2, "--count is for --watch"),
+    (["report", "1", "--count", "1"], 2, "--count is for --watch"),
+    (["report", "1", "--interval", "2"], 2, "--interval is for --watch"),
     (["report", "--mappings"], 2, "--mappings needs PID"),
     (["stage", ""], 2, "expected the path of a model, got ''"),
     (["stage", "m.gguf", "--list"], 2, "expected one of MODEL, --list and --drop"),
     (["stage", "m.gguf", "--page-cache", "--pages", "2m"], 2, "--page-cache has pages"),
 ]
+# fmt: on
 FILES = [
     *(
         ([*command, name], 1, words)
@@ -120,7 +149,7 @@ FILES = [
             ("empty.gguf", "empty.gguf: the file ends inside its header"),
             ("/dev/null", "/dev/null: Expected a regular file"),
             ("pipe", "pipe: Expected a regular file"),
-            ("text.gguf", "text.gguf: the file does not begin with GGUF"),
+            ("text.gguf", "text.gguf: the file does not begin with GGUF (at byte 0)"),
             ("cut.gguf", "cut.gguf: an array is longer than the rest of the file"),
             ("short.gguf", "short.gguf: a tensor passes the end of the file"),
             ("cut.safetensors", "cut.safetensors: the file ends inside its header"),
@@ -141,6 +170,8 @@ RUNS = [
     (["run", "-n", "1", "-p", "\x01\x1b[2J"], 0, ""),
     (["run", "-n", "1", "--top-k", "9" * 30, "--seed", "9" * 30, "--temperature", "1"], 0, ""),
     (["run", "-n", "1m"], 3, "1,048,576 more do not fit in the context of 512"),
+    (["run", "--ctx", "2000000000"], 3, "a context of 512 tokens, the longest"),
+    (["run", "--ctx", "3", "-p", "Once upon a time", "--json"], 3, "context of 3"),
     (["run", "--ctx", "1"], 3, "a prompt of 5 tokens and 1 more do not fit in the context of 1"),
     (["run", "--chat", "-p", "Hello"], 1, "tokenizer.chat_template"),
     (["run", "--resume", "none"], 1, "none: No such file or directory"),
@@ -248,11 +279,3 @@ def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     screen = run("stage", "m.gguf", shell='rmdir ../gone && exec "$@"', cwd=tmp_path / "gone")
     check(screen, 1, "unimem: ")
-
-
-@pytest.mark.slow  # as test_blocks_of_text_in_a_pipe of test_cli_watch_terminal
-def test_a_watch_without_a_terminal_is_lines() -> None:
-    screen = run("report", os.getpid(), "--watch", "--count", 1, stdin=subprocess.DEVNULL)
-    assert (screen.code, screen.err) == (0, "")
-    assert "\x1b" not in screen.out
-    assert re.search(r"^total ", screen.out, re.M)

@@ -21,16 +21,8 @@ pytest.importorskip("ggml", reason="a decoder needs ggml-python: pip install '.[
 
 from rich.cells import cell_len
 
-from support.terminal.screens import CONTROL, HOSTILE, MAIN, run_command, show, start_command
-from support.terminal.watch_samples import (
-    CGROUP,
-    DECODER,
-    MACHINE,
-    MIB,
-    SIZES,
-    report,
-    sample,
-)
+from support.terminal.screens import CONTROL, HOSTILE, MAIN, run_command, start_command
+from support.terminal.watch_samples import CGROUP, DECODER, MACHINE, MIB, SIZES, report, sample
 from unimem.accounting.samples import Sample
 from unimem.base.text import Surface
 from unimem.cli.watch import document, sample_lines
@@ -272,13 +264,3 @@ def test_lines_of_json_until_an_interrupt(decoder: int) -> None:
     for each in (first, made):
         assert each["report"]["rows"]
         assert each["decoders"]["kv_tokens"] >= 0
-
-
-@pytest.mark.parametrize(("arguments", "code", "says"), [
-    ((2**22 + 1,), 1, "process"),            ((1, "--count", 0), 2, "--count"),
-    ((1, "--interval", 0), 2, "--interval"),
-], ids=["no such process", "no count", "no interval"])  # fmt: skip
-def test_what_cannot_be_watched(arguments: tuple[object, ...], code: int, says: str) -> None:
-    screen = show("report", *arguments, "--watch")
-    assert (screen.code, screen.out) == (code, "")
-    assert says in screen.err

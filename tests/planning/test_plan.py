@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,12 @@ import pytest
 import unimem as um
 from support.files import gguf_files as gf
 from unimem._core.status import ledger
-from unimem.accounting.row import Row
 from unimem.base.text import format_bytes
-from unimem.errors import CategoryError
 from unimem.planning.needs import PREFILL_BATCH, token_bytes
 from unimem.system.limits import Limit
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB = 1 << 30
-
-
-@pytest.fixture
-def available(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def set_available(nbytes: int) -> None:
-        limit = Limit("memory of the machine", 2 * nbytes, nbytes, "less")
-        monkeypatch.setattr("unimem.system.limits.memory_limits", lambda: (limit,))
-
-    # What lies in a pool needs no room.
-    monkeypatch.setattr("unimem.system.limits.huge_pools", dict)
-    set_available(64 * GIB)
-    return set_available
 
 
 @pytest.fixture
@@ -76,22 +61,6 @@ def test_dims() -> None:
     assert rows(plan)["weights:f16"] == pytest.approx(2 * 1.1e9, rel=0.02)
     quantized = um.plan(replace(DIMS, quantized=True), threads=4)
     assert rows(quantized)["weights:q8_0"] == pytest.approx(1.1e9 * 34 / 32, rel=0.02)
-
-
-def test_a_row_by_its_category() -> None:
-    for rows in (
-        um.plan(DIMS),
-        um.Report((Row("kv", 1), Row("other", 2), Row("kv", 3, device="d"))),
-    ):
-        assert rows["kv"] is next(row for row in rows.rows if row.category == "kv")
-        for name in ("history", 3):
-            with pytest.raises(
-                CategoryError, match=rf"its rows \(.*kv.*\), got {name!r}"
-            ) as caught:
-                rows[name]  # type: ignore[index]
-            assert isinstance(caught.value, KeyError)
-            assert "kv" in caught.value.categories
-            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.usefixtures("available")
@@ -429,19 +398,3 @@ def test_options_out_of_range(name: str, values: list[Any]) -> None:
     for value in values:
         with pytest.raises(ValueError, match=name.removeprefix("kv_")):
             um.plan(DIMS, **{name: value})
-
-
-@pytest.mark.usefixtures("available")
-def test_str() -> None:
-    plan = um.plan(DIMS, ctx=100)
-    verdict, facts, memory, checks, unknown = str(plan).split("\n\n")
-    assert [line.split()[0] for line in facts.splitlines()] == ["model", "context", "load"]
-    assert facts.startswith("model     architecture unknown, dimensions\n")
-    assert "100 tokens (model's own: 8,192, fits: 8,192), KV f16" in facts
-    first = [line.split()[0] for line in memory.splitlines()]
-    assert first == ["memory", *(row.category for row in plan.rows), "total", "must"]
-    head, *rows = checks.splitlines()
-    assert head.split() == ["limit", "needed", "available", "fits"]
-    assert [row.partition("  ")[0] for row in rows] == [check.name for check in plan.checks]
-    assert unknown.startswith("Not known:\n-  ")
-    assert verdict == "Fits: 2.1 of 64.0 GiB. Largest context 8k."

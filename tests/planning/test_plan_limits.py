@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -16,9 +15,8 @@ import pytest
 
 import unimem as um
 from support.kernel.cgroups import SmallCgroup, cgroup_1gb, small_cgroup  # noqa: F401 - a fixture
-from support.project.checkout import ROOT
+from support.models.plans import DIMS, assert_true, validated
 from unimem.accounting import published
-from unimem.planning.result import is_as_asked
 from unimem.system import limits
 from unimem.system.limits import HugePool, Limit, Node
 
@@ -26,50 +24,12 @@ jsonschema = pytest.importorskip(
     "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
 )
 
-SCHEMA = json.loads((ROOT / "docs/schemas/plan-1.json").read_text())
 GIB, MIB = 1 << 30, 1 << 20
-DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Let the machine, and cgroups in it, have so much room."""
-
-    def set_room(machine: int, *cgroups: Limit) -> None:
-        limit = Limit("memory of the machine", 2 * machine, machine, "take less")
-        monkeypatch.setattr(limits, "memory_limits", lambda: (limit, *cgroups))
-
-    monkeypatch.setattr(limits, "huge_pools", dict)  # what lies in a pool needs no such room
-    return set_room
-
-
-@pytest.fixture
-def room(memory: Any) -> Any:
-    """The same, when there is plenty."""
-    memory(64 * GIB)
-    return memory
-
-
-def validated(plan: um.Plan) -> dict[str, Any]:
-    document = json.loads(plan.to_json())
-    jsonschema.Draft202012Validator(SCHEMA).validate(document)
-    return document  # type: ignore[no-any-return]
 
 
 def check_of(plan: um.Plan, name: str) -> Any:
     (check,) = (check for check in plan.checks if name in check.name)
     return check
-
-
-def assert_true(plan: um.Plan, model: Any, **options: Any) -> None:
-    """Advice is what planning with it says."""
-    assert plan.advice
-    for advice in plan.advice:
-        if not advice.options:
-            continue
-        other = um.plan(model, **(options | {"ctx": plan.ctx} | advice.options))
-        assert advice.saves_bytes == plan.required_bytes - other.required_bytes, advice
-        assert advice.fits == is_as_asked(other), advice
 
 
 # ---- a cgroup of 1 GB, and a model of 2 GB ------------------------------------------------------
@@ -82,7 +42,7 @@ def large_model(tmp_path: Path) -> Path:
 
 
 def write_hole(path: Path, kind: str, *, inner: int, vocab: int) -> Path:
-    """A model of which nothing but the header is on the disk."""
+    """A model with nothing but its header on the disk."""
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
     import gguf
     import numpy as np
@@ -443,64 +403,3 @@ def test_a_layout_falls_back_with_all_of_the_context(
             with Decoder(layout.weights, layout=layout) as decoder:
                 assert decoder.ctx == 512
     assert {each.category for each in told} == {um.PlacementWarning}
-
-
-# ---- advice -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"load": "copy", "ctx": 4000},
-        {"load": "copy", "ctx": 4000, "kv_dtype": "f32", "sessions": 3, "batch": 2},
-        {"load": "map", "ctx": 8000, "kv_dtype": "float32", "pages": "4k"},
-        {"load": "direct", "ctx": 300, "window": 300, "threads": 1},
-    ],
-)
-def test_advice_is_what_planning_with_it_says(memory: Any, options: dict[str, Any]) -> None:
-    memory(64 * GIB)
-    whole = um.plan(DIMS, **options)
-    assert whole.advice == ()
-    for part in (0.999, 0.7, 0.2, 0.001):
-        memory(int(whole.total_bytes * part))
-        plan = um.plan(DIMS, **options)
-        assert not plan.fits or plan.spilled_bytes
-        assert_true(plan, DIMS, **options)
-        validated(plan)
-
-
-def test_what_costs_least_comes_first(room: Any) -> None:
-    options: dict[str, Any] = {"ctx": 8000, "load": "copy", "sessions": 2, "pages": "4k"}
-    whole = um.plan(DIMS, **options)
-    room(whole.total_bytes - 4096)
-    plan = um.plan(DIMS, **options)
-    names = [name for advice in plan.advice for name in advice.options]
-    assert names == ["load", "sessions", "kv_dtype", "ctx", "window"]
-    assert plan.advice[-1].text.endswith("memory of the machine: take less")
-    assert "q4_K" in plan.advice[-2].text
-
-
-def test_advice_counts_conversations_and_streams_in_words(memory: Any) -> None:
-    options: dict[str, Any] = {"ctx": 8000, "pages": "4k"}
-    for name, one, two in (
-        ("sessions", "1 conversation at a time", "2 conversations at a time"),
-        ("batch", "1 stream", "2 streams"),
-    ):
-        for n, words in ((1, one), (2, two)):
-            memory(64 * GIB)
-            memory(um.plan(DIMS, **options | {name: n}).total_bytes)
-            plan = um.plan(DIMS, **options | {name: 4})
-            (advice,) = (advice for advice in plan.advice if list(advice.options) == [name])
-            assert (advice.text, advice.options) == (f"{words} instead of 4", {name: n})
-
-
-def test_changes_that_fit_together(memory: Any) -> None:
-    options: dict[str, Any] = {"ctx": 8000, "kv_dtype": "f32", "sessions": 4, "pages": "4k"}
-    changes: dict[str, Any] = {"sessions": 1, "kv_dtype": "q8_0"}
-    # Where these are not enough, the context is as long as it can be with them.
-    for ctx, change in ((8000, changes), (3000, changes | {"ctx": 3000})):
-        memory(um.plan(DIMS, ctx=ctx, kv_dtype="q8_0", pages="4k").total_bytes)
-        plan = um.plan(DIMS, **options)
-        (together,) = (advice for advice in plan.advice if advice.text.startswith("together"))
-        assert (together.options, together.fits) == (change, True)
-        assert_true(plan, DIMS, **options)

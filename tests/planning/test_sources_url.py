@@ -410,4 +410,4 @@ def test_inspect_before_the_download(server: ModelServer) -> None:
     for option in ("--residency", "--content-hash"):
         screen = show("inspect", url, option)
         assert (screen.code, screen.out) == (2, "")
-        assert "of a URL only headers are read" in " ".join(screen.err.split())
+        assert "only headers of a URL are read" in " ".join(screen.err.split())

@@ -21,7 +21,7 @@ CYTHON = re.compile(
     r"^( *)(?:(?:cdef|cpdef|def)\s+(?!class\b|extern\b)[\w\s*\[\],]*?)(\w+)\(", re.M
 )
 CYTHON_CLASS = re.compile(r"^(?:cdef )?class (\w+)(?:\(([^)]*)\))?", re.M)
-CYTHON_STAR = re.compile(r"""\*[(\[]\s*["'\d]""")
+CYTHON_STAR = re.compile(r"""\*[(\[]\s*["'\d][^)\]]*[)\]](?!\s*\*)""")
 
 
 @cache
@@ -136,7 +136,7 @@ def test_no_override_changes_a_signature() -> None:
 def star_literals(path: str, text: str) -> Iterator[int]:
     """The lines in which a literal is unpacked in place."""
     if path.endswith(".pyx"):
-        yield from (i for i, line in enumerate(text.splitlines(), 1) if CYTHON_STAR.search(line))
+        yield from (1 + text[: found.start()].count("\n") for found in CYTHON_STAR.finditer(text))
         return
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Starred) and isinstance(node.value, (ast.Tuple, ast.List, ast.Set)):

@@ -6,57 +6,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from support.kernel.cgroup_tree import MEMINFO, Write, memory, names
 from support.kernel.cgroups import LIMIT_BYTES, SmallCgroup, cgroup_512mb
-from unimem.base import kernel_files
 from unimem.errors import CapacityError
-from unimem.planning.hosts import CgroupHost
-from unimem.system import cgroups, limits, pressure
-from unimem.system.cgroups import Cgroup, cgroups_above
-from unimem.system.pressure import Pressure
+from unimem.system import limits
 
 __all__ = ["cgroup_512mb"]  # fixtures
 
-Write = Callable[[str, object], None]
 MIB = 1 << 20
-
-V2 = "30 20 0:25 / /cg rw - cgroup2 cgroup2 rw\n"
-V1 = (
-    "31 20 0:26 / /cg/memory rw - cgroup cgroup rw,memory\n"
-    "32 20 0:27 / /cg/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
-    "33 20 0:28 / /cg/huge rw - cgroup cgroup rw,hugetlb\n"
-)
-MEMINFO = "MemTotal: 20 kB\nMemFree: 5 kB\nMemAvailable: 10 kB\nHugepagesize: 2048 kB"
-
-
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Write files as the process would see them, cgroups under /cg; all others are absent."""
-    for name in ("read_text", "list_names", "is_folder"):
-        real = getattr(kernel_files, name)
-        monkeypatch.setattr(kernel_files, name, lambda path, real=real: real(f"{tmp_path}{path}"))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    cgroups._mounts.cache_clear()
-    limits.core_of.cache_clear()
-
-    def write(name: str, content: object) -> None:
-        short = {"self": "proc/self/cgroup", "cgroup": "cg", "cpu": "sys/devices/system/cpu"}
-        first, slash, rest = name.partition("/")
-        path = tmp_path / f"{short.get(first, first)}{slash}{rest}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{content}\n")
-
-    write("proc/self/mountinfo", V2 + V1)
-    write("proc/meminfo", MEMINFO)
-    yield write
-    cgroups._mounts.cache_clear()
-    limits.core_of.cache_clear()
 
 
 def test_without_cgroups(tree: Write) -> None:
@@ -70,17 +33,6 @@ def test_without_proc(tree: Write, tmp_path: Path) -> None:
     (machine,) = limits.memory_limits()
     assert 0 < machine.room_bytes <= machine.limit_bytes
     assert machine.limit_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def memory(tree: Write, cgroup: str, most: object, used: int, **more: object) -> None:
-    """Write the files of a cgroup of version 2."""
-    for name, content in {"max": most, "current": used, **more}.items():
-        tree(f"cgroup{cgroup}/memory.{name}", content)
-
-
-def names(pid: int | None = None) -> list[str]:
-    """The cgroups that limit a process."""
-    return [limit.name for limit in limits.memory_limits(pid)[1:]]
 
 
 def test_version_2_takes_the_least_room_above(tree: Write) -> None:
@@ -193,19 +145,6 @@ def test_high_is_a_limit_and_the_remedy_names_its_file(tree: Write) -> None:
     assert limit.remedy == "echo max > /cg/a/memory.high"
 
 
-def test_a_container_sees_a_part_of_the_tree(tree: Write) -> None:
-    tree("proc/self/mountinfo", r"30 20 0:25 /docker/x /c\040g ro - cgroup2 cgroup2 rw")
-    for folder, room in (("c g/s", 4000), ("c g", 3000)):
-        tree(f"{folder}/memory.max", room)
-        tree(f"{folder}/memory.current", 0)
-    tree("self", "0::/docker/x/s")
-    assert names() == ["cgroup /docker/x/s", "cgroup /docker/x"]
-    for hidden in ("/elsewhere/y", "/../../y"):
-        tree("self", f"0::{hidden}")
-        assert names() == ["cgroup /"]
-        assert limits.available_bytes() == 3000
-
-
 def test_the_commit_limit_counts_in_mode_2_only(tree: Write) -> None:
     tree("proc/meminfo", MEMINFO + "\nCommitLimit: 9 kB\nCommitted_AS: 8 kB")
     assert (limits.overcommit(), limits.available_bytes()) == (0, 10 << 10)
@@ -289,7 +228,7 @@ def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
     pool = limits.huge_pools()["2m"]
     limit = pool.limit(10 << 20)
     assert (pool.available_bytes, limit.name) == (4 << 20, "hugetlb cgroup /a")
-    # To the limit of 5 MiB, of which 4 are left, comes what is missing of 10.
+    # The remedy adds the missing 6 MiB of 10 to the limit of 5 MiB with 4 left.
     assert limit.remedy == f"echo {11 << 20} > {limit.path}"
     assert limit.path.endswith(most)
 
@@ -372,137 +311,6 @@ def test_files_take_nothing_of_the_commit_limit(tree: Write) -> None:
     limits.require_cached(10 << 10, 0, "a model")
     with pytest.raises(CapacityError, match="commit limit"):
         limits.require(1, "a block")
-
-
-# ---- cgroups ----
-
-
-def test_the_least_limit_of_the_files_of_its_version(tmp_path: Path) -> None:
-    old, new = Cgroup(str(tmp_path), "/a", 1), Cgroup(str(tmp_path), "/a", 2)
-    assert new.read_limit("old", "max", "high") is None
-    for name, text in (("old", "7"), ("max", "5\n"), ("high", "3\n")):
-        (tmp_path / name).write_text(text)
-    assert old.read_limit("old", "max", "high") == (7, f"{tmp_path}/old")
-    assert new.read_limit("old", "max", "high") == (3, f"{tmp_path}/high")
-    assert new.read_limit("old", "max") == (5, f"{tmp_path}/max")
-    assert old.path("old", "max") == f"{tmp_path}/old"
-    assert new.path("old", "max") == f"{tmp_path}/max"
-
-
-@pytest.mark.parametrize("text", ["max", "-1", str(2**63 - 4096), ""])
-@pytest.mark.parametrize("version", [1, 2])
-def test_what_is_no_limit(tmp_path: Path, text: str, version: int) -> None:
-    for name in ("old", "max"):
-        (tmp_path / name).write_text(text)
-    cgroup = Cgroup(str(tmp_path), "/a", 1 if version == 1 else 2)
-    assert cgroup.read_limit("old", "max") is None
-
-
-def test_limits_of_a_process_in_another_cgroup(tree: Write, tmp_path: Path) -> None:
-    tree("self", "0::/own")
-    memory(tree, "/own", 100, 0)
-    memory(tree, "/a", 5000, 1000)
-    memory(tree, "/a/b", 3000, 500)
-    tree("cgroup/a/cpu.max", "150000 50000")
-    tree("cgroup/a/cpuset.cpus.effective", "0-3")
-    tree("cgroup/a/cpuset.mems.effective", "1")
-    host = CgroupHost("/cg/a/b")
-    assert [(limit.name, limit.room_bytes) for limit in host.memory_limits()[1:]] == [
-        ("cgroup /a/b", 2500),
-        ("cgroup /a", 4000),
-    ]
-    assert host.thread_count() == 3
-    assert [node.allowed for node in host.nodes().values()] == [False]
-    assert names() == ["cgroup /own"]
-
-
-def test_a_cgroup_of_version_1_is_one_path_in_each_tree(tree: Write, tmp_path: Path) -> None:
-    tree("cgroup/memory/a/memory.limit_in_bytes", 4000)
-    tree("cgroup/memory/a/memory.usage_in_bytes", 1000)
-    tree("cgroup/cpu/a/cpu.cfs_quota_us", 200)
-    tree("cgroup/cpu/a/cpu.cfs_period_us", 100)
-    tree("sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages", 4)
-    tree("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", 4)
-    tree("cgroup/huge/a/hugetlb.2MB.limit_in_bytes", 4 << 20)
-    tree("cgroup/huge/a/hugetlb.2MB.usage_in_bytes", 0)
-    for folder in ("/cg/memory/a", "/cg/cpu/a"):
-        host = CgroupHost(folder)
-        (_, own) = host.memory_limits()
-        assert (own.name, own.room_bytes) == ("cgroup /a", 3000)
-        assert host.thread_count() == 2
-        assert host.huge_pools()["2m"].available_bytes == 4 << 20
-
-
-@pytest.mark.parametrize("folder", ["/cg/none", "/elsewhere", "", "/cg/memory.max"])
-def test_what_is_no_cgroup(tree: Write, folder: str) -> None:
-    tree("cgroup/memory.max", "max")
-    tree("elsewhere/memory.max", "max")
-    with pytest.raises(ValueError, match=r"expected the folder of a cgroup \(trees .*/cg"):
-        CgroupHost(folder)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_own_cgroups_are_found_from_the_own_one_up(version: int) -> None:
-    found = [cgroup for cgroup in cgroups_above("memory") if cgroup.version == version]
-    for below, above in pairwise(found):
-        assert Path(above.folder) == Path(below.folder).parent
-        assert below.name.startswith(above.name)
-    assert not found or Path(found[-1].folder, "cgroup.procs").exists()
-
-
-# ---- memory pressure ----
-
-
-def psi(some: str, full: str) -> str:
-    return "\n".join(
-        f"{name} avg10={figure} avg60=0.02 avg300=0.00 total=12121074"
-        for name, figure in (("some", some), ("full", full))
-    )
-
-
-@pytest.mark.parametrize(
-    ("own", "folder", "name"),
-    [
-        ("4:memory:/elsewhere\n0::/a/b\n", "cgroup/a/b", "cgroup /a/b"),
-        ("0::/\n", "cgroup", "cgroup /"),  # of a container, whose root is a cgroup
-    ],
-)
-def test_pressure_of_the_machine_and_of_the_own_cgroup(
-    tree: Write, own: str, folder: str, name: str
-) -> None:
-    tree("proc/pressure/memory", psi("1.50", "0.25"))
-    tree("proc/7/cgroup", own)
-    tree("cgroup/a/memory.pressure", psi("9.00", "9.00"))
-    tree(f"{folder}/cgroup.type", "domain threaded\n")
-    tree(f"{folder}/memory.pressure", psi("99.10", "40.00"))
-    found = pressure.memory_pressure(7)
-    assert found == (Pressure("machine", 1.5, 0.25), Pressure(name, 99.1, 40.0))
-
-
-@pytest.mark.parametrize("own", ["0::/\n", "0::/a/b\n", "4:memory:/a\n", ""])
-def test_pressure_of_the_machine_alone(tree: Write, own: str) -> None:
-    """The root's is the machine's; with cgroup.pressure at 0 there is no file."""
-    tree("proc/pressure/memory", psi("0.00", "0.00"))
-    tree("cgroup/memory.pressure", psi("0.00", "0.00"))
-    tree("proc/self/cgroup", own)
-    assert pressure.memory_pressure() == (Pressure("machine", 0.0, 0.0),)
-
-
-def test_pages_read_are_bytes_where_the_kernel_counts_them(tree: Write) -> None:
-    assert pressure.memory_pressure() == ()
-    assert pressure.paged_in_bytes() is None
-    tree("proc/vmstat", "nr_free_pages 5\npgpgin 12\npgpgout 9\n")
-    assert pressure.paged_in_bytes() == 12 << 10
-
-
-def test_the_pressure_of_this_machine() -> None:
-    found = pressure.memory_pressure()
-    if not found:
-        pytest.skip("this kernel counts no memory pressure (CONFIG_PSI, psi=1)")
-    machine = found[0]
-    assert machine.source == "machine"
-    assert 0 <= machine.full_percent <= machine.some_percent <= 100
-    assert (pressure.paged_in_bytes() or 0) > 0
 
 
 # ---- in a real cgroup of 512 MB: what would be killed in it is refused by name, and lives ----

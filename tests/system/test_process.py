@@ -286,7 +286,7 @@ def test_nodes_are_those_of_numa_maps(idle: Running, monkeypatch: pytest.MonkeyP
     for area in found.areas:
         sums.update(area.nodes)
     assert sums == witness
-    # Of a page of the kernel's own no node is told.
+    # A page of the kernel itself has no node.
     kernels = sum(area.rss_bytes for area in found.areas if area.path == "[vdso]")
     assert sum(sums.values()) == found.rss_bytes - kernels
 
@@ -320,7 +320,7 @@ def test_pages_in_ram_are_those_that_were_touched(monkeypatch: pytest.MonkeyPatc
             (PAGE - 1, 2 * PAGE + 9, PAGE + 1),
         ):  # fmt: skip
             assert mine.in_ram(start + low, start + high) == nbytes
-        # What of it is given back is not counted, whatever smaps said before.
+        # Memory that was given back is not counted, whatever smaps said before.
         memory.madvise(mmap.MADV_DONTNEED)
         assert mine.in_ram(start, end) == 0
     assert mine.in_ram(0, 16 * PAGE) == 0
@@ -487,7 +487,7 @@ def test_a_process_of_another_user(run_python: Run, idle: Running) -> None:
     assert of_root.startswith(f"Process {idle.pid} (cat")
     assert of_root.endswith("is of user 'root': run this as that user, or as root")
     # Its own memory it may read, but not its page tables: the kernel gave them to root then.
-    assert own.endswith("lets nobody read it, as after a change of users: run this as root")
+    assert own.endswith("is unreadable, as after a change of users: run this as root")
 
 
 @pytest.mark.parametrize(

@@ -261,7 +261,7 @@ def test_all_that_a_decoder_takes_lies_where_it_was_told() -> None:
 
 @pytest.mark.usefixtures("two_nodes")
 def test_what_is_repacked_is_one_decoder_s(model: Path) -> None:
-    with pytest.raises(ValueError, match=r"numa='mirror': what load='repack' makes"):
+    with pytest.raises(ValueError, match=r"numa='mirror': load='repack' makes memory of one"):
         um.plan(model, numa="mirror", load="repack")
 
 

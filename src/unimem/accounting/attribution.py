@@ -1,4 +1,4 @@
-"""Attributing areas of the kernel and regions of unimem to rows, each byte once."""
+"""Attribute areas of the kernel and regions of unimem to rows, each byte once."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["apportion", "attribute", "kind_of"]
 
 _PAGE = mmap.PAGESIZE
 _PageName = Literal["4k", "thp", "2m", "1g"]
-# Where the kernel does not tell: one page of page table entries, 8 bytes each, covers so much.
+# If unknown: the memory covered by one page of page table entries of 8 bytes.
 _THP = huge_page_bytes() or _PAGE * (_PAGE // 8)
 _NAMED = {
     "[heap]": "allocator",
     "[stack": "stacks",
-    # glibc names its memory where it is told to (glibc.mem.decorate_maps).
+    # Names of glibc, with glibc.mem.decorate_maps.
     "[anon: glibc: malloc": "allocator",
     "[anon: glibc: loader malloc": "allocator",
     "[anon: glibc: pthread": "stacks",
@@ -34,7 +34,7 @@ _NAMED = {
     "[anon_shmem:": "shared",
     "[": "kernel",
 }
-# Shared memory that the kernel has files for, though no user made them.
+# Files of the kernel for shared memory.
 _SHARED = ("/dev/shm/", "/memfd:", "/SYSV", "/dev/zero", "/anon_hugepage")
 
 
@@ -43,39 +43,38 @@ def attribute(
 ) -> tuple[tuple[Mapping, ...], tuple[Row, ...]]:
     """Attribute the memory of a process to categories.
 
-    Each area in which something is, or can be, belongs to the entry in whose addresses it lies, or
-    is a mapping of its own. What it holds goes to the parts that lie in it: by their sizes where
-    all of it is in RAM, or nothing; else by what of each is there, as pagemap says. So the sum of
-    each field of a `Placement` over the rows, or over the mappings, is the sum over the areas, to
-    the byte.
+    Each area that holds or can hold something belongs to the entry at its addresses, or is a
+    mapping of its own. Its memory goes to the parts in it: by their sizes if all or none of it is
+    in RAM, or else by the pages of each, from pagemap. Hence the sum of each field of a `Placement`
+    over the rows, or over the mappings, is the sum over the areas, to the byte.
 
     Parameters
     ----------
     process : Process
         The areas.
     entries : sequence of Entry, optional
-        What unimem has in that process.
+        Memory of unimem in that process.
     models : iterable of MappedModel, optional
-        Model files that it maps. What lies in an entry is the entry's.
+        Model files that it maps. Memory in an entry belongs to the entry.
 
     Returns
     -------
     mappings : tuple of Mapping
-        By address. An entry of which the process has no area is left out: it is unmapped by now.
+        By address, without entries that were unmapped meanwhile.
     rows : tuple of Row
-        Of each category that has something, in the order that tables show them in. What of it is
-        in use is known of parts that say it.
+        One per category with memory, in the order of tables. Active bytes are those that parts
+        report.
 
     Raises
     ------
     ProcessLookupError, PermissionError
-        As in `Process.in_ram`, which is asked only where an area has parts and holes.
+        As `Process.in_ram`, which is needed only for areas with parts and holes.
 
     Notes
     -----
-    A ring is mapped twice. Its `nbytes` are its memory once. In Pss a page of it counts half for
-    each image where both were touched, so that the sum is what is in RAM; in Rss it counts for each
-    image, as it does in the Rss of the process.
+    A ring is mapped twice. Its `nbytes` count its memory once. In Pss, a page counts half for each
+    image if both were touched, so that the sum is its memory in RAM; in Rss it counts for each
+    image, as in the Rss of the process.
     """
     entries = sorted(entries, key=lambda entry: entry.address)
     builders = [_MappingBuilder.from_entry(entry) for entry in entries]
@@ -120,19 +119,9 @@ def attribute(
 def kind_of(area: Area, *, is_program: bool = False) -> str:
     """Return the category of an area that belongs neither to unimem nor to a model file.
 
-    Parameters
-    ----------
-    area : Area
-        Of which only what the kernel says is looked at: the stacks of threads, and what malloc
-        maps, are anonymous unless they have names.
-    is_program : bool, optional
-        Whether some area of the same file can be executed.
-
-    Returns
-    -------
-    str
-        ``"allocator"``, ``"libraries"``, ``"stacks"``, ``"files"``, ``"shared"``, ``"anonymous"``
-        or ``"kernel"``.
+    These are ``"allocator"``, ``"libraries"``, ``"stacks"``, ``"files"``, ``"shared"``,
+    ``"anonymous"`` and ``"kernel"``. Stacks of threads, and malloc's mappings, are anonymous unless
+    they have names. `is_program` says whether any area of the same file is executable.
     """
     if not area.path:
         return "anonymous"
@@ -147,12 +136,7 @@ def kind_of(area: Area, *, is_program: bool = False) -> str:
 def apportion(total: int, weights: Sequence[int]) -> list[int]:
     """Apportion a total by weights, in whole numbers that sum up to it (largest remainders).
 
-    Parameters
-    ----------
-    total : int
-        From 0 on.
-    weights : sequence of int
-        From 0 on, and not all of them 0.
+    Not all weights may be 0.
 
     Examples
     --------
@@ -185,7 +169,7 @@ class _Usage:
 
 @dataclass(slots=True)
 class _MappingBuilder:
-    """A mapping, with the categories that are known so far."""
+    """A mapping, with its categories so far."""
 
     category: str
     name: str
@@ -219,7 +203,7 @@ class _MappingBuilder:
             if part.active_bytes is not None:
                 active = builder.active.get(part.category, 0) + part.active_bytes
                 builder.active[part.category] = active
-        # The other image of a ring lies behind its memory, or the gaps of a block.
+        # The other image of a ring is behind its memory, or the gaps of a block.
         category = next(iter(builder.nbytes)) if len(builder.nbytes) == 1 else entry.category
         end = entry.address + entry.reserved_bytes
         if end > at or not builder.nbytes:
@@ -228,7 +212,7 @@ class _MappingBuilder:
         return builder
 
     def add_piece(self, piece: _Span, area: Area) -> _Usage:
-        """Add a piece of an area, and return what holds the memory of its category."""
+        """Add a piece of an area, and return the usage of its category."""
         mapped = self.mapped.get(piece.category, 0)
         self.mapped[piece.category] = mapped + piece.end - piece.start
         self.page_bytes = max(self.page_bytes, area.page_bytes)
@@ -239,7 +223,7 @@ class _MappingBuilder:
         return self.held[piece.category]
 
     def finish(self) -> None:
-        """Drop bytes without an area, and say how the others are placed.
+        """Drop bytes without an area, and compute the placements of the rest.
 
         An entry may be older, or come from another process.
         """
@@ -251,7 +235,7 @@ class _MappingBuilder:
 
     @property
     def asked(self) -> dict[str, int]:
-        """The bytes that were asked for, by category; parts were asked for as they are."""
+        """The requested bytes by category."""
         if self.requested is None:
             return {}
         asked = dict(self.nbytes)
@@ -263,7 +247,7 @@ class _MappingBuilder:
 
     def _placement(self, category: str) -> Placement:
         held = self.held.get(category, _Usage())
-        # Resident pages say what they are; before there is one, the request does.
+        # Resident pages show their kind; without any, the request does.
         is_there = any(held.resident_bytes for held in self.held.values())
         is_huge = self.is_huge or (self.may_be_huge and not is_there)
         pages, page_bytes = _pages_of(self.page_bytes, is_huge=is_huge)
@@ -292,7 +276,7 @@ class _MappingBuilder:
 
 
 def _as_mapping(area: Area, category: str) -> Mapping:
-    """Make the mapping of an area in which nothing else is."""
+    """Make the mapping of an area that belongs to no entry."""
     held, hugetlb = area.resident_bytes, area.hugetlb_bytes
     is_huge = area.huge_bytes > 0 or (not held and _may_be_huge(area))
     pages, page_bytes = _pages_of(area.page_bytes, is_huge=is_huge)
@@ -324,7 +308,7 @@ def _may_be_huge(area: Area) -> bool:
 
 
 def _pages_of(page_bytes: int, *, is_huge: bool) -> tuple[_PageName, int]:
-    """Name the pages of a mapping, and give their size."""
+    """Return the name and the size of a mapping's pages."""
     if page_bytes > _PAGE:
         return "2m" if page_bytes < 1 << 30 else "1g", page_bytes
     return ("thp", _THP) if is_huge else ("4k", page_bytes)
@@ -356,7 +340,7 @@ def _as_entries(model: MappedModel) -> Iterator[Entry]:
 
 
 def _overlaps(entry: Entry, others: Sequence[Entry]) -> bool:
-    """Whether an entry overlaps one of the others, which are sorted and do not overlap."""
+    """Whether an entry overlaps one of the others, which are sorted and disjoint."""
     end = entry.address + entry.reserved_bytes
     i = bisect_left(others, end, key=lambda other: other.address) - 1
     return i >= 0 and others[i].address + others[i].reserved_bytes > entry.address
@@ -365,8 +349,8 @@ def _overlaps(entry: Entry, others: Sequence[Entry]) -> bool:
 def _cut_range(
     spans: Sequence[_Span], starts: Sequence[int], start: int, end: int
 ) -> Iterator[tuple[int, int, _Span | None]]:
-    """Cut a range of addresses into the pieces that spans cover, and those that none does."""
-    # A search, since there may be many spans in each of many areas.
+    """Cut a range of addresses into the pieces inside and outside of spans."""
+    # A binary search, since many areas may have many spans.
     for i in range(max(0, bisect_right(starts, start) - 1), len(spans)):
         if start >= end:
             return
@@ -382,7 +366,7 @@ def _cut_range(
 
 
 def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
-    """Add what an area holds to the builders of its pieces."""
+    """Add the memory of an area to the builders of its pieces."""
     shares: dict[tuple[int, str], _Usage] = {}
     groups: dict[tuple[int, str], list[_Span]] = {}
     for piece in pieces:
@@ -397,16 +381,15 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
         by = weights if any(weights) else sizes
         return zip(shares.values(), apportion(total, by), strict=True)
 
-    for held, nbytes in share(area.resident_bytes, in_ram):
-        held.resident_bytes += nbytes
-    for held, nbytes in share(area.pss_bytes + area.hugetlb_bytes, in_ram):
-        held.pss_bytes += nbytes
-    for held, nbytes in share(area.huge_bytes + area.hugetlb_bytes, in_ram):
-        held.huge_bytes += nbytes
-    for held, nbytes in share(area.locked_bytes, in_ram):
-        held.locked_bytes += nbytes
-    for held, nbytes in share(area.swapped_bytes, out):
-        held.swapped_bytes += nbytes
+    for name, total, weights in (
+        ("resident_bytes", area.resident_bytes, in_ram),
+        ("pss_bytes", area.pss_bytes + area.hugetlb_bytes, in_ram),
+        ("huge_bytes", area.huge_bytes + area.hugetlb_bytes, in_ram),
+        ("locked_bytes", area.locked_bytes, in_ram),
+        ("swapped_bytes", area.swapped_bytes, out),
+    ):
+        for held, nbytes in share(total, weights):
+            setattr(held, name, getattr(held, name) + nbytes)
     for node, total in area.nodes.items():
         for held, nbytes in share(total, in_ram):
             if nbytes:
@@ -416,7 +399,7 @@ def _share_out(process: Process, area: Area, pieces: Sequence[_Span]) -> None:
 def _count_in_ram(
     process: Process, area: Area, groups: Sequence[Sequence[_Span]], sizes: list[int]
 ) -> list[int]:
-    """Count what of each group of pieces of an area is in RAM."""
+    """Count the bytes in RAM of each group of pieces of an area."""
     if len(groups) == 1 or area.resident_bytes >= area.nbytes:
         return sizes
     if area.resident_bytes == 0:
@@ -432,7 +415,7 @@ def _count_in_ram(
 
 
 class _Part(NamedTuple):
-    """What a mapping has of one category."""
+    """The part of a mapping in one category."""
 
     nbytes: int
     granted: Placement
@@ -454,7 +437,7 @@ def _rows(builders: Iterable[_MappingBuilder], alone: Iterable[Mapping]) -> tupl
     rows = []
     for category, parts in by_category.items():
         everywhere = [part.granted for part in parts]
-        # A mapping without a resident page says nothing of the pages of the others.
+        # A mapping without a resident page says nothing about the other pages.
         least = min(
             [each for each in everywhere if each.resident_bytes] or everywhere,
             key=lambda each: each.page_bytes,

@@ -1,7 +1,7 @@
-"""What `unimem exec` has placed in a process: the table that its library shows to others.
+"""The table of memory that `unimem exec` has placed in a process, published by its library.
 
-The library writes records of a fixed size, since it does so within an allocation. The first fields
-are those of the ledger that engines show; ``native/exec/exec.h`` has the rest.
+Records have a fixed size, since the library writes them within an allocation. The first fields are
+those of the ledger that engines publish; ``native/exec/exec.h`` has the rest.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _UNKNOWN = (1 << 64) - 1
 
 
 class PlacedTable(NamedTuple):
-    """What a process under `unimem exec` shows.
+    """The table of a process under `unimem exec`.
 
     Attributes
     ----------
     entries : tuple of Entry
-        A mapping each, by address.
+        One per mapping, by address.
     facts : dict
-        As `Report.facts` has them under ``"exec"``.
+        As in `Report.facts` under ``"exec"``.
     """
 
     entries: tuple[Entry, ...]
@@ -57,28 +57,23 @@ class PlacedTable(NamedTuple):
 
 
 def read_table(fd: int, head: bytes) -> PlacedTable | None:
-    """Read the table.
+    """Read the table; None while it is being written.
 
     Parameters
     ----------
     fd : int
         The memory, open for reading.
     head : bytes
-        The beginning of it, from a read of at least 8192 bytes.
-
-    Returns
-    -------
-    PlacedTable or None
-        None while it is being written.
+        Its beginning, at least 8192 bytes.
 
     Raises
     ------
     ValueError
-        It is none that the library writes.
+        The library does not write such a table.
     """
     *_, n_records, nbytes, n_ended, malloc_is_ours, n_changes = _HEAD.unpack_from(head)
     if nbytes != _RECORD.size or n_records > _MOST_RECORDS or n_ended > _MOST_ENDED:
-        raise ValueError("its header names more than there is room for")
+        raise ValueError("its header counts more than fits")
     data = os.pread(fd, n_records * _RECORD.size, _HEAD_BYTES)
     again = os.pread(fd, _HEAD.size, 0)
     if n_changes % 2 or _HEAD.unpack_from(again)[-1] != n_changes:
@@ -114,7 +109,7 @@ def _text(data: bytes) -> str:
 
 
 def _options(text: str) -> dict[str, Any]:
-    """Read what was asked for from the words of the variable."""
+    """Read the request from the words of the variable."""
     words = dict(word.partition("=")[::2] for word in text.split(" ") if "=" in word)
     return {
         "pages": words.get("pages", "auto"),
@@ -129,7 +124,7 @@ def _options(text: str) -> dict[str, Any]:
 def _entry(record: tuple[int, ...], options: Mapping[str, Any]) -> Entry:
     address, nbytes, asked, via, state = record
     if not 0 < nbytes < 1 << 57 or address + nbytes > 1 << 57 or via >= len(_VIA):
-        raise ValueError(f"its record of address {address} is none")
+        raise ValueError(f"its record of address {address} is invalid")
     asked = min(asked, nbytes)
     name = f"{_VIA[via]}, freed and kept" if state & _KEPT else _VIA[via]
     requested = {

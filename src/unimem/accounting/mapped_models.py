@@ -1,4 +1,4 @@
-"""Finding model files in the maps of a process, and the types of tensors in each area."""
+"""Find model files in the maps of a process, and the types of tensors in each area."""
 
 from __future__ import annotations
 
@@ -38,31 +38,29 @@ _HEADERS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class MappedModel:
-    """A model file that a process maps: one part, of a model that has several.
-
-    It never changes, so that threads and forked children may use it.
+    """A model file that a process maps: one part, if the model has several. It never changes.
 
     Attributes
     ----------
     path : str
-        Where it is, or was, in the process's own view of the files; of a staged model, what opens
-        it; of one without a name, what the kernel calls it.
+        Its path, now or before, in the process's own view; the path to open of a staged model; the
+        kernel's name of one without a path.
     source : str or None
-        What was staged.
+        The staged file.
     state : {"file", "staged", "unnamed", "replaced", "deleted"}
-        Whether `path` leads to it: to a file, or to what `unimem stage` keeps. Memory without a
-        name never had a path. In the place of one that was replaced is another file now.
+        Whether `path` leads to it: to a file, or to a copy that `unimem stage` keeps. Unnamed
+        memory never had a path. A replaced file has another one in its place.
     format : {"GGUF", "safetensors", "repacked"} or None
-        None where the header is not known.
+        None if the header is unknown.
     architecture, name : str or None
-        As the file says.
+        From the file.
     problem : str or None
-        Why the header is not known.
+        Why the header is unknown.
     areas : tuple of Area
         Those that map it.
     is_kept : bool
-        Whether this is a process that keeps it for others, by `unimem stage` or `um.stage`. Of this
-        process itself the ledger says what it keeps.
+        Whether another process keeps it for others, by `unimem stage` or `um.stage`. The ledger
+        says what this process keeps.
     """
 
     path: str
@@ -77,19 +75,10 @@ class MappedModel:
     _header: _ModelHeader = field(repr=False, compare=False)
 
     def parts(self, area: Area) -> list[Part]:
-        """List what one of the areas holds.
+        """List the parts of one of its `areas`, by address and without gaps.
 
-        Parameters
-        ----------
-        area : Area
-            One of `areas`.
-
-        Returns
-        -------
-        list of Part
-            By address, and without gaps: ``weights:TYPE`` for each run of tensors of a type,
-            ``weights:padding`` for all between them and behind the last; of a file whose header is
-            not known, ``weights`` for all; of one that is kept for others, ``staging``.
+        They are ``weights:TYPE`` for each run of tensors of a type and ``weights:padding`` for the
+        rest; ``weights`` if the header is unknown; ``staging`` if it is kept for others.
         """
         if self.is_kept:
             return [Part("staging", area.start, area.nbytes)]
@@ -104,22 +93,11 @@ class MappedModel:
 
 
 def models(process: Process, areas: Iterable[Area] | None = None) -> list[MappedModel]:
-    """Find the model files that a process maps.
+    """Find the model files that a process maps, by address, in `areas` or all of its areas.
 
-    Parameters
-    ----------
-    process : Process
-        Of any kind.
-    areas : iterable of Area, optional
-        Those to look at; by default all that the process has.
-
-    Returns
-    -------
-    list of MappedModel
-        By address: files with the name of a model, and all of at least 1 MiB that begin as one,
-        as do the blobs of ollama and staged models. Of each only the header is read, once for as
-        long as the file stays the same. What cannot be opened here, as another user's files, is
-        known by its name alone.
+    These are files with the name of a model, and files of at least 1 MiB that begin as one, such as
+    ollama's blobs and staged models. Only headers are read, once while the file stays the same. A
+    file that cannot be opened here, such as another user's, is known by its name alone.
 
     Examples
     --------
@@ -165,7 +143,7 @@ def models(process: Process, areas: Iterable[Area] | None = None) -> list[Mapped
 
 
 def library_files(areas: Iterable[Area]) -> frozenset[FileKey]:
-    """Return device and inode of the files that hold code: those with an executable area."""
+    """Return device and inode of the files with an executable area."""
     return frozenset(
         (area.device, area.inode) for area in areas if area.inode and area.access[2] == "x"
     )
@@ -175,7 +153,7 @@ def library_files(areas: Iterable[Area]) -> frozenset[FileKey]:
 
 
 class _File(NamedTuple):
-    """A mapped file. `fd` only identifies it (O_PATH), and is -1 where no path leads to it."""
+    """A mapped file. `fd` only identifies it (O_PATH), and is -1 if no path leads to it."""
 
     fd: int
     path: str
@@ -184,7 +162,7 @@ class _File(NamedTuple):
 
 
 class _StagedFiles:
-    """The models that processes of this user keep, looked up when they are asked for."""
+    """The models that processes of this user keep, looked up on demand."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -198,18 +176,18 @@ class _StagedFiles:
 
     @cached_property
     def originals(self) -> dict[str, str]:
-        """What each of their files is a copy of, by path."""
+        """The original of each of their files, by path."""
         return {
             path: original
             for held in self._holders
             if held.backing != "page-cache"  # which keeps the file itself
-            # Of several files repacked, there is one image.
+            # Several repacked files have one image.
             for path, (original, _) in zip(held.paths, held.versions, strict=not held.is_repacked)
         }
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """The paths of what the process itself keeps."""
+        """The paths that the process itself keeps."""
         if self._pid == os.getpid():
             return frozenset()
         return frozenset(path for held in holders_of(self._pid) for path in held.paths)
@@ -226,23 +204,23 @@ def _open_found(pid: int, areas: Sequence[Area], staged: _StagedFiles) -> Iterat
 
 
 def _find_file(pid: int, area: Area, staged: _StagedFiles) -> _File:
-    # The process may see other files under its paths than this one, as in a container.
+    # In a container, the process may see other files under its paths.
     root = f"/proc/{pid}/root"
-    # Of names, the kernel escapes newlines only, so that a backslash may be one as well.
+    # The kernel escapes newlines only, so a backslash may be itself.
     for name in dict.fromkeys((area.path, area.path.replace("\\012", "\n"))):
         for path in (root + name, name):
             if (fd := _open_same(path, area, is_named=True)) >= 0:
                 original = staged.originals.get(name) if name.startswith(SHM) else None
                 return _File(fd, name, "staged" if original else "file", original)
     for path, original in staged.originals.items():
-        # In file systems of their own, files have the same inodes.
+        # Files in separate file systems may have equal inodes.
         if (fd := _open_same(path, area)) >= 0:
             return _File(fd, path, "staged", original)
     name = _strip_deleted(area.path)
     state: State = "unnamed"
     if name != area.path and not name.startswith("/memfd:"):
         state = "replaced" if os.path.lexists(root + name) else "deleted"
-    # The area itself leads to a file without a path, with the rights to follow it.
+    # The area itself leads to a file without a path, if this process may follow it.
     return _File(
         _open_same(f"/proc/{pid}/map_files/{area.start:x}-{area.end:x}", area), name, state
     )
@@ -253,14 +231,14 @@ def _strip_deleted(path: str) -> str:
 
 
 def _open_same(path: str, area: Area, *, is_named: bool = False) -> int:
-    """Open what is mapped, if it is a regular file and the path leads to it; else return -1.
+    """Open a mapped file if it is regular and the path leads to it; else return -1.
 
-    Of btrfs, stat tells the device of a subvolume, and smaps that of the whole; of overlayfs,
-    before Linux 6.8, smaps that of the disk below. What stat tells there is made up and has the
-    major number 0: where `is_named`, by the kernel, the path leads to it whatever the device.
+    On btrfs, stat returns the device of a subvolume, and smaps that of the whole; on overlayfs
+    before Linux 6.8, smaps that of the disk below. stat's device is then made up, with the major
+    number 0: a path that the kernel named (`is_named`) is accepted whatever the device.
     """
     try:
-        # Nothing happens to a device or a FIFO that is opened so.
+        # O_PATH does not affect a device or a FIFO.
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except (OSError, ValueError):  # ValueError: a NUL in the name
         return -1
@@ -278,10 +256,10 @@ def _open_same(path: str, area: Area, *, is_named: bool = False) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _ModelHeader:
-    """What a file's header says; `problem` says why it cannot be read.
+    """The header of a file, or the `problem` in reading it.
 
-    From ``starts[i]`` up to the next, bytes of the file are of the category
-    ``categories[kinds[i]]``; those behind the last start, too, up to the end of the last page.
+    From ``starts[i]`` up to the next, bytes of the file have the category ``categories[kinds[i]]``;
+    so have those behind the last start, up to the end of the last page.
     """
 
     format: str | None
@@ -293,16 +271,16 @@ class _ModelHeader:
     categories: tuple[str, ...]
 
 
-# By the version of the file; None is one that is no model.
+# By the version of the file; None: not a model.
 _headers: dict[tuple[int, ...], _ModelHeader | None] = {}
 
 
 def _cached_header(file: _File, *, is_named: bool) -> _ModelHeader | None:
-    """Return the header of a file; None where the file is no model."""
+    """Return the header of a file; None if the file is not a model."""
     if file.fd < 0:
         why = (
-            f"the file is {file.state}: to read what is mapped of it takes "
-            "CAP_CHECKPOINT_RESTORE, which root has"
+            f"the file is {file.state}: reading its mapping takes CAP_CHECKPOINT_RESTORE, which "
+            "root has"
         )
         return _unknown_header(why) if is_named else None
     version = version_of(os.fstat(file.fd))
@@ -349,7 +327,7 @@ def _read_header(file: _File, nbytes: int, *, is_named: bool) -> _ModelHeader | 
             if is_gguf or is_named:
                 return _parse_header("GGUF", GGUFHeader(fd, nbytes, file.path))
         except FormatError as error:
-            # Many other files begin as safetensors do.
+            # Many other files begin like safetensors.
             is_ours = is_gguf or is_named or is_image(head)
             return _unknown_header(error.rule) if is_ours else None
     finally:
@@ -384,11 +362,11 @@ def _parse_image(header: ImageHeader) -> _ModelHeader:
 def _lay_out(
     kind: str, architecture: str | None, name: str | None, runs: Sequence[tuple[int, int, str]]
 ) -> _ModelHeader:
-    """Lay runs out, each of an offset, bytes and a category."""
+    """Lay out runs of an offset, bytes and a category."""
     categories = {"weights:padding": 0}
     for _, _, category in runs:
         categories.setdefault(category, len(categories))
-    # Padding lies between runs, mostly of no bytes, and behind the last.
+    # Padding is between runs, mostly empty, and behind the last.
     starts = np.zeros(2 * len(runs) + 1, np.int64)
     starts[1::2] = [offset for offset, _, _ in runs]
     starts[2::2] = [offset + nbytes for offset, nbytes, _ in runs]

@@ -1,4 +1,4 @@
-"""What a stretch of code costs: memory by category, page faults, allocations, system calls."""
+"""The cost of a stretch of code: memory by category, page faults, allocations, system calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unimem.system.heap import malloc_bytes
 __all__ = ["Measured", "MeasuredFunction", "measure"]
 
 _T_co = TypeVar("_T_co", covariant=True)
-# As the rows of a report are called.
+# The names of rows in a report.
 _CATEGORIES = tuple(map(row_name, ledger()))
 
 
@@ -62,12 +62,12 @@ def _read_counters() -> _Reading:
 
 
 class MeasuredFunction(Protocol[_T_co]):
-    """A function of which each call is measured.
+    """A function whose calls are measured.
 
     Attributes
     ----------
     measured : Measured or None
-        Of the call that ended last.
+        Of the last call.
     """
 
     measured: Measured | None
@@ -77,10 +77,10 @@ class MeasuredFunction(Protocol[_T_co]):
 
 
 class Measured:
-    """What a ``with`` block has cost so far, and after it, what it cost.
+    """The cost of a ``with`` block, so far or in the end.
 
-    Any thread may read it; it is entered once. A fork leaves it to the parent: what the child reads
-    of one that has not ended raises ClosedError.
+    Any thread may read it; it is entered once. After a fork it belongs to the parent: in the child,
+    an unfinished one raises ClosedError.
 
     Examples
     --------
@@ -102,10 +102,10 @@ class Measured:
 
     def __enter__(self) -> Self:
         if self._pid:
-            raise RuntimeError("it was entered already: take another measure()")
+            raise RuntimeError("it was entered already: use another measure()")
         self._marks = Marks()
         self._pid = os.getpid()
-        _read_counters()  # what reading touches is touched before it counts
+        _read_counters()  # touches the memory of a reading before it counts
         self._first = _read_counters()
         return self
 
@@ -122,16 +122,15 @@ class Measured:
         self._marks = None
 
     def __call__(self, function: Callable[..., _T_co]) -> MeasuredFunction[_T_co]:
-        """Return a function that does the same and measures each of its calls apart.
+        """Return a function that does the same and measures each of its calls.
 
-        Its `measured` is what the call that ended last has cost, None before the first. Of an
-        ``async`` function that is from its first step to its last, with what other tasks do in
-        between.
+        Its `measured` is the cost of the last call, None before the first. An ``async`` function is
+        measured from its first step to its last, with other tasks in between.
         """
         if not callable(function):
             raise TypeError(f"measure: expected a function, got {type(function).__name__}")
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-            name = getattr(function, "__qualname__", repr(function))  # a functools.partial has none
+            name = getattr(function, "__qualname__", repr(function))  # a functools.partial lacks it
             raise TypeError(
                 f"measure: {name} is a generator: its body does not run in its call. Measure "
                 "inside it, 'with um.measure()', or where it is iterated"
@@ -167,13 +166,18 @@ class Measured:
             raise ClosedError("this measures the process that began it, and not a forked child")
         return self._first, _read_counters()
 
+    def _difference(self, name: str) -> int:
+        first, last = self._span()
+        difference: int = getattr(last, name) - getattr(first, name)
+        return difference
+
     @property
     def peaks(self) -> dict[str, int]:
-        """The most bytes that were mapped at once during the block, of each category of blocks.
+        """The most bytes that were mapped at once during the block, by category of blocks.
 
-        Exact, whichever threads mapped them. They are ``weights``, ``scratch``, ``kv``,
-        ``staging``, ``diagnostics``, ``logits``, ``tokens`` and ``other``: what a report shows as
-        parts of a block, such as a decoder's logits, is in the category of the block.
+        Exact, whichever threads mapped them. The categories are ``weights``, ``scratch``, ``kv``,
+        ``staging``, ``diagnostics``, ``logits``, ``tokens`` and ``other``; a part of a block, such
+        as a decoder's logits in a report, counts in the category of the block.
         """
         self._span()
         marks = self._marks
@@ -198,54 +202,43 @@ class Measured:
     @property
     def minor_faults(self) -> int:
         """Page faults of the process without disk reads."""
-        first, last = self._span()
-        return last.minor_faults - first.minor_faults
+        return self._difference("minor_faults")
 
     @property
     def major_faults(self) -> int:
         """Page faults of the process that waited for a disk."""
-        first, last = self._span()
-        return last.major_faults - first.major_faults
+        return self._difference("major_faults")
 
     @property
     def thread_minor_faults(self) -> int | None:
-        """Minor faults of the thread that entered; None where another thread reads it or left."""
-        first, last = self._span()
-        if first.thread != last.thread:
-            return None
-        return last.thread_minor_faults - first.thread_minor_faults
+        """Minor faults of the thread that entered; None if another thread reads or left."""
+        return None if self._difference("thread") else self._difference("thread_minor_faults")
 
     @property
     def thread_major_faults(self) -> int | None:
-        """Major faults of the thread that entered; None where another thread reads it or left."""
-        first, last = self._span()
-        if first.thread != last.thread:
-            return None
-        return last.thread_major_faults - first.thread_major_faults
+        """Major faults of the thread that entered; None if another thread reads or left."""
+        return None if self._difference("thread") else self._difference("thread_major_faults")
 
     @property
     def n_os_calls(self) -> int:
         """System calls of unimem's native code, in any thread."""
-        first, last = self._span()
-        return last.n_os_calls - first.n_os_calls
+        return self._difference("n_os_calls")
 
     @property
     def n_allocations(self) -> int:
         """Heap allocations of unimem's native code, in any thread."""
-        first, last = self._span()
-        return last.n_allocations - first.n_allocations
+        return self._difference("n_allocations")
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of these allocations."""
-        first, last = self._span()
-        return last.allocated_bytes - first.allocated_bytes
+        return self._difference("allocated_bytes")
 
     @property
     def malloc_bytes(self) -> int | None:
         """Growth of malloc's memory in use by any library; None without glibc 2.33.
 
-        CPython takes objects above 512 bytes from there, smaller ones from arenas of its own.
+        It includes CPython's objects above 512 bytes; smaller ones are in arenas of its own.
         """
         first, last = self._span()
         if first.malloc_bytes is None or last.malloc_bytes is None:
@@ -295,27 +288,27 @@ def _measure_call(function: Any) -> Iterator[None]:
 
 
 def measure() -> Measured:
-    """Measure what a ``with`` block, or each call of a function, costs.
+    """Measure the cost of a ``with`` block, or of each call of a function.
 
     Returns
     -------
     Measured
-        To be entered, or to stand over a function as ``@um.measure()``. Its figures can be read
-        during the block, and after it. Blocks may lie in one another, and in several threads; each
-        sees all that the process maps meanwhile.
+        To be entered, or to decorate a function as ``@um.measure()``. Its figures can be read
+        during the block and after it. Blocks may be nested, and in several threads; each sees
+        everything that the process maps meanwhile.
 
     Raises
     ------
     CapacityError
-        When it is entered: 64 blocks are being measured at once.
+        On entry: 64 blocks are being measured.
     RuntimeError
         It is entered a second time, or read before the first.
     TypeError
-        Over a generator, whose body does not run in its call.
+        It decorates a generator, whose body does not run in its call.
 
     Notes
     -----
-    A measurement itself takes nothing: no page faults, no system call of unimem, no memory of its
+    A measurement itself costs nothing: no page faults, no system call of unimem, no memory of its
     native code. In a loop it measures as zero.
 
     Examples

@@ -1,4 +1,4 @@
-"""The memory of processes as metrics of Prometheus: read when they are asked for.
+"""The memory of processes as metrics of Prometheus, read at each scrape.
 
 The text format and the rules for names are Prometheus's
 (https://prometheus.io/docs/practices/naming/); ``prometheus_client`` writes and serves it.
@@ -26,7 +26,7 @@ __all__ = [
     "write_metrics",
 ]
 
-HOST = "host"  # what `device` says of main memory
+HOST = "host"  # the device of main memory
 _PROCESS = ("pid", "process")
 _ROW = (*_PROCESS, "category", "device")
 
@@ -37,13 +37,13 @@ class MetricFamily(NamedTuple):
     Attributes
     ----------
     name : str
-        As it is scraped; of a counter with ``_total``.
+        As it is scraped; a counter's ends in ``_total``.
     kind : {"gauge", "counter"}
-        Whether it goes up and down, or only up while the process lives.
+        Whether it may decrease while the process lives.
     text : str
-        What it is.
+        Its help.
     labels : tuple of str
-        Names of the labels of each of its values.
+        Names of the labels of each value.
     """
 
     name: str
@@ -52,90 +52,61 @@ class MetricFamily(NamedTuple):
     labels: tuple[str, ...]
 
 
-_LISTED = (
-    MetricFamily(
-        "unimem_process_up", "gauge", "Whether the process is there and can be read.", ("pid",)
-    ),
-    MetricFamily("unimem_memory_bytes", "gauge", "Memory that is mapped.", _ROW),
-    MetricFamily(
-        "unimem_memory_resident_bytes",
-        "gauge",
+# The labels and the help of each family; counters end in _total.
+_TEXTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "unimem_process_up": (("pid",), "Whether the process is there and can be read."),
+    "unimem_memory_bytes": (_ROW, "Memory that is mapped."),
+    "unimem_memory_resident_bytes": (
+        _ROW,
         "Memory in RAM, where a page that n mappings share counts 1/n (Pss).",
+    ),
+    "unimem_memory_requested_bytes": (
         _ROW,
+        "Requested memory, before it was rounded to pages, if unimem knows it.",
     ),
-    MetricFamily(
-        "unimem_memory_requested_bytes",
-        "gauge",
-        "Memory that was asked for, before it was rounded to pages, where unimem knows it.",
-        _ROW,
-    ),
-    MetricFamily(
-        "unimem_memory_active_bytes", "gauge", "Memory in use, where unimem knows it.", _ROW
-    ),
-    MetricFamily("unimem_memory_locked_bytes", "gauge", "Memory that is locked in RAM.", _ROW),
-    MetricFamily("unimem_memory_swapped_bytes", "gauge", "Memory that is swapped out.", _ROW),
-    MetricFamily(
-        "unimem_memory_page_bytes",
-        "gauge",
+    "unimem_memory_active_bytes": (_ROW, "Memory in use, if unimem knows it."),
+    "unimem_memory_locked_bytes": (_ROW, "Memory that is locked in RAM."),
+    "unimem_memory_swapped_bytes": (_ROW, "Memory that is swapped out."),
+    "unimem_memory_page_bytes": (
+        (*_PROCESS, "pages"),
         "Memory in RAM by the size of its pages: base pages (4k), transparent huge pages (thp), "
         "hugetlb pages (2m, 1g); each mapping's (Rss).",
-        (*_PROCESS, "pages"),
     ),
-    MetricFamily(
-        "unimem_memory_node_bytes",
-        "gauge",
-        "Memory in RAM by NUMA node; each mapping's (Rss).",
+    "unimem_memory_node_bytes": (
         (*_PROCESS, "category", "node"),
+        "Memory in RAM by NUMA node; each mapping's (Rss).",
     ),
-    MetricFamily(
-        "unimem_page_faults_total",
-        "counter",
+    "unimem_page_faults_total": (
+        (*_PROCESS, "kind"),
         "Page faults: minor ones, and major ones, which wait for a disk.",
+    ),
+    "unimem_read_bytes_total": (_PROCESS, "Bytes read from disks for the process."),
+    "unimem_cpu_seconds_total": (_PROCESS, "Time on CPUs."),
+    "unimem_tokens_total": (
         (*_PROCESS, "kind"),
-    ),
-    MetricFamily(
-        "unimem_read_bytes_total", "counter", "What the process had read from disks.", _PROCESS
-    ),
-    MetricFamily("unimem_cpu_seconds_total", "counter", "Time on CPUs.", _PROCESS),
-    MetricFamily(
-        "unimem_tokens_total",
-        "counter",
         "Tokens that engines on unimem have computed: of prompts, and generated ones.",
-        (*_PROCESS, "kind"),
     ),
-    MetricFamily(
-        "unimem_kv_tokens", "gauge", "Tokens in the KV caches of these engines.", _PROCESS
-    ),
-    MetricFamily(
-        "unimem_pressure_ratio",
-        "gauge",
-        "Share of the last 10 seconds in which some, or all, threads waited for memory (PSI).",
+    "unimem_kv_tokens": (_PROCESS, "Tokens in the KV caches of these engines."),
+    "unimem_pressure_ratio": (
         ("source", "kind"),
+        "Share of the last 10 seconds in which some, or all, threads waited for memory (PSI).",
     ),
-    MetricFamily(
-        "unimem_limit_bytes", "gauge", "Limits on memory: the machine's, cgroups'.", ("limit",)
-    ),
-    MetricFamily(
-        "unimem_limit_used_bytes",
-        "gauge",
-        "What is taken of a limit, without file pages that can be dropped.",
-        ("limit",),
-    ),
-    MetricFamily(
-        "unimem_room_bytes",
-        "gauge",
-        "What a process can still take: the least room that any of its limits leaves.",
+    "unimem_limit_bytes": (("limit",), "Limits on memory: the machine's, cgroups'."),
+    "unimem_limit_used_bytes": (("limit",), "Use of a limit, without droppable file pages."),
+    "unimem_room_bytes": (
         _PROCESS,
+        "Bytes that a process can still take: the least room of any of its limits.",
     ),
-    MetricFamily(
-        "unimem_report_age_seconds",
-        "gauge",
-        "How old the figures of memory are: of a large process they are read less often.",
+    "unimem_report_age_seconds": (
         _PROCESS,
+        "Age of the figures of memory: large processes are read less often.",
     ),
-)
-FAMILIES = {family.name: family for family in _LISTED}
-"""What is always there, by name."""
+}
+FAMILIES = {
+    name: MetricFamily(name, "counter" if name.endswith("_total") else "gauge", text, labels)
+    for name, (labels, text) in _TEXTS.items()
+}
+"""The families that are always there, by name."""
 
 # As proposed for llama.cpp's server: https://github.com/ggml-org/llama.cpp/issues/26129
 _LLAMA_KINDS = {
@@ -148,30 +119,30 @@ LLAMA_FAMILIES = {
     name: MetricFamily(name, "gauge", text, (*_PROCESS, "device"))
     for name, text in zip(_LLAMA_KINDS, _LLAMA_TEXTS, strict=True)
 }
-"""The same memory by the names of llama.cpp."""
+"""The same memory, by the names of llama.cpp."""
 
 _Value = tuple[str, tuple[str, ...], float]
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A process that is scraped again and again."""
+    """A process that is scraped repeatedly."""
 
     sampler: Sampler
     started: int | None = None
 
 
 class MetricsCollector:
-    """What ``prometheus_client`` asks for metrics. Any number of threads may ask.
+    """The collector for ``prometheus_client``. Any number of threads may use it.
 
-    Between two scrapes it does nothing. A scrape reads what the kernel has of each process, and
-    sends it nothing; the memory of a process that is long to read is read less often, so that it
-    takes no more than 4 % of a core.
+    It does nothing between scrapes. A scrape reads the kernel's figures of each process, and sends
+    the process nothing; a large process is read less often, so that reading takes at most 4 % of a
+    core.
 
     Parameters
     ----------
     pids : callable
-        Returns the numbers of the processes, for each scrape anew.
+        Returns the numbers of the processes, at each scrape.
     llama_names : bool, default False
         Whether to add the names of llama.cpp (`LLAMA_FAMILIES`).
 
@@ -191,9 +162,9 @@ class MetricsCollector:
         self._lock = threading.Lock()
 
     def values(self) -> list[_Value]:
-        """Read the processes: the name, the labels and the value of each metric.
+        """Return the name, the labels and the value of each metric.
 
-        Of a process that has ended, or may not be read, there is only that it is not up.
+        A process that has ended, or is unreadable, has only the metric that it is not up.
         """
         with self._lock:
             numbers = list(dict.fromkeys(self._pids()))
@@ -207,12 +178,12 @@ class MetricsCollector:
         return [each for each in found if each[0] in self._families]
 
     def collect(self) -> Iterator[Any]:
-        """Yield the metrics as ``prometheus_client`` has them."""
+        """Yield the metrics as ``prometheus_client`` objects."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         by_name: dict[str, dict[tuple[str, ...], float]] = {}
         for name, labels, value in self.values():
-            # Limits and pressure are those of several processes.
+            # Several processes may have the same limits and pressure.
             by_name.setdefault(name, {})[labels] = value
         for name, family in self._families.items():
             make = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
@@ -227,7 +198,7 @@ class MetricsCollector:
         try:
             sample = watched.sampler.sample()
             if watched.started not in (None, sample.counters.started):
-                # The number is another process's now: what was read before is of the first.
+                # The number is another process's now.
                 watched.sampler = Sampler(pid)
                 sample = watched.sampler.sample()
             watched.started = sample.counters.started
@@ -242,11 +213,11 @@ def serve(collector: MetricsCollector, port: int, address: str = "127.0.0.1") ->
     Parameters
     ----------
     collector : MetricsCollector
-        What is asked at each scrape.
+        Read at each scrape.
     port : int
-        0 takes a free one: ``server.server_port`` says which.
+        0 takes a free one, which ``server.server_port`` names.
     address : str
-        What the server is bound to; by default this machine alone can reach it.
+        By default only this machine can reach it.
 
     Returns
     -------
@@ -256,7 +227,7 @@ def serve(collector: MetricsCollector, port: int, address: str = "127.0.0.1") ->
     Raises
     ------
     OSError
-        The address or the port cannot be had; `filename` has both.
+        The address or the port is unavailable; `filename` has both.
     ImportError
         ``prometheus_client`` is not installed.
     """
@@ -272,13 +243,7 @@ def serve(collector: MetricsCollector, port: int, address: str = "127.0.0.1") ->
 
 
 def write_metrics(collector: MetricsCollector) -> str:
-    """Write what one scrape gives, as text.
-
-    Raises
-    ------
-    ImportError
-        ``prometheus_client`` is not installed.
-    """
+    """Write one scrape as text; ImportError without ``prometheus_client``."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -340,7 +305,7 @@ def _of_rows(who: tuple[str, str], report: Report) -> Iterator[_Value]:
 
 
 def _sum_kinds(rows: Iterable[Row], kinds: tuple[str, ...]) -> dict[str, int]:
-    """Add up rows of some kinds by device, which llama.cpp calls Host where it is main memory."""
+    """Sum up rows of some kinds by device; llama.cpp calls main memory "Host"."""
     found: dict[str, int] = {}
     for row in rows:
         if row.category.partition(":")[0] in kinds:
@@ -350,7 +315,7 @@ def _sum_kinds(rows: Iterable[Row], kinds: tuple[str, ...]) -> dict[str, int]:
 
 
 def _by_pages(report: Report) -> dict[str, int]:
-    """Add up what is in RAM by the size of its pages."""
+    """Sum up memory in RAM by the size of its pages."""
     found = {"4k": 0}
     for mapping in report.mappings:
         for pages, nbytes in _pages_of(mapping.granted):

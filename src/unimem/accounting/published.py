@@ -1,8 +1,8 @@
 """Publishing the ledger of a process, in named memory that other processes find and read.
 
-It is a memfd of a fixed size: a header; rows of counters, one an engine, which the engine writes as
-it computes; and the entries of the ledger as JSON, which are written when engines come and go. No
-signal is sent and no file is left, and readers cost the process that publishes nothing.
+It is a memfd of a fixed size: a header; rows of counters, one per engine, which the engine updates
+as it computes; and the entries of the ledger as JSON, which are written when engines are made and
+closed. No signal is sent, no file remains, and readers cost the publisher nothing.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
 
 NAME = "unimem-ledger"
 NBYTES = 256 << 10
-# The columns of a row that are added up. The first two only grow.
+# The columns of a row that are summed. The first two only increase.
 COUNTERS = ("n_prompt_tokens", "n_generated_tokens", "kv_active_bytes", "kv_tokens")
 
 _MAGIC = b"unimem\0L"
 _VERSION = 1
 # Magic, version, pid, start of the process in ticks, counters in a row, rows, bytes of the text and
-# its checksum, which is that of no text that is half written.
+# its checksum, which tells a text that is being written.
 _HEAD = struct.Struct("=8sIIQIIII")
 _ROWS_AT = 64
 _TEXT_AT = 4096
@@ -71,19 +71,19 @@ _MOST_ADDRESS = 1 << 64
 
 
 class Published(NamedTuple):
-    """What another process publishes.
+    """The published state of another process.
 
     Attributes
     ----------
     entries : tuple of Entry
-        Of its ledger, when it last wrote them: what was unmapped since has no area any more. What
-        is in use of an engine's KV cache is as its counters say, now.
+        Of its ledger when it last wrote them. Memory that was unmapped since has no area any more.
+        The active bytes of an engine's KV cache are from its counters, now.
     counters : dict of str to int
-        As in `COUNTERS`, the sums over its engines, now.
+        `COUNTERS`, summed over its engines, now.
     truncated : int
-        Entries that found no room: the smallest.
+        The number of entries, the smallest, that did not fit.
     placed : dict or None
-        Of a process under `unimem exec`: what was asked for, and counts.
+        Of a process under `unimem exec`: the request, and counts.
     """
 
     entries: tuple[Entry, ...]
@@ -96,16 +96,16 @@ class Published(NamedTuple):
 
 
 class Tally:
-    """A row of counters of one engine, for others to see; private where no row is free.
+    """A row of counters of one engine, published if a row is free.
 
-    For one thread at a time. A row that was given back goes on where it ended, so that nothing that
-    was counted is lost. After a fork, no process sees what the child counts.
+    For one thread at a time. A row that was given back continues where it ended, so that no count
+    is lost. After a fork, no process sees the child's counts.
 
     Parameters
     ----------
     kv_address : int, optional
-        Where the KV cache lies, which is a part of its own in the ledger: of that part, what is in
-        use is what `hold` last said.
+        The address of the KV cache, a part of its own in the ledger, whose active bytes `hold`
+        sets.
     """
 
     __slots__ = ("__weakref__", "_cells")
@@ -126,13 +126,13 @@ class Tally:
         cells[1] += n_generated
 
     def hold(self, nbytes: int, n_tokens: int) -> None:
-        """Note what the KV cache holds now."""
+        """Note the present use of the KV cache."""
         cells = self._cells
         cells[2] = nbytes
         cells[3] = n_tokens
 
     def end(self) -> None:
-        """Give the row back. Ending twice is no error; a tally that is collected ends by itself."""
+        """Give the row back. Ending twice is no error; a collected tally ends by itself."""
         with _lock:
             self.hold(0, 0)
             cells, self._cells = self._cells, _private_cells()
@@ -147,7 +147,7 @@ class Tally:
 
 
 class _SharedLedger:
-    """The memory that others read, and its rows that no engine holds."""
+    """The memory that other processes read, and its free rows."""
 
     def __init__(self) -> None:
         self.started = process.counters().started
@@ -156,7 +156,7 @@ class _SharedLedger:
             os.ftruncate(fd, NBYTES)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             self.block = Block.attach(fd, writable=True, name=NAME, category="diagnostics")
-            # From here on, no process that opens it may write.
+            # From here on, no other process may write.
             with suppress(OSError):  # before Linux 5.1
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL)
         self.memory = memoryview(self.block)
@@ -167,10 +167,10 @@ class _SharedLedger:
         self._is_writing = self._is_asked = False
 
     def write(self) -> None:
-        """Write the entries as they are."""
+        """Write the present entries."""
         self._is_asked = True
         if self._is_writing:
-            return  # a collection in the middle has closed an engine: they are written once more
+            return  # a collection has closed an engine: the entries are written once more
         self._is_writing = True
         try:
             while self._is_asked:
@@ -195,11 +195,11 @@ _tallies: weakref.WeakSet[Tally] = weakref.WeakSet()
 
 
 def publish() -> None:
-    """Show the ledger of this process as it is now.
+    """Publish the present ledger of this process.
 
-    Engines of unimem call it when they come and go; others do so when their memory has changed, and
-    have a `Tally` for what they count. Where the system gives no memory for it, nothing is shown,
-    and `failure` says why. Any thread may call it; a forked child shows nothing until it does, too.
+    Engines of unimem call it when they are made and closed; other code calls it when its memory has
+    changed, and counts with a `Tally`. If the system gives no memory, nothing is published, and
+    `failure` says why. Any thread may call it; a forked child publishes nothing until it calls it.
 
     Examples
     --------
@@ -217,21 +217,21 @@ def publish() -> None:
             try:
                 _shared = _SharedLedger()
             except (OSError, MemoryError) as error:
-                _failure = f"this process shows its ledger to no other: {error}"
+                _failure = f"this process cannot publish its ledger: {error}"
                 return
             _failure = None
         _shared.write()
 
 
 def refresh() -> None:
-    """Show the ledger again where memory may have changed: unimem has made system calls since."""
+    """Publish the ledger again if unimem has made system calls since the last time."""
     shown = _shared
     if shown is not None and shown.n_os_calls != native_counters()["os_calls"]:
         publish()
 
 
 def failure() -> str | None:
-    """Say why this process shows nothing, though it was asked to; None where all is well."""
+    """Return why publishing failed, or None."""
     return _failure
 
 
@@ -240,7 +240,7 @@ def _private_cells() -> memoryview:
 
 
 def _to_text(entries: Sequence[Entry]) -> bytes:
-    """Write the largest entries that have room."""
+    """Write the largest entries that fit."""
     texts, room = {}, _ROOM - _ENVELOPE
     for entry in sorted(entries, key=lambda entry: entry.nbytes, reverse=True):
         text = json.dumps(entry, separators=(",", ":"), default=str)
@@ -254,7 +254,7 @@ def _to_text(entries: Sequence[Entry]) -> bytes:
 
 
 def _unpublish() -> None:
-    """Take back what is shown, at the end of the process and in a forked child."""
+    """Withdraw the ledger, at the end of the process and in a forked child."""
     global _shared
     for tally in list(_tallies):
         tally._cells = _private_cells()
@@ -277,28 +277,23 @@ atexit.register(_unpublish)
 
 
 class _BrokenError(ValueError):
-    """Another process publishes what unimem does not write."""
+    """Another process publishes something that unimem does not write."""
 
 
 def published(pid: int, problems: list[str] | None = None) -> Published | None:
-    """Read what a process shows of its ledger.
+    """Read the published ledger of a process; None if there is no readable one.
 
     Parameters
     ----------
     pid : int
         Its number.
     problems : list of str, optional
-        Where to say what it shows that cannot be used: any process may have memory of this name.
-
-    Returns
-    -------
-    Published or None
-        None where it shows nothing, is not ours to read, or has ended.
+        Takes messages about unusable memory: any process may have memory of this name.
 
     Notes
     -----
-    What is read comes from another process: at most `NBYTES`, only from a memfd, and each
-    field is checked. No process waits for another one.
+    The data come from another process: at most `NBYTES` are read, only from a memfd, and each field
+    is checked. No process waits for another.
     """
     try:
         folder = os.open(f"/proc/{int(pid)}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -306,16 +301,14 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
         return None
     try:
         owner = process.identity(folder)
-        tries = iter(
-            range(_TRIES)
-        )  # one budget for all memfds, so that no process keeps us waiting
+        tries = iter(range(_TRIES))  # one budget for all memfds
         all_found: list[Published] = []
         for fd in itertools.islice(find_memfds(folder, NAME), _MOST_FOUND):
             try:
                 found = _read(fd, *owner, tries)
             except _BrokenError as problem:
                 if problems is not None:
-                    problems.append(f"process {pid} shows a ledger that cannot be used: {problem}")
+                    problems.append(f"process {pid} publishes an unusable ledger: {problem}")
                 found = None
             finally:
                 os.close(fd)
@@ -323,19 +316,19 @@ def published(pid: int, problems: list[str] | None = None) -> Published | None:
                 all_found.append(found)
         return _merge(all_found)
     except OSError:
-        pass  # it has ended, or may not be read
+        pass  # it has ended, or is unreadable
     finally:
         os.close(folder)
     return None
 
 
 def _merge(found: Sequence[Published]) -> Published | None:
-    """Put together what engines show, and what `unimem exec` shows of the same process."""
+    """Merge the ledgers of engines and of `unimem exec` in one process."""
     of_engines = next((each for each in found if each.placed is None), None)
     of_exec = next((each for each in found if each.placed is not None), None)
     if of_engines is None or of_exec is None:
         return of_engines or of_exec
-    # They are written at different times: what an engine says is its own.
+    # They are written at different times: an engine's entries take precedence.
     starts = [entry.address for entry in of_engines.entries]
     entries = list(of_engines.entries)
     for entry in of_exec.entries:
@@ -348,7 +341,7 @@ def _merge(found: Sequence[Published]) -> Published | None:
 
 
 def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | None:
-    """Read it; None where it is the parent's, or just being set up."""
+    """Read it; None if it is the parent's, or being set up."""
     for _ in itertools.chain(range(1), tries):
         data = os.pread(fd, NBYTES, 0)
         if len(data) < NBYTES:
@@ -358,7 +351,7 @@ def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | 
         if magic == bytes(len(_MAGIC)) or (magic == _MAGIC and not is_its_own):
             return None
         if magic != _MAGIC:
-            raise _BrokenError("it does not begin as one")
+            raise _BrokenError("its beginning is another")
         if version == exec_table.FORMAT:
             if (shown := _read_placed(fd, data)) is not None:
                 return shown
@@ -369,13 +362,13 @@ def _read(fd: int, pid: int, started: int, tries: Iterator[int]) -> Published | 
                 f"its version is {version}, and this unimem reads version {_VERSION}"
             )
         if n_columns * n_rows * 8 > _TEXT_AT - _ROWS_AT or size > _ROOM:
-            raise _BrokenError("its header names more than there is room for")
+            raise _BrokenError("its header counts more than fits")
         text = data[_TEXT_AT : _TEXT_AT + size]
         if zlib.crc32(text) == sum_:
             values = struct.unpack_from(f"={n_columns * n_rows}Q", data, _ROWS_AT)
             return _parse(text, n_columns, values)
         time.sleep(_PATIENCE_SECONDS)  # it is being written
-    raise _BrokenError("its checksum is not that of its text")
+    raise _BrokenError("its checksum does not match")
 
 
 def _read_placed(fd: int, data: bytes) -> Published | None:
@@ -390,7 +383,7 @@ def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _BrokenError(f"its text is no JSON ({type(error).__name__})") from None
+        raise _BrokenError(f"its text is not JSON ({type(error).__name__})") from None
     if not isinstance(document, dict):
         raise _BrokenError(f"expected an object, got {type(document).__name__}")
     names = [_word(name) for name in _list(document.get("counters"), n_columns)]
@@ -407,7 +400,7 @@ def _parse(text: bytes, n_columns: int, values: Sequence[int]) -> Published:
 
 
 def _entry(fields: Any, caches: dict[int, int]) -> Entry:
-    """Check an entry; counted KV caches get the bytes in use from their counters."""
+    """Check an entry; counted KV caches get their active bytes from their counters."""
     category, name, address, nbytes, reserved, requested, path, parts = _list(fields, 8)
     _integer(address, _MOST_ADDRESS)
     _integer(reserved, _MOST_ADDRESS - address)
@@ -433,7 +426,7 @@ def _part(fields: Any, start: int, end: int, caches: dict[int, int]) -> Part:
         raise _BrokenError(f"a part at address {address} lies outside of its entry")
     _integer(nbytes, end - address)
     active = None if active is None else _integer(active, nbytes)
-    # A cache that gave memory back had more once than it has room for now.
+    # A cache that gave memory back once had more.
     high_water = None if high_water is None else _integer(high_water, _MOST_ADDRESS)
     if category == "kv" and address in caches:
         active = min(caches[address], nbytes)
@@ -456,7 +449,7 @@ def _integer(value: Any, most: int) -> int:
 
 
 def _word(value: Any) -> str:
-    """Check a name of ours: it has no control characters."""
+    """Check a name of unimem's: it has no control characters."""
     if not isinstance(value, str) or not 0 < len(value) <= 64 or not value.isprintable():
         raise _BrokenError(f"expected a name, got {_shorten(value)}")
     return value

@@ -1,4 +1,4 @@
-"""What memory is there and what it is for."""
+"""The memory of a process, and its purposes."""
 
 from __future__ import annotations
 
@@ -28,18 +28,16 @@ _TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Rows of memory, and facts about where they were measured.
-
-    It never changes, so that any number of threads, and forked children, may use it.
+    """Rows of memory, and facts about their process. It never changes.
 
     Attributes
     ----------
     rows : tuple of Row
-        One a category.
+        One per category.
     facts : mapping
         Names to numbers, texts or lists.
     mappings : tuple of Mapping
-        What the rows of main memory are the sums of, by address.
+        By address; the rows of main memory are their sums.
     """
 
     rows: tuple[Row, ...]
@@ -47,23 +45,23 @@ class Report:
     mappings: tuple[Mapping, ...] = ()
 
     def __getitem__(self, category: str) -> Row:
-        """Return the row of a category: of main memory, else of the first device that has one.
+        """Return the row of a category: of main memory, else of the first device that has it.
 
         Raises
         ------
         CategoryError
-            There is no such row; it is a `KeyError`, and names those that there are.
+            A `KeyError` that names the existing categories.
         """
         return find_row(self.rows, category)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all rows of main memory: of a process, all that it has mapped."""
+        """Bytes of all rows of main memory: all that a process has mapped."""
         return sum(row.nbytes for row in self.rows if row.device is None)
 
     @property
     def resident_bytes(self) -> int:
-        """What of the rows of main memory is in RAM, as far as it is known: a process's Pss."""
+        """Bytes of the rows of main memory in RAM, as far as known: a process's Pss."""
         return sum(row.resident_bytes or 0 for row in self.rows if row.device is None)
 
     @property
@@ -76,7 +74,7 @@ class Report:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and texts, as in JSON: a node's key is a text.
+        """Return plain dicts, lists, numbers and texts, as in JSON, with nodes as texts.
 
         The schema of the document, with its units, is ``docs/schemas/report-1.json``.
         """
@@ -109,12 +107,12 @@ class Report:
 
 
 def report(pid: int | None = None) -> Report:
-    """Report what memory a process has, and what it is for.
+    """Report the memory of a process, by purpose.
 
-    The areas are the kernel's (``/proc/PID/smaps``, ``numa_maps``, ``pagemap``); what is unimem's
-    is told by its ledger, in other processes by what engines show of theirs; model files that are
-    mapped are known by their headers. Of every field of the rows' placements, the sum is what the
-    kernel says of the process.
+    The areas are the kernel's (``/proc/PID/smaps``, ``numa_maps``, ``pagemap``). unimem's part is
+    known from its ledger, in other processes from the ledger that engines publish; mapped model
+    files are known by their headers. The sum of each field of the rows' placements is the kernel's
+    figure for the process.
 
     Parameters
     ----------
@@ -124,21 +122,21 @@ def report(pid: int | None = None) -> Report:
     Returns
     -------
     Report
-        A row for each category: of unimem's memory and of model files ``weights:TYPE``,
+        A row per category: of unimem's memory and of model files ``weights:TYPE``,
         ``weights:padding``, ``kv``, ``scratch``, ``logits``, ``tokens``, ``staging``,
-        ``diagnostics`` and ``other``; ``placed``, what `unimem exec` has placed; of the rest
-        ``allocator``, ``libraries``, ``stacks``, ``files``, ``shared``, ``anonymous`` and
-        ``kernel``. In this process also of each category that had memory, and of that of GPUs.
-        What the facts are is said in ``docs/accounting.md``.
+        ``diagnostics`` and ``other``; ``placed``, the memory that `unimem exec` has placed; of the
+        rest ``allocator``, ``libraries``, ``stacks``, ``files``, ``shared``, ``anonymous`` and
+        ``kernel``. In this process also each category that once had memory, and GPUs.
+        ``docs/accounting.md`` lists the facts.
 
     Raises
     ------
     ProcessLookupError
-        There is no such process, or it has ended meanwhile.
+        The process does not exist, or has ended meanwhile.
     PermissionError
-        This process may not read it: the message says which user may.
+        This process may not read it; the message names the user that may.
     ValueError, TypeError
-        The number is none of a process that has memory.
+        No process with memory can have the number.
 
     Examples
     --------
@@ -176,7 +174,7 @@ def report(pid: int | None = None) -> Report:
 
 
 def _read(pid: int) -> tuple[Process, list[Entry], dict[str, Any]]:
-    """Read the areas of a process, the entries that it had all the time meanwhile, and facts."""
+    """Read the areas of a process, its entries that were unchanged meanwhile, and facts."""
     before, _ = _read_entries(pid)
     for _ in range(_TRIES):
         process = read_process(pid)
@@ -190,7 +188,7 @@ def _read(pid: int) -> tuple[Process, list[Entry], dict[str, Any]]:
 
 
 def _read_entries(pid: int) -> tuple[tuple[Entry, ...], dict[str, Any]]:
-    """Return what unimem has in a process, and the source of that."""
+    """Return unimem's entries in a process, and their source."""
     if pid == os.getpid():
         hidden = failure()
         return ledger.entries(), {"source": "ledger", **({"problem": hidden} if hidden else {})}
@@ -226,13 +224,13 @@ def _describe_model(model: MappedModel) -> dict[str, Any]:
 
 
 def _add_high_water(rows: Sequence[Row]) -> list[Row]:
-    """Add the most that each category ever had, and those that have nothing any more."""
+    """Add the high water of each category, and categories without memory now."""
     marks = ledger.high_water()
     found = {row.category: row for row in rows}
     kinds = {category.partition(":")[0] for category in marks if ":" in category}
     for category, mark in marks.items():
         if category in kinds and category not in found:
-            continue  # the rows of its kinds say it
+            continue  # the rows of its kinds have it
         row = found.get(category) or Row(category, 0, active_bytes=0, resident_bytes=0)
         found[category] = replace(row, high_water_bytes=max(mark, row.nbytes))
     return sorted(found.values(), key=in_order)

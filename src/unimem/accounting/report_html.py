@@ -12,7 +12,7 @@ from unimem.system.placement import Placement, sum_placements
 
 __all__ = ["color_of", "colors_of", "report_html", "report_parts"]
 
-# By kind of category; of a kind, weights of several types are of one hue.
+# By kind of category; weights of several types have one hue.
 _COLORS = {
     "weights": ("#3b82c4", "#5d9fd8", "#2b6498", "#86b9e4", "#4a7ba8"),
     "kv": ("#e08a2e",),
@@ -34,32 +34,18 @@ _COLORS = {
 
 
 def report_html(rows: Sequence[Row], known: Mapping[str, Any]) -> Html:
-    """Write what a report says, for a notebook.
-
-    Parameters
-    ----------
-    rows, known
-        The rows and the facts of the report.
-    """
+    """Write the rows and facts of a report, for a notebook."""
     return fragment(*report_parts(rows, known))
 
 
 def color_of(category: str, n_before: int = 0) -> str:
-    """Choose the colour of a category.
-
-    Parameters
-    ----------
-    category : str
-        As in a `Row`.
-    n_before : int
-        How many of its kind, as of weights, come before it.
-    """
+    """Choose the colour of a category that `n_before` others of its kind precede."""
     colors = _COLORS.get(category.partition(":")[0], ("#999999",))
     return "#aab4be" if category == "weights:padding" else colors[n_before % len(colors)]
 
 
 def colors_of(categories: Iterable[str]) -> dict[str, str]:
-    """Choose the colours of categories, of which those of one kind differ by their order."""
+    """Choose the colours of categories; those of one kind differ by their order."""
     found: dict[str, str] = {}
     n_of: dict[str, int] = {}
     for category in categories:
@@ -74,7 +60,7 @@ def colors_of(categories: Iterable[str]) -> dict[str, str]:
 
 
 def report_parts(rows: Sequence[Row], known: Mapping[str, Any]) -> Iterator[Html]:
-    """Write the parts of `report_html`, for a page that has others, too."""
+    """Write the parts of `report_html`, for a page with further parts."""
     first, *others = report_facts(rows, known)
     colors = colors_of(row.category for row in rows)
     host = [row for row in rows if row.device is None]
@@ -89,7 +75,7 @@ def report_parts(rows: Sequence[Row], known: Mapping[str, Any]) -> Iterator[Html
 
 
 def _memory(rows: Sequence[Row], colors: Mapping[str, str]) -> Html:
-    """Write what was asked for and what there is of each category, and the sums."""
+    """Write requested and mapped memory of each category, and the sums."""
     whole = sum(row.resident_bytes or 0 for row in rows if row.device is None)
     lines = [
         (
@@ -125,7 +111,7 @@ def _on(what: str, device: str | None) -> str:
 
 
 def _placements(rows: Iterable[Row]) -> Html:
-    """Write what the kernel has granted of each category, and the sums."""
+    """Write the granted memory of each category, and the sums."""
     granted = [(row.category, row.granted) for row in rows if row.granted is not None]
     whole = sum_placements([placement for _, placement in granted])
     nodes = sorted(whole.nodes)
@@ -134,7 +120,7 @@ def _placements(rows: Iterable[Row]) -> Html:
         (*head, *(f"node {node}" for node in nodes)),
         [(name, placement.pages, *_sizes(placement, nodes)) for name, placement in granted],
         foot=[("total", "", *_sizes(whole, nodes))],
-        # The only node has what Rss says.
+        # A single node equals Rss.
         spare=("pages", *(f"node {node}" for node in nodes if len(nodes) == 1)),
     )
 

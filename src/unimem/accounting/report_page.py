@@ -1,4 +1,4 @@
-"""What was read of a process, as one page of HTML."""
+"""A sample of a process, as one page of HTML."""
 
 from __future__ import annotations
 
@@ -37,22 +37,18 @@ _LAYERS = 8  # of a chart
 
 
 def report_page(sample: Sample, growth: Sequence[GrowthPoint] = (), note: str = "") -> str:
-    """Write all that was read of a process, as a page that needs no network.
+    """Write a sample of a process, as a page of less than 300 kB that needs no network.
+
+    Very many mappings are cut to those with most in RAM, and the sums of the rest.
 
     Parameters
     ----------
     sample : Sample
-        What was read last.
+        The last sample.
     growth : sequence of GrowthPoint
-        What was in RAM while it was watched.
+        Memory in RAM over time.
     note : str
-        Stands at the end: when it was written, and by what.
-
-    Returns
-    -------
-    str
-        HTML of less than 300 kB. Of very many mappings it has those with most in RAM, and the sums
-        of all others.
+        The end of the page: when it was written, and by which version.
     """
     report = sample.report
     known = report.facts
@@ -72,7 +68,7 @@ def report_page(sample: Sample, growth: Sequence[GrowthPoint] = (), note: str = 
 
 
 def _limits(limits: Sequence[Limit], pressure: Sequence[Pressure]) -> Iterator[Html]:
-    """Write how much each limit has left, and how much work waits for memory."""
+    """Write the room of each limit, and the pressure."""
     if not limits:
         return
     yield heading("Limits")
@@ -102,7 +98,7 @@ def _limits(limits: Sequence[Limit], pressure: Sequence[Pressure]) -> Iterator[H
 
 
 def _growth(points: Sequence[GrowthPoint]) -> Iterator[Html]:
-    """Draw what was in RAM over time, and write what came and went."""
+    """Draw memory in RAM over time, and write its changes."""
     if len(points) < 2:
         return
     first, last = points[0].resident_bytes, points[-1].resident_bytes
@@ -139,7 +135,7 @@ def _change(name: str, first: int, last: int) -> tuple[str, ...]:
 
 
 def _mappings(mappings: Sequence[MappedRange]) -> Iterator[Html]:
-    """Write the mappings with most in RAM, as far as there is room, and the sums of the others."""
+    """Write the mappings with most in RAM that fit, and the sums of the rest."""
     if not mappings:
         return
     ordered = sorted(mappings, key=lambda each: (-each.granted.pss_bytes, -each.nbytes))
@@ -159,7 +155,7 @@ def _mappings(mappings: Sequence[MappedRange]) -> Iterator[Html]:
             for sizes in ([m.nbytes for m in left], [m.granted.pss_bytes for m in left])
         )
         text = f"and {format_count(len(left), 'more mapping')}: "
-        yield Html(f"<p>{join([text, nbytes])}, of which {held} are in RAM.</p>")
+        yield Html(f"<p>{join([text, nbytes])}, {held} in RAM.</p>")
 
 
 def _mapping(each: MappedRange) -> tuple[str, ...]:
@@ -175,7 +171,7 @@ def _mapping(each: MappedRange) -> tuple[str, ...]:
 
 
 def _asked(requested: Mapping[str, Any]) -> Iterator[str]:
-    """Write what a block was asked to be."""
+    """Write the request of a block."""
     if pages := requested.get("pages"):
         yield str(pages)
     if numa := requested.get("numa"):

@@ -1,4 +1,4 @@
-"""A report as lines, for a terminal and for ``str()`` alike."""
+"""A report as lines, for a terminal and for ``str()``."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _COUNTERS = {
     "n_generated_tokens": "made",
     "kv_tokens": "in the KV cache",
 }
-# What `unimem exec` counts where not all is as it was asked for.
+# Counts of unmet requests of `unimem exec`.
 _SHORTFALLS = {
     "n_fallback": "found no room in the pool of huge pages",
-    "n_stalled": "got small pages, since the kernel was slow in finding huge ones",
-    "n_unbound": "are not on the nodes that were asked for: the kernel refused",
+    "n_stalled": "got small pages, since the kernel was slow to find huge ones",
+    "n_unbound": "are not on the requested nodes: the kernel refused",
     "n_unlocked": "are not locked: the limit on locked memory was reached",
     "n_passed_on": "had no room, and went to the program's own allocator",
 }
-_WIDE = 110  # columns, from which on there is room for what was most
+_WIDE = 110  # columns, enough for the high water
 
-# Facts that the page has in words of its own, or that its sums say of a process.
+# Facts that the page writes in other words, or as sums.
 _IN_WORDS = {"models", "counters", "problem", "minor_faults", "major_faults", "exec"}
 _OF_PROCESS = {"pid", "name", "command", "source", "n_threads", "n_entries_left_out"}
 _OF_PROCESS |= {"rss_bytes", "pss_bytes", "swapped_bytes"}
@@ -54,17 +54,7 @@ def report_lines(
     facts: Mapping[str, Any],
     mappings: Sequence[MappedRange] = (),
 ) -> Iterator[str]:
-    """Write what a report says.
-
-    Parameters
-    ----------
-    surface : Surface
-        What it is written on.
-    rows, facts
-        Of the report.
-    mappings : sequence of Mapping
-        Those that shall have a line each.
-    """
+    """Write a report, with a line for each of `mappings`."""
     first, *others = report_facts(rows, facts)
     parts = (
         fact_lines(surface, first),
@@ -83,13 +73,13 @@ def report_lines(
 
 
 def report_facts(rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[list[tuple[str, str]]]:
-    """Say in words what a report has beside its rows.
+    """Write a report in words, beside its rows.
 
     Yields
     ------
     list of (str, str)
-        Names and texts, where what has no name belongs to the text before: first what stands above
-        the rows, then groups for below them.
+        Names and texts, where an empty name continues the text before: first the facts above the
+        rows, then groups below them.
     """
     yield list(_heading(facts))
     yield [*_sums(rows), *_faults(rows, facts)]
@@ -106,7 +96,7 @@ def _heading(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if len(models) > _MODELS:
         yield "", f"and {format_count(len(models) - _MODELS, 'more file')}, which --json names"
     if counters := facts.get("counters"):
-        # Of another version of unimem there may be others.
+        # Another version of unimem may have other counters.
         counted = [
             f"{counters[name]:,} {text}" for name, text in _COUNTERS.items() if name in counters
         ]
@@ -152,7 +142,7 @@ def _faults(rows: Sequence[Row], facts: Mapping[str, Any]) -> Iterator[tuple[str
 
 
 def _of_exec(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Write what `unimem exec` has placed in the process, and what it could not."""
+    """Write the memory that `unimem exec` has placed in the process, and its shortfalls."""
     placed = facts.get("exec")
     if placed is None:
         return
@@ -178,7 +168,7 @@ def _about_ended(ended: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _more(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Write facts that the page does not know, as of a decoder."""
+    """Write further facts, such as a decoder's."""
     known = _IN_WORDS | (_OF_PROCESS if "pid" in facts else set())
     for name, value in facts.items():
         if name in known or value is None:
@@ -208,7 +198,7 @@ def memory_lines(
     Parameters
     ----------
     surface : Surface
-        What the table is written on.
+        The medium.
     rows : sequence of Row
         Of a report.
     first : sequence of Row, optional
@@ -275,14 +265,14 @@ def _total(rows: Iterable[Row], device: str | None) -> int:
 def _pages(granted: Placement | None) -> str:
     if granted is None:
         return "-"
-    # What is of several mappings has the pages of that with the smallest.
+    # Several mappings count as the one with the smallest pages.
     if granted.pages == "4k" and granted.huge_bytes:
         return f"{granted.huge_bytes / granted.resident_bytes:.0%} huge"
     return granted.pages
 
 
 def _mapping_lines(surface: Surface, mappings: Sequence[MappedRange]) -> Iterator[str]:
-    """Write a line for each mapping, what is in RAM first."""
+    """Write a line for each mapping, those with most in RAM first."""
     if not mappings:
         return
     rows = [
@@ -302,7 +292,7 @@ def _mapping_lines(surface: Surface, mappings: Sequence[MappedRange]) -> Iterato
 
 
 def kind_of_mapping(mapping: MappedRange) -> str:
-    """Name the category that most of a mapping is, and how many others there are."""
+    """Return the category of most of a mapping, and the number of other categories."""
     parts = sorted(mapping.parts, key=lambda category: -mapping.parts[category])
     first, *others = parts or [mapping.category]
     return f"{first} +{len(others)}" if others else first

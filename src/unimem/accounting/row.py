@@ -1,4 +1,4 @@
-"""Rows of memory: what plans and reports are made of."""
+"""Rows of memory, for plans and reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unimem.system.placement import Placement
 
 __all__ = ["Mapping", "Row", "find_row", "in_order", "plain"]
 
-# What a runtime needs of it comes first, then what else there is.
+# The memory of a runtime first, then the rest.
 _ORDER = tuple(
     """
     weights kv scratch logits tokens staging diagnostics other placed allocator anonymous
@@ -22,27 +22,26 @@ _ORDER = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The memory of one category, in bytes. What is None is not known, or does not apply.
+    """The memory of one category, in bytes. None is unknown, or does not apply.
 
     Attributes
     ----------
     category : str
         ``"weights:q8_0"``, ``"kv"``, ``"scratch"``, ``"logits"``, ``"other"``, ...
     nbytes : int
-        What is mapped, or planned: each byte of memory once, also where it is mapped twice.
+        Mapped or planned memory; memory that is mapped twice counts once.
     granted : Placement or None
-        How it is placed, as the kernel says. Memory that is mapped twice is in `resident_bytes` of
-        the placement once for each mapping, as in the kernel's Rss.
+        The kernel's placement. Its `resident_bytes` count each mapping, as the kernel's Rss.
     active_bytes : int or None
-        What is in use now.
+        Memory in use now.
     resident_bytes : int or None
-        What is in RAM, where a page that n mappings share counts 1/n (Pss).
+        Memory in RAM, where a page that n mappings share counts 1/n (Pss).
     high_water_bytes : int or None
         The most that was in use, or mapped.
     device : str or None
-        Whose memory it is: None is the main memory, ``"cuda:0"`` a GPU's.
+        None for main memory, ``"cuda:0"`` for a GPU's.
     requested_bytes : int or None
-        What was asked for, before it was rounded to pages.
+        The request, before it was rounded to pages.
     """
 
     category: str
@@ -57,24 +56,24 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """One range of addresses: a region of unimem's, or an area of the kernel's.
+    """One range of addresses: a region of unimem, or an area of the kernel.
 
     Attributes
     ----------
     category : str
-        Of what no part has.
+        The category of bytes outside of parts.
     name : str
-        What the block is called, or the kernel calls it; may be empty.
+        The name of the block, or the kernel's; may be empty.
     address, nbytes : int
-        Where it begins, and its backing memory, each byte once.
+        Its begin, and its backing memory, each byte once.
     granted : Placement
-        How it is placed, as the kernel says.
+        The kernel's placement.
     requested : dict or None
-        What the block was asked to be; None where it is none of unimem's.
+        The request of a block; None for other memory.
     path : str or None
-        The file that is mapped.
+        The mapped file.
     parts : dict of str to int
-        Bytes of each category in it.
+        Its bytes by category.
     """
 
     category: str
@@ -88,7 +87,7 @@ class Mapping:
 
 
 def in_order(row: Row) -> tuple[Any, ...]:
-    """Return what rows are sorted by: weights, KV memory and so on; of a kind, the largest first.
+    """Return the sort key of a row: weights, KV memory and so on; in a kind, the largest first.
 
     Examples
     --------
@@ -102,20 +101,7 @@ def in_order(row: Row) -> tuple[Any, ...]:
 
 
 def find_row(rows: Iterable[Row], category: str) -> Row:
-    """Return the first row of a category.
-
-    Parameters
-    ----------
-    rows : iterable of Row
-        In their order, those of main memory first.
-    category : str
-        Such as ``"kv"``.
-
-    Raises
-    ------
-    CategoryError
-        There is none.
-    """
+    """Return the first row of a category; raise CategoryError without one."""
     categories = []
     for row in rows:
         if row.category == category:
@@ -125,7 +111,7 @@ def find_row(rows: Iterable[Row], category: str) -> Row:
 
 
 def plain(thing: Row | Mapping) -> dict[str, Any]:
-    """Return it as plain dicts, lists, numbers and texts, as in JSON: a node's key is a text."""
+    """Return plain dicts, lists, numbers and texts, as in JSON, with nodes as texts."""
     document = asdict(thing)
     if thing.granted is not None:
         nodes = thing.granted.nodes.items()

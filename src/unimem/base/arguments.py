@@ -1,7 +1,4 @@
-"""Arguments that users give: what is not as expected is refused by its name.
-
-The messages say which argument it is, what was expected, and what came.
-"""
+"""Checks of arguments, whose messages name the argument, what was expected, and what was given."""
 
 from __future__ import annotations
 
@@ -19,27 +16,21 @@ __all__ = ["check_callable", "file_path", "flag", "integer", "one_of", "string"]
 def integer(
     value: object, name: str = "", least: int | None = None, most: int | None = None
 ) -> int:
-    """Return an integer as an `int`.
+    """Return an integer, or an object with ``__index__``, as an `int`.
 
     Parameters
     ----------
-    value : int, or what has ``__index__``
-        Such as ``numpy.int64(64)``.
-    name : str, optional
-        Of the argument.
+    value, name : object, str
+        The argument, and its name for messages.
     least, most : int, optional
         Its range, both inclusive.
-
-    Returns
-    -------
-    int
 
     Raises
     ------
     TypeError
-        It is not an integer, or it is a bool, which nobody means as one.
+        It is not an integer, or a bool.
     ValueError
-        It is outside of its range.
+        It is outside its range.
     """
     start = f"{name}: " if name else ""
     exact = None
@@ -55,40 +46,28 @@ def integer(
 
 
 def flag(value: object, name: str) -> bool:
-    """Return a bool, or NumPy's, as a `bool`.
-
-    Raises
-    ------
-    ValueError
-        It is of another type: ``"no"`` would count as True.
-    """
+    """Return a bool, or NumPy's, as a `bool`; raise ValueError for others, as ``"no"`` is True."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"{name}: expected False or True, got {value!r:.60}")
     return bool(value)
 
 
 def one_of(value: object, name: str, choices: Collection[str]) -> str:
-    """Return one of some words.
-
-    Raises
-    ------
-    ValueError
-        It is none of them, of whatever type.
-    """
+    """Return one of some words; raise ValueError for any other value."""
     if isinstance(value, str) and value in choices:
         return value
     raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r:.60}")
 
 
 def string(value: object, name: str, default: str = "") -> str:
-    """Return a string; the default for None and an empty one, where there is a default.
+    """Return a string, or the default, if there is one, for None and an empty string.
 
     Raises
     ------
     TypeError
-        It is none.
+        It is not a string.
     ValueError
-        It holds half of a surrogate pair, unless that stands for a byte of a file's name.
+        It has half of a surrogate pair, unless that is a byte of a file's name.
     """
     if default and (value is None or (isinstance(value, str) and not value)):
         return default
@@ -110,7 +89,7 @@ def file_path(value: object, name: str = "path") -> str:
     Raises
     ------
     TypeError
-        It is no string, no bytes and no `os.PathLike`; so are descriptors and open files.
+        It is not a string, bytes or an `os.PathLike`, such as a descriptor or an open file.
     ValueError
         No file can have this path.
     """

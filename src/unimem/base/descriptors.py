@@ -1,4 +1,4 @@
-"""Open descriptors that are closed whatever comes in between: an interrupt, or an error."""
+"""Open descriptors that are closed even if an interrupt or an error intervenes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ __all__ = ["Descriptors"]
 
 
 class Descriptors(list[int]):
-    """Open descriptors; leaving the ``with`` closes them, and so does the end of the list.
+    """Open descriptors, closed when the ``with`` or the list ends.
 
-    A signal's handler may raise between any two lines, as between the one that opens a file and the
-    `try` behind it. Opening and closing are a single call of C each, before or after which an
-    interrupt comes.
+    A signal handler may raise between any two lines, such as between the opening of a file and the
+    `try` behind it. Here, opening and closing are a single call of C each.
     """
 
     def add(self, opens: Callable[..., int], *given: Any) -> int:
-        """Open one more: call ``opens(*given)``, keep what it returns, and return that."""
+        """Call ``opens(*given)``, keep the descriptor that it returns, and return it."""
         self.extend(starmap(opens, (given,)))
         return self[-1]
 
-    # `os` may be gone by the end of the interpreter, and what is a default is not.
+    # A default, since `os` may be gone at the end of the interpreter.
     def close(self, _close: Callable[[int], None] = os.close) -> None:
-        """Close them. Twice is no error.
+        """Close them. Closing twice is no error.
 
-        What the system says of it is of no use: the descriptor is gone in any case, and who needs
-        the data on the disk has asked for that before.
+        Errors are ignored: the descriptor is gone in any case, and a writer that needs its data on
+        the disk has synced before.
         """
         while self:
             try:

@@ -1,6 +1,6 @@
-"""HTML for people: sizes, tables, bars and charts, in notebooks and in pages that need no network.
+"""HTML for people: sizes, tables, bars and charts, for notebooks and for pages without network.
 
-All text is escaped, except what a function of this module has made.
+All text is escaped, unless a function of this module has made it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = [
     "table",
 ]
 
-# Colours of bars are in the middle, and all others are the reader's own: so it can be read in light
-# and in dark, also in a notebook whose theme is not that of the system.
+# Colours of bars are of medium brightness, and all others are the reader's own, so that the page is
+# readable in light and dark, also in a notebook with another theme than the system.
 _STYLE = """
 .unimem{font:14px/1.45 system-ui,sans-serif;max-width:72rem;text-align:left}
 .unimem *{box-sizing:border-box}
@@ -62,7 +62,7 @@ margin-right:.4rem}
 .unimem thead th{white-space:normal;\
 vertical-align:bottom}.unimem .p{min-width:7rem}}
 """
-# No script, no font, no image, no address: what comes into the page by a name can reach nothing.
+# No script, font, image or address: text that enters the page by a name can reach nothing.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 _PAGE = """\
 <!doctype html>
@@ -94,15 +94,12 @@ class Html(str):
 def markup(text: str) -> Html:
     """Escape a text, unless it is HTML already.
 
-    Names and paths are somebody else's. What would turn the direction of text, or is no character,
-    is written out as in a terminal, and what is very long is cut in its middle.
+    Control characters are written out as in a terminal, and very long texts are cut in the middle.
 
     Examples
     --------
-    >>> markup("a <b> & c")
-    'a &lt;b&gt; &amp; c'
-    >>> markup(Html("<b>a</b>"))
-    '<b>a</b>'
+    >>> markup("a <b> & c"), markup(Html("<b>a</b>"))
+    ('a &lt;b&gt; &amp; c', '<b>a</b>')
     """
     if isinstance(text, Html):
         return text
@@ -120,14 +117,12 @@ def heading(text: str) -> Html:
 
 
 def size(nbytes: int | None) -> Html:
-    """Write a size for people, with the bytes for programs and for who points at it.
+    """Write a size for people, with its bytes for programs and as a tooltip.
 
     Examples
     --------
     >>> size(1536)
     '<data value="1536" title="1,536 bytes">1.5 KiB</data>'
-    >>> size(None)
-    '-'
     """
     if nbytes is None:
         return Html("-")
@@ -135,7 +130,7 @@ def size(nbytes: int | None) -> Html:
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> Html:
-    """Write names, and beside each its text; what has no name belongs to the text before."""
+    """Write names with their texts; an empty name continues the text before."""
     rows = [f"<dt>{markup(name)}</dt><dd>{markup(text)}</dd>" for name, text in pairs]
     return Html(f"<dl>{''.join(rows)}</dl>" if rows else "")
 
@@ -148,19 +143,17 @@ def table(
     align: str | None = None,
     spare: Sequence[str] = (),
 ) -> Html:
-    """Write a table, which scrolls within itself where the page is narrow.
+    """Write a table, which scrolls within itself on a narrow page.
 
     Parameters
     ----------
-    head : sequence of str
-        Names of the columns.
-    rows, foot : iterable of sequences of str
-        Texts of each row, and of those with sums.
+    head, rows, foot
+        Names of the columns, and the texts of each row and of each row of sums.
     align : str, optional
-        ``<`` for a column to the left, ``>`` for one to the right, ``p`` for one to the left whose
-        lines may be broken; by default the first is to the left.
+        ``<`` for a column to the left, ``>`` for one to the right, ``p`` for one to the left that
+        wraps; by default the first is to the left.
     spare : sequence of str
-        Names of columns that narrow pages leave out.
+        Names of columns that narrow pages omit.
 
     Examples
     --------
@@ -189,26 +182,13 @@ def table(
 
 
 def bar(share: float, color: str) -> Html:
-    """Draw a bar of which a share is full, from 0 to 1.
-
-    Examples
-    --------
-    >>> bar(0.5, "red")
-    '<span class="bar"><i style="width:50.0%;background:red"></i></span>'
-    """
+    """Draw a bar that is full to a share from 0 to 1."""
     width = f"{min(max(share, 0.0), 1.0):.1%}"
     return Html(f'<span class="bar"><i style="width:{width};background:{color}"></i></span>')
 
 
 def stack(pieces: Iterable[tuple[str, int, str]]) -> Html:
-    """Draw sizes side by side in one bar, with what each colour is.
-
-    Parameters
-    ----------
-    pieces : iterable of (str, int, str)
-        Name, bytes and colour. Those of 0 bytes are left out, and the smallest of very many are one
-        piece.
-    """
+    """Draw sizes (name, bytes, colour) side by side in one bar; the smallest are merged."""
     there = sorted((piece for piece in pieces if piece[1] > 0), key=lambda piece: -piece[1])
     there, small = there[:_MOST_PIECES], there[_MOST_PIECES:]
     if small:
@@ -233,12 +213,12 @@ def _legend(pieces: Iterable[tuple[str, int, str]]) -> str:
 def chart(
     times: Sequence[float], series: Sequence[tuple[str, Sequence[int], str]], most: int
 ) -> Html:
-    """Draw sizes over time, one above the other, as an SVG with what each colour is.
+    """Draw sizes over time, stacked, as an SVG with a legend.
 
     Parameters
     ----------
     times : sequence of float
-        Seconds, at least two, which grow.
+        Ascending seconds, at least two.
     series : sequence of (str, sequence of int, str)
         Name, bytes at each time, and colour; the lowest first.
     most : int
@@ -273,13 +253,10 @@ def chart(
 
 
 def fragment(*parts: str) -> Html:
-    """Put parts together, with their style, for a notebook or a page."""
+    """Join parts and their style, for a notebook or a page."""
     return Html(f'<div class="unimem"><style>{_STYLE}</style>{join(parts)}</div>')
 
 
 def page(title: str, body: Html) -> str:
-    """Make a whole page of a fragment: one file that asks for nothing else.
-
-    It follows what the reader has chosen of light and dark.
-    """
+    """Make a whole page of a fragment, in one file, light or dark as the reader prefers."""
     return _PAGE.format(policy=quote(_POLICY), title=markup(title), body=body)

@@ -1,4 +1,4 @@
-"""How to install what is missing. No package index has unimem: there are checkouts and wheels."""
+"""How to install what is missing: from a checkout or a wheel, since no index has unimem."""
 
 from __future__ import annotations
 
@@ -6,18 +6,7 @@ __all__ = ["install_hint"]
 
 
 def install_hint(*extras: str) -> str:
-    """Say how to install unimem with some of its extras.
-
-    Parameters
-    ----------
-    *extras : str
-        Names of extras, at least one.
-
-    Returns
-    -------
-    str
-        Words for the end of a message, without a full stop.
-    """
+    """Return how to install unimem with some extras, to end a message without a full stop."""
     quoted = " and ".join(f"'{extra}'" for extra in extras)
     names = ",".join(extras)
     return (

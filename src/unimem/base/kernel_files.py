@@ -1,4 +1,4 @@
-"""Small files of the kernel, in /proc, /sys and cgroups: how they are read, and their formats."""
+"""Small files of the kernel, in /proc, /sys and cgroups, and their formats."""
 
 from __future__ import annotations
 
@@ -22,25 +22,8 @@ _MOST_LISTED = 1 << 16  # more than any kernel has of nodes or CPUs
 
 
 def read_bytes(path: str, folder: int | None = None) -> bytes:
-    """Read a file to its end.
-
-    Parameters
-    ----------
-    path : str
-        The file.
-    folder : int, optional
-        A descriptor of the folder that a relative path begins at.
-
-    Returns
-    -------
-    bytes
-
-    Raises
-    ------
-    OSError
-        It cannot be read.
-    """
-    # Without the buffers and decoders of open(): this runs before each block is made.
+    """Read a file to its end; a relative path begins at the descriptor `folder`."""
+    # Without the buffers and decoders of open(), since this runs before each block is made.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder)
     try:
         found = os.read(fd, _CHUNK_BYTES)
@@ -52,7 +35,7 @@ def read_bytes(path: str, folder: int | None = None) -> bytes:
 
 
 def read_text(path: str) -> str | None:
-    """Read a file as text without the white space around it; None where it cannot be read."""
+    """Read a file as text without surrounding white space; None if it cannot be read."""
     try:
         return read_bytes(path).decode(errors="surrogateescape").strip()
     except OSError:
@@ -60,23 +43,23 @@ def read_text(path: str) -> str | None:
 
 
 def read_number(path: str) -> int | None:
-    """Read a file of one number; None where it cannot be read, or has something else, as "max"."""
+    """Read a file of one number; None if it cannot be read, or holds a word such as "max"."""
     text = read_text(path)
     return int(text) if text is not None and text.isdigit() else None
 
 
 def read_fields(path: str, separator: str = ":", prefix: str = "") -> dict[str, str]:
-    """Read a file whose lines are names and values, as `parse_fields`; empty where it cannot be."""
+    """Read a file of lines with names and values, as `parse_fields`; empty if it cannot be read."""
     return parse_fields(read_text(path) or "", separator, prefix)
 
 
 def is_folder(path: str) -> bool:
-    """Whether there is such a folder, and it may be looked at."""
+    """Whether a folder exists and is accessible."""
     return os.path.isdir(path)
 
 
 def list_names(path: str) -> list[str]:
-    """List what is in a folder; nothing where it cannot be read."""
+    """List the names in a folder; none if it cannot be read."""
     try:
         return os.listdir(path)
     except OSError:
@@ -84,24 +67,12 @@ def list_names(path: str) -> list[str]:
 
 
 def parse_fields(text: str, separator: str = ":", prefix: str = "") -> dict[str, str]:
-    """Parse lines of names and values.
+    """Parse lines of ``name separator value``; of a repeated name, the first value counts.
 
-    Parameters
-    ----------
-    text : str
-        The lines.
-    separator : str, default ":"
-        What ends a name.
-    prefix : str, optional
-        What every name begins with, and is left out.
-
-    Returns
-    -------
-    dict
-        Of a name that comes again, as for each CPU, the first value.
+    Names lose a `prefix` that they begin with.
     """
     lines = text.splitlines()
-    lines.reverse()  # so that the first of a name is what stays
+    lines.reverse()  # so that the first value of a name stays
     return {
         name.strip().removeprefix(prefix): value.strip()
         for name, ends, value in [line.partition(separator) for line in lines]
@@ -110,12 +81,7 @@ def parse_fields(text: str, separator: str = ":", prefix: str = "") -> dict[str,
 
 
 def parse_kib(value: str | bytes | None) -> int:
-    """Parse a figure such as "123 kB".
-
-    Returns
-    -------
-    int
-        Bytes; 0 where there is no figure.
+    """Parse a figure such as "123 kB" into bytes; 0 without a figure.
 
     Examples
     --------
@@ -126,22 +92,12 @@ def parse_kib(value: str | bytes | None) -> int:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Parse the kernel's format of lists of nodes and CPUs.
-
-    Parameters
-    ----------
-    text : str
-        Numbers and ranges, as in "0,2-3"; may be empty.
-
-    Returns
-    -------
-    tuple of int
-        In ascending order, each once.
+    """Parse the kernel's lists of nodes and CPUs into ascending numbers.
 
     Raises
     ------
     ValueError
-        The text is no such list.
+        The text is not such a list.
 
     Examples
     --------

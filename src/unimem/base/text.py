@@ -1,4 +1,4 @@
-"""Text for people: sizes, tables and wrapped lines, for a terminal and for ``str()`` alike."""
+"""Text for people: sizes, tables and wrapped lines, for a terminal and for ``str()``."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _NARROWEST_BAR = 6
 _NARROWEST_TEXT = 8
 _WIDE = 110  # columns, from which on there is room for paths
 
-# A terminal would obey control characters, and those that turn the direction of what follows
-# (Unicode's bidirectional embeddings, overrides and isolates) or end a line. No encoding has
-# surrogates, which stand for bytes of file names that are no UTF-8.
+# A terminal would obey control characters, those that change the direction of text (Unicode's
+# bidirectional embeddings, overrides and isolates), and those that end a line. No encoding has
+# surrogates, which represent bytes of file names that are not UTF-8.
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _VISIBLE |= {
     code: f"\\u{code:04x}"
@@ -52,16 +52,14 @@ _VISIBLE_IN_LINES = {code: shown for code, shown in _VISIBLE.items() if chr(code
 
 @dataclass(frozen=True, slots=True)
 class Surface:
-    """What text is written on; by default what ``str()`` returns.
+    """The medium that text is written on; by default that of ``str()``.
 
     Attributes
     ----------
     width : int
         Columns of a line.
-    is_colored : bool
-        Whether it shows colours.
-    has_blocks : bool
-        Whether it shows the block characters of Unicode.
+    is_colored, has_blocks : bool
+        Whether it shows colours, and the block characters of Unicode.
     """
 
     width: int = 80
@@ -81,7 +79,7 @@ class Surface:
         return self._styled(text, "\x1b[32m")
 
     def bad(self, text: str) -> str:
-        """Make text yellow: it is worth a look, and no error."""
+        """Make text yellow: a notice, not an error."""
         return self._styled(text, "\x1b[33m")
 
     def tint(self, text: str) -> str:
@@ -96,7 +94,7 @@ class Surface:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write a size in the largest unit that keeps it at 1 or above.
+    """Write a size in the largest unit that keeps it at least 1.
 
     Examples
     --------
@@ -113,12 +111,12 @@ def format_bytes(nbytes: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size as people write it; K, M, G and T are powers of 1024, as `format_bytes` has them.
+    """Read a size as people write it; K, M, G and T are powers of 1024.
 
     Raises
     ------
     ValueError
-        It is none.
+        The text is not a size.
 
     Examples
     --------
@@ -133,7 +131,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_change(nbytes: int) -> str:
-    """Write by how much a size has changed.
+    """Write the change of a size.
 
     Examples
     --------
@@ -144,7 +142,7 @@ def format_change(nbytes: int) -> str:
 
 
 def format_count(n: int, noun: str, plural: str = "s") -> str:
-    """Write a number and what it counts.
+    """Write a number and its noun.
 
     Examples
     --------
@@ -155,7 +153,7 @@ def format_count(n: int, noun: str, plural: str = "s") -> str:
 
 
 def format_ranges(ids: Iterable[int]) -> str:
-    """Write numbers as the kernel writes those of CPUs and nodes.
+    """Write numbers as the kernel lists CPUs and nodes.
 
     Examples
     --------
@@ -175,14 +173,9 @@ def format_ranges(ids: Iterable[int]) -> str:
 
 
 def escape(text: str, *, keeps_lines: bool = False) -> str:
-    r"""Write what a terminal would obey as ``\x1b`` and the like.
+    r"""Write control characters as ``\x1b`` and the like; names, paths and models may hold any.
 
-    Parameters
-    ----------
-    text : str
-        Names and paths are somebody else's, and a model may write anything.
-    keeps_lines : bool
-        Whether line ends and tabs stay; without them, a name cannot fake another line.
+    With `keeps_lines`, line ends and tabs stay. Without, a name cannot fake another line.
 
     Examples
     --------
@@ -193,7 +186,7 @@ def escape(text: str, *, keeps_lines: bool = False) -> str:
 
 
 def text_width(text: str) -> int:
-    """Count the columns that a text takes.
+    """Count the columns of a text.
 
     Examples
     --------
@@ -210,7 +203,7 @@ def _char_width(char: str) -> int:
 
 
 def shorten(text: str, columns: int) -> str:
-    """Cut a text in its middle, where names and paths say the least.
+    """Cut a text in its middle, the least telling part of names and paths.
 
     Examples
     --------
@@ -226,7 +219,7 @@ def shorten(text: str, columns: int) -> str:
 
 
 def _beginning(text: str, columns: int) -> str:
-    """Give the most of its beginning that is no wider."""
+    """Return the longest beginning that fits."""
     for i, char in enumerate(text):
         columns -= _char_width(char)
         if columns < 0:
@@ -235,21 +228,14 @@ def _beginning(text: str, columns: int) -> str:
 
 
 def shorten_path(surface: Surface, path: str) -> str:
-    """Give a path, or where lines are short the name of the file."""
+    """Return a path, or the name of the file if lines are short."""
     return path if surface.width >= _WIDE else path.rpartition("/")[2]
 
 
 def wrap(text: str, columns: int, *, cuts: bool = True) -> list[str]:
     """Break a text between words.
 
-    Parameters
-    ----------
-    text : str
-        Words.
-    columns : int
-        Of a line.
-    cuts : bool, default True
-        Whether a word that no line has room for is cut; else it stays whole, to be copied.
+    With `cuts`, a word longer than a line is cut; otherwise it stays whole, to be copied.
 
     Examples
     --------
@@ -270,17 +256,7 @@ def wrap(text: str, columns: int, *, cuts: bool = True) -> list[str]:
 def fact_lines(
     surface: Surface, facts: Iterable[tuple[str, str]], *, cuts: bool = True
 ) -> Iterator[str]:
-    """Write names, and beside each its text in as many lines as it needs.
-
-    Parameters
-    ----------
-    surface : Surface
-        What they are written on.
-    facts : iterable of (str, str)
-        Names and texts; what has no name belongs to the text before. Texts are escaped.
-    cuts : bool, default True
-        As for `wrap`.
-    """
+    """Write names with their escaped texts, wrapped; an empty name continues the text before."""
     facts = list(facts)
     label = max([_LABEL, *(len(name) + len(_GAP) for name, _ in facts)])
     for name, text in facts:
@@ -291,7 +267,7 @@ def fact_lines(
 
 
 def item_lines(surface: Surface, mark: str, text: str) -> Iterator[str]:
-    """Write an item of a list: a mark or a number, and beside it an escaped text."""
+    """Write an item of a list: a mark or a number, and an escaped text beside it."""
     start = mark.ljust(_INDENT)
     for line in wrap(escape(text), surface.width - _INDENT):
         yield start + line
@@ -307,11 +283,11 @@ class Bar(NamedTuple):
     Attributes
     ----------
     share : float
-        What of its column is full, from 0 to 1.
+        The full part, from 0 to 1.
     has_rest : bool
-        Whether the rest of the column is shown, too.
+        Whether the rest is shown, too.
     style : callable, optional
-        How the full part looks.
+        The look of the full part.
     """
 
     share: float
@@ -320,9 +296,7 @@ class Bar(NamedTuple):
 
 
 def draw_bar(share: float, columns: int, *, has_blocks: bool) -> tuple[str, str]:
-    """Draw the full part of a bar, and the rest.
-
-    It is drawn to the half of a character, which fonts and code pages have had for long.
+    """Draw the full part of a bar and its rest, to half a character.
 
     Examples
     --------
@@ -348,45 +322,35 @@ def table_lines(
     wraps: bool = False,
     cuts: bool = True,
 ) -> Iterator[str]:
-    """Lay out texts in columns, and bars in what is left of the line.
+    """Lay out texts in columns, with bars in the rest of the line: first the head, then the rows.
 
     Parameters
     ----------
     surface : Surface
-        What they are written on.
-    head : sequence of str
-        Names of the columns.
-    rows : sequence of sequences of str
-        Texts of each row, which are escaped.
+        The medium.
+    head, rows : sequences of str
+        Names of the columns, and the texts of each row, which are escaped.
     align : str, optional
         ``<`` for a column to the left and ``>`` for one to the right; by default the first is to
-        the left. Where the line is too short, those to the left are cut, the widest first.
+        the left. If the line is too short, those to the left are cut, the widest first.
     bars : sequence of Bar or None
-        One a row.
+        One per row.
     spare : sequence of str
-        Names of columns that are left out where cutting is not enough, the first one first.
+        Names of columns to leave out if cutting is not enough, the first one first.
     styles : sequence of callable
-        One a row: how its text looks.
-    wraps : bool
-        Whether names of columns, and texts to the left, are broken into lines before they are cut.
-    cuts : bool, default True
-        Whether texts are cut at all; else lines are as long as they need to be.
-
-    Yields
-    ------
-    str
-        The head, which stands out, and the rows.
+        One per row: the look of its text.
+    wraps, cuts : bool
+        Whether names of columns and texts to the left are wrapped before they are cut, and whether
+        they are cut at all.
 
     Examples
     --------
     >>> rows = [("kv", "512.0 MiB"), ("total", "1.0 GiB")]
-    >>> bars = [Bar(0.5), None]
-    >>> for line in table_lines(Surface(31), ("memory", "size"), rows, bars=bars):
+    >>> for line in table_lines(Surface(31), ("memory", "size"), rows, bars=[Bar(0.5), None]):
     ...     print(line)
     memory       size
     kv      512.0 MiB  ######
     total     1.0 GiB
-
     >>> rows = [("a name of some words", "1.0 GiB"), ("total", "1.0 GiB")]
     >>> for line in table_lines(Surface(20), ("memory", "the size"), rows, wraps=True):
     ...     print(line)
@@ -422,7 +386,7 @@ def table_lines(
 
 
 def _lines(row: Sequence[str], widths: Sequence[int], align: str, *, wraps: bool) -> Iterator[str]:
-    """Lay out a row in one line, or in as many as its texts need."""
+    """Lay out a row in one line, or in several if its texts are wrapped."""
     cells = [
         wrap(text, width) if wraps else [shorten(text, width)]
         for text, width in zip(row, widths, strict=True)
@@ -434,7 +398,7 @@ def _lines(row: Sequence[str], widths: Sequence[int], align: str, *, wraps: bool
 def _kept(
     head: Sequence[str], widths: Sequence[int], align: str, spare: Sequence[str], columns: int
 ) -> list[int]:
-    """Choose the columns that there is room for, the others cut as far as they may be."""
+    """Choose the columns that fit when the others are cut as far as possible."""
     least = [
         min(width, _NARROWEST_TEXT) if side == "<" else width
         for width, side in zip(widths, align, strict=True)
@@ -450,7 +414,7 @@ def _kept(
 def _narrow_to_words(
     texts: Sequence[Sequence[str]], widths: list[int], align: str, columns: int
 ) -> None:
-    """Take from columns what breaking lines between words makes up for, so that none is cut."""
+    """Narrow columns by as much as wrapping between words makes up for."""
     heads, *rows = texts
     least = [
         max([_longest_word(name), *map(_longest_word if side == "<" else text_width, column)])
@@ -462,7 +426,7 @@ def _narrow_to_words(
 def _narrow(
     widths: list[int], align: str, columns: int, least: Sequence[int] | None = None
 ) -> None:
-    """Take from columns to the left what lines are too long by."""
+    """Narrow columns to the left until the line fits."""
     least = [_NARROWEST_TEXT] * len(widths) if least is None else least
     while sum(widths) > columns:
         flexible = [i for i, side in enumerate(align) if side == "<" and widths[i] > least[i]]

@@ -1,4 +1,4 @@
-"""Run work in several threads and leave none of them behind, also after an interrupt."""
+"""Run work in several threads and leave none behind, even after an interrupt."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ def run_in_threads(
     n : int
         Threads, at least 1.
     work : callable
-        Called in each, once.
+        Called once in each.
     stop : callable
-        Makes `work` return soon. Called again and again at the end, and before that once something
-        was raised, in any of the threads or here.
+        Makes `work` return soon. Called repeatedly at the end, and after any error.
     tick : callable
         Called in this thread, 20 times a second.
 
     Raises
     ------
     BaseException
-        What the first of the threads raised, or `tick`, or an interrupt.
+        The error of the first thread, of `tick`, or an interrupt.
     ClosedError
-        In the child of a fork (one that `tick` makes), which has none of the threads.
+        In a forked child, which has none of the threads.
     OSError
         The system starts no more threads.
     """
@@ -66,13 +65,12 @@ def run_in_threads(
         return os.getpid() != pid
 
     def have_ended() -> bool:
-        stop()  # each time: an interrupt may have come before it did anything
+        stop()  # each time, since an interrupt may have prevented it
         return len(ended) == len(started) or is_forked()
 
     try:
-        # A single call, of C: an interrupt comes before or after it, and then `started` has exactly
-        # the threads that there are. Starting a `threading.Thread` is many steps between which one
-        # may come.
+        # A single call of C, so that `started` has exactly the existing threads after an interrupt.
+        # Starting a `threading.Thread` takes many steps.
         with starting_threads():
             started.extend(map(start_new_thread, repeat(run, n), repeat(())))
         next_tick = time.monotonic() + _TICK_SECONDS
@@ -90,13 +88,13 @@ def run_in_threads(
         try:
             wait_until(have_ended)
         finally:
-            wait_until(have_ended)  # an interrupt may have come before its first line
-            failed.clear()  # whose traceback leads back here
+            wait_until(have_ended)  # an interrupt may have prevented the first
+            failed.clear()  # its traceback refers to this frame
 
 
 @contextmanager
 def starting_threads() -> Iterator[None]:
-    """Raise OSError, which names the limits, where Python says that it cannot start a thread."""
+    """Turn the error of a thread that cannot be started into an OSError that names the limits."""
     try:
         yield
     except RuntimeError as error:
@@ -107,16 +105,11 @@ def starting_threads() -> Iterator[None]:
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait for threads, and raise only afterwards what a signal's handler raises meanwhile.
+    """Wait until `holds()` is true, and only then raise an error of a signal handler.
 
-    Asking again and again, since waiting for a thread does not survive an interrupt: Python may
-    take the thread for one that has ended. An interrupt that comes as this is called is raised at
-    once, so who must not miss the end calls it in a `try`, and in its `finally` again.
-
-    Parameters
-    ----------
-    holds : callable
-        Whether what is waited for is there.
+    It polls, since waiting for a thread does not survive an interrupt: Python may take the thread
+    for ended. An interrupt at the call itself is raised at once, so a caller that must not miss the
+    end calls it in a `try`, and again in its `finally`.
     """
     held: BaseException | None = None
     while True:

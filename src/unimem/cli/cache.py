@@ -1,4 +1,4 @@
-"""`unimem cache`: the repacked images that are kept on disk."""
+"""`unimem cache`: the repacked images on disk."""
 
 from __future__ import annotations
 

@@ -65,8 +65,7 @@ def exec_(
     numa: Annotated[str | None, _option("numa")] = None,
     lock: Annotated[bool, _option("lock")] = False,
     min_bytes: Annotated[
-        int | None,
-        _option("min_bytes", parser=number_parser(4096, 1 << 50, "1M, 64k or 4096")),
+        int | None, _option("min_bytes", parser=number_parser(4096, 1 << 50, "1M, 64k or 4096"))
     ] = None,
     prefault: Annotated[bool, _option("prefault")] = False,
     strict: Annotated[bool, _option("strict")] = False,
@@ -75,8 +74,8 @@ def exec_(
 ) -> None:
     """Run any program with its large allocations well placed.
 
-    In huge pages, on chosen nodes, locked. Options of the program stand behind its name, or
-    behind --.
+    In huge pages, on chosen nodes, locked. Options of the program stand behind its name, or behind
+    --.
     """
     check_numa(numa)
     library = find_library()
@@ -124,7 +123,7 @@ def _end(text: str, code: int) -> None:
 
 
 def _check_program(program: str, *, strict: bool) -> None:
-    """Say what stands in the way; with `strict`, that is the end."""
+    """Report an obstacle; with `strict`, end there."""
     found = obstacle(program)
     if found is None:
         return
@@ -136,18 +135,12 @@ def _check_program(program: str, *, strict: bool) -> None:
 def _check_machine(
     pages: Pages, numa: str | None, *, lock: bool, strict: bool
 ) -> NumaPolicy | None:
-    """Try what is asked for on a small block; end where a pool, a node or a lock is not there.
-
-    Returns
-    -------
-    NumaPolicy or None
-        With its nodes.
-    """
+    """Try the options on a small block, and return the NUMA policy; end if they are refused."""
     nbytes = _PROBE_BYTES.get(pages, _THP_BYTES)
     wanted = parse_numa(numa)
     is_pool = pages in ("2m", "1g")
     if pages == "thp" or is_pool or numa is not None or lock or strict:
-        # Whether a huge page is free at this moment is a reason only where all is strict.
+        # A momentary lack of huge pages is a reason only with --strict.
         tried: Pages = pages if is_pool or strict else "auto"
         try:
             with Block(nbytes, pages=tried, numa=numa, lock=lock, strict=True, warm=True):
@@ -177,7 +170,7 @@ def _policy_text(policy: NumaPolicy) -> str:
 
 
 def _staged(word: str) -> str:
-    """Stage a model that an argument names, as FILE or --option=FILE; others stay as they are."""
+    """Stage a model that an argument names, as FILE or --option=FILE; return others unchanged."""
     option, sign, value = word.partition("=")
     path = value if option.startswith("-") and sign else word
     if not path.endswith(_SUFFIXES) or not os.path.isfile(path):

@@ -1,6 +1,6 @@
-"""The report that `unimem exec --report` writes; the program that ends waits for it.
+"""The report of `unimem exec --report`, for which the ending program waits.
 
-Started by the library as ``python -m unimem.cli.exec_report PID FILE``.
+The library starts it as ``python -m unimem.cli.exec_report PID FILE``.
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ __all__ = ["main"]
 
 
 def main(pid: int, file: str) -> int:
-    """Write the report of a process.
-
-    Parameters
-    ----------
-    pid : int
-        The process.
-    file : str
-        Where to: a path, or ``"-"`` for a page on standard error.
-    """
+    """Write the report of a process to a path, or for "-" as a page on standard error."""
     made = report(pid)
     if file == "-":
         placed = [mapping for mapping in made.mappings if mapping.category == CATEGORY]

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 __all__ = ["DOES_NOT_FIT", "FAILED", "INTERRUPTED", "OK", "READS_FROM_DISK"]
 
-# Usage errors end with 2 and interrupts with 130: typer does these.
+# Usage errors end with 2, by typer.
 OK, FAILED, DOES_NOT_FIT, READS_FROM_DISK, INTERRUPTED = 0, 1, 3, 4, 130

@@ -1,4 +1,4 @@
-"""`unimem report --html`: what was read of a process, as a page in a file."""
+"""`unimem report --html`: a process as a page in a file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ __all__ = ["page_at_end", "write_page"]
 
 
 def write_page(path: str, sample: Sample) -> None:
-    """Write the page of a sample, whole or not at all.
-
-    Raises
-    ------
-    OSError
-        It cannot be written. What was there is as before.
-    """
+    """Write the page of a sample, whole or not at all; OSError leaves the old file."""
     write_text(path, _page(sample, MemoryGrowth()))
 
 
@@ -36,14 +30,14 @@ def page_at_end(
     Parameters
     ----------
     path : str
-        The file. It is looked at before the watch begins, so that no watch is in vain.
+        The file. It is checked before the watch begins.
     seen : callable
-        Returns the last sample, or None where there was none, and how memory has grown.
+        Returns the last sample, or None, and the growth of memory.
 
     Raises
     ------
     OSError
-        It cannot be written. What was there is as before.
+        It cannot be written. The old file is unchanged.
     """
     with NewFile(path) as file:
         try:

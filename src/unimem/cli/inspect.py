@@ -1,4 +1,4 @@
-"""`unimem inspect`: what a model file holds, and what of it is in RAM."""
+"""`unimem inspect`: the contents of a model file, and their part in RAM."""
 
 from __future__ import annotations
 
@@ -13,16 +13,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from unimem.base.text import (
-    Bar,
-    escape,
-    format_bytes,
-    format_count,
-    table_lines,
-    wrap,
-)
+from unimem.base.text import Bar, escape, format_bytes, format_count, table_lines, wrap
 from unimem.cli import terminal
-from unimem.cli.options import AsJson, path_or_url
+from unimem.cli.options import AsJson, path_or_url, value_option
 from unimem.cli.terminal import document_head
 from unimem.models.families import KeptLayer, in_words
 from unimem.planning.sources import shape_of
@@ -39,7 +32,7 @@ SCHEMA = "unimem.inspect/1"
 
 _WIDTH = 80
 _LABEL = 12
-_PICTURE_LINES = 8  # of all files together, where they are fewer
+_PICTURE_LINES = 8  # of all files together, if they are fewer
 _CUT = " ..."
 
 
@@ -49,7 +42,7 @@ def inspect(
         typer.Argument(
             metavar="MODEL",
             help="A GGUF or safetensors file, any part of a split one, or the index of several; or "
-            "the URL of one (https://, s3://, hf://), of which only headers are fetched.",
+            "the URL of one (https://, s3://, hf://), whose headers are fetched.",
             show_default=False,
         ),
     ],
@@ -59,11 +52,7 @@ def inspect(
     ] = False,
     metadata: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="Show the whole value of this key, and nothing else; may be repeated.",
-            show_default=False,
-        ),
+        value_option("KEY", "Show the whole value of this key, and nothing else; may be repeated."),
     ] = None,
     content_hash: Annotated[
         bool, typer.Option("--content-hash", help="Read everything, and add a hash of it.")
@@ -75,7 +64,7 @@ def inspect(
     if isinstance(path, str):
         if residency or content_hash:
             raise typer.BadParameter(
-                "--residency and --content-hash need the data, and of a URL only headers are read"
+                "--residency and --content-hash need the data, but only headers of a URL are read"
             )
         with open_remote(path) as remote:
             contents = headers_of(remote)
@@ -100,7 +89,7 @@ def _show(
     tensors: bool,
     as_json: bool,
 ) -> None:
-    """Write the document, the values of these keys, or the page."""
+    """Write the document, the values of keys, or the page."""
     if as_json:
         document = _document(weights, layers, keys, look, digest)
         terminal.show(json.dumps(document, allow_nan=False) + "\n")
@@ -133,7 +122,7 @@ def _hash(weights: Weights) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a file says of its model; None where it does not."""
+    """The facts of a model in its file; None if missing."""
 
     format: str
     name: str | None
@@ -161,7 +150,7 @@ class _Facts:
 
 
 def _chosen(weights: Contents, keys: Iterable[str]) -> dict[str, Value]:
-    """Values of these keys."""
+    """Return the values of these keys."""
     chosen = {}
     for key in keys:
         if key not in weights.metadata:
@@ -171,7 +160,7 @@ def _chosen(weights: Contents, keys: Iterable[str]) -> dict[str, Value]:
 
 
 def _counts(weights: Contents) -> dict[str, tuple[int, int]]:
-    """Tensors and bytes of each type, the most bytes first."""
+    """Count tensors and bytes of each type, the most bytes first."""
     counts: dict[str, int] = {}
     for tensor in weights.tensors.values():
         counts[tensor.type] = counts.get(tensor.type, 0) + 1
@@ -264,7 +253,7 @@ def _brief(value: Value, width: int) -> str:
                 return text + _CUT
             text += one
         return text
-    # What a float32 holds has 7 digits.
+    # A float32 has 7 digits.
     text = f"{value:.7g}" if isinstance(value, float) else escape(_text(value))
     return text if len(text) <= width else text[: width - len(_CUT)].rstrip() + _CUT
 
@@ -295,7 +284,7 @@ def _quoted(text: str) -> str:
 
 # ---- the picture --------------------------------------------------------------------------------
 
-# What a cell of the picture shows, by how much of its range is in RAM.
+# The cells of the picture, by the part of their range in RAM.
 _CELLS = {
     "huge": ("█", "#", "in RAM, in huge pages"),
     "full": ("▓", "=", "in RAM"),
@@ -341,7 +330,7 @@ def _show_residency(look: Residency) -> None:
 
 
 def _in_runs(kinds: Sequence[str], sign: int, styles: Mapping[str, Any]) -> str:
-    """Write cells, and the style of neighbours that are alike only once."""
+    """Write cells, with the style of equal neighbours once."""
     text = ""
     first = 0
     for i in range(1, len(kinds) + 1):
@@ -429,7 +418,7 @@ def _sizes(part: Residency) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Make of a value what JSON has; numbers that it lacks become texts."""
+    """Convert a value for JSON; numbers that JSON lacks become texts."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list):

@@ -16,13 +16,14 @@ from unimem.accounting.report import report
 from unimem.base.atomic_file import write_text
 from unimem.base.install_hint import install_hint
 from unimem.cli import terminal
+from unimem.cli.options import value_option
 from unimem.cli.processes import find
 from unimem.cli.report import process_number
 
 __all__ = ["metrics"]
 
-_PORT = 9464  # as exporters of OpenTelemetry have it
-# Processes that have a model are looked for again after so many seconds: that looks at all.
+_PORT = 9464  # that of OpenTelemetry's exporters
+# The interval of searches for processes with a model, which look at all processes.
 _FIND_SECONDS = 15.0
 
 
@@ -37,34 +38,25 @@ def metrics(
     ] = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            max=65535,
-            metavar="N",
-            help=f"The port to serve at; 0 takes a free one. [default: {_PORT}]",
-            show_default=False,
+        value_option(
+            "N", f"The port to serve at; 0 takes a free one. [default: {_PORT}]", min=0, max=65535
         ),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="The address to serve at; 0.0.0.0 lets other machines read, too. "
-            "[default: 127.0.0.1]",
-            show_default=False,
+        value_option(
+            "ADDRESS",
+            "The address to serve at; 0.0.0.0 lets other machines read, too. [default: 127.0.0.1]",
         ),
     ] = None,
     textfile: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write them once instead, for the textfile collector of node_exporter.",
-            show_default=False,
+        value_option(
+            "FILE", "Write them once instead, for the textfile collector of node_exporter."
         ),
     ] = None,
     llama_names: Annotated[
-        bool,
-        typer.Option("--llama-names", help="Add llama.cpp's names of the same memory."),
+        bool, typer.Option("--llama-names", help="Add llama.cpp's names of the same memory.")
     ] = False,
 ) -> None:
     """Serve the memory of processes to Prometheus."""
@@ -76,7 +68,7 @@ def metrics(
     if find_spec("prometheus_client") is None:
         raise ImportError(f"metrics need prometheus_client: {install_hint('metrics')}")
     for number in numbers:
-        report(number)  # one that is not there, or not ours to look at, is said at once
+        report(number)  # an unreadable process is an error now
     collector = MetricsCollector(
         (lambda: numbers) if numbers else _WithModels().pids, llama_names=llama_names
     )
@@ -96,7 +88,7 @@ def metrics(
 
 
 class _WithModels:
-    """The processes that have a model, looked for now and then. Any thread may ask."""
+    """The processes with a model, found anew every 15 seconds. Any thread may ask."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -104,7 +96,7 @@ class _WithModels:
         self._until = 0.0
 
     def pids(self) -> Iterable[int]:
-        """Give their numbers; one that has ended since is left out."""
+        """Return their numbers; ended ones are left out at the next search."""
         with self._lock:
             if time.monotonic() >= self._until:
                 self._found = [each.pid for each in find().found]

@@ -1,4 +1,4 @@
-"""Options that mean the same in every command that has them."""
+"""Options with the same meaning in every command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +35,7 @@ __all__ = [
     "number_parser",
     "parse_tokens",
     "path_or_url",
+    "value_option",
 ]
 
 # K is 1024, as in the sizes that commands write.
@@ -42,20 +43,15 @@ _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(?:([kmgt])(?:i?b)?)?", re
 _SCALES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
+def value_option(metavar: str, text: str, *names: str, **more: Any) -> Any:
+    """Make an option whose help text names its default."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False, **more)
+
+
 def number_parser(least: int, most: int, examples: str) -> Callable[[str], int]:
-    """Make the parser of an option that takes a number of tokens or bytes, as ``8k`` or ``16G``.
+    """Make the parser of an option for a number of tokens or bytes, such as ``8k`` or ``16G``.
 
-    Parameters
-    ----------
-    least, most : int
-        What it takes.
-    examples : str
-        What a message names.
-
-    Returns
-    -------
-    callable
-        It takes the text, and raises `typer.BadParameter` that says what was expected.
+    Its typer.BadParameter names the range and the examples.
     """
 
     def parse(text: str) -> int:
@@ -75,22 +71,20 @@ parse_tokens = number_parser(1, 2**31 - 1, "512, 8192 or 8k")
 
 Ctx = Annotated[
     int | None,
-    typer.Option(
-        parser=parse_tokens,
-        metavar="N",
-        help="Tokens of context, as 8192 or 8k. [default: the smallest of the model's, "
+    value_option(
+        "N",
+        "Tokens of context, as 8192 or 8k. [default: the smallest of the model's, "
         f"{DEFAULT_CTX}, and what fits]",
-        show_default=False,
+        parser=parse_tokens,
     ),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
+    value_option(
+        "N",
+        "Threads that compute. [default: one per 32 MiB of weights, at most one per core]",
         min=1,
         max=512,
-        metavar="N",
-        help="Threads that compute. [default: one for each 32 MiB of weights, at most one a core]",
-        show_default=False,
     ),
 ]
 
@@ -115,18 +109,17 @@ Rotate = Annotated[
     bool | None,
     typer.Option(
         "--rotate/--no-rotate",
-        help="Store heads rotated, so that quantizing them changes less. [default: where the KV "
+        help="Store heads rotated, so that quantizing them changes less. [default: if the KV "
         "cache is quantized, and heads have a multiple of 64 values]",
         show_default=False,
     ),
 ]
 Window = Annotated[
     int | None,
-    typer.Option(
+    value_option(
+        "N",
+        "Tokens that attention sees, as 4k; the KV cache is a ring of these. [default: all]",
         parser=parse_tokens,
-        metavar="N",
-        help="Tokens that attention sees, as 4k; the KV cache is a ring of these. [default: all]",
-        show_default=False,
     ),
 ]
 LoadMode = Annotated[
@@ -134,29 +127,25 @@ LoadMode = Annotated[
     typer.Option(
         help="How the model comes into memory: mapped, copied through the page cache, read past "
         "it, or repacked in the order that this CPU multiplies fastest; auto repacks a model that "
-        "gains by it, and maps others where that gives what --pages and --numa ask for."
+        "gains by it, and maps others if that satisfies --pages and --numa."
     ),
 ]
 PageSize = Annotated[
-    Pages,
-    typer.Option(help="Pages of the KV cache, of scratch memory, and of a model that is read."),
+    Pages, typer.Option(help="Pages of the KV cache, scratch memory, and a model that is read.")
 ]
 NumaNodes = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODE[:NODES]",
-        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted. "
-        "[default: none]",
-        show_default=False,
+    value_option(
+        "MODE[:NODES]",
+        "NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted. [default: none]",
     ),
 ]
 NumaOfModel = Annotated[
     str | None,
-    typer.Option(
-        metavar="MODE[:NODES]",
-        help="NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted; or mirror, "
+    value_option(
+        "MODE[:NODES]",
+        "NUMA nodes of the same: bind:0,2-3, preferred:1, interleave or weighted; or mirror, "
         "a copy of the model on each node. [default: none]",
-        show_default=False,
     ),
 ]
 AsJson = Annotated[
@@ -165,13 +154,7 @@ AsJson = Annotated[
 
 
 def check_numa(numa: str | None, *, mirror: bool = False) -> None:
-    """Refuse what `NumaNodes`, or with `mirror` `NumaOfModel`, takes none of, as wrong usage.
-
-    Raises
-    ------
-    typer.BadParameter
-        With what was expected.
-    """
+    """Refuse a value that is none of `NumaNodes`, or with `mirror` `NumaOfModel`."""
     try:
         parse_numa(numa, mirror=mirror)
     except ValueError as error:
@@ -180,13 +163,7 @@ def check_numa(numa: str | None, *, mirror: bool = False) -> None:
 
 @contextmanager
 def check_window() -> Iterator[None]:
-    """Refuse a `Window` beyond the context, which the model's file has a part in, as wrong usage.
-
-    Raises
-    ------
-    typer.BadParameter
-        With the context.
-    """
+    """Refuse a `Window` beyond the context, which depends on the model's file, as wrong usage."""
     try:
         yield
     except ValueError as error:
@@ -196,18 +173,12 @@ def check_window() -> Iterator[None]:
 
 
 def model_path(text: str) -> Path:
-    """Return the path of a model file.
-
-    Raises
-    ------
-    typer.BadParameter
-        The text is empty, which `Path` takes for the current folder.
-    """
+    """Return the path of a model file; refuse "", which `Path` takes for the current folder."""
     if not text:
         raise typer.BadParameter("expected the path of a model, got ''")
     return Path(text)
 
 
 def path_or_url(text: str) -> Path | str:
-    """Return the path of a model file, as `model_path`; a URL stays as it is."""
+    """Return the path of a model file, as `model_path`; a URL stays unchanged."""
     return text if is_url(text) else model_path(text)

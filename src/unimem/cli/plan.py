@@ -1,4 +1,4 @@
-"""`unimem plan`: what a model will need, of which limits, and what to do where that is too much."""
+"""`unimem plan`: the memory that a model will need, its limits, and remedies."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from unimem.cli.options import (
     check_numa,
     check_window,
     path_or_url,
+    value_option,
 )
 from unimem.planning.hosts import find_host
 from unimem.planning.plan import MOST_SESSIONS
@@ -39,7 +40,7 @@ def plan(
         typer.Argument(
             metavar="MODEL",
             help="A GGUF or safetensors file, a part of a split one, or an index of several; or "
-            "the URL of one (https://, s3://, hf://), of which only headers are fetched; without "
+            "the URL of one (https://, s3://, hf://), whose headers alone are fetched; without "
             "one, the small model that is in the package.",
             show_default=False,
         ),
@@ -63,10 +64,8 @@ def plan(
     load: LoadMode = "auto",
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="cuda:N",
-            help="Put weights, KV cache and scratch memory on this GPU. [default: none]",
-            show_default=False,
+        value_option(
+            "cuda:N", "Put weights, KV cache and scratch memory on this GPU. [default: none]"
         ),
     ] = None,
     pages: PageSize = "auto",
@@ -76,34 +75,26 @@ def plan(
     ] = False,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Plan for another machine with this much memory, as in 16G. [default: this one]",
-            show_default=False,
+        value_option(
+            "SIZE", "Plan for another machine with this much memory, as in 16G. [default: this one]"
         ),
     ] = None,
     cpus: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Its physical cores. [default: 1]", show_default=False),
+        value_option("N", "Its physical cores. [default: 1]"),
     ] = None,
     pool: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="2m=PAGES",
-            help="Its pools of hugetlb pages: 2m=PAGES, 1g=PAGES. [default: none]",
-            show_default=False,
-        ),
+        value_option("2m=PAGES", "Its pools of hugetlb pages: 2m=PAGES, 1g=PAGES. [default: none]"),
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Its NUMA nodes. [default: 1]", show_default=False),
+        value_option("N", "Its NUMA nodes. [default: 1]"),
     ] = None,
     cgroup: Annotated[
         Path | None,
-        typer.Option(
-            metavar="PATH",
-            help="Plan for a process in this cgroup, as in /sys/fs/cgroup/system.slice.",
-            show_default=False,
+        value_option(
+            "PATH", "Plan for a process in this cgroup, as in /sys/fs/cgroup/system.slice."
         ),
     ] = None,
     as_json: AsJson = False,
@@ -137,7 +128,7 @@ def plan(
             numa=numa,
             lock=lock,
         )
-    # A URL is shown without what may be secret in it.
+    # A URL is shown without its secret parts.
     shown = str(path) if isinstance(path, Path) else None
     text = made.to_json() if as_json else "\n".join(plan_lines(terminal.surface(), made, shown))
     terminal.show(text + "\n")
@@ -148,7 +139,7 @@ def plan(
 def _machine(
     memory: str | None, cpus: int | None, pool: list[str], nodes: int | None, cgroup: Path | None
 ) -> dict[str, Any] | str | None:
-    """Return the `machine` of `unimem.plan` that options describe; else wrong usage is refused."""
+    """Return the `machine` of `unimem.plan` from options; refuse wrong ones."""
     figures: dict[str, Any] = {"memory": memory, "cpus": cpus, "nodes": nodes}
     if pool:
         figures["pools"] = dict(map(_pool, pool))

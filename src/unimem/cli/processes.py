@@ -1,4 +1,4 @@
-"""Processes of this machine that a report can say most of: those with a model."""
+"""The processes of this machine that have a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEMA = "unimem.processes/1"
 
 @dataclass(frozen=True, slots=True)
 class ModelProcess:
-    """A process that maps model files, or shows its ledger. Any number of threads may use it.
+    """A process that maps model files, or publishes its ledger.
 
     Attributes
     ----------
@@ -28,9 +28,9 @@ class ModelProcess:
     models : tuple of str
         Paths of the model files that it maps, by address.
     has_ledger : bool
-        Whether it shows what unimem has in it.
+        Whether it publishes unimem's memory.
     rss_bytes, pss_bytes : int
-        What of it is in RAM; and there by share, where a page that n processes share counts 1/n.
+        Its memory in RAM, and that by share, where a page that n processes share counts 1/n.
     staged_from : tuple of (str or None)
         For each of `models`, the file that was staged.
     keeps_staged : bool
@@ -50,7 +50,7 @@ class ModelProcess:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """What was found.
+    """The processes that were found.
 
     Attributes
     ----------
@@ -77,20 +77,19 @@ class Processes:
 
 
 def find() -> Processes:
-    """Look at all processes but this one.
+    """Find the processes with a model, except this one.
 
-    What of a process is in RAM is only asked for those that have a model: of the others, the kernel
-    need not walk through the page tables.
+    Only their memory is read: the kernel walks no page tables of other processes.
     """
     found, n_hidden = [], 0
     for pid in _others():
-        # Processes end while others are looked at, and threads of the kernel have no memory.
+        # Processes may end meanwhile, and threads of the kernel have no memory.
         with suppress(ProcessLookupError, ValueError):
             try:
                 areas = read_process(pid, usage=False)
                 mapped = {model.path: model for model in models(areas)}
                 shown = published(pid)
-                # What `unimem exec` has placed may be anything's.
+                # Any program may run under `unimem exec`.
                 has_ledger = shown is not None and bool(shown.counters)
                 if not (mapped or has_ledger):
                     continue

@@ -1,4 +1,4 @@
-"""`unimem` itself: the options that stand before a command."""
+"""`unimem` itself: the options before a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unimem report`: where the memory of a process is, of any program."""
+"""`unimem report`: the memory of a process, of any program."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ import typer
 from unimem.accounting.report import report as make_report
 from unimem.accounting.report_text import report_lines
 from unimem.accounting.samples import Sampler
-from unimem.base.text import (
-    Surface,
-    format_bytes,
-    format_count,
-    shorten_path,
-    table_lines,
-    wrap,
-)
+from unimem.base.text import Surface, format_bytes, format_count, shorten_path, table_lines, wrap
 from unimem.cli import terminal
 from unimem.cli.html_page import write_page
-from unimem.cli.options import AsJson
+from unimem.cli.options import AsJson, value_option
 from unimem.cli.processes import ModelProcess, Processes, find
 
 __all__ = ["process_number", "report"]
@@ -47,30 +40,20 @@ def report(
     ] = False,
     interval: Annotated[
         float | None,
-        typer.Option(
-            min=0.1,
-            max=86400,
-            metavar="SECONDS",
-            help="Time from one to the next, with --watch. [default: 1]",
-            show_default=False,
+        value_option(
+            "SECONDS", "Time from one to the next, with --watch. [default: 1]", min=0.1, max=86400
         ),
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Show it N times, with --watch. [default: until Ctrl-C]",
-            show_default=False,
-        ),
+        value_option("N", "Show it N times, with --watch. [default: until Ctrl-C]", min=1),
     ] = None,
     html: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write it as one page that needs no network, with all mappings; with --watch at "
+        value_option(
+            "FILE",
+            "Write it as one page that needs no network, with all mappings; with --watch at "
             "the end, and how the memory has grown.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -119,13 +102,7 @@ def _check_html(html: str | None, *, mappings: bool, as_json: bool) -> None:
 
 
 def process_number(text: str) -> int:
-    """Read the number of a process.
-
-    Raises
-    ------
-    typer.BadParameter
-        It is none.
-    """
+    """Read the number of a process; refuse other texts as wrong usage."""
     if not re.fullmatch(r"0*[1-9][0-9]{0,9}", text):
         raise typer.BadParameter(
             f"expected PID, the number of a process, got {text!r:.40}: 'unimem report' lists those "
@@ -135,8 +112,8 @@ def process_number(text: str) -> int:
 
 
 def _only() -> int:
-    """Return the process that is meant where none is named."""
-    # One that only keeps a model for others is of interest where it is named.
+    """Return the process that is meant if none is named."""
+    # A process that only keeps a model for others counts only if it is named.
     seen = [each for each in find().found if each.has_ledger or not each.keeps_staged]
     if len(seen) != 1:
         raise ValueError(
@@ -162,11 +139,11 @@ def _list(surface: Surface, seen: Processes) -> Iterator[str]:
     if rows:
         head = ("pid", "in RAM", "Rss", "command", "model")
         yield from table_lines(surface, head, rows, align=">>><<", spare=("Rss",))
-        text = "unimem report PID shows where the memory of one is, with --watch as it changes."
+        text = "unimem report PID shows the memory of one, with --watch as it changes."
     else:
         text = (
-            "No process has a model file mapped. One that has read a model into memory of its own "
-            "is not found so: unimem report PID takes any, and ps -e lists all."
+            "No process has a model file mapped. A process that has read a model into memory of "
+            "its own is not listed: unimem report PID takes any, and ps -e lists all."
         )
     if seen.n_hidden:
         n = format_count(seen.n_hidden, "process", "es")
@@ -180,7 +157,7 @@ def _short_command(process: ModelProcess) -> str:
 
 
 def _names(surface: Surface, process: ModelProcess) -> str:
-    """Name the models of a process; one that was staged, by the file that it was staged from."""
+    """Name the models of a process; a staged one by the file that it was staged from."""
     if not process.models:
         return ""
     source = next(iter(process.staged_from), None)

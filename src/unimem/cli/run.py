@@ -24,14 +24,7 @@ from unimem._core.status import counters
 from unimem.accounting.report import Report
 from unimem.accounting.report_text import memory_lines
 from unimem.base.atomic_file import NewFile
-from unimem.base.text import (
-    escape,
-    fact_lines,
-    format_bytes,
-    format_count,
-    shorten,
-    table_lines,
-)
+from unimem.base.text import escape, fact_lines, format_bytes, format_count, shorten, table_lines
 from unimem.cli import terminal
 from unimem.cli.options import (
     AsJson,
@@ -47,6 +40,7 @@ from unimem.cli.options import (
     check_window,
     parse_tokens,
     path_or_url,
+    value_option,
 )
 from unimem.errors import CacheFull, PlacementWarning
 from unimem.governor import Governor
@@ -82,11 +76,7 @@ _WIDTH = 80
 _LAYOUT_OPTIONS = "ctx kv_dtype window threads load pages numa".split()
 
 Stop = Literal["length", "end", "interrupted"]
-_STOPS = {
-    "length": "the limit",
-    "end": "ended by the model",
-    "interrupted": "interrupted",
-}
+_STOPS = {"length": "the limit", "end": "ended by the model", "interrupted": "interrupted"}
 
 
 class Costs(NamedTuple):
@@ -178,25 +168,23 @@ def run(
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(
+        value_option(
+            "TEXT",
+            "What the text begins with, or with --chat the message. [default: nothing; "
+            f"for the model in the package '{DEFAULT_PROMPT}']",
             "--prompt",
             "-p",
-            metavar="TEXT",
-            help="What the text begins with, or with --chat the message. [default: nothing; "
-            f"for the model in the package '{DEFAULT_PROMPT}']",
-            show_default=False,
         ),
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(
+        value_option(
+            "N",
+            "The most tokens to generate, as 256 or 1k. "
+            f"[default: {DEFAULT_TOKENS}, or what the context holds]",
             "--tokens",
             "-n",
             parser=parse_tokens,
-            metavar="N",
-            help="The most tokens to generate, as 256 or 1k. "
-            f"[default: {DEFAULT_TOKENS}, or what the context holds]",
-            show_default=False,
         ),
     ] = None,
     ctx: Ctx = None,
@@ -206,22 +194,17 @@ def run(
     window: Window = None,
     resume: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Continue a saved session; a prompt follows its text.",
-            show_default=False,
-        ),
+        value_option("FILE", "Continue a saved session; a prompt follows its text."),
     ] = None,
     save_session: Annotated[
         str | None,  # a path that ends in a slash stays one
-        typer.Option(metavar="FILE", help="Save the session at the end.", show_default=False),
+        value_option("FILE", "Save the session at the end."),
     ] = None,
     store: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Take the prompt's first tokens from this store of prefixes, and keep them there.",
-            show_default=False,
+        value_option(
+            "DIR",
+            "Take the prompt's first tokens from this store of prefixes, and keep them there.",
         ),
     ] = None,
     chat: Annotated[
@@ -245,12 +228,7 @@ def run(
     ] = 1.0,
     seed: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Same seed, same text. [default: a new one each time]",
-            show_default=False,
-        ),
+        value_option("N", "Same seed, same text. [default: a new one each time]", min=0),
     ] = None,
     load: LoadMode = "auto",
     pages: PageSize = "auto",
@@ -684,11 +662,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         },
         "steady_state": None
         if costs is None
-        else {
-            "first_token": WARM_UP + 1,
-            "tokens": talk.n_made - WARM_UP,
-            **costs._asdict(),
-        },
+        else {"first_token": WARM_UP + 1, "tokens": talk.n_made - WARM_UP, **costs._asdict()},
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
     }

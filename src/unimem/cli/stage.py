@@ -13,7 +13,7 @@ import typer
 
 from unimem.base.text import escape, format_bytes
 from unimem.cli import terminal
-from unimem.cli.options import AsJson, NumaNodes, check_numa
+from unimem.cli.options import AsJson, NumaNodes, check_numa, value_option
 from unimem.remote.client import is_url, shown
 from unimem.staging.backings import sweep
 from unimem.staging.keeper import drop, exclude_others, hold, hold_files
@@ -62,19 +62,16 @@ def stage(
     ] = False,
     no_verify: Annotated[
         bool,
-        typer.Option(
-            "--no-verify", help="Of a URL: do not compare with the hash that its server tells."
-        ),
+        typer.Option("--no-verify", help="Of a URL: do not compare with the hash of its server."),
     ] = False,
     show: Annotated[bool, typer.Option("--list", help="Show what is staged.")] = False,
     drop_what: Annotated[
         str | None,
-        typer.Option(
-            "--drop",
-            metavar="PATH|MODEL|all",
-            help="End what is staged under this path, of this model, or all. On a terminal, 'all' "
+        value_option(
+            "PATH|MODEL|all",
+            "End what is staged under this path, of this model, or all. On a terminal, 'all' "
             "asks first; a script is not asked.",
-            show_default=False,
+            "--drop",
         ),
     ] = None,
     dry_run: Annotated[
@@ -85,8 +82,8 @@ def stage(
 ) -> None:
     """Put a model into shared memory, and print the path to open.
 
-    It is read once; llama.cpp and other programs open the path in place of the model's. What comes
-    from a server and is broken off goes on with the next call.
+    It is read once; llama.cpp and other programs open the path in place of the model's. An
+    interrupted download continues with the next call.
     """
     asked: dict[str, Any] = {"pages": pages, "numa": numa, "lock": lock, "backing": backing}
     if repack:
@@ -111,12 +108,7 @@ def stage(
 
 
 def _check_usage(
-    model: str | None,
-    asked: dict[str, Any],
-    *,
-    show: bool,
-    drop_what: str | None,
-    page_cache: bool,
+    model: str | None, asked: dict[str, Any], *, show: bool, drop_what: str | None, page_cache: bool
 ) -> None:
     if (model is not None) + show + (drop_what is not None) != 1:
         raise typer.BadParameter("expected one of MODEL, --list and --drop")
@@ -138,7 +130,7 @@ def _check_usage(
 
 
 def _fill_standard_streams() -> None:
-    """Open those that are closed: their numbers must not go to files that a child shall have."""
+    """Open closed standard streams, whose numbers a child's files must not get."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
@@ -148,10 +140,7 @@ def _fill_standard_streams() -> None:
 
 
 def stage_for(model: str) -> str:
-    """Stage a model for a command that is about to start, and return the path to open.
-
-    It stays staged after that, for the next one.
-    """
+    """Stage a model for a command about to start, and return its path; it stays staged."""
     _fill_standard_streams()
     sweep()
     asked: dict[str, Any] = {"pages": "auto", "numa": None, "lock": False, "backing": "auto"}
@@ -179,7 +168,7 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool, verify: bool) ->
             held = stack.enter_context(_warm(source, asked))
         else:
             held = stack.enter_context(_read_in(model, asked, verify=verify))
-        # What cannot be told is not kept: nobody would know of it.
+        # If its path cannot be written, it is not kept.
         if as_json:
             terminal.show(json.dumps(_document(held) | {"reused": found is not None}) + "\n")
         else:
@@ -200,7 +189,7 @@ def _stage(model: str, asked: dict[str, Any], *, as_json: bool, verify: bool) ->
 
 
 def _source(model: str) -> str:
-    """Return what a model is known by: an absolute path, or a URL without what may be secret."""
+    """Return the identity of a model: an absolute path, or a URL without secret parts."""
     return shown(model) if is_url(model) else os.path.abspath(model)
 
 
@@ -214,10 +203,10 @@ def _versions(opened: ModelFiles) -> tuple[tuple[str, Version], ...]:
 def _reuse(
     source: str, asked: dict[str, Any], versions: tuple[tuple[str, Version], ...] | None = None
 ) -> Held | None:
-    """Find the same model, staged in the same way; what no longer stands for it is dropped.
+    """Find the same model, staged in the same way; outdated copies are dropped.
 
-    `versions` are what its server says now of a model on a server. Nothing is known of one that
-    tells no ETag.
+    `versions` are the server's present versions of a model there. Without an ETag, nothing is
+    known.
     """
     ours = [
         held
@@ -226,11 +215,11 @@ def _reuse(
     ]
     of_model = [(held, held.staleness() or _change(held, versions)) for held in ours]
     if any(why is not None for _, why in of_model) and versions is None:
-        # It may be the only copy: it stays where there is nothing to take its place.
+        # It may be the only copy: it stays if the model cannot be opened.
         open_files(source).close()
     for held, why in of_model:
         if why is not None:
-            _tell(f"{why}: what was staged of it is dropped")
+            _tell(f"{why}: its staged copy is dropped")
             drop(held)
     return next((held for held, why in of_model if why is None and held.asked == asked), None)
 
@@ -258,9 +247,9 @@ def _read_in(
         except BaseException:
             for held in find_unfinished(source) if is_url(model) else ():
                 _tell(
-                    f"what has come of {source} stays in memory ({format_bytes(held.nbytes)}, kept "
-                    f"by process {held.pid}): the same command goes on with it, and 'unimem stage "
-                    f"--drop {source}' gives it up"
+                    f"the first {format_bytes(held.nbytes)} of {source} stay in memory, kept by "
+                    f"process {held.pid}: the same command continues them, and 'unimem stage "
+                    f"--drop {source}' drops them"
                 )
             raise
     return hold(made, source, asked, [str(each.message) for each in told])
@@ -271,7 +260,7 @@ def _warm(source: str, asked: dict[str, Any]) -> AbstractContextManager[Held]:
     with open_weights(source, load="map") as weights:
         with terminal.updates("reading") as progress:
             weights.warm(progress=progress)
-        if asked["lock"]:  # what keeps it will do so, too: here it is seen whether it may be
+        if asked["lock"]:  # as the keeper will do: this shows whether it is allowed
             weights.lock()
         granted = sum_placements([block.verify() for block in weights.blocks])
         versions = [(part.file.path, part.file.version) for part in weights._parts]
@@ -331,7 +320,7 @@ def _drop(what: str, *, dry_run: bool, ask: bool, as_json: bool) -> None:
 
 
 def _is_asked() -> bool:
-    """Whether somebody is there who sees a question and can answer it."""
+    """Whether a person can see a question and answer it."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
 
@@ -358,6 +347,6 @@ def _tell(text: str) -> None:
     try:
         print(f"unimem: {escape(text)}", file=sys.stderr)
     except OSError:
-        # Nobody reads it, and what was asked for is done. Python would try once more when it ends.
+        # No one reads it, and the work is done. Python would try again at its end.
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stderr.fileno())

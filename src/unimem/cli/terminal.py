@@ -1,4 +1,4 @@
-"""What commands show on a terminal, and what they leave out where there is none."""
+"""Output of commands on a terminal, and elsewhere."""
 
 from __future__ import annotations
 
@@ -25,18 +25,12 @@ __all__ = [
     "updates",
 ]
 
-# What is ready sooner needs no bar.
+# Shorter work has no bar.
 _PATIENCE_SECONDS = 0.5
 
 
 def show(text: str) -> None:
-    """Write to standard output, at once.
-
-    Raises
-    ------
-    OSError
-        It cannot be written; `filename` says so.
-    """
+    """Write to standard output at once; an OSError names it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -45,13 +39,7 @@ def show(text: str) -> None:
 
 
 def show_path(path: str) -> None:
-    """Write a path to standard output as the system has it, for programs that will open it.
-
-    Raises
-    ------
-    OSError
-        As `show`.
-    """
+    """Write a path to standard output in the system's bytes, for programs that will open it."""
     try:
         sys.stdout.flush()
         sys.stdout.buffer.write(os.fsencode(path) + b"\n")
@@ -61,14 +49,12 @@ def show_path(path: str) -> None:
 
 
 class Flow:
-    r"""Text that comes in pieces, broken between words where a line of the terminal ends.
-
-    Where standard output is no terminal, it stays as it is.
+    r"""Text in pieces, wrapped between words on a terminal.
 
     Parameters
     ----------
     width : int, optional
-        Columns of a line, 0 for none; by default those of the terminal.
+        Columns of a line, 0 for none; by default those of the terminal, if standard output is one.
 
     Examples
     --------
@@ -86,12 +72,12 @@ class Flow:
         self._word_width = 0
 
     def push(self, text: str) -> str:
-        """Give what can be shown now: all but a word that may go on."""
+        """Return what can be shown now: all but a word that may go on."""
         if not self._width:
             return text
         shown = ""
         for char in text:
-            # Chinese and Japanese are written without spaces, and may be broken anywhere.
+            # Chinese and Japanese have no spaces, and may be broken anywhere.
             width = text_width(char)
             is_wide = width == 2
             if is_wide or char.isspace():
@@ -107,11 +93,11 @@ class Flow:
                 self._word += char
                 self._word_width += width
                 if self._word_width >= self._width:
-                    shown += self.flush()  # no line is long enough for it
+                    shown += self.flush()  # longer than a line
         return shown
 
     def flush(self) -> str:
-        """Give the word that was kept back."""
+        """Return the word that was held back."""
         word, width = self._word, self._word_width
         self._word, self._word_width = "", 0
         if self._column + width > self._width and self._column and word:
@@ -122,13 +108,13 @@ class Flow:
 
 
 def surface() -> Surface:
-    """Tell what standard output is: as wide as the terminal, and where there is none the usual."""
+    """Return the medium of standard output: the terminal's width, or the usual one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else Surface().width
     return Surface(width, is_colored(sys.stdout), can_show("█▌░"))
 
 
 def can_show(text: str) -> bool:
-    """Whether standard output's encoding has these characters."""
+    """Whether standard output can encode these characters."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -143,23 +129,15 @@ def is_colored(stream: TextIO) -> bool:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that more than lines can be written to."""
+    """Whether a stream is a terminal that can do more than lines."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
 @contextmanager
 def updates(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show how far something long is, if standard error is a terminal and it does take long.
+    """Show the progress of `what` if standard error is a terminal and it takes long.
 
-    Parameters
-    ----------
-    what : str
-        What is going on.
-
-    Yields
-    ------
-    callable
-        To be given to the library as `progress`: it takes the bytes that are done, and all bytes.
+    It yields a callback for the library's `progress`: the bytes done, and all bytes.
     """
     started = time.monotonic()
     shown: Callable[[int, int], None] | None = None

@@ -1,6 +1,6 @@
 """Advice on a plan that does not fit, the cheapest for the user first.
 
-Each figure comes from a second plan, made with the option changed.
+Each figure comes from a second plan with the option changed.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ __all__ = ["advise", "saved_bytes"]
 
 _LEAST_WINDOW = 256  # tokens: with fewer, little of a text is remembered
 _N_TYPES = 64  # more numbers than ggml has types
-# The likely type of a file of few bits: so many values take so many bytes.
+# The likely type of a file of few bits, and the bytes of a number of values.
 _SMALL_TYPE, _SMALL_VALUES, _SMALL_BYTES = "q4_K", 256, 144
-_SHORTER = {"ctx", "window"}  # options that shorten what the model remembers of a text
+_SHORTER = {"ctx", "window"}  # options that shorten the model's memory of a text
 _KV_TYPES = ("f32", "bf16", "f16", "q8_0")
 
 
 Replan = Callable[[Mapping[str, Any]], Plan]
-"""Makes a plan again with these options changed."""
+"""Makes the plan again with these options changed."""
 
 
 def saved_bytes(before: Plan, after: Plan) -> int:
-    """Return how much less memory that cannot be dropped the second plan needs."""
+    """Return the saving of the second plan in memory that cannot be dropped."""
     return _lasting_bytes(before) - _lasting_bytes(after)
 
 
@@ -44,18 +44,7 @@ def _device_bytes(plan: Plan) -> int:
 def advise(plan: Plan, replan: Replan, types: Mapping[str, int]) -> tuple[Advice, ...]:
     """Advise on a plan that does not fit, or whose weights spill to disk.
 
-    Parameters
-    ----------
-    plan : Plan
-        The plan.
-    replan : callable
-        Makes it again with options changed; ValueError where they cannot be.
-    types : mapping of str to int
-        Bytes of the model's tensors by type.
-
-    Returns
-    -------
-    tuple of Advice
+    `replan` raises ValueError for impossible options; `types` are the bytes of the model's tensors.
     """
     found = []
     together: dict[str, Any] = {}
@@ -73,7 +62,7 @@ def advise(plan: Plan, replan: Replan, types: Mapping[str, int]) -> tuple[Advice
 
 
 def _helps(plan: Plan, other: Plan) -> bool:
-    # Where only the placement is not as it was asked for, less memory is no help in itself.
+    # If only the placement is unmet, less memory alone is no help.
     if is_as_asked(other) or (plan.verdict != "fits" and saved_bytes(plan, other) > 0):
         return True
     return len([c for c in other.checks if not c.fits]) < len(
@@ -82,7 +71,7 @@ def _helps(plan: Plan, other: Plan) -> bool:
 
 
 def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, Any]]]:
-    """List single changes of options, those that cost nothing first."""
+    """List single changes of options, those without a cost first."""
     failing = {check.name for check in plan.checks if not check.fits}
     if plan.load != "map":
         done = (
@@ -90,7 +79,7 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
         )
         yield (
             f"map the file {done}: its pages are the page cache's, and are dropped "
-            "where memory is needed",
+            "when memory is short",
             {"load": "map"},
         )
     if plan.pages in ("2m", "1g"):
@@ -104,7 +93,7 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
         text = "one copy of the weights" if is_mirrored else "let memory come from other nodes, too"
         yield text, {"numa": policy}
     if any("memlock" in name for name in failing):
-        yield "do not lock it: the kernel may swap it out then", {"lock": False}
+        yield "do not lock it: then the kernel may swap it out", {"lock": False}
     if plan.sessions > 1:
         n = find_largest(plan.sessions - 1, lambda n: is_as_asked(replan({"sessions": n})), least=1)
         text = f"{format_count(n, 'conversation')} at a time instead of {plan.sessions:,}"
@@ -128,7 +117,7 @@ def _list_changes(plan: Plan, replan: Replan) -> Iterator[tuple[str, dict[str, A
 
 
 def _choose_window(ctx: int, replan: Replan) -> int:
-    """Return the largest of a half, a quarter, ... of the context that fits; else the smallest."""
+    """Return the largest of a half, a quarter, ... of the context that fits, or the smallest."""
     window = ctx // 2
     while window >= 2 * _LEAST_WINDOW and not is_as_asked(replan({"window": window})):
         window //= 2
@@ -136,7 +125,7 @@ def _choose_window(ctx: int, replan: Replan) -> int:
 
 
 def _combine(plan: Plan, replan: Replan, options: dict[str, Any]) -> list[Advice]:
-    """Return the first combination of changes that fits; [] where none does.
+    """Return the first combination of changes that fits, or [].
 
     A shorter context comes last, on top of all others, so that it stays as long as possible.
     """
@@ -164,8 +153,8 @@ def _advise_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
     if plan.load != "map" and "model" in plan.facts and "image" not in plan.facts:
         repack = " --repack" if plan.load == "repack" else ""
         yield Advice(
-            f"for several processes, stage the file once ('unimem stage{repack} FILE'): each maps "
-            "it then from the path that this prints, and has no copy of its own",
+            f"for several processes, stage the file once ('unimem stage{repack} FILE'): each "
+            "then maps it from the path that this prints, and has no copy of its own",
             0,
             {},
             False,
@@ -178,7 +167,7 @@ def _advise_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
     now = small = 0
     for name, nbytes in types.items():
         values, block = sizes.get(name, (1, 0))
-        # Vectors stay float32, and so does what would not become smaller.
+        # Vectors stay float32, and so do types that would not shrink.
         shrinks = name != "f32" and block * _SMALL_VALUES > _SMALL_BYTES * values
         now += nbytes
         small += nbytes // block * values * _SMALL_BYTES // _SMALL_VALUES if shrinks else nbytes
@@ -193,7 +182,7 @@ def _advise_files(plan: Plan, types: Mapping[str, int]) -> Iterator[Advice]:
 
 
 def _advise_limits(plan: Plan) -> Iterator[Advice]:
-    """Advise which limit to raise, and how."""
+    """Advise on the limit to raise."""
     worst = find_worst_check(plan)
     if worst is not None:
         missing = worst.needed_bytes - worst.available_bytes

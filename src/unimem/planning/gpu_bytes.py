@@ -1,4 +1,4 @@
-"""A GPU's arithmetic: sizes in whole pages, and the parts of files that are uploaded."""
+"""The arithmetic of a GPU: sizes in whole pages, and the parts of files to upload."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = [
 
 # cudaMalloc maps pages of 2 MiB: each allocation takes a multiple of this.
 _PAGE_BYTES = 2 << 20
-# Where unimem chooses the context, it leaves so much free: CUDA loads kernels at first launch,
-# cuBLAS takes a workspace of 32 MiB for each stream and thread that multiplies (on Hopper), and
-# CuPy's pool holds what a step makes outside of the layout.
+# Bytes that stay free if unimem chooses the context: CUDA loads kernels at first launch, cuBLAS
+# takes a workspace of 32 MiB for each stream and thread that multiplies (on Hopper), and CuPy's
+# pool holds memory of a step outside of the layout.
 RESERVE_BYTES = 512 << 20
 # An estimate (the suite `gpu` of the benchmarks measures the whole): a slot of 2 MiB keeps PCIe 5
 # busy for 40 us, and costs about 10 us of Python and CUDA. Each call pins the ring anew, which
@@ -30,16 +30,16 @@ RESERVE_BYTES = 512 << 20
 N_SLOTS = 16
 STAGING_BYTES = N_SLOTS * (2 << 20)
 ALIGN = 256
-"""What the data of each file is aligned to on the device, in bytes."""
+"""The alignment of each file's data on the device, in bytes."""
 
 
 def round_to_pages(nbytes: int) -> int:
-    """Round a size up to what its allocation takes of the device's memory."""
+    """Round a size up to the device memory of its allocation."""
     return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class Transfer(NamedTuple):
-    """A range of a file that is uploaded, and its offset in the memory taken on the device."""
+    """A range of a file to upload, and its offset in the memory on the device."""
 
     file: ModelFile
     begin: int
@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
 
 
 def list_transfers(weights: Contents) -> list[Transfer]:
-    """List the data of each file, laid out one behind the other."""
+    """List the data of each file, one behind the other."""
     ends = {part.file.path: part.file.header.data_offset for part in weights._parts}
     for tensor in weights.tensors.values():
         ends[tensor.file] = max(ends[tensor.file], tensor.offset + tensor.nbytes)

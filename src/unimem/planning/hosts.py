@@ -1,7 +1,7 @@
-"""The hosts that a plan can be for: this machine, a cgroup of it, or one that is described.
+"""The hosts of a plan: this machine, a cgroup of it, or a described machine.
 
-A host answers what the module `unimem.system.limits` answers for this process, and that module is
-the host of a plan for this process.
+A host has the functions of the module `unimem.system.limits`, which is itself the host for this
+process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["CgroupHost", "DescribedHost", "Host", "find_host", "pressures_on"]
 _KEYS = ("memory", "cpus", "pools", "nodes")
 _EXAMPLE = "{'memory': '16G', 'cpus': 8, 'pools': {'2m': 4096}, 'nodes': 2}"
 _PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
-_MOST_BYTES = 1 << 56  # what a CPU can address
+_MOST_BYTES = 1 << 56  # a CPU's addresses
 _MOST_CPUS = 8192  # of a kernel for x86-64
 _NEAR, _FAR = 10, 20  # distances, as firmware gives them for two sockets
 
 
 class Host(Protocol):
-    """What a process may have on a machine; the functions mean what those of `limits` mean."""
+    """The limits of a process on a machine; the functions are those of `limits`."""
 
     def memory_limits(self) -> tuple[Limit, ...]:
         """Return every limit on memory."""
@@ -54,7 +54,7 @@ class Host(Protocol):
 
 
 def pressures_on(host: Host) -> tuple[Pressure, ...]:
-    """Return the pressure on the memory of a process there, of which a machine elsewhere has none.
+    """Return the memory pressure on a process there; a machine elsewhere has none.
 
     In another cgroup of this machine it is that of the machine.
     """
@@ -70,15 +70,15 @@ def find_host(machine: object) -> Host:
     Parameters
     ----------
     machine : None, Machine, mapping, str or path-like
-        None: this machine. What `unimem.doctor` returned, here or elsewhere. Figures: ``"memory"``
-        (bytes, or a text such as ``"16G"``), and as far as they are not 1, 0 and 1: ``"cpus"``
-        (physical cores), ``"pools"`` (pages of hugetlb pools by their size), ``"nodes"`` (NUMA
-        nodes that share all this evenly). The folder of a cgroup, of version 1 or 2.
+        None: this machine. The result of `unimem.doctor`, here or elsewhere. Figures: ``"memory"``
+        (bytes, or a text such as ``"16G"``), and optionally ``"cpus"`` (physical cores, 1),
+        ``"pools"`` (pages of hugetlb pools by their size, none), ``"nodes"`` (NUMA nodes that share
+        all this evenly, 1). The folder of a cgroup, of version 1 or 2.
 
     Raises
     ------
     TypeError, ValueError
-        It is none of these, or a figure is out of range; the message says what was expected.
+        The value is of another type, or a figure is out of range.
     """
     if machine is None:
         return limits
@@ -92,29 +92,27 @@ def find_host(machine: object) -> Host:
         except ValueError as error:
             raise ValueError(f"machine: {error}") from None
     raise TypeError(
-        f"machine: expected what unimem.doctor() returns, figures such as {_EXAMPLE}, or the "
+        f"machine: expected the result of unimem.doctor(), figures such as {_EXAMPLE}, or the "
         f"folder of a cgroup, got {type(machine).__name__}"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DescribedHost:
-    """A machine that is known by its figures. Immutable.
+    """A machine with known figures. Immutable.
 
     Attributes
     ----------
     memory : tuple of Limit
         Every limit on memory.
-    pools : mapping of str to HugePool
-        Its pools of hugetlb pages.
-    numa_nodes : mapping of int to Node
-        Its nodes.
+    pools, numa_nodes : mapping
+        Pools of hugetlb pages by size, and nodes by number.
     threads : int
         Physical cores that a process may use.
     locked : Limit or None
         The limit on locked memory.
     weights : mapping of int to int
-        Weights of nodes for weighted interleaving, where they are not 1.
+        Weights of nodes for weighted interleaving, if not 1.
     """
 
     memory: tuple[Limit, ...]
@@ -126,7 +124,7 @@ class DescribedHost:
 
     @classmethod
     def from_machine(cls, machine: MachineFacts) -> DescribedHost:
-        """Take the figures of a process on a machine from what `unimem.doctor` found there."""
+        """Take the figures of a process on a machine from `unimem.doctor`."""
         return cls(
             machine.memory.limits,
             machine.pools,
@@ -138,7 +136,7 @@ class DescribedHost:
 
     @classmethod
     def from_figures(cls, figures: Mapping[Any, Any]) -> DescribedHost:
-        """Describe a machine that nothing else runs on; see `find_host`."""
+        """Describe an otherwise idle machine; see `find_host`."""
         for name in figures:
             if name not in _KEYS:
                 raise ValueError(
@@ -207,19 +205,19 @@ class DescribedHost:
 
 
 class CgroupHost:
-    """A cgroup of this machine, as a process would find it that is started there.
+    """A cgroup of this machine, for a process that is started there.
 
-    Any number of threads may use it. What such a process may lock is what this one may.
+    Any number of threads may use it. Such a process may lock as much as this one.
 
     Parameters
     ----------
     folder : str
-        Where the cgroup's files are.
+        The folder of the cgroup's files.
 
     Raises
     ------
     ValueError
-        There is no cgroup.
+        It is not a cgroup.
     """
 
     def __init__(self, folder: str) -> None:
@@ -259,7 +257,7 @@ class CgroupHost:
         return limits.thread_count(cpus, self._folder)
 
     def _listed(self, v1: str, v2: str) -> tuple[int, ...] | None:
-        """Read a list of the nearest cgroup that has one; None where none has."""
+        """Read a list of the nearest cgroup that has one; None without any."""
         for cgroup in cgroups.cgroups_above("cpuset", folder=self._folder):
             text = kernel_files.read_text(cgroup.path(v1, v2))
             if text:
@@ -289,7 +287,7 @@ def _figure(name: str, value: Any, least: int, most: int) -> int:
 
 
 def _pool_pages(pools: object, memory: int) -> dict[str, int]:
-    """Check the pools that a machine is said to have; their pages are part of its memory."""
+    """Check the pools of a machine; their pages are part of its memory."""
     if not isinstance(pools, Mapping):
         raise ValueError(f"pools: expected pages by size, as in {{'2m': 4096}}, got {pools!r:.60}")
     pages = {}
@@ -307,5 +305,5 @@ def _pool_pages(pools: object, memory: int) -> dict[str, int]:
 
 
 def _share_out(total: int, n: int) -> list[int]:
-    """Share evenly; what is left over goes to the first."""
+    """Share evenly; the first ones get the remainder."""
     return [total // n + (i < total % n) for i in range(n)]

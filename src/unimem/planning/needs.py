@@ -1,10 +1,11 @@
-"""What a model needs with given options: every block that will be made, to the byte."""
+"""The needs of a model with given options: every block that will be made, to the byte."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from unimem._core.tmpfs import huge_page_bytes
@@ -42,23 +43,23 @@ __all__ = [
 ]
 
 Mode = Literal["map", "copy", "direct", "repack"]
-"""How a file comes into memory: "repack" maps it, and repacks what ggml has an order for."""
+"""The load mode: "repack" maps the file, and repacks the types that ggml has an order for."""
 
 PREFILL_BATCH = 128
-"""Tokens that the engine computes at once while it reads a prompt."""
+"""Tokens of a prompt that the engine computes at once."""
 
 BYTES_A_THREAD = 32 << 20
-"""What a token has to read of the weights before one more thread computes by default.
+"""Bytes of weights for which one more thread computes by default.
 
-All threads meet behind each node of a graph. That costs microseconds where all have a core, and
-milliseconds where another process is on one of them: of a small model more than a thread saves.
+All threads meet behind each node of a graph. That costs microseconds if each has a core, and
+milliseconds if another process uses one: more than a thread saves in a small model.
 """
 
-# What ggml needs for one tensor's header, and for a node of a graph: two pointers in lists, and up
-# to four slots of a hash table with a pointer, a count and a bit each.
+# ggml's bytes for a tensor's header, and for a node of a graph: two pointers in lists, and up to
+# four slots of a hash table with a pointer, a count and a bit each.
 _HEADER_BYTES = 368
 _NODE_BYTES = 2 * 8 + 4 * (8 + 4 + 1)
-_ALIGN = 64  # of what is taken of a tape, and of a lane of the KV cache
+_ALIGN = 64  # of pieces of a tape, and of lanes of the KV cache
 _LEAST_BYTES = 4096  # of a history tape that a ring leaves empty
 _PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
 
@@ -67,36 +68,27 @@ _PAGE_BYTES = {"2m": 2 << 20, "1g": 1 << 30}
 
 
 class MachineBudget:
-    """The memory that a process may have on a host, each figure read once. For one thread."""
+    """The memory that a process may have on a host; each figure is read once. For one thread."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self.memory = host.memory_limits()
         self.pressures = pressures_on(host)
-        self._pools: Mapping[str, HugePool] | None = None
-        self._nodes: Mapping[int, Node] | None = None
-        self._memlock: tuple[Limit | None] | None = None
 
-    @property
+    @cached_property
     def pools(self) -> Mapping[str, HugePool]:
         """The pools of hugetlb pages."""
-        if self._pools is None:
-            self._pools = self._host.huge_pools()
-        return self._pools
+        return self._host.huge_pools()
 
-    @property
+    @cached_property
     def nodes(self) -> Mapping[int, Node]:
         """The NUMA nodes."""
-        if self._nodes is None:
-            self._nodes = self._host.nodes()
-        return self._nodes
+        return self._host.nodes()
 
-    @property
+    @cached_property
     def memlock(self) -> Limit | None:
         """The limit on locked memory."""
-        if self._memlock is None:
-            self._memlock = (self._host.memlock(),)
-        return self._memlock[0]
+        return self._host.memlock()
 
     @property
     def thread_count(self) -> int:
@@ -104,9 +96,9 @@ class MachineBudget:
         return self._host.thread_count()
 
     def node_shares(self, numa: NumaPolicy | None, nbytes: int) -> dict[int, int]:
-        """Return the bytes that a policy puts on each node, rounded up; {} where it does not say.
+        """Return the bytes that a policy puts on each node, rounded up; {} if it does not say.
 
-        The kernel fills bound nodes one after the other: each is counted with an equal share.
+        The kernel fills bound nodes one after the other: each counts with an equal share.
         """
         if numa is None or numa.mode == "preferred" or not numa.nodes:
             return {}
@@ -118,7 +110,7 @@ class MachineBudget:
 
 
 class Budget:
-    """A machine's budget less what a plan has promised so far: the `policy.Facts` of a next block.
+    """A machine's budget less the promises of a plan: the `policy.Facts` of the next block.
 
     For one thread.
     """
@@ -137,7 +129,7 @@ class Budget:
         return other
 
     def huge_pools(self) -> Mapping[str, HugePool]:
-        """Return the pools with what is left in them."""
+        """Return the pools with their remaining pages."""
         if not self._pages:
             return self._machine.pools
         return {
@@ -151,21 +143,21 @@ class Budget:
         return replace(pool, reserved=pool.reserved + n_pages, cgroups=groups)
 
     def nodes(self) -> Mapping[int, Node]:
-        """Return the nodes with what is left on them."""
+        """Return the nodes with their remaining memory."""
         return {
             n: replace(node, available_bytes=node.available_bytes - self._on_nodes.get(n, 0))
             for n, node in self._machine.nodes.items()
         }
 
     def memlock(self) -> Limit | None:
-        """Return what is left of the limit on locked memory."""
+        """Return the limit on locked memory with its remaining room."""
         limit = self._machine.memlock
         if limit is None:
             return None
         return replace(limit, used_bytes=limit.used_bytes + self._locked_bytes)
 
     def memory_limits(self) -> tuple[Limit, ...]:
-        """Return every limit on memory, before anything was promised."""
+        """Return every limit on memory, without promises."""
         return self._machine.memory
 
     def memory_pressure(self) -> tuple[Pressure, ...]:
@@ -173,22 +165,22 @@ class Budget:
         return self._machine.pressures
 
     def available_bytes(self) -> int:
-        """Return the least room in any limit on memory, before anything was promised."""
+        """Return the least room in any limit on memory, without promises."""
         return min(limit.room_bytes for limit in self._machine.memory)
 
     def require(self, nbytes: int, what: str) -> None:
-        """Refuse nothing: the plan's checks say what does not fit."""
+        """Refuse nothing: the plan's checks report what does not fit."""
 
     def thread_count(self) -> int:
         """Return how many threads can work at the same time."""
         return self._machine.thread_count
 
     def lock(self, nbytes: int) -> None:
-        """Promise memory that will be locked."""
+        """Promise memory to be locked."""
         self._locked_bytes += nbytes
 
     def take(self, request: Request, *, strict: bool) -> Extent:
-        """Return what a block will map, and promise it."""
+        """Return the extent that a block will map, and promise it."""
         found = policy.extent(request, self, strict=strict)
         choice = found.choice
         if found.is_hugetlb:
@@ -202,7 +194,7 @@ class Budget:
 
 
 def locked_bytes(nbytes: int, lock: Lock, request: Request) -> int:
-    """Return how much a block takes of the memlock limit: memory mapped twice counts twice."""
+    """Return a block's bytes of the memlock limit: memory that is mapped twice counts twice."""
     return nbytes * (2 if request.mirror else 1) if lock else 0
 
 
@@ -220,23 +212,23 @@ class Need:
     ram_bytes : int
         The part that has to be in RAM, outside of reserved huge pages.
     file_bytes : int
-        The part that belongs to a file, and can be dropped.
+        The droppable part, which belongs to a file.
     unread_bytes : int
         The part of `file_bytes` that no token reads, and that needs no room: it was repacked.
     kept_bytes : int
-        The part of `file_bytes` for which there has to be room in RAM all the same: an image that
-        cannot stay there is refused.
+        The part of `file_bytes` that needs room in RAM all the same: an image that cannot stay
+        there is refused.
     asked_bytes : dict of str to int
-        What was asked for of pools of hugetlb pages, by their size.
+        Requested bytes of pools of hugetlb pages, by page size.
     lock_bytes : int
-        What was asked to be locked.
+        Bytes to lock.
     numa : NumaPolicy or None
-        Where it was asked to be.
+        The requested policy.
     taken_bytes : int
         The part of `ram_bytes` that is there already.
     on_nodes : dict of int to int
-        Of a copy of mirrored weights, the node that it was asked to be on, and its bytes in RAM:
-        also where it has no room there, and the rows have nothing of it.
+        For a copy of mirrored weights: its node and its bytes in RAM, even if the node has no room
+        and the rows lack it.
     """
 
     rows: dict[str, int]
@@ -257,18 +249,18 @@ class Need:
 
     @property
     def room_bytes(self) -> int:
-        """What has to have room in RAM."""
+        """The bytes that need room in RAM."""
         return self.ram_bytes + self.kept_bytes
 
     @property
     def loose_bytes(self) -> int:
-        """What is read from the disk again where it has no room in RAM."""
+        """The bytes that are read from the disk again if RAM has no room for them."""
         return self.file_bytes - self.unread_bytes - self.kept_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How blocks are placed: what `PlacementOptions` say, checked. Immutable."""
+    """The placement of blocks: checked `PlacementOptions`. Immutable."""
 
     pages: Pages = "auto"
     numa: NumaPolicy | None = None
@@ -277,7 +269,7 @@ class Storage:
 
     @classmethod
     def from_options(cls, placement: Mapping[str, Any]) -> Storage:
-        """Read the options; `policy.check_options` has checked them."""
+        """Read options that `policy.check_options` has checked."""
         return cls(
             placement.get("pages", "auto"),
             policy.parse_numa(placement.get("numa"), mirror=True),
@@ -291,7 +283,7 @@ class Storage:
         return self.numa is not None and self.numa.mode == "mirror"
 
     def beside_weights(self) -> Storage:
-        """Return how what is written is placed: it has no copies, and lies where threads run."""
+        """Return the placement of written memory, which has no copies."""
         return replace(self, numa=None) if self.is_mirrored else self
 
     def weights(
@@ -309,7 +301,6 @@ class Storage:
                 need = bound.block(nbytes, category, budget, types)
                 needs.append(replace(need, numa=None, on_nodes={node: need.ram_bytes}))
             else:
-                # Nothing of it is promised to anybody.
                 need = bound.block(nbytes, category, budget.copy(), types)
                 needs.append(Need({}, on_nodes={node: need.ram_bytes}))
         if not found.nodes:
@@ -317,7 +308,7 @@ class Storage:
         return needs
 
     def locks_file(self, nbytes: int, budget: Budget) -> bool:
-        """Tell whether a mapped file of so many bytes is locked; it takes its share then."""
+        """Tell whether a mapped file is locked; then it takes its share."""
         locks = bool(self.lock)
         if locks and not self.strict:
             locks = policy.lock_refusal(self.lock, nbytes, budget) is None
@@ -333,24 +324,18 @@ class Storage:
         parts: Mapping[str, int] | None = None,
         mirrored: bool = False,
     ) -> Need:
-        """Plan a block of `nbytes`.
+        """Plan a block of `nbytes`, which takes its share of the budget.
 
         Parameters
         ----------
-        nbytes : int
-            What is asked for.
-        category : str
-            The category of all bytes outside of `parts`.
+        nbytes, category : int, str
+            Its size, and the category of all bytes outside of `parts`.
         budget : Budget
-            What is left; the block takes its share.
+            The remaining memory.
         parts : mapping of str to int, optional
-            Bytes in it of other categories.
+            Its bytes of other categories.
         mirrored : bool, default False
             Whether it is mapped twice.
-
-        Returns
-        -------
-        Need
         """
         parts = parts or {}
         request = policy.Request(
@@ -380,7 +365,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """What one conversation takes beside the weights, as a function of its context. Immutable.
+    """The memory of a conversation beside the weights, as a function of its context. Immutable.
 
     Attributes
     ----------
@@ -389,7 +374,7 @@ class Session:
     batch, kv_dtype, window, threads
         As for `plan`, checked.
     storage : Storage
-        How its blocks are placed.
+        The placement of its blocks.
     """
 
     shape: Shape
@@ -401,13 +386,13 @@ class Session:
 
     @property
     def is_known(self) -> bool:
-        """Whether the memory that a token takes is known."""
+        """Whether the memory of a token is known."""
         return self.shape.cache is not None
 
     def history_bytes(self, ctx: int) -> int:
         """Return the size of the history tape in bytes."""
         if any(layers.window for layers in self._parts(ctx)):
-            # Only the engine has one beside its rings.
+            # Only the engine has a tape beside its rings.
             return 0 if self.shape.dims is None else _LEAST_BYTES
         return self.whole_bytes(ctx)
 
@@ -417,7 +402,7 @@ class Session:
         return rows + self._state_bytes()
 
     def scratch_bytes(self, ctx: int) -> int:
-        """Return the size of the scratch tape in bytes; 0 where it is not known."""
+        """Return the size of the scratch tape in bytes; 0 if unknown."""
         if self.shape.dims is None:
             return 0
         n_rows = [self._n_rows(layers, ctx) for layers in self._parts(ctx)]
@@ -425,7 +410,7 @@ class Session:
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
     def needs(self, ctx: int, budget: Budget) -> list[Need]:
-        """List what it takes with a context, in the order in which it is taken."""
+        """List its blocks with a context, in the order of their making."""
         found = []
         vocab, batch = self.shape.vocab_size, min(PREFILL_BATCH, ctx)
         outputs = {} if vocab is None else {"logits": 4 * vocab}
@@ -439,7 +424,7 @@ class Session:
         return found + self._cache_needs(ctx, budget)
 
     def _cache_needs(self, ctx: int, budget: Budget) -> list[Need]:
-        """List the blocks of the cache: the tape, or rings and what is beside them."""
+        """List the blocks of the cache: the tape, or rings and the blocks beside them."""
         kinds = self._parts(ctx)
         rings = [layers for layers in kinds if layers.window is not None]
         beside = [layers for layers in kinds if layers.window is None] if rings else []
@@ -454,9 +439,9 @@ class Session:
         return found
 
     def _parts(self, ctx: int) -> list[Layers]:
-        """List the layers by what they keep: all tokens, or a window of them, in a ring.
+        """List the layers by what they keep: all tokens, or a window of them in a ring.
 
-        As `Model.windows` of the engine says it.
+        `Model.windows` of the engine follows the same rule.
         """
         cache = self.shape.cache or ()
         slides = any(layers.window is not None for layers in cache)
@@ -478,9 +463,9 @@ class Session:
         return int(ring_rows(row, v_row, least, self.storage.pages))
 
     def _row_bytes(self, layers: Layers) -> tuple[int, int]:
-        """Return the bytes of a row of K, and of V, which may have none."""
+        """Return the bytes of a row of K, and of V, which may be 0."""
         sizes = zip((layers.k_size, layers.v_size), kv_pair(self.kv_dtype), strict=True)
-        # A lane of so many rows needs no padding.
+        # A lane of _ALIGN rows needs no padding.
         k, v = (
             int(KVCache.storage_bytes(1, layers.n_heads, size, _ALIGN, dtype=dtype)) // (2 * _ALIGN)
             if size
@@ -502,61 +487,46 @@ class Session:
 
 
 def least_window(*windows: int | None) -> int | None:
-    """Return the least of these that is one; None where none is."""
+    """Return the least window; None without any."""
     return min((window for window in windows if window is not None), default=None)
 
 
 def diagnostics_need() -> Need:
-    """Return what publishing the ledger takes: once a process, with its first decoder."""
+    """Return the need of publishing the ledger: once in a process, with its first decoder."""
     return Need({"diagnostics": PUBLISHED_BYTES}, ram_bytes=PUBLISHED_BYTES)
 
 
 def token_bytes(ctx: int, batch: int | None = None, n_parts: int = 1) -> int:
     """Return the bytes of the engine's input vectors.
 
+    These are ids, positions (4 bytes each) and rows (8 bytes) of a batch, the indices of the logits
+    (4 bytes), and the ids of the conversation.
+
     Parameters
     ----------
     ctx : int
-        Tokens of context, of each of which the id is kept.
+        Tokens of context.
     batch : int, optional
         Tokens that are computed at once; by default those of a prompt.
     n_parts : int, default 1
         Parts of the KV cache, each with rows of its own.
-
-    Returns
-    -------
-    int
-        Of ids, positions (4 bytes each) and rows (8 bytes) of a batch, which of them the logits are
-        of (4 bytes), and the ids of the conversation.
     """
     n = min(PREFILL_BATCH, ctx) if batch is None else batch
     return n * (4 + 4 + 8 * n_parts) + 4 + 4 * ctx
 
 
 def nodes_bound(n_layers: int, n_used: int = 0) -> int:
-    """Bound the headers of tensors that the engine makes for a graph: inputs, nodes and views.
+    """Bound the headers of tensors in a graph of the engine: inputs, nodes and views.
 
-    A layer has 28, and four more where heads are rotated, up to three for biases, and four each for
-    norms of queries and keys, and behind attention and the network. The network of a mixture, of
-    which a token uses `n_used` experts, has two for each of these and 15 more.
+    A layer has 28, and four more for rotated heads, up to three for biases, and four each for norms
+    of queries and keys, and behind attention and the network. The network of a mixture, whose
+    tokens use `n_used` experts, has two for each of these and 15 more.
     """
     return (40 + (15 + 2 * n_used if n_used else 0)) * n_layers + 16
 
 
 def default_threads(weight_bytes: int, most: int) -> int:
-    """Choose how many threads compute, where nobody says it.
-
-    Parameters
-    ----------
-    weight_bytes : int
-        Of all tensors, as the header says: what a token reads.
-    most : int
-        `limits.thread_count()`.
-
-    Returns
-    -------
-    int
-        One for each whole `BYTES_A_THREAD`; at least 1, and no more than `most`.
+    """Choose the number of threads: one per whole `BYTES_A_THREAD` of weights, from 1 to `most`.
 
     Examples
     --------
@@ -567,26 +537,18 @@ def default_threads(weight_bytes: int, most: int) -> int:
 
 
 def scratch_parts(
-    dims: ModelDims,
-    ctx: int,
-    threads: int,
-    n_rows: Sequence[int],
-    experts: Experts | None = None,
+    dims: ModelDims, ctx: int, threads: int, n_rows: Sequence[int], experts: Experts | None = None
 ) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 
     Parameters
     ----------
-    dims : ModelDims
-        The model.
-    ctx : int
-        Tokens of context.
-    threads : int
-        Threads that compute.
+    dims, experts
+        The model, and the experts of a mixture.
+    ctx, threads : int
+        Tokens of context, and threads.
     n_rows : sequence of int
-        Of each part of the KV cache, the rows of a lane.
-    experts : Experts, optional
-        Of a mixture.
+        The rows of a lane in each part of the KV cache.
 
     Returns
     -------
@@ -605,7 +567,7 @@ def scratch_parts(
     # The residual, the normed input, three wide values at once, and a gap that is too narrow.
     wide = 3 * max(inner, q)
     if experts is not None:
-        # The outputs of all experts of a token, twice; what they read; and the router's scores.
+        # The outputs of all experts of a token, twice; their inputs; and the router's scores.
         outputs = n_used * hidden
         wide = max(3 * q, 3 * inner + outputs, inner + 2 * outputs) + 3 * n_experts + 2 * n_used
     values = 4 * n * (3 * hidden + wide) + 64 * _ALIGN
@@ -614,7 +576,7 @@ def scratch_parts(
     heads, size = dims.num_attention_heads, dims.head_dim
     batch_work = 2 * n * max(hidden, q, inner)
     if experts is not None:
-        # Which rows each expert gets, and a line of the CPU's caches for each.
+        # The rows of each expert, and a line of the CPU's caches for each.
         batch_work += 8 * (n_experts * (n * n_used + 1) + 4) + _ALIGN * (n_experts + 1)
     tiles = 4 * threads * (256 * size + 2 * 64 * 64)
     partials = 4 * threads * (heads * (2 + size) + 3 * size)

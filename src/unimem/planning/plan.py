@@ -62,71 +62,64 @@ def plan(
     machine: MachineFacts | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **placement: Unpack[PlacementOptions],
 ) -> Plan:
-    """Plan the memory of a model. Only the header of a file is read, and nothing is taken.
+    """Plan the memory of a model. Only the header of a file is read, and no memory is taken.
 
     Parameters
     ----------
     path_or_dims : path-like, Weights or ModelDims
-        A model file of any architecture, of which all parts of a split one and ``config.json``
-        beside safetensors are looked at; the URL of one (``https``, ``http``, ``s3``, or
-        ``hf://owner/repository/file``), of which the headers alone are fetched, with the extra
-        ``remote``; an opened one; or dimensions: of these the weights are
-        estimated, those of a dense model, at two bytes a value, or 34 bytes for 32 values where
-        they are quantized.
+        A model file of any architecture, with all parts of a split one and the ``config.json``
+        beside safetensors; the URL of one (``https``, ``http``, ``s3``, or
+        ``hf://owner/repository/file``), whose headers are fetched with the extra ``remote``; an
+        opened one; or dimensions of a dense model, whose weights are estimated at two bytes a
+        value, or 34 bytes for 32 quantized values.
     ctx : int, optional
         Tokens of context; by default the smallest of the model's, 4096 and what fits.
     batch : int, default 1
         Streams of the KV cache.
     kv_dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
         Type of the KV cache; dtypes, and NumPy's names for the first three, are accepted. Two, as
-        ``"q8_0,q4_0"``, are those of K and of V.
+        in ``"q8_0,q4_0"``, are those of K and of V.
     window : int, optional
         Tokens that attention sees, in a ring; by default all.
     threads : int, optional
-        Threads that compute; by default one for each 32 MiB of weights, which a token reads, and
-        no more than the physical cores that the process may use.
+        Threads that compute; by default one for each 32 MiB of weights, within the physical cores
+        of the process.
     load : {"auto", "map", "copy", "direct", "repack"}
-        How a file's data will come into memory, as for `open_weights`; or repacked, which
-        ``"auto"`` takes for the engine where the model gains by it and all of it fits. Which types
-        that are is told by this machine's CPU.
+        The load mode, as for `open_weights`; or repacking, which ``"auto"`` chooses for the engine
+        if the model gains by it and everything fits. This machine's CPU decides which types gain.
     sessions : int, default 1
-        Conversations at the same time: decoders over the same weights, each with a KV cache and
-        scratch of its own, and with what it repacks.
+        Conversations at the same time: decoders over the same weights, each with its own KV cache,
+        scratch and repacked tensors.
     device : str, optional
-        ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model` takes it.
+        ``"cuda:0"``: for that GPU, as `unimem.cuda.Layout.for_model`.
     machine : Machine, mapping, str or path-like, optional
-        Another machine, of which all limits are asked then: what `doctor` returned there; or its
-        figures, as in ``{"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}``, of which
-        all but the memory may be left out (one core, no pool, one node; nothing else runs there and
-        nothing limits locking). Or the folder of a cgroup of this machine, for a process in it. By
-        default this process.
+        Another machine, whose limits count: the result of `doctor` there; or its figures, as in
+        ``{"memory": "16G", "cpus": 8, "pools": {"2m": 4096}, "nodes": 2}``, where only the
+        memory is necessary (one core, no pool, one node; nothing else runs there and nothing limits
+        locking). Or the folder of a cgroup of this machine, for a process in it. By default this
+        process.
     **placement
-        See `PlacementOptions`. Without `strict`, the rows are of what a block falls back to where
-        it cannot have what it is asked to be, and the checks say what is missing.
-
-    Returns
-    -------
-    Plan
+        See `PlacementOptions`. Without `strict`, the rows show what a block falls back to if it
+        cannot have its placement, and the checks say what is missing.
 
     Raises
     ------
     GGUFError, SafetensorsError, OSError
-        The file cannot be used, or its server.
+        The file or its server cannot be used.
     FormatError
         A URL leads to a page of HTML.
     TypeError, ValueError
-        An option is unknown or out of range, or weights that are opened have come into memory
-        otherwise; or a GPU or opened weights, which are here, are planned for another `machine`.
+        An option is unknown or out of range, or differs from that of opened weights; or a GPU or
+        opened weights, which are here, are planned for another `machine`.
     ImportError
-        `device` is given, and there is no CuPy or no GPU; or a URL, without the extra ``remote``.
+        `device` without CuPy or a GPU; or a URL without the extra ``remote``.
 
     Notes
     -----
-    Of the architectures that the engine runs, each row is what it takes, to the byte: ``other`` is
-    the private copies of the files' headers, and ``diagnostics`` what a process shows others of
-    itself from its first `Decoder` on, which a `Layout` without one does not have. Of others the
-    KV cache follows from the metadata, where these give it. What does not is in `Plan.unknown`, and
-    in no row.
+    For the architectures of the engine, each row is exact to the byte: ``other`` has private copies
+    of the files' headers, and ``diagnostics`` the memory that a process publishes from its first
+    `Decoder` on, which a `Layout` without one lacks. For other architectures the KV cache follows
+    from the metadata, if possible. `Plan.unknown` lists the rest, which no row has.
 
     Examples
     --------
@@ -165,17 +158,9 @@ def plan(
 
 @contextmanager
 def plans_of(path: str) -> Iterator[Callable[..., Plan]]:
-    """Open a model once, to plan it for many machines.
+    """Open a model, a path or URL as for `plan`, once, to plan it for many machines.
 
-    Parameters
-    ----------
-    path : str
-        The model's path or URL, as for `plan`.
-
-    Yields
-    ------
-    callable
-        ``of(machine, *, ctx, kv_dtype, load, sessions)``: as `plan`, for another machine.
+    It yields ``of(machine, *, ctx, kv_dtype, load, sessions)``, which plans for another machine.
     """
     with open_files(path, tries=1) as model:
         source = FileSource(model, is_here=False)
@@ -206,7 +191,7 @@ def plans_of(path: str) -> Iterator[Callable[..., Plan]]:
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The options of `plan`, checked."""
+    """The checked options of `plan`."""
 
     ctx: int | None
     batch: int
@@ -262,18 +247,17 @@ def _count(name: str, value: object, most: int) -> int:
 
 
 class _Planner:
-    """Makes plans of one model; the host's figures are read once. For one thread."""
+    """A planner of one model, which reads the host's figures once. For one thread."""
 
     def __init__(self, source: ModelSource, host: Host) -> None:
         self._source, self._host = source, host
         self._machine = MachineBudget(host)
         self._facts = source.facts | ({} if host is limits else {"machine": str(host)})
-        # Nothing of the model is in the memory of another machine.
         self._is_elsewhere = isinstance(host, DescribedHost)
         self._cached: int | None = 0 if self._is_elsewhere else None
 
     def plan(self, options: PlanOptions) -> Plan:
-        """Make a plan, with advice where it does not fit."""
+        """Make a plan, with advice if it does not fit."""
         if options.threads is None:
             weight_bytes = sum(self._source.by_type().values())
             n_threads = default_threads(weight_bytes, self._host.thread_count())
@@ -297,13 +281,12 @@ class _Planner:
         asked, placement = options.placement, without_lone_mirror(options.placement, budget)
         if options.load == "repack" and is_mirrored(placement):
             raise ValueError(
-                f"numa={placement['numa']!r}: what load='repack' makes is one decoder's, "
-                "and has no copies: run a decoder on each node (numactl --cpunodebind) with "
+                f"numa={placement['numa']!r}: load='repack' makes memory of one decoder, "
+                "without copies: run a decoder on each node (numactl --cpunodebind) with "
                 "load='repack', and leave out numa"
             )
         options = replace(options, placement=placement)
-        # A CPU elsewhere is known to nobody.
-        repacks = not self._is_elsewhere
+        repacks = not self._is_elsewhere  # that CPU is unknown
         choice = self._source.mode(options.load, placement, budget, repacks=repacks)
         made = self._make_as(options, choice.mode, choice.reason)
         if made.verdict != "fits" and choice.is_wish:
@@ -332,7 +315,7 @@ class _Planner:
             max_ctx = self._find_longest(needs, storage, most, options.ctx or 0)
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
-            # Where nothing fits, the plan is for one token, and says so.
+            # If no context fits, the plan is for one token, and says so.
             ctx = max(1, min(max(DEFAULT_CTX, options.window or 0), max_ctx))
         if options.window is not None and ctx is not None and options.window > ctx:
             raise ValueError(f"window: expected at most the context, {ctx}, got {options.window}")
@@ -392,9 +375,9 @@ class _Planner:
     def _find_longest(
         self, needs: Callable[[int], list[Need]], storage: Storage, most: int, asked: int
     ) -> int:
-        """Find the longest context that fits, and that makes nothing spill that need not.
+        """Find the longest context that fits and that causes no avoidable spilling.
 
-        Limits at which a block falls back to what it can have do not shorten it.
+        Limits at which a block falls back do not shorten it.
         """
 
         def fits(found: list[Need]) -> bool:
@@ -405,7 +388,7 @@ class _Planner:
             return fits(found) and self._spilled(found) == 0
 
         longer = max(most, asked)
-        if is_good(longer):  # as it mostly is: nothing else is computed then
+        if is_good(longer):  # the usual case
             return longer
         if self._spilled(needs(1)):
             return find_largest(most, lambda ctx: fits(needs(ctx)), asked=asked)
@@ -417,16 +400,14 @@ class _Planner:
         rest = sum(need.room_bytes - need.taken_bytes for need in needs)
         most = 0
         found = limits.room_for_files(
-            self._machine.memory,
-            nbytes + max(0, rest),
-            lambda: min(self._cached_bytes(), nbytes),
+            self._machine.memory, nbytes + max(0, rest), lambda: min(self._cached_bytes(), nbytes)
         )
         for _, needed, room in found:
             most = max(most, needed - room)
         return min(nbytes, most)
 
     def _cached_bytes(self) -> int:
-        if self._cached is None:  # asked once: of a large file it takes a while
+        if self._cached is None:  # once, since it is slow for large files
             self._cached = self._source.cached_bytes()
         return self._cached
 
@@ -442,7 +423,7 @@ class _Planner:
                 needed,
                 one.room_bytes + taken,
                 one.limit_bytes,
-                # What has room for the rest may lack it for files that shall stay in RAM.
+                # A limit with room for the rest may lack room for files that stay in RAM.
                 one.remedy_for(needed - taken + (files if one.room_bytes >= needed - taken else 0)),
             )
             for one in self._machine.memory
@@ -506,12 +487,12 @@ class _Planner:
         )
 
     def _image_facts(self, mode: Mode, storage: Storage) -> dict[str, str]:
-        """Say what repacked image is taken."""
+        """Name the repacked image that is used."""
         origin = self._source.origin(storage) if mode == "repack" else None
         return {} if origin is None else {"image": origin}
 
     def _numa_facts(self, numa: NumaPolicy | None, needs: list[Need]) -> dict[str, str]:
-        """Say what will not lie on preferred nodes, which are no limit; or which have copies."""
+        """Name preferred nodes without enough room, which are no limit, or the nodes of copies."""
         if numa is not None and numa.mode == "mirror":
             with_copies = [n for need in needs for n in need.on_nodes if need.rows]
             if not with_copies:
@@ -535,7 +516,7 @@ class _Planner:
     # ---- a GPU ----------------------------------------------------------------------------------
 
     def _make_for_device(self, options: PlanOptions, number: int) -> Plan:
-        from unimem.backends import cuda_driver  # which few plans need
+        from unimem.backends import cuda_driver  # few plans need it
 
         driver = cuda_driver.driver(number)
         free, total = driver.mem_info()
@@ -566,7 +547,7 @@ class _Planner:
         rows["scratch"] = n * round_to_pages(scratch)
         staging = Storage().block(STAGING_BYTES, "staging", Budget(self._machine))
         name = driver.name
-        remedy = "free what others hold there, or take a smaller ctx, batch or model"
+        remedy = "free memory of other programs there, or take a smaller ctx, batch or model"
         return self._new_plan(
             options,
             facts=dict(self._facts),
@@ -590,11 +571,11 @@ class _Planner:
 
 
 def _session_needs(session: Session, ctx: int, n: int, budget: Budget) -> list[Need]:
-    """List what n conversations take, one after the other."""
+    """List the needs of n conversations, one after the other."""
     found = session.needs(ctx, budget)
     alike = session.storage.numa is None and not session.storage.lock
     if alike and all(need.ram_bytes == need.nbytes for need in found):
-        return found * n  # without a pool, a block changes nothing for the next one
+        return found * n  # without a pool, a block does not affect the next one
     for _ in range(n - 1):
         found += session.needs(ctx, budget)
     return found

@@ -1,4 +1,4 @@
-"""What a plan has of weights that are repacked, and which models gain by it."""
+"""Repacked weights in a plan, and which models gain by them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from unimem.weights.tensors import Contents
 __all__ = ["NO_ROOM", "NO_ROOM_TO_COPY", "RepackedPart", "find_gain", "reason_of"]
 
 NO_ROOM = "repacked weights would not fit beside the rest"
-NO_ROOM_TO_COPY = "pages of it could be taken away, but a copy would not fit beside the rest"
+NO_ROOM_TO_COPY = "its pages may be reclaimed, but a copy would not fit beside the rest"
 
 _PADDING = "weights:padding"
-_LEAST_BYTES = 32 << 20  # of a smaller model, caches hold much, and starting counts
-_LEAST_SHARE = 0.5  # of what a token reads
+_LEAST_BYTES = 32 << 20  # a smaller model is mostly in caches, and its start counts
+_LEAST_SHARE = 0.5  # of the bytes that a token reads
 
 
 def find_gain(contents: Contents) -> Arrangement | None:
-    """Lay out what is repacked of a model that gains by it; None of another.
+    """Arrange the repacked tensors of a model that gains by it; None for others.
 
-    A model in shared memory is not repacked by itself, since each process would have a copy.
+    A model in shared memory is not repacked by default, since each process would have a copy.
     """
     if contents.nbytes < _LEAST_BYTES or any(part.file.in_memory for part in contents._parts):
         return None
@@ -38,7 +38,7 @@ def find_gain(contents: Contents) -> Arrangement | None:
 
 
 def reason_of(found: Arrangement, nbytes: int) -> str:
-    """Say why a model of so many bytes is repacked."""
+    """Explain why a model of `nbytes` is repacked."""
     names = sorted({slot.order.buffer_type.name for slot in found.slots})
     return (
         f"{format_bytes(found.source_bytes)} of {format_bytes(nbytes)} are of types that this CPU "
@@ -47,16 +47,16 @@ def reason_of(found: Arrangement, nbytes: int) -> str:
 
 
 class RepackedPart:
-    """What of a model is repacked, or is taken from an image of that. For one thread.
+    """The repacked part of a model, or an image of it. For one thread.
 
     Parameters
     ----------
     found : Arrangement
-        What is repacked.
+        The tensors to repack.
     image : Image or None
-        What it would be taken from, closed.
+        The image to take them from, closed.
     is_read : bool
-        Whether it is read from files, and does not lie in memory already.
+        Whether the tensors are read from files, and are not in memory already.
     """
 
     def __init__(self, found: Arrangement, image: Image | None, *, is_read: bool) -> None:
@@ -64,14 +64,14 @@ class RepackedPart:
         self._image, self._is_read = image, is_read
 
     def reason(self, why: str) -> str:
-        """Say why the model is repacked, and that it has been where that is so."""
+        """Add to the reason `why` whether a repacked image exists."""
         if self._image is None:
             return why
         where = "staged" if self._image.is_staged else "in the cache"
         return f"{why}; a repacked image of it is {where}"
 
     def origin(self, storage: Storage) -> str | None:
-        """Say what image it is taken from, and how; None where it is repacked."""
+        """Name the image and its use; None without an image."""
         image = self._image
         if image is None:
             return None
@@ -82,7 +82,7 @@ class RepackedPart:
         return f"{image.path}, mapped from the page cache"
 
     def needs(self, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
-        """List what is mapped, or the blocks of so many decoders and what filling one takes."""
+        """List the needs of the image, or of the decoders' blocks and of filling one."""
         found, image = self.found, self._image
         rows = {f"weights:{kind} repacked": nbytes for kind, nbytes in found.types.items()}
         if image is not None and is_mapped(image, storage.pages, storage.numa):

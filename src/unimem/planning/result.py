@@ -29,18 +29,10 @@ from unimem.models.families import KeptLayer, KeptState, in_words
 from unimem.planning.needs import Mode
 from unimem.system.placement import Pages
 
-__all__ = [
-    "Advice",
-    "Check",
-    "Plan",
-    "Verdict",
-    "find_worst_check",
-    "is_as_asked",
-    "plan_lines",
-]
+__all__ = ["Advice", "Check", "Plan", "Verdict", "find_worst_check", "is_as_asked", "plan_lines"]
 
 Verdict = Literal["fits", "reads from disk", "does not fit"]
-"""What a plan comes to."""
+"""The verdict of a plan."""
 
 _SCHEMA = "unimem.plan/1"
 
@@ -52,17 +44,15 @@ class Check:
     Attributes
     ----------
     name : str
-        What limits, as `Limit.name`: "memory of the machine", "cgroup /a/b", "commit limit
-        (overcommit_memory=2)", "locked memory (memlock)", "hugetlb pool of 2m pages"; "node 0",
-        "cuda:0".
+        As `Limit.name`, or "node 0", "cuda:0".
     needed_bytes, available_bytes, limit_bytes : int
-        What the plan needs in all; what this process may have, including what of the plan it has
-        taken already; and the limit itself.
+        The plan's whole need; what this process may have, including the parts of the plan that it
+        has taken already; and the limit itself.
     remedy : str
         A command or a setting that raises it.
     is_hard : bool
         Whether the kernel refuses memory beyond it, or ends the process. At any other limit a block
-        falls back to what it can have, and says so, unless it is `strict`.
+        falls back, with a warning, unless it is `strict`.
     """
 
     name: str
@@ -80,19 +70,19 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do, and what it saves. Any number of threads may use it.
+    """One thing to do, and its saving. Any number of threads may use it.
 
     Attributes
     ----------
     text : str
         A sentence.
     saves_bytes : int
-        How much less memory that cannot be dropped is needed then: of `Plan.required_bytes`, or of
-        the rows of a GPU in a plan for one. For a smaller file, an estimate.
+        The saving in memory that cannot be dropped: of `Plan.required_bytes`, or of the rows of a
+        GPU. For a smaller file, an estimate.
     options : dict
-        Keyword arguments of `plan` to change; empty where another file or limit is advised.
+        Keyword arguments of `plan` to change; empty if another file or limit is advised.
     fits : bool
-        Whether the plan fits with this alone, as it was asked for, and nothing spills.
+        Whether the plan fits with this alone, as requested and without spilling.
     """
 
     text: str
@@ -112,18 +102,17 @@ class Plan:
     checks : tuple of Check
         One for each limit that applies.
     advice : tuple of Advice
-        What to do, the cheapest first; empty where every limit has room and nothing spills.
+        Changes, the cheapest first; empty if every limit has room and nothing spills.
     unknown : tuple of str
-        Sentences that say what could not be planned, and why.
+        Sentences about memory that could not be planned, and why.
     facts : dict
-        ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF", "safetensors",
-        "dimensions"), ``"ggml"`` (what it has of its own), as far as they are known; ``"numa"``
-        where not all will lie on the nodes that are preferred; ``"machine"`` where the plan is for
-        another one or a cgroup; ``"image"`` where repacked weights are taken from an image: its
-        path, and how; of files on a server ``"read_bytes"`` and ``"file_bytes"``, what
-        was fetched and what they have.
+        As far as known: ``"model"`` (path), ``"name"``, ``"architecture"``, ``"format"`` ("GGUF",
+        "safetensors", "dimensions"), ``"ggml"`` (its own memory); ``"numa"`` if some memory will
+        not be on preferred nodes; ``"machine"`` of a plan for another machine or a cgroup;
+        ``"image"``, the path and use of a repacked image; ``"read_bytes"`` and ``"file_bytes"`` of
+        files on a server.
     ctx : int or None
-        Tokens of context; None where none is given and the memory of a token is not known.
+        Tokens of context; None if it was not given and the memory of a token is unknown.
     batch : int
         Streams of the KV cache.
     kv_dtype : str
@@ -133,20 +122,17 @@ class Plan:
     threads, sessions : int
         Threads that compute; decoders over the same weights.
     load : {"map", "copy", "direct", "repack"}
-        How a file comes into memory.
+        The load mode.
     load_reason : str
         Why.
-    pages : str
-        Pages that were asked for.
-    numa : str or None
-        The NUMA policy that was asked for.
+    pages, numa : str, str or None
+        The requested pages and NUMA policy.
     max_ctx : int or None
-        The longest context, up to the model's own, or a longer one that was asked for and fits,
-        with which nothing spills; where a file spills anyway, the longest that fits. 0 where none
-        fits, None where it is not known.
+        The longest context, up to the model's own or a longer requested one that fits, without
+        spilling; if the file spills anyway, the longest that fits. 0 if none fits, None if unknown.
     required_bytes : int
         Main memory that cannot be dropped: all but the pages of a mapped file, unless it is locked
-        or lies in shared memory.
+        or in shared memory.
     spilled_bytes : int
         Bytes of a mapped file that cannot stay in main memory beside the rest: each token reads
         them from the disk again.
@@ -154,16 +140,15 @@ class Plan:
         Bytes of the rows of a mapped file that no token reads, since they are repacked: they need
         no room.
     available_bytes : int
-        Main memory that this process may take now, including what of the weights it has taken
-        already: the least of the checks.
+        Main memory that this process may take now, including weights that it has taken already: the
+        least of the checks.
     scratch_bytes, history_bytes : int
-        Sizes of the two tapes of one session. With a window, or where some layers slide, the KV
-        cache lies in memory of its own, and the history tape is one page.
+        Sizes of the two tapes of one session. With a window, or sliding layers, the KV cache is in
+        memory of its own, and the history tape is one page.
     model_ctx : int or None
-        The context that the model was made for, as its header says; None where it does not.
+        The model's own context, if its header has it.
     layers : tuple of KeptRows or KeptState
-        What each layer of the model keeps, in the order of its blocks; empty where that is not
-        known. See `cache_layers`.
+        The memory of each layer, in the order of its blocks; empty if unknown. See `cache_layers`.
     """
 
     rows: tuple[Row, ...]
@@ -208,7 +193,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether it runs: every limit that is hard has room, and a mapped file's pages need none.
+        """Whether it runs: every hard limit has room; pages of a mapped file need none.
 
         See `verdict`.
         """
@@ -216,30 +201,25 @@ class Plan:
 
     @property
     def verdict(self) -> Verdict:
-        """What the plan comes to.
+        """The verdict.
 
-        ``"fits"``: all of it stays in memory; where a limit has no room that is not hard, memory
-        is placed otherwise than it was asked for. ``"reads from disk"``: it runs, and each token
-        reads `spilled_bytes` of the mapped file again. ``"does not fit"``: it is refused.
+        ``"fits"``: everything stays in memory; at limits that are not hard, memory may be placed
+        otherwise than requested. ``"reads from disk"``: it runs, and each token reads
+        `spilled_bytes` of the mapped file again. ``"does not fit"``: it is refused.
         """
         if not self.fits:
             return "does not fit"
         return "reads from disk" if self.spilled_bytes else "fits"
 
     def require_fits(self, *, strict: bool = True, taken_bytes: int = 0) -> None:
-        """Raise when it does not fit.
+        """Raise CapacityError, naming the tightest limit, figures and advice, if it does not fit.
 
         Parameters
         ----------
         strict : bool, default True
-            False: only for limits that are hard.
+            False: only for hard limits.
         taken_bytes : int, default 0
-            How much of it is in main memory already, beside weights.
-
-        Raises
-        ------
-        CapacityError
-            It names the limit that lacks the most, with figures and advice.
+            How much of it, beside weights, is in main memory already.
         """
         worst = find_worst_check(self, strict=strict)
         if worst is None or worst.needed_bytes <= worst.available_bytes + taken_bytes:
@@ -268,7 +248,7 @@ class Plan:
         Raises
         ------
         ValueError
-            What the layers keep is not known.
+            The layers are unknown.
 
         Examples
         --------
@@ -326,41 +306,26 @@ class Plan:
 
 
 def find_worst_check(plan: Plan, *, strict: bool = True) -> Check | None:
-    """Return the check that lacks the most room; None where all have room.
-
-    Parameters
-    ----------
-    plan : Plan
-        The plan.
-    strict : bool, default True
-        False: only of limits that are hard.
-    """
+    """Return the check that lacks the most room, or None; without `strict`, of hard limits."""
     found = [one for one in plan.checks if not one.fits and (strict or one.is_hard)]
     return max(found, key=lambda one: one.needed_bytes - one.available_bytes, default=None)
 
 
 def is_as_asked(plan: Plan) -> bool:
-    """Whether every limit has room, also those that are not hard, and nothing spills."""
+    """Whether every limit has room, even those that are not hard, and nothing spills."""
     return all(check.fits for check in plan.checks) and not plan.spilled_bytes
 
 
 # ---- what people read ---------------------------------------------------------------------------
 
-_INDENT = 3  # of what is to be typed
-_EXACT = 10 * 1024  # a context of fewer tokens is said to the token, others in units of 1024
+_INDENT = 3  # of text to be typed
+_EXACT = 10 * 1024  # contexts below are written exactly, others in units of 1024
 
 
 def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterator[str]:
-    """Write what a plan says: in the first line whether it fits, and notes at the end.
+    """Write a plan: the verdict first, and notes at the end.
 
-    Parameters
-    ----------
-    surface : Surface
-        What it is written on.
-    plan : Plan
-        Which.
-    path : str, optional
-        What the file is called, by default as the plan has it.
+    `path` is the name of the file, by default the plan's.
     """
     yield (surface.good if plan.verdict == "fits" else surface.bad)(_verdict(surface, plan))
     yield ""
@@ -380,7 +345,8 @@ def plan_lines(surface: Surface, plan: Plan, path: str | None = None) -> Iterato
     if missed:
         yield ""
         yield from wrap(
-            f"Not as asked for: {escape(', '.join(missed))}. Memory falls back to what there is.",
+            f"Not as asked for: {escape(', '.join(missed))}. "
+            "Memory falls back to what is available.",
             surface.width,
         )
     yield from _advice_lines(surface, plan)
@@ -460,7 +426,7 @@ def _check_lines(surface: Surface, plan: Plan) -> Iterator[str]:
     rows, bars = [], []
     for check in plan.checks:
         needed, available = format_bytes(check.needed_bytes), format_bytes(check.available_bytes)
-        name = shorten(escape(check.name), surface.width // 2)  # which leaves room for a bar
+        name = shorten(escape(check.name), surface.width // 2)  # leaves room for a bar
         rows.append((name, needed, available, "yes" if check.fits else "no"))
         share = check.needed_bytes / check.available_bytes if check.available_bytes else 1.0
         bars.append(Bar(share, True, surface.good if check.fits else surface.bad))
@@ -480,12 +446,12 @@ def _advice_lines(surface: Surface, plan: Plan) -> Iterator[str]:
         text = text.removesuffix(f": {remedy}") + _worth(plan, advice)
         typed = remedy or _as_options(advice.options)
         yield from item_lines(surface, f"{number}.", f"{text}:" if typed else text)
-        if typed:  # in a line of its own, however long: to be copied
+        if typed:  # in one line of any length, to be copied
             yield " " * _INDENT + escape(typed)
 
 
 def _worth(plan: Plan, advice: Advice) -> str:
-    """Say what it is worth in figures."""
+    """Write its saving in figures."""
     worth = [f"saves {format_bytes(advice.saves_bytes)}"] if advice.saves_bytes > 0 else []
     if advice.fits:
         worth.append("nothing falls back then" if plan.verdict == "fits" else "then it fits")
@@ -493,7 +459,7 @@ def _worth(plan: Plan, advice: Advice) -> str:
 
 
 def _as_options(options: dict[str, Any]) -> str:
-    """Write keyword arguments of `unimem.plan` as the command line has them."""
+    """Write keyword arguments of `unimem.plan` as options of the command line."""
     return " ".join(
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in options.items()
@@ -502,7 +468,7 @@ def _as_options(options: dict[str, Any]) -> str:
 
 
 def _verdict(surface: Surface, plan: Plan) -> str:
-    """Say in one line whether it fits."""
+    """Write the verdict in one line."""
     worst = find_worst_check(plan, strict=False)
     if worst is not None:
         start, end = f"Does not fit: {_figures(worst)} (", f"). {_largest(plan)}"
@@ -522,7 +488,7 @@ def _figures(check: Check) -> str:
 
 
 def _of(nbytes: int, available: int) -> str:
-    """Write two sizes, and their unit once where it is the same."""
+    """Write two sizes, with a common unit once."""
     size, unit = format_bytes(nbytes).split()
     most = format_bytes(available)
     return f"{size} of {most}" if most.endswith(f" {unit}") else f"{size} {unit} of {most}"
@@ -540,12 +506,12 @@ def _largest(plan: Plan) -> str:
 
 # ---- for a notebook -----------------------------------------------------------------------------
 
-_NOTEBOOK = Surface(width=240)  # whose lines are as long as they need to be
+_NOTEBOOK = Surface(width=240)  # for lines of any length
 _FITS, _LACKS = "#3f9e63", "#c9544d"
 
 
 def _html(plan: Plan) -> Html:
-    """Write a plan as `plan_lines` does, with its rows and limits as bars."""
+    """Write a plan as `plan_lines` does, with bars for its rows and limits."""
     host = [row for row in plan.rows if row.device is None]
     colors = colors_of(row.category for row in plan.rows)
     total = max(1, plan.total_bytes)

@@ -1,4 +1,4 @@
-"""Searching for the most that fits."""
+"""Searching for the largest number that fits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ def find_largest(
     Parameters
     ----------
     most : int
-        The largest number that is asked for.
+        The largest number to try.
     is_good : callable
         Says whether a number is good. All numbers below a good one are good, too.
     least : int, default 0
-        What is returned where no number above it is good. It is not asked for.
+        The result if no number above it is good. It is not tried.
     asked : int, default 0
-        A number that may lie above `most`, and is the answer where it does and is good.
-
-    Returns
-    -------
-    int
+        A number that is the result if it is above `most` and good.
 
     Examples
     --------

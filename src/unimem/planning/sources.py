@@ -1,4 +1,4 @@
-"""The sources of a plan: dimensions, a model file of which only headers are read, or weights."""
+"""The sources of a plan: dimensions, a model file's headers, or opened weights."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _GGML = "its code, tables and threads are not counted: Decoder.report has them"
 
 
 class ModeChoice(NamedTuple):
-    """How weights come into memory.
+    """The choice of a load mode.
 
     Attributes
     ----------
     mode, reason : str
-        How, and why.
+        The mode, and why.
     is_wish : bool
-        Whether they are mapped where this does not fit.
+        Whether the weights are mapped if this does not fit.
     """
 
     mode: Mode
@@ -63,7 +63,7 @@ class ModeChoice(NamedTuple):
 
 
 class ModelSource(Protocol):
-    """Where the figures of a model come from."""
+    """The source of a model's figures."""
 
     shape: Shape
     facts: dict[str, Any]
@@ -71,13 +71,13 @@ class ModelSource(Protocol):
     def mode(
         self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
     ) -> ModeChoice:
-        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
+        """Return the load mode to plan for; `repacks` lets "auto" repack."""
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
-        """List what the weights of so many decoders take."""
+        """List the needs of the weights of `sessions` decoders."""
 
     def origin(self, storage: Storage) -> str | None:
-        """Say what repacked image the weights are taken from; None where they are repacked."""
+        """Name the repacked image that the weights are taken from; None if they are repacked."""
 
     def by_type(self) -> dict[str, int]:
         """Return the bytes of all tensors of each type."""
@@ -86,11 +86,11 @@ class ModelSource(Protocol):
         """Return how much of the files is in the page cache."""
 
     def device_bytes(self) -> int:
-        """Return what the tensors take on a GPU, before rounding to pages."""
+        """Return the bytes of the tensors on a GPU, before rounding to pages."""
 
 
 class _Unevictable(NamedTuple):
-    """Bytes of mapped files that cannot be dropped, those of them in RAM, and those in hugetlb."""
+    """Bytes of mapped files that cannot be dropped: all, those in RAM, those in hugetlb pages."""
 
     fixed_bytes: int
     taken_bytes: int
@@ -102,7 +102,7 @@ class _Unevictable(NamedTuple):
 
 
 class DimsSource:
-    """Weights of a dense model with these dimensions, by estimate. For one thread."""
+    """Estimated weights of a dense model. For one thread."""
 
     def __init__(self, dims: ModelDims) -> None:
         self.shape = shapes.from_dims(dims, None, (_ESTIMATED,))
@@ -125,7 +125,7 @@ class DimsSource:
         *,
         repacks: bool = True,
     ) -> ModeChoice:
-        """Return how the weights come into memory, and why."""
+        """Return the load mode to plan for."""
         if load == "repack":
             raise ValueError(
                 "load='repack': expected a model file, whose tensors have types and shapes, got "
@@ -136,7 +136,7 @@ class DimsSource:
         return ModeChoice(load, _ASKED)
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, _sessions: int) -> list[Need]:
-        """List what the weights take."""
+        """List the needs of the weights."""
         types = _weight_rows(self._types)
         total = sum(types.values())
         if mode == "map":
@@ -144,18 +144,40 @@ class DimsSource:
         return storage.weights(total, _PADDING, budget, types)
 
     def origin(self, _storage: Storage) -> None:
-        """Return None: there are no images."""
+        """Return None: dimensions have no images."""
 
     def cached_bytes(self) -> int:
-        """Return 0: there are no files."""
+        """Return 0: dimensions have no files."""
         return 0
 
     def device_bytes(self) -> int:
-        """Return what the tensors take on a GPU, before rounding to pages."""
+        """Return the bytes of the tensors on a GPU, before rounding to pages."""
         return sum(self._types.values())
 
 
-class FileSource:
+class _HeaderSource:
+    """The common part of sources with headers. For one thread."""
+
+    def __init__(self, contents: Contents, files: ModelFiles, index: str | None) -> None:
+        self._contents = contents
+        self._held: _Unevictable | None = None
+        self._repacked: RepackedPart | None = None
+        self.shape, self.facts = _describe(contents, files, index)
+
+    def by_type(self) -> dict[str, int]:
+        """Return the bytes of all tensors of each type."""
+        return self._contents.by_type()
+
+    def origin(self, storage: Storage) -> str | None:
+        """Name the repacked image that the weights are taken from; None if they are repacked."""
+        return None if self._repacked is None else self._repacked.origin(storage)
+
+    def device_bytes(self) -> int:
+        """Return the bytes of the tensors on a GPU, before rounding to pages."""
+        return bytes_needed(self._contents)
+
+
+class FileSource(_HeaderSource):
     """Weights in files that were opened for their headers. For one thread.
 
     Parameters
@@ -163,29 +185,22 @@ class FileSource:
     model : ModelFiles
         The files.
     is_here : bool, default True
-        Whether they are planned for this machine, which may have images of them.
+        Whether the plan is for this machine, which may have images of them.
     """
 
     def __init__(self, model: ModelFiles, *, is_here: bool = True) -> None:
+        super().__init__(headers_of(model), model, model.index)
         self._model = model
         self._is_here = is_here and not isinstance(model, RemoteFiles)
-        self._contents = headers_of(model)
-        self._is_fetched = False  # whether what is repacked has to come from a server first
-        self._held: _Unevictable | None = None
-        self._repacked: RepackedPart | None = None
-        self.shape, self.facts = _describe(self._contents, model, model.index)
+        self._is_fetched = False  # whether repacked tensors have to come from a server first
         if isinstance(model, RemoteFiles):
             self.facts["read_bytes"] = model.read_bytes
             self.facts["file_bytes"] = sum(file.nbytes for file in model.files)
 
-    def by_type(self) -> dict[str, int]:
-        """Return the bytes of all tensors of each type."""
-        return self._contents.by_type()
-
     def mode(
         self, load: EngineLoad, placement: PlacementOptions, budget: Budget, *, repacks: bool = True
     ) -> ModeChoice:
-        """Return how the weights come into memory, and why; `repacks` lets "auto" repack."""
+        """Return the load mode to plan for; `repacks` lets "auto" repack."""
         contents = self._contents
         known = None if self._repacked is None else self._repacked.found
         self._is_fetched = load == "repack" and isinstance(self._model, RemoteFiles)
@@ -206,13 +221,13 @@ class FileSource:
         return ModeChoice(choice.mode, choice.reason, is_wish=bool(choice.exposed))
 
     def _may_gain(self, choice: LoadChoice, placement: PlacementOptions, budget: Budget) -> bool:
-        """Whether it may be repacked by itself, by the limit on locked memory as well."""
-        # The limit would have to hold what is repacked and the file.
+        """Whether "auto" may repack it, also by the limit on locked memory."""
+        # The limit on locked memory would have to hold the repacked tensors and the file.
         if self.shape.dims is None or placement.get("lock") or is_mirrored(placement):
             return False
         if not choice.exposed:
             return choice.mode == "map"
-        # What is not repacked stays mapped, and has to be locked.
+        # The remaining tensors stay mapped, and have to be locked.
         nbytes = sum(_whole_pages(file.nbytes) for file in self._model.files)
         return choice.mode != "map" and lock_refusal("onfault", nbytes, budget) is None
 
@@ -223,7 +238,7 @@ class FileSource:
         return self._repacked
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
-        """List what the weights of so many decoders take."""
+        """List the needs of the weights of `sessions` decoders."""
         headers = _headers_need(self._model.files)
         repacked = self._repacked if mode == "repack" else None
         if mode in ("copy", "direct") or self._is_fetched:
@@ -236,12 +251,8 @@ class FileSource:
         found = _mapping_need(self._contents, self._held, storage, budget, repacked)
         return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
 
-    def origin(self, storage: Storage) -> str | None:
-        """Say what repacked image the weights are taken from; None where they are repacked."""
-        return None if self._repacked is None else self._repacked.origin(storage)
-
     def _measure_held(self) -> _Unevictable:
-        # Nothing of files with a disk behind them is locked yet.
+        # Files with a disk behind them are not locked yet.
         held = _Unevictable(0, 0, 0)
         for file, fd in zip(self._model.files, self._model.fds, strict=False):  # or on a server
             if file.in_memory:
@@ -253,12 +264,8 @@ class FileSource:
         """Return how much of the files is in the page cache."""
         return loading.cached_bytes(self._model)
 
-    def device_bytes(self) -> int:
-        """Return what the tensors take on a GPU, before rounding to pages."""
-        return bytes_needed(self._contents)
 
-
-class WeightsSource:
+class WeightsSource(_HeaderSource):
     """Weights that are in memory. For one thread.
 
     Parameters
@@ -268,14 +275,8 @@ class WeightsSource:
     """
 
     def __init__(self, weights: Weights) -> None:
+        super().__init__(weights, ModelFiles(), None)
         self._weights = weights
-        self._held: _Unevictable | None = None
-        self._repacked: RepackedPart | None = None
-        self.shape, self.facts = _describe(weights, ModelFiles(), None)
-
-    def by_type(self) -> dict[str, int]:
-        """Return the bytes of all tensors of each type."""
-        return self._weights.by_type()
 
     def mode(
         self,
@@ -285,13 +286,7 @@ class WeightsSource:
         *,
         repacks: bool = True,
     ) -> ModeChoice:
-        """Return how they came into memory, and why; or that they will be repacked.
-
-        Raises
-        ------
-        ValueError
-            Another way is asked for.
-        """
+        """Return how they were loaded, or that they will be repacked; ValueError for others."""
         weights = self._weights
         if load == "repack":
             found = arrange(weights)
@@ -306,7 +301,7 @@ class WeightsSource:
         return ModeChoice(weights.load, weights.load_reason)
 
     def weights(self, mode: Mode, storage: Storage, budget: Budget, sessions: int) -> list[Need]:
-        """List what they take, and have taken, and what so many decoders will repack."""
+        """List what they have taken, and what `sessions` decoders will repack."""
         weights = self._weights
         headers = _headers_need(part.file for part in weights._parts)
         repacked = self._repacked if mode == "repack" else None
@@ -323,10 +318,6 @@ class WeightsSource:
             found = Need(_add_padding(types, nbytes), ram_bytes=ram, taken_bytes=ram)
         return [found, *(repacked.needs(storage, budget, sessions) if repacked else ()), headers]
 
-    def origin(self, storage: Storage) -> str | None:
-        """Say what repacked image the weights are taken from; None where they are repacked."""
-        return None if self._repacked is None else self._repacked.origin(storage)
-
     def _measure_held(self) -> _Unevictable:
         held = _Unevictable(0, 0, 0)
         for part in self._weights._parts:
@@ -340,23 +331,9 @@ class WeightsSource:
             found += min(part.memory.block._resident_range(0, part.file.nbytes), part.file.nbytes)
         return found
 
-    def device_bytes(self) -> int:
-        """Return what the tensors take on a GPU, before rounding to pages."""
-        return bytes_needed(self._weights)
-
 
 def shape_of(weights: Contents, files: ModelFiles, index: str | None) -> Shape:
-    """Return a model's shape.
-
-    Parameters
-    ----------
-    weights : Contents
-        Its header.
-    files : ModelFiles
-        Reads what lies beside it.
-    index : str or None
-        The path of the index of several safetensors files.
-    """
+    """Return a model's shape; `files` reads the file beside it, or that of `index`."""
     first = weights._parts[0].file
     if isinstance(first.header, SafetensorsHeader):
         return shapes.from_config(*shapes.read_config(index or first.path, files.read_start))
@@ -366,7 +343,7 @@ def shape_of(weights: Contents, files: ModelFiles, index: str | None) -> Shape:
 def _describe(
     weights: Contents, files: ModelFiles, index: str | None
 ) -> tuple[Shape, dict[str, Any]]:
-    """Return a model's shape, and facts about it; `files` reads what lies beside it."""
+    """Return a model's shape and facts; `files` reads the file beside it."""
     first = weights._parts[0].file
     facts: dict[str, Any] = {"model": index or first.path}
     shape = shape_of(weights, files, index)
@@ -385,13 +362,13 @@ def _describe(
 
 
 def _headers_need(files: Iterable[ModelFile]) -> Need:
-    """Return what copies of the headers take: they stay as long as the files are open."""
+    """Return the need of copied headers, which stay while the files are open."""
     nbytes = sum(file.header.copied_bytes for file in files)
     return Need({"other": nbytes}, ram_bytes=nbytes, taken_bytes=nbytes)
 
 
 def _measure_unevictable(file: ModelFile, block: Block) -> _Unevictable:
-    """Measure what of a mapped file cannot be dropped: it is locked, or has no disk behind it."""
+    """Measure the part of a mapped file that cannot be dropped: locked, or without a disk."""
     size, placed = file.nbytes, block.verify()
     if not file.in_memory:
         locked = min(placed.locked_bytes, size)
@@ -408,7 +385,7 @@ def _mapping_need(
     budget: Budget,
     repacked: RepackedPart | None,
 ) -> Need:
-    """Return what mapped files take; what is repacked of them is neither read nor kept."""
+    """Return the need of mapped files; their repacked tensors are neither read nor kept."""
     nbytes = sum(_whole_pages(part.file.nbytes) for part in weights._parts)
     need = _file_need(_weight_rows(weights.by_type()), nbytes, storage, budget)
     unread = 0 if repacked is None else repacked.found.source_bytes
@@ -424,7 +401,7 @@ def _mapping_need(
 
 
 def _file_need(types: dict[str, int], nbytes: int, storage: Storage, budget: Budget) -> Need:
-    """Return what a mapped file takes; it is locked where there is room for that."""
+    """Return the need of a mapped file, which is locked if there is room."""
     locks = storage.locks_file(nbytes, budget)
     return Need(
         _add_padding(types, nbytes),

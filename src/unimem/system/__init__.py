@@ -1,1 +1,1 @@
-"""What the machine is and allows, and each foreign library behind one file."""
+"""The machine and its limits."""

@@ -1,4 +1,4 @@
-"""The cgroups above a process, of version 1 and 2: where their files are, and what these limit."""
+"""The cgroups above a process, of version 1 and 2: their folders and their limits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ class Cgroup:
 
     Attributes
     ----------
-    folder : str
-        Where its files are.
-    name : str
-        Its path in the tree.
+    folder, name : str
+        The folder of its files, and its path in the tree.
     version : {1, 2}
-        Of the tree that it is in. The versions have other names for the same files.
+        Of its tree. The versions name the same files differently.
     """
 
     folder: str
@@ -35,7 +33,7 @@ class Cgroup:
     version: Literal[1, 2]
 
     def unlimit(self, path: str) -> str:
-        """Return the command that takes the limit of a file away."""
+        """Return the command that removes the limit of a file."""
         return f"echo max > {path}" if self.version == 2 else f"echo -1 > {path}  # -1: no limit"
 
     def path(self, v1: str, v2: str) -> str:
@@ -43,18 +41,7 @@ class Cgroup:
         return f"{self.folder}/{v2 if self.version == 2 else v1}"
 
     def read_limit(self, v1: str, *v2: str) -> tuple[int, str] | None:
-        """Read the least of the limits that some files set.
-
-        Parameters
-        ----------
-        v1, *v2 : str
-            Their names in the two versions.
-
-        Returns
-        -------
-        tuple of int and str, or None
-            The limit and the path of its file; None where there is no limit.
-        """
+        """Return the least limit that some files set, and the path of its file, or None."""
         names = v2 if self.version == 2 else (v1,)
         paths = [f"{self.folder}/{name}" for name in names]
         found = [(n, path) for path in paths if (n := kernel_files.read_number(path)) is not None]
@@ -64,26 +51,16 @@ class Cgroup:
 def cgroups_above(
     controller: str, pid: int | None = None, folder: str | None = None
 ) -> Iterator[Cgroup]:
-    """Walk up the cgroups above a process.
+    """Walk up the cgroups above a process, its own first.
 
     Parameters
     ----------
     controller : str
-        What they control, as "memory"; "" for those of version 2 only.
+        Such as "memory"; "" for version 2 only.
     pid : int, optional
         The process; by default this one.
     folder : str, optional
-        Of a cgroup: those above a process that would be in it.
-
-    Yields
-    ------
-    Cgroup
-        The process's own first.
-
-    Raises
-    ------
-    ValueError
-        As `locate` says.
+        Of a cgroup, for a process in it; ValueError as `locate`.
     """
     if folder is not None:
         version, path = locate(folder)
@@ -99,8 +76,8 @@ def cgroups_above(
         if mount is None:
             continue
         where, root = mount
-        # A container may see only a part of the tree: what it mounts begins at `root`. Its path
-        # may also be the host's, or lead out of its namespace: what exists is ours.
+        # A container may see only a part of the tree, from `root` on. Its path may also be the
+        # host's, or lead out of its namespace.
         inside = root in ("/", path) or path.startswith(f"{root}/")
         above = "" if root == "/" or not inside else root
         parts = [part for part in path[len(above) :].split("/") if part]
@@ -115,23 +92,17 @@ def _walk_up(mount: str, root: str, parts: list[str], version: Literal[1, 2]) ->
 
 
 def locate(folder: str) -> tuple[Literal[1, 2], str]:
-    """Find the tree that a cgroup is in.
+    """Return the version of a cgroup's tree, and the path below the tree's mount point.
 
     Parameters
     ----------
     folder : str
-        Where its files are; of version 1, in the tree of any controller.
-
-    Returns
-    -------
-    tuple of int and str
-        The version of the tree, and the path below its mount point, which is the same in the tree
-        of each controller.
+        Of the cgroup; in version 1, in the tree of any controller.
 
     Raises
     ------
     ValueError
-        There is no such folder, or it is in no tree that is mounted.
+        The folder does not exist, or is in no mounted tree.
     """
     real = os.path.realpath(folder)
     inside = [
@@ -150,7 +121,7 @@ def locate(folder: str) -> tuple[Literal[1, 2], str]:
 
 @cache
 def _mounts() -> dict[str, tuple[str, str]]:
-    """Mount point of each controller's tree and what of it is mounted; "" is version 2.
+    """Return the mount point of each controller's tree and its mounted part; "" is version 2.
 
     Read once: the trees are mounted when the system or the container starts.
     """
@@ -165,7 +136,7 @@ def _mounts() -> dict[str, tuple[str, str]]:
             for part in mount.split()[3:5]
         )
         for controller in kinds[2].split(",") if kinds[0] == "cgroup" else ("",):
-            # Where a tree is mounted more than once, the mount that shows most of it is taken.
+            # The mount that shows most of a tree counts.
             if controller not in found or len(root) < len(found[controller][1]):
                 found[controller] = folder, root
     return found

@@ -1,6 +1,6 @@
-"""Describe this machine, and say what to change so that inference gets more of it.
+"""Describe this machine, and what to change so that inference gets more of it.
 
-Limits come from `unimem.system.limits`; this module reads what else describes the machine.
+Limits come from `unimem.system.limits`; this module reads everything else, and
 `unimem.system.findings` judges both.
 """
 
@@ -31,7 +31,7 @@ __all__ = ["Machine", "doctor"]
 
 _CPUS = "/sys/devices/system/cpu"
 
-# What kernels of matrix products and conversions use, in the kernel's own names, and 1 GiB pages.
+# Features of kernels for matrix products and conversions, by the kernel's names, and 1 GiB pages.
 _FEATURES = tuple(
     """
     ssse3 avx f16c fma avx2 avx_vnni avx512f avx512bw avx512vl avx512vbmi avx512_vnni
@@ -44,7 +44,7 @@ _SECCOMP_FILTER = 2
 
 
 class Machine(MachineFacts):
-    """What `doctor` found. ``str()`` is for people, `to_json` for programs.
+    """The result of `doctor`. ``str()`` is for people, `to_json` for programs.
 
     Attributes
     ----------
@@ -61,9 +61,9 @@ class Machine(MachineFacts):
     numa : Numa
         Nodes.
     capabilities : Capabilities
-        What this process may do.
+        Rights of this process.
     findings : tuple of Finding
-        What to change, the greatest effect first, and then what is optional.
+        What to change, the greatest effect first, optional changes last.
     """
 
     __slots__ = ()
@@ -75,12 +75,12 @@ class Machine(MachineFacts):
 
 
 def doctor() -> Machine:
-    """Look at this machine, and at what this process may have of it. Nothing is changed.
+    """Describe this machine and this process's share of it. Nothing is changed.
 
     Returns
     -------
     Machine
-        Its ``str()`` says what to change, with the command to run.
+        Its ``str()`` names what to change, with commands.
 
     Examples
     --------
@@ -119,7 +119,7 @@ def _kernel() -> Kernel:
 
 
 def _cpu(status: Mapping[str, str]) -> Cpu:
-    # Not by psutil, which counts neither sockets nor the cores that an affinity leaves.
+    # psutil counts neither sockets nor the cores of an affinity.
     online = set(parse_list(kernel_files.read_text(f"{_CPUS}/online") or ""))
     allowed = online & set(parse_list(status.get("Cpus_allowed_list", "")))
     info = kernel_files.read_fields("/proc/cpuinfo")
@@ -144,7 +144,6 @@ def _cpu(status: Mapping[str, str]) -> Cpu:
 
 
 def _memory() -> MemoryFacts:
-    # Not by psutil, which reads RAM and swap apart, and three files for them.
     info = kernel_files.read_fields("/proc/meminfo")
     return MemoryFacts(
         total_bytes=parse_kib(info.get("MemTotal")),
@@ -188,7 +187,7 @@ def _shm_mount() -> str | None:
     mode = None
     for line in (kernel_files.read_text("/proc/self/mounts") or "").splitlines():
         _, where, kind, options, *_ = line.split()
-        if where == "/dev/shm":  # the last one mounted there is the one that is seen
+        if where == "/dev/shm":  # the last mount hides those before
             found = re.search(r"(?:^|,)huge=(\w+)", options)
             mode = (found[1] if found else "never") if kind == "tmpfs" else None
     return mode
@@ -205,7 +204,7 @@ def _weights() -> dict[int, int]:
 
 
 def _cpuset_path(forbidden: set[int]) -> str | None:
-    """Find the topmost cgroup that leaves out nodes: those below it cannot have more."""
+    """Find the topmost cgroup that excludes nodes: those below it cannot have more."""
     found = None
     for cgroup in cgroups_above("cpuset"):
         path = f"{cgroup.folder}/cpuset.mems"
@@ -225,6 +224,6 @@ def _capabilities(status: Mapping[str, str]) -> Capabilities:
 
 
 def _chosen(text: str | None) -> str | None:
-    """Read a file of modes, where the one in brackets holds."""
+    """Read a file of modes; the one in brackets is set."""
     found = re.search(r"\[([^\]]+)\]", text or "")
     return found[1] if found else None

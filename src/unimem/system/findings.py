@@ -1,6 +1,6 @@
 """Judge a machine: what slows inference down or makes it fail, and the command that changes it.
 
-A machine that serves well has no findings. What may only gain a little is marked as optional.
+A machine that serves well has no findings. A finding that may only gain a little is optional.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["judge"]
 
 _THP = "/sys/kernel/mm/transparent_hugepage"
 _GIB = 1 << 30
-_EXAMPLE_BYTES = 16 * _GIB  # a model whose need of huge pages is reckoned as an example
-_ENOUGH_MAPS = 65530  # what the kernel sets by itself
+_EXAMPLE_BYTES = 16 * _GIB  # the size of an example model
+_ENOUGH_MAPS = 65530  # the kernel's default
 _QUIET_SWAPPINESS = 10
 _LARGE_BYTES = 64 << 30  # below, a pool of 1 GiB pages costs more room than it gains
 
-# Linux versions and what came with them; with several nodes only where the last column says so.
+# Linux versions and their new features; the last column says whether one needs several nodes.
 _CAME = (
     ((5, 14), "MADV_POPULATE_WRITE (5.14)", "warming touches every page itself", False),
     ((6, 1), "MADV_COLLAPSE (6.1)", "existing memory cannot be made huge", False),
@@ -29,18 +29,7 @@ _CAME = (
 
 
 def judge(machine: MachineFacts) -> tuple[Finding, ...]:
-    """Judge a machine.
-
-    Parameters
-    ----------
-    machine : MachineFacts
-        Its own findings are not looked at.
-
-    Returns
-    -------
-    tuple of Finding
-        The greatest effect first, what is optional last.
-    """
+    """Judge the facts of a machine, the greatest effect first, and optional findings last."""
     found = [finding for rule in _RULES for finding in rule(machine)]
     return tuple(sorted(found, key=lambda finding: finding.is_optional))
 
@@ -94,7 +83,7 @@ def _thp(machine: MachineFacts) -> Iterator[Finding]:
     if thp.is_disabled_for_process:
         yield Finding(
             "transparent huge pages are disabled for this process",
-            "It, or what started it, called prctl(PR_SET_THP_DISABLE): blocks get base pages "
+            "It, or its parent, called prctl(PR_SET_THP_DISABLE): blocks get base pages "
             "whatever the machine's settings are.",
             "start it without that call (a service manager or a wrapper makes it)",
             "the machine's settings hold for this process, too",
@@ -136,8 +125,8 @@ def _quota(machine: MachineFacts) -> Iterator[Finding]:
         unlimited = "max" if cpu.quota.path.endswith("cpu.max") else "-1"
         yield Finding(
             f"a CPU quota leaves {cpu.quota.cpus:.3g} of {format_count(cpu.allowed_cores, 'core')}",
-            "A thread that has used up its share stops until the next period, and all others wait "
-            "for it at the end of each matrix product.",
+            "A thread that has used up its share stops until the next period, and all other "
+            "threads wait for it at the end of each matrix product.",
             f"echo {unlimited} > {cpu.quota.path}",
             "all cores that the process may use compute all the time",
         )
@@ -148,8 +137,7 @@ def _memlock(machine: MachineFacts) -> Iterator[Finding]:
     if limit and limit.limit_bytes < machine.memory.total_bytes:
         yield Finding(
             f"only {format_bytes(limit.limit_bytes)} may be locked (memlock)",
-            "lock=True is refused beyond that, and what is not locked may be swapped out or "
-            "dropped.",
+            "lock=True is refused beyond that, and unlocked memory may be swapped out or dropped.",
             "ulimit -l unlimited",
             "blocks of any size can be locked in RAM; for a service LimitMEMLOCK=infinity does it, "
             "for a container --ulimit memlock=-1",
@@ -267,8 +255,8 @@ def _kernel(machine: MachineFacts) -> Iterator[Finding]:
         f"Linux {'.'.join(map(str, machine.kernel.version))} is older than {major}.{minor}",
         f"By its version it lacks {lacks}. Distributions may have added some of these.",
         f"boot Linux {major}.{minor} or newer",
-        "what is missing is used by itself",
-        # From 6.1 on, nothing but speed of looking and shares of nodes is missing.
+        "the missing features are used automatically",
+        # From 6.1 on, only speed of looking and shares of nodes are missing.
         is_optional=machine.kernel.version >= (6, 1),
     )
 
@@ -300,7 +288,7 @@ def _pools(machine: MachineFacts) -> Iterator[Finding]:
     pools = machine.pools
     if any(pool.total or pool.surplus_most for pool in pools.values()):
         return
-    # An example that a small machine could follow without being left without memory.
+    # An example that leaves a small machine enough memory.
     fourth = machine.memory.total_bytes // 4 // _GIB * _GIB
     nbytes = min(_EXAMPLE_BYTES, max(_GIB, fourth))
     small = pools.get("2m")
@@ -311,7 +299,7 @@ def _pools(machine: MachineFacts) -> Iterator[Finding]:
             "With THP blocks get huge pages when memory is not fragmented; reserved ones are sure, "
             f"cannot be swapped, and are unmapped at once. A model of {format_bytes(nbytes)} needs "
             f"{pages} pages.",
-            # vm.nr_hugepages is of the default size, which the kernel's command line may change.
+            # vm.nr_hugepages has the default size, which the kernel's command line may change.
             f"echo {pages} > /sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages",
             f"{format_bytes(nbytes)} are set aside: nothing else can use them",
             is_optional=True,
@@ -329,7 +317,7 @@ def _pools(machine: MachineFacts) -> Iterator[Finding]:
         )
 
 
-# What makes it fail or be killed; what every token feels; what some feel.
+# First what makes a process fail, then what slows every token, then what slows some.
 _RULES = (
     _cgroup_memory,
     _overcommit,

@@ -79,7 +79,7 @@ def _take(nbytes: int, size: int) -> list[bytes]:
 
 
 def warm_python_heap() -> None:
-    """Touch 2 MiB for the small objects of a loop, at least 1 MiB of which stays.
+    """Touch 2 MiB for the small objects of a loop; at least 1 MiB of them stays.
 
     A loop that makes a few objects per token would otherwise touch a new page now and then: a minor
     fault. Objects of more than 512 bytes are in the C library's heap, which this does not touch.

@@ -1,7 +1,7 @@
-"""What this process may have: memory, huge pages, locked memory and CPUs. No other module asks.
+"""The limits of this process: memory, huge pages, locked memory and CPUs.
 
-Everything that takes memory asks here first, and names the limit when it refuses. The kernel itself
-kills a process whose cgroup is full.
+No other module reads them. Everything that takes memory asks here first, and names the limit in its
+refusal. The kernel itself kills a process whose cgroup is full.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _NODES = "/sys/devices/system/node"
 _POOLS = "/sys/kernel/mm/hugepages"
 _WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _CAP_IPC_LOCK = 1 << 14
-# Of a full cgroup, what programs and files need that are in use while memory is filled. A kernel
-# has its low watermark for this; a cgroup has none.
+# The part of a full cgroup that running programs and open files need while memory is filled. The
+# kernel has its low watermark for this; a cgroup has none.
 _FILE_RESERVE_BYTES = 8 << 20
 
 # A ring takes several mappings at once, and parts with a policy of their own are mappings, too.
 _MAPPINGS_MARGIN, _MANY_MAPPINGS = 16, 262144
 _CHUNK_BYTES = 1 << 16
 
-# The CPUs that OpenMP left to the thread that loaded it, and those that it had before.
+# The CPUs of the thread that loaded OpenMP, after and before.
 _binding: tuple[set[int], set[int]] | None = None
 
 
@@ -72,19 +72,19 @@ class Limit:
     Attributes
     ----------
     name : str
-        What limits: "memory of the machine", "cgroup /a/b", "commit limit (overcommit_memory=2)",
-        "locked memory (memlock)", "hugetlb pool of 2m pages".
+        "memory of the machine", "cgroup /a/b", "commit limit (overcommit_memory=2)", "locked memory
+        (memlock)", or "hugetlb pool of 2m pages".
     limit_bytes, used_bytes : int
-        What there is, and what is taken of it. File pages that can be dropped are not taken.
+        The limit, and its use. Droppable file pages do not count as used.
     remedy : str
-        A command or a setting that raises it, or takes it away.
+        A command or a setting that raises or removes it.
     file_bytes : int
-        Of a cgroup, file pages that are charged to it, whether they can be dropped at once or not.
+        For a cgroup: all file pages that are charged to it.
     busy_file_bytes : int
-        Of a cgroup, those among `used_bytes`: they are not on the disk yet, or a small reserve, and
-        make room for files only.
+        For a cgroup: file pages in `used_bytes`, which are not on the disk yet, or a small reserve,
+        and make room for files only.
     path : str
-        Of a cgroup, the file that sets it, in bytes; else empty.
+        For a cgroup: the file that sets it; else empty.
     """
 
     name: str
@@ -101,7 +101,7 @@ class Limit:
         return max(0, self.limit_bytes - self.used_bytes)
 
     def remedy_for(self, nbytes: int) -> str:
-        """Return what gives it room for `nbytes` bytes: a command with the figure, where one does.
+        """Return the remedy for `nbytes` bytes: if possible, a command with the figure.
 
         Examples
         --------
@@ -126,7 +126,7 @@ class HugePool:
     page_bytes : int
         Size of a page.
     total, free, reserved : int
-        Pages in the pool, pages that nothing uses, and free pages promised to a mapping.
+        Pages in the pool, unused pages, and free pages that are promised to a mapping.
     surplus_most : int
         Pages that the kernel may add on demand (`nr_overcommit_hugepages`).
     nodes : mapping of int to (int, int)
@@ -145,24 +145,13 @@ class HugePool:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that a new mapping can have: whole pages, promised to nobody, in every cgroup."""
+        """Bytes of a new mapping: whole, unpromised pages within every cgroup."""
         room = max(0, self.free - self.reserved) * self.page_bytes
         room = min([room, *(limit.room_bytes for limit in self.cgroups)])
         return room // self.page_bytes * self.page_bytes
 
     def limit(self, nbytes: int = 0) -> Limit:
-        """Return the limit that a mapping of `nbytes` bytes would meet first.
-
-        Parameters
-        ----------
-        nbytes : int, default 0
-            The size of the mapping; the remedy makes the limit large enough for it.
-
-        Returns
-        -------
-        Limit
-            The pool, or a hugetlb cgroup where that has less room.
-        """
+        """Return the limit that a mapping of `nbytes` bytes reaches first: the pool or a cgroup."""
         page = self.page_bytes
         unpromised = max(0, self.free - self.reserved)
         wanted = self.total + max(0, -(-nbytes // page) - unpromised)
@@ -188,12 +177,10 @@ class Node:
     ----------
     id : int
         Its number.
-    total_bytes, free_bytes : int
-        Its memory, and what nothing uses; 0 where the node has no memory.
-    available_bytes : int
-        Free memory and file pages that can be dropped.
+    total_bytes, free_bytes, available_bytes : int
+        Its memory, unused memory, and that with droppable file pages; 0 for a node without memory.
     cpus : tuple of int
-        All of its CPUs; empty for a node that is memory alone.
+        All of its CPUs; empty for a node of memory alone.
     distances : tuple of int
         To the nodes of `nodes()`, in their order; 10 is the node itself.
     allowed : bool
@@ -216,7 +203,7 @@ class CpuQuota:
     Attributes
     ----------
     cpus : float
-        CPUs' worth of time that it leaves.
+        The CPUs' worth of time that it leaves.
     path : str
         The file that sets it.
     """
@@ -233,61 +220,52 @@ def memory_limits(pid: int | None = None, cgroup: str | None = None) -> tuple[Li
     pid : int, optional
         Its number; by default this process.
     cgroup : str, optional
-        The folder of a cgroup: of a process that would be in it.
+        The folder of a cgroup, for a process in it.
 
     Returns
     -------
     tuple of Limit
         The machine, then each memory cgroup from the process's own up (version 1 and 2), then the
-        commit limit where the kernel keeps one (`overcommit_memory=2`).
+        commit limit if the kernel keeps one (`overcommit_memory=2`).
 
     Notes
     -----
-    `memory.high` counts as a limit like `memory.max`: passing it does not kill, but the kernel
-    then puts the process to sleep at each new page, and memory of a block cannot be reclaimed.
+    `memory.high` counts like `memory.max`: exceeding it does not kill, but the kernel then delays
+    the process at each new page, and memory of a block cannot be reclaimed.
     """
     return tuple(limit() for _, limit in _memory(pid, cgroup))
 
 
 def tightest() -> Limit:
-    """Return the limit with the least room.
-
-    Returns
-    -------
-    Limit
-        Of `memory_limits()`.
-    """
+    """Return the limit of `memory_limits()` with the least room."""
     return min(memory_limits(), key=lambda limit: limit.room_bytes)
 
 
 def available_bytes() -> int:
-    """Bytes that this process can take without anything being swapped out or killed.
+    """Return the bytes that this process can take without swapping or being killed.
 
-    Returns
-    -------
-    int
-        The least room in any of `memory_limits()`. File pages that can be dropped count as room.
+    It is the least room in `memory_limits()`; droppable file pages count as room.
     """
     return tightest().room_bytes
 
 
 def require(nbytes: int, what: str) -> None:
-    """Refuse what does not fit, before anything is taken.
+    """Refuse memory that does not fit, before it is taken.
 
     Parameters
     ----------
     nbytes : int
-        Bytes that will be taken.
+        Bytes to take.
     what : str
-        What wants them, for the message, as in "block 'kv'".
+        Their purpose, for the message, as in "block 'kv'".
 
     Raises
     ------
     CapacityError
-        Names the limit with the least room, its figures, and how to raise it.
+        It names the limit with the least room, its figures, and how to raise it.
     """
-    # Counting the file pages that can be dropped costs more than all else here, and is needed only
-    # where the room without them is too small.
+    # Counting droppable file pages costs more than all the rest, and is needed only if the room
+    # without them is too small.
     if all(room >= nbytes for room, _ in _memory()):
         return
     least = tightest()
@@ -296,21 +274,19 @@ def require(nbytes: int, what: str) -> None:
 
 
 def require_cached(nbytes: int, cached_bytes: int, what: str) -> None:
-    """Refuse to bring more of a file into the page cache than can stay there.
+    """Refuse to read more of a file into the page cache than can stay there.
 
     Parameters
     ----------
-    nbytes : int
-        Bytes that shall be there.
-    cached_bytes : int
-        What of it is there already.
+    nbytes, cached_bytes : int
+        Bytes to have there, and those that are there already.
     what : str
         As for `require`.
 
     Raises
     ------
     CapacityError
-        As for `require`. What the page cache lacks room for would push out what was read before.
+        As for `require`.
     """
     for limit, needed, room in room_for_files(memory_limits(), nbytes, lambda: cached_bytes):
         if room < needed:
@@ -320,7 +296,7 @@ def require_cached(nbytes: int, cached_bytes: int, what: str) -> None:
 def room_for_files(
     found: Iterable[Limit], nbytes: int, cached_bytes: Callable[[], int]
 ) -> Iterator[tuple[Limit, int, int]]:
-    """Compare each limit's room with what it has to hold of files that shall stay in RAM.
+    """Compare each limit's room with the files that have to stay in RAM.
 
     Parameters
     ----------
@@ -329,24 +305,24 @@ def room_for_files(
     nbytes : int
         Bytes of the files.
     cached_bytes : callable
-        Returns how much of them is in the page cache; called only where that decides.
+        Returns how much of them is in the page cache; called only if it matters.
 
     Yields
     ------
     limit : Limit
         The machine, or a cgroup. The commit limit does not count file pages.
     needed_bytes, room_bytes : int
-        What it has to hold, and what it has for that.
+        Bytes to hold, and the room for them.
     """
     for limit in found:
         room = limit.room_bytes
         if not limit.name.startswith("cgroup "):
             if not limit.name.startswith("commit "):
-                # Its room counts what is cached and could be dropped, of these files as well.
+                # Its room includes droppable pages of these files.
                 yield limit, nbytes, room
             continue
         room += limit.busy_file_bytes
-        # What is cached beyond what the cgroup has of files is charged to another one.
+        # Cached bytes beyond the cgroup's file pages are charged to another cgroup.
         elsewhere = max(0, cached_bytes() - limit.file_bytes) if room < nbytes else 0
         yield limit, nbytes - elsewhere, room
 
@@ -354,15 +330,10 @@ def room_for_files(
 def require_shm(nbytes: int, what: str) -> None:
     """Refuse what the file system of named shared memory has no room for.
 
-    Parameters
-    ----------
-    nbytes, what
-        As for `require`.
-
     Raises
     ------
     CapacityError
-        Touching a page that it has no room for would kill the process (SIGBUS).
+        Touching a page without room would kill the process (SIGBUS).
     """
     fs = os.statvfs(SHM)
     most, room = fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize
@@ -385,16 +356,13 @@ def _refusal(nbytes: int, what: str, limit: Limit) -> CapacityError:
 def memlock() -> Limit | None:
     """Return the limit on locked memory.
 
-    Returns
-    -------
-    Limit or None
-        None where nothing limits it: RLIMIT_MEMLOCK is unlimited, or the process has CAP_IPC_LOCK.
+    None if nothing limits it: RLIMIT_MEMLOCK is unlimited, or the process has CAP_IPC_LOCK.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return None
     status = kernel_files.read_fields("/proc/self/status")
-    # The kernel honours the capability only in the first user namespace, where all ids are mapped.
+    # The capability counts only in the first user namespace, where all ids are mapped.
     ids = (kernel_files.read_text("/proc/self/uid_map") or "0 0 4294967295").split()
     if ids == ["0", "0", "4294967295"] and int(status.get("CapEff", "0"), 16) & _CAP_IPC_LOCK:
         return None
@@ -407,18 +375,17 @@ def memlock() -> Limit | None:
 
 
 def huge_pools(cgroup: str | None = None) -> dict[str, HugePool]:
-    """Return the pools of hugetlb pages.
+    """Return the pools of hugetlb pages, from the smallest page up.
 
     Parameters
     ----------
     cgroup : str, optional
-        The folder of a cgroup: as a process in it would have them.
+        The folder of a cgroup, for a process in it.
 
     Returns
     -------
     dict
-        "2m", "1g" and other sizes that the kernel has ("64k", "32m", ...) to `HugePool`, from the
-        smallest page.
+        "2m", "1g" and the kernel's other sizes ("64k", "32m", ...) to `HugePool`.
     """
     sizes = sorted(
         int(match[1])
@@ -430,7 +397,7 @@ def huge_pools(cgroup: str | None = None) -> dict[str, HugePool]:
     for kib in sizes:
         folder = f"{_POOLS}/hugepages-{kib}kB"
         pages = kernel_files.read_number(f"{folder}/nr_hugepages") or 0
-        # Most pools are empty: then there is nothing to read of each node, and of limits on it.
+        # Most pools are empty: then nodes and limits need not be read.
         per_node = dict.fromkeys(() if pages else online, (0, 0))
         for node in online if pages else ():
             own = f"{_NODES}/node{node}/hugepages/hugepages-{kib}kB"
@@ -450,13 +417,9 @@ def huge_pools(cgroup: str | None = None) -> dict[str, HugePool]:
 
 
 def nodes() -> dict[int, Node]:
-    """Return the NUMA nodes.
+    """Return the online NUMA nodes that have memory or CPUs, by id.
 
-    Returns
-    -------
-    dict
-        Ids to `Node`, of each that is online and has memory or CPUs. A kernel without NUMA has one
-        node 0, with all memory and CPUs.
+    A kernel without NUMA has one node 0, with all memory and CPUs.
     """
     allowed = kernel_files.read_fields("/proc/self/status").get("Mems_allowed_list")
     permitted = None if allowed is None else set(parse_list(allowed))
@@ -495,7 +458,7 @@ def nodes() -> dict[int, Node]:
 def _with_all_memory(node: Node) -> Node:
     """Give the only node with memory the machine's figures, which are more exact.
 
-    They count all that can be reclaimed, and what a host would still add to a virtual machine.
+    They count all reclaimable memory, and memory that a host would still add to a virtual machine.
     """
     memory = kernel_files.read_fields("/proc/meminfo")
     total, free, available = (
@@ -505,51 +468,34 @@ def _with_all_memory(node: Node) -> Node:
 
 
 def node_weights(nodes: Iterable[int]) -> dict[int, int]:
-    """Return the weights of nodes for weighted interleaving.
-
-    Parameters
-    ----------
-    nodes : iterable of int
-        Their ids.
-
-    Returns
-    -------
-    dict
-        Ids to weights; 1 where the kernel has none.
-    """
+    """Return the weights of nodes for weighted interleaving; 1 if the kernel has no weight."""
     return {node: kernel_files.read_number(f"{_WEIGHTS}/node{node}") or 1 for node in nodes}
 
 
 def overcommit() -> int:
-    """Return how the kernel promises memory.
-
-    Returns
-    -------
-    int
-        `vm.overcommit_memory`: 0 (refuse the absurd), 1 (promise all), 2 (keep a commit limit).
-    """
+    """Return `vm.overcommit_memory`: 0 (refuse the absurd), 1 (promise all), 2 (a commit limit)."""
     return kernel_files.read_number("/proc/sys/vm/overcommit_memory") or 0
 
 
 def cpus() -> set[int]:
     """Return the CPUs that the process may use.
 
-    Where OMP_PROC_BIND is set, OpenMP binds the thread that loads it to one of them. The others are
-    for the threads beside it, so they count.
+    With OMP_PROC_BIND, OpenMP binds the thread that loads it to one CPU. The others remain for the
+    threads beside it, so they count.
     """
     now = os.sched_getaffinity(0)
     return _binding[1] if _binding is not None and now == _binding[0] else now
 
 
 def current_cpu() -> int | None:
-    """Return the CPU that the calling thread runs on; None where the kernel does not tell."""
+    """Return the CPU that the calling thread runs on; None if unknown."""
     text = kernel_files.read_text("/proc/thread-self/stat") or ""
     fields = text.rpartition(")")[2].split()  # from the third on: a name may have spaces
     return int(fields[36]) if len(fields) > 36 else None
 
 
 def note_binding(before: set[int]) -> None:
-    """Note that a library was loaded; `before`: the CPUs that this thread had."""
+    """Note the loading of a library; `before` are the CPUs that this thread had before."""
     global _binding  # noqa: PLW0603 - the thread is bound once in a process
     now = os.sched_getaffinity(0)
     if now != before:
@@ -557,19 +503,14 @@ def note_binding(before: set[int]) -> None:
 
 
 def thread_count(usable: Iterable[int] | None = None, cgroup: str | None = None) -> int:
-    """Threads that can compute at the same time.
+    """Return how many threads can compute at once: physical cores within the quota, at least 1.
 
     Parameters
     ----------
     usable : iterable of int, optional
-        CPUs that may be used; by default those of the process.
+        CPUs to count; by default those of the process.
     cgroup : str, optional
-        The folder of a cgroup, whose quota holds instead of this process's.
-
-    Returns
-    -------
-    int
-        Physical cores, and not more than the quota; at least 1.
+        The folder of a cgroup, whose quota counts instead of this process's.
     """
     count = float(len({core_of(cpu) for cpu in (cpus() if usable is None else usable)}))
     quota = cpu_quota(cgroup)
@@ -577,18 +518,7 @@ def thread_count(usable: Iterable[int] | None = None, cgroup: str | None = None)
 
 
 def cpu_quota(cgroup: str | None = None) -> CpuQuota | None:
-    """Return the tightest CPU quota of the cgroups above this process.
-
-    Parameters
-    ----------
-    cgroup : str, optional
-        The folder of a cgroup: of this one, and of those above it.
-
-    Returns
-    -------
-    CpuQuota or None
-        None where there is none.
-    """
+    """Return the tightest CPU quota above this process, or above the folder `cgroup`, or None."""
     quotas = []
     for each in cgroups_above("cpu", folder=cgroup):
         path = each.path("cpu.cfs_quota_us", "cpu.max")
@@ -602,12 +532,10 @@ def cpu_quota(cgroup: str | None = None) -> CpuQuota | None:
 
 @cache
 def core_of(cpu: int) -> tuple[str, str]:
-    """Return the physical core of a CPU. Read once: hundreds of CPUs take milliseconds.
+    """Return the physical core of a CPU: its socket, and its number there.
 
-    Returns
-    -------
-    tuple of str
-        Its socket and its number there; without a known topology each CPU counts as a core.
+    Without a known topology each CPU counts as a core. Read once: hundreds of CPUs take
+    milliseconds.
     """
     topology = f"{_CPUS}/cpu{cpu}/topology"
     package, core = (
@@ -620,7 +548,7 @@ def core_of(cpu: int) -> tuple[str, str]:
 def _memory(
     pid: int | None = None, folder: str | None = None
 ) -> Iterator[tuple[int, Callable[[], Limit]]]:
-    """Room in each limit, droppable file pages of cgroups not counted, and the whole limit."""
+    """Yield each limit's room without droppable file pages, and a function for the limit."""
     # Not by psutil, which has no commit limit, and is slower: this runs before each block is made.
     memory = kernel_files.read_fields("/proc/meminfo")
     total = parse_kib(memory.get("MemTotal"))
@@ -662,22 +590,22 @@ def _memory_cgroup(cgroup: Cgroup) -> Iterator[tuple[int, Callable[[], Limit]]]:
 
 
 def _file_pages(cgroup: Cgroup) -> tuple[int, int]:
-    """Bytes of file pages in a cgroup, and of those that the kernel drops before it kills.
+    """Return the bytes of a cgroup's file pages, and of those that are dropped before it kills.
 
     Active pages are dropped like inactive ones. Dirty pages are not: a disk has to take them first.
-    Shared memory and locked pages are in neither sum, since the kernel has other lists for them.
+    Shared memory and locked pages are in neither sum, since the kernel lists them elsewhere.
     """
     stat = kernel_files.read_fields(f"{cgroup.folder}/memory.stat", " ")
     before, unwritten = ("total_", "total_") if cgroup.version == 1 else ("", "file_")
     files = sum(int(stat.get(f"{before}{kind}_file", 0)) for kind in ("active", "inactive"))
     kept = sum(int(stat.get(f"{unwritten}{kind}", 0)) for kind in ("dirty", "writeback"))
     clean = max(0, files - kept)
-    # As MemAvailable leaves out the low watermark, or half of the file pages where that is less.
+    # As MemAvailable omits the low watermark, or half of the file pages if that is less.
     return files, clean - min(clean // 2, _FILE_RESERVE_BYTES)
 
 
 def _hugetlb(page_bytes: int, folder: str | None = None) -> Iterator[Limit]:
-    """Limits of hugetlb cgroups on one size of page, on pages used and on pages promised."""
+    """Yield the limits of hugetlb cgroups on one size of page, on used and on promised pages."""
     size = _size_name(page_bytes).upper() + "B"
     for cgroup in cgroups_above("hugetlb", folder=folder):
         for kind in ("", "rsvd."):

@@ -1,4 +1,4 @@
-"""What is known of a machine, as data."""
+"""The facts of a machine, as data."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ class Kernel:
 
     Attributes
     ----------
-    release : str
-        As ``uname -r`` has it.
+    release, architecture : str
+        As in ``uname -r`` and ``uname -m``.
     version : tuple of int
         Major and minor number.
-    architecture : str
-        As ``uname -m`` has it.
     """
 
     release: str
@@ -45,7 +43,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processors. Threads are what the kernel calls CPUs.
+    """The processors. Threads are CPUs in the kernel's words.
 
     Attributes
     ----------
@@ -54,15 +52,15 @@ class Cpu:
     sockets, cores, threads : int
         Those that are online.
     allowed_cores, allowed_threads : int
-        Those that this process's affinity allows.
+        Those in this process's affinity.
     usable_cores : int
-        What `limits.thread_count` says: the allowed cores, and not more than the quota.
+        `limits.thread_count`: the allowed cores within the quota.
     quota : CpuQuota or None
-        None where no cgroup sets one.
+        None if no cgroup sets one.
     features : tuple of str
         Features that matter for inference, by the kernel's names.
     governors : mapping
-        cpufreq governors to the number of policies that they hold; empty where there is none.
+        cpufreq governors to the number of their policies.
     """
 
     model: str
@@ -86,8 +84,8 @@ class ThpSize:
     page_bytes : int
         The size.
     enabled, shmem_enabled : str or None
-        Modes for anonymous and for shared memory; "inherit" takes the mode of all sizes. None
-        where the kernel has no such mode.
+        Modes for anonymous and for shared memory; "inherit" takes the mode of all sizes. None if
+        the kernel lacks it.
     """
 
     page_bytes: int
@@ -97,22 +95,22 @@ class ThpSize:
 
 @dataclass(frozen=True, slots=True)
 class Thp:
-    """Transparent huge pages. A mode is None where the kernel has none.
+    """Transparent huge pages. A mode is None if the kernel lacks it.
 
     Attributes
     ----------
     page_bytes : int or None
-        The size that one entry of a page middle directory maps: 2 MiB on most machines.
+        The size of a page middle directory's entry: 2 MiB on most machines.
     enabled, defrag, shmem_enabled : str or None
-        The modes as set for all sizes.
+        The modes for all sizes.
     khugepaged_defrag : bool or None
         Whether khugepaged compacts memory.
     shm_mount : str or None
-        The mode of the file system at /dev/shm; None where no tmpfs is mounted there.
+        The mode of /dev/shm; None without a tmpfs there.
     is_disabled_for_process : bool
-        Whether ``prctl(PR_SET_THP_DISABLE)`` holds for this process.
+        Whether ``prctl(PR_SET_THP_DISABLE)`` is in effect.
     sizes : tuple of ThpSize
-        The sizes that the kernel has, ascending; empty before Linux 6.8.
+        The kernel's sizes, ascending; empty before Linux 6.8.
     """
 
     page_bytes: int | None
@@ -126,20 +124,20 @@ class Thp:
 
     @property
     def size(self) -> ThpSize | None:
-        """The entry of `sizes` for `page_bytes`, where the kernel has one."""
+        """The entry of `sizes` for `page_bytes`, if the kernel has one."""
         return next((size for size in self.sizes if size.page_bytes == self.page_bytes), None)
 
     @property
     def mode(self) -> str | None:
-        """What holds for anonymous memory and pages of `page_bytes`."""
+        """The mode in effect for anonymous memory and pages of `page_bytes`."""
         own = self.size.enabled if self.size else None
         return self.enabled if own in (None, "inherit") else own
 
     @property
     def shmem_mode(self) -> str | None:
-        """What holds for memfds and pages of `page_bytes`."""
+        """The mode in effect for memfds and pages of `page_bytes`."""
         own = self.size.shmem_enabled if self.size else None
-        # These two override every size's own mode.
+        # "deny" and "force" override every size's own mode.
         if own in (None, "inherit") or self.shmem_enabled in ("deny", "force"):
             return self.shmem_enabled
         return own
@@ -151,22 +149,20 @@ class MemoryFacts:
 
     Attributes
     ----------
-    total_bytes : int
-        Of the machine.
-    available_bytes : int
-        What this process can take (`limits.available_bytes`).
+    total_bytes, available_bytes : int
+        Memory of the machine, and what this process can take (`limits.available_bytes`).
     page_bytes : int
         The base page.
     limits : tuple of Limit
-        The machine, each memory cgroup above the process, the commit limit (`limits`).
+        The machine, each memory cgroup above the process, the commit limit.
     memlock : Limit or None
-        None where locking has no limit.
+        None if locking has no limit.
     overcommit_mode : int
         ``vm.overcommit_memory``.
     swap_total_bytes, swap_free_bytes : int
         All swap areas.
     swappiness, max_map_count : int or None
-        The sysctls of these names; None where they cannot be read.
+        The sysctls of these names; None if unreadable.
     """
 
     total_bytes: int
@@ -183,20 +179,20 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class Numa:
-    """NUMA nodes and what the kernel does about them.
+    """NUMA nodes and the kernel's handling of them.
 
     Attributes
     ----------
     nodes : mapping
         Node ids to `Node`.
     weights : mapping
-        Node ids to the kernel's weights of weighted interleave; empty where it has none.
+        Node ids to weights of weighted interleave; empty if the kernel has none.
     balancing : int or None
         ``kernel.numa_balancing``: 0 off, 1 on, 2 between fast and slow memory.
     zone_reclaim_mode : int or None
         ``vm.zone_reclaim_mode``.
     cpuset_path : str or None
-        The file that keeps the process from some nodes, where one does and can be seen.
+        The file that excludes the process from some nodes, if one does and is visible.
     """
 
     nodes: Mapping[int, Node]
@@ -208,12 +204,12 @@ class Numa:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What this process may do.
+    """The rights of this process.
 
     Attributes
     ----------
     has_ipc_lock, has_sys_nice : bool
-        CAP_IPC_LOCK (locking without a limit) and CAP_SYS_NICE (moving pages of others).
+        CAP_IPC_LOCK (locking without a limit) and CAP_SYS_NICE (moving other processes' pages).
     has_seccomp_filter : bool
         Whether a filter may refuse system calls, as in most containers.
     """
@@ -225,20 +221,16 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that slows inference down or makes it fail.
+    """A cause of slow or failing inference.
 
     Attributes
     ----------
-    what : str
-        What it is, in a line.
-    why : str
-        What that does to inference.
-    run : str
-        The command, or the setting, that changes it.
-    changes : str
-        What is different then.
+    what, why : str
+        The cause, in a line, and its effect on inference.
+    run, changes : str
+        The command or setting that changes it, and the result.
     is_optional : bool
-        Whether all works without, and this may gain something more.
+        Whether inference works well without it.
     """
 
     what: str
@@ -250,7 +242,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What is known of a machine; `unimem.system.doctor.Machine` documents each part."""
+    """The facts of a machine; `unimem.system.doctor.Machine` documents each part."""
 
     kernel: Kernel
     cpu: Cpu

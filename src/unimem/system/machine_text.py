@@ -1,4 +1,4 @@
-"""A machine as lines of 80 columns, for a terminal and for ``str()`` alike."""
+"""A machine as lines of 80 columns, for a terminal and for ``str()``."""
 
 from __future__ import annotations
 
@@ -24,29 +24,18 @@ __all__ = ["render"]
 _WIDTH = 80
 _INDENT = 3
 _LABEL = 9  # columns of "run" and "changes"
-_LONGEST_CPUS = 16  # a list where the CPUs of nodes alternate has no end
+_LONGEST_CPUS = 16  # lists of alternating CPUs are endless
 
 _LASTS = (
-    "Most of these need root. What is written to /sys, and what sysctl sets, lasts until the next "
-    "boot; docs/doctor.md tells how to keep it. In a container, set them on the host."
+    "Most of these need root. Settings in /sys and by sysctl last until the next boot; "
+    "docs/doctor.md shows how to keep them. In a container, set them on the host."
 )
 
 
 def render(machine: MachineFacts, surface: Surface | None = None) -> str:
-    """Write a machine for people.
+    """Write a machine for people, in lines of 80 columns on any surface.
 
-    Parameters
-    ----------
-    machine : MachineFacts
-        What was found.
-    surface : Surface, optional
-        What it is written on; lines have 80 columns on any.
-
-    Returns
-    -------
-    str
-        Lines of at most 80 columns, but for names that are longer; no line end at the end. A
-        command in several lines can be copied as it is.
+    Longer names make longer lines. A command in several lines can be copied as it is.
     """
     surface = replace(surface or Surface(), width=_WIDTH)
     lines = list(fact_lines(surface, _facts(machine), cuts=False))
@@ -88,7 +77,7 @@ def _numbered(
 
 
 def _facts(machine: MachineFacts) -> Iterator[tuple[str, str]]:
-    """Give names and texts; what belongs to the same name has none."""
+    """Yield names and texts; further texts of a name have an empty name."""
     kernel, memory, numa = machine.kernel, machine.memory, machine.numa
     narrower = [limit for limit in memory.limits if limit.name != "memory of the machine"]
     balancing = {None: "not there", 0: "off"}.get(numa.balancing, f"{numa.balancing}")
@@ -203,5 +192,4 @@ def _command(text: str, width: int) -> list[str]:
     if text_width(escape(text)) <= width:
         return [escape(text)]
     lines = wrap(escape(text), width - 2, cuts=False)
-    # A shell reads a line that ends so as one with the next.
     return [*(f"{line} \\" for line in lines[:-1]), lines[-1]]

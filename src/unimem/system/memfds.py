@@ -1,6 +1,6 @@
-"""Memory with a name (memfd), by which one process shows something and others find it.
+"""Memory with a name (memfd), by which one process shows data and another finds it.
 
-No file is left, no signal is sent, and what is shown goes with its process.
+No file remains and no signal is sent; the data ends with its process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unimem.base.kernel_files import parse_fields, read_bytes
 
 __all__ = ["CANNOT_LOOK", "find_memfds", "new_memfd"]
 
-#: What the one who looks lacks. All other errors are of what was closed, or is not ours.
+#: Errors of the looking process. Other errors mean that a file was closed, or is not ours.
 CANNOT_LOOK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)
 
 # The kernel's number (uapi/linux/memfd.h), which Python has only from 3.14 on.
@@ -26,20 +26,7 @@ _MOST_DESCRIPTORS = 1 << 16  # of a process are looked at
 
 
 def new_memfd(name: str, flags: int = 0) -> int:
-    """Make an empty memfd that can be sealed and, from Linux 6.3 on, never be executed.
-
-    Parameters
-    ----------
-    name : str
-        As /proc/PID/fd and /proc/PID/maps show it.
-    flags : int, optional
-        More flags of memfd_create.
-
-    Raises
-    ------
-    OSError
-        The system gives none.
-    """
+    """Make an empty memfd that can be sealed and, from Linux 6.3 on, never be executed."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this Python was built for systems without memfd_create")
     flags |= os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -52,10 +39,9 @@ def new_memfd(name: str, flags: int = 0) -> int:
 
 
 def find_memfds(folder: int, name: str) -> Iterator[int]:
-    """Open the memfds of a name that a process has made, for reading; the caller closes each.
+    """Open a process's own memfds of a name, for reading; the caller closes each.
 
-    One that another process is reading at this moment, as here, is not its own: who makes a memfd
-    may write, and who is given it keeps that.
+    A memfd that a process only reads, as here, is not its own: the creator's descriptor may write.
 
     Parameters
     ----------
@@ -91,10 +77,10 @@ def find_memfds(folder: int, name: str) -> Iterator[int]:
 
 def _open_memfd(name: str, descriptors: int) -> int:
     """Open a memfd for reading, and nothing else: a user's file system may never answer."""
-    # O_PATH opens nothing yet, and goes on meaning the same file.
+    # O_PATH opens nothing yet, and keeps referring to the same file.
     with Descriptors() as fds:
         found = fds.add(partial(os.open, dir_fd=descriptors), name, os.O_PATH | os.O_CLOEXEC)
-        # All memfds lie in one mount, which no user can mount.
+        # All memfds are in one mount, which no user can mount.
         mount = _mount_of(found)
         if mount is None or mount != _mount_of(fds.add(new_memfd, "unimem")):
             raise PermissionError(errno.EACCES, "no memfd")

@@ -48,7 +48,7 @@ _LEAST_BYTES = 16 << 20  # a smaller file is read again at once
 # Stalled microseconds in a window of microseconds. Without CAP_SYS_RESOURCE only windows of 2 s are
 # allowed.
 _TRIGGERS = (b"some 50000 500000\0", b"some 100000 2000000\0")
-# Of version 1. At "low", only unneeded pages of files are reclaimed.
+# In version 1. At "low", only unneeded pages of files are reclaimed.
 _LEVEL = "medium"
 # The room that a limit should have: a share of it, at most a number of bytes.
 _ROOM_SHARE, _MOST_ROOM_BYTES = 1 / 32, 64 << 20

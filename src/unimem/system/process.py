@@ -1,4 +1,4 @@
-"""What the kernel says of the memory of a process: smaps, numa_maps and pagemap, of any process."""
+"""The memory of any process, from the kernel's smaps, numa_maps and pagemap."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PAGEMAP_ENTRIES = 1 << 17  # read at a time
 
 _NODE = re.compile(rb" N(\d+)=(\d+)")
 _KERNEL_PAGE = re.compile(rb" kernelpagesize_kB=(\d+)")
-# Lines of smaps that say a size; several of them are added up in one field of an area.
+# Lines of smaps with a size; several of them are added up in one field of an area.
 _SIZES = (
     b"Rss",
     b"Pss",
@@ -43,8 +43,8 @@ _SIZES = (
     b"Swap",
     b"KernelPageSize",
 )
-# An entry of smaps or maps: its head, then lines in any order, those of unknown names left out.
-# Reading a process is mostly this, and one expression for all of it is the fastest way in Python.
+# An entry of smaps or maps: its head, then lines in any order; lines of unknown names are skipped.
+# One expression for all of it is the fastest way in Python, and most of the time of a reading.
 # No alternative fails behind the beginning of its group: in a possessive repeat, `re` would keep
 # the place of that group, and end with SystemError.
 _ENTRY = re.compile(
@@ -56,9 +56,7 @@ _ENTRY = re.compile(
 
 
 class Area(NamedTuple):
-    """One entry of smaps: a range of addresses with one access and one backing.
-
-    It never changes, so that threads and forked children may use it.
+    """One entry of smaps: a range of addresses with one access and one backing. It never changes.
 
     Attributes
     ----------
@@ -67,15 +65,13 @@ class Area(NamedTuple):
     access : str
         As in ``"rw-p"``.
     offset, device, inode, path : int, (int, int), int, str
-        What is mapped, as the kernel writes it; the path is empty where there is none.
+        The mapped file, as the kernel writes it; the path is empty without one.
     rss_bytes, pss_bytes : int
-        In RAM, and there by share. hugetlb pages are in neither.
-    hugetlb_bytes : int
-        In hugetlb pages.
-    huge_bytes : int
-        In transparent huge pages.
+        In RAM, and there by share, without hugetlb pages.
+    hugetlb_bytes, huge_bytes : int
+        In hugetlb pages, and in transparent huge pages.
     locked_bytes : int
-        In RAM, and locked there; hugetlb pages are.
+        Locked in RAM, hugetlb pages included.
     swapped_bytes : int
         Swapped out.
     page_bytes : int
@@ -110,20 +106,18 @@ class Area(NamedTuple):
 
     @property
     def resident_bytes(self) -> int:
-        """What of it is in RAM, in pages of any kind."""
+        """Its bytes in RAM, in pages of any kind."""
         return self.rss_bytes + self.hugetlb_bytes
 
     @property
     def is_accessible(self) -> bool:
-        """Whether anything can be there: not in ``---p``."""
+        """Whether it can hold anything: not ``---p``."""
         return self.access[:3] != "---"
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """A process and its areas, as they were when they were read; any number of threads may use it.
-
-    A forked child has a copy, whose `in_ram` reads the same process.
+    """A process and its areas at the time of reading. Any number of threads may use it.
 
     Attributes
     ----------
@@ -132,12 +126,11 @@ class Process:
     name, command : str
         As in ``/proc/PID/comm`` and ``cmdline``.
     started : int
-        When it was started, in clock ticks since the machine was. A later process of the same
-        number has another value.
+        Its start, in clock ticks since the boot; it tells processes of one number apart.
     areas : tuple of Area
         By address.
     minor_faults, major_faults : int
-        Page faults since it was started, without and with waiting for a disk.
+        Page faults since its start, without and with waiting for a disk.
     n_threads : int
         Its threads.
     """
@@ -153,35 +146,27 @@ class Process:
 
     @property
     def rss_bytes(self) -> int:
-        """What of its areas is in RAM, hugetlb pages included."""
+        """The bytes of its areas in RAM, hugetlb pages included."""
         return sum(area.resident_bytes for area in self.areas)
 
     @property
     def pss_bytes(self) -> int:
-        """The same, where a page that n processes map counts 1/n; hugetlb pages count whole.
+        """The same by share: a page that n processes map counts 1/n; hugetlb pages count whole.
 
-        The kernel rounds down to KiB for each area, so that this may be a little below what
-        ``smaps_rollup`` says.
+        The kernel rounds down to KiB for each area, so this may be slightly less than
+        ``smaps_rollup``.
         """
         return sum(area.pss_bytes + area.hugetlb_bytes for area in self.areas)
 
     @property
     def swapped_bytes(self) -> int:
-        """What of its areas is swapped out."""
+        """The bytes of its areas that are swapped out."""
         return sum(area.swapped_bytes for area in self.areas)
 
     def in_ram(self, start: int, end: int) -> int:
-        """Count what of a range of addresses is in RAM now, and in the process's page tables.
+        """Count the bytes of a range of addresses that are in RAM and in the process's page tables.
 
-        Parameters
-        ----------
-        start, end : int
-            The range. Of pages that lie in it partly, only that part counts.
-
-        Returns
-        -------
-        int
-            Bytes. What is no longer mapped, or never was, is not in RAM.
+        Unmapped parts are not in RAM. Of pages that are partly in the range, that part counts.
 
         Raises
         ------
@@ -201,14 +186,7 @@ class Process:
         return total
 
     def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
-        """Return for each base page of a range whether it is in RAM; it raises as `in_ram` does.
-
-        Returns
-        -------
-        numpy.ndarray
-            Of bool, one for each page that has a byte in the range. Pages of any size are told as
-            the base pages that they are made of.
-        """
+        """Return for each base page of a range whether it is in RAM; raise as `in_ram`."""
         if not 0 <= start <= end:
             raise ValueError(f"expected a range of addresses, got {start:#x} to {end:#x}")
         first, last = start // _PAGE, -(-end // _PAGE) if end > start else start // _PAGE
@@ -232,21 +210,18 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a process has done so far. The difference of two shows what it did in between.
-
-    It never changes, so that threads and forked children may use it.
+    """Counts of a process so far. The difference of two shows the time between them.
 
     Attributes
     ----------
     pid, started : int
-        As of a `Process`; counters of a later process of the same number differ in `started`.
+        As of a `Process`.
     minor_faults, major_faults : int
         Page faults, without and with waiting for a disk.
     read_bytes : int or None
-        What it has caused to be read from disks; None where the kernel does not count it, or does
-        not let this process read it.
+        Bytes read from disks for it; None if the kernel does not count or show them.
     cpu_seconds : float
-        Time on CPUs, its own and the kernel's for it.
+        Its time on CPUs, with the kernel's for it.
     n_threads : int
         Its threads.
     """
@@ -261,37 +236,28 @@ class Counters:
 
 
 def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
-    """Read what the kernel says of a process and its memory.
+    """Read the memory of a process.
+
+    Areas that change during the reading have the state of the moment when the kernel wrote them.
 
     Parameters
     ----------
     pid : int, optional
         Its number; by default this process.
     usage : bool, default True
-        False reads only which areas there are, for which the kernel walks through no page tables.
-        What is in RAM, locked or swapped out is 0 then.
-
-    Returns
-    -------
-    Process
+        False reads only the areas, without a walk through page tables; usage is 0 then.
 
     Raises
     ------
     ProcessLookupError
-        There is no such process, or it has ended, or become another program, meanwhile.
+        The process does not exist, or has ended or become another program meanwhile.
     PermissionError
-        This process may not read it; the message says which user may.
+        This process may not read it; the message names the user that may.
     ValueError, TypeError
-        No process can have this number, or the process has no memory of its own: it is a thread of
-        the kernel, or has ended and waits for its parent.
+        The number is impossible, or the process has no memory of its own: it is a thread of the
+        kernel, or has ended and waits for its parent.
     OSError
-        The kernel does not count it (it was built without ``CONFIG_PROC_PAGE_MONITOR``), or
-        ``/proc`` is not mounted.
-
-    Notes
-    -----
-    The kernel writes one area after another. Areas that change meanwhile, as in a running process,
-    are shown as they were when it came to them.
+        The kernel lacks ``CONFIG_PROC_PAGE_MONITOR``, or ``/proc`` is not mounted.
 
     Examples
     --------
@@ -307,8 +273,8 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
             ended = "has ended and waits for its parent"
             why = "is a thread of the kernel" if before.is_kernels else ended
             raise ValueError(f"process {pid} ({before.name}) {why}: it has no memory of its own")
-        # An open smaps is one of this program: when that ends, or executes another one, it is
-        # empty, and no other process that has come to the number is read.
+        # An open smaps belongs to this program: if that ends, or executes another one, the file is
+        # empty, so that no other process of the same number is read.
         with _file(folder, "smaps" if usage else "maps") as fd:
             command = kernel_files.read_bytes("cmdline", folder).replace(b"\0", b" ").strip()
             node = _only_node() if usage else None
@@ -331,23 +297,19 @@ def read_process(pid: int | None = None, *, usage: bool = True) -> Process:
 
 
 def counters(pid: int | None = None) -> Counters:
-    """Read what a process has done so far, without looking at its memory.
+    """Read the counts of a process, without its memory.
 
     Parameters
     ----------
     pid : int, optional
         Its number; by default this process. `read_bytes` is None for another user's.
 
-    Returns
-    -------
-    Counters
-
     Raises
     ------
     ProcessLookupError
-        There is no such process, or it has ended.
+        The process does not exist, or has ended.
     ValueError, TypeError
-        No process can have this number.
+        The number is impossible.
 
     Examples
     --------
@@ -379,22 +341,9 @@ def counters(pid: int | None = None) -> Counters:
 
 
 def identity(folder: int) -> tuple[int, int]:
-    """Return what tells a process from those before and after it, and from its children.
+    """Return the number of a process within its container, and its start in ticks since the boot.
 
-    Parameters
-    ----------
-    folder : int
-        A descriptor of its folder in /proc.
-
-    Returns
-    -------
-    tuple of int
-        Its number as it is within its container, and when it began, in ticks since the boot.
-
-    Raises
-    ------
-    OSError
-        It has ended.
+    `folder` is a descriptor of its folder in /proc. OSError is raised if it has ended.
     """
     fields = parse_fields(kernel_files.read_bytes("status", folder).decode(errors="replace"))
     number = fields.get("NSpid", fields["Pid"])  # a kernel may have no containers
@@ -405,7 +354,7 @@ def identity(folder: int) -> tuple[int, int]:
 
 
 def _read_smaps(fd: int) -> bytes:
-    # Into one buffer: memory that is taken between two reads would show in our own areas.
+    # Into one buffer: memory taken between two reads would appear in our own areas.
     buffer = bytearray(_SMAPS_BYTES)
     nbytes = 0
     while n := os.preadv(fd, [memoryview(buffer)[nbytes:]], nbytes):
@@ -416,15 +365,12 @@ def _read_smaps(fd: int) -> bytes:
 
 
 def _areas(smaps: bytes, node: int | None = None) -> list[Area]:
-    """Parse smaps, or maps, of a machine on which all pages are on one node, or nodes are unknown.
-
-    Lines of a name that is not known are left out.
-    """
+    """Parse smaps or maps; `node` holds all pages, or is None if nodes are unknown."""
     areas: list[Area] = []
     for fields in _ENTRY.findall(smaps):
         begin, end, access, offset, major, minor, inode, path, *sizes, words = fields
         start, flags = int(begin, 16), _words(words)
-        # Between two reads, areas may be joined: the kernel then tells of the whole after its part.
+        # Areas may be joined between two reads: the kernel then writes the whole after its part.
         while areas and areas[-1].end > start:
             areas.pop()
         rss, pss, shared, private, thp, shmem, file, swapped, page = sizes
@@ -457,7 +403,7 @@ def _areas(smaps: bytes, node: int | None = None) -> list[Area]:
 
 @cache
 def _words(flags: bytes) -> frozenset[str]:
-    # Of hundreds of areas, a few differ.
+    # Hundreds of areas share a few sets.
     return frozenset(flags.decode().split())
 
 
@@ -508,7 +454,7 @@ def _number(pid: int | None) -> int:
 
 @contextmanager
 def _opened(pid: int) -> Iterator[int]:
-    """Open the folder of a process. It stays this process's, even if another gets the number later.
+    """Open the folder of a process, which stays that process's even if its number is reused.
 
     Errors inside are raised as errors of the process.
     """
@@ -517,7 +463,7 @@ def _opened(pid: int) -> Iterator[int]:
         folder = os.open(f"/proc/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:
         if not os.path.exists("/proc/self"):
-            text = "/proc is not mounted here, and nothing else tells of processes"
+            text = "/proc is not mounted here, the only source of processes"
             raise FileNotFoundError(errno.ENOENT, text, "/proc") from None
         raise ProcessLookupError(
             errno.ESRCH, f"There is no process {pid} here: 'ps -e' lists those that are"
@@ -552,7 +498,7 @@ def _ended(pid: int) -> ProcessLookupError:
 
 
 def _who_may(pid: int, folder: int) -> str:
-    # Not by psutil, which goes by the number: that may be of another process by now.
+    # psutil goes by the number, which may be another process's by now.
     status = kernel_files.read_bytes("status", folder).decode(errors="replace")
     uid = int(parse_fields(status)["Uid"].split()[0])
     try:
@@ -564,9 +510,7 @@ def _who_may(pid: int, folder: int) -> str:
         return f"{who}: reading it takes the capability CAP_SYS_PTRACE, which root lacks here"
     if uid != os.geteuid():
         return f"{who}: run this as that user, or as root"
-    return (
-        f"{who}, as we are, but lets nobody read it, as after a change of users: run this as root"
-    )
+    return f"{who}, as we are, but is unreadable, as after a change of users: run this as root"
 
 
 @contextmanager
@@ -579,7 +523,7 @@ def _file(folder: int, name: str) -> Iterator[int]:
 
 
 def _stat(folder: int) -> _Stat:
-    # Not by psutil, which has no faults, and the start only rounded, in seconds of another clock.
+    # psutil has no faults, and the start only rounded, in seconds of another clock.
     _, _, rest = kernel_files.read_bytes("stat", folder).partition(b"(")
     # The name may have blanks and parentheses.
     name, _, rest = rest.rpartition(b")")

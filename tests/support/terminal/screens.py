@@ -1,4 +1,4 @@
-"""What a command writes: to a terminal of so many columns or a pipe, or to a real terminal.
+"""The output of a command: on a terminal of some width, in a pipe, or on a real terminal.
 
 `show` runs it in this process, which is the fastest; `run_command` and `show_on_terminal` have a
 process of their own, in which the imports are made, and `run_anew` an interpreter.
@@ -85,7 +85,7 @@ NO_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
 def show(
     *arguments: object, columns: int | None = None, encoding: str = "utf-8", **environment: str
 ) -> Screen:
-    """Run a command; with columns, on a terminal that has so many."""
+    """Run a command; with columns, on a terminal of that width."""
     out, err = (_Stream(encoding, is_terminal=columns is not None) for _ in range(2))
     env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     env |= {"TERM": "xterm"} | environment

@@ -25,7 +25,7 @@ def placed(resident: int, swapped: int = 0) -> Placement:
     return Placement("thp", 2 * MIB, resident, resident, 0, swapped, resident, {0: resident})
 
 
-# Categories to size, what is in RAM, and what of that is in use.
+# Categories to size, memory in RAM, and memory in use.
 SIZES: dict[str, tuple[int, int, int | None]] = {
     "weights:q8_0": (1100 * MIB, 950 * MIB, None),
     "weights:f32": (3 * MIB, 3 * MIB, None),

@@ -161,7 +161,7 @@ def test_what_is_no_machine(machine: Any, said: str) -> None:
 
 def test_what_is_only_here_is_not_planned_for_another_machine() -> None:
     for wrong in (16, object(), ["16G"]):
-        with pytest.raises(TypeError, match=r"machine: expected what unimem\.doctor"):
+        with pytest.raises(TypeError, match=r"machine: expected the result of unimem\.doctor"):
             um.plan(DIMS, machine=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="device='cuda:0': a GPU of this machine"):
         um.plan(DIMS, machine={"memory": "1G"}, device="cuda:0")

@@ -1,0 +1,6 @@
+"""Fixtures of this room: machines with invented room."""
+
+from support.kernel.cgroup_tree import tree
+from support.models.plans import available, memory, room
+
+__all__ = ["available", "memory", "room", "tree"]

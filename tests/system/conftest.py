@@ -1,0 +1,6 @@
+"""Fixtures of this room: an invented machine, and an invented tree of cgroups."""
+
+from support.kernel.cgroup_tree import tree
+from support.kernel.invented_machine import machine
+
+__all__ = ["machine", "tree"]
