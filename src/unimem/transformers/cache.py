@@ -385,7 +385,7 @@ class KVCache(Cache):  # type: ignore[misc]
             model = self._model()
         if model is None:
             raise ValueError(
-                f"KVCache.{call}: expected model=, by which a conversation is told from others"
+                f"KVCache.{call}: expected model=, which identifies a conversation"
             )
         return model
 
