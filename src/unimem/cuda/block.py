@@ -84,7 +84,7 @@ def check_placement(what: str, placement: Mapping[str, Any]) -> None:
 
 
 class _Memory:
-    """A piece of memory, which is given back with its last user: the block or a view."""
+    """A piece of memory, given back with its last user: the block or a view."""
 
     def __init__(
         self,
