@@ -561,9 +561,7 @@ class Decoder:
             there, ours = "differ", "do not"
             if isinstance(kv, MixedKVCache):
                 there, ours = "are alike", "differ"
-            raise SnapshotError(
-                f"it is of a cache whose layers {there}, and this one's {ours}", path=name
-            )
+            raise SnapshotError(f"its layers {there}, and those of this cache {ours}", path=name)
         if isinstance(saved, snapshot.LayersSnapshot):
             keys = ["layers", "batch", "order", "rotate"]
         for key in keys:

@@ -247,7 +247,7 @@ class KVCache(Cache):  # type: ignore[misc]
             group.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Give each stream i the tokens of stream ``beam_idx[i]``, in place, as beam search does."""
+        """Give each stream i the tokens of stream ``beam_idx[i]``, in place, for beam search."""
         source = beam_idx.detach().cpu().numpy().astype(np.int64)
         batch = self._batch()
         if batch and len(source) != batch:
