@@ -307,7 +307,7 @@ class Block:
 
     @property
     def granted(self) -> Placement:
-        """Where the memory is: see `verify`."""
+        """The placement of the memory: see `verify`."""
         return self.verify()
 
     @property
