@@ -1,4 +1,4 @@
-"""Fetches vLLM's sources, of which tests/vllm reads the definitions of secondary tiers.
+"""Fetches vLLM's sources; tests/test_vllm.py reads the definitions of secondary tiers.
 
     python tools/vllm_sources.py VERSION FOLDER
 

@@ -258,7 +258,7 @@ PROGRAMS = {
     "unimem.staging.mount_process",
 }
 BINDINGS = {"unimem.backends.ggml"}  # names of ggml, taken over as they are
-WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/vllm
+WITH_VLLM = {"unimem.vllm"}  # which is not installed: tests/test_vllm.py
 MODULES = sorted(
     {
         module_name(path)
