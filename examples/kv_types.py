@@ -2,10 +2,10 @@
 
     python examples/kv_types.py MODEL.gguf TEXT.txt|IDS.json
 
-Decoders that differ in their caches alone read the same text, token by token and in turns. Their
-logits are compared with those of an f16 cache: how far they are off, as a part of the logits'
-standard deviation; how far the probabilities are, as the mean Kullback-Leibler divergence; and how
-often the likeliest token is another one. A list of token ids in JSON may stand for the text.
+Decoders with different caches read the same text, token by token and in turns. Their logits are
+compared with those of an f16 cache: the error as a part of the logits' standard deviation, the mean
+Kullback-Leibler divergence of the probabilities, and how often the likeliest token differs. The
+text may be a list of token ids in JSON.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ TYPES = ("q8_0", "q4_0")
 
 
 class Caches:
-    """Decoders of one model, by the names of their caches; the first is the reference.
-
-    Parameters
-    ----------
-    decoders : dict of str to Decoder
-    """
+    """Decoders of one model, by the names of their caches; the first is the reference."""
 
     def __init__(self, decoders: dict[str, Decoder]) -> None:
         self.decoders = decoders

@@ -1,11 +1,11 @@
-"""A forward pass in NumPy on unimem's memory: where the values of a runtime live, and how long.
+"""A forward pass in NumPy on unimem's memory: the place and lifetime of each value of a runtime.
 
 weights: the model. float32 stays where the file is mapped; q8_0 is dequantized here, once.
 scratch: one set of buffers, overwritten by every layer of every token, and the logits.
 history: the KV cache, one row longer with every token.
 
-All memory is taken at start-up. From then on every operation writes into a buffer that is there
-(``out=``): no value is allocated, and nothing moves. Run as it stands, it tells a story.
+All memory is taken at start-up. From then on every operation writes into an existing buffer
+(``out=``): no value is allocated, and nothing moves. Run it to read a story.
 """
 
 import numpy as np

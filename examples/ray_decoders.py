@@ -3,8 +3,8 @@
     python examples/ray_decoders.py MODEL STORE "Once upon a time"
 
 MODEL is a path on the nodes, or a URL. STORE is a folder that all nodes see. The program connects
-to the cluster that this machine belongs to. Each decoder tells a piece of one story: a conversation
-goes on wherever it likes, and what was computed of it comes out of STORE.
+to the cluster of this machine. Each decoder tells a piece of one story: a conversation continues on
+any node, and its computed tokens come from STORE.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Teller:
     """A decoder over the copy of its node; an actor."""
 
     def __init__(self, stager: Stager, store: str, ctx: int) -> None:
-        # RAM of its own would be faster than a folder on a network; the folder is enough here.
+        # RAM would be faster than a folder on a network, which is enough here.
         self._store = um.KVStore(store, ram_bytes=0, disk_bytes=1 << 30, chunk_tokens=CHUNK_TOKENS)
         self._decoder = Decoder(stager.path, ctx=ctx, threads=1, load="map", store=self._store)
 
@@ -49,7 +49,7 @@ class Teller:
 
 
 def start(stager: Stager, store: str, ctx: int) -> list[Any]:
-    """Start the decoders, each where it was planned."""
+    """Start the decoders on their planned nodes."""
     actor = ray.remote(Teller)
     return [actor.options(**each).remote(stager, store, ctx) for each in stager.actor_options()]
 

@@ -27,7 +27,7 @@ def remembered(path: Path, model: Any, ids: list[int]) -> KVCache:
         return KVCache.restore(path, model=model, tokens=ids)
     except FileNotFoundError:
         pass
-    except SnapshotError as error:  # of another model, or of other tokens
+    except SnapshotError as error:  # another model, or other tokens
         print(f"Computed anew: {error}")
     return KVCache.for_model(model)
 
@@ -35,7 +35,7 @@ def remembered(path: Path, model: Any, ids: list[int]) -> KVCache:
 def talk(model_name: str, folder: Path, text: str, n: int) -> None:
     """Tell the model a text, and print what it says."""
     tokenizer = AutoTokenizer.from_pretrained(model_name)
-    # The attention is known since unimem.transformers is imported.
+    # Importing unimem.transformers has registered this attention.
     model = AutoModelForCausalLM.from_pretrained(model_name, attn_implementation="unimem").eval()
     folder.mkdir(parents=True, exist_ok=True)
     ids_path, kv_path = folder / "chat.json", folder / "chat.kv"
@@ -51,7 +51,7 @@ def talk(model_name: str, folder: Path, text: str, n: int) -> None:
             max_new_tokens=n,
             do_sample=False,
         )
-        # In this order: a cache that knows more than the ids is refused, and computed anew.
+        # Save the cache first: a cache with more tokens than the ids is refused and computed anew.
         cache.save(kv_path, tokens=said)
     ids_path.write_text(json.dumps(said[0].tolist()))
     print(tokenizer.decode(said[0, len(ids) :]))

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.project.checkout import ROOT
 from support.servers.vllm_definitions import imported
 from unimem.errors import ClosedError
 
@@ -268,7 +269,7 @@ def test_arguments(
 
 
 def test_the_configuration_of_the_page_is_what_the_class_takes(vllm: types.SimpleNamespace) -> None:
-    page = (Path(__file__).parents[2] / "docs/engines.md").read_text()
+    page = (ROOT / "docs/engines.md").read_text()
     text = page.split("--kv-transfer-config '")[1].split("'\n```")[0]
     (tier,) = json.loads(text)["kv_connector_extra_config"]["secondary_tiers"]
     assert vllm.factory.SecondaryTierFactory.get_tier_class(tier) is vllm.unimem.KVStoreTier

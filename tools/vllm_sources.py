@@ -1,4 +1,4 @@
-"""Fetch vLLM's sources, whose definitions of secondary tiers tests/vllm reads.
+"""Fetch vLLM's sources, whose definitions of secondary tiers tests/test_vllm.py reads.
 
     python tools/vllm_sources.py VERSION FOLDER
 

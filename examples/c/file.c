@@ -1,4 +1,4 @@
-/* What a GGUF file says of a llama: its sizes, and where its tensors are. */
+/* The sizes of a llama, and the places of its tensors, from a GGUF file. */
 #include "file.h"
 
 #include <stdio.h>

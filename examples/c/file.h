@@ -1,4 +1,4 @@
-/* What llama.c asks of file.c. Tensors stay where the file is in memory. */
+/* The interface of file.c to llama.c. Tensors stay in the file's memory. */
 #ifndef LLAMA_FILE_H
 #define LLAMA_FILE_H
 

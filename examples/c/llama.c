@@ -25,7 +25,7 @@ static size_t row_size(const llama_file *file) {
     return largest(largest(file->hidden, file->inner), q_size(file));
 }
 
-/* Where the buffers of a llama go, and how many floats each has. */
+/* The buffers of a llama, and how many floats each has. */
 typedef struct place {
     float **out;
     size_t n;

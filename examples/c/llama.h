@@ -1,6 +1,6 @@
-/* A llama in plain C on unimem's memory: what is where, and how long.
+/* A llama in plain C on unimem's memory: the place and lifetime of its data.
  *
- * - weights: the file, where it is mapped. Nothing of it is copied.
+ * - weights: the mapped file, without a copy.
  * - scratch: the table of layers, and one set of buffers that every layer of every token writes.
  * - history: the KV cache.
  *
@@ -11,7 +11,7 @@
 #include <unimem.h>
 #include <unimem_formats.h>
 
-/* A GGUF file in memory, and what the sizes of a model follow from. */
+/* A GGUF file in memory, and the sizes of its model. */
 typedef struct llama_file {
     const unsigned char *bytes;
     uint64_t nbytes;

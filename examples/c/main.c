@@ -1,7 +1,7 @@
-/* llama MODEL.gguf N TOKEN...: continues tokens by N more, and prints their numbers.
+/* llama MODEL.gguf N TOKEN...: appends N tokens to the given ones, and prints their numbers.
  *
  * All memory is taken and touched before the first token. After the prompt nothing is allocated and
- * no page faults; what was counted is printed to stderr. */
+ * no page faults; the counts are printed to stderr. */
 #include "llama.h"
 
 #include <fcntl.h>

@@ -81,8 +81,8 @@ class Tape {
     um_tape tape_;
 };
 
-// For containers of std::pmr. What they give back stays taken until the tape is cleared; before
-// that, they are gone. A tape that is full throws std::bad_alloc.
+// Memory for containers of std::pmr. Deallocated memory stays taken until the tape is cleared, which
+// must be after the end of the containers. A full tape throws std::bad_alloc.
 class TapeResource : public std::pmr::memory_resource {
   public:
     explicit TapeResource(Tape &tape) : tape_(&tape) {}

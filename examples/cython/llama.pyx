@@ -163,7 +163,7 @@ cdef class Llama:
         return 0
 
     cdef int find(self, dict tensors) except -1:
-        """Where the weights are: all of them, and no others."""
+        """Find all weights, and refuse others."""
         cdef Layer *layer
         self.embedding = self.logits_of = matrix_of(tensors, "token_embd.weight")
         if "output.weight" in tensors:

@@ -337,6 +337,7 @@ class _Source(NamedTuple):
 
     @property
     def places(self) -> list[str]:
+        """The path and the store, if given."""
         return [place for place in (self.path, self.store) if place]
 
 

@@ -47,12 +47,12 @@ def require() -> None:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise ImportError(
             f"unimem.cuda needs an NVIDIA GPU and its driver, and CUDA says: {error}. The rest of "
-            "unimem works without"
+            "unimem works without one"
         ) from error
     if n_devices == 0:
         raise ImportError(
             "unimem.cuda needs an NVIDIA GPU, and CUDA sees none (CUDA_VISIBLE_DEVICES may hide "
-            "it). The rest of unimem works without"
+            "it). The rest of unimem works without one"
         )
     _users.add(os.getpid())
 

@@ -214,7 +214,6 @@ graph_overhead_custom = _base("graph_overhead_custom", c_size_t, c_size_t, c_boo
 init = _base("init", _P, InitParams)
 reset = _base("reset", None, _P)
 free = _base("free", None, _P)
-used_mem = _base("used_mem", c_size_t, _P)
 
 _new_tensor = _base("new_tensor", _P, _P, c_int, c_int, POINTER(c_int64))
 nbytes = _base("nbytes", c_size_t, _P)

@@ -84,7 +84,7 @@ def check_placement(what: str, placement: Mapping[str, Any]) -> None:
 
 
 class _Memory:
-    """A piece of memory, which is given back with its last user: the block or a view."""
+    """A piece of memory, given back with its last user: the block or a view."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class Block:
 
     @property
     def granted(self) -> Placement:
-        """Where the memory is: see `verify`."""
+        """The placement of the memory: see `verify`."""
         return self.verify()
 
     @property

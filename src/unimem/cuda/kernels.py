@@ -55,50 +55,26 @@ def _grid(n_lanes: int, n_rows: int, dim: int, block: tuple[int, int]) -> tuple[
 
 
 class Tokens(NamedTuple):
-    """Tokens to write.
+    """Tokens to write."""
 
-    Attributes
-    ----------
-    k, v : int
-        Addresses; v may be 0.
-    given : str
-        Their type: ``"f64"`` or ``"f32"`` for rows of ``"f64"``, else ``"f32"``, ``"f16"`` or
-        ``"bf16"``.
-    sizes, strides : tuple of int
-        Layers, streams, heads, tokens, values of a head (for ``"q8_0"`` a multiple of 32); and the
-        bytes from one to the next of each, the same for k and v.
-    """
-
-    k: int
-    v: int
-    given: str
-    sizes: Five
-    strides: Five
+    k: int  # addresses
+    v: int  # may be 0
+    given: str  # "f64" or "f32" for rows of "f64", else "f32", "f16" or "bf16"
+    sizes: Five  # layers, streams, heads, tokens, values of a head (for q8_0 a multiple of 32)
+    strides: Five  # bytes from one to the next of each, the same for k and v
 
 
 class Rows(NamedTuple):
-    """Rows to write to.
+    """Rows to write to."""
 
-    Attributes
-    ----------
-    k_out, v_out : int
-        Addresses of the first lanes.
-    layer_stride, lane_stride, row_bytes : int
-        Bytes from the lane of one layer, or of one stream, to the next; and of a row.
-    row, n_rows : int
-        The row of the first token, and the rows of a lane; tokens outside are not written.
-    row_address : int
-        Unless it is 0, `row` is an int32 there, read when the kernel runs.
-    """
-
-    k_out: int
+    k_out: int  # addresses of the first lanes
     v_out: int
-    layer_stride: int
-    lane_stride: int
+    layer_stride: int  # bytes from the lane of one layer to the next
+    lane_stride: int  # bytes from the lane of one stream to the next
     row_bytes: int
-    row: int
-    n_rows: int
-    row_address: int
+    row: int  # of the first token
+    n_rows: int  # of a lane; tokens outside are not written
+    row_address: int  # unless 0, `row` is an int32 there, read when the kernel runs
 
 
 class RowKernels:
@@ -135,19 +111,10 @@ class RowKernels:
         row: int,
         stream: int,
     ) -> None:
-        """Copy rows from `row` on, converted, to an array.
+        """Copy rows from `row` on, from the lanes at `lane`, to an array ``[*sizes]`` at `out`.
 
-        Parameters
-        ----------
-        lane, out : int
-            Addresses of the first stream's lane, and of the array ``[streams, heads, n, dim]``,
-            without gaps.
-        wanted : str
-            The array's type: ``"f32"``, ``"f16"`` or ``"bf16"``.
-        sizes : tuple of int
-            Streams, heads, tokens, values of a head.
-        lane_stride, row_bytes : int
-            Bytes from the lane of one stream to the next, and of a row.
+        They are converted to `wanted`, ``"f32"``, ``"f16"`` or ``"bf16"``. Sizes are streams,
+        heads, tokens and values of a head.
         """
         streams, heads, n, dim = sizes
         if n == 0:

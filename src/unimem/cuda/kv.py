@@ -73,13 +73,10 @@ class KVCache(KVDevice):
 
     Raises
     ------
-    ValueError, TapeFull, CacheFull
-        As `unimem.KVCache`.
+    ValueError, TapeFull, CacheFull, CapacityError, TypeError, MemoryError, PlacementError
+        As `unimem.KVCache` and `cuda.Block`.
     NotImplementedError
-        `window`, `spare_rows`, `grow`, `rotate` or `layers`; ``order="head"``; placement of device
-        memory.
-    CapacityError, TypeError, MemoryError, PlacementError
-        As `cuda.Block`.
+        An unsupported option, or placement of device memory.
 
     Examples
     --------
@@ -182,7 +179,7 @@ class KVCache(KVDevice):
         Raises
         ------
         CacheFull, ValueError, TypeError, RuntimeError, BufferError, ClosedError
-            As `append`; RuntimeError also when layers differ in length.
+            As `append`; RuntimeError also if layers differ in length.
         """
         self._append_all(k, v, stream)
 

@@ -136,9 +136,9 @@ class Layout(Lifetimes[Tape]):
         GGUFError, OSError
             The file cannot be used.
         ValueError
-            An option is out of range, or the model's dimensions are not known.
+            An option is out of range, or the model's dimensions are unknown.
         CapacityError
-            The model does not fit into the device memory that is free; nothing was taken.
+            The model does not fit into free device memory; nothing was taken.
 
         Examples
         --------

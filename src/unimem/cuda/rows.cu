@@ -1,12 +1,11 @@
 // Rows of a KV cache or a scratchpad, on the device: tokens are converted into rows, and rows into
-// arrays. Every conversion gives the bits that the library's own gives in main memory (of products
-// that are NaN, another NaN): all rounding is to nearest even, by integer arithmetic or by
-// operations that name it, so that no option of the compiler (fused multiply-add, fast division)
-// changes a bit. A test compiles this source for the CPU and compares; hence no include, and no
-// warp-wide operation.
+// arrays. Every conversion gives the same bits as in main memory, except for NaN products. All
+// rounding is to nearest even, by integer arithmetic or by operations that name it, so that no
+// option of the compiler (fused multiply-add, fast division) changes a bit. A test compiles this
+// source for the CPU and compares; hence no include, and no warp-wide operation.
 //
-// A kernel takes one structure of 64-bit integers, by value: a launch from Python passes one array
-// of NumPy's, which costs less than as many integers.
+// A kernel takes one structure of 64-bit integers, by value: a launch from Python passes one NumPy
+// array, which costs less than separate integers.
 
 typedef long long i64;
 typedef unsigned long long u64;
@@ -66,9 +65,9 @@ __device__ inline double f64_of_f32(float value) {
     return (double)value; // exact
 }
 
-// ---- what a row is made of ----
+// ---- types of rows ----
 
-// Each type has the bytes of a unit, the values in it, and how one value is read and written.
+// Each type has the bytes of a unit, the number of its values, and code to read and write a value.
 
 struct f64 {
     typedef double Value;
@@ -104,8 +103,8 @@ struct q8_0 {
     enum { VALUES = 32, BYTES = 34 };
 };
 
-// The low byte of x as an integer, a half rounded away from zero; 0 when x is a NaN or does not fit
-// into 32 bits.
+// Returns the low byte of x as an integer, a half rounded away from zero; 0 if x is a NaN or does
+// not fit into 32 bits.
 __device__ inline u32 q8_of(float x) {
     if (!(x > -2147483648.0f && x < 2147483648.0f)) {
         return 0;
@@ -116,13 +115,13 @@ __device__ inline u32 q8_of(float x) {
     return (u32)whole & 0xff;
 }
 
-// One unit of a row, from values that lie `stride` bytes apart.
+// Writes one unit of a row, from values that lie `stride` bytes apart.
 template <class From, class To>
 __device__ inline void put(From, To, char *out, const char *in, i64) {
     To::write(out, From::read(in));
 }
 
-// What is not converted keeps its bits, those of a NaN as well.
+// Without conversion all bits are kept, even of a NaN.
 template <class Same> __device__ inline void put(Same, Same, char *out, const char *in, i64) {
     typedef typename Same::Value Value;
     *(Value *)out = *(const Value *)in;
@@ -134,8 +133,8 @@ __device__ inline void put(From, q8_0, char *out, const char *in, i64 stride) {
 #pragma unroll
     for (int i = 0; i < q8_0::VALUES; i++) {
         values[i] = From::read(in + i * stride);
-        // As ggml's reference: what came before a NaN is forgotten, and a NaN before the last
-        // value, too.
+        // As in ggml's reference, a NaN resets the maximum, and is itself forgotten unless it is
+        // the last value.
         float magnitude = __uint_as_float(__float_as_uint(values[i]) & MAGNITUDE);
         amax = amax > magnitude ? amax : magnitude;
     }
@@ -149,7 +148,7 @@ __device__ inline void put(From, q8_0, char *out, const char *in, i64 stride) {
     }
 }
 
-// The value of number i in a row.
+// Writes value i of a row.
 template <class From, class To>
 __device__ inline void get(From from, To to, char *out, const char *row, i64 i) {
     put(from, to, out, row + i * From::BYTES, 0);
@@ -176,9 +175,9 @@ struct Read {
     i64 streams, heads, n, dim, lane_stride, row_bytes, row;
 };
 
-// Tokens [layers, streams, heads, n, dim], at k and, unless it is 0, at v, with strides in bytes,
-// become the rows `row`, `row + 1`, ... of their lanes: a lane is K or V of one stream of one
-// layer, and a token is one row of it, its heads beside each other. Unless row_address is 0, the
+// Writes tokens [layers, streams, heads, n, dim] at k, and at v unless it is 0, with strides in
+// bytes, to the rows `row`, `row + 1`, ... of their lanes. A lane is K or V of one stream of one
+// layer; a token is one row of it, with its heads beside each other. Unless row_address is 0, the
 // row is an int32 there, read when the kernel runs. Rows outside [0, n_rows) are not written.
 template <class From, class To> __device__ inline void append_rows(const Append &a) {
     i64 first = a.row_address != 0 ? *(const int *)a.row_address : a.row;
@@ -206,7 +205,7 @@ template <class From, class To> __device__ inline void append_rows(const Append 
     }
 }
 
-// Rows from `row` on, of the lanes of `streams` streams, become an array [streams, heads, n, dim].
+// Copies rows from `row` on, of `streams` lanes, to an array [streams, heads, n, dim].
 template <class From, class To> __device__ inline void read_rows(const Read &r) {
     for (i64 z = blockIdx.z; z < r.streams; z += gridDim.z) {
         for (i64 y = blockIdx.y * (i64)blockDim.y + threadIdx.y; y < r.n * r.heads;

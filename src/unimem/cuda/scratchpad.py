@@ -43,10 +43,8 @@ class Scratchpad(DeviceScratchpad):
 
     Raises
     ------
-    ValueError, TapeFull
-        As `unimem.Scratchpad`.
-    CapacityError, TypeError, MemoryError, PlacementError, NotImplementedError
-        As `cuda.Block`.
+    ValueError, TypeError, TapeFull, CapacityError, MemoryError, PlacementError, NotImplementedError
+        As `unimem.Scratchpad` and `cuda.Block`.
 
     Examples
     --------

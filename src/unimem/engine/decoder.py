@@ -459,17 +459,7 @@ class Decoder:
     def tokenize(
         self, text: str, *, add_bos: bool | None = None, special: bool = False
     ) -> list[int]:
-        """Turn text into token ids.
-
-        Parameters
-        ----------
-        text : str
-            Any text.
-        add_bos : bool, optional
-            Whether to begin with the BOS token; as the file says by default.
-        special : bool
-            Whether texts such as ``<|im_end|>`` become the special tokens of that name.
-        """
+        """Turn text into token ids: see `Tokenizer.encode`."""
         return self.tokenizer.encode(text, add_bos=add_bos, special=special)
 
     def detokenize(self, tokens: Iterable[int]) -> str:
@@ -571,9 +561,7 @@ class Decoder:
             there, ours = "differ", "do not"
             if isinstance(kv._body, LayeredKVCache):
                 there, ours = "are alike", "differ"
-            raise SnapshotError(
-                f"it is of a cache whose layers {there}, and this one's {ours}", path=name
-            )
+            raise SnapshotError(f"its layers {there}, and those of this cache {ours}", path=name)
         if isinstance(saved, snapshot.LayersSnapshot):
             keys = ["layers", "batch", "order", "rotate"]
         for key in keys:
@@ -661,11 +649,6 @@ class Decoder:
         seed : int, optional
             Begins a sequence of choices, which continues while calls have the same seed. A new
             conversation begins it anew.
-
-        Returns
-        -------
-        int
-            The token's id.
 
         Raises
         ------

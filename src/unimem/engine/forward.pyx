@@ -152,43 +152,16 @@ cdef bint is_greedy(temperature, top_k, top_p, seed) except -1:
 cdef class ForwardPass:
     """Computes tokens at the end of a KV cache, writes their rows, and chooses the next token.
 
-    One thread at a time, in the decoder's turn.
-
-    Parameters
-    ----------
-    decode, prefill : unimem.engine.graph.Graph
-        The graph of one token, and that of a batch, with their memory.
-    history : unimem.engine.history.History
-        The KV cache, with rows for all visible tokens and a batch.
-    inputs : unimem.engine.graph.Arrays
-        Where the graphs read and write.
-    logits, ids : numpy.ndarray
-        float32 [vocab], the output of the graphs; int32 [ctx], the ids of tokens by position.
-    threads : ThreadCount
-        How many threads compute.
-    turn : Turn
-        The decoder's.
-
-    Attributes
-    ----------
-    threads
-        As given.
-    tally : unimem.accounting.published.Tally
-        Where tokens are counted.
-    n_ids : int
-        Positions whose ids were noted; `n_known` says which of them still hold.
-    logits_end : int
-        The position after the token of the logits; 0 without logits.
-    compute_ns : int
-        Nanoseconds within ggml's compute call so far.
-    graph_compute_address : int
-        ggml's function.
+    One thread at a time, in the decoder's turn. `decode` and `prefill` are the graphs of one token
+    and of a batch, `inputs` the arrays that they read and write, `logits` float32 [vocab] their
+    output, and `ids` int32 [ctx] the ids of tokens by position.
     """
-    cdef public uintptr_t graph_compute_address
-    cdef public object tally
+    cdef public uintptr_t graph_compute_address  # ggml's function
+    cdef public object tally  # of unimem.accounting.published, which counts tokens
     cdef readonly ThreadCount threads
-    cdef readonly uint64_t n_ids, logits_end
-    cdef readonly int64_t compute_ns
+    cdef readonly uint64_t n_ids  # positions whose ids were noted; see `n_known`
+    cdef readonly uint64_t logits_end  # the position after the token of the logits; 0 without
+    cdef readonly int64_t compute_ns  # time within ggml's compute call so far
     cdef KVCache _kv
     cdef tuple _caches
     cdef int _n_parts
@@ -355,24 +328,9 @@ cdef class ForwardPass:
         return token
 
     def choose(self, options):
-        """Choose a token by the logits.
+        """Choose a token by the logits; the same seed continues a sequence until `forget`.
 
-        Parameters
-        ----------
-        options : Sampling
-            How to choose. The same seed continues a sequence of choices until `forget`.
-
-        Returns
-        -------
-        int
-            Its id.
-
-        Raises
-        ------
-        RuntimeError
-            There are no logits.
-        ArithmeticError
-            As `sample`.
+        Without logits it raises RuntimeError; otherwise it raises as `sample`.
         """
         self._turn.enter()
         try:
@@ -421,13 +379,7 @@ cdef class ForwardPass:
         return sample(self._logits, options, self._rng)
 
     def step_again(self, int32_t token):
-        """Compute the last token of the cache again, and rewrite its rows.
-
-        Raises
-        ------
-        ClosedError, RuntimeError
-            As `step`.
-        """
+        """Compute the last token of the cache again, and rewrite its rows."""
         cdef uint64_t end
         cdef Part *part
         cdef int i
@@ -492,17 +444,9 @@ cdef class ForwardPass:
         return 0
 
     def prefill(self, tokens):
-        """Compute tokens in batches, with logits for the last one; if it raises, none counts.
+        """Compute checked tokens in batches, with logits for the last one.
 
-        Parameters
-        ----------
-        tokens : numpy.ndarray
-            At least one checked id; for a ring at most a batch.
-
-        Raises
-        ------
-        CacheFull, BufferError, ClosedError, RuntimeError
-            As `step`.
+        A ring takes at most a batch. It raises as `step`; then none of the tokens counts.
         """
         cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
         cdef const int32_t *given = <const int32_t *>cnp.PyArray_DATA(ids)

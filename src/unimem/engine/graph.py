@@ -48,24 +48,11 @@ class Arrays:
 
 
 class Headers:
-    """ggml's headers of the weights and of the cache's parts.
+    """ggml's headers of the weights and of the cache's parts, in `nbytes` at `address`.
 
-    Parameters
-    ----------
-    model : Model
-        The checked model.
-    tensors : dict
-        From name to (type number, shape in ggml's order, address).
-    layers : list of (part, k, v)
-        The part of the cache of each layer, and the addresses of its keys and values.
-    n_rows : sequence of int
-        Rows of a lane, for each part.
-    kv_kinds : tuple of int
-        ggml's types of K and of V in the cache.
-    rotates : bool
-        Whether the cache stores heads rotated.
-    address, nbytes : int
-        Memory for the headers.
+    `tensors` has the type number, the shape in ggml's order and the address of each name. `layers`
+    has the part of each layer, and the addresses of its keys and values. `n_rows` has the rows of a
+    lane for each part, and `kv_kinds` ggml's types of K and V.
     """
 
     def __init__(
@@ -107,21 +94,12 @@ class Headers:
 
 
 class Mask:
-    """The mask that a graph adds to attention's scores over one part of the cache.
-
-    Attributes
-    ----------
-    address : int
-        Address of its values.
-    strides_address : int
-        Address of the strides in its header that depend on `n_kv`.
-    lengths : ndarray
-        uint64: the addresses of all header fields that hold `n_kv`.
-    """
+    """The mask that a graph adds to attention's scores over one part of the cache."""
 
     def __init__(self, address: int, header: int, lengths: list[int]) -> None:
-        self.address = address
+        self.address = address  # of its values
         self._header = header
+        # The strides that depend on `n_kv`, and all header fields that hold it.
         self.strides_address = header + ggml.TensorHeader.nb.offset + _WORD
         self.lengths = np.array(lengths, np.uint64)
 
@@ -141,22 +119,8 @@ class Graph:
     """The forward pass of up to `batch` tokens, with logits for one of them.
 
     The nodes are the same for every number of tokens, so values are placed once, for a full batch,
-    and a graph for fewer tokens uses the same addresses.
-
-    Parameters
-    ----------
-    model : Model
-        The checked model.
-    headers : Headers
-        Headers of weights and cache.
-    arrays : Arrays
-        Inputs and logits.
-    batch : int
-        The most tokens.
-    masks : sequence of int
-        Addresses of float16 [batch, n_rows], for each part of the cache.
-    address, nbytes : int
-        `bytes_needed` of memory for the headers of nodes.
+    and a graph for fewer tokens uses the same addresses. `masks` are addresses of float16
+    [batch, n_rows] for each part of the cache; `nbytes` at `address` are for headers of nodes.
 
     Attributes
     ----------

@@ -25,22 +25,7 @@ class History:
 
     If all layers keep every token, the cache lies on the tape. If they keep a window, it is a ring
     of its own; if they differ, there is one cache for each kind of layers. Both are placed like the
-    tape.
-
-    Parameters
-    ----------
-    model : Model
-        The checked model.
-    kv_dtype : str
-        Type of keys and values, or both types.
-    rotates : bool
-        Whether heads are stored rotated.
-    ctx, window : int, int or None
-        The decoder's.
-    batch : int
-        Tokens that are computed at once.
-    tape : Tape
-        The history tape.
+    tape. A batch has `batch` tokens; the other arguments are the decoder's.
 
     Attributes
     ----------

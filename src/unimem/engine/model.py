@@ -102,18 +102,10 @@ class Rope:
 
 
 class Sliding(NamedTuple):
-    """The layers of a model whose attention slides.
+    """The layers of a model whose attention slides."""
 
-    Attributes
-    ----------
-    window : int
-        How many tokens a token sees there, itself included.
-    layers : tuple of bool
-        Whether each layer slides.
-    """
-
-    window: int
-    layers: tuple[bool, ...]
+    window: int  # how many tokens a token sees there, itself included
+    layers: tuple[bool, ...]  # whether each layer slides
 
 
 @dataclass(frozen=True)
@@ -238,18 +230,8 @@ class Model:
     def rotates(self, asked: bool | None, k_dtype: str, v_dtype: str) -> bool:
         """Return whether a cache of these types stores heads rotated.
 
-        Parameters
-        ----------
-        asked : bool or None
-            The user's choice; None to do as llama.cpp's `llama_kv_cache`, which rotates quantized
-            heads of a multiple of 64 values.
-        k_dtype, v_dtype : str
-            Types of K and V.
-
-        Raises
-        ------
-        UnsupportedModel
-            Heads of another size cannot be rotated.
+        Without a choice (None) it does as llama.cpp's `llama_kv_cache`, which rotates quantized
+        heads of a multiple of 64 values. Other heads cannot be rotated: UnsupportedModel.
         """
         fits = rotation_block(self.dims.head_dim, "k") > 0
         if asked is None:

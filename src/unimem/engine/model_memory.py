@@ -92,19 +92,8 @@ class Reader:
 
     It picks a copy on a node that this thread may run on: the one with the fewest readers, and of
     these the nearest. The thread, and threads that it starts, are bound to the CPUs of that node
-    until `end`.
-
-    Parameters
-    ----------
-    weights : Weights
-        They stay open.
-
-    Attributes
-    ----------
-    contents : Weights or WeightsCopy
-        What it reads.
-    n_cores : int or None
-        Physical cores that compute; None unless the weights are mirrored.
+    until `end`. `contents` are the weights to read, and `n_cores` the physical cores that compute,
+    or None unless the weights are mirrored.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -152,14 +141,7 @@ class Reader:
 
 
 class ModelMemory:
-    """The weights of one decoder. For one thread.
-
-    Parameters
-    ----------
-    path_or_weights, load, progress
-        As for `Decoder`.
-    asked : Options
-        The other options of the decoder.
+    """The weights of one decoder, for its options. For one thread.
 
     Attributes
     ----------
@@ -168,7 +150,7 @@ class ModelMemory:
     repacked : Repacked or None
         Its repacked tensors, after `bring_in`.
     reader : Reader or None
-        The reader of the weights; None until they are open.
+        The reader of the weights, once they are open.
     model, plan : Model, Plan
         The checked model, and what the decoder needs.
     load, load_reason : str

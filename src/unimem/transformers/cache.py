@@ -218,11 +218,8 @@ class KVCache(Cache):  # type: ignore[misc]
     def rollback(self) -> None:
         """Drop tokens that some layers lack, such as those interrupted by CacheFull.
 
-        Raises
-        ------
-        ValueError
-            A window has overwritten rows that it would have to show, which a larger `spare_rows`
-            keeps. The cache is empty then.
+        It raises ValueError, and leaves an empty cache, if a window has overwritten rows that it
+        would have to show, which a larger `spare_rows` keeps.
         """
         length = min(layer.length for group in self._groups for layer in group.layers)
         if not length:
@@ -250,13 +247,7 @@ class KVCache(Cache):  # type: ignore[misc]
             group.clear()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Give each stream i the tokens of stream ``beam_idx[i]``, in place, as beam search does.
-
-        Raises
-        ------
-        ValueError
-            `beam_idx` has another number of streams.
-        """
+        """Give each stream i the tokens of stream ``beam_idx[i]``, in place, for beam search."""
         source = beam_idx.detach().cpu().numpy().astype(np.int64)
         batch = self._batch()
         if batch and len(source) != batch:
@@ -316,12 +307,7 @@ class KVCache(Cache):  # type: ignore[misc]
     def copy(self) -> Self:
         """Return a cache with the same tokens, in memory of its own.
 
-        Raises
-        ------
-        RuntimeError
-            Some layers lack tokens.
-        CapacityError, MemoryError, PlacementError
-            There is no room for it.
+        It raises as `batch_repeat_interleave`.
         """
         self._check_whole("copy")
         other = object.__new__(type(self))
@@ -385,7 +371,7 @@ class KVCache(Cache):  # type: ignore[misc]
             model = self._model()
         if model is None:
             raise ValueError(
-                f"KVCache.{call}: expected model=, by which a conversation is told from others"
+                f"KVCache.{call}: expected model=, which identifies a conversation"
             )
         return model
 

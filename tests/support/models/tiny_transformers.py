@@ -9,11 +9,14 @@ import tokenizers
 import torch
 import transformers
 
+from unimem.transformers import KVCache
+
 # Threads cost these models far more than they save.
 torch.set_num_threads(1)
 
 WINDOW = 8
 VOCAB = 96
+LAYERS, HEADS, DIM = 3, 2, 8
 _SIZES: dict[str, Any] = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
@@ -62,3 +65,16 @@ def tokenizer() -> Any:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>")
+
+
+def states(n: int, batch: int = 2, seed: int = 0, dtype: Any = torch.float32) -> tuple[Any, Any]:
+    """Random keys and values of n tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    k, v = torch.randn(2, batch, HEADS, n, DIM, generator=generator).to(dtype)
+    return k, v
+
+
+def both(kind: str, **options: Any) -> tuple[KVCache, Any]:
+    """An empty cache of unimem, and one of transformers."""
+    made = config(kind)
+    return KVCache(made, **options), transformers.DynamicCache(config=made)

@@ -41,7 +41,7 @@ def render_chat(
     eos_token: str,
     add_generation_prompt: bool = True,
 ) -> str:
-    """Write messages as a template says.
+    """Render messages into a prompt, which may begin with `bos_token`.
 
     Parameters
     ----------
@@ -53,11 +53,6 @@ def render_chat(
         Texts of the tokens that begin and end a text, or "".
     add_generation_prompt : bool
         Whether the text ends with the beginning of the assistant's answer.
-
-    Returns
-    -------
-    str
-        The prompt. It may begin with `bos_token`.
 
     Raises
     ------
@@ -131,22 +126,10 @@ def _ask_child(**asked: Any) -> Any:
 def chat_prompt(
     metadata: Mapping[str, Any], tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
 ) -> str:
-    """Write messages as the model file says.
+    """Render messages by the template in a file's metadata, for the tokenizer of the same file.
 
-    Parameters
-    ----------
-    metadata : mapping
-        The file's metadata.
-    tokenizer : Tokenizer
-        The tokenizer of the same file.
-    messages : sequence of mappings
-        As for `render_chat`.
-
-    Returns
-    -------
-    str
-        The prompt for ``tokenizer.encode(prompt, special=True)``, without a first token that
-        `encode` adds anyway.
+    The prompt is for ``tokenizer.encode(prompt, special=True)``, without a first token that
+    `encode` adds anyway.
 
     Raises
     ------
