@@ -25,8 +25,8 @@ NAMES = re.compile(r"[a-z]\.kept")
         ({"XDG_CACHE_HOME": "x", "HOME": "/h"}, "/h/.cache/unimem"),
     ],
 )
-def test_the_folder_is_chosen_by_variables(
-    variables: dict[str, str], folder: str | None, monkeypatch: Patch
+def test_variables_choose_the_folder(
+    variables: dict[str, str], folder: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UNIMEM_CACHE", raising=False)
     for name, value in variables.items():

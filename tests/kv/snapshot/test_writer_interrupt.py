@@ -20,7 +20,6 @@ from conftest import Run
 from support.files.snapshot_files import append, cache, rows, small_chunks
 from support.processes import interrupts
 from unimem.kv import snapshot
-from unimem.kv.snapshot import chunk_threads
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -134,52 +133,6 @@ def test_no_read_is_late(
         kv.clear()
         snapshot.read_into(kv, path)
         assert rows(kv) == rows(saved)
-
-
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What describes a file of several chunks."""
-    small_chunks(monkeypatch)
-    path = tmp_path / "session"
-    with cache(60, 64) as kv:
-        kv.save(path)
-    return snapshot.describe(path)
-
-
-@pytest.mark.filterwarnings("ignore:unclosed Block:ResourceWarning")  # it goes with its last user
-def test_interrupted_at_each_line_no_work_is_late(saved: Any) -> None:
-    begun: list[None] = []
-    done: list[None] = []
-
-    def work(chunk: Any, buffer: Any) -> None:
-        if chunk.number == 3:  # those before it are begun in any case
-            raise ValueError
-        begun.append(None)
-        time.sleep(0.002)
-        done.append(None)
-
-    def each_chunk() -> None:
-        with suppress(ValueError):
-            chunk_threads.for_each_chunk(saved, work)
-
-    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot/chunk_threads.py", "base/threads.py"):
-        assert len(begun) == len(done)
-    assert len(begun) == len(done) > 0
-
-
-def test_of_several_errors_that_of_the_first_chunk_is_raised(saved: Any) -> None:
-    later_failed = threading.Event()
-
-    def work(chunk: Any, _: Any) -> None:
-        if chunk.number == 3:
-            later_failed.set()
-            raise ValueError(chunk.number)
-        if chunk.number == 1:
-            assert later_failed.wait(60)
-            raise ValueError(chunk.number)
-
-    with pytest.raises(ValueError, match="1"):
-        chunk_threads.for_each_chunk(saved, work)
 
 
 def test_an_interrupt_after_an_error_is_not_lost(
