@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_checks_name_the_field_and_its_place() -> None:
     fields.check(True, "n_rows", "anything")
     fields.check_range("n_rows", 3, 3)
     fields.check_exact(n_rows=3, n_columns=4)
-    for check, rule, at in (
+    checks: list[tuple[Callable[[], object], str, int]] = [
         (lambda: fields.check(False, "n_rows", "more"), "n_rows: expected more, got 3", 24),
         (lambda: fields.check_range("n_rows", 4, 9), "n_rows: expected 4 to 9, got 3", 24),
         (lambda: fields.check_range("n_rows", 2, 2), "n_rows: expected 2, got 3", 24),
@@ -109,7 +110,8 @@ def test_checks_name_the_field_and_its_place() -> None:
             "the checksum of the tables does not match",
             48,
         ),
-    ):
+    ]
+    for check, rule, at in checks:
         with pytest.raises(SnapshotError) as caught:
             check()
         assert (caught.value.rule, caught.value.offset) == (f"{rule}; copy it again", 1000 + at)

@@ -200,14 +200,14 @@ def test_mapped_file_that_changes_raises(
 ) -> None:
     path = Path(shutil.copy(large, tmp_path))
     ran: list[None] = []
-    hash_all = content_hash._Work.run
+    hash_all = content_hash.hash_in_threads
 
-    def run(*arguments: Any) -> None:
+    def hash_later(*arguments: Any) -> list[bytes]:
         ran.append(None)
         change(path)
-        hash_all(*arguments)
+        return hash_all(*arguments)
 
-    monkeypatch.setattr(content_hash._Work, "run", run)
+    monkeypatch.setattr(content_hash, "hash_in_threads", hash_later)
     with open_weights(path, load="map") as w:
         for expected in (code, errno.ESTALE):  # while it is hashed, and the second time at once
             with pytest.raises(OSError, match=path.name) as caught:

@@ -16,7 +16,7 @@ from support.processes import interrupts
 from unimem.errors import SnapshotError
 from unimem.kv import snapshot
 from unimem.kv.snapshot import chunk_threads
-from unimem.kv.snapshot.source import LocalSnapshot
+from unimem.kv.snapshot.source import LocalSnapshot, RemoteSnapshot
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -81,7 +81,7 @@ def test_each_chunk_is_done_once_with_aligned_memory(saved: Any) -> None:
 
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_only_damage_on_the_way_is_read_again(is_remote: bool) -> None:
-    kind = chunk_threads.RemoteSnapshot if is_remote else LocalSnapshot
+    kind = RemoteSnapshot if is_remote else LocalSnapshot
     source: Any = Mock(spec=kind)
     errors = [SnapshotError("damaged", 0, "path")]
 
