@@ -382,7 +382,7 @@ TARGETS = {
         tuple(
             """
             unimem.kv.snapshot.format_rows unimem.kv.snapshot.format_layers
-            unimem.kv.snapshot.format_states unimem.kv.layer_specs
+            unimem.kv.snapshot.format_states unimem.kv.layer_specs unimem.base.binary_header
         """.split()
         ),
         _Snapshots,
@@ -390,7 +390,7 @@ TARGETS = {
     "ledger": Target(("unimem.accounting.published", "unimem.accounting.exec_table"), ledger),
     "note": Target(("unimem.staging.keeper",), note),
     "process": Target(("unimem.system.process",), process),
-    "image": Target(("unimem.weights.repack.image_format",), image),
+    "image": Target(("unimem.weights.repack.image_format", "unimem.base.binary_header"), image),
     "index": Target(("unimem.weights.files",), index),
 }
 

@@ -77,7 +77,9 @@ def test_files_are_small(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("folder", "kind"), SNAPSHOTS)
-def test_snapshots_are_read(folder: Path, kind: str, tool: Any, tmp_path: Path) -> None:
+def test_snapshots_of_all_versions_are_read(
+    folder: Path, kind: str, tool: Any, tmp_path: Path
+) -> None:
     path = unpacked(folder, f"snapshot-{kind}", tmp_path / "snapshot")
     contents = contents_of(folder)
     said, tokens = contents["snapshots"][kind], contents["tokens"]
@@ -95,7 +97,7 @@ def test_snapshots_are_read(folder: Path, kind: str, tool: Any, tmp_path: Path) 
 
 
 @by_version
-def test_a_session_goes_on(folder: Path, tool: Any, tmp_path: Path) -> None:
+def test_sessions_continue(folder: Path, tool: Any, tmp_path: Path) -> None:
     engine = pytest.importorskip("unimem.engine")
     path = unpacked(folder, "session", tmp_path / "session")
     contents = contents_of(folder)
@@ -155,7 +157,7 @@ def test_the_note_of_a_stage_is_read(folder: Path) -> None:
 
 @by_version
 @pytest.mark.parametrize("name", ["ledger", "placed"])
-def test_what_a_process_shows_is_read(folder: Path, name: str) -> None:
+def test_the_ledger_of_another_process_is_read(folder: Path, name: str) -> None:
     said = contents_of(folder)[name]
     fd = os.memfd_create("upgraded")
     try:

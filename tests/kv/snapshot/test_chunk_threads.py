@@ -32,7 +32,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:unclosed Block:ResourceWarning")  # it goes with its last user
-def test_interrupted_at_each_line_no_work_is_late(saved: Any) -> None:
+def test_no_work_is_late_after_an_interrupt_at_any_line(saved: Any) -> None:
     begun: list[None] = []
     done: list[None] = []
 
@@ -52,7 +52,7 @@ def test_interrupted_at_each_line_no_work_is_late(saved: Any) -> None:
     assert len(begun) == len(done) > 0
 
 
-def test_of_several_errors_that_of_the_first_chunk_is_raised(saved: Any) -> None:
+def test_the_error_of_the_first_failed_chunk_is_raised(saved: Any) -> None:
     later_failed = threading.Event()
 
     def work(chunk: Any, _: Any) -> None:

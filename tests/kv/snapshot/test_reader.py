@@ -47,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @by_mode
 @by_kind
 @pytest.mark.parametrize(("dtype", "batch"), [("f32", 1), ("f16", 3), ("bf16", 1), ("q8_0", 3)])
-def test_what_is_saved_comes_back(
+def test_a_saved_cache_is_restored(
     kind: str, batch: int, dtype: str, mode: Mode, path: Path
 ) -> None:
     with cache(50, batch=batch, dtype=dtype, **sb.KINDS[kind]) as kv:
@@ -89,7 +89,9 @@ def test_an_empty_cache_comes_back(position: int, kind: str, mode: Mode, path: P
 
 
 @by_mode
-def test_lanes_of_several_chunks(mode: Mode, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_of_several_chunks_are_restored(
+    mode: Mode, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_chunks(monkeypatch)
     with cache(500, 512, dtype="f32", batch=2) as kv:
         kv.save(path)
@@ -107,7 +109,7 @@ def test_a_restored_cache_is_saved_again(file: Path, tmp_path: Path) -> None:
             assert again.seq_len == 45
 
 
-def test_what_is_written_to_a_mapped_cache_does_not_reach_the_file(file: Path) -> None:
+def test_writes_to_a_mapped_cache_do_not_change_the_file(file: Path) -> None:
     before = file.read_bytes()
     with um.KVCache.restore(file) as mapped:
         for layer in range(2):
@@ -119,7 +121,7 @@ def test_what_is_written_to_a_mapped_cache_does_not_reach_the_file(file: Path) -
 
 
 @by_mode
-def test_rows_that_are_not_all_come_back(mode: Mode, path: Path) -> None:
+def test_trimmed_and_cut_caches_come_back(mode: Mode, path: Path) -> None:
     """Of a cache that its budget has cut, of a ring without an end, and behind the first ones."""
     with cache(10, 2**32 - 1, budget_bytes=1 << 16) as kv:
         kv.save(path)
@@ -141,7 +143,7 @@ def test_rows_that_are_not_all_come_back(mode: Mode, path: Path) -> None:
             assert rows(restored) == rows(kv)
 
 
-def test_other_options_of_restore(file: Path) -> None:
+def test_wrong_options_of_restore_are_named(file: Path) -> None:
     with um.KVCache.restore(file, mode="copy", pages="4k") as kv:
         assert kv.granted.pages == "4k"
     with pytest.raises(ValueError, match="pages, lock not accepted with mode='map'"):
@@ -157,7 +159,7 @@ def test_other_options_of_restore(file: Path) -> None:
 # ---- the format ----
 
 
-def test_describe(file: Path, whole: bytes) -> None:
+def test_a_description_has_all_facts(file: Path, whole: bytes) -> None:
     assert file.read_bytes() == whole  # equal caches make equal files
     facts = snapshot.describe(file)
     assert (facts.path, facts.model, facts.dtype, facts.window) == (str(file), "tiny", "f16", None)
@@ -181,7 +183,7 @@ def test_describe(file: Path, whole: bytes) -> None:
     assert str(snapshot.describe(file)).startswith("2 layers of 2 heads of 32 f16, rows by head; ")
 
 
-def test_the_document_has_an_example_that_runs(tmp_path: Path) -> None:
+def test_the_example_of_the_document_runs(tmp_path: Path) -> None:
     text = (ROOT / "docs/snapshots.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.S)
     done = run_script(example, folder=tmp_path, strict=True)
@@ -193,7 +195,7 @@ def test_the_document_has_an_example_that_runs(tmp_path: Path) -> None:
     )
 
 
-def test_check_reads_all_and_says_what_describe_says(file: Path) -> None:
+def test_check_reads_all_and_returns_the_description(file: Path) -> None:
     assert str(snapshot.check(file)) == str(snapshot.describe(file))
     raw = file.read_bytes()
     file.write_bytes(sb.flipped(raw, len(raw) - 1))
@@ -227,7 +229,9 @@ def test_another_model_is_refused(file: Path) -> None:
     [([*range(39)], 39), ([], 0), ([0, 1, 2, 4], 3), ([*range(20), 7, *range(21, 100)], 20)],
     ids=str,
 )
-def test_tokens_that_do_not_begin_alike_are_refused(file: Path, tokens: list[int], at: int) -> None:
+def test_tokens_without_the_same_beginning_are_refused(
+    file: Path, tokens: list[int], at: int
+) -> None:
     rule = rf"its 40 tokens are no prefix of the {len(tokens)} given, from token {at} on"
     error = refused(file, rule, tokens=tokens)
     assert error.offset is not None
@@ -236,7 +240,9 @@ def test_tokens_that_do_not_begin_alike_are_refused(file: Path, tokens: list[int
 
 @pytest.mark.parametrize("model", [None, "tiny"])
 @pytest.mark.parametrize("tokens", [None, range(40), np.arange(50, dtype=np.uint64)])
-def test_what_is_not_asked_for_is_not_looked_at(file: Path, model: str | None, tokens: Any) -> None:
+def test_tokens_and_model_are_compared_only_on_request(
+    file: Path, model: str | None, tokens: Any
+) -> None:
     with um.KVCache.restore(file, model=model, tokens=tokens) as kv:
         assert kv.seq_len == 40
 
@@ -255,9 +261,7 @@ def test_every_flipped_byte_before_the_data_is_found(file: Path) -> None:
     assert file.read_bytes() == raw
 
 
-def test_a_flipped_bit_of_the_data_is_found_where_data_is_checked(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checks_of_the_data_find_a_flipped_bit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_chunks(monkeypatch)
     with cache(40) as kv:  # two chunks a lane, the second mostly padding
         kv.save(path)
@@ -300,7 +304,7 @@ def test_another_file_is_refused(raw: bytes, tmp_path: Path) -> None:
     assert refused(tmp_path / "file", "no snapshot of unimem").offset == 0
 
 
-def test_the_error_says_all_and_pickles(file: Path) -> None:
+def test_errors_are_complete_and_can_be_pickled(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     error = refused(file, "is cut off")
     assert isinstance(error, um.FormatError)
@@ -313,7 +317,7 @@ def test_the_error_says_all_and_pickles(file: Path) -> None:
     )
 
 
-def test_a_newer_version_is_refused_whatever_follows(file: Path) -> None:
+def test_another_version_is_refused_first(file: Path) -> None:
     raw = file.read_bytes()
     for version, rule in (
         (4, "version 4 is newer than this unimem, which reads versions 1 to 3: update"),
@@ -382,7 +386,7 @@ NONSENSE: dict[str, list[dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("named", NONSENSE)
-def test_a_header_that_makes_no_sense_is_refused(named: str, file: Path) -> None:
+def test_each_impossible_field_is_named(named: str, file: Path) -> None:
     raw = file.read_bytes()
     for values in NONSENSE[named]:
         file.write_bytes(sb.with_fields(raw, **values))
@@ -402,7 +406,7 @@ def test_a_header_that_makes_no_sense_is_refused(named: str, file: Path) -> None
     change=st.integers(-2, 2),
 )
 @settings(deadline=None)
-def test_whatever_a_header_says_little_memory_is_taken(
+def test_no_header_makes_the_reader_take_much_memory(
     fields: dict[str, int], change: int, whole: bytes
 ) -> None:
     """Also where the header's checksum is right, as in a file that was made to do harm."""
@@ -423,7 +427,7 @@ def test_whatever_a_header_says_little_memory_is_taken(
     assert peak < 20 * len(whole)
 
 
-def test_tables_that_make_no_sense_are_refused(file: Path) -> None:
+def test_wrong_token_ids_and_names_are_refused(file: Path) -> None:
     raw = bytearray(file.read_bytes())
     tokens = sb.HEADER_BYTES + 8 * 4
     name = tokens + 4 * 40

@@ -21,7 +21,7 @@ __all__ = ["file", "path"]  # fixtures
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 
-def test_a_file_that_becomes_shorter_meanwhile_is_refused(
+def test_a_file_that_shrinks_while_it_is_read_is_refused(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = os.preadv
@@ -44,7 +44,7 @@ def test_a_read_error_names_the_file(file: Path, monkeypatch: pytest.MonkeyPatch
     assert caught.value.filename == str(file)
 
 
-def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         um.KVCache.restore(tmp_path)
     with pytest.raises(FileNotFoundError):

@@ -71,7 +71,9 @@ KINDS_IN_THE_HEADER: list[tuple[dict[str, Any], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("options", "fields"), KINDS_IN_THE_HEADER, ids=str)
-def test_kinds_in_the_header(options: dict[str, Any], fields: dict[str, int], path: Path) -> None:
+def test_the_header_tells_kinds_of_caches_apart(
+    options: dict[str, Any], fields: dict[str, int], path: Path
+) -> None:
     with cache(12, **options) as kv:
         kv.save(path)
     got = header(path.read_bytes())
@@ -86,7 +88,7 @@ def test_kinds_in_the_header(options: dict[str, Any], fields: dict[str, int], pa
     ],
     ids=["bytes", "lanes"],
 )
-def test_a_cache_that_no_snapshot_can_describe_is_not_saved(
+def test_a_cache_beyond_the_format_is_not_saved(
     dims: tuple[int, ...], options: dict[str, Any], match: str, path: Path
 ) -> None:
     with um.KVCache(*dims, **options) as kv, pytest.raises(ValueError, match=match):

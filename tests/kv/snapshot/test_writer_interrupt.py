@@ -135,7 +135,7 @@ def test_no_read_is_late(
         assert rows(kv) == rows(saved)
 
 
-def test_an_interrupt_after_an_error_is_not_lost(
+def test_an_interrupt_after_an_error_is_raised(
     slow: Callable[..., Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first write fails, and it is while the others are waited for that interrupts come."""
@@ -175,7 +175,7 @@ def descriptors() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # it goes with its last user
 @pytest.mark.parametrize("what", ["save", "map", "copy", "read_into", "verify"])
-def test_interrupted_at_each_line_nothing_is_left(what: str, tmp_path: Path) -> None:
+def test_an_interrupt_at_any_line_leaves_nothing(what: str, tmp_path: Path) -> None:
     path = tmp_path / "session"
     with cache(8, 16) as kv, um.KVCache(2, 2, 32, 16) as other:
         kv.save(path)

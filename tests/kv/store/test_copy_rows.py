@@ -75,7 +75,7 @@ def check(kv: Any, ids: Sequence[int], n: int) -> None:
 @pytest.mark.parametrize("grow", [False, True])
 @pytest.mark.parametrize("n", [7, 8, 20, 45, 64])
 @pytest.mark.parametrize("layers", [LAYERS, OTHER_V], ids=["alike", "other V"])
-def test_what_was_put_is_restored(
+def test_put_layers_are_restored(
     tmp_path: Path, layers: list[um.LayerKV], n: int, grow: bool, order: Any
 ) -> None:
     ids, end = list(range(3, n + 3)), n // CHUNK * CHUNK
@@ -93,7 +93,7 @@ def test_what_was_put_is_restored(
         assert store.stat().put_chunks == 0
 
 
-def test_an_end_without_its_window_is_none(tmp_path: Path) -> None:
+def test_a_hit_never_ends_without_its_window(tmp_path: Path) -> None:
     """45 tokens end 5 behind a chunk: with few rows to spare, the window before that is gone."""
     ids = list(range(45))
     with opened(tmp_path / "s") as store, made(spare_rows=CHUNK - 5) as kv:
@@ -115,7 +115,7 @@ def test_an_end_without_its_window_is_none(tmp_path: Path) -> None:
         check(kv, ids, 40)
 
 
-def test_twice_a_chunk_to_spare_is_enough(tmp_path: Path) -> None:
+def test_two_spare_chunks_of_rows_suffice(tmp_path: Path) -> None:
     for n in range(3 * CHUNK + 2, 5 * CHUNK, 2):
         ids = [n, *range(n - 1)]
         with opened(tmp_path / "s") as store, made(spare_rows=2 * CHUNK) as kv:
@@ -123,7 +123,7 @@ def test_twice_a_chunk_to_spare_is_enough(tmp_path: Path) -> None:
             assert store.put(kv, ids, model=MODEL) == n // CHUNK * CHUNK
 
 
-def test_a_hit_ends_where_a_window_is_whole(tmp_path: Path) -> None:
+def test_a_hit_ends_at_the_last_whole_window(tmp_path: Path) -> None:
     first = list(range(64))
     second = first[:50] + [99] * 14
     with opened(tmp_path / "s") as store, made() as kv:
@@ -174,7 +174,7 @@ def test_a_damaged_chunk_ends_a_hit_before_it(
         check(kv, ids, left)
 
 
-def test_windows_alone_need_no_first_chunks(tmp_path: Path) -> None:
+def test_layers_with_windows_need_no_first_chunks(tmp_path: Path) -> None:
     layers, ids = [WIDE, NARROW], [i % 50 for i in range(200)]
     with opened(tmp_path / "s") as store, made(layers, max_seq_len=64) as kv:
         fill(kv, ids)

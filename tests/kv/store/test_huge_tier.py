@@ -93,7 +93,7 @@ def test_chunks_lie_in_pages_of_the_pool(tmp_path: Path, there: Path, numa: str 
     assert list(there.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path, there: Path) -> None:
+def test_remains_of_a_killed_process_are_removed(tmp_path: Path, there: Path) -> None:
     left = there / f"unimem-kv-{os.geteuid()}-1-2"
     left.mkdir()
     with opened(tmp_path / "s"):
@@ -127,7 +127,7 @@ def falls_back(folder: Path, match: str) -> None:
     assert "they get pages='thp'" in text
 
 
-def test_without_a_file_system_there_are_others(
+def test_without_a_hugetlbfs_chunks_are_thp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huge_tier, "read_text", lambda _: "none /x hugetlbfs rw,pagesize=1024M 0 0")
@@ -135,7 +135,7 @@ def test_without_a_file_system_there_are_others(
 
 
 @pytest.mark.usefixtures("no_huge_pages")
-def test_without_room_in_the_pool_there_are_others(
+def test_without_room_in_the_pool_chunks_are_thp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mount").mkdir()

@@ -96,7 +96,7 @@ def test_a_snapshot_of_layers_that_differ(store: ObjectServer, tmp_path: Path) -
                     assert there.tobytes() == ours.tobytes()
 
 
-def test_a_snapshot_that_is_damaged(store: ObjectServer) -> None:
+def test_a_damaged_remote_snapshot_is_refused(store: ObjectServer) -> None:
     with cache(45) as kv:
         kv.save("s3://bucket/one.kv")
         expected = bytes_of(kv, 45)
@@ -117,7 +117,7 @@ def test_a_snapshot_that_is_damaged(store: ObjectServer) -> None:
         assert bytes_of(again, 45) == expected
 
 
-def test_what_snapshots_refuse(store: ObjectServer) -> None:
+def test_wrong_remote_snapshots_are_refused(store: ObjectServer) -> None:
     with pytest.raises(FileNotFoundError, match="s3://bucket/none"):
         um.KVCache.restore("s3://bucket/none")
     with cache(45) as kv:
@@ -153,7 +153,7 @@ def test_chunks_are_the_files_of_a_folder(store: ObjectServer, tmp_path: Path) -
     assert not any(path == "/bucket" for _, path, _ in store.asked), "nothing is listed"
 
 
-def test_a_disk_in_front_of_it(store: ObjectServer, tmp_path: Path) -> None:
+def test_a_disk_in_front_of_a_server_serves_hits(store: ObjectServer, tmp_path: Path) -> None:
     with cache(45) as kv, opened() as there:
         there.put(kv, TOKENS, model=MODEL)
         expected = bytes_of(kv, 40)
@@ -183,7 +183,7 @@ def damage_file(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [damage_file, lambda data: data[:5000], lambda data: data * 2])
-def test_a_damaged_chunk_is_a_miss_and_goes(store: ObjectServer, change: Any) -> None:
+def test_a_damaged_chunk_is_a_miss_and_is_removed(store: ObjectServer, change: Any) -> None:
     with cache(45) as kv, cache() as out, opened() as there:
         there.put(kv, TOKENS[:16], model=MODEL)
         first = set(store.objects)
@@ -201,7 +201,7 @@ def test_a_damaged_chunk_is_a_miss_and_goes(store: ObjectServer, change: Any) ->
             assert other.restore_into(out, TOKENS, model=MODEL) == 40
 
 
-def test_damage_on_the_way_removes_nothing(store: ObjectServer) -> None:
+def test_damage_in_transit_removes_nothing(store: ObjectServer) -> None:
     with cache(45) as kv, cache() as out, opened() as there:
         there.put(kv, TOKENS[:8], model=MODEL)
         faults = chain(["", "wrong bytes"], repeat(""))
@@ -212,7 +212,7 @@ def test_damage_on_the_way_removes_nothing(store: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("disk_bytes", [0, 1 << 24])
-def test_a_server_that_fails_costs_one_warning(store: ObjectServer, disk_bytes: int) -> None:
+def test_a_failing_server_costs_one_warning(store: ObjectServer, disk_bytes: int) -> None:
     expected = 40 if disk_bytes else 0
     with cache(45) as kv, cache() as out, opened(disk_bytes=disk_bytes) as there:
         store.choose_fault = lambda *_: "503"
@@ -276,7 +276,7 @@ def test_nothing_wrong_is_restored(
         ({"where": "nosuch://a/b"}, "got 'nosuch://a/b'"),
     ],
 )
-def test_what_stores_refuse(
+def test_wrong_options_of_a_remote_store_are_refused(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str
 ) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", "off")

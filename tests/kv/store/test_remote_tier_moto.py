@@ -134,7 +134,7 @@ def test_a_snapshot_and_chunks(s3: str, tmp_path: Path) -> None:
         del found
 
 
-def test_a_bucket_that_is_not_there(s3: str) -> None:
+def test_a_missing_bucket_raises(s3: str) -> None:
     with pytest.raises(FileNotFoundError, match="no such file"):
         um.open_weights("s3://no-such-bucket/a.gguf")
     with (

@@ -54,7 +54,7 @@ def test_a_staged_image_is_mapped_by_all(
         assert repacked_bytes(staged.path)[0] is None
 
 
-def test_staging_takes_what_is_kept(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:
+def test_staging_reads_the_kept_image(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:
     expected = repacked_bytes(model)[1]
     monkeypatch.setattr("unimem.staging.stage.repack_into", None)
     with um.stage(model, repack=True, backing="shm") as staged:

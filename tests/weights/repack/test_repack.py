@@ -140,7 +140,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("load", ["map", "map, cached", "copy", "split"])
 @pytest.mark.parametrize("by", ["tensors", "pieces"])
-def test_what_is_repacked_is_what_ggml_writes(
+def test_repacked_bytes_are_those_that_ggml_writes(
     model: Path, expected: dict[str, bytes], load: str, by: str, tmp_path: Path, request: Any
 ) -> None:
     if by == "pieces":
@@ -169,7 +169,7 @@ def test_what_is_repacked_is_what_ggml_writes(
         assert repacked.closed
 
 
-def test_orders_that_need_the_whole_tensor_get_it(
+def test_orders_of_whole_tensors_get_whole_tensors(
     model: Path, expected: dict[str, bytes], small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ggml_orders, "are_rows_apart", lambda *_: False)
@@ -184,7 +184,7 @@ def test_orders_that_need_the_whole_tensor_get_it(
         assert max(seen) <= 5 * (most + 3 * 4096)
 
 
-def test_pieces_are_of_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_need_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, find = KINDS[0], ggml_orders.find_order
 
     def apart() -> bool:
@@ -214,7 +214,7 @@ def test_pieces_are_of_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch
     assert not apart()
 
 
-def test_a_type_without_an_order_stays(tmp_path: Path) -> None:
+def test_a_type_without_an_order_is_not_repacked(tmp_path: Path) -> None:
     path = write(tmp_path / "f16.gguf", {"up.weight": (ggml.F16, (64, 64))})
     with um.open_weights(path) as weights:
         with pytest.warns(um.PlacementWarning, match=r"no tensor has an order .*\(types: f16\)"):
@@ -261,7 +261,7 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
         assert rows[f"weights:{name_of(KINDS[0])} repacked"] == repacked.nbytes
 
 
-def test_what_others_have_mapped_stays_in_the_page_cache(
+def test_files_mapped_by_others_stay_in_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "m.gguf", {f"{i}.weight": (KINDS[0], (1024, 2048)) for i in range(8)})
@@ -287,7 +287,7 @@ def test_what_others_have_mapped_stays_in_the_page_cache(
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
-def test_what_is_done_leaves_the_page_cache(
+def test_repacked_ranges_leave_the_page_cache(
     tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Pieces of the page cache of up to 2 MiB are dropped whole or not at all.
@@ -325,7 +325,7 @@ def test_what_is_done_leaves_the_page_cache(
         assert cached_bytes(path) <= kept[1] - kept[0] + 2 * folio
 
 
-def test_on_a_tape(model: Path, expected: dict[str, bytes]) -> None:
+def test_tensors_are_repacked_on_a_tape(model: Path, expected: dict[str, bytes]) -> None:
     with um.Tape(8 * MIB) as tape, um.open_weights(model) as weights:
         tape.take_bytes(100)
         repacked = repack(weights, tape=tape)
@@ -414,9 +414,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(
             assert bytes_of(repacked) == expected
 
 
-def test_what_has_no_room_to_be_read_is_not_repacked(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_staging_memory_raises(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with um.open_weights(model) as weights, um.Tape(8 * MIB, warm=True) as tape:
         limit = limits.Limit("a cgroup", 2000, 1000, "more")
         monkeypatch.setattr(limits, "_memory", lambda *_: ((1000, lambda: limit),))
@@ -461,7 +459,7 @@ def own(tmp_path: Path) -> Path:
     return write(tmp_path / "own.gguf", {"a.weight": (KINDS[0], (256, 4096))})
 
 
-def test_files_that_change(own: Path, model: Path) -> None:
+def test_replaced_files_are_refused(own: Path, model: Path) -> None:
     with um.open_weights(own) as weights:
         own.rename(own.with_suffix(".old"))
         with pytest.raises(FileNotFoundError):
@@ -474,7 +472,7 @@ def test_files_that_change(own: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_a_file_that_becomes_shorter(
+def test_a_file_that_shrinks_while_it_is_repacked_raises(
     own: Path, is_direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_direct:
