@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 from weakref import WeakSet
 
 from unimem._core import ledger
@@ -33,6 +33,7 @@ from unimem.weights.remote_files import open_files
 from unimem.weights.tensors import Contents, ModelPart, Tensor
 
 if TYPE_CHECKING:
+    from unimem.weights.repack.repacked import Repacked
     from unimem.weights.residency import Residency
 
 __all__ = [
@@ -43,18 +44,6 @@ __all__ = [
     "open_weights",
     "warm_where_it_fits",
 ]
-
-
-class _Repacked(Protocol):
-    """Weights in another order, which replace tensors of the file."""
-
-    @property
-    def closed(self) -> bool:
-        """Whether they were closed."""
-
-    @property
-    def tensors(self) -> Mapping[str, object]:
-        """The tensors that they replace, by name."""
 
 
 class WeightsCopy(Contents):
@@ -116,7 +105,7 @@ class Weights(Contents):
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
-        self._repacked: WeakSet[_Repacked] = WeakSet()  # from these
+        self._repacked: WeakSet[Repacked] = WeakSet()  # from these
         self._ledger: tuple[ledger.Part, ...] = ()
         self._copies = {
             node: WeightsCopy(self, node, tuple(map(ModelPart, files, memory)))
