@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
@@ -579,12 +578,7 @@ class KVStore:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
