@@ -1,4 +1,4 @@
-"""Files that replace others: whatever fails, the old file stays, and nothing else."""
+"""Files that replace others: if anything fails, the old file stays, and no other file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def failing(number: int) -> Callable[..., Any]:
 
 
 def check_save(path: Path) -> None:
-    """What is saved there comes back."""
+    """A snapshot saved there is restored."""
     with cache(40) as kv:
         kv.save(path)
         with um.KVCache.restore(path, mode="copy") as restored:
@@ -71,7 +72,7 @@ def takes_direct(folder: Path) -> bool:
     return True
 
 
-# ---- what is made ----
+# ---- new files ----
 
 
 def test_a_file_is_made_or_replaced(tmp_path: Path, page: Any) -> None:
@@ -126,7 +127,7 @@ def test_any_file_name_is_written(
     assert os.listdir(tmp_path) == [name]
 
 
-# ---- what another writer left behind, or is writing ----
+# ---- other writers ----
 
 
 def test_the_next_writer_removes_a_stale_file(tmp_path: Path, page: Any) -> None:
@@ -161,7 +162,7 @@ def test_a_file_being_written_is_not_swept(tmp_path: Path, page: Any) -> None:
 def test_a_writer_whose_file_is_swept_makes_another(
     tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one comes between open and flock, and once it is still at it."""
+    """Another writer removes the file between open and flock, and once still holds it."""
     true = fcntl.flock
     held: list[int] = []
 
@@ -231,7 +232,7 @@ def test_writes_bypass_the_page_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     if not takes_direct(tmp_path):
         pytest.skip("the file system has no O_DIRECT")
     flags = flags_at_each_write(monkeypatch)
-    # Lanes that are no whole pages, and begin at none.
+    # Lanes that neither begin at a page nor fill whole pages.
     with cache(40) as kv:
         kv.trim_to(39)
         kv.save(tmp_path / "session")
@@ -273,7 +274,7 @@ def test_a_refused_direct_write_is_repeated_buffered(
 
 
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal or a quota cuts a write; what is left may not be what O_DIRECT takes."""
+    """A signal or a quota cuts a write; O_DIRECT may refuse the rest."""
     true = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: true(fd, data[:1000], at))
     check_save(tmp_path / "session")
@@ -344,7 +345,7 @@ def test_each_failing_call_leaves_the_old_file_or_the_new_one(
 def test_no_write_begins_after_one_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has not begun when a write fails is not begun any more."""
+    """Once a write has failed, no other begins."""
     writes: list[None] = []
 
     def fail(name: str, *_: Any) -> None:
@@ -362,44 +363,44 @@ def test_no_write_begins_after_one_has_failed(
     assert os.listdir(tmp_path) == []
 
 
+def check_too_large(path: Path, number: int, limit: Callable[[int], Any]) -> None:
+    """A snapshot that is too large for a limit raises, and leaves the old one."""
+    with cache(40) as small, cache(2000, 2000) as large:
+        small.save(path, model="old")
+        before = path.read_bytes()
+        with pytest.raises(OSError, match=os.strerror(number)) as caught, limit(len(before)):
+            large.save(path, model="new")
+        assert (caught.value.errno, caught.value.filename) == (number, str(path))
+        assert path.read_bytes() == before
+        assert os.listdir(path.parent) == ["session"]
+        small.save(path, model="again")
+
+
 def test_a_full_file_system_keeps_the_old_file(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a small file system needs root")
     try:
-        path = tmp_path / "session"
-        with cache(40) as small, cache(2000, 2000) as large:
-            small.save(path, model="old")
-            before = path.read_bytes()
-            with pytest.raises(OSError, match="No space left on device") as caught:
-                large.save(path, model="new")
-            assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
-            assert path.read_bytes() == before
-            assert os.listdir(tmp_path) == ["session"]
-            small.save(path, model="again")
+        check_too_large(tmp_path / "session", errno.ENOSPC, nullcontext)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_limit_of_file_sizes_keeps_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with cache(40) as small, cache(2000, 2000) as large:
-        small.save(path, model="old")
-        before = path.read_bytes()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 4096, hard))
+    @contextmanager
+    def limited(nbytes: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes + 4096, hard))
         try:
-            with pytest.raises(OSError, match="File too large") as caught:
-                large.save(path, model="new")
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
-        assert path.read_bytes() == before
-        assert os.listdir(tmp_path) == ["session"]
+
+    check_too_large(tmp_path / "session", errno.EFBIG, limited)
 
 
 def test_an_unwritable_folder_keeps_the_old_file(page: Any) -> None:
-    with tempfile.TemporaryDirectory() as name:  # as the folder of the test is closed to others
+    with tempfile.TemporaryDirectory() as name:  # the folder of the test is closed to other users
         folder = Path(name)
         (folder / "file").write_bytes(OLD)
         folder.chmod(0o555)

@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.files.prefix_stores import CHUNK, DIM, HEADS, MODEL, TOKENS, bytes_of, cache
 from support.servers.object_server import FAULTS, Handler, ObjectServer, serving_objects
 from unimem.kv.store import remote_tier
 from unimem.remote import transfers
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
-N_LAYERS, HEADS, DIM, CHUNK = 2, 2, 32, 8
-MODEL = "tiny"
-TOKENS = list(range(100, 145))  # five chunks, and five tokens more
 URL = "s3://bucket/kv"
 
 
@@ -38,21 +36,6 @@ def opened(**options: Any) -> Iterator[um.KVStore]:
     given = {"ram_bytes": 0, "disk_bytes": 0, "chunk_tokens": CHUNK} | options
     with um.KVStore(given.pop("where", URL), **given) as kv_store:
         yield kv_store
-
-
-@contextmanager
-def cache(n: int = 0, **options: Any) -> Iterator[um.KVCache]:
-    with um.KVCache(N_LAYERS, HEADS, DIM, 64, pages="4k", **options) as kv:
-        shape = (N_LAYERS, 2, n, HEADS, DIM)
-        rows = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        for layer, (k, v) in enumerate(rows):
-            if n:
-                kv.append(layer, k, v)
-        yield kv
-
-
-def bytes_of(kv: um.KVCache, n: int) -> bytes:
-    return b"".join(kv._rows(*lane)[: n * kv.row_bytes].tobytes() for lane in kv._lanes())
 
 
 # ---- snapshots ----
