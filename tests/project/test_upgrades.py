@@ -1,4 +1,4 @@
-"""What earlier versions have left behind is read, or refused with the version that it has."""
+"""Files of earlier versions are read, or refused with the version that they have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ by_version = pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: fold
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Any]:
-    """What writes the files."""
+    """The program that writes the files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "tools"))
         yield importlib.import_module("upgrade_files")
@@ -144,7 +144,7 @@ def test_an_image_is_read(folder: Path, tmp_path: Path) -> None:
 @by_version
 def test_the_note_of_a_stage_is_read(folder: Path) -> None:
     said, note = contents_of(folder)["stage"], json.loads(raw_of(folder, "stage"))
-    if note["schema"] != keeper.SCHEMA:  # which is passed over, since it is another version's
+    if note["schema"] != keeper.SCHEMA:  # another version's note is ignored
         assert folder.name != um.__version__
         return
     found = keeper._held(os.getpid(), 0, note)

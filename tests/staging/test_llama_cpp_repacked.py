@@ -1,4 +1,4 @@
-"""What llama.cpp copies of a mapped model: by types and shapes, and as llama.cpp itself says."""
+"""The tensors that llama.cpp copies, by types and shapes, and as llama.cpp reports."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def test_bytes_are_those_that_llama_cpp_reports(kind: str, tied: bool, tmp_path:
     )
     with open_model(path) as opened:
         found = find_repacked(opened, cpu_features() - {"amx_int8"})
-    # llama.cpp tells hundredths of a MiB.
+    # llama.cpp reports hundredths of a MiB.
     assert llama_cpp.repacked_mib(path) == pytest.approx(found.nbytes / (1 << 20), abs=0.006)

@@ -1,4 +1,4 @@
-"""The hash of a model's content: by its definition, in every mode, in the end and when stopped."""
+"""The hash of a model's content: as defined, in every mode, with progress, and when stopped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write(path: Path, data: bytes, *parts: gf.Part) -> Path:
 
 
 def model(path: Path, data: bytes, *, key: bytes = b"\x07", name: str = "b") -> Path:
-    """A file of three tensors, one of them empty; `data` is that of the one called `name`."""
+    """A file of three tensors, one of them empty; `data` belongs to the tensor `name`."""
     return write(
         path,
         bytes(range(32)) + data,
@@ -166,7 +166,7 @@ def test_any_change_changes_the_hash(tmp_path: Path, small: Path) -> None:
         hash_of(model(path, SMALL[:-4])),
     ]
     assert len(set(hashes)) == len(hashes)
-    # What does not matter: the order of the file, and what lies between the tensors.
+    # The order of the file and the bytes between tensors do not matter.
     write(
         path,
         SMALL + b"\xff" * (512 - len(SMALL)) + bytes(range(32)),
@@ -180,7 +180,7 @@ def test_any_change_changes_the_hash(tmp_path: Path, small: Path) -> None:
     assert hash_of(path) == hashes[0]
 
 
-# ---- files that change ----
+# ---- changed files ----
 
 
 @pytest.mark.parametrize(
@@ -309,13 +309,13 @@ def test_an_interrupt_stops_the_hash(large: Path, told: threading.Event) -> None
     with open_weights(large) as w:
         with pytest.raises(KeyboardInterrupt) as caught:
             w.content_hash(threads=2, progress=progress)
-        w.close()  # nobody uses it any more
+        w.close()  # no thread uses it
         assert caught.traceback
 
 
 def test_an_interrupt_leaves_no_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content_hash, "_PIECE_BYTES", 8 * MIB)
-    hold(monkeypatch, lambda: time.sleep(0.002))  # so that there are threads to be left
+    hold(monkeypatch, lambda: time.sleep(0.002))  # so that threads are still running
     with open_weights(large) as w:
         for _ in interrupts.at_each_line(lambda: w.content_hash(threads=2), "unimem/"):
             assert interrupts.others_in(content_hash) == []

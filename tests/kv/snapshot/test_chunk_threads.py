@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What describes a file of several chunks."""
+    """The description of a file of several chunks."""
     small_chunks(monkeypatch)
     path = tmp_path / "session"
     with cache(60, 64) as kv:
@@ -37,7 +37,7 @@ def test_no_work_is_late_after_an_interrupt_at_any_line(saved: Any) -> None:
     done: list[None] = []
 
     def work(chunk: Any, buffer: Any) -> None:
-        if chunk.number == 3:  # those before it are begun in any case
+        if chunk.number == 3:  # earlier chunks begin in any case
             raise ValueError
         begun.append(None)
         time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""The format of snapshots, without a file: where its parts lie, and the most that it allows."""
+"""The format of rows, without a file: the places of its parts, and its limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Snapshots: what is saved comes back, and what is wrong with a file is named."""
+"""Reading snapshots: saved caches are restored, and errors name the fault of a file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()
 
 
-# ---- what is saved comes back ----
+# ---- restored caches ----
 
 
 @by_mode
@@ -64,7 +64,7 @@ def test_a_saved_cache_is_restored(
                     next_position
                 """.split():
                     assert getattr(restored, name) == getattr(kv, name)
-                # What is mapped goes on in memory that grows.
+                # A mapped cache continues in memory that grows.
                 assert restored.grow == (kv.grow or (mode == "map" and kv.window is None))
                 assert restored.n_rows == kv.n_rows or kv.window is None
                 assert rows(restored) == rows(kv) != []
@@ -122,7 +122,7 @@ def test_writes_to_a_mapped_cache_do_not_change_the_file(file: Path) -> None:
 
 @by_mode
 def test_trimmed_and_cut_caches_come_back(mode: Mode, path: Path) -> None:
-    """Of a cache that its budget has cut, of a ring without an end, and behind the first ones."""
+    """A cache cut by its budget, an endless ring, and a cache that keeps its first tokens."""
     with cache(10, 2**32 - 1, budget_bytes=1 << 16) as kv:
         kv.save(path)
         assert snapshot.describe(path).max_seq_len == kv.n_rows == 128
@@ -211,7 +211,7 @@ def test_check_reads_all_and_returns_the_description(file: Path) -> None:
     assert snapshot.check(file).seq_len == 0
 
 
-# ---- what is asked for ----
+# ---- tokens and model ----
 
 
 def test_another_model_is_refused(file: Path) -> None:
@@ -247,7 +247,7 @@ def test_tokens_and_model_are_compared_only_on_request(
         assert kv.seq_len == 40
 
 
-# ---- what is wrong with the file ----
+# ---- damaged files ----
 
 
 def test_every_flipped_byte_before_the_data_is_found(file: Path) -> None:
@@ -327,7 +327,7 @@ def test_another_version_is_refused_first(file: Path) -> None:
         assert refused(file, rule).offset == 8
 
 
-# Fields that make no sense, in a header whose checksum is right, by the field that is named.
+# Impossible fields in a header with a right checksum, by the field that the error names.
 MOST = 2**32 - 1
 NONSENSE: dict[str, list[dict[str, int]]] = {
     "header_bytes": [{"header_bytes": 145}],
@@ -409,7 +409,7 @@ def test_each_impossible_field_is_named(named: str, file: Path) -> None:
 def test_no_header_makes_the_reader_take_much_memory(
     fields: dict[str, int], change: int, whole: bytes
 ) -> None:
-    """Also where the header's checksum is right, as in a file that was made to do harm."""
+    """Even if the header's checksum is right, as in a malicious file."""
     values = {}
     for name, value in fields.items():
         bits = 8 * struct.calcsize(sb.FIELDS[name][1])

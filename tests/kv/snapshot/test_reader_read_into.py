@@ -1,4 +1,4 @@
-"""Snapshots that are checked, and read into a cache that is there."""
+"""Snapshots that are verified, and read into existing caches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_verify_checks_the_file_that_was_mapped(file: Path) -> None:
         append(mapped, 5)
         mapped.verify()
         with cache(3) as other:
-            other.save(file)  # takes the name; the mapped file stays
+            other.save(file)  # replaces the file; the mapped one stays
         mapped.verify()
         mapped.clear()
         mapped.verify()

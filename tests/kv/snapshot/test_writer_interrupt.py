@@ -1,4 +1,4 @@
-"""Interrupted twice, saving and reading leave nothing under way: no late write hits anything."""
+"""Repeated interrupts leave no read or write under way, so that none is late."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Slow:
         self._interrupted.set()
 
     def join(self) -> None:
-        """Wait for the interrupts that are to come, which do not raise any more."""
+        """Wait for the remaining interrupts, which no longer raise."""
         self._raises = False
         self._sender.join()
 
@@ -101,7 +101,7 @@ def test_no_write_is_late(
         calls = slow("pwrite", lambda _: True)
         with pytest.raises(KeyboardInterrupt) as caught:
             kv.save(path)
-        # A file that gets the number of the one that was written.
+        # This file gets the descriptor of the written one.
         with (tmp_path / "other").open("w+b") as other:
             at_once = calls.n_begun, calls.n_ended
             calls.join()
@@ -138,7 +138,7 @@ def test_no_read_is_late(
 def test_an_interrupt_after_an_error_is_raised(
     slow: Callable[..., Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first write fails, and it is while the others are waited for that interrupts come."""
+    """The first write fails, and interrupts arrive while the others are waited for."""
     small_chunks(monkeypatch)
     path = tmp_path / "session"
     with cache(500, 512) as kv:
@@ -221,7 +221,7 @@ def test_the_file_of_a_mapped_cache_may_outlive_all_modules(
         import unimem as um
         with um.KVCache.restore({str(path)!r}) as kv:
             builtins.kept = sys.kept = [kv._snapshot]
-        builtins.kept.append(builtins.kept)  # which no count of references ends
+        builtins.kept.append(builtins.kept)  # a cycle, which no reference count ends
         """
     )
     assert (ended.returncode, ended.stderr) == (0, "")

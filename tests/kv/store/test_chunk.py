@@ -1,4 +1,4 @@
-"""Chunks of KV: identities that are the same everywhere, and bytes of which each one counts."""
+"""Chunks of KV: identities are the same everywhere, and each byte is checked."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_swapped_chunk_is_noticed() -> None:
 
 @pytest.mark.parametrize("dims", [(16, 0), (12, 4), (4, 12)])
 def test_a_chunk_of_other_heads_is_noticed(dims: tuple[int, int]) -> None:
-    """As many bytes with the same identity, in other lanes."""
+    """The same number of bytes and the same identity, in other lanes."""
     k, v = dims
     group = EqualLayers(1, 1, k, "f16", "f16", v_head_dim=v).groups[0]
     other = ChunkShape(group, CHUNK.n_tokens)

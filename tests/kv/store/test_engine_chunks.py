@@ -1,4 +1,4 @@
-"""Chunks of another engine in a store: the bytes that were put, or none."""
+"""Chunks of another engine in a store: a hit has the bytes that were put."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_budgets_hold_and_used_chunks_stay(tmp_path: Path) -> None:
             assert chunks.put(b"%d" % i, chunk(i))
         chunks.touch([b"0"])
         assert chunks.put(b"3", chunk(3))
-        # Room for more than one is made: those used longest ago go first.
+        # Room for several chunks is made; the least recently used ones go first.
         assert [chunks.has(b"%d" % i) for i in range(4)] == [True, False, False, True]
     with opened(tmp_path / "small", disk_bytes=20000) as store:
         assert not EngineChunks(store, "engine", SIZE).put(KEY, chunk(1))

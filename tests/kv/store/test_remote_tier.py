@@ -1,4 +1,4 @@
-"""Snapshots and chunks on a server: the same as in files, and no harm where the server fails."""
+"""Snapshots and chunks on a server: the same as in files, and no harm if the server fails."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_damaged_remote_snapshot_is_refused(store: ObjectServer) -> None:
     store.add("/bucket/one.kv", whole[:-1])
     with pytest.raises(um.SnapshotError):
         um.KVCache.restore("s3://bucket/one.kv")
-    # What is damaged on its way is read again; what is cut off goes on.
+    # Bytes damaged in transit are read again; a read that was cut off continues.
     store.add("/bucket/one.kv", whole)
     faults = chain(["503", "", "wrong bytes", "", "", "short", "reset", "wrong bytes"], repeat(""))
     store.choose_fault = lambda *_: next(faults)
@@ -210,7 +210,7 @@ def test_a_failing_server_costs_one_warning(store: ObjectServer, disk_bytes: int
 
 
 def test_without_the_right_to_list(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3 refuses what is not there, unless one may list the bucket."""
+    """S3 refuses a missing object, unless the bucket may be listed."""
     plain = Handler.answer
 
     def refuse(self: Any, status: int, body: bytes = b"", **headers: str) -> None:

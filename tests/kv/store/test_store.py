@@ -1,4 +1,4 @@
-"""The store of prefixes: what was put is restored, by any process, and by no other tokens."""
+"""The store of prefixes: any process restores what was put, for the same tokens only."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_only_what_fits_is_restored(tmp_path: Path, room: int) -> None:
 
 
 def test_a_chunk_of_other_heads_is_refused(tmp_path: Path) -> None:
-    """One of as many bytes, where the cache has no V and heads of K of twice the size."""
+    """A chunk of the same size, for a cache without V and with heads of K of twice the size."""
     with (
         opened(tmp_path / "s") as store,
         cache(CHUNK) as kv,
@@ -216,7 +216,7 @@ def test_a_sequence_continues_after_cached_blocks(tmp_path: Path) -> None:
 
 
 def test_a_sequence_takes_no_rows_of_other_tokens(tmp_path: Path) -> None:
-    # Its pool would give them to others, as blocks of the tokens that it was told.
+    # Its pool would share them as blocks of the ids that it was given.
     with opened(tmp_path / "s") as store, cache(45) as kv, pool() as pg:
         store.put(kv, TOKENS, model=MODEL)
         with pg.sequence([*TOKENS[:9], 5]) as s:
@@ -232,10 +232,10 @@ def test_a_full_pool_takes_what_fits(tmp_path: Path) -> None:
         store.put(kv, TOKENS, model=MODEL)
         with pg.sequence(TOKENS) as s:
             assert store.restore_into(s, TOKENS, model=MODEL) == 16 == len(s)
-            s.append(0, *rows(1)[0])  # whole, and going on
+            s.append(0, *rows(1)[0])  # it is whole and continues
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 def trimmed(kv: um.KVCache) -> um.KVCache:
@@ -348,7 +348,7 @@ def test_a_damaged_chunk_is_a_miss_and_is_removed(
         assert bytes_of(out, n) == bytes_of(kv, n)
         assert not third.exists()
         assert store.stat().damaged_chunks == 1
-        # It is made anew, and found again.
+        # It is put again, and found again.
         out.clear()
         assert store.put(kv, TOKENS, model=MODEL) == 40
         assert store.restore_into(out, TOKENS, model=MODEL) == 40
@@ -362,10 +362,10 @@ def test_a_chunk_damaged_in_ram_is_read_from_disk(tmp_path: Path, shm: Path) -> 
         with pytest.warns(um.PlacementWarning, match="was removed"):
             assert store.restore_into(out, TOKENS, model=MODEL) == 40
         assert bytes_of(out, 40) == bytes_of(kv, 40)
-        assert len(files_of(folder)) == 5  # it came back from disk
+        assert len(files_of(folder)) == 5  # it was read from disk
 
 
-# ---- its end ----
+# ---- closing ----
 
 
 def test_a_closed_store_and_a_forked_child_raise(tmp_path: Path, shm: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_closed_store_and_a_forked_child_raise(tmp_path: Path, shm: Path) -> N
 def test_a_chunk_stays_if_it_cannot_be_opened_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a process may open no more files, nothing is wrong with a chunk."""
+    """If a process may open no more files, the chunk is not damaged."""
 
     def refuse(*_: Any, **__: Any) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

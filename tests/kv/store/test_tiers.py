@@ -39,7 +39,7 @@ def test_the_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
         assert store.restore_into(out, a, model=MODEL) == 40  # b is older now
         assert store.put(kv, c[:24], model=MODEL) == 24
         assert store.longest(a, model=MODEL, kv=kv) == 40
-        # Of b, the last chunks have gone first; what is left is a prefix.
+        # The last chunks of b went first; the rest is a prefix.
         assert store.longest(b, model=MODEL, kv=kv) == 8
         stat = store.stat().tiers[0]
         assert taken(tmp_path / "s") <= stat.nbytes + ROOM <= budget
@@ -154,7 +154,7 @@ def test_chunks_lie_in_huge_pages_on_request(tmp_path: Path) -> None:
             pytest.skip(str(said[0].message))
         store.put(kv, [7, *range(511)], model=MODEL)
         assert store.granted.huge_bytes == 8 << 20
-        # What the folder takes is what it was, and rows are.
+        # Neither the bytes of the folder nor the rows have changed.
         tier = store.stat().tiers[0]
         assert taken(Path(tier.path)) <= tier.nbytes + ROOM
         expected = bytes_of(kv, 512)

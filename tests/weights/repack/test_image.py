@@ -55,7 +55,7 @@ def test_a_second_start_has_the_same_bytes(
     assert told[-1] == (total, total)
     assert all(done < total for done, _ in told[:-1])
     assert told == sorted(told)
-    # A mapping leaves it in the page cache, for the next start and for others; a copy does not.
+    # A mapping leaves it in the page cache, for later starts and other processes; a copy does not.
     assert (cached_bytes(path) > path.stat().st_size / 2) == way.startswith("mapped")
 
 

@@ -82,14 +82,14 @@ def test_the_least_recently_used_image_is_removed_first(
         repacked_bytes(path)
         os.utime(cache.images()[0].path, (i + 1, i + 1))
     first = next(image for image in cache.images() if image.model == str(models[0]))
-    repacked_bytes(models[0])  # which is used again
+    repacked_bytes(models[0])  # it is used again
     monkeypatch.setenv("UNIMEM_CACHE_BYTES", str(2 * first.nbytes))
     repacked_bytes(models[2])
     assert {image.model for image in cache.images()} == {str(models[0]), str(models[2])}
     monkeypatch.setenv("UNIMEM_CACHE_BYTES", str(first.nbytes - 1))
     with pytest.warns(um.PlacementWarning, match="UNIMEM_CACHE_BYTES"):
         repacked_bytes(models[1], cache=True)
-    repacked_bytes(models[1])  # not asked for: nothing is said
+    repacked_bytes(models[1])  # not requested, so no warning
     assert len(cache.images()) == 2
     monkeypatch.setenv("UNIMEM_CACHE_BYTES", "much")
     with pytest.raises(ValueError, match="expected a size as 20G, got 'much'"):

@@ -44,8 +44,8 @@ def test_an_image_of_another_identity_is_not_used(
     if other.startswith("model"):
         second = write(model.with_name("second.gguf"), seed=7 if other == "model" else 8)
         os.replace(second, model)
-        os.utime(model, ns=(0, 0))  # of another time, as of another inode
-        # Under the name that an image of it would have.
+        os.utime(model, ns=(0, 0))  # another time, as another inode has
+        # Under the name of its own image.
         with um.open_weights(model) as weights:
             identity = image_identity.identify(weights, arrange(weights))
         shutil.copy(path, cache.path_of(key_of(identity)))
@@ -78,7 +78,7 @@ def test_a_rewritten_model_of_equal_size_and_time_is_another(
 
 
 def test_the_probe_depends_on_the_order_alone(model: Path) -> None:
-    """Equal for equal code, and another one where a byte lies elsewhere."""
+    """Equal code gives equal probes; a byte in another place changes them."""
     with um.open_weights(model) as weights:
         found = arrange(weights)
         first = image_identity.identify(weights, found)

@@ -127,11 +127,11 @@ def test_remains_of_a_killed_writer_are_removed(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert cache.images() == []
-    assert len(os.listdir(cache.folder)) == 2  # a lock and a half
+    assert len(os.listdir(cache.folder)) == 2  # a lock and an unfinished file
     image, found = repacked_bytes(model)
     assert (image, found) == (None, expected_bytes(model))
     assert os.listdir(cache.folder) == [only(cache).name]
-    # What is left of another model goes as well, also where nothing is written.
+    # Remains of another model are removed as well, even if nothing is written.
     Path(cache.folder, ".other.repacked.01234567.unimem-tmp").touch()
     assert repacked_bytes(model)[0] == str(only(cache))
     assert os.listdir(cache.folder) == [only(cache).name]

@@ -1,4 +1,4 @@
-"""Weights in ggml's order: the same bytes by pieces and ways, memory once, and what is refused."""
+"""Repacking: the same bytes in every way, no memory twice, and nothing left after an error."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ MIB = 1 << 20
 
 @pytest.fixture
 def leaves_no_thread() -> Iterator[None]:
-    """No descriptor and no thread is left, whatever is raised."""
+    """Check that no descriptor and no thread is left, whatever is raised."""
     gc.collect()  # descriptors that earlier tests have left
     before = os.listdir("/proc/self/fd"), len(os.listdir("/proc/self/task"))
     yield
     assert os.listdir("/proc/self/fd") == before[0]
-    # Of a thread that has ended, the kernel may know a moment longer.
+    # The kernel may list an ended thread a moment longer.
     wait_until(lambda: len(os.listdir("/proc/self/task")) <= before[1])
 
 
@@ -66,7 +66,7 @@ def name_of(kind: int) -> str:
 
 
 def write(path: Path, tensors: dict[str, tuple[int, tuple[int, ...]]]) -> Path:
-    """A model of random bytes: of each tensor its type and shape, in ggml's order."""
+    """Write a model of random bytes, given the type and shape (ggml's order) of each tensor."""
     data = {}
     for i, (name, (kind, ne)) in enumerate(tensors.items()):
         shape = (*ne[:0:-1], int(ggml.row_size(kind, ne[0])))
@@ -79,7 +79,7 @@ def write(path: Path, tensors: dict[str, tuple[int, tuple[int, ...]]]) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tensors of every type that is repacked here, and of others, as models have them."""
+    """Tensors of every type that is repacked here, and of other types, as in models."""
     tensors: dict[str, tuple[int, tuple[int, ...]]] = {"token_embd.weight": (KINDS[0], (256, 640))}
     for kind in KINDS:
         tensors |= {
@@ -160,7 +160,7 @@ def test_repacked_bytes_are_those_that_ggml_writes(
             assert (
                 repacked.nbytes == sum(repacked.types.values()) == sum(map(len, expected.values()))
             )
-            # The file's bytes stay what a tensor's array has.
+            # Arrays of tensors still have the bytes of the file.
             for name in REPACKED:
                 with open(weights.tensors[name].file, "rb") as file:
                     file.seek(weights.tensors[name].offset)
@@ -245,9 +245,9 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
 
     with contextlib.ExitStack() as closing:
         weights = closing.enter_context(um.open_weights(path))
-        ahead = cached_bytes(path) * (not is_cached)  # with the header, which is what opening reads
+        ahead = cached_bytes(path) * (not is_cached)  # opening reads the header
         repacked = closing.enter_context(repack(weights, progress=look, pages="4k"))
-        # Beside what is repacked: staging memory, and of a cold file no page more.
+        # Besides the result there is staging memory, and no further page of a cold file.
         n_threads = limits.thread_count()
         piece = max(repacking._LEAST_BYTES, size // (repacking.STAGING_SHARE * n_threads))
         assert most <= ahead + n_threads * (piece + 3 * 4096)
@@ -256,7 +256,7 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
         assert cached_bytes(path) <= 2 * 4096  # of the norm
         warm_rest(weights, repacked, 1)
         assert weights.residency().tensors["norm.weight"].mapped_bytes == 2000
-        assert cached_bytes(path) <= 32 * 4096  # what faulting maps around it
+        assert cached_bytes(path) <= 32 * 4096  # faults map pages around it
         rows = {row.category: row.nbytes for row in um.report().rows}
         assert rows[f"weights:{name_of(KINDS[0])} repacked"] == repacked.nbytes
 
@@ -272,12 +272,12 @@ def test_files_mapped_by_others_stay_in_the_page_cache(
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as theirs,
         um.open_weights(path) as weights,
     ):
-        # Half of it: the kernel would drop the other half.
+        # Only half: the kernel would drop the other half.
         touched = np.frombuffer(theirs, np.uint8, size // 2)[::4096].sum()
         repack(weights).close()
         assert cached_bytes(path) == size
         del touched
-    # What an image is taken for stays as well; what is read ahead of the rest does not come.
+    # A start from an image keeps cached pages, too, and reads none ahead.
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
     for left in (0, size):
         with um.open_weights(path) as weights:
@@ -321,7 +321,7 @@ def test_repacked_ranges_leave_the_page_cache(
             left -= end - begin
             if order != "shuffled":
                 assert cached_bytes(path) <= left + 3 * folio
-        # The kernel may take what is kept, too.
+        # The kernel may also drop kept pages.
         assert cached_bytes(path) <= kept[1] - kept[0] + 2 * folio
 
 
@@ -335,7 +335,7 @@ def test_tensors_are_repacked_on_a_tape(model: Path, expected: dict[str, bytes])
             bytes_of(repacked)
 
 
-# ---- progress, and what is refused -------------------------------------------------------------
+# ---- progress and refusals --------------------------------------------------------------------
 
 
 def test_progress_and_threads(
@@ -365,7 +365,7 @@ def test_progress_and_threads(
         ("bind:1", [4, 5, 4, 5, 4]),
         ("preferred:0", [0, 1, 0, 1, 0]),
         ("interleave:0-1", [0, 4, 1, 5, 0]),
-        ("bind:2", [0, 1, 4, 5, 0]),  # which is memory alone
+        ("bind:2", [0, 1, 4, 5, 0]),  # a node without CPUs
     ],
 )
 def test_threads_are_on_the_nodes_of_the_memory(
@@ -489,7 +489,7 @@ def test_a_file_that_shrinks_while_it_is_repacked_raises(
 
 
 def test_a_file_system_without_direct_reads(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without writes, as squashfs: nothing there can be brought to the disk."""
+    """It has no writes, either, as squashfs: nothing can be brought to the disk."""
     true = os.preadv
 
     def without(fd: int, *rest: Any) -> int:
