@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "no V, ring": {"v_head_dim": 0, "window": 48},
     "short V, head, ring": {"v_head_dim": 16, "order": "head", "window": 48},
     "long V, head, two types, grow": {
-        **{"v_head_dim": 64, "order": "head", "v_dtype": "q5_1", "grow": True},
+        **{"v_head_dim": 64, "order": "head", "v_dtype": "q5_1", "grow": True}
     },
 }
 

@@ -119,10 +119,7 @@ class _Chunks:
         ]
 
     def longest(
-        self,
-        most: int,
-        has: Callable[[bytes], bool],
-        look_up: Callable[[list[bytes]], None],
+        self, most: int, has: Callable[[bytes], bool], look_up: Callable[[list[bytes]], None]
     ) -> int:
         """Return the number of chunks, at most `most`, after which a cache can continue.
 

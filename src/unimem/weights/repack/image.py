@@ -25,14 +25,7 @@ from unimem.weights import loading
 from unimem.weights.content_hash import Hashed, hash_in_threads
 from unimem.weights.loading import Progress
 from unimem.weights.repack.arrangement import Arrangement
-from unimem.weights.repack.image_format import (
-    ALIGN,
-    HEADER,
-    ImageHeader,
-    ImageTensor,
-    pack,
-    parse,
-)
+from unimem.weights.repack.image_format import ALIGN, HEADER, ImageHeader, ImageTensor, pack, parse
 
 __all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header", "write_image"]
 
