@@ -377,7 +377,7 @@ TARGETS = {
         tuple(
             """
             unimem.kv.snapshot.format_rows unimem.kv.snapshot.format_layers
-            unimem.kv.snapshot.format_states unimem.kv.layer_specs
+            unimem.kv.snapshot.format_states unimem.kv.layer_specs unimem.base.binary_header
         """.split()
         ),
         _Snapshots,
@@ -385,7 +385,7 @@ TARGETS = {
     "ledger": Target(("unimem.accounting.published", "unimem.accounting.exec_table"), ledger),
     "note": Target(("unimem.weights.staged",), note),
     "process": Target(("unimem.system.process",), process),
-    "image": Target(("unimem.weights.repack.image_format",), image),
+    "image": Target(("unimem.weights.repack.image_format", "unimem.base.binary_header"), image),
     "index": Target(("unimem.weights.files",), index),
 }
 

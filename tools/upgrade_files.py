@@ -1,11 +1,11 @@
-"""Writes a file of each format that unimem leaves behind, for later versions to read.
+"""Write a file of each format of unimem, for later versions to read.
 
     python tools/upgrade_files.py [FOLDER]
 
-``tests/upgrades`` has a folder for each version that was published, and
-``tests/project/test_upgrades.py`` reads all of them. This makes the one of this version, before it
-is published: a later change of a format adds a folder, and changes no file that is there. The files
-depend on nothing but the version. Each is compressed; ``contents.json`` says what was put in.
+``tests/upgrades`` has a folder for each published version, and ``tests/project/test_upgrades.py``
+reads all of them. This program makes the folder of this version, before it is published. A later
+change of a format adds a folder, and changes no existing file. The files depend only on the
+version. Each is compressed; ``contents.json`` describes their contents.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def make_cache(kind: str) -> Any:
-    """Return an empty cache of a kind that a snapshot is kept of."""
+    """Return an empty cache of a kind in `CACHES`."""
     options: Any = CACHES[kind]
     return um.KVCache(*(() if "layers" in options else (2, 2, 64, 16)), pages="4k", **options)
 
 
 def rows_of(kv: Any) -> str:
-    """Return a hash of all that a cache holds: its tokens as they are stored, and its states."""
+    """Return a hash of all content of a cache: its stored tokens, and its states."""
     digest = hashlib.sha256()
     for part in getattr(kv, "_parts", None) or [kv]:
         for lane in part._lanes():
@@ -79,7 +79,7 @@ def _layers_of(kv: Any) -> list[Any]:
 
 
 def fill(kv: Any, n_tokens: int = N_TOKENS) -> None:
-    """Give an empty cache tokens: bytes that no conversion has touched, and that compress well."""
+    """Give an empty cache tokens: unconverted bytes that compress well."""
     states = [i for i, layer in enumerate(_layers_of(kv)) if isinstance(layer, um.LayerState)]
     for n in (n_tokens - 2, 2):
         kv.reserve(n)
@@ -200,7 +200,7 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def make() -> Iterator[tuple[str, bytes]]:
-    """Give the name and the bytes of each file; the last is what was put into the others."""
+    """Give the name and the bytes of each file, and at last ``contents.json``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         contents: dict[str, Any] = {kind: maker(folder) for kind, maker in MAKERS.items()}

@@ -1,4 +1,4 @@
-"""Files that replace others: whatever fails, the old file stays, and nothing else."""
+"""Files that replace others: if anything fails, the old file stays, and no other file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def failing(number: int) -> Callable[..., Any]:
 
 
 def check_save(path: Path) -> None:
-    """What is saved there comes back."""
+    """A snapshot saved there is restored."""
     with cache(40) as kv:
         kv.save(path)
         with um.KVCache.restore(path, mode="copy") as restored:
@@ -71,7 +72,7 @@ def takes_direct(folder: Path) -> bool:
     return True
 
 
-# ---- what is made ----
+# ---- new files ----
 
 
 def test_a_file_is_made_or_replaced(tmp_path: Path, page: Any) -> None:
@@ -82,7 +83,7 @@ def test_a_file_is_made_or_replaced(tmp_path: Path, page: Any) -> None:
         assert (path.read_bytes(), os.listdir(tmp_path)) == (page.tobytes(), ["file"])
 
 
-def test_nothing_is_seen_before_it_is_published(tmp_path: Path, page: Any) -> None:
+def test_a_file_appears_when_it_is_published(tmp_path: Path, page: Any) -> None:
     path = tmp_path / "file"
     path.write_bytes(OLD)
     with NewFile(str(path)) as file:
@@ -103,7 +104,7 @@ def test_a_link_stays_a_link(tmp_path: Path, page: Any) -> None:
         assert target.read_bytes() == page.tobytes()
 
 
-def test_permissions_are_those_of_the_old_file_or_of_any_new_one(tmp_path: Path, page: Any) -> None:
+def test_a_replaced_file_keeps_its_permissions(tmp_path: Path, page: Any) -> None:
     path = tmp_path / "file"
     mask = os.umask(0o027)
     try:
@@ -117,17 +118,19 @@ def test_permissions_are_those_of_the_old_file_or_of_any_new_one(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["a" * 255, "ü" * 127, "\udcff", ".hidden", "a b"])
-def test_any_name(name: str, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_file_name_is_written(
+    name: str, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path / name, Path(name)):
         write(path, page)
     assert os.listdir(tmp_path) == [name]
 
 
-# ---- what another writer left behind, or is writing ----
+# ---- other writers ----
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path, page: Any) -> None:
+def test_the_next_writer_removes_a_stale_file(tmp_path: Path, page: Any) -> None:
     path = tmp_path / "file"
     pid = fork()
     if pid == 0:
@@ -144,7 +147,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path, page: Any) -> None
     assert len(os.listdir(tmp_path)) == 4
 
 
-def test_what_is_being_written_is_left_alone(tmp_path: Path, page: Any) -> None:
+def test_a_file_being_written_is_not_swept(tmp_path: Path, page: Any) -> None:
     path = tmp_path / "file"
     with NewFile(str(path)) as slow:
         write(path, page)
@@ -156,8 +159,10 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path, page: Any) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_writer_begins_anew(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one comes between open and flock, and once it is still at it."""
+def test_a_writer_whose_file_is_swept_makes_another(
+    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another writer removes the file between open and flock, and once still holds it."""
     true = fcntl.flock
     held: list[int] = []
 
@@ -198,7 +203,9 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_no_locks(number: int, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_swept_without_locks(
+    number: int, tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fcntl, "flock", failing(number))
     stale = tmp_path / ".file.01234567.unimem-tmp"
     stale.write_bytes(b"perhaps of a living one")
@@ -221,11 +228,11 @@ def flags_at_each_write(patch: pytest.MonkeyPatch) -> list[int]:
     return flags
 
 
-def test_the_page_cache_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_bypass_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not takes_direct(tmp_path):
         pytest.skip("the file system has no O_DIRECT")
     flags = flags_at_each_write(monkeypatch)
-    # Lanes that are no whole pages, and begin at none.
+    # Lanes that neither begin at a page nor fill whole pages.
     with cache(40) as kv:
         kv.trim_to(39)
         kv.save(tmp_path / "session")
@@ -233,7 +240,9 @@ def test_the_page_cache_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert all(flag & os.O_DIRECT for flag in flags)
 
 
-def test_without_o_direct(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_o_direct_is_written_buffered(
+    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     true = fcntl.fcntl
 
     def refuse(fd: int, command: int, argument: int = 0) -> Any:
@@ -248,7 +257,9 @@ def test_without_o_direct(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "file").read_bytes() == page.tobytes()
 
 
-def test_a_direct_write_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_direct_write_is_repeated_buffered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     true, refused = os.pwrite, []
 
     def pwrite(fd: int, data: Any, offset: int) -> int:
@@ -262,14 +273,16 @@ def test_a_direct_write_that_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(refused) >= takes_direct(tmp_path)
 
 
-def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal or a quota cuts a write; what is left may not be what O_DIRECT takes."""
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal or a quota cuts a write; O_DIRECT may refuse the rest."""
     true = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: true(fd, data[:1000], at))
     check_save(tmp_path / "session")
 
 
-def test_a_write_of_nothing(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_zero_bytes_raises(
+    tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "file", page)
@@ -281,7 +294,7 @@ def test_a_write_of_nothing(tmp_path: Path, page: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("there", [False, True], ids=["a new file", "over an old one"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINVAL])
-def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
+def test_each_failing_call_leaves_the_old_file_or_the_new_one(
     number: int, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "session"
@@ -329,8 +342,10 @@ def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
         assert n_raised >= (5 if number == errno.EINVAL else 8)
 
 
-def test_a_failure_ends_the_other_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has not begun when a write fails is not begun any more."""
+def test_no_write_begins_after_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a write has failed, no other begins."""
     writes: list[None] = []
 
     def fail(name: str, *_: Any) -> None:
@@ -348,44 +363,44 @@ def test_a_failure_ends_the_other_writes(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.listdir(tmp_path) == []
 
 
-def test_a_full_file_system(tmp_path: Path) -> None:
+def check_too_large(path: Path, number: int, limit: Callable[[int], Any]) -> None:
+    """A snapshot that is too large for a limit raises, and leaves the old one."""
+    with cache(40) as small, cache(2000, 2000) as large:
+        small.save(path, model="old")
+        before = path.read_bytes()
+        with pytest.raises(OSError, match=os.strerror(number)) as caught, limit(len(before)):
+            large.save(path, model="new")
+        assert (caught.value.errno, caught.value.filename) == (number, str(path))
+        assert path.read_bytes() == before
+        assert os.listdir(path.parent) == ["session"]
+        small.save(path, model="again")
+
+
+def test_a_full_file_system_keeps_the_old_file(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
         pytest.skip("mounting a small file system needs root")
     try:
-        path = tmp_path / "session"
-        with cache(40) as small, cache(2000, 2000) as large:
-            small.save(path, model="old")
-            before = path.read_bytes()
-            with pytest.raises(OSError, match="No space left on device") as caught:
-                large.save(path, model="new")
-            assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(path))
-            assert path.read_bytes() == before
-            assert os.listdir(tmp_path) == ["session"]
-            small.save(path, model="again")
+        check_too_large(tmp_path / "session", errno.ENOSPC, nullcontext)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with cache(40) as small, cache(2000, 2000) as large:
-        small.save(path, model="old")
-        before = path.read_bytes()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 4096, hard))
+def test_a_limit_of_file_sizes_keeps_the_old_file(tmp_path: Path) -> None:
+    @contextmanager
+    def limited(nbytes: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes + 4096, hard))
         try:
-            with pytest.raises(OSError, match="File too large") as caught:
-                large.save(path, model="new")
+            yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
-        assert path.read_bytes() == before
-        assert os.listdir(tmp_path) == ["session"]
+
+    check_too_large(tmp_path / "session", errno.EFBIG, limited)
 
 
-def test_a_folder_that_cannot_be_written(page: Any) -> None:
-    with tempfile.TemporaryDirectory() as name:  # as the folder of the test is closed to others
+def test_an_unwritable_folder_keeps_the_old_file(page: Any) -> None:
+    with tempfile.TemporaryDirectory() as name:  # the folder of the test is closed to other users
         folder = Path(name)
         (folder / "file").write_bytes(OLD)
         folder.chmod(0o555)
@@ -402,7 +417,7 @@ def test_a_folder_that_cannot_be_written(page: Any) -> None:
         folder.chmod(0o755)
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_only_regular_files_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with cache(3) as kv:
         for path in (tmp_path / "fifo", "/dev/null"):
@@ -419,7 +434,9 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_room_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_room_is_allocated_before_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     with NewFile(str(tmp_path / "there")) as file:
         file.allocate(3 * 4096)
         if file._direct:
@@ -431,7 +448,9 @@ def test_room_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_noticed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_raises_before_the_first_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     path = tmp_path / "old"
     path.write_bytes(OLD)

@@ -25,7 +25,7 @@ NAMES = re.compile(r"[a-z]\.kept")
         ({"XDG_CACHE_HOME": "x", "HOME": "/h"}, "/h/.cache/unimem"),
     ],
 )
-def test_the_folder_is_chosen_by_variables(
+def test_variables_choose_the_folder(
     variables: dict[str, str], folder: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("UNIMEM_CACHE", raising=False)

@@ -1,4 +1,4 @@
-"""What earlier versions have left behind is read, or refused with the version that it has."""
+"""Files of earlier versions are read, or refused with the version that they have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ by_version = pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: fold
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Any]:
-    """What writes the files."""
+    """The program that writes the files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "tools"))
         yield importlib.import_module("upgrade_files")
@@ -77,7 +77,9 @@ def test_files_are_small(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("folder", "kind"), SNAPSHOTS)
-def test_snapshots_are_read(folder: Path, kind: str, tool: Any, tmp_path: Path) -> None:
+def test_snapshots_of_all_versions_are_read(
+    folder: Path, kind: str, tool: Any, tmp_path: Path
+) -> None:
     path = unpacked(folder, f"snapshot-{kind}", tmp_path / "snapshot")
     contents = contents_of(folder)
     said, tokens = contents["snapshots"][kind], contents["tokens"]
@@ -95,7 +97,7 @@ def test_snapshots_are_read(folder: Path, kind: str, tool: Any, tmp_path: Path) 
 
 
 @by_version
-def test_a_session_goes_on(folder: Path, tool: Any, tmp_path: Path) -> None:
+def test_sessions_continue(folder: Path, tool: Any, tmp_path: Path) -> None:
     engine = pytest.importorskip("unimem.engine")
     path = unpacked(folder, "session", tmp_path / "session")
     contents = contents_of(folder)
@@ -142,7 +144,7 @@ def test_an_image_is_read(folder: Path, tmp_path: Path) -> None:
 @by_version
 def test_the_note_of_a_stage_is_read(folder: Path) -> None:
     said, note = contents_of(folder)["stage"], json.loads(raw_of(folder, "stage"))
-    if note["schema"] != staged.SCHEMA:  # which is passed over, since it is another version's
+    if note["schema"] != staged.SCHEMA:  # another version's note is ignored
         assert folder.name != um.__version__
         return
     found = staged.held_from_note(os.getpid(), 0, note)
@@ -155,7 +157,7 @@ def test_the_note_of_a_stage_is_read(folder: Path) -> None:
 
 @by_version
 @pytest.mark.parametrize("name", ["ledger", "placed"])
-def test_what_a_process_shows_is_read(folder: Path, name: str) -> None:
+def test_the_ledger_of_another_process_is_read(folder: Path, name: str) -> None:
     said = contents_of(folder)[name]
     fd = os.memfd_create("upgraded")
     try:

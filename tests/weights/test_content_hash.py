@@ -1,4 +1,4 @@
-"""The hash of a model's content: by its definition, in every mode, in the end and when stopped."""
+"""The hash of a model's content: as defined, in every mode, with progress, and when stopped."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def write(path: Path, data: bytes, *parts: gf.Part) -> Path:
 
 
 def model(path: Path, data: bytes, *, key: bytes = b"\x07", name: str = "b") -> Path:
-    """A file of three tensors, one of them empty; `data` is that of the one called `name`."""
+    """A file of three tensors, one of them empty; `data` belongs to the tensor `name`."""
     return write(
         path,
         bytes(range(32)) + data,
@@ -132,7 +132,7 @@ def test_every_mode_and_number_of_threads_gives_the_same(large: Path) -> None:
     assert len(found) == 1
 
 
-def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
+def test_a_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
     def split(no: int, count: int) -> list[gf.Part]:
         numbers = {
             "no": (gf.UINT16, no),
@@ -156,7 +156,7 @@ def test_split_model_hashes_as_the_whole(tmp_path: Path) -> None:
     assert hash_of(whole) == hash_of(merged) == hash_of(part)
 
 
-def test_any_change_shows(tmp_path: Path, small: Path) -> None:
+def test_any_change_changes_the_hash(tmp_path: Path, small: Path) -> None:
     path = tmp_path / "other.gguf"
     hashes = [
         hash_of(small),
@@ -166,7 +166,7 @@ def test_any_change_shows(tmp_path: Path, small: Path) -> None:
         hash_of(model(path, SMALL[:-4])),
     ]
     assert len(set(hashes)) == len(hashes)
-    # What does not matter: the order of the file, and what lies between the tensors.
+    # The order of the file and the bytes between tensors do not matter.
     write(
         path,
         SMALL + b"\xff" * (512 - len(SMALL)) + bytes(range(32)),
@@ -180,7 +180,7 @@ def test_any_change_shows(tmp_path: Path, small: Path) -> None:
     assert hash_of(path) == hashes[0]
 
 
-# ---- files that change ----
+# ---- changed files ----
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_any_change_shows(tmp_path: Path, small: Path) -> None:
     ],
     ids=["truncated", "replaced"],
 )
-def test_mapped_file_that_changes_raises(
+def test_a_changed_mapped_file_raises(
     tmp_path: Path,
     large: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -200,14 +200,14 @@ def test_mapped_file_that_changes_raises(
 ) -> None:
     path = Path(shutil.copy(large, tmp_path))
     ran: list[None] = []
-    hash_all = content_hash._Work.run
+    hash_all = content_hash.hash_in_threads
 
-    def run(*arguments: Any) -> None:
+    def hash_later(*arguments: Any) -> list[bytes]:
         ran.append(None)
         change(path)
-        hash_all(*arguments)
+        return hash_all(*arguments)
 
-    monkeypatch.setattr(content_hash._Work, "run", run)
+    monkeypatch.setattr(content_hash, "hash_in_threads", hash_later)
     with open_weights(path, load="map") as w:
         for expected in (code, errno.ESTALE):  # while it is hashed, and the second time at once
             with pytest.raises(OSError, match=path.name) as caught:
@@ -218,7 +218,7 @@ def test_mapped_file_that_changes_raises(
 
 
 @pytest.mark.parametrize("mode", ["copy", "direct"])
-def test_memory_of_our_own_does_not_need_the_file(small: Path, mode: Load) -> None:
+def test_copied_weights_are_hashed_without_their_file(small: Path, mode: Load) -> None:
     with open_weights(small, load=mode) as w:
         expected = w.content_hash()
         small.unlink()
@@ -236,7 +236,7 @@ def test_an_intact_mapping_is_hashed(small: Path, monkeypatch: pytest.MonkeyPatc
         assert w.content_hash() == expected
 
 
-def test_a_mapping_of_a_descriptor_outlives_it(small: Path) -> None:
+def test_a_mapping_outlives_its_descriptor(small: Path) -> None:
     with small.open("rb") as file:
         w = open_weights(f"/proc/self/fd/{file.fileno()}", load="map")
     with w:
@@ -257,7 +257,7 @@ def test_progress_grows_and_ends_with_all(large: Path, mode: Load) -> None:
         assert done == sorted(set(done))
 
 
-def test_progress_of_nothing(tmp_path: Path) -> None:
+def test_progress_of_an_empty_model_is_called_once(tmp_path: Path) -> None:
     (tmp_path / "file.gguf").write_bytes(gf.head(0, 0))
     calls = []
     with open_weights(tmp_path / "file.gguf") as w:
@@ -291,7 +291,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return event
 
 
-def test_what_progress_raises_stops(large: Path, told: threading.Event) -> None:
+def test_an_exception_from_progress_stops_the_hash(large: Path, told: threading.Event) -> None:
     def progress(done: int, total: int) -> None:
         assert done < total
         told.set()
@@ -301,7 +301,7 @@ def test_what_progress_raises_stops(large: Path, told: threading.Event) -> None:
         w.content_hash(threads=2, progress=progress)
 
 
-def test_interrupt_stops(large: Path, told: threading.Event) -> None:
+def test_an_interrupt_stops_the_hash(large: Path, told: threading.Event) -> None:
     def progress(_done: int, _total: int) -> None:
         told.set()
         signal.raise_signal(signal.SIGINT)
@@ -309,13 +309,13 @@ def test_interrupt_stops(large: Path, told: threading.Event) -> None:
     with open_weights(large) as w:
         with pytest.raises(KeyboardInterrupt) as caught:
             w.content_hash(threads=2, progress=progress)
-        w.close()  # nobody uses it any more
+        w.close()  # no thread uses it
         assert caught.traceback
 
 
 def test_an_interrupt_leaves_no_thread(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(content_hash, "_PIECE_BYTES", 8 * MIB)
-    hold(monkeypatch, lambda: time.sleep(0.002))  # so that there are threads to be left
+    hold(monkeypatch, lambda: time.sleep(0.002))  # so that threads are still running
     with open_weights(large) as w:
         for _ in interrupts.at_each_line(lambda: w.content_hash(threads=2), "unimem/"):
             assert interrupts.others_in(content_hash) == []
@@ -323,7 +323,7 @@ def test_an_interrupt_leaves_no_thread(large: Path, monkeypatch: pytest.MonkeyPa
 
 
 @needs_fork
-def test_a_child_that_progress_forks_is_told(large: Path, run_python: Run) -> None:
+def test_a_forked_child_raises_closed_error(large: Path, run_python: Run) -> None:
     script = f"""
         import os, signal, threading
         import pytest
@@ -354,7 +354,7 @@ def test_a_child_that_progress_forks_is_told(large: Path, run_python: Run) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_is_closed_under_a_hash(large: Path, told: threading.Event) -> None:
+def test_weights_cannot_be_closed_while_they_are_hashed(large: Path, told: threading.Event) -> None:
     refused: list[bool] = []
 
     def progress(done: int, total: int) -> None:
@@ -369,7 +369,7 @@ def test_nothing_is_closed_under_a_hash(large: Path, told: threading.Event) -> N
         assert refused
 
 
-def test_misuse(large: Path) -> None:
+def test_wrong_numbers_of_threads_are_refused(large: Path) -> None:
     with open_weights(large) as w:
         with pytest.raises(ValueError, match="threads: expected an integer from 1 on, got 0"):
             w.content_hash(threads=0)

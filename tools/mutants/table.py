@@ -31,5 +31,5 @@ PYTHON_FILES = {
     """.split()
     ),
     "planning/result.py": ("tests/planning/test_plan*.py", "tests/cli/test_plan.py"),
-    "kv/snapshot/format_rows.py": ("tests/kv/test_snapshot*.py", "tests/project/test_upgrades.py"),
+    "kv/snapshot/format_rows.py": ("tests/kv/snapshot/test_*.py", "tests/project/test_upgrades.py"),
 }

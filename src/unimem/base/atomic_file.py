@@ -9,7 +9,6 @@ import os
 import stat
 from collections.abc import Iterator
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -231,12 +230,7 @@ class NewFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

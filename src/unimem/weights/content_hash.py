@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ from unimem.weights.files import check_version
 from unimem.weights.loading import Progress
 from unimem.weights.tensors import Contents, Tensor
 
-__all__ = ["content_hash"]
+__all__ = ["Hashed", "content_hash", "hash_in_threads"]
 
 _HEAD = b"unimem content 1\n"
 _OF_A_SPLIT = frozenset({"split.no", "split.count", "split.tensors.count"})
@@ -58,13 +58,13 @@ def content_hash(
     check_callable(progress)
     _check_versions(contents, mapped)
     tensors = sorted(contents.tensors.values(), key=lambda tensor: tensor.name.encode())
-    chunks = [chunk for tensor in tensors for chunk in _chunks(tensor)]
-    work = _Work(chunks, mapped=mapped)
-    work.run(n_threads, progress)
+    data = [Hashed(*chunk) for tensor in tensors for chunk in _chunks(tensor, mapped)]
+    nbytes = sum(each.data.nbytes for each in data)
+    # In the order of the files, which are read ahead.
+    digests = iter(hash_in_threads(data, n_threads, progress, lambda data: data.ctypes.data))
     _check_versions(contents, mapped)
     total = xxhash.xxh3_128(_HEAD)
     _add_metadata(total, contents)
-    digests = iter(work.digests)
     total.update(_u64(len(tensors)))
     for tensor in tensors:
         total.update(_text(tensor.name) + _text(tensor.type))
@@ -72,7 +72,7 @@ def content_hash(
         for _ in range(0, tensor.nbytes, _CHUNK_BYTES):
             total.update(next(digests))
     if progress is not None:
-        progress(work.nbytes, work.nbytes)
+        progress(nbytes, nbytes)
     return total.hexdigest()
 
 
@@ -102,70 +102,71 @@ def _text(text: str) -> bytes:
     return _u64(len(raw)) + raw
 
 
-class _Chunk(NamedTuple):
-    data: NDArray[np.uint8]  # it keeps the memory
-    path: str
-
-
-def _chunks(tensor: Tensor) -> Iterator[_Chunk]:
+def _chunks(tensor: Tensor, mapped: bool) -> Iterator[tuple[NDArray[np.uint8], str | None]]:
     data = tensor.as_array().reshape(-1).view(np.uint8)
     for begin in range(0, tensor.nbytes, _CHUNK_BYTES):
-        yield _Chunk(data[begin : begin + _CHUNK_BYTES], tensor.file)
+        yield data[begin : begin + _CHUNK_BYTES], tensor.file if mapped else None
 
 
-class _Work:
-    """Chunks that are being hashed. Its threads share it; `run` is for one thread."""
+class Hashed(NamedTuple):
+    """Memory to hash, and the file that it is mapped from, if any."""
 
-    def __init__(self, chunks: list[_Chunk], *, mapped: bool) -> None:
-        self.nbytes = sum(chunk.data.nbytes for chunk in chunks)
-        self.digests = [b""] * len(chunks)
-        self._chunks = chunks
-        self._mapped = mapped
-        # In the order of the files, which are read ahead. Taking the next chunk is one step under
-        # the interpreter's lock.
-        in_memory = sorted(range(len(chunks)), key=lambda i: chunks[i].data.ctypes.data)
-        self._next = iter(in_memory)
-        self._done: deque[int] = deque()
-        self._stopped = False
+    data: NDArray[np.uint8]
+    path: str | None
 
-    def run(self, n_threads: int, progress: Progress | None) -> None:
-        """Hash all chunks; no thread is left when this returns or raises."""
-        n = min(n_threads, len(self._chunks))
-        if n == 0:
-            return
-        done = 0
 
-        def tick() -> None:
-            nonlocal done
-            while self._done:
-                done += self._done.popleft()
-            if progress is not None and done < self.nbytes:
-                progress(done, self.nbytes)
+def hash_in_threads(
+    work: list[Hashed],
+    threads: int,
+    progress: Progress | None,
+    order: Callable[[NDArray[np.uint8]], int],
+) -> list[bytes]:
+    """Hash pieces of memory, sorted by `order`; return their digests in the order of the list.
 
-        try:
-            run_in_threads(n, self._work, stop=self._stop, tick=tick)
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # the frames of threads keep memory
-            raise
-        finally:
-            self._chunks.clear()
+    The list is emptied, and no thread is left, when this returns or raises. `progress` is not
+    called at the end.
+    """
+    total, done = sum(each.data.nbytes for each in work), 0
+    digests = [b""] * len(work)
+    # Taking the next number is one step under the interpreter's lock.
+    numbers = iter(sorted(range(len(work)), key=lambda i: order(work[i].data)))
+    finished: deque[int] = deque()
+    stopped = False
 
-    def _stop(self) -> None:
-        self._stopped = True
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
 
-    def _work(self) -> None:
-        piece = np.empty(_PIECE_BYTES if self._mapped else 0, np.uint8)
-        while not self._stopped and (i := next(self._next, None)) is not None:
-            chunk = self._chunks[i]
+    def tick() -> None:
+        nonlocal done
+        while finished:
+            done += finished.popleft()
+        if progress is not None and done < total:
+            progress(done, total)
+
+    def hash_some() -> None:
+        copy = np.empty(_PIECE_BYTES, np.uint8)
+        while not stopped and (i := next(numbers, None)) is not None:
+            data, path = work[i]
             hasher = xxhash.xxh3_128()
-            for begin in range(0, chunk.data.nbytes, _PIECE_BYTES):
-                if self._stopped:
+            for begin in range(0, data.nbytes, _PIECE_BYTES):
+                if stopped:
                     return
-                data = chunk.data[begin : begin + _PIECE_BYTES]
-                if self._mapped:
+                piece = data[begin : begin + _PIECE_BYTES]
+                if path is not None:
                     # If the file is truncated meanwhile, that is an error here, and no signal.
-                    guard.copy(piece, data.ctypes.data, data.nbytes, chunk.path)
-                    data = piece[: data.nbytes]
-                hasher.update(data.data)
-                self._done.append(data.nbytes)
-            self.digests[i] = hasher.digest()
+                    guard.copy(copy, piece.ctypes.data, piece.nbytes, path)
+                    piece = copy[: piece.nbytes]
+                hasher.update(piece.data)
+                finished.append(piece.nbytes)
+            digests[i] = hasher.digest()
+
+    try:
+        if work:
+            run_in_threads(max(1, min(threads, len(work))), hash_some, stop=stop, tick=tick)
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # the frames of threads keep memory
+        raise
+    finally:
+        work.clear()
+    return digests

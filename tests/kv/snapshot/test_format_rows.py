@@ -1,4 +1,4 @@
-"""The format of snapshots, without a file: where its parts lie, and the most that it allows."""
+"""The format of rows, without a file: the places of its parts, and its limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_data_begins_on_the_first_page_behind_the_tables() -> None:
     assert (found.data_offset, found.file_bytes) == (2 * PAGE, 4 * PAGE)
 
 
-def test_lanes_of_v_have_sizes_of_their_own() -> None:
+def test_lanes_of_v_may_differ_from_lanes_of_k() -> None:
     facts = FACTS | {"v_head_dim": 3, "v_dtype": "f32", "n_layers": 2, "chunk_bytes": 2 * PAGE}
     found = sf.new(facts, None, None, "-")
     assert [found.lane_bytes(part) for part in ("k", "v")] == [2 * 1100, 12 * 1100]
@@ -42,7 +42,7 @@ def test_lanes_of_v_have_sizes_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["alignment", "chunk_bytes"])
-def test_the_most_that_a_header_allows(name: str) -> None:
+def test_limits_of_the_header_are_exact(name: str) -> None:
     most = {"alignment": sf.MAX_ALIGNMENT, "chunk_bytes": sf.MAX_CHUNK_BYTES}[name]
     for value in (most, 2 * most):
         sizes = {"chunk_bytes": max(FACTS["chunk_bytes"], value), name: value}

@@ -1,4 +1,4 @@
-"""Snapshots that are checked, and read into a cache that is there."""
+"""Snapshots that are verified, and read into existing caches."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_verify_checks_the_file_that_was_mapped(file: Path) -> None:
         append(mapped, 5)
         mapped.verify()
         with cache(3) as other:
-            other.save(file)  # takes the name; the mapped file stays
+            other.save(file)  # replaces the file; the mapped one stays
         mapped.verify()
         mapped.clear()
         mapped.verify()
 
 
-def test_what_stands_on_no_file_is_not_verified(file: Path) -> None:
+def test_only_mapped_caches_are_verified(file: Path) -> None:
     with cache(3) as kv, um.KVCache.restore(file, mode="copy", verify=False) as copied:
         for cache_, match in (
             (kv, "nothing to verify"),
@@ -45,7 +45,7 @@ def test_what_stands_on_no_file_is_not_verified(file: Path) -> None:
                 cache_.verify()
 
 
-def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
+def test_verify_reports_a_truncated_file(file: Path) -> None:
     whole = file.stat().st_size
     with um.KVCache.restore(file) as mapped:
         os.truncate(file, 8192)
@@ -59,7 +59,7 @@ def test_verify_says_that_the_file_was_truncated(file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fixed", "grow"])
-def test_reading_into_a_cache_that_is_there(kind: str, file: Path) -> None:
+def test_a_snapshot_is_read_into_a_cache(kind: str, file: Path) -> None:
     with um.KVCache.restore(file) as expected, um.KVCache(2, 2, 32, 100, **KINDS[kind]) as kv:
         assert snapshot.read_into(kv, file, range(44), "tiny").seq_len == 40
         assert rows(kv) == rows(expected)
@@ -117,7 +117,7 @@ def test_reading_into_a_cache_is_all_or_nothing(file: Path) -> None:
 
 
 @by_kind
-def test_only_a_cleared_cache_is_read_into(kind: str, path: Path) -> None:
+def test_a_cache_must_be_cleared_before_reading(kind: str, path: Path) -> None:
     with cache(20, **KINDS[kind]) as saved, um.KVCache(2, 2, 32, 64, **KINDS[kind]) as kv:
         saved.save(path)
         one = np.full((1, 2, 32), 3, np.float32)

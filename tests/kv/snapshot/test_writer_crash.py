@@ -1,4 +1,4 @@
-"""Killed at any moment of a save, a process leaves the old snapshot or the new one, whole."""
+"""A process killed at any moment of a save leaves the old snapshot or the new one, whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from conftest import Run
 from support.files.snapshot_files import cache, interpose
 from support.processes.forks import fork
 
-# In a process of its own, which has one thread: so that it may fork, and its children save at once.
+# In a process of its own with one thread, so that it may fork and its children save at once.
 KILLS = """
     import json, os, random, signal, time
     import numpy as np
@@ -24,10 +24,10 @@ KILLS = """
     path, n_kills = os.environ["FILE"], 210
     rng = random.Random(1)
     os.makedirs(os.path.dirname(path))
-    ours, theirs = os.pipe()  # which ends with this process, if nothing else does
+    ours, theirs = os.pipe()  # it ends with this process at the latest
 
     def fill(kv, generation):
-        # All bytes of a generation are alike, and unlike those of the last.
+        # All bytes of a generation are equal, and differ from the previous generation.
         for layer in range(kv.n_layers):
             for part in ("k", "v"):
                 kv._body._rows(layer, part, 0)[:] = generation % 251
@@ -38,7 +38,7 @@ KILLS = """
         kv.append(layer, zeros, zeros)
 
     def save_in_child(generation):
-        '''The child's id, and a pipe that tells when save begins and ends.'''
+        '''Return the child's id, and a pipe that reports when save begins and ends.'''
         told, tell = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -54,7 +54,7 @@ KILLS = """
         return pid, told
 
     def kill(pid, told):
-        '''Whether it had saved by then.'''
+        '''Return whether it had saved before.'''
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         ended = os.read(told, 1) == b"e"
@@ -62,7 +62,7 @@ KILLS = """
         return ended
 
     def generation_on_disk():
-        '''The generation of the file, all of which is checked.'''
+        '''Check the whole file and return its generation.'''
         with um.KVCache.restore(path, mode="copy", tokens=range(1024)) as restored:
             generation = int(snapshot.describe(path).model)
             for layer in range(2):
@@ -75,7 +75,7 @@ KILLS = """
     for generation in range(1, n_kills + 1):
         pid, told = save_in_child(generation)
         began = time.perf_counter()
-        if generation % 20 == 1:  # how long a save takes: it is let through
+        if generation % 20 == 1:  # one save is completed, to measure its time
             assert os.read(told, 1) == b"e"
             usual = time.perf_counter() - began
             kill(pid, told)
@@ -105,7 +105,7 @@ def test_kills_at_random_moments(run_python: Run, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert 0 < result["old"] <= result["inside"], result
-    # What one killed save left, the next has removed.
+    # The next save removes the remains of a killed one.
     assert result["most_files"] == 2, result
     assert result["files"] == ["session"]
 

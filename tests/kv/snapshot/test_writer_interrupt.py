@@ -1,4 +1,4 @@
-"""Interrupted twice, saving and reading leave nothing under way: no late write hits anything."""
+"""Repeated interrupts leave no read or write under way, so that none is late."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from conftest import Run
 from support.files.snapshot_files import append, cache, rows, small_chunks
 from support.processes import interrupts
 from unimem.kv import snapshot
-from unimem.kv.snapshot import chunk_threads
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -73,7 +72,7 @@ class Slow:
         self._interrupted.set()
 
     def join(self) -> None:
-        """Wait for the interrupts that are to come, which do not raise any more."""
+        """Wait for the remaining interrupts, which no longer raise."""
         self._raises = False
         self._sender.join()
 
@@ -102,7 +101,7 @@ def test_no_write_is_late(
         calls = slow("pwrite", lambda _: True)
         with pytest.raises(KeyboardInterrupt) as caught:
             kv.save(path)
-        # A file that gets the number of the one that was written.
+        # This file gets the descriptor of the written one.
         with (tmp_path / "other").open("w+b") as other:
             at_once = calls.n_begun, calls.n_ended
             calls.join()
@@ -136,56 +135,10 @@ def test_no_read_is_late(
         assert rows(kv) == rows(saved)
 
 
-@pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What describes a file of several chunks."""
-    small_chunks(monkeypatch)
-    path = tmp_path / "session"
-    with cache(60, 64) as kv:
-        kv.save(path)
-    return snapshot.describe(path)
-
-
-@pytest.mark.filterwarnings("ignore:unclosed Block:ResourceWarning")  # it goes with its last user
-def test_interrupted_at_each_line_no_work_is_late(saved: Any) -> None:
-    begun: list[None] = []
-    done: list[None] = []
-
-    def work(chunk: Any, buffer: Any) -> None:
-        if chunk.number == 3:  # those before it are begun in any case
-            raise ValueError
-        begun.append(None)
-        time.sleep(0.002)
-        done.append(None)
-
-    def each_chunk() -> None:
-        with suppress(ValueError):
-            chunk_threads.for_each_chunk(saved, work)
-
-    for _ in interrupts.at_each_line(each_chunk, "kv/snapshot/chunk_threads.py", "base/threads.py"):
-        assert len(begun) == len(done)
-    assert len(begun) == len(done) > 0
-
-
-def test_of_several_errors_that_of_the_first_chunk_is_raised(saved: Any) -> None:
-    later_failed = threading.Event()
-
-    def work(chunk: Any, _: Any) -> None:
-        if chunk.number == 3:
-            later_failed.set()
-            raise ValueError(chunk.number)
-        if chunk.number == 1:
-            assert later_failed.wait(60)
-            raise ValueError(chunk.number)
-
-    with pytest.raises(ValueError, match="1"):
-        chunk_threads.for_each_chunk(saved, work)
-
-
-def test_an_interrupt_after_an_error_is_not_lost(
+def test_an_interrupt_after_an_error_is_raised(
     slow: Callable[..., Slow], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first write fails, and it is while the others are waited for that interrupts come."""
+    """The first write fails, and interrupts arrive while the others are waited for."""
     small_chunks(monkeypatch)
     path = tmp_path / "session"
     with cache(500, 512) as kv:
@@ -222,7 +175,7 @@ def descriptors() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # it goes with its last user
 @pytest.mark.parametrize("what", ["save", "map", "copy", "read_into", "verify"])
-def test_interrupted_at_each_line_nothing_is_left(what: str, tmp_path: Path) -> None:
+def test_an_interrupt_at_any_line_leaves_nothing(what: str, tmp_path: Path) -> None:
     path = tmp_path / "session"
     with cache(8, 16) as kv, um.KVCache(2, 2, 32, 16) as other:
         kv.save(path)
@@ -268,7 +221,7 @@ def test_the_file_of_a_mapped_cache_may_outlive_all_modules(
         import unimem as um
         with um.KVCache.restore({str(path)!r}) as kv:
             builtins.kept = sys.kept = [kv._body._snapshot]
-        builtins.kept.append(builtins.kept)  # which no count of references ends
+        builtins.kept.append(builtins.kept)  # a cycle, which no reference count ends
         """
     )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,4 +1,4 @@
-"""Chunks of KV: identities that are the same everywhere, and bytes of which each one counts."""
+"""Chunks of KV: identities are the same everywhere, and each byte is checked."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def test_processes_with_different_hash_seeds_agree() -> None:
         (EqualLayers(2, 4, 64, "f16", "f16"), "m", 1),
     ],
 )
-def test_whatever_the_bytes_depend_on_changes_all_identities(
-    kind: Any, model: str, first: int
-) -> None:
+def test_each_input_changes_all_identities(kind: Any, model: str, first: int) -> None:
     def keys(kind: Any, model: str, first: int) -> set[bytes]:
         ids = np.arange(12, dtype=np.int32)
         ids[0] = first
@@ -82,7 +80,7 @@ def test_whatever_the_bytes_depend_on_changes_all_identities(
     assert not keys(kind, model, first) & keys(EqualLayers(2, 4, 64, "f16", "f16"), "m", 0)
 
 
-def test_a_size_of_v_that_k_has_too_changes_no_identity() -> None:
+def test_equal_sizes_of_k_and_v_keep_the_identity() -> None:
     layer = LayerRows(4, 64, "f16", "f16", 8)
     assert layer._replace(v_head_dim=64).text == layer.text
     assert layer._replace(v_head_dim=0).text != layer.text
@@ -112,15 +110,15 @@ def test_each_flipped_bit_is_found() -> None:
     assert find_fault(CHUNK, KEY, blob) is None
 
 
-def test_another_chunk_is_found() -> None:
+def test_a_swapped_chunk_is_noticed() -> None:
     fault = find_fault(CHUNK, bytes(32), sealed())
     assert fault is not None
     assert "another chunk" in fault
 
 
 @pytest.mark.parametrize("dims", [(16, 0), (12, 4), (4, 12)])
-def test_a_chunk_of_other_heads_is_found(dims: tuple[int, int]) -> None:
-    """As many bytes with the same identity, in other lanes."""
+def test_a_chunk_of_other_heads_is_noticed(dims: tuple[int, int]) -> None:
+    """The same number of bytes and the same identity, in other lanes."""
     k, v = dims
     group = EqualLayers(1, 1, k, "f16", "f16", v_head_dim=v).groups[0]
     other = ChunkShape(group, CHUNK.n_tokens)

@@ -18,11 +18,11 @@ from unimem.kv.store.chunk import LayerRows, MixedLayers, chunk_keys
 from unimem.kv.store.store import KVStore
 
 CHUNK, MODEL = 8, "tiny"
-# A page holds one row of the sliding layers in f32, so that a ring has no row more than it must.
+# A page holds one row of the sliding layers in f32, so that a ring has no superfluous row.
 FULL, WIDE = um.LayerKV(2, 32), um.LayerKV(4, 256, window=20)
 NARROW, SHARED = um.LayerKV(4, 256, window=5, dtype="f32"), um.LayerKV(4, 256, share_of=0)
 LAYERS = [WIDE, FULL, NARROW, SHARED]
-# Heads of V of another size than those of K, and none.
+# Heads of V that differ in size from those of K, and no V.
 OTHER_V = [replace(one, v_head_dim=v) for one, v in zip(LAYERS, (0, 64, 128, 0), strict=True)]
 
 
@@ -38,7 +38,7 @@ def made(layers: Sequence[um.LayerKV] = LAYERS, **options: Any) -> Any:
 
 
 def value(ids: Sequence[int], position: int, layer: int) -> float:
-    """What a layer keeps of a token: it depends on all tokens up to it."""
+    """The rows of a token in a layer, which depend on all tokens up to it."""
     return float(sum((i + 1) * token for i, token in enumerate(ids[: position + 1])) % 999 + layer)
 
 
@@ -57,7 +57,7 @@ def fill(kv: Any, ids: Sequence[int], step: int = 7) -> None:
 
 
 def check(kv: Any, ids: Sequence[int], n: int) -> None:
-    """Each layer shows what it would if the first n tokens had been computed."""
+    """Check that each layer shows the rows of the first n tokens."""
     assert kv.next_position == n
     for layer, spec in enumerate(kv.layers):
         source = layer if spec.share_of is None else spec.share_of
@@ -75,7 +75,7 @@ def check(kv: Any, ids: Sequence[int], n: int) -> None:
 @pytest.mark.parametrize("grow", [False, True])
 @pytest.mark.parametrize("n", [7, 8, 20, 45, 64])
 @pytest.mark.parametrize("layers", [LAYERS, OTHER_V], ids=["alike", "other V"])
-def test_what_was_put_is_restored(
+def test_put_layers_are_restored(
     tmp_path: Path, layers: list[um.LayerKV], n: int, grow: bool, order: Any
 ) -> None:
     ids, end = list(range(3, n + 3)), n // CHUNK * CHUNK
@@ -93,21 +93,21 @@ def test_what_was_put_is_restored(
         assert store.stat().put_chunks == 0
 
 
-def test_an_end_without_its_window_is_none(tmp_path: Path) -> None:
-    """45 tokens end 5 behind a chunk: with few rows to spare, the window before that is gone."""
+def test_a_hit_never_ends_without_its_window(tmp_path: Path) -> None:
+    """45 tokens end 5 after a chunk: with few spare rows, the window before that is gone."""
     ids = list(range(45))
     with opened(tmp_path / "s") as store, made(spare_rows=CHUNK - 5) as kv:
         assert (kv.n_rows[0], kv.n_rows[2]) == (23, 8)
         fill(kv, ids, step=1)
         assert store.put(kv, ids, model=MODEL) == 0
-        assert store.stat().put_chunks > 0  # those of the other layers
+        assert store.stat().put_chunks > 0  # chunks of the other layers
         kv.clear()
         assert store.restore_into(kv, ids, model=MODEL) == 0
         assert kv.is_empty
         fill(kv, ids[:40], step=1)
         assert store.put(kv, ids[:40], model=MODEL) == 0  # the window begins inside of a chunk
         kv.clear()
-        for end in range(CHUNK, 41, CHUNK):  # put as it grows
+        for end in range(CHUNK, 41, CHUNK):  # put after each chunk
             fill(kv, ids[:end], step=1)
             assert store.put(kv, ids, model=MODEL) == end
         kv.clear()
@@ -115,7 +115,7 @@ def test_an_end_without_its_window_is_none(tmp_path: Path) -> None:
         check(kv, ids, 40)
 
 
-def test_twice_a_chunk_to_spare_is_enough(tmp_path: Path) -> None:
+def test_two_spare_chunks_of_rows_suffice(tmp_path: Path) -> None:
     for n in range(3 * CHUNK + 2, 5 * CHUNK, 2):
         ids = [n, *range(n - 1)]
         with opened(tmp_path / "s") as store, made(spare_rows=2 * CHUNK) as kv:
@@ -123,7 +123,7 @@ def test_twice_a_chunk_to_spare_is_enough(tmp_path: Path) -> None:
             assert store.put(kv, ids, model=MODEL) == n // CHUNK * CHUNK
 
 
-def test_a_hit_ends_where_a_window_is_whole(tmp_path: Path) -> None:
+def test_a_hit_ends_at_the_last_whole_window(tmp_path: Path) -> None:
     first = list(range(64))
     second = first[:50] + [99] * 14
     with opened(tmp_path / "s") as store, made() as kv:
@@ -139,7 +139,7 @@ def test_a_hit_ends_where_a_window_is_whole(tmp_path: Path) -> None:
 
 
 def name_of(ids: Sequence[int], number: int, window: int | None) -> str:
-    """The file of a chunk."""
+    """Return the name of a chunk's file."""
     wide = LayerRows(4, 256, "f32", "f32", 20)
     full, narrow = LayerRows(2, 32, "f32", "f32"), wide._replace(window=5)
     kind = MixedLayers((wide, full, narrow, wide._replace(share_of=0)))
@@ -164,7 +164,7 @@ def test_a_damaged_chunk_ends_a_hit_before_it(
         data[5000] ^= 1
         path.write_bytes(data)
         kv.clear()
-        if left == 64:  # a window that nobody needs any more is not read
+        if left == 64:  # a window that is no longer needed is not read
             assert store.restore_into(kv, ids, model=MODEL) == 64
         else:
             with pytest.warns(um.PlacementWarning, match="was removed"):
@@ -174,7 +174,7 @@ def test_a_damaged_chunk_ends_a_hit_before_it(
         check(kv, ids, left)
 
 
-def test_windows_alone_need_no_first_chunks(tmp_path: Path) -> None:
+def test_layers_with_windows_need_no_first_chunks(tmp_path: Path) -> None:
     layers, ids = [WIDE, NARROW], [i % 50 for i in range(200)]
     with opened(tmp_path / "s") as store, made(layers, max_seq_len=64) as kv:
         fill(kv, ids)
@@ -256,7 +256,7 @@ def test_only_what_fits_is_restored(tmp_path: Path) -> None:
 
 
 def test_random_conversations(tmp_path: Path) -> None:
-    """Of conversations that share their beginnings, and chunks that go: every row is checked."""
+    """Conversations share their beginnings, and chunks disappear: every row is checked."""
     random = np.random.default_rng(1)
     restored = 0
     with opened(tmp_path / "s") as store, made() as kv:

@@ -1,4 +1,4 @@
-"""Chunks of another engine in a store: the bytes that were put, or none."""
+"""Chunks of another engine in a store: a hit has the bytes that were put."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def opened(folder: Path, **options: Any) -> um.KVStore:
     return um.KVStore(folder, **given)
 
 
-def test_what_was_put_comes_back_in_another_process(tmp_path: Path) -> None:
+def test_a_chunk_is_read_by_another_process(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         chunks = EngineChunks(store, "engine", SIZE)
         assert not chunks.has(KEY)
@@ -54,7 +54,7 @@ def test_the_identity_is_that_of_the_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [40, 4096 + 17, -1])
-def test_a_damaged_one_is_a_miss_and_changes_nothing(tmp_path: Path, at: int) -> None:
+def test_a_damaged_chunk_is_a_miss_and_copies_nothing(tmp_path: Path, at: int) -> None:
     with opened(tmp_path) as store:
         chunks = EngineChunks(store, "engine", SIZE)
         chunks.put(KEY, chunk(1))
@@ -69,7 +69,7 @@ def test_a_damaged_one_is_a_miss_and_changes_nothing(tmp_path: Path, at: int) ->
         assert not chunks.has(KEY)
 
 
-def test_budgets_hold_and_what_is_used_stays(tmp_path: Path) -> None:
+def test_budgets_hold_and_used_chunks_stay(tmp_path: Path) -> None:
     cost = 12288 + 8192
     with opened(tmp_path, disk_bytes=16384 + 3 * cost) as store:
         chunks = EngineChunks(store, "engine", SIZE)
@@ -77,7 +77,7 @@ def test_budgets_hold_and_what_is_used_stays(tmp_path: Path) -> None:
             assert chunks.put(b"%d" % i, chunk(i))
         chunks.touch([b"0"])
         assert chunks.put(b"3", chunk(3))
-        # Room for more than one is made: those used longest ago go first.
+        # Room for several chunks is made; the least recently used ones go first.
         assert [chunks.has(b"%d" % i) for i in range(4)] == [True, False, False, True]
     with opened(tmp_path / "small", disk_bytes=20000) as store:
         assert not EngineChunks(store, "engine", SIZE).put(KEY, chunk(1))

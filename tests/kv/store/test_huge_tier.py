@@ -1,4 +1,4 @@
-"""A store whose chunks in RAM lie in pages of the hugetlb pool, and what it does without them."""
+"""Stores with chunks in pages of the hugetlb pool, and their fallbacks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from unimem.kv.store.store import KVStore
 from unimem.system import limits
 
 MODEL, CHUNK = "tiny", 512
-# A chunk of 4 MiB and its header takes three huge pages, and what is counted for its file.
+# A chunk of 4 MiB with its header takes three huge pages and the cost of its file.
 COST = 3 * PAGE_BYTES + 8192
-# Of two chunks, and of what is made free beyond one of them; the pool has eight pages.
+# Room for two chunks and for what is freed beyond one; the pool has eight pages.
 BUDGET = COST * 5 // 2
 
 
@@ -55,7 +55,7 @@ def hugetlbfs(tmp_path: Path, eight_huge_pages: None) -> Iterator[Path]:  # noqa
 
 @pytest.fixture
 def there(hugetlbfs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The same, and no other one that the machine has."""
+    """The hugetlbfs, with all others of the machine hidden."""
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     own = [line for line in mounts if str(hugetlbfs).replace(" ", "\\040") in line]
     monkeypatch.setattr(huge_tier, "read_text", lambda _: "\n".join(own))
@@ -93,7 +93,7 @@ def test_chunks_lie_in_pages_of_the_pool(tmp_path: Path, there: Path, numa: str 
     assert list(there.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path, there: Path) -> None:
+def test_remains_of_a_killed_process_are_removed(tmp_path: Path, there: Path) -> None:
     left = there / f"unimem-kv-{os.geteuid()}-1-2"
     left.mkdir()
     with opened(tmp_path / "s"):
@@ -113,7 +113,7 @@ def test_a_damaged_chunk_is_a_miss(tmp_path: Path, there: Path) -> None:
 
 
 def falls_back(folder: Path, match: str) -> None:
-    """The tier has the next best pages, in shared memory, and says why."""
+    """Check that the tier takes the next best pages, in shared memory, and says why."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         with opened(folder) as store, large_cache(5) as kv:
@@ -127,7 +127,7 @@ def falls_back(folder: Path, match: str) -> None:
     assert "they get pages='thp'" in text
 
 
-def test_without_a_file_system_there_are_others(
+def test_without_a_hugetlbfs_chunks_are_thp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huge_tier, "read_text", lambda _: "none /x hugetlbfs rw,pagesize=1024M 0 0")
@@ -135,7 +135,7 @@ def test_without_a_file_system_there_are_others(
 
 
 @pytest.mark.usefixtures("no_huge_pages")
-def test_without_room_in_the_pool_there_are_others(
+def test_without_room_in_the_pool_chunks_are_thp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mount").mkdir()

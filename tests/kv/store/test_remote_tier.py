@@ -1,4 +1,4 @@
-"""Snapshots and chunks on a server: the same as in files, and no harm where the server fails."""
+"""Snapshots and chunks on a server: the same as in files, and no harm if the server fails."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 
 import unimem as um
+from support.files.prefix_stores import CHUNK, DIM, HEADS, MODEL, TOKENS, bytes_of, cache
 from support.servers.object_server import FAULTS, Handler, ObjectServer, serving_objects
 from unimem.kv.store import remote_tier
 from unimem.remote import transfers
 
 pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
 
-N_LAYERS, HEADS, DIM, CHUNK = 2, 2, 32, 8
-MODEL = "tiny"
-TOKENS = list(range(100, 145))  # five chunks, and five tokens more
 URL = "s3://bucket/kv"
 
 
@@ -38,23 +36,6 @@ def opened(**options: Any) -> Iterator[um.KVStore]:
     given = {"ram_bytes": 0, "disk_bytes": 0, "chunk_tokens": CHUNK} | options
     with um.KVStore(given.pop("where", URL), **given) as kv_store:
         yield kv_store
-
-
-@contextmanager
-def cache(n: int = 0, **options: Any) -> Iterator[um.KVCache]:
-    with um.KVCache(N_LAYERS, HEADS, DIM, 64, pages="4k", **options) as kv:
-        shape = (N_LAYERS, 2, n, HEADS, DIM)
-        rows = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-        for layer, (k, v) in enumerate(rows):
-            if n:
-                kv.append(layer, k, v)
-        yield kv
-
-
-def bytes_of(kv: um.KVCache, n: int) -> bytes:
-    return b"".join(
-        kv._body._rows(*lane)[: n * kv.row_bytes].tobytes() for lane in kv._body._lanes()
-    )
 
 
 # ---- snapshots ----
@@ -98,7 +79,7 @@ def test_a_snapshot_of_layers_that_differ(store: ObjectServer, tmp_path: Path) -
                     assert there.tobytes() == ours.tobytes()
 
 
-def test_a_snapshot_that_is_damaged(store: ObjectServer) -> None:
+def test_a_damaged_remote_snapshot_is_refused(store: ObjectServer) -> None:
     with cache(45) as kv:
         kv.save("s3://bucket/one.kv")
         expected = bytes_of(kv, 45)
@@ -111,7 +92,7 @@ def test_a_snapshot_that_is_damaged(store: ObjectServer) -> None:
     store.add("/bucket/one.kv", whole[:-1])
     with pytest.raises(um.SnapshotError):
         um.KVCache.restore("s3://bucket/one.kv")
-    # What is damaged on its way is read again; what is cut off goes on.
+    # Bytes damaged in transit are read again; a read that was cut off continues.
     store.add("/bucket/one.kv", whole)
     faults = chain(["503", "", "wrong bytes", "", "", "short", "reset", "wrong bytes"], repeat(""))
     store.choose_fault = lambda *_: next(faults)
@@ -119,7 +100,7 @@ def test_a_snapshot_that_is_damaged(store: ObjectServer) -> None:
         assert bytes_of(again, 45) == expected
 
 
-def test_what_snapshots_refuse(store: ObjectServer) -> None:
+def test_wrong_remote_snapshots_are_refused(store: ObjectServer) -> None:
     with pytest.raises(FileNotFoundError, match="s3://bucket/none"):
         um.KVCache.restore("s3://bucket/none")
     with cache(45) as kv:
@@ -155,7 +136,7 @@ def test_chunks_are_the_files_of_a_folder(store: ObjectServer, tmp_path: Path) -
     assert not any(path == "/bucket" for _, path, _ in store.asked), "nothing is listed"
 
 
-def test_a_disk_in_front_of_it(store: ObjectServer, tmp_path: Path) -> None:
+def test_a_disk_in_front_of_a_server_serves_hits(store: ObjectServer, tmp_path: Path) -> None:
     with cache(45) as kv, opened() as there:
         there.put(kv, TOKENS, model=MODEL)
         expected = bytes_of(kv, 40)
@@ -185,7 +166,7 @@ def damage_file(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("change", [damage_file, lambda data: data[:5000], lambda data: data * 2])
-def test_a_damaged_chunk_is_a_miss_and_goes(store: ObjectServer, change: Any) -> None:
+def test_a_damaged_chunk_is_a_miss_and_is_removed(store: ObjectServer, change: Any) -> None:
     with cache(45) as kv, cache() as out, opened() as there:
         there.put(kv, TOKENS[:16], model=MODEL)
         first = set(store.objects)
@@ -203,7 +184,7 @@ def test_a_damaged_chunk_is_a_miss_and_goes(store: ObjectServer, change: Any) ->
             assert other.restore_into(out, TOKENS, model=MODEL) == 40
 
 
-def test_damage_on_the_way_removes_nothing(store: ObjectServer) -> None:
+def test_damage_in_transit_removes_nothing(store: ObjectServer) -> None:
     with cache(45) as kv, cache() as out, opened() as there:
         there.put(kv, TOKENS[:8], model=MODEL)
         faults = chain(["", "wrong bytes"], repeat(""))
@@ -214,7 +195,7 @@ def test_damage_on_the_way_removes_nothing(store: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("disk_bytes", [0, 1 << 24])
-def test_a_server_that_fails_costs_one_warning(store: ObjectServer, disk_bytes: int) -> None:
+def test_a_failing_server_costs_one_warning(store: ObjectServer, disk_bytes: int) -> None:
     expected = 40 if disk_bytes else 0
     with cache(45) as kv, cache() as out, opened(disk_bytes=disk_bytes) as there:
         store.choose_fault = lambda *_: "503"
@@ -229,7 +210,7 @@ def test_a_server_that_fails_costs_one_warning(store: ObjectServer, disk_bytes: 
 
 
 def test_without_the_right_to_list(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S3 refuses what is not there, unless one may list the bucket."""
+    """S3 refuses a missing object, unless the bucket may be listed."""
     plain = Handler.answer
 
     def refuse(self: Any, status: int, body: bytes = b"", **headers: str) -> None:
@@ -278,7 +259,7 @@ def test_nothing_wrong_is_restored(
         ({"where": "nosuch://a/b"}, "got 'nosuch://a/b'"),
     ],
 )
-def test_what_stores_refuse(
+def test_wrong_options_of_a_remote_store_are_refused(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], text: str
 ) -> None:
     monkeypatch.setenv("UNIMEM_CACHE", "off")

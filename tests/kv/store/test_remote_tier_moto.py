@@ -1,4 +1,4 @@
-"""The semantics of S3, as moto has them: what our own server of the other tests might get wrong."""
+"""The semantics of S3 as moto implements them, in case our own test server is wrong."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_model_is_staged_and_an_interrupted_stage_goes_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
-    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that it is known what comes first
+    monkeypatch.setattr(RemoteFiles, "data_threads", 1)  # so that the order is known
     data, url = MODEL.read_bytes(), ROOT + "/staged.gguf"
     server.put(url, data)
     asked: list[tuple[int, int]] = []
@@ -134,7 +134,7 @@ def test_a_snapshot_and_chunks(s3: str, tmp_path: Path) -> None:
         del found
 
 
-def test_a_bucket_that_is_not_there(s3: str) -> None:
+def test_a_missing_bucket_raises(s3: str) -> None:
     with pytest.raises(FileNotFoundError, match="no such file"):
         um.open_weights("s3://no-such-bucket/a.gguf")
     with (

@@ -1,4 +1,4 @@
-"""The store of prefixes: what was put is restored, by any process, and by no other tokens."""
+"""The store of prefixes: any process restores what was put, for the same tokens only."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "no V, ring": {"v_head_dim": 0, "window": 48},
     "short V, head, ring": {"v_head_dim": 16, "order": "head", "window": 48},
     "long V, head, two types, grow": {
-        **{"v_head_dim": 64, "order": "head", "v_dtype": "q5_1", "grow": True},
+        **{"v_head_dim": 64, "order": "head", "v_dtype": "q5_1", "grow": True}
     },
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ram_bytes", [0, 1 << 22])
-def test_what_was_put_is_restored_bit_for_bit(
+def test_put_tokens_are_restored_bit_for_bit(
     tmp_path: Path, shm: Path, kind: str, ram_bytes: int
 ) -> None:
     with cache(45, **KINDS[kind]) as kv:
@@ -106,7 +106,7 @@ def test_a_hit_may_be_partial(tmp_path: Path, tokens: list[int], n: int) -> None
         {"v_head_dim": 0},
     ],
 )
-def test_others_get_nothing(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_other_models_and_kinds_get_no_chunks(tmp_path: Path, change: dict[str, Any]) -> None:
     with opened(tmp_path / "s") as store, cache(45) as kv:
         store.put(kv, TOKENS, model=MODEL)
     chunk = {"chunk_tokens": change.get("chunk_tokens", CHUNK)}
@@ -151,7 +151,7 @@ def test_only_what_fits_is_restored(tmp_path: Path, room: int) -> None:
 
 
 def test_a_chunk_of_other_heads_is_refused(tmp_path: Path) -> None:
-    """One of as many bytes, where the cache has no V and heads of K of twice the size."""
+    """A chunk of the same size, for a cache without V and with heads of K of twice the size."""
     with (
         opened(tmp_path / "s") as store,
         cache(CHUNK) as kv,
@@ -199,7 +199,7 @@ def test_caches_and_sequences_read_each_other(tmp_path: Path, types: dict[str, A
         assert bytes_of(out, 40) == bytes_of(kv, 40)
 
 
-def test_a_sequence_goes_on_from_the_blocks_of_its_pool(tmp_path: Path) -> None:
+def test_a_sequence_continues_after_cached_blocks(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store, cache(45) as kv, pool() as pg:
         store.put(kv, TOKENS, model=MODEL)
         with pg.sequence(TOKENS[:13]) as first:
@@ -216,7 +216,7 @@ def test_a_sequence_goes_on_from_the_blocks_of_its_pool(tmp_path: Path) -> None:
 
 
 def test_a_sequence_takes_no_rows_of_other_tokens(tmp_path: Path) -> None:
-    # Its pool would give them to others, as blocks of the tokens that it was told.
+    # Its pool would share them as blocks of the ids that it was given.
     with opened(tmp_path / "s") as store, cache(45) as kv, pool() as pg:
         store.put(kv, TOKENS, model=MODEL)
         with pg.sequence([*TOKENS[:9], 5]) as s:
@@ -232,10 +232,10 @@ def test_a_full_pool_takes_what_fits(tmp_path: Path) -> None:
         store.put(kv, TOKENS, model=MODEL)
         with pg.sequence(TOKENS) as s:
             assert store.restore_into(s, TOKENS, model=MODEL) == 16 == len(s)
-            s.append(0, *rows(1)[0])  # whole, and going on
+            s.append(0, *rows(1)[0])  # it is whole and continues
 
 
-# ---- what is refused ----
+# ---- refusals ----
 
 
 def trimmed(kv: um.KVCache) -> um.KVCache:
@@ -267,7 +267,7 @@ def test_a_cache_that_cannot_be_put_is_refused(
 
 @pytest.mark.parametrize("order", ["token", "head"])
 @pytest.mark.parametrize("v_dim", [0, 16, DIM])
-def test_a_cache_that_is_mapped_from_a_file_is_put(tmp_path: Path, order: Any, v_dim: int) -> None:
+def test_a_cache_mapped_from_a_file_is_put(tmp_path: Path, order: Any, v_dim: int) -> None:
     with opened(tmp_path / "s") as store, cache(45, order=order, v_head_dim=v_dim) as kv:
         kv.save(tmp_path / "talk.kv")
         with um.KVCache.restore(tmp_path / "talk.kv") as mapped, cache(v_head_dim=v_dim) as out:
@@ -277,7 +277,7 @@ def test_a_cache_that_is_mapped_from_a_file_is_put(tmp_path: Path, order: Any, v
                 assert np.array_equal(restored, part[:, :, :40])
 
 
-def test_a_cache_that_has_tokens_keeps_them(tmp_path: Path) -> None:
+def test_a_cache_with_tokens_is_not_restored_into(tmp_path: Path) -> None:
     with opened(tmp_path / "s") as store, cache(45) as kv:
         store.put(kv, TOKENS, model=MODEL)
         before = bytes_of(kv, 45)
@@ -296,7 +296,7 @@ def test_a_cache_that_has_tokens_keeps_them(tmp_path: Path) -> None:
         ({"numa": "node 1"}, "numa"),
     ],
 )
-def test_wrong_figures_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match), opened(tmp_path / "s", **options):
         pass
     with pytest.raises(ValueError, match="where: expected a folder or a URL"):
@@ -333,7 +333,9 @@ def swap(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip, cut, lengthen, swap])
-def test_a_damaged_chunk_is_a_miss_and_goes(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_a_damaged_chunk_is_a_miss_and_is_removed(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
     with opened(tmp_path / "s") as store, cache(45) as kv, cache() as out:
         store.put(kv, TOKENS[:16], model=MODEL)
         first = files_of(tmp_path / "s")
@@ -346,13 +348,13 @@ def test_a_damaged_chunk_is_a_miss_and_goes(tmp_path: Path, damage: Callable[[Pa
         assert bytes_of(out, n) == bytes_of(kv, n)
         assert not third.exists()
         assert store.stat().damaged_chunks == 1
-        # It is made anew, and found again.
+        # It is put again, and found again.
         out.clear()
         assert store.put(kv, TOKENS, model=MODEL) == 40
         assert store.restore_into(out, TOKENS, model=MODEL) == 40
 
 
-def test_what_is_damaged_in_ram_is_read_from_disk(tmp_path: Path, shm: Path) -> None:
+def test_a_chunk_damaged_in_ram_is_read_from_disk(tmp_path: Path, shm: Path) -> None:
     with opened(tmp_path / "s", ram_bytes=1 << 22) as store, cache(45) as kv, cache() as out:
         store.put(kv, TOKENS, model=MODEL)
         (folder,) = shm.iterdir()
@@ -360,13 +362,13 @@ def test_what_is_damaged_in_ram_is_read_from_disk(tmp_path: Path, shm: Path) -> 
         with pytest.warns(um.PlacementWarning, match="was removed"):
             assert store.restore_into(out, TOKENS, model=MODEL) == 40
         assert bytes_of(out, 40) == bytes_of(kv, 40)
-        assert len(files_of(folder)) == 5  # it came back from disk
+        assert len(files_of(folder)) == 5  # it was read from disk
 
 
-# ---- its end ----
+# ---- closing ----
 
 
-def test_a_closed_store_and_a_forked_child_say_so(tmp_path: Path, shm: Path) -> None:
+def test_a_closed_store_and_a_forked_child_raise(tmp_path: Path, shm: Path) -> None:
     with opened(tmp_path / "s", ram_bytes=1 << 22) as store, cache(45) as kv:
         store.put(kv, TOKENS, model=MODEL)
 
@@ -385,10 +387,10 @@ def test_a_closed_store_and_a_forked_child_say_so(tmp_path: Path, shm: Path) -> 
             store.longest(TOKENS, model=MODEL, kv=kv)
 
 
-def test_what_cannot_be_read_just_now_stays(
+def test_a_chunk_stays_if_it_cannot_be_opened_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a process may open no more files, nothing is wrong with a chunk."""
+    """If a process may open no more files, the chunk is not damaged."""
 
     def refuse(*_: Any, **__: Any) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -24,7 +24,7 @@ def test_kills_at_random_moments(
     damages: int,
     least: float,
 ) -> None:
-    # In a process of its own, which has one thread: so that it may fork.
+    # In a process of its own with one thread, so that it may fork.
     options = {"workers": workers, "operations": operations, "kills": kills, "damages": damages}
     arguments = [f"--{name}={value}" for name, value in options.items()]
     done = run_python(
@@ -43,6 +43,6 @@ def test_kills_at_random_moments(
     assert found["restored_tokens"] > operations, found
     assert found["damaged_meanwhile"] > 0, found
     assert found["noticed"] == damages
-    # Chunks had to make room. Of what is counted for one, a fifth is for the file system.
+    # Chunks had to make room. A fifth of what a chunk counts is for the file system.
     assert all(least < found[f"most_of_{tier}"] <= 1 for tier in ("ram", "disk")), found
     assert set(found["left"]) <= {"kv", "lock", "unimem-tmp"}

@@ -30,7 +30,7 @@ from unimem.system import limits
 __all__ = ["shm"]  # a fixture
 
 
-def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
+def test_the_least_recently_used_chunks_make_room(tmp_path: Path) -> None:
     budget = ROOM + 10 * CHUNK_COST
     with opened(tmp_path / "s", disk_bytes=budget) as store, cache(45) as kv, cache() as out:
         a, b, c = ([n, *TOKENS[1:]] for n in (1, 2, 3))
@@ -39,14 +39,14 @@ def test_what_was_used_longest_ago_makes_room(tmp_path: Path) -> None:
         assert store.restore_into(out, a, model=MODEL) == 40  # b is older now
         assert store.put(kv, c[:24], model=MODEL) == 24
         assert store.longest(a, model=MODEL, kv=kv) == 40
-        # Of b, the last chunks have gone first; what is left is a prefix.
+        # The last chunks of b went first; the rest is a prefix.
         assert store.longest(b, model=MODEL, kv=kv) == 8
         stat = store.stat().tiers[0]
         assert taken(tmp_path / "s") <= stat.nbytes + ROOM <= budget
 
 
 @pytest.mark.parametrize("known", [0, 16])
-def test_of_what_is_too_long_the_beginning_is_kept(tmp_path: Path, known: int) -> None:
+def test_the_beginning_of_a_too_long_prompt_is_kept(tmp_path: Path, known: int) -> None:
     with opened(tmp_path / "s", disk_bytes=ROOM + 3 * CHUNK_COST) as store, cache(45) as kv:
         store.put(kv, TOKENS[:known], model=MODEL)
         assert store.put(kv, TOKENS, model=MODEL) == 24
@@ -54,7 +54,7 @@ def test_of_what_is_too_long_the_beginning_is_kept(tmp_path: Path, known: int) -
         assert store.put(kv, TOKENS, model="next") == 24
 
 
-def test_chunks_of_a_clock_that_was_wrong_make_room(tmp_path: Path) -> None:
+def test_chunks_from_the_future_make_room(tmp_path: Path) -> None:
     with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST) as store, cache(45) as kv:
         store.put(kv, TOKENS[:8], model=MODEL)
         (path,) = files_of(tmp_path / "s")
@@ -62,7 +62,7 @@ def test_chunks_of_a_clock_that_was_wrong_make_room(tmp_path: Path) -> None:
         assert store.put(kv, TOKENS[:8], model="other") == 8
 
 
-def test_a_budget_for_less_than_a_chunk_keeps_nothing(tmp_path: Path) -> None:
+def test_a_budget_below_one_chunk_keeps_none(tmp_path: Path) -> None:
     with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST - 1) as store, cache(45) as kv:
         assert store.put(kv, TOKENS, model=MODEL) == 0
         assert store.stat().refused_chunks == 1
@@ -80,7 +80,7 @@ def test_blocks_of_a_file_system_are_counted_whole(tmp_path: Path) -> None:
             assert store.stat().tiers[0].nbytes == 2 * ((1 << 16) + 8192)
 
 
-def test_a_chunk_that_is_read_stays(tmp_path: Path) -> None:
+def test_a_chunk_being_read_is_not_dropped(tmp_path: Path) -> None:
     with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST) as store, cache(45) as kv:
         assert store.put(kv, TOKENS[:8], model=MODEL) == 8
         (path,) = files_of(tmp_path / "s")
@@ -92,7 +92,7 @@ def test_a_chunk_that_is_read_stays(tmp_path: Path) -> None:
         assert not path.exists()
 
 
-def test_what_a_killed_writer_left_makes_room(tmp_path: Path) -> None:
+def test_remains_of_a_killed_writer_make_room(tmp_path: Path) -> None:
     with opened(tmp_path / "s", disk_bytes=ROOM + CHUNK_COST) as store, cache(45) as kv:
         (tmp_path / "s/.0123456789abcdef.unimem-tmp").write_bytes(bytes(8192))
         (tmp_path / "s/.lock").write_bytes(b"unimem KV chunks 1 99999999 another-boot")
@@ -103,7 +103,7 @@ def test_what_a_killed_writer_left_makes_room(tmp_path: Path) -> None:
         }
 
 
-def test_ram_is_shared_and_goes_with_the_last(tmp_path: Path, shm: Path) -> None:
+def test_the_last_store_frees_the_shared_ram(tmp_path: Path, shm: Path) -> None:
     ram: dict[str, Any] = {"ram_bytes": 1 << 22, "disk_bytes": 0}
     with opened(tmp_path / "s", **ram) as second, cache() as out:
         with opened(tmp_path / "s", **ram) as first, cache(45) as kv:
@@ -115,9 +115,7 @@ def test_ram_is_shared_and_goes_with_the_last(tmp_path: Path, shm: Path) -> None
     assert list(shm.iterdir()) == []
 
 
-def test_ram_of_killed_processes_goes_when_the_next_store_is_opened(
-    tmp_path: Path, shm: Path
-) -> None:
+def test_the_next_store_frees_ram_of_killed_processes(tmp_path: Path, shm: Path) -> None:
     with opened(tmp_path / "s", ram_bytes=1 << 22), opened(tmp_path / "t", ram_bytes=1 << 22):
         kept, _ = sorted(shm.iterdir())
         stale = kept.with_name(kept.name + "0")
@@ -142,7 +140,7 @@ LARGE = {"ram_bytes": 1 << 24, "disk_bytes": 0, "chunk_tokens": 512}
 LARGE_BYTES = 4096 + (4 << 20)
 
 
-def test_chunks_lie_in_huge_pages_where_they_are_asked_to(tmp_path: Path) -> None:
+def test_chunks_lie_in_huge_pages_on_request(tmp_path: Path) -> None:
     with opened(tmp_path / "s", **LARGE, pages="thp") as store, large_cache() as kv:
         assert store.granted is None
         with warnings.catch_warnings(record=True) as said:
@@ -156,7 +154,7 @@ def test_chunks_lie_in_huge_pages_where_they_are_asked_to(tmp_path: Path) -> Non
             pytest.skip(str(said[0].message))
         store.put(kv, [7, *range(511)], model=MODEL)
         assert store.granted.huge_bytes == 8 << 20
-        # What the folder takes is what it was, and rows are.
+        # Neither the bytes of the folder nor the rows have changed.
         tier = store.stat().tiers[0]
         assert taken(Path(tier.path)) <= tier.nbytes + ROOM
         expected = bytes_of(kv, 512)
@@ -165,7 +163,7 @@ def test_chunks_lie_in_huge_pages_where_they_are_asked_to(tmp_path: Path) -> Non
         assert bytes_of(kv, 512) == expected
 
 
-def test_the_policy_of_a_chunk_is_set_before_its_memory_is_taken(tmp_path: Path) -> None:
+def test_the_numa_policy_is_set_before_memory_is_taken(tmp_path: Path) -> None:
     node = min(limits.nodes(), default=None)
     if node is None:
         pytest.skip("this kernel has no NUMA")

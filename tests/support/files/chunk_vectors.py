@@ -1,6 +1,6 @@
 """Identities and bytes of chunks, as the page on the store has them.
 
-As a program it prints them, made by the modules of unimem that need no compiled one: so it runs
+As a program it prints them. It imports only modules of unimem that need no compiled one, so it runs
 wherever Python, NumPy and xxhash do. Its argument is the folder of the package.
 """
 
@@ -11,8 +11,8 @@ import json
 import sys
 from typing import Any
 
-# From a row of the page to what it is of: what `EqualLayers` has (or of each layer what `LayerRows`
-# has of it); model, tokens, and tokens of a chunk.
+# For each row of the page: the fields of `EqualLayers` (or a list of fields of `LayerRows`), the
+# model, the tokens, and the tokens of a chunk.
 VECTORS: dict[str, tuple[Any, str, list[int], int]] = {
     "2 layers, 4 heads of 64, `f16`": ((2, 4, 64, "f16", "f16"), "tiny", list(range(8)), 4),
     "2 layers, 4 heads of 64, `q8_0`": ((2, 4, 64, "q8_0", "q8_0"), "tiny", list(range(8)), 4),
@@ -97,10 +97,10 @@ def make() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Run without the packages themselves, whose import loads compiled modules."""
+    """Run without the faces of the packages, whose import loads compiled modules."""
     import types
 
-    for name in ("unimem", "unimem.kv"):
+    for name in ("unimem", "unimem.kv", "unimem.kv.snapshot"):
         package = types.ModuleType(name)
         package.__path__ = [sys.argv[1] + name.removeprefix("unimem").replace(".", "/")]
         sys.modules[name] = package

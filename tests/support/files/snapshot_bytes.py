@@ -25,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ring by head": {"order": "head", "window": 24},
 }
 
-# Of each field of the header, as its document has them: where it begins, and its code.
+# The offset and the code of each field of the header, from its document.
 _DOCUMENT = (ROOT / "docs/snapshots.md").read_text(encoding="utf-8").split("## The format")[1]
 _CODES = {"char[8]": "8s", "uint32": "I", "uint64": "Q"}
 FIELDS = {
@@ -78,7 +78,7 @@ def flipped(raw: bytes, at: int, bit: int = 0) -> bytes:
 
 
 def refused(path: Path, rule: str, **options: Any) -> SnapshotError:
-    """Restore refuses the file in both modes, for this reason."""
+    """Check that restore refuses the file in both modes, with this rule."""
     for mode in MODES:
         with pytest.raises(SnapshotError) as caught:
             um.KVCache.restore(path, mode=mode, **options)

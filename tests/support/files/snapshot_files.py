@@ -1,4 +1,4 @@
-"""Caches to save, and an os module that fails or dies when it is told to."""
+"""Caches to save, and an os module that fails or dies on request."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ uses_images = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 
 def write(path: Path, seed: int = 0) -> Path:
-    """A model of random bytes: two matrices, experts, and a table that stays as it is."""
+    """Write a model of random bytes: two matrices, experts, and a table that keeps its order."""
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (256, 64),
         "up.weight": (512, 160),
@@ -69,7 +69,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageCache:
 
 @pytest.fixture
 def repacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The models that were repacked, each time."""
+    """The models that were repacked, in order."""
     found: list[str] = []
     plain = repack.repack_into
 
@@ -82,7 +82,7 @@ def repacks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def repacked_bytes(path: Path | str, **options: Any) -> tuple[str | None, dict[str, bytes]]:
-    """Where the repacked bytes of a model are from, and these."""
+    """Repack a model; return the image it came from, if any, and the bytes of its tensors."""
     with um.open_weights(path, load="map") as weights, um.repack(weights, **options) as made:
         found = {
             name: ctypes.string_at(tensor.address, tensor.nbytes)

@@ -55,12 +55,12 @@ def test_a_second_start_has_the_same_bytes(
     assert told[-1] == (total, total)
     assert all(done < total for done, _ in told[:-1])
     assert told == sorted(told)
-    # A mapping leaves it in the page cache, for the next start and for others; a copy does not.
+    # A mapping leaves it in the page cache, for later starts and other processes; a copy does not.
     assert (cached_bytes(path) > path.stat().st_size / 2) == way.startswith("mapped")
 
 
 @pytest.mark.locks
-def test_a_mapping_is_locked_as_it_was_asked(model: Path, cache: ImageCache) -> None:
+def test_a_mapped_image_is_locked_on_request(model: Path, cache: ImageCache) -> None:
     repacked_bytes(model)
     only(cache).read_bytes()
     with um.open_weights(model, load="map") as weights, um.repack(weights, lock=True) as made:
@@ -84,7 +84,7 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], bytes | bytearray], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_removed_and_made_anew(
+def test_a_damaged_image_is_removed_and_made_again(
     damage: str, model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
     _, expected = repacked_bytes(model)
@@ -98,9 +98,7 @@ def test_what_is_damaged_is_removed_and_made_anew(
 
 
 @pytest.mark.parametrize("way", ["mapped", "thp", "tape"])
-def test_a_flipped_bit_is_found_however_it_is_loaded(
-    way: str, model: Path, cache: ImageCache
-) -> None:
+def test_every_way_of_loading_finds_a_flipped_bit(way: str, model: Path, cache: ImageCache) -> None:
     _, expected = repacked_bytes(model)
     path = only(cache)
     path.write_bytes(flip(bytearray(path.read_bytes()), path.stat().st_size - 5000))

@@ -35,7 +35,7 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("stranger", ["file", "folder", "owner", "owner of the folder"])
-def test_models_of_strangers_are_kept_only_when_asked(
+def test_models_of_other_users_are_kept_only_on_request(
     stranger: str, model: Path, cache: ImageCache
 ) -> None:
     what = model.parent if "folder" in stranger else model
@@ -51,7 +51,7 @@ def test_models_of_strangers_are_kept_only_when_asked(
     assert repacked_bytes(model, cache=True) == (str(only(cache)), expected)
 
 
-def test_folders_of_strangers_are_not_used(model: Path, cache: ImageCache) -> None:
+def test_folders_of_other_users_are_not_used(model: Path, cache: ImageCache) -> None:
     os.chmod(cache.folder, 0o777)
     assert repacked_bytes(model)[0] is None
     assert os.listdir(cache.folder) == []
@@ -60,7 +60,9 @@ def test_folders_of_strangers_are_not_used(model: Path, cache: ImageCache) -> No
             repacked_bytes(model, cache=choice)
 
 
-def test_what_is_no_image_is_left_alone(model: Path, cache: ImageCache, tmp_path: Path) -> None:
+def test_links_and_fifos_are_not_read_as_images(
+    model: Path, cache: ImageCache, tmp_path: Path
+) -> None:
     _, expected = repacked_bytes(model)
     path, elsewhere = only(cache), tmp_path / "elsewhere"
     path.rename(elsewhere)
@@ -72,7 +74,7 @@ def test_what_is_no_image_is_left_alone(model: Path, cache: ImageCache, tmp_path
     assert repacked_bytes(model) == (None, expected)
 
 
-def test_what_was_used_longest_ago_goes_first(
+def test_the_least_recently_used_image_is_removed_first(
     model: Path, cache: ImageCache, monkeypatch: Patch
 ) -> None:
     models = [write(model.with_name(f"{i}.gguf"), seed=i) for i in range(3)]
@@ -80,14 +82,14 @@ def test_what_was_used_longest_ago_goes_first(
         repacked_bytes(path)
         os.utime(cache.images()[0].path, (i + 1, i + 1))
     first = next(image for image in cache.images() if image.model == str(models[0]))
-    repacked_bytes(models[0])  # which is used again
+    repacked_bytes(models[0])  # it is used again
     monkeypatch.setenv("UNIMEM_CACHE_BYTES", str(2 * first.nbytes))
     repacked_bytes(models[2])
     assert {image.model for image in cache.images()} == {str(models[0]), str(models[2])}
     monkeypatch.setenv("UNIMEM_CACHE_BYTES", str(first.nbytes - 1))
     with pytest.warns(um.PlacementWarning, match="UNIMEM_CACHE_BYTES"):
         repacked_bytes(models[1], cache=True)
-    repacked_bytes(models[1])  # not asked for: nothing is said
+    repacked_bytes(models[1])  # not requested, so no warning
     assert len(cache.images()) == 2
     monkeypatch.setenv("UNIMEM_CACHE_BYTES", "much")
     with pytest.raises(ValueError, match="expected a size as 20G, got 'much'"):
@@ -104,7 +106,7 @@ def test_a_full_disk_leaves_nothing(model: Path, cache: ImageCache, monkeypatch:
     assert os.listdir(cache.folder) == []
 
 
-def test_a_forked_child_does_not_keep_others_waiting(cache: ImageCache) -> None:
+def test_a_forked_child_holds_no_lock(cache: ImageCache) -> None:
     with cache.making({"of": "it"}):
         (name,) = os.listdir(cache.folder)
         path = os.path.join(cache.folder, name)
@@ -119,7 +121,7 @@ def test_a_forked_child_does_not_keep_others_waiting(cache: ImageCache) -> None:
         os.close(waiting)
 
 
-def test_a_lock_that_cannot_be_given_back_is_closed(cache: ImageCache, monkeypatch: Patch) -> None:
+def test_a_failed_unlock_still_closes_the_descriptor(cache: ImageCache, monkeypatch: Patch) -> None:
     def fails(fd: int, kind: int) -> None:
         if kind == fcntl.LOCK_UN:
             raise OSError(errno.ENOLCK, "No locks available")
@@ -132,7 +134,7 @@ def test_a_lock_that_cannot_be_given_back_is_closed(cache: ImageCache, monkeypat
     assert os.listdir(cache.folder) == []
 
 
-def test_two_at_once_have_one_result(
+def test_two_processes_make_one_image(
     model: Path, cache: ImageCache, repacks: list[str], monkeypatch: Patch
 ) -> None:
     expected = expected_bytes(model)

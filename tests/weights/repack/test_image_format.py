@@ -40,7 +40,7 @@ IMAGE = pack({"of": "it"}, "model.gguf", [TENSOR], 4096)
 N_BYTES = len(IMAGE) + 4096
 
 
-def test_what_was_packed_is_read() -> None:
+def test_a_packed_header_is_read_back() -> None:
     found = parse(IMAGE, N_BYTES, "image")
     assert (found.identity, found.model, found.tensors) == ({"of": "it"}, "model.gguf", (TENSOR,))
     assert (found.data_offset, found.data_bytes, found.file_bytes) == (4096, 4096, 8192)
@@ -102,7 +102,7 @@ def test_headers_are_checked(
         (b"\xff", "the table"),
     ],
 )
-def test_tables_of_strangers_are_refused(change: Any, expected: str) -> None:
+def test_wrong_tables_are_refused(change: Any, expected: str) -> None:
     raw = pack({}, "", [TENSOR], 4096)
     size = struct.unpack_from("<Q", raw, 40)[0]
     table = json.loads(raw[HEADER.nbytes : HEADER.nbytes + size])

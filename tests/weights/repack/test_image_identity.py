@@ -36,7 +36,7 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("other", ["model", "model of the same size", "build", "cpu", "probe"])
-def test_an_image_of_something_else_is_never_met(
+def test_an_image_of_another_identity_is_not_used(
     other: str, model: Path, cache: ImageCache, repacks: list[str], monkeypatch: Patch
 ) -> None:
     repacked_bytes(model)
@@ -44,8 +44,8 @@ def test_an_image_of_something_else_is_never_met(
     if other.startswith("model"):
         second = write(model.with_name("second.gguf"), seed=7 if other == "model" else 8)
         os.replace(second, model)
-        os.utime(model, ns=(0, 0))  # of another time, as of another inode
-        # Under the name that an image of it would have.
+        os.utime(model, ns=(0, 0))  # another time, as another inode has
+        # Under the name of its own image.
         with um.open_weights(model) as weights:
             identity = image_identity.identify(weights, arrange(weights))
         shutil.copy(path, cache.path_of(key_of(identity)))
@@ -66,7 +66,7 @@ def test_an_image_of_something_else_is_never_met(
     assert len(cache.images()) == 2
 
 
-def test_a_model_of_the_same_size_and_time_is_another(
+def test_a_rewritten_model_of_equal_size_and_time_is_another(
     model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
     repacked_bytes(model)
@@ -77,8 +77,8 @@ def test_a_model_of_the_same_size_and_time_is_another(
     assert repacked_bytes(model) == (None, expected_bytes(model))
 
 
-def test_the_probe_is_the_order(model: Path) -> None:
-    """Equal for equal code, and another one where a byte lies elsewhere."""
+def test_the_probe_depends_on_the_order_alone(model: Path) -> None:
+    """Equal code gives equal probes; a byte in another place changes them."""
     with um.open_weights(model) as weights:
         found = arrange(weights)
         first = image_identity.identify(weights, found)

@@ -41,25 +41,25 @@ def test_a_staged_image_is_mapped_by_all(
     repacks.clear()
     with staged:
         (image,) = staged.paths
-        assert repacked_bytes(model) == (image, expected)  # it need not be opened by the link
+        assert repacked_bytes(model) == (image, expected)  # without the link
         assert Path(staged.path).read_bytes() == model.read_bytes()
-        # Where a mapping is what was asked for, nothing is hashed again.
+        # A mapping satisfies the request, so nothing is hashed again.
         with monkeypatch.context() as patch:
             patch.setattr(Image, "_check", None)
             assert repacked_bytes(staged.path) == (image, expected)
-        # Elsewhere it is read, and checked.
+        # For another node it is read and checked.
         assert repacked_bytes(staged.path, numa="bind:0") == (image, expected)
         assert repacks == []
-        write(model, seed=9)  # and is no longer of this model
+        write(model, seed=9)  # then the image is of another model
         assert repacked_bytes(staged.path)[0] is None
 
 
-def test_staging_takes_what_is_kept(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:
+def test_staging_reads_the_kept_image(model: Path, cache: ImageCache, monkeypatch: Patch) -> None:
     expected = repacked_bytes(model)[1]
     monkeypatch.setattr("unimem.staging.stage.repack_into", None)
     with um.stage(model, repack=True, backing="shm") as staged:
         assert repacked_bytes(staged.path) == (staged.paths[0], expected)
-    # Damaged, it is repacked: what would do that is none here.
+    # A damaged image is repacked; here the function for that is missing.
     path = only(cache)
     raw = bytearray(path.read_bytes())
     raw[-5000] ^= 1

@@ -38,7 +38,7 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("waiter", ["closing", "the end of the process"])
-def test_what_is_repacked_is_ready_before_it_is_kept(
+def test_weights_are_ready_before_their_image_is_written(
     waiter: str, model: Path, cache: ImageCache, monkeypatch: Patch
 ) -> None:
     is_ready, writing, plain = threading.Event(), [], write_image
@@ -65,7 +65,7 @@ def test_what_is_repacked_is_ready_before_it_is_kept(
 
 
 @pytest.mark.parametrize("why", ["an exception", "an interrupt", "closed under it"])
-def test_what_is_not_kept_leaves_nothing(
+def test_a_cancelled_image_leaves_nothing(
     why: str, model: Path, cache: ImageCache, monkeypatch: Patch
 ) -> None:
     main = threading.get_ident()
@@ -98,7 +98,7 @@ def test_what_is_not_kept_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_the_end_of_a_process_waits(
+def test_a_process_waits_at_its_end(
     model: Path, cache: ImageCache, run_python: Callable[..., Any]
 ) -> None:
     script = f"import unimem as um; um.repack(um.open_weights({str(model)!r}, load='map'))"
@@ -116,7 +116,7 @@ def kill_after(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("when", ["write", "publish"])
-def test_a_killed_writer_leaves_nothing_that_is_used(
+def test_remains_of_a_killed_writer_are_removed(
     when: str, model: Path, cache: ImageCache, repacks: list[str]
 ) -> None:
     child = fork()
@@ -127,11 +127,11 @@ def test_a_killed_writer_leaves_nothing_that_is_used(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert cache.images() == []
-    assert len(os.listdir(cache.folder)) == 2  # a lock and a half
+    assert len(os.listdir(cache.folder)) == 2  # a lock and an unfinished file
     image, found = repacked_bytes(model)
     assert (image, found) == (None, expected_bytes(model))
     assert os.listdir(cache.folder) == [only(cache).name]
-    # What is left of another model goes as well, also where nothing is written.
+    # Remains of another model are removed as well, even if nothing is written.
     Path(cache.folder, ".other.repacked.01234567.unimem-tmp").touch()
     assert repacked_bytes(model)[0] == str(only(cache))
     assert os.listdir(cache.folder) == [only(cache).name]

@@ -1,4 +1,4 @@
-"""Weights in ggml's order: the same bytes by pieces and ways, memory once, and what is refused."""
+"""Repacking: the same bytes in every way, no memory twice, and nothing left after an error."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ MIB = 1 << 20
 
 @pytest.fixture
 def leaves_no_thread() -> Iterator[None]:
-    """No descriptor and no thread is left, whatever is raised."""
+    """Check that no descriptor and no thread is left, whatever is raised."""
     gc.collect()  # descriptors that earlier tests have left
     before = os.listdir("/proc/self/fd"), len(os.listdir("/proc/self/task"))
     yield
     assert os.listdir("/proc/self/fd") == before[0]
-    # Of a thread that has ended, the kernel may know a moment longer.
+    # The kernel may list an ended thread a moment longer.
     wait_until(lambda: len(os.listdir("/proc/self/task")) <= before[1])
 
 
@@ -66,7 +66,7 @@ def name_of(kind: int) -> str:
 
 
 def write(path: Path, tensors: dict[str, tuple[int, tuple[int, ...]]]) -> Path:
-    """A model of random bytes: of each tensor its type and shape, in ggml's order."""
+    """Write a model of random bytes, given the type and shape (ggml's order) of each tensor."""
     data = {}
     for i, (name, (kind, ne)) in enumerate(tensors.items()):
         shape = (*ne[:0:-1], int(ggml.row_size(kind, ne[0])))
@@ -79,7 +79,7 @@ def write(path: Path, tensors: dict[str, tuple[int, tuple[int, ...]]]) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tensors of every type that is repacked here, and of others, as models have them."""
+    """Tensors of every type that is repacked here, and of other types, as in models."""
     tensors: dict[str, tuple[int, tuple[int, ...]]] = {"token_embd.weight": (KINDS[0], (256, 640))}
     for kind in KINDS:
         tensors |= {
@@ -140,7 +140,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("load", ["map", "map, cached", "copy", "split"])
 @pytest.mark.parametrize("by", ["tensors", "pieces"])
-def test_what_is_repacked_is_what_ggml_writes(
+def test_repacked_bytes_are_those_that_ggml_writes(
     model: Path, expected: dict[str, bytes], load: str, by: str, tmp_path: Path, request: Any
 ) -> None:
     if by == "pieces":
@@ -160,7 +160,7 @@ def test_what_is_repacked_is_what_ggml_writes(
             assert (
                 repacked.nbytes == sum(repacked.types.values()) == sum(map(len, expected.values()))
             )
-            # The file's bytes stay what a tensor's array has.
+            # Arrays of tensors still have the bytes of the file.
             for name in REPACKED:
                 with open(weights.tensors[name].file, "rb") as file:
                     file.seek(weights.tensors[name].offset)
@@ -169,7 +169,7 @@ def test_what_is_repacked_is_what_ggml_writes(
         assert repacked.closed
 
 
-def test_orders_that_need_the_whole_tensor_get_it(
+def test_orders_of_whole_tensors_get_whole_tensors(
     model: Path, expected: dict[str, bytes], small_pieces: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ggml_orders, "are_rows_apart", lambda *_: False)
@@ -184,7 +184,7 @@ def test_orders_that_need_the_whole_tensor_get_it(
         assert max(seen) <= 5 * (most + 3 * 4096)
 
 
-def test_pieces_are_of_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_need_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, find = KINDS[0], ggml_orders.find_order
 
     def apart() -> bool:
@@ -214,7 +214,7 @@ def test_pieces_are_of_the_same_kernel_and_bytes(monkeypatch: pytest.MonkeyPatch
     assert not apart()
 
 
-def test_a_type_without_an_order_stays(tmp_path: Path) -> None:
+def test_a_type_without_an_order_is_not_repacked(tmp_path: Path) -> None:
     path = write(tmp_path / "f16.gguf", {"up.weight": (ggml.F16, (64, 64))})
     with um.open_weights(path) as weights:
         with pytest.warns(um.PlacementWarning, match=r"no tensor has an order .*\(types: f16\)"):
@@ -245,9 +245,9 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
 
     with contextlib.ExitStack() as closing:
         weights = closing.enter_context(um.open_weights(path))
-        ahead = cached_bytes(path) * (not is_cached)  # with the header, which is what opening reads
+        ahead = cached_bytes(path) * (not is_cached)  # opening reads the header
         repacked = closing.enter_context(repack(weights, progress=look, pages="4k"))
-        # Beside what is repacked: staging memory, and of a cold file no page more.
+        # Besides the result there is staging memory, and no further page of a cold file.
         n_threads = limits.thread_count()
         piece = max(repacking._LEAST_BYTES, size // (repacking.STAGING_SHARE * n_threads))
         assert most <= ahead + n_threads * (piece + 3 * 4096)
@@ -256,12 +256,12 @@ def test_memory_is_not_doubled(tmp_path: Path, is_cached: bool) -> None:
         assert cached_bytes(path) <= 2 * 4096  # of the norm
         warm_rest(weights, repacked, 1)
         assert weights.residency().tensors["norm.weight"].mapped_bytes == 2000
-        assert cached_bytes(path) <= 32 * 4096  # what faulting maps around it
+        assert cached_bytes(path) <= 32 * 4096  # faults map pages around it
         rows = {row.category: row.nbytes for row in um.report().rows}
         assert rows[f"weights:{name_of(KINDS[0])} repacked"] == repacked.nbytes
 
 
-def test_what_others_have_mapped_stays_in_the_page_cache(
+def test_files_mapped_by_others_stay_in_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "m.gguf", {f"{i}.weight": (KINDS[0], (1024, 2048)) for i in range(8)})
@@ -272,12 +272,12 @@ def test_what_others_have_mapped_stays_in_the_page_cache(
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as theirs,
         um.open_weights(path) as weights,
     ):
-        # Half of it: the kernel would drop the other half.
+        # Only half: the kernel would drop the other half.
         touched = np.frombuffer(theirs, np.uint8, size // 2)[::4096].sum()
         repack(weights).close()
         assert cached_bytes(path) == size
         del touched
-    # What an image is taken for stays as well; what is read ahead of the rest does not come.
+    # A start from an image keeps cached pages, too, and reads none ahead.
     monkeypatch.setenv("UNIMEM_CACHE", str(tmp_path / "cache"))
     for left in (0, size):
         with um.open_weights(path) as weights:
@@ -287,7 +287,7 @@ def test_what_others_have_mapped_stays_in_the_page_cache(
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "shuffled"])
-def test_what_is_done_leaves_the_page_cache(
+def test_repacked_ranges_leave_the_page_cache(
     tmp_path: Path, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Pieces of the page cache of up to 2 MiB are dropped whole or not at all.
@@ -321,11 +321,11 @@ def test_what_is_done_leaves_the_page_cache(
             left -= end - begin
             if order != "shuffled":
                 assert cached_bytes(path) <= left + 3 * folio
-        # The kernel may take what is kept, too.
+        # The kernel may also drop kept pages.
         assert cached_bytes(path) <= kept[1] - kept[0] + 2 * folio
 
 
-def test_on_a_tape(model: Path, expected: dict[str, bytes]) -> None:
+def test_tensors_are_repacked_on_a_tape(model: Path, expected: dict[str, bytes]) -> None:
     with um.Tape(8 * MIB) as tape, um.open_weights(model) as weights:
         tape.take_bytes(100)
         repacked = repack(weights, tape=tape)
@@ -335,7 +335,7 @@ def test_on_a_tape(model: Path, expected: dict[str, bytes]) -> None:
             bytes_of(repacked)
 
 
-# ---- progress, and what is refused -------------------------------------------------------------
+# ---- progress and refusals --------------------------------------------------------------------
 
 
 def test_progress_and_threads(
@@ -365,7 +365,7 @@ def test_progress_and_threads(
         ("bind:1", [4, 5, 4, 5, 4]),
         ("preferred:0", [0, 1, 0, 1, 0]),
         ("interleave:0-1", [0, 4, 1, 5, 0]),
-        ("bind:2", [0, 1, 4, 5, 0]),  # which is memory alone
+        ("bind:2", [0, 1, 4, 5, 0]),  # a node without CPUs
     ],
 )
 def test_threads_are_on_the_nodes_of_the_memory(
@@ -414,9 +414,7 @@ def test_an_interrupt_in_the_middle_leaves_nothing(
             assert bytes_of(repacked) == expected
 
 
-def test_what_has_no_room_to_be_read_is_not_repacked(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_staging_memory_raises(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with um.open_weights(model) as weights, um.Tape(8 * MIB, warm=True) as tape:
         limit = limits.Limit("a cgroup", 2000, 1000, "more")
         monkeypatch.setattr(limits, "_memory", lambda *_: ((1000, lambda: limit),))
@@ -461,7 +459,7 @@ def own(tmp_path: Path) -> Path:
     return write(tmp_path / "own.gguf", {"a.weight": (KINDS[0], (256, 4096))})
 
 
-def test_files_that_change(own: Path, model: Path) -> None:
+def test_replaced_files_are_refused(own: Path, model: Path) -> None:
     with um.open_weights(own) as weights:
         own.rename(own.with_suffix(".old"))
         with pytest.raises(FileNotFoundError):
@@ -474,7 +472,7 @@ def test_files_that_change(own: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("is_direct", [False, True])
-def test_a_file_that_becomes_shorter(
+def test_a_file_that_shrinks_while_it_is_repacked_raises(
     own: Path, is_direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_direct:
@@ -491,7 +489,7 @@ def test_a_file_that_becomes_shorter(
 
 
 def test_a_file_system_without_direct_reads(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And without writes, as squashfs: nothing there can be brought to the disk."""
+    """It has no writes, either, as squashfs: nothing can be brought to the disk."""
     true = os.preadv
 
     def without(fd: int, *rest: Any) -> int:

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
@@ -120,10 +119,7 @@ class _Chunks:
         ]
 
     def longest(
-        self,
-        most: int,
-        has: Callable[[bytes], bool],
-        look_up: Callable[[list[bytes]], None],
+        self, most: int, has: Callable[[bytes], bool], look_up: Callable[[list[bytes]], None]
     ) -> int:
         """Return the number of chunks, at most `most`, after which a cache can continue.
 
@@ -579,12 +575,7 @@ class KVStore:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:

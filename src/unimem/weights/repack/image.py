@@ -7,44 +7,31 @@ import fcntl
 import os
 import stat
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import xxhash
-from numpy.typing import NDArray
 
-from unimem._core import guard
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem.base.atomic_file import NewFile
 from unimem.base.descriptors import Descriptors
-from unimem.base.threads import run_in_threads
 from unimem.errors import FormatError
 from unimem.system import limits
 from unimem.weights import loading
+from unimem.weights.content_hash import Hashed, hash_in_threads
 from unimem.weights.loading import Progress
 from unimem.weights.repack.arrangement import Arrangement
-from unimem.weights.repack.image_format import (
-    ALIGN,
-    HEADER,
-    ImageHeader,
-    ImageTensor,
-    pack,
-    parse,
-)
+from unimem.weights.repack.image_format import ALIGN, HEADER, ImageHeader, ImageTensor, pack, parse
 
 __all__ = ["IMAGE_NAME", "Image", "is_for", "pack_image", "read_image_header", "write_image"]
 
 IMAGE_NAME = "repacked.unimem"
 """The name of a staged image, which lies beside links to the files of its model."""
 
-_PIECE_BYTES = 1 << 20  # fits the cache of the core that hashes it
 _WRITE_BYTES = 4 << 20
 _WARM_BYTES = 256 << 20
 _READERS = 8  # threads that wait for a disk use no CPU
@@ -211,12 +198,7 @@ class Image:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -324,51 +306,12 @@ def _hash_tensors(
     path: str | None = None,
 ) -> list[str]:
     """Hash tensors in memory, the largest first; a mapped file is read under the guard."""
-    digests = [""] * len(tensors)
-    work = iter(sorted(range(len(tensors)), key=lambda i: -tensors[i].nbytes))
-    total, done = sum(tensor.nbytes for tensor in tensors), 0
-    finished: deque[int] = deque()
-    stopped = False
-
-    def stop() -> None:
-        nonlocal stopped
-        stopped = True
-
-    def tick() -> None:
-        nonlocal done
-        while finished:
-            done += finished.popleft()
-        if progress is not None and done < total:
-            progress(done, total)
-
-    def hash_some() -> None:
-        copy = None if path is None else np.empty(_PIECE_BYTES, np.uint8)
-        while not stopped and (i := next(work, None)) is not None:
-            tensor = tensors[i]
-            memory = block.as_array("uint8", tensor.nbytes, base + tensor.offset)
-            digests[i] = _hash(memory, copy, path or "", lambda: stopped)
-            finished.append(tensor.nbytes)
-
-    run_in_threads(max(1, min(threads, len(tensors))), hash_some, stop=stop, tick=tick)
+    data = [
+        Hashed(block.as_array("uint8", tensor.nbytes, base + tensor.offset), path)
+        for tensor in tensors
+    ]
+    digests = hash_in_threads(data, threads, progress, lambda data: -data.nbytes)
     if progress is not None:
+        total = sum(tensor.nbytes for tensor in tensors)
         progress(total, total)
-    return digests
-
-
-def _hash(
-    memory: NDArray[np.uint8],
-    copy: NDArray[np.uint8] | None,
-    path: str,
-    is_stopped: Callable[[], bool],
-) -> str:
-    hasher = xxhash.xxh3_128()
-    for begin in range(0, memory.nbytes, _PIECE_BYTES):
-        if is_stopped():
-            break
-        piece = memory[begin : begin + _PIECE_BYTES]
-        if copy is not None:
-            # If the file is truncated meanwhile, that is an error here, and no signal.
-            guard.copy(copy, piece.ctypes.data, piece.nbytes, path)
-            piece = copy[: piece.nbytes]
-        hasher.update(piece.data)
-    return hasher.hexdigest()
+    return [digest.hex() for digest in digests]

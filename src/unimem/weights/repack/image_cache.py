@@ -34,13 +34,7 @@ from unimem.weights.repack.image import Image, is_for, pack_image
 from unimem.weights.repack.image_format import image_bytes, key_of
 from unimem.weights.tensors import Contents
 
-__all__ = [
-    "CacheChoice",
-    "CachedImage",
-    "ImageCache",
-    "check_cache",
-    "choose_cache",
-]
+__all__ = ["CacheChoice", "CachedImage", "ImageCache", "check_cache", "choose_cache"]
 
 CacheChoice = bool | str | os.PathLike[str] | None
 
@@ -174,33 +168,33 @@ class ImageCache:
         Its header is checked, and its data is not read yet.
         """
         self._sweep()
-        key = key_of(identity)
         try:
-            image = Image(self.path_of(key))
+            image = self._open(found, identity)
         except FormatError as error:
-            self.discard(key, str(error))
+            self.discard(key_of(identity), str(error))
             return None
-        except OSError:  # missing, or another user's
-            return None
-        if image.header.key != key or not is_for(image.header, found):
-            image.close()
-            self.discard(key, f"{image.path}: it is not of what its name says")
-            return None
-        with suppress(OSError):
-            os.utime(image.path)
+        if image is not None:
+            with suppress(OSError):
+                os.utime(image.path)
         return image
 
     def look(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
         """Open the image of a model as `find`, without changes; None for a damaged image."""
+        with suppress(FormatError):
+            return self._open(found, identity)
+        return None
+
+    def _open(self, found: Arrangement, identity: dict[str, Any]) -> Image | None:
+        """Open the image of a model; raise FormatError for a damaged image."""
         key = key_of(identity)
         try:
             image = Image(self.path_of(key))
-        except (OSError, FormatError):
+        except OSError:  # missing, or another user's
             return None
-        if image.header.key == key and is_for(image.header, found):
-            return image
-        image.close()
-        return None
+        if image.header.key != key or not is_for(image.header, found):
+            image.close()
+            raise FormatError("it is not of what its name says", None, image.path)
+        return image
 
     def discard(self, key: str, why: str) -> None:
         """Remove a damaged image, with a warning."""

@@ -1,4 +1,4 @@
-"""What llama.cpp copies of a mapped model: by types and shapes, and as llama.cpp itself says."""
+"""The tensors that llama.cpp copies, by types and shapes, and as llama.cpp reports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(*tensors: tuple[str, str, tuple[int, ...]]) -> Any:
         *((kind, []) for kind in ("f32", "f16", "bf16", "q3_K")),
     ],
 )
-def test_types_by_cpu(kind: str, where: list[set[str]]) -> None:
+def test_each_cpu_repacks_its_types(kind: str, where: list[set[str]]) -> None:
     one = model(("output.weight", kind, (256, 64)))
     for features in (AVX2, AVX512, AMX, DOT, OLD_ARM, set()):
         found = find_repacked(one, frozenset(features))
@@ -63,12 +63,12 @@ OUTPUT = ("output.weight", "f32", (256, 64))
         ("per_layer_token_embd.weight", (256, 64), 0),
     ],
 )
-def test_tensors_by_name_and_shape(name: str, ne: tuple[int, ...], nbytes: int) -> None:
+def test_tensors_are_chosen_by_name_and_shape(name: str, ne: tuple[int, ...], nbytes: int) -> None:
     found = find_repacked(model(OUTPUT, (name, "q4_0", ne)), frozenset(AVX2))
     assert found == RepackedByLlamaCpp(nbytes, 200)
 
 
-def test_embeddings_that_are_the_output_too() -> None:
+def test_tied_embeddings_are_repacked() -> None:
     found = find_repacked(model(("token_embd.weight", "q4_0", (256, 64))), frozenset(AVX2))
     assert found == RepackedByLlamaCpp(100, 100)
 
@@ -90,7 +90,7 @@ KINDS = ("q4_0", "q4_K", "iq4_nl", "mxfp4", "q5_K", "q6_K", "q8_0")
         ),
     ],
 )
-def test_as_llama_cpp_says(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_bytes_are_those_that_llama_cpp_reports(kind: str, tied: bool, tmp_path: Path) -> None:
     pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
     pytest.importorskip("gguf", reason="gguf (extra test) writes models")
     from support.models import llama_cpp
@@ -100,5 +100,5 @@ def test_as_llama_cpp_says(kind: str, tied: bool, tmp_path: Path) -> None:
     )
     with open_model(path) as opened:
         found = find_repacked(opened, cpu_features() - {"amx_int8"})
-    # llama.cpp tells hundredths of a MiB.
+    # llama.cpp reports hundredths of a MiB.
     assert llama_cpp.repacked_mib(path) == pytest.approx(found.nbytes / (1 << 20), abs=0.006)
