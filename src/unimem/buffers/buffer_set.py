@@ -21,12 +21,12 @@ from unimem.models.dims import ModelDims
 
 __all__ = [
     "ALIGN",
-    "BufferArrays",
     "BufferRange",
     "BufferSet",
     "Spec",
     "check_dims",
     "pack",
+    "refuse_pickling",
     "total_bytes",
 ]
 
@@ -139,57 +139,21 @@ class BufferRange:
         return exported(self.taken[offset : offset + spec.nbytes].view(spec.dtype))
 
 
-class BufferArrays:
-    """The arrays of a range, by the names of their places, until it is closed."""
+def refuse_pickling(thing: object) -> NoReturn:
+    """Raise TypeError for buffers that are to be pickled."""
+    raise TypeError(
+        f"a {type(thing).__name__} cannot be pickled: it is memory of this process. Pickle its "
+        "dims, and make it anew"
+    )
+
+
+class BufferSet:
+    """Named arrays over one range of a tape, which are its attributes until it is closed."""
 
     name: str = ""
-    _range: BufferRange | None = None
-
-    def _make_array(self, buffers: BufferRange, place: str) -> Any:
-        """Make an array."""
-        return buffers.array(place)
-
-    def _array(self, place: str) -> Any:
-        """Return the array of a place, which is made once."""
-        found = self.__dict__.get(place)
-        if found is None:
-            found = self.__dict__[place] = self._make_array(self._opened(), place)
-        return found
-
-    def _opened(self) -> BufferRange:
-        if self._range is None or self._range.is_closed:
-            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
-        return self._range
-
-    def _fill(self) -> None:
-        for place in self._opened().specs:
-            self._array(place)
-
-    def _drop(self) -> None:
-        """Drop the arrays; those that are asked for again are made anew."""
-        for place in self._range.specs if self._range is not None else ():
-            self.__dict__.pop(place, None)
-
-    if not TYPE_CHECKING:  # a type checker would take it for every name
-
-        def __getattr__(self, name):
-            # Python comes here for missing attributes only.
-            if self._range is not None and name in self._range.specs:
-                return self._array(name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled: it is memory of this process. Pickle its "
-            "dims, and make it anew"
-        )
-
-
-class BufferSet(BufferArrays):
-    """Named arrays over one range of a tape: what the sets of buffers have in common."""
-
     dims: ModelDims
     tape: Any
+    _range: BufferRange | None = None
     _owns_tape = False
     _is_begun = False
 
@@ -208,7 +172,28 @@ class BufferSet(BufferArrays):
         taken = tape.take_bytes(nbytes, align=ALIGN)
         self.tape = tape
         self._range = BufferRange(specs, offsets, tape, taken, self._address_of(taken))
-        self._fill()
+        for place in specs:
+            self._array(place)
+
+    def _array(self, place: str) -> Any:
+        """Return the array of a place, which is made once."""
+        found = self.__dict__.get(place)
+        if found is None:
+            found = self.__dict__[place] = self._opened().array(place)
+        return found
+
+    def _opened(self) -> BufferRange:
+        if self._range is None or self._range.is_closed:
+            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+        return self._range
+
+    if not TYPE_CHECKING:  # a type checker would take it for every name
+
+        def __getattr__(self, name):
+            # Python calls this for missing attributes only.
+            if self._range is not None and name in self._range.specs:
+                return self._array(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @staticmethod
     def _address_of(array: Any) -> int:
@@ -274,8 +259,10 @@ class BufferSet(BufferArrays):
             self._range.is_closed = True
 
     def _drop(self) -> None:
-        super()._drop()
+        """Drop the arrays, which are made anew where they are asked for again."""
         if self._range is not None:
+            for place in self._range.specs:
+                self.__dict__.pop(place, None)
             self._range.taken = None
 
     def __enter__(self) -> Self:
@@ -294,6 +281,9 @@ class BufferSet(BufferArrays):
             if self._owns_tape:
                 self.tape.__exit__()
             self._range.is_closed = True
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickling(self)
 
     def _figures(self) -> str:
         return format_bytes(self._opened().nbytes)

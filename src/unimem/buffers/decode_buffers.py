@@ -6,8 +6,8 @@ the same over device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Generic, SupportsIndex, TypeVar, Unpack
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Generic, NoReturn, SupportsIndex, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,11 @@ from unimem._core.tape import Tape
 from unimem.base.arguments import flag, integer, string
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers.buffer_set import (
-    BufferArrays,
-    BufferRange,
     BufferSet,
     Spec,
     check_dims,
     pack,
+    refuse_pickling,
     total_bytes,
 )
 from unimem.models.dims import MAX_SPLITS, ModelDims
@@ -36,69 +35,64 @@ A = TypeVar("A")
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
-class _DecodeNames(BufferArrays, Generic[A]):
-    """The names of the buffers of a decode step."""
-
-    embed_out: A
-    norm_out: A
-    qkv_out: A
-    q_rotated: A
-    k_rotated: A
-    rope_q_temp: A
-    rope_k_temp: A
-    attn_out: A
-    o_proj_out: A
-    post_norm_out: A
-    gate_up_out: A
-    mlp_act: A
-    down_out: A
-    final_norm_out: A
-    logits: A
-    temp_dequant: A | None
-    scratch_attn: A
-    batched_k_ptrs: A
-    batched_v_ptrs: A
-    batched_kv_lens: A
-    batched_positions: A
-    flash_partial_out: A
-    flash_partial_m: A
-    flash_partial_l: A
-
-    @property
-    def residual(self) -> A:
-        """The buffer that the next layer reads."""
-        array: A = self._array(self._opened().place("residual"))
-        return array
-
-    @property
-    def post_norm_residual(self) -> A:
-        """The buffer that the layer writes."""
-        array: A = self._array(self._opened().place("post_norm_residual"))
-        return array
-
-
-class DecodeBatch(_DecodeNames[A]):
+class DecodeBatch(Generic[A]):
     """Views of `DecodeBuffers` for a batch, by the same names.
 
-    What there is for each sequence has the shape ``[m, width]`` (the pointers, lengths and
-    positions ``[m]``), and all else its own: `flash_partial_out` ``[heads, 32, head_dim]``,
+    Buffers with a row for each sequence have the shape ``[m, width]`` (pointers, lengths and
+    positions ``[m]``). The others have their own: `flash_partial_out` ``[heads, 32, head_dim]``,
     `flash_partial_m` and `flash_partial_l` ``[heads, 32]``, `temp_dequant` ``[hidden, 2 * inter]``,
     `scratch_attn` ``[q_size]``. Threads and forks as for `DecodeBuffers`.
     """
 
+    temp_dequant: A | None
+
     def __init__(self, buffers: DecodeBufferSet[A], m: int) -> None:
         self.m = m
         self.name = buffers.name
-        self._range = buffers._range
-        if "temp_dequant" not in self._opened().specs:
+        self._buffers = buffers
+        specs = buffers._opened().specs
+        if "temp_dequant" not in specs:
             self.temp_dequant = None
-        self._fill()
+        for place in specs:
+            self._view(place)
 
-    def _make_array(self, buffers: BufferRange, place: str) -> Any:
-        flat, spec = buffers.array(place), buffers.specs[place]
-        if spec.rows is None:
-            return flat.reshape(spec.shape)
-        return flat[: self.m * spec.row_values].reshape((self.m, *spec.shape))
+    def _view(self, place: str) -> A:
+        """Return the view of a place, which is made once."""
+        found: A | None = self.__dict__.get(place)
+        if found is None:
+            opened = self._buffers._opened()
+            flat, spec = opened.array(place), opened.specs[place]
+            found = (
+                flat.reshape(spec.shape)
+                if spec.rows is None
+                else flat[: self.m * spec.row_values].reshape((self.m, *spec.shape))
+            )
+            self.__dict__[place] = found
+        return found
+
+    @property
+    def residual(self) -> A:
+        """The buffer that the next layer reads."""
+        return self._view(self._buffers._opened().place("residual"))
+
+    @property
+    def post_norm_residual(self) -> A:
+        """The buffer that the layer writes."""
+        return self._view(self._buffers._opened().place("post_norm_residual"))
+
+    def __getattr__(self, name: str) -> A:
+        # Python calls this for missing attributes only.
+        buffers = self.__dict__.get("_buffers")
+        if buffers is not None and name in buffers._range.specs:
+            return self._view(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _drop(self, places: Iterable[str]) -> None:
+        for place in places:
+            self.__dict__.pop(place, None)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickling(self)
 
 
 def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -144,9 +138,33 @@ def _decode_specs(dims: ModelDims, dtype: np.dtype[Any]) -> dict[str, Spec]:
     }
 
 
-class DecodeBufferSet(_DecodeNames[A], BufferSet):
+class DecodeBufferSet(BufferSet, Generic[A]):
     """The buffers of a decode step on any device; see `DecodeBuffers`."""
 
+    embed_out: A
+    norm_out: A
+    qkv_out: A
+    q_rotated: A
+    k_rotated: A
+    rope_q_temp: A
+    rope_k_temp: A
+    attn_out: A
+    o_proj_out: A
+    post_norm_out: A
+    gate_up_out: A
+    mlp_act: A
+    down_out: A
+    final_norm_out: A
+    logits: A
+    temp_dequant: A | None
+    scratch_attn: A
+    batched_k_ptrs: A
+    batched_v_ptrs: A
+    batched_kv_lens: A
+    batched_positions: A
+    flash_partial_out: A
+    flash_partial_m: A
+    flash_partial_l: A
     MAX_SPLITS: ClassVar[int] = MAX_SPLITS
     dtype: np.dtype[Any]
 
@@ -170,6 +188,20 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         self._take(
             new_tape(self._nbytes) if tape is None else tape, specs, pack(sizes), self._nbytes
         )
+
+    @property
+    def residual(self) -> A:
+        """The buffer that the next layer reads."""
+        return self._named("residual")
+
+    @property
+    def post_norm_residual(self) -> A:
+        """The buffer that the layer writes."""
+        return self._named("post_norm_residual")
+
+    def _named(self, name: str) -> A:
+        array: A = self._array(self._opened().place(name))
+        return array
 
     @staticmethod
     def bytes_needed(dims: ModelDims, dtype: npt.DTypeLike = "float16") -> int:
@@ -249,7 +281,7 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
 
     def _drop(self) -> None:
         for batch in self._batches.values():
-            batch._drop()
+            batch._drop(self._range.specs if self._range is not None else ())
         super()._drop()
 
     def _figures(self) -> str:

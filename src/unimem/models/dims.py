@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from unimem.base.arguments import integer
 
-if TYPE_CHECKING:
-    from unimem.weights.tensors import Contents
-
-__all__ = ["ModelDims"]
+__all__ = ["ModelContents", "ModelDims"]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
 """What the engine runs."""
@@ -37,6 +34,26 @@ _PRODUCTS: tuple[tuple[str | int, ...], ...] = (
     (2, "num_layers", "max_batch_size", "max_seq_len", "kv_size"),
 )
 _DEQUANTIZED = ("hidden_size", 2, "intermediate_size")
+
+
+class _Tensor(Protocol):
+    @property
+    def ne(self) -> tuple[int, ...]: ...
+
+
+class ModelContents(Protocol):
+    """The header of a model file: opened `Weights`, or what is known of a file without data."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The keys and values of the header."""
+
+    @property
+    def tensors(self) -> Mapping[str, _Tensor]:
+        """The table of tensors, by name."""
+
+    def by_type(self) -> Mapping[str, Any]:
+        """Return the bytes of the tensors of each type."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +157,7 @@ class ModelDims:
         return self.q_size + 2 * self.kv_size
 
     @classmethod
-    def from_weights(cls, weights: Contents) -> ModelDims:
+    def from_weights(cls, weights: ModelContents) -> ModelDims:
         """Read the dimensions from a model file's metadata and tensor table.
 
         Parameters
@@ -212,7 +229,7 @@ class ModelDims:
         )
 
 
-def _intermediate_size(weights: Contents, meta: ArchMetadata, arch: str, layers: int) -> int:
+def _intermediate_size(weights: ModelContents, meta: ArchMetadata, arch: str, layers: int) -> int:
     # MIXTURES must have experts.
     if arch not in MIXTURES and not meta.is_written("expert_count"):
         return meta.per_layer("feed_forward_length", layers)

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from unimem.base.text import format_bytes, format_count
 from unimem.kv.layer_specs import Layer, LayerKV, LayerState
@@ -19,10 +19,13 @@ from unimem.models.fields import Fields, Kind, UnknownError
 
 __all__ = [
     "FAMILIES",
+    "GRAPH_KINDS",
     "Family",
+    "GraphKind",
     "KeptLayer",
     "KeptRows",
     "KeptState",
+    "RopeMode",
     "cache_layers",
     "count_layers",
     "equal_layers",
@@ -245,6 +248,61 @@ FAMILIES: tuple[Family, ...] = (
                    "ssm.time_step_rank": "linear_num_value_heads"}),
 )  # fmt: skip
 """What unimem knows of families. Two rows may have one model: GGUF and a config.json differ."""
+
+# ---- what the engine runs -----------------------------------------------------------------------
+
+#: Which values of a head are rotated together: neighbours, or those half a head apart.
+RopeMode: TypeAlias = Literal["normal", "neox"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKind:
+    """The features of an architecture's graph. Immutable.
+
+    The source is llama.cpp, build b9190: ``src/models/`` has a file for each.
+
+    Attributes
+    ----------
+    rope : RopeMode
+        How positions rotate heads.
+    has_biases : bool or None
+        Whether queries, keys and values have biases; None if only some files have them.
+    has_rope_factors : bool
+        Whether a file may have a factor for each angle.
+    norms_heads : bool
+        Whether the heads of queries and keys are normed.
+    norms_outputs : bool
+        Whether the outputs of attention and of the feed-forward network are normed.
+    scales_embedding : bool
+        Whether embeddings are multiplied by the root of their size.
+    is_gelu : bool
+        Whether GELU, in its form with tanh, gates the feed-forward network, instead of SiLU.
+    is_mixture : bool
+        Whether it has experts.
+    slides : bool
+        Whether attention slides in some layers and not in others.
+    """
+
+    rope: RopeMode
+    has_biases: bool | None = False
+    has_rope_factors: bool = False
+    norms_heads: bool = False
+    norms_outputs: bool = False
+    scales_embedding: bool = False
+    is_gelu: bool = False
+    is_mixture: bool = False
+    slides: bool = False
+
+
+GRAPH_KINDS = {
+    "llama": GraphKind("normal", has_biases=None, has_rope_factors=True),
+    "qwen2": GraphKind("neox", has_biases=True),
+    "qwen3": GraphKind("neox", has_biases=None, norms_heads=True),
+    "gemma3": GraphKind("neox", norms_heads=True, norms_outputs=True, scales_embedding=True,
+                        is_gelu=True, slides=True),
+    "qwen3moe": GraphKind("neox", norms_heads=True, is_mixture=True),
+}  # fmt: skip
+"""The graphs of the architectures that the engine runs: `dims.ARCHITECTURES`."""
 
 _BY_ARCHITECTURE = {name: one for one in FAMILIES for name in one.architectures}
 _BY_MODEL_TYPE = {name: one for one in FAMILIES for name in one.model_types}

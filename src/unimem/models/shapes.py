@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from unimem.base.text import format_count
 from unimem.models import families
@@ -22,14 +22,12 @@ from unimem.models.dims import (
     MIXTURES,
     ArchMetadata,
     Experts,
+    ModelContents,
     ModelDims,
     read_experts,
 )
 from unimem.models.families import KeptLayer, KeptRows
 from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
-
-if TYPE_CHECKING:
-    from unimem.weights.tensors import Contents
 
 __all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
 
@@ -125,12 +123,12 @@ def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...]
     return Shape(arch, cache, dims, dims.vocab_size, dims.max_seq_len, unknown, layers=layers)
 
 
-def from_weights(weights: Contents) -> Shape:
+def from_weights(weights: ModelContents) -> Shape:
     """Return the shape of an opened GGUF file of any architecture.
 
     Parameters
     ----------
-    weights : Contents
+    weights : ModelContents
         Whose header is looked at.
 
     Returns
@@ -172,7 +170,7 @@ def from_weights(weights: Contents) -> Shape:
     return shape
 
 
-def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
+def _from_metadata(weights: ModelContents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
     unknown = []
     layers: tuple[KeptLayer, ...] | None = None
     try:
