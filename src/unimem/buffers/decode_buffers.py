@@ -1,8 +1,4 @@
-"""The buffers of a forward pass: named arrays that are taken once and never move.
-
-What is said here of sizes, places and lives holds on every device; `unimem.cuda.DecodeBuffers` is
-the same over device memory.
-"""
+"""The buffers of a forward pass: named arrays that are taken once and never move, on any device."""
 
 from __future__ import annotations
 
@@ -242,8 +238,8 @@ class DecodeBufferSet(BufferSet, Generic[A]):
         Returns
         -------
         DecodeBatch
-            The buffers by the same names: ``[m, width]`` what there is for each sequence, and the
-            others in the shapes they have. `swap_residual` swaps its names too.
+            The buffers by the same names: ``[m, width]`` if each sequence has a row, and the others
+            in their own shapes. `swap_residual` swaps its names too.
 
         Raises
         ------
@@ -261,9 +257,9 @@ class DecodeBufferSet(BufferSet, Generic[A]):
     def swap_residual(self) -> None:
         """Exchange the names `residual` and `post_norm_residual`, without a copy.
 
-        A layer reads the one and writes the sum into the other; swapped, the next layer finds its
-        input under the same name. No byte moves: `addresses` says what the names stand for now, and
-        views that were taken before go on showing the memory that they showed.
+        A layer reads one and writes the sum into the other; after a swap, the next layer finds its
+        input under the same name. No byte moves: `addresses` has the new addresses of the names,
+        and earlier views still show the same memory.
 
         Raises
         ------
@@ -272,11 +268,11 @@ class DecodeBufferSet(BufferSet, Generic[A]):
         Notes
         -----
         A captured CUDA graph holds addresses, not names. A step that swaps an even number of times
-        ends as it began, and can be captured once and replayed; after an odd number the names are
-        exchanged, and the graph still reads what was `residual` when it was captured.
+        ends as it began, and can be captured once and replayed. After an odd number the graph still
+        reads the memory that was `residual` when it was captured.
         """
         opened = self._check_open()
-        # Nothing else changes: the names of batches, and `addresses`, follow from it.
+        # The names of batches, and `addresses`, follow from this flag.
         opened.is_swapped = not opened.is_swapped
 
     def _drop(self) -> None:
@@ -292,39 +288,39 @@ class DecodeBufferSet(BufferSet, Generic[A]):
 class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
     """The 26 buffers of one decode step, taken once, at addresses that never change.
 
-    Each is a flat array by its name, uninitialised. What there is for each sequence lies row behind
-    row, for ``dims.max_batch_size`` sequences; `batch` gives the same in shape.
+    Each is a flat, uninitialised array by its name. Rows for ``dims.max_batch_size`` sequences lie
+    one behind the other; `batch` returns the same with shapes.
 
-    One thread at a time makes a step. After a fork the child has its own copy; over shared memory
-    it has none, and ClosedError says so.
+    One thread at a time makes a step. A forked child has its own copy, but not of shared memory:
+    using that raises ClosedError there.
 
     Parameters
     ----------
     dims : ModelDims
         The model.
     tape : Tape, optional
-        Where the buffers are taken, such as ``layout.scratch``, to be kept there with ``keep()``;
-        otherwise a tape of their own.
+        The tape to take the buffers from, such as ``layout.scratch``, where ``keep()`` keeps them;
+        by default a tape of their own.
     dtype : {"float16", "bfloat16", "float32"}
-        Type of the activations. The partial results of flash decoding are float32, the pointers
-        uint64, lengths and positions int32, always.
+        Type of the activations. The partial results of flash decoding are always float32, the
+        pointers uint64, lengths and positions int32.
     name : str, optional
-        Stands in messages.
+        The name in messages.
     **placement
         See `PlacementOptions`; only without `tape`.
 
     Attributes
     ----------
     dims : ModelDims
-        What the sizes follow from.
+        The model's dimensions.
     dtype : numpy.dtype
         Type of the activations.
     tape : Tape
-        What the buffers lie on.
+        The tape that holds the buffers.
     name : str
-        Stands in messages.
+        The name in messages.
     MAX_SPLITS : int
-        Parts of a context that flash decoding reads at once, at most: 32.
+        The most parts of a context that flash decoding reads at once: 32.
     embed_out, norm_out, o_proj_out, residual : numpy.ndarray
         ``[B * hidden]``.
     post_norm_out, post_norm_residual, down_out, final_norm_out : numpy.ndarray
@@ -353,7 +349,7 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
     Raises
     ------
     ValueError, TypeError
-        An unknown dtype, dimensions whose buffers are too large, or what are no dimensions.
+        An unknown dtype, too large buffers, or `dims` of another type.
     TapeFull, FrozenError, ClosedError
         As `Tape.take`; nothing was taken then.
     MemoryError, PlacementError
@@ -363,8 +359,7 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
     -----
     The buffers are one take of exactly `memory_bytes` at a multiple of 256 bytes. They lie one
     behind the other in descending order of the largest power of two, up to 256, that divides their
-    sizes. That makes each a multiple of its own power away from the beginning, and no byte is lost
-    to alignment. So every buffer whose size is a multiple of 256 bytes is aligned to 256 bytes.
+    sizes, and are aligned to that power. No byte is lost to alignment.
 
     Examples
     --------
@@ -402,35 +397,34 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
 class ForwardScratch(BufferSet):
     """The float32 buffers of a forward pass of one token, and the one vector of logits.
 
-    They are taken once and used for every layer and every token. All but `residual` and `logits`
-    hold nothing from one transformer block to the next.
+    They are taken once and serve every layer and every token. Only `residual` and `logits` hold
+    values from one transformer block to the next.
 
-    One thread at a time makes a pass. After a fork the child has its own copy; over shared memory
-    it has none, and ClosedError says so.
+    One thread at a time makes a pass. A forked child has its own copy, but not of shared memory:
+    using that raises ClosedError there.
 
     Parameters
     ----------
     dims : ModelDims
-        The model; one sequence, whatever its `max_batch_size`.
+        The model, for one sequence whatever its `max_batch_size`.
     tape : Tape
-        Where the buffers are taken, such as ``layout.scratch``, to be kept there with ``keep()``.
+        The tape to take the buffers from, such as ``layout.scratch``, where ``keep()`` keeps them.
     overlap : bool, default False
-        Let buffers share memory that no block needs at the same time, as a `BufferPlan` of
-        `USES` says.
+        Let buffers share memory if no step needs them together, by a `BufferPlan` of `USES`.
 
     Attributes
     ----------
     dims : ModelDims
-        What the sizes follow from.
+        The model's dimensions.
     tape : Tape
-        What the buffers lie on.
+        The tape that holds the buffers.
     name : str
-        Stands in messages.
+        The name in messages.
     peak_scratch_bytes : int
-        What was taken, without the logits: the sum of the buffers, or with `overlap` their plan's
+        The bytes taken, without the logits: the sum of the buffers or, with `overlap`, their plan's
         total.
     USES : dict
-        The first and the last step of a block that each buffer is needed in.
+        The first and the last step of a block that needs each buffer.
     residual, normalized, projected, ffn_normalized, ffn_out : numpy.ndarray
         ``[hidden]``.
     q, attention : numpy.ndarray
@@ -447,7 +441,7 @@ class ForwardScratch(BufferSet):
     Raises
     ------
     TypeError
-        What are no dimensions, or no tape.
+        `dims` or `tape` is of another type.
     TapeFull, FrozenError, ClosedError
         As `Tape.take`; nothing was taken then.
 
@@ -503,7 +497,7 @@ class ForwardScratch(BufferSet):
 
     @classmethod
     def bytes_needed(cls, dims: ModelDims, *, overlap: bool = False) -> int:
-        """Return the bytes that are taken for these dimensions: the peak, and the logits.
+        """Return the bytes taken for these dimensions: the peak and the logits.
 
         Parameters
         ----------
