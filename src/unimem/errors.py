@@ -1,4 +1,4 @@
-"""The errors of unimem. Each carries the figures that its message names, and pickles."""
+"""The errors of unimem. Each carries the figures in its message, and pickles."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ __all__ = [
 
 
 class CapacityError(MemoryError):
-    """A capacity that was fixed beforehand is used up; nothing was taken.
+    """A fixed capacity is used up; nothing was taken.
 
     Attributes
     ----------
     limit, used, asked : int
-        What there is at most, what is taken, and what was asked for: bytes, cells or tokens, as
-        the message says.
+        The capacity, the part in use and the request, in bytes, cells or tokens.
     """
 
     def __init__(self, message: str, limit: int = 0, used: int = 0, asked: int = 0) -> None:
@@ -53,11 +52,11 @@ class CacheFull(CapacityError):  # noqa: N818
 
 
 class PlacementError(OSError):
-    """The system does not give memory as it was asked for; the message says how to get it."""
+    """The system does not grant the requested memory; the message says how to get it."""
 
 
 class PlacementWarning(UserWarning):
-    """Memory was given, but not as it was asked for; `granted` says how."""
+    """Memory was granted, but not as requested; `granted` shows how."""
 
 
 class FormatError(ValueError):
@@ -68,9 +67,9 @@ class FormatError(ValueError):
     rule : str
         The rule, in a few words.
     offset : int or None
-        The byte of the file where it is broken; None where it is broken at no single place.
+        The byte of the file that breaks it, if a single one does.
     path : str or None
-        The file, where one is known.
+        The file, if known.
     """
 
     def __init__(self, rule: str, offset: int | None = None, path: str | None = None) -> None:
@@ -103,9 +102,9 @@ class CategoryError(KeyError):
     Attributes
     ----------
     category : object
-        What was asked for.
+        The requested category.
     categories : tuple of str
-        Those that there are.
+        The existing categories.
     """
 
     def __init__(self, category: object, categories: tuple[str, ...]) -> None:
@@ -123,4 +122,4 @@ class ClosedError(RuntimeError):
 
 
 class FrozenError(RuntimeError):
-    """Memory was asked for while the tape, or its layout, is frozen."""
+    """Memory was requested while the tape, or its layout, is frozen."""

@@ -37,7 +37,7 @@ TapeT = TypeVar("TapeT", bound="Bump[Any]")
 
 
 class _Cache(Protocol):
-    """What a layout asks of an attached cache."""
+    """An attached cache."""
 
     @property
     def tape(self) -> Any: ...
@@ -90,7 +90,7 @@ class Lifetimes(Generic[TapeT]):
         history: Any,
         new_tape: Callable[[Any, str], TapeT],
     ) -> None:
-        # A flag that is set first: a size's own code may come here again.
+        # A flag that is set first: converting a size may call the constructor again.
         if self._is_begun:
             raise RuntimeError("the Layout is made already")
         self._is_begun = True
@@ -109,7 +109,7 @@ class Lifetimes(Generic[TapeT]):
             made.append(self.scratch)
             self.history = new_tape(history, "history")
         except BaseException:
-            # All or nothing: tapes that were made before the failure go back.
+            # All or nothing.
             for tape in made:
                 tape.close()
             raise
@@ -129,13 +129,13 @@ class Lifetimes(Generic[TapeT]):
         Parameters
         ----------
         cache : KVCache
-            With memory of its own, or on `history`: all of that tape so far is kept from now on, so
-            that clearing forgets the tokens and leaves the memory.
+            With memory of its own, or on `history`. Clearing keeps the used part of that tape from
+            now on: it forgets the tokens and leaves the memory.
 
         Raises
         ------
         CapacityError, MemoryError
-            The layout is frozen, and the cache cannot be warmed. It is not attached.
+            The layout is frozen, and the cache cannot be warmed; it is not attached.
         """
         self._check_open()
         if not hasattr(cache, "_freeze"):
@@ -148,7 +148,7 @@ class Lifetimes(Generic[TapeT]):
         self._caches.append(cache)
 
     def clear_pass(self) -> None:
-        """Clear `scratch` after a forward pass, down to what is kept."""
+        """Clear `scratch`, except kept memory, after a forward pass."""
         self._check_open()
         self.scratch.clear()
 
@@ -162,24 +162,24 @@ class Lifetimes(Generic[TapeT]):
         self.scratch.clear()
 
     def freeze(self) -> None:
-        """Declare start-up finished: what may be used from now on is warmed, and nothing faults.
+        """End start-up: warm all memory that may be used from now on, so that nothing faults.
 
-        From now on `weights` and `history` refuse every take, `scratch` every take beyond the most
-        it has ever held, and attached caches every token for which they would have to commit
-        memory, with `FrozenError`. Clearing, and appending to what is committed, go on. Attached
-        caches keep what trimming would give back. A tape over a file of a disk that is mapped with
-        ``mode="r+"`` is the exception: the kernel writes its pages back, and the next write to each
+        From now on FrozenError refuses every take from `weights` and `history`, takes from
+        `scratch` beyond its high-water mark, and tokens for which attached caches would commit
+        memory. Clearing, and appending to committed memory, still work. Attached caches keep memory
+        that trimming would give back. Only a tape over a file on disk that is mapped with
+        ``mode="r+"`` still faults: the kernel writes its pages back, and the next write to each
         faults.
 
         Raises
         ------
         CapacityError
-            What is not in RAM yet does not fit into a limit, which is named. Nothing was touched,
-            and nothing is frozen.
+            Pages that are not in RAM yet do not fit into a limit, which the message names. Nothing
+            was touched or frozen.
         MemoryError, PlacementError
-            There is not enough memory, or not where it is bound to be. Nothing is frozen.
+            Memory ran out, or ran out on the nodes it is bound to. Nothing is frozen.
         OSError
-            The file of mapped weights has become shorter. Nothing is frozen.
+            The file of mapped weights became shorter. Nothing is frozen.
         """
         self._check_open()
         self._warm([cache for cache in self._caches if not cache.closed])
@@ -198,7 +198,7 @@ class Lifetimes(Generic[TapeT]):
         self._freeze_caches(False)
 
     def _warm(self, caches: Sequence[_Cache]) -> None:
-        """Bring into RAM what may be used while frozen; a device's memory is always there."""
+        """Warm memory that may be used while frozen; a device's memory needs none."""
 
     def _freeze_caches(self, frozen: bool) -> None:
         for cache in self._caches:
@@ -212,13 +212,13 @@ class Lifetimes(Generic[TapeT]):
 
     @property
     def total_bytes(self) -> int:
-        """The sizes of the three together, in bytes."""
+        """The size of all three, in bytes."""
         s = self.stat()
         return s.weights_total + s.scratch_total + s.history_total
 
     @property
     def closed(self) -> bool:
-        """Whether the layout was closed, or has lost its memory, as in a forked child."""
+        """Whether the layout was closed, or lost its memory, as in a forked child."""
         parts = (self.weights, self.scratch, self.history)
         return self._closed or any(part.closed for part in parts)
 
@@ -244,7 +244,7 @@ class Lifetimes(Generic[TapeT]):
         Raises
         ------
         BufferError
-            Arrays still use a tape or the weights; nothing is closed then.
+            Arrays still use a tape or the weights; all stays open.
         """
         if self._closed:
             return
@@ -265,7 +265,7 @@ class Lifetimes(Generic[TapeT]):
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        # Arrays that are still alive keep their memory; it goes with the last of them.
+        # Live arrays keep their memory until the last of them goes.
         self.history.__exit__()
         self.scratch.__exit__()
         if self._owns_weights:
@@ -294,34 +294,34 @@ class Layout(Lifetimes[Tape]):
     """The memory of one model and one conversation.
 
     ============  ==================================  ============================
-    tape          what lives there                    when it is cleared
+    tape          contents                            cleared
     ============  ==================================  ============================
     weights       the model, mapped or loaded once    never
     scratch       temporaries of a pass, the logits   `clear_pass`, after a token
     history       the KV cache                        `clear_talk`, a new talk
     ============  ==================================  ============================
 
-    The tapes may be taken from in several threads; clearing, freezing and closing are for one.
-    After a fork the child has its own copy. Memory faults at its first touch; `freeze` touches all
-    that is used, and after it nothing faults.
+    Several threads may take from the tapes, but only one may clear, freeze or close. A forked child
+    has its own copy. Memory faults at its first touch; `freeze` touches all used memory, and after
+    it nothing faults.
 
     Parameters
     ----------
     weights : int, Block or Weights
-        A size in bytes, a block, or an opened model, which is mapped and counts as used.
+        A size in bytes, a block, or an opened model, which counts as used.
     scratch, history : int or Block
         A size in bytes, or a block.
     **placement
-        See `PlacementOptions`; for the tapes that are given as sizes.
+        See `PlacementOptions`; for tapes given as sizes.
 
     Attributes
     ----------
     weights : Tape or Weights
-        What was given, or a tape over it.
+        The opened model, or a tape.
     scratch, history : Tape
         The other two.
     plan : Plan or None
-        What the sizes follow from, in a layout made by `for_model`.
+        The plan behind the sizes of a layout made by `for_model`.
 
     Examples
     --------
@@ -354,7 +354,7 @@ class Layout(Lifetimes[Tape]):
         if isinstance(self.weights, Tape):
             used.append(self.weights)
         tapes |= {tape: tape.used_bytes for tape in used}
-        # A cache of layers that differ has several.
+        # A cache with different layers has several pieces.
         alone: list[Any] = [
             part
             for cache in caches
@@ -365,14 +365,14 @@ class Layout(Lifetimes[Tape]):
             _cold_bytes(
                 tape.block,
                 nbytes,
-                # Pages of a file in RAM are copied once more, or held until they are on disk.
+                # Pages of a file in RAM need more memory: they are copied, or held until on disk.
                 0 if tape._is_of_file else tape.block._resident_range(0, nbytes),
             )
             for tape, nbytes in tapes.items()
         ) + sum(
             _cold_bytes(cache.block, cache.capacity_bytes, cache.resident_bytes) for cache in alone
         )
-        # First all limits, of everything together: what is refused has touched nothing.
+        # First all limits, for everything together, before anything is touched.
         what = "Layout.freeze: warming memory"
         if isinstance(self.weights, Weights):
             self.weights._require_room(what, cold_bytes)
@@ -381,7 +381,7 @@ class Layout(Lifetimes[Tape]):
             limits.require(cold_bytes, what)
         n_threads = limits.thread_count()
         for tape, nbytes in tapes.items():
-            # Where a file's pages are only read in, the first write to each would fault still.
+            # If a file's pages were only read, the first write to each would still fault.
             tape.block._warm_range(0, nbytes, n_threads, write=True)
         for cache in alone:
             cache.warm(n_threads)
@@ -401,27 +401,27 @@ class Layout(Lifetimes[Tape]):
         progress: Progress | None = None,
         **placement: Unpack[PlacementOptions],
     ) -> Layout:
-        """Make the layout that a model needs, as `plan` says.
+        """Make the layout for a model, with the sizes of `plan`.
 
-        What does not fit is refused before anything of the model is read. Memory and mapped weights
-        fault at their first touch: `freeze` touches them, and ``warm=True`` does so here.
+        A model that does not fit is refused before it is read. Memory and mapped weights fault at
+        their first touch: `freeze` touches them, or ``warm=True`` right here.
 
         Parameters
         ----------
         path_or_weights : path-like or Weights
             A model file or its URL, which is opened and closed with the layout, or an opened one.
         ctx : int, optional
-            Tokens of context; by default the smallest of the model's, 4096 and what fits.
+            Tokens of context; by default the smallest of the model's, 4096 and the most that fit.
         batch, kv_dtype, window, threads, load
-            As for `plan`. With a window, or where some layers slide, as in gemma3, the KV cache
-            will not lie on `history`. Where `plan` repacks, the layout maps the file, and a
-            `Decoder` with it repacks. From a URL all is read first, and what is repacked lies
-            beside it.
+            As for `plan`. With a window, or if some layers slide, as in gemma3, the KV cache is not
+            on `history`. If `plan` repacks, the layout maps the file, and a `Decoder` with it
+            repacks. A model at a URL is read in full first, and repacked tensors lie beside it.
         progress : callable, optional
-            As for `open_weights`, of a file.
+            As for `open_weights`; only for a file.
         **placement
-            See `PlacementOptions`; of a file, for its weights, too. With ``numa="mirror"`` these
-            have a copy on each node, and the tapes lie where the threads run that touch them first.
+            See `PlacementOptions`; they also apply to the weights of a file. With
+            ``numa="mirror"`` these have a copy on each node, and the tapes lie on the nodes of the
+            threads that touch them first.
 
         Returns
         -------
@@ -434,7 +434,7 @@ class Layout(Lifetimes[Tape]):
         ValueError
             An option is out of range, or the model's dimensions are not known.
         CapacityError, PlacementError, MemoryError
-            The model does not fit into the memory that this process may have, or not as asked for.
+            The model does not fit into the memory that this process may have, or not as requested.
         """
         options: dict[str, Any] = {
             "ctx": ctx,
@@ -455,10 +455,9 @@ class Layout(Lifetimes[Tape]):
             before = plan(path_or_weights, load=load, **options)
             before.require_fits(strict=strict)
             repacks, mapped = before.load == "repack", placement.copy()
-            if repacks and not remote:  # pages and nodes are those of what is repacked
-                mapped.pop("pages", None)
-                mapped.pop("numa", None)
-                mapped.pop("warm", None)  # and so is what is read, but for the rest
+            if repacks and not remote:  # these options are for the repacked tensors
+                for option in ("pages", "numa", "warm"):
+                    mapped.pop(option, None)
                 if placement.get("lock"):
                     mapped["lock"] = "onfault"
             if load == "repack":
@@ -470,13 +469,13 @@ class Layout(Lifetimes[Tape]):
             weights = open_planned(path_or_weights, request)
 
         try:
-            if not given:  # the file may be another one by now
+            if not given:  # the file may have changed
                 needed = plan(weights, load="repack" if repacks else "auto", **options)
                 reason = before.load_reason if repacks else needed.load_reason
                 needed = replace(needed, load_reason=reason)
-            ModelDims.from_weights(weights)  # it raises where the dimensions are not known
+            ModelDims.from_weights(weights)  # raises if the dimensions are not known
             needed.require_fits(strict=strict)
-            if is_mirrored(placement):  # what is written has no copies
+            if is_mirrored(placement):  # memory that is written has no copies
                 placement["numa"] = None
             layout = cls(weights, needed.scratch_bytes, needed.history_bytes, **placement)
         except BaseException:
@@ -489,5 +488,5 @@ class Layout(Lifetimes[Tape]):
 
 
 def _cold_bytes(block: Block, nbytes: int, resident_bytes: int) -> int:
-    """Bytes that warming takes of free memory; hugetlb pages come from their pool."""
+    """Return how much free memory warming takes; hugetlb pages come from their pool."""
     return 0 if block.granted.pages in policy.HUGETLB else max(0, nbytes - resident_bytes)

@@ -26,20 +26,19 @@ cnp.import_array()
 
 cdef object MOST = 2**63 - 1
 
-# Short names of types, as kernels and model files have them. NumPy has a type of 16 bytes that it
-# calls f16, which nobody means who writes it here.
+# Short names of types, as in kernels and model files. NumPy's own f16 is a type of 16 bytes, which
+# no caller means.
 cdef dict _SHORT = {"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"}
 cdef dict _DTYPES = {}
-# What dtype_of was asked last, and its answer: most callers ask for one dtype all the time. Both
-# are read and written in a critical section of the first of these.
+# The last question to dtype_of and its answer: most callers ask for one dtype all the time. A
+# critical section of `_memo` guards both.
 cdef object _memo = object()
 cdef object _last_asked = object()
 cdef object _last_found = None
 
 
 cdef object dtype_of(object dtype):
-    """The dtype that a user names; names and types are remembered, since np.dtype costs as much
-    as a take."""
+    """Return the dtype that a user names. Names and types are remembered: np.dtype is slow."""
     global _last_asked, _last_found
     with cython.critical_section(_memo):
         if dtype is _last_asked:
@@ -79,7 +78,7 @@ cdef cnp.dtype _new_dtype(object dtype):
 
 
 cdef object _numpy_dtype(object named):
-    """A dtype of NumPy's or, by its name, of ml_dtypes; None where there is none."""
+    """Return a dtype of NumPy or, by its name, of ml_dtypes, or None."""
     try:
         return np.dtype(named)
     except Exception:  # of many kinds, for descriptions of structs
@@ -100,9 +99,9 @@ def as_dtype(dtype: object, among: Collection[str] | None = None,
         A dtype of NumPy, ml_dtypes or torch, or a name: NumPy's, or ``"f16"``, ``"f32"``,
         ``"f64"`` and ``"bf16"``.
     among : collection of str, optional
-        NumPy's names of those that will do.
+        NumPy's names of the accepted dtypes.
     what : str
-        The argument, for messages.
+        The argument's name in messages.
 
     Returns
     -------
@@ -111,7 +110,7 @@ def as_dtype(dtype: object, among: Collection[str] | None = None,
     Raises
     ------
     ValueError, TypeError
-        It is none, or none of those.
+        It is no dtype, or not among those.
     """
     if among is None:
         return dtype_of(dtype)
@@ -131,7 +130,7 @@ cdef object dtype_among(object dtype, object among, str what):
 cdef object index_of(object n, str what):
     if type(n) is int:
         return n
-    if type(n) is not bool:  # which nobody means as one
+    if type(n) is not bool:  # no caller means a number
         try:
             return PyNumber_Index(n)
         except TypeError:
@@ -177,8 +176,8 @@ cdef object nbytes_of(tuple dims, object itemsize):
     nbytes = itemsize
     for n in dims:
         nbytes = nbytes * n
-    # NumPy refuses what would be too large without its dimensions of 0, and refuses it too late:
-    # when memory has been taken.
+    # NumPy also refuses arrays that would be too large without their dimensions of 0, but only
+    # after memory was taken.
     if nbytes == 0 and math.prod([n or 1 for n in dims], start=itemsize) > MOST:
         raise ValueError(f"shape: {dims} is too large for an array")
     return nbytes
@@ -205,29 +204,9 @@ cdef tuple shape_within(str name, size_t base, size_t nbytes, size_t offset, obj
 def array_within(name: str, base: int, nbytes: int, offset: int,
                  shape: int | tuple[int, ...] | None,
                  dtype: DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Check an array over memory that the GPU has, as that of a block is checked.
+    """Check an array over `nbytes` of GPU memory at `base`, as `Block.as_array` does.
 
-    Parameters
-    ----------
-    name : str
-        Of the memory, for messages.
-    base, nbytes : int
-        Its address and size.
-    offset : int
-        Where in it the array begins.
-    shape : int, tuple of int or None
-        None: all that fits.
-    dtype : dtype-like
-        As `Block.as_array` takes it.
-
-    Returns
-    -------
-    shape, dtype : tuple of int, numpy.dtype
-
-    Raises
-    ------
-    ValueError, TypeError
-        The array does not fit, or is not aligned.
+    Return its shape and dtype. Raise ValueError if it does not fit or is not aligned.
     """
     descr = dtype_of(dtype)
     return shape_within(name, base, nbytes, size_of(offset, "offset"), shape, descr), descr
@@ -250,7 +229,7 @@ cdef object new_array(void *address, int n_dims, const cnp.npy_intp *sizes,
                       const cnp.npy_intp *strides, object dtype, object owner, bint writable):
     cdef object kind = cnp.ndarray
     if (<cnp.dtype>dtype).type_num >= NPY_USERDEF:
-        kind = EXPORTED  # NumPy would not let other libraries have it
+        kind = EXPORTED  # NumPy does not export this type to other libraries
     return _array_of(kind, address, n_dims, sizes, strides, dtype, owner, writable)
 
 
@@ -262,7 +241,7 @@ cdef object plain_array(void *address, int n_dims, const cnp.npy_intp *sizes,
 cdef inline object _array_of(object kind, void *address, int n_dims, const cnp.npy_intp *sizes,
                              const cnp.npy_intp *strides, object dtype, object owner,
                              bint writable):
-    # With strides NumPy finds out itself whether they are those of a contiguous array.
+    # With strides, NumPy finds out itself whether the array is contiguous.
     cdef int flags = cnp.NPY_ARRAY_C_CONTIGUOUS if strides == NULL else 0
     if <uintptr_t>address & <uintptr_t>((<cnp.dtype>dtype).alignment - 1) == 0:
         flags |= cnp.NPY_ARRAY_ALIGNED

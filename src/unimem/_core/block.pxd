@@ -5,16 +5,16 @@ from unimem._core.region cimport Region
 
 cdef class Block:
     cdef Region _region
-    # Held while that is taken or changes.
+    # Held while the region is read or replaced.
     cdef Lock _guard
     cdef readonly str name
     cdef readonly str category
-    # A file in /dev/shm that other processes may attach, or None.
+    # The file in /dev/shm of a named block, or None.
     cdef readonly str path
-    # Part of another object, which warns for both when it is left open.
+    # Whether it is part of another object, which warns for both if left open.
     cdef bint _is_part
     cdef dict _requested
-    # What the kernel was asked for, as `policy.decide` chose it; None for memory placed elsewhere.
+    # The choice of `policy.decide`; None for memory placed elsewhere.
     cdef object _choice
     cdef object _granted
     cdef object _remove_name
@@ -24,9 +24,9 @@ cdef class Block:
     cdef void *base(self) except NULL
     # `options` are the keyword arguments of the constructor.
     cdef int _make(self, nbytes, dict options, tuple mirror, int fd, fill) except -1
-    # Makes ranges usable of which nothing is, (offset, nbytes) in whole steps: all, or none.
+    # Commits ranges (offset, nbytes) of whole steps that are not committed yet: all, or none.
     cdef int commit_ranges(self, list ranges) except -1
-    # Notes what the kernel said; None: it may be something else now.
+    # Remembers a placement read from the kernel; None if it may have changed.
     cdef object note_granted(self, placement)
     cdef unsigned check_threads(self, object threads) except 0
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,

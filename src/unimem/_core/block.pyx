@@ -55,24 +55,24 @@ cdef dict _DEFAULTS = {"pages": "auto", "lock": False, "warm": False, "strict": 
 cdef class Block:
     """One region of memory, between two guard pages.
 
-    Threads may use a block at the same time; growing, releasing and closing it is for one. After a
-    fork the child has its own copy of private memory, page by page as either side writes; shared
-    memory that can be written is left out of the child, where using it raises ClosedError.
+    Threads may use a block at the same time, but only one may grow, release or close it. A forked
+    child has its own copy of private memory. It does not inherit writable shared memory: using that
+    raises ClosedError there.
 
     Parameters
     ----------
     nbytes : int
         Size in bytes, rounded up to whole pages in `nbytes`; the request stays in `requested`.
     pages, numa, lock, warm, strict
-        See `PlacementOptions`. hugetlb pages that are bound to nodes are touched at once, since one
-        that its node lacks later would end the process.
+        See `PlacementOptions`. hugetlb pages bound to nodes are touched at once, since a page that
+        its node lacks later would end the process.
     shared : bool or str, default False
-        True: memory behind `fileno`, which other processes can `attach`. A name: the same as a file
-        in ``/dev/shm``, which must not exist, and which goes when the block is closed.
+        True: memory behind `fileno`, which other processes can `attach`. A name: the same as a new
+        file in ``/dev/shm``, which is removed when the block is closed.
     reserve : int, optional
-        Address space in bytes, into which `commit` lets the block grow.
+        Bytes of address space into which `commit` lets the block grow.
     name : str, optional
-        Stands in messages.
+        The name in messages.
     category : str, default "other"
         The row of reports: ``"weights"``, ``"scratch"``, ``"kv"`` (or ``"history"``),
         ``"staging"``, ``"diagnostics"``, ``"logits"``, ``"tokens"`` or ``"other"``.
@@ -80,20 +80,20 @@ cdef class Block:
     Attributes
     ----------
     path : str or None
-        The file in ``/dev/shm`` of a block that has a name there.
+        The file in ``/dev/shm`` of a block made with a name there.
 
     Raises
     ------
     ValueError
         A size of 0 or below, an unknown option.
     CapacityError
-        The memory does not fit into a limit, which is named; nothing was taken.
+        The memory does not fit into a limit, which the message names; nothing was taken.
     MemoryError
         The system has no memory.
     FileExistsError
-        There is shared memory of this name.
+        Shared memory of this name exists.
     PlacementError
-        With `strict`, when not all that was asked for was granted. Without, one `PlacementWarning`.
+        With `strict`, if not everything was granted; without, there is one `PlacementWarning`.
 
     Examples
     --------
@@ -202,9 +202,9 @@ cdef class Block:
             try:
                 fd = fds.add(os.open, path, _CREATE, 0o600)
             except FileExistsError as error:
-                raise FileExistsError(error.errno, "there is shared memory of this name: take "
-                                      "another one, Block.attach it, or remove it", path) from None
-            # From here on: when the block is closed, collected, or at the end of the process.
+                raise FileExistsError(error.errno, "shared memory of this name exists: take "
+                                      "another name, Block.attach it, or remove it", path) from None
+            # Runs when the block is closed or collected, or when the process ends.
             self._remove_name = weakref.finalize(self, policy.remove_named, path, os.getpid(),
                                                  os.fstat(fd).st_ino)
             self.path = path
@@ -212,7 +212,7 @@ cdef class Block:
 
     def _place(self, request, um.um_category category, int fd, unsigned n_threads, bint warm,
                bint strict, fill):
-        """Map, warm or fill, lock, and look whether it is as it was asked for."""
+        """Map, warm or fill, and lock memory, and compare it with the request."""
         self._region, self._choice = map_request(self.name, request, category, fd, strict, None)
         cdef Region region = self._region
         region.requested, region.file = self._requested, self.path
@@ -224,7 +224,7 @@ cdef class Block:
             self.populate(region, 0, region.block.nbytes, n_threads, None, 0, region.block.nbytes)
         if warm:
             if request.shared and choice.pages in (("thp",) if request.mirror else ("auto", "thp")):
-                # Where it cannot be done, the comparison below says so.
+                # The comparison below reports a failure.
                 collapse_region(region, False)
         if choice.lock and not region.is_hugetlb():
             self._choice = lock_region(region, choice, problems)
@@ -250,20 +250,20 @@ cdef class Block:
         offset : int
             The first byte, a multiple of the base page.
         nbytes : int, optional
-            How many bytes; all up to the end of the file by default.
+            The number of bytes; by default up to the end of the file.
         mode : {"r", "c", "r+"}
             ``"r"``: shared and read-only. ``"c"``: writable, copy-on-write; the file never changes.
-            ``"r+"``: what is written is the file's, and a forked child has no part in it.
+            ``"r+"``: writes go to the file, and a forked child does not inherit the memory.
         name : str, optional
-            Stands in messages; the path by default.
+            The name in messages; the path by default.
         category : str, default "weights"
-            The row of the ledger, as for the class.
+            The row of reports, as for the class.
 
         Returns
         -------
         Block
-            Its pages belong to the page cache. If the file is truncated, pages are lost: unimem
-            raises OSError where it touches one, and any other access ends the process (SIGBUS).
+            Its pages belong to the page cache. If the file is truncated, unimem raises OSError when
+            it touches a lost page; any other access to one ends the process (SIGBUS).
 
         Raises
         ------
@@ -299,29 +299,29 @@ cdef class Block:
     @staticmethod
     def attach(fd_or_path: int | str | PathLike[str], *, writable: bool = False,
                name: str | None = None, category: str = "other") -> Block:
-        """Map the shared memory that another block has made, here or in another process.
+        """Map the shared memory of another block, here or in another process.
 
         Parameters
         ----------
         fd_or_path : int or path-like
-            A descriptor, such as one that came over a Unix socket, which may be closed afterwards;
+            A descriptor, such as one received over a Unix socket, which may be closed afterwards;
             or a path, such as ``"/dev/shm/NAME"`` or ``"/proc/PID/fd/N"``.
         writable : bool, default False
-            Whether it may be written through this block.
+            Whether this block may write to it.
         name, category : str
             As for the class.
 
         Returns
         -------
         Block
-            All of the memory. Its NUMA policy is the one that its maker has set.
+            A block over all of the memory, with the NUMA policy that its creator set.
 
         Raises
         ------
         OSError
-            It cannot be opened, or not be mapped so.
+            It cannot be opened, or cannot be mapped like this.
         ValueError
-            It is no memory or file, or empty.
+            It is neither memory nor a file, or it is empty.
         """
         cdef um.um_category entered = category_of(category)
         cdef int fd, access = os.O_RDWR if flag(writable, "writable") else os.O_RDONLY
@@ -343,7 +343,7 @@ cdef class Block:
         return block
 
     def sealed_copy(self, *, pages: Pages = "auto", name: str | None = None) -> Block:
-        """Copy the memory into shared memory that nobody can write, grow or shrink any more.
+        """Copy the memory into sealed shared memory: no process can write, grow or shrink it.
 
         Parameters
         ----------
@@ -355,12 +355,12 @@ cdef class Block:
         Returns
         -------
         Block
-            Read-only; others `attach` its `fileno`. A forked child has it, too.
+            Read-only. Other processes `attach` its `fileno`; forked children inherit it.
 
         Raises
         ------
         ValueError, MemoryError, OSError
-            As the class; or a mapped file has become shorter.
+            As the class, or a mapped file became shorter.
         """
         cdef Region source = self.region()
         cdef Block block = Block.__new__(Block)
@@ -404,33 +404,33 @@ cdef class Block:
 
     @property
     def nbytes(self) -> int:
-        """Usable bytes from the base on, up to the first gap: whole pages."""
+        """Usable bytes from the first byte to the first gap, in whole pages."""
         return self.region().block.nbytes
 
     @property
     def reserved_bytes(self) -> int:
-        """Address space from the base on, into which the block can grow."""
+        """Bytes of address space into which the block can grow."""
         return self.region().block.reserved_nbytes
 
     @property
     def committed_bytes(self) -> int:
-        """Bytes that are usable, wherever they are."""
+        """Usable bytes, including those behind gaps."""
         return self.region().block.committed_nbytes
 
     @property
     def step_bytes(self) -> int:
-        """The page, huge or not: `commit` and `release` work in whole steps."""
+        """The page size, huge or not: `commit` and `release` work in whole steps."""
         return self.region().block.step_nbytes
 
     @property
     def requested(self) -> Requested:
-        """What was asked for: a dict of `nbytes`, `pages`, `numa`, `lock`, `shared`, `reserve`."""
+        """The request: a dict of `nbytes`, `pages`, `numa`, `lock`, `shared` and `reserve`."""
         self.region()
         return dict(self._requested)
 
     @property
     def granted(self) -> Placement:
-        """The `Placement` as it was when it was last read from the kernel (see `verify`)."""
+        """The `Placement` that was last read from the kernel (see `verify`)."""
         self.region()
         with cython.critical_section(self):
             last = self._granted
@@ -439,7 +439,7 @@ cdef class Block:
     @property
     @cython.critical_section
     def closed(self) -> bool:
-        """Whether the block was closed (or left out of this forked child)."""
+        """Whether the block was closed (or this forked child did not inherit it)."""
         return self._region is None or self._region.block.base == NULL
 
     def as_array(self, dtype: npt.DTypeLike = "uint8", shape: int | Sequence[int] | None = None,
@@ -451,19 +451,19 @@ cdef class Block:
         dtype : dtype-like
             A NumPy dtype; ``"bfloat16"`` gives the one of ml_dtypes.
         shape : int or tuple of int, optional
-            All that fits from `offset` on by default.
+            By default, everything from `offset` on.
         offset : int
             In bytes.
 
         Returns
         -------
         numpy.ndarray
-            Which keeps the memory mapped. Read-only where the block is.
+            It keeps the memory mapped, and is read-only if the block is.
 
         Raises
         ------
         ValueError
-            The array does not fit, is not aligned for its dtype, or reaches over memory that is not
+            The array does not fit, is not aligned for its dtype, or includes memory that is not
             committed.
         """
         return self.region().array(size_of(offset, "offset"), shape, dtype_of(dtype))
@@ -473,8 +473,8 @@ cdef class Block:
         PyObject_GetBuffer(self.region(), buffer, flags)
 
     def __releasebuffer__(self, Py_buffer *buffer):
-        # Never called: the region is the exporter. Where an exporter has none, np.frombuffer lets
-        # the buffer go at once and keeps the exporter only, which is not what keeps the memory.
+        # Never called: the region is the exporter. Without this method, np.frombuffer would release
+        # the buffer at once and keep only this block, which does not keep the memory.
         pass
 
     def __array__(self, dtype: npt.DTypeLike | None = None,
@@ -499,20 +499,19 @@ cdef class Block:
         Parameters
         ----------
         threads : int, optional
-            How many threads, each pinned to a CPU of its own, of the nodes whose memory it touches;
-            1 by default.
+            How many threads, 1 by default. Each is pinned to its own CPU of the nodes it touches.
         progress : callable, optional
-            Called as ``progress(done_bytes, total_bytes)`` after each part. What it raises ends
-            the warming, as Ctrl-C does; nothing is lost by that.
+            Called as ``progress(done_bytes, total_bytes)`` after each part. An exception that it
+            raises ends the warming, as Ctrl-C does; nothing is lost.
 
         Raises
         ------
         CapacityError
-            What is not in RAM yet does not fit into a limit, which is named.
+            Pages that are not in RAM yet do not fit into a limit, which the message names.
         MemoryError
-            There is not enough memory.
+            Memory ran out.
         OSError
-            A mapped file has become shorter.
+            A mapped file became shorter.
         """
         cdef Region region = self.region()
         check_callable(progress)
@@ -541,7 +540,7 @@ cdef class Block:
         require_room(self.region(), self.name, self._choice, runs)
 
     cdef unsigned check_threads(self, object threads) except 0:
-        # No block has more parts to warm.
+        # More threads than this have no parts to warm.
         return min(size_of(1 if threads is None else threads, "threads", 1), <size_t>MOST_THREADS)
 
     cdef int populate(self, Region region, size_t offset, size_t nbytes, unsigned n_threads,
@@ -565,9 +564,9 @@ cdef class Block:
         return self.note_granted(placement_of(self.region()))
 
     def repair(self) -> Placement:
-        """Move what lies elsewhere than the NUMA policy says to where it says, and verify.
+        """Move misplaced pages to where the NUMA policy wants them, and verify.
 
-        A `PlacementWarning` tells what cannot be moved.
+        A `PlacementWarning` reports pages that cannot be moved.
 
         Returns
         -------
@@ -578,7 +577,7 @@ cdef class Block:
         ValueError
             The block has no NUMA policy.
         OSError
-            The kernel refuses to move pages, as in a container that may not.
+            The kernel refuses to move pages, as in a container without permission.
         """
         cdef Region region = self.region()
         if region.block.numa.mode == um.UM_NUMA_NONE:
@@ -591,9 +590,9 @@ cdef class Block:
         return placement
 
     def collapse(self) -> Placement:
-        """Put what is in RAM into huge pages now, shared memory included, and verify.
+        """Move memory in RAM, also shared memory, into huge pages now, and verify.
 
-        Where no huge page is free, a `PlacementWarning` says so.
+        A `PlacementWarning` reports missing huge pages.
 
         Returns
         -------
@@ -602,7 +601,7 @@ cdef class Block:
         Raises
         ------
         PlacementError
-            The kernel cannot (before Linux 6.1), or the block was asked to have 4k pages.
+            The kernel cannot (before Linux 6.1), or the block was made with 4k pages.
         """
         cdef Region region = self.region()
         self.note_granted(None)
@@ -614,20 +613,20 @@ cdef class Block:
         return placement
 
     def commit(self, nbytes: int) -> None:
-        """Make the first `nbytes` bytes usable, inside of what is reserved; nothing moves.
+        """Make the first `nbytes` bytes of the reserved addresses usable; nothing moves.
 
         Parameters
         ----------
         nbytes : int
-            Rounded up to `step_bytes`. What is committed already stays as it is; what is new is
-            zeroed, and placed and locked as the block is.
+            Rounded up to `step_bytes`. Committed memory stays as it is; new memory is zeroed, and
+            placed and locked like the block.
 
         Raises
         ------
         ValueError
-            It is more than `reserved_bytes`, or a mapped file.
+            It is more than `reserved_bytes`, or the block maps a file.
         CapacityError, PlacementError, MemoryError
-            There is no room; nothing was committed then.
+            The memory does not fit; nothing was committed.
         """
         cdef Region region = self.region()
         cdef size_t size = size_of(nbytes, "nbytes"), step = region.block.step_nbytes, end
@@ -645,26 +644,26 @@ cdef class Block:
         return grow(self.region(), self._choice, self.path, ranges, ranges)
 
     def release(self, offset: int = 0, nbytes: int | None = None) -> int:
-        """Give memory back; RSS and commit charge fall, and addresses stay reserved.
+        """Give memory back: RSS and commit charge fall, and addresses stay reserved.
 
         Parameters
         ----------
         offset : int
             In bytes.
         nbytes : int, optional
-            All up to the end by default. Only whole steps inside the range are given back.
+            By default up to the end. Only whole steps inside the range are given back.
 
         Returns
         -------
         int
-            Bytes that were given back. Committed again they are zero.
+            The bytes given back. They are zero if committed again.
 
         Raises
         ------
         BufferError
-            Arrays or other users of the range are alive.
+            The range is in use by arrays or others.
         ValueError
-            The range is outside of what is reserved, or is a mapped file's or read-only.
+            The range is not reserved, is part of a mapped file, or is read-only.
         """
         cdef Region region = self.region()
         cdef size_t first = size_of(offset, "offset"), reserved = region.block.reserved_nbytes
@@ -678,10 +677,10 @@ cdef class Block:
         return release_range(region, first, size)
 
     def _discard(self, offset: int, nbytes: int) -> int:
-        """Forget whole steps of a range: their pages go, they stay committed, and read as zeros.
+        """Drop the pages of whole steps of a range, which stay committed and read as zeros.
 
-        Returns the bytes of memory that were covered. Raises as `release`, and ValueError for
-        memory that is locked or not committed.
+        Return the bytes covered. Raise as `release`, and ValueError for locked or uncommitted
+        memory.
         """
         cdef Region region = self.region()
         cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes")
@@ -692,7 +691,7 @@ cdef class Block:
     def _overlay(self, offset: int, int fd, file_offset: int, nbytes: int) -> None:
         """Commit a range as a private mapping of a file, which never changes.
 
-        Raises ValueError for a range that cannot be a file's or is not in the file, and OSError.
+        Raise ValueError for a range that is not suitable or not in the file, and OSError.
         """
         cdef Region region = self.region()
         cdef size_t first = size_of(offset, "offset"), size = size_of(nbytes, "nbytes")
@@ -703,18 +702,18 @@ cdef class Block:
     def advise(self,
                advice: Literal["willneed", "sequential", "random", "dontneed", "hugepage",
                    "nohugepage"]) -> None:
-        """Tell the kernel how the memory will be used.
+        """Advise the kernel how the memory will be used.
 
         Parameters
         ----------
         advice : {"willneed", "sequential", "random", "dontneed", "hugepage", "nohugepage"}
-            ``"dontneed"`` drops pages of a mapped file, which come back from it; of other memory it
-            would be the contents, and is refused.
+            ``"dontneed"`` drops pages of a mapped file, which are read again when used. It is
+            refused for other memory, whose contents would be lost.
 
         Raises
         ------
         ValueError
-            An unknown advice, or one that would lose what was written.
+            An unknown advice, or one that would lose data.
         OSError
             The kernel refuses.
         """
@@ -730,7 +729,7 @@ cdef class Block:
             raise_status(status, &err, f"Block '{self.name}'")
 
     def fileno(self) -> int:
-        """Return the descriptor of shared memory, which stays the block's.
+        """Return the descriptor of shared memory; the block keeps owning it.
 
         Raises
         ------
@@ -744,24 +743,25 @@ cdef class Block:
         return fd
 
     def _resident_range(self, offset: int, nbytes: int) -> int:
-        """How many bytes of a range are in RAM, in whole pages."""
+        """Return the bytes of a range in RAM, in whole pages."""
         return resident_bytes(self.region(), offset, nbytes)
 
     @property
     def _is_cache_hidden(self) -> bool:
-        """Whether the kernel does not tell what of the mapped file is in the page cache."""
+        """Whether the kernel hides which pages of the mapped file are in the page cache."""
         return bool(self.region().block.is_cache_hidden)
 
     def _pages(self, offset: int, nbytes: int,
                nodes: bool = False) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int16] | None]:
-        """Flags (UM_PAGE_*) of each base page of a range, uint8, and its node, int16, or None."""
+        """Return flags (UM_PAGE_*, uint8) and nodes (int16, or None) of base pages of a range."""
         return pages_of(self.region(), size_of(offset, "offset"), size_of(nbytes, "nbytes"), nodes)
 
     def _lock(self, how: Lock, *, asked: Lock | None = None) -> Lock:
-        """Lock all of it (True, "onfault") or unlock it (False); returns what it was.
+        """Lock all of it (True, "onfault") or unlock it (False); return the former state.
 
-        Raises PlacementError, which names the limit, and what was asked for if that is not what is
-        done first; the lock is as it was then."""
+        If this fails, the lock is unchanged, and a PlacementError names the limit and `asked`, the
+        request behind `how`.
+        """
         self.note_granted(None)
         return lock_all(self.region(), how, how if asked is None else asked)
 
@@ -772,7 +772,7 @@ cdef class Block:
         Raises
         ------
         BufferError
-            Arrays, buffers or tapes still use it; nothing is closed then.
+            Arrays, buffers or tapes still use it; it stays open.
         """
         self._check_idle()
         self._drop()
@@ -800,7 +800,7 @@ cdef class Block:
 
     @cython.critical_section
     def __exit__(self, *exc_info: object) -> None:
-        # Arrays that are still alive keep the memory; it goes with the last of them.
+        # Live arrays keep the memory until the last of them goes.
         self._drop()
 
     def __del__(self):
@@ -819,7 +819,7 @@ cdef class Block:
 
 
 cdef Block _new_block(Region region, name, category, bint shared):
-    """Make a block over an existing mapping; `shared`: other processes see what is written."""
+    """Make a block over an existing mapping; `shared` if other processes see its writes."""
     cdef Block block = Block.__new__(Block)
     region.name = block.name = name
     region.writable = region.block.access != um.UM_ACCESS_READ

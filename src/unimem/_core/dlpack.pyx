@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Arrays for other libraries by DLPack, of the types of ml_dtypes too.
+"""Exporting arrays by DLPack, including types of ml_dtypes.
 
-DLPack has these types, but NumPy exports its own only. So an array of integers of the same width is
-exported, whose description is then given the type that it has.
+NumPy exports only its own types. So an array of integers of the same width is exported, and the
+type in its description is corrected.
 """
 import numpy as np
 
@@ -24,24 +24,10 @@ cdef object _numpy_export = np.ndarray.__dlpack__
 
 
 def export(array: npt.NDArray[Any], **options: Any) -> Any:
-    """Make a capsule of an array, as its ``__dlpack__`` does, of ml_dtypes' types too.
+    """Make a capsule of an array, with the options of ``__dlpack__``, also for ml_dtypes' types.
 
-    Parameters
-    ----------
-    array : numpy.ndarray
-        The capsule, and its consumer, keep it alive.
-    **options
-        Of the protocol: ``stream``, ``max_version``, ``dl_device``, ``copy``.
-
-    Returns
-    -------
-    PyCapsule
-
-    Raises
-    ------
-    BufferError
-        The array is read-only, and the consumer does not say that it knows such (``max_version`` of
-        at least (1, 0)); or DLPack has no such type.
+    Raise BufferError if DLPack has no such type, or if the array is read-only and the consumer does
+    not support that (``max_version`` below (1, 0)).
     """
     code = CODES.get(array.dtype.name)
     if code is None:
@@ -57,7 +43,7 @@ def export(array: npt.NDArray[Any], **options: Any) -> Any:
 
 #: class ExportedArray(np.ndarray[Any, np.dtype[Any]]): ...
 class ExportedArray(np.ndarray):
-    """An array of a type of ml_dtypes, as which other libraries take it by DLPack."""
+    """An array of a type of ml_dtypes that other libraries can take by DLPack."""
 
     __slots__ = ()
 
@@ -66,16 +52,16 @@ class ExportedArray(np.ndarray):
         return export(self, **options)
 
     def __array_wrap__(self, array, context=None, return_scalar=False):
-        """What is computed of it is NumPy's own, and a scalar where NumPy makes one."""
+        """Return results as NumPy's own arrays and scalars."""
         return array[()] if return_scalar else array
 
     def __reduce_ex__(self, protocol):
-        """What is pickled is NumPy's own, and is read without unimem."""
+        """Pickle as NumPy's own array, which can be read without unimem."""
         return np.asarray(self).__reduce_ex__(protocol)
 
 
 def exported(array: Any) -> Any:
-    """Return an array as other libraries take it: a view where NumPy does not export the dtype."""
+    """Return an array, or a view that can be exported if NumPy does not export the dtype."""
     if isinstance(array, np.ndarray) and array.dtype.isbuiltin == 2:  # of ml_dtypes
         return array.view(ExportedArray)
     return array

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Arrays of other libraries, seen as NumPy's without a copy."""
+"""Viewing arrays of other libraries as NumPy's, without a copy."""
 import numpy as np
 
 cimport cython
@@ -21,18 +21,18 @@ from unimem._core.dlpack cimport (
 
 cnp.import_array()
 
-# Returns -1 with an exception set where it fails.
+# Returns -1 with an exception set if it fails.
 ctypedef int (*_FromObject)(void *, DLTensor *) noexcept
 
-# DLDeviceType: of memory that this CPU reads.
+# DLDeviceType of memory that the CPU reads.
 cdef tuple _HOST = (1, 3, 11, 13)  # CPU, CUDA host, ROCm host, CUDA managed
 
-# NumPy's names of DLDataTypeCode; of ml_dtypes, by code alone.
+# NumPy's names of DLDataTypeCode; those of ml_dtypes follow from the code alone.
 cdef dict _NAMES = {0: "int", 1: "uint", 2: "float", 5: "complex"}
 cdef dict _OF_ML_DTYPES = {code: name for name, code in CODES.items()}
 
-# What was asked last, and its answer: most callers have one kind of arrays of one dtype. All are
-# read and written in a critical section of the first of these.
+# The last question and its answer: most callers have one kind of arrays of one dtype. A critical
+# section of `_memo` guards them.
 cdef object _memo = object()
 cdef object _last_kind = None
 cdef _FromObject _last_from_object = NULL
@@ -43,7 +43,7 @@ cdef char _nowhere[64]
 
 
 cdef _FromObject _function_of(object kind) except? NULL:
-    """What describes objects of a type without a capsule; NULL where its library has no such."""
+    """Return the function that describes objects of a type without a capsule, or NULL."""
     global _last_kind, _last_from_object
     cdef DLPackExchangeAPI *api = NULL
     cdef _FromObject found = NULL
@@ -109,7 +109,7 @@ cdef cnp.ndarray _array_over(const DLTensor *tensor, object owner, bint writable
             strides = steps  # not those of a C-contiguous array
         step *= sizes[axis]
     if data == NULL:
-        if step != 0:  # such as those that torch only traces
+        if step != 0:  # as of tensors that torch only traces
             raise TypeError(f"{what}: expected an array in main memory, got one without memory")
         data = _nowhere
     else:
@@ -118,7 +118,7 @@ cdef cnp.ndarray _array_over(const DLTensor *tensor, object owner, bint writable
 
 
 cdef class _Capsule:
-    """What a capsule held; its owner is told when the last array over it goes."""
+    """The content of a capsule; its deleter runs when the last array over it goes."""
     cdef DLManagedTensor *plain
     cdef DLManagedTensorVersioned *versioned
 
@@ -144,18 +144,18 @@ cdef cnp.ndarray _open_capsule(object capsule, str what):
                         f"{capsule!r:.60}")
     held.plain = <DLManagedTensor *>PyCapsule_GetPointer(capsule, "dltensor")
     PyCapsule_SetName(capsule, "used_dltensor")
-    # This one has no flags, so that nothing says whether it may be written.
+    # It has no flags that would say whether it may be written.
     return _array_over(&held.plain.tensor, held, False, what)
 
 
 cdef object _ask(object x, str what):
-    """The capsule of an object."""
+    """Return the capsule of an object."""
     try:
         device = int(x.__dlpack_device__()[0])
         if device in _HOST:
             try:
                 return x.__dlpack__(max_version=(DLPACK_MAJOR, 0))
-            except TypeError:  # of before versions
+            except TypeError:  # older than versions
                 return x.__dlpack__()
     except Exception as error:
         raise _unreadable(x, what, error) from None
@@ -168,7 +168,7 @@ cdef int _failed() except -1:
 
 
 cdef int _refuse_unreadable(object x, str what) except -1:
-    """Raise TypeError in the place of the exception that is set."""
+    """Raise TypeError instead of the exception that is set."""
     try:
         _failed()
     except Exception as error:
@@ -191,7 +191,7 @@ cdef cnp.ndarray foreign_array(object x, str what):
     cdef _FromObject from_object = _function_of(type(x))
     if from_object == NULL:
         return target_of(x, what)
-    # Without a try, which would cost every call as much as finding out the dtype.
+    # No try: it would cost every call as much as finding the dtype.
     if from_object(<void *>x, &tensor) < 0:
         _refuse_unreadable(x, what)
     return _array_over(&tensor, x, False, what)
@@ -202,7 +202,7 @@ cdef cnp.ndarray target_of(object x, str what):
         return <cnp.ndarray>x
     if hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__"):
         return _open_capsule(_ask(x, what), what)
-    # Bytes are in a buffer, but are no numbers.
+    # Bytes have a buffer, but are no numbers.
     if PyObject_CheckBuffer(x) and not isinstance(x, (bytes, bytearray)):
         try:
             return np.asarray(memoryview(x))

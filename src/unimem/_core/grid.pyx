@@ -1,5 +1,5 @@
 # cython: language_level=3, nonecheck=True
-"""Grids: cells of one size, taken and given back in any order."""
+"""Grids: cells of one size that are taken and given back in any order."""
 import numpy as np
 
 from unimem.errors import ClosedError, GridFull
@@ -19,9 +19,7 @@ from unimem._core.tape cimport Tape
 
 
 cdef class Cell:
-    """One cell of a `Grid`; of no use after `Grid.give`.
-
-    A cell is used by one thread at a time.
+    """One cell of a `Grid`, until `Grid.give`. One thread at a time may use it.
 
     Attributes
     ----------
@@ -45,7 +43,7 @@ cdef class Cell:
     @property
     @cython.critical_section
     def nbytes(self) -> int:
-        """Its size in bytes, as the grid was asked for it."""
+        """Its size in bytes, as requested of the grid."""
         return self.taken_from().cell_bytes
 
     @cython.critical_section
@@ -57,7 +55,7 @@ cdef class Cell:
         dtype : dtype-like
             A NumPy dtype.
         shape : int or tuple of int, optional
-            All that fits by default.
+            The whole cell by default.
 
         Returns
         -------
@@ -89,7 +87,7 @@ cdef class Cell:
 
 
 cdef size_t _check_sizes(object cell_bytes, object n_cells) except 0:
-    """The bytes that cells and links need."""
+    """Return the bytes that cells and links need."""
     cdef um.um_error err
     cdef size_t nbytes, size = size_of(cell_bytes, "cell_bytes", 1)
     if size_of(n_cells, "n_cells", 1) >= 2**32 - 2:
@@ -101,11 +99,11 @@ cdef size_t _check_sizes(object cell_bytes, object n_cells) except 0:
 
 #: class Cells(Generic[_TapeT]):
 cdef class Cells:
-    """What a `Grid` is, whatever memory its tape is over: that is never touched here."""
+    """A `Grid` over a tape of any memory, which it never touches."""
     #: tape: _TapeT
 
     cdef object begin(self):
-        # A flag, and not what is made last: converting the arguments may come here again.
+        # A flag, since converting the arguments may call the constructor again.
         if self._begun:
             raise RuntimeError("the Grid is made already")
         self._begun = True
@@ -140,7 +138,7 @@ cdef class Cells:
         return 0
 
     def take(self) -> Cell:
-        """Take a cell; it is not initialised.
+        """Take a cell, which is uninitialised.
 
         Returns
         -------
@@ -154,7 +152,7 @@ cdef class Cells:
         """
         cdef um.um_error err
         cdef uint32_t cell_id
-        with cython.critical_section(self.tape):  # which nobody closes meanwhile
+        with cython.critical_section(self.tape):  # no thread closes it meanwhile
             if self.tape is None or not self.tape._open:
                 self.check_open()
             if um.um_grid_take(&self.grid, &cell_id, &err) != um.UM_OK:
@@ -170,7 +168,7 @@ cdef class Cells:
         Raises
         ------
         ValueError
-            It is another grid's.
+            The cell belongs to another grid.
         ClosedError
             It was given back already.
         """
@@ -225,17 +223,17 @@ cdef class Cells:
 
 #: class Grid(Cells[Tape]):
 cdef class Grid(Cells):
-    """Cells of one size over a tape, for things that come and go in any order.
+    """Cells of one size over a tape, to be taken and given back in any order.
 
-    Any number of threads may take and give at the same time, without a lock. After a fork the child
-    has its own copy.
+    Any number of threads may take and give at the same time, without a lock. A forked child has its
+    own copy.
 
     Parameters
     ----------
     cell_bytes : int
-        Size of a cell; cells lie at multiples of 64 bytes.
+        The size of a cell; cells lie at multiples of 64 bytes.
     n_cells : int
-        How many, below 2**32 - 2.
+        The number of cells, below 2**32 - 2.
     name, category : str
         As for `Tape`.
     **placement
@@ -244,7 +242,7 @@ cdef class Grid(Cells):
     Attributes
     ----------
     tape : Tape
-        What the cells lie on; only they.
+        The tape that holds the cells and nothing else.
 
     Raises
     ------
@@ -276,9 +274,9 @@ cdef class Grid(Cells):
 
 #: class DeviceGrid(Cells[Any]):
 cdef class DeviceGrid(Cells):
-    """The half of `cuda.Grid` that needs no device: the free list is in main memory.
+    """The half of `cuda.Grid` without a device: its free list is in main memory.
 
-    `new_tape` makes a tape of so many bytes.
+    `new_tape(nbytes)` makes the tape.
     """
 
     def __init__(self, cell_bytes: int, n_cells: int, new_tape: Callable[[int], Bump[Any]]) -> None:

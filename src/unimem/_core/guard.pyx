@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Reading mapped files that somebody may truncate."""
+"""Reading mapped files that another process may truncate."""
 from cpython.buffer cimport (
     PyBUF_C_CONTIGUOUS, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer,
 )
@@ -9,36 +9,22 @@ from unimem._core cimport native as um
 from unimem._core.arrays cimport size_of
 from unimem._core.status cimport raise_file_status
 
-# Giving the interpreter's lock up and taking it again costs more than copying less.
+# Releasing the interpreter's lock costs more than copying less than this.
 cdef size_t MANY_BYTES = 64 << 10
 
 
 def copy(out: NDArray[Any] | bytearray | memoryview, address: int, nbytes: int, str what) -> None:
-    """Copy from a mapped file, as far as it is there.
+    """Copy `nbytes` bytes at an address in a mapped file; `what` is its path in errors.
 
-    Any number of threads may copy at once. The interpreter's lock is given up for more than a few
-    pages.
-
-    Parameters
-    ----------
-    out : buffer
-        Writable and C-contiguous, of at least `nbytes` bytes; the first are written.
-    address : int
-        Of the first byte, in a mapping that the caller keeps.
-    nbytes : int
-        How many.
-    what : str
-        The path of the file, which the error names.
+    `out` is a writable, C-contiguous buffer. Any number of threads may copy at once; the
+    interpreter's lock is released for more than a few pages.
 
     Raises
     ------
     OSError
-        A page cannot be had (EIO): the file has become shorter, or cannot be read. What is in `out`
-        then is worth nothing.
-    ValueError
-        `out` is too small.
-    TypeError, BufferError
-        It is no such buffer.
+        A page cannot be read (EIO), as when the file became shorter. `out` is then undefined.
+    ValueError, TypeError, BufferError
+        `out` is too small, or no such buffer.
     """
     cdef um.um_error err
     cdef um.um_status status

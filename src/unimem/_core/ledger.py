@@ -1,4 +1,4 @@
-"""What unimem has in main memory now: its regions, and what each part of them is for."""
+"""The ledger of unimem's main memory: its regions, and the purpose of their parts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ class Part(NamedTuple):
     category : str
         As in a `Row`.
     address, nbytes : int
-        The range. Of a ring, and of a block with gaps, what is all of it is `nbytes` of memory from
-        where it begins.
+        The range. A whole ring, or a whole block with gaps, is `nbytes` of memory from its start.
     active_bytes, high_water_bytes : int or None
-        What of it is in use now, and the most that ever was.
+        The bytes in use now, and the most that ever were.
     """
 
     category: str
@@ -45,21 +44,21 @@ class Entry(NamedTuple):
     Attributes
     ----------
     category : str
-        Of all of it that no holder names, as in a `Row`.
+        As in a `Row`, for memory that no holder names.
     name : str
-        What it is called.
+        Its name.
     address : int
         Where it begins.
     nbytes : int
-        Its memory, each byte once: what `um_ledger_read` counts of it.
+        Its memory, each byte once, as `um_ledger_read` counts it.
     reserved_bytes : int
-        Its address space from `address` on: that of a ring is twice its memory.
+        Its address space, which is twice the memory for a ring.
     requested : dict or None
-        What the block was asked to be; None where it is none.
+        The request of its block, if it has one.
     path : str or None
-        The file that it maps, all or a part of it.
+        The file that it maps.
     parts : tuple of Part
-        All of its memory, by address, in parts that do not overlap.
+        All of its memory by address, in parts that do not overlap.
     """
 
     category: str
@@ -73,31 +72,24 @@ class Entry(NamedTuple):
 
 
 class Holder(Protocol):
-    """An object that knows what parts of regions are for. Any thread may ask; no answer raises."""
+    """An object that names parts of regions. Any thread may call it, and it never raises."""
 
     def _ledger_is_open(self) -> bool:
-        """Tell whether there are parts, without making them: there may be very many."""
+        """Return whether there are parts, without making them: there may be many."""
 
     def _ledger_parts(self) -> Sequence[Part]:
-        """Return the parts, none when closed.
+        """Return the parts, or none if closed.
 
-        What lies on the tape of another, or in a part of its own, takes its bytes away from there,
-        and as many of those that are in use.
+        A part on another holder's tape, or inside another part, takes its bytes and as many bytes
+        in use from there.
         """
 
 
 def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
-    """Enter a holder, by a weak reference: it counts for as long as it lives.
+    """Enter a holder by a weak reference.
 
-    Any number of threads may enter holders. A forked child has those of its parent.
-
-    Parameters
-    ----------
-    holder : Holder
-        The object that names the parts.
-    sizes : mapping of str to int
-        Bytes of the categories that it names and that regions are not entered by, for
-        `high_water`.
+    Any number of threads may enter holders. A forked child has those of its parent. `sizes` are,
+    for `high_water`, the bytes of its categories that no region has.
     """
     with _entering:
         number = next(_numbers)
@@ -114,7 +106,7 @@ def enter(holder: Holder, sizes: Mapping[str, int]) -> None:
 
 
 def sizes_of(parts: Iterable[Part]) -> dict[str, int]:
-    """Add up the bytes of each category, of parts that do not overlap."""
+    """Add up the bytes of each category in parts that do not overlap."""
     sizes: dict[str, int] = {}
     for part in parts:
         sizes[part.category] = sizes.get(part.category, 0) + part.nbytes
@@ -122,15 +114,10 @@ def sizes_of(parts: Iterable[Part]) -> dict[str, int]:
 
 
 def entries() -> tuple[Entry, ...]:
-    """Return what is mapped now, by address.
+    """Return all mapped regions by address.
 
-    Where no other thread maps or unmaps anything meanwhile, the bytes of each category are those
-    of unimem's own ledger, to the byte. Any number of threads may ask. After a fork the child has
-    what it shares with its parent or has copied; shared memory that can be written is not there.
-
-    Returns
-    -------
-    tuple of Entry
+    If no other thread maps or unmaps meanwhile, the bytes of each category equal the C library's
+    ledger. Any number of threads may call it. A forked child has no writable shared memory.
 
     Examples
     --------
@@ -146,7 +133,7 @@ def entries() -> tuple[Entry, ...]:
         holder = reference()
         if holder is not None:
             parts += holder._ledger_parts()
-        # No holder is kept alive longer than it is asked.
+        # No holder is kept alive longer than its call.
         del holder
     found = sorted(regions(), key=lambda region: region[2])
     addresses = [region[2] for region in found]
@@ -162,25 +149,11 @@ def entries() -> tuple[Entry, ...]:
 
 
 def resolve(category: str, address: int, nbytes: int, parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Tile a range with parts that may lie in each other.
+    """Tile a range with parts that may be nested; return tiles by address, without gaps.
 
-    Each byte is the smallest part's that it lies in, and of parts of one size the last one's; what
-    lies in none is of `category`. A part that others take bytes from counts as many less in use,
-    and what is left in use is told of its first bytes.
-
-    Parameters
-    ----------
-    category : str
-        Of what no part names.
-    address, nbytes : int
-        The range. What of a part is outside does not count.
-    parts : iterable of Part
-        In the order in which they came.
-
-    Returns
-    -------
-    tuple of Part
-        By address, without gaps: their sizes add up to `nbytes`.
+    A byte belongs to the smallest part around it, among equals to the last, and else to `category`.
+    Bytes of a part outside the range do not count. A part that loses bytes to others has as many
+    less in use, and its first bytes count as those in use.
     """
     end = address + nbytes
     layers = [Part(category, address, nbytes)]
@@ -218,14 +191,14 @@ def resolve(category: str, address: int, nbytes: int, parts: Iterable[Part]) -> 
 
 
 def _clipped(part: Part, first: int, stop: int) -> Part:
-    """Cut off what is outside: memory that was given back since the part was told."""
+    """Cut off bytes outside, which were given back since the part was named."""
     active = part.active_bytes
     active = None if active is None else min(active, stop - first)
     return part._replace(address=first, nbytes=stop - first, active_bytes=active)
 
 
 def _pieces_of(part: Part, pieces: list[tuple[int, int]]) -> Iterable[Part]:
-    """Cut a part into what others have left of it."""
+    """Cut a part into the pieces that other parts leave of it."""
     taken = part.nbytes - sum(stop - first for first, stop in pieces)
     if not taken:
         return (part,)
@@ -245,13 +218,13 @@ def _pieces_of(part: Part, pieces: list[tuple[int, int]]) -> Iterable[Part]:
 
 # ---- high-water marks -------------------------------------------------------------------------
 
-# Of those who name categories of their own, by the order they came in, the bytes of each; and the
-# most that all had together.
+# Holders with categories of their own, in their order, with the bytes of each; and the most that
+# all had together.
 _named: dict[int, tuple[ref[Any], Mapping[str, int]]] = {}
 _numbers = count()
 _most: dict[str, int] = {}
-# Held by who enters a holder; a signal's handler may enter one meanwhile. A child of a fork, which
-# does not have the thread that held it, begins with a lock of its own.
+# Held while a holder is entered; a signal's handler may enter one meanwhile. A forked child gets a
+# new one, since the thread that held it is not there.
 _entering = RLock()
 
 
@@ -264,12 +237,10 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def high_water() -> dict[str, int]:
-    """Return the most bytes that each category ever had at a time, of those that ever had any.
+    """Return the most bytes that each category ever had at a time, if any.
 
-    Of the categories that regions are entered by this is noted with every byte that comes or goes,
-    and counts all of their regions, with parts that are of other categories. Of the others
-    (``"weights:q8_0"``, and what of a tape is logits or tokens) it is noted when a holder of such
-    parts is entered.
+    A region's category counts whole regions, at every change. Other categories (``"weights:q8_0"``,
+    logits or tokens on a tape) are counted when a holder of such parts is entered.
     """
     found = {
         row_name(category): row["high_water_bytes"]

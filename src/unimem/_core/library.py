@@ -7,13 +7,12 @@ from unimem._core.status import SOVERSION
 
 __all__ = ["get_include", "get_library"]
 
-# The compiled modules know where the package is installed; in an editable install this file does
-# not.
+# In an editable install only compiled modules know where the package is installed.
 _INSTALLED = Path(block.__file__).parent.parent
 
 
 def get_include() -> str:
-    """Return the folder of ``unimem.h`` and what it belongs with, for C and Cython callers.
+    """Return the folder of ``unimem.h`` and the other headers, for C and Cython callers.
 
     Returns
     -------
@@ -23,7 +22,7 @@ def get_include() -> str:
 
 
 def get_library() -> str:
-    """Return the path of the C library, such as ``libunimem.so.0``, to link with or to load.
+    """Return the path of the C library, such as ``libunimem.so.0``, to link or load.
 
     Returns
     -------

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Reads ranges of files into blocks, with several threads; moves pages of mapped files to nodes."""
+"""Reading ranges of files into blocks with several threads; moving mapped pages to NUMA nodes."""
 import errno
 import os
 import time
@@ -20,19 +20,18 @@ from unimem._core.mapping cimport MOST_THREADS, explain, repair_region
 from unimem._core.region cimport Region, set_numa
 from unimem._core.status cimport raise_status
 
-# Between two calls of a callback, in seconds; and for how long a signal may go unseen that came to
-# another thread.
+# Seconds between two calls of a callback.
 cdef double PERIOD = 0.05
 
 cdef enum:
     WAIT_MILLISECONDS = 50
     DIRECT_ALIGN = 4096
-    # Reads past the page cache sleep: there are more of them than there are CPUs.
+    # Reads past the page cache sleep, so more of them than CPUs help.
     DIRECT_THREADS = 16
 
 
 cdef class _Parts:
-    """Where each part comes from and goes to. It holds the regions, so that none is unmapped."""
+    """The source and destination of each part; it keeps the regions mapped."""
 
     cdef um.um_load_part *ranges
     cdef size_t n
@@ -82,9 +81,8 @@ def load(parts: Iterable[tuple[int, int, Block, int, int, str]], *, threads: int
          progress: Callable[[int, int], object] | None = None) -> None:
     """Read ranges of files into memory, with several pinned threads.
 
-    It returns, or raises, when all its threads have ended. Any number of loads may run at once. The
-    child of a fork (one that `progress` makes) has none of the threads: there it raises
-    ClosedError.
+    It returns or raises when all its threads have ended. Any number of loads may run at once. In
+    a forked child (if `progress` forks) it raises ClosedError: the threads are not there.
 
     Parameters
     ----------
@@ -92,31 +90,29 @@ def load(parts: Iterable[tuple[int, int, Block, int, int, str]], *, threads: int
         ``(fd, file_offset, block, block_offset, nbytes, path)``: which bytes of an open file go
         where, and the file's name for errors. They are read in this order.
     threads : int, optional
-        How many reads are under way at once: `limits.thread_count()` by default, and 16 of a
-        direct load.
+        How many reads run at once; by default `limits.thread_count()`, or 16 for a direct load.
     cpus : sequence of int, optional
-        The threads are pinned to these CPUs, in turn; by default to those of the nodes that the
-        first block is placed on, or all that the process may use.
+        CPUs to pin the threads to, in turn; by default those of the first block's nodes, or all
+        that the process may use.
     direct : bool
-        The files were opened with ``O_DIRECT``: all offsets are multiples of 4096, and so are the
-        blocks' addresses, and there is room for each part rounded up to 4096, which may be filled
-        with what comes next in the file. The page cache stays as it was.
+        The files were opened with ``O_DIRECT``. Offsets and addresses are multiples of 4096, and
+        each part has room up to the next multiple, which may be overwritten. The page cache is
+        not touched.
     request_bytes : int, optional
         The size of one read, 4 MiB by default.
     progress : callable, optional
         Called in this thread as ``progress(done_bytes, total_bytes)``, at most 20 times a second,
-        and at the end with both the same. What it raises ends the load, as Ctrl-C does.
+        and once at the end. An exception that it raises ends the load, as Ctrl-C does.
 
     Raises
     ------
     ValueError
-        A range is not committed in its block, or does not suit a direct load, or the block is
-        read-only.
+        A range is not committed in its block, does not suit a direct load, or is read-only.
     OSError
-        A file cannot be read, or has become shorter (EIO). EINVAL: its file system has no direct
-        reads like this.
+        A file cannot be read, or became shorter (EIO), or its file system has no such direct reads
+        (EINVAL).
     MemoryError, PlacementError
-        There is no memory for a block's pages, or a thread cannot be started.
+        A block's pages have no memory, or a thread cannot be started.
     """
     cdef _Parts given = _Parts(parts, direct)
     cdef um.um_load_options options
@@ -150,31 +146,15 @@ def load(parts: Iterable[tuple[int, int, Block, int, int, str]], *, threads: int
 
 
 def move_pages(Block block not None, numa: str | None) -> list[str]:
-    """Move pages of a mapped file to NUMA nodes, and let `Block.repair` do so from now on.
+    """Move pages of a file that `block` maps to NUMA nodes; `Block.repair` does so from now on.
 
-    Of the page cache, those pages move that this process has mapped, and no other has.
-
-    Parameters
-    ----------
-    block : Block
-        It maps the file.
-    numa : str
-        Where to, as for a block.
-
-    Returns
-    -------
-    list of str
-        A sentence for each thing that cannot be had.
-
-    Raises
-    ------
-    OSError
-        The kernel refuses to move pages, as in a container that may not.
+    Pages of the page cache move if no other process has mapped them. Return a sentence for each
+    shortfall. Raise OSError if the kernel refuses to move pages, as in a container.
     """
     cdef Region region = block.region()
     cdef uint64_t left
     wanted, there = policy.parse_numa(numa), block.verify().nodes
-    # Only what has to move needs room.
+    # Only pages that move need room.
     n_there = sum([n for node, n in there.items() if node in wanted.nodes])
     request = policy.Request(max(0, region.block.nbytes - n_there), numa=wanted, of_file=True)
     choice = policy.decide(request, limits)
@@ -203,10 +183,10 @@ cdef int _run(_Parts given, const um.um_load_options *options, object progress) 
     try:
         _wait(given, reading, pid, progress)
     except BaseException:
-        # A forked child would wait for ever for threads that it has not.
+        # A forked child would wait forever for threads that it does not have.
         if getpid() == pid:
             with nogil:
-                # The exception under way is what the caller hears of.
+                # The caller gets the exception that is already raised.
                 status = um.um_load_end(reading, NULL, NULL)
         raise
     with nogil:

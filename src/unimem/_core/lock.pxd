@@ -1,6 +1,6 @@
-# Locks for a few instructions of C: see docs/threads.md. Nothing of Python's runs while one is
-# held, and who waits for one stays in its critical sections. Where the interpreter has its lock
-# they are nothing.
+# Locks for a few instructions of C: see docs/threads.md. No Python code runs while one is held, and
+# a thread that waits for one stays in its critical sections. With the interpreter's lock they do
+# nothing.
 cdef extern from *:
     """
     #ifndef UNIMEM_LOCK

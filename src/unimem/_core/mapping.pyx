@@ -32,7 +32,7 @@ cdef dict ADVICES = {
 cdef dict CATEGORIES = {row_name((<bytes>um.um_category_name(<um.um_category>i)).decode()): i
                         for i in range(um.UM_CAT_COUNT)}
 cdef size_t THP_BYTES = um.um_huge_page_bytes()
-# Warmed between two calls of a progress callback; by each thread before a signal is noticed.
+# Bytes warmed between two calls of a progress callback, and per thread between checks of signals.
 cdef size_t PROGRESS_BYTES = 256 << 20, WARM_PART_BYTES = 1 << 30
 
 
@@ -53,7 +53,7 @@ cdef tuple map_request(str name, object request, um.um_category category, int fd
 
 cdef Region _try_map(str name, object request, object choice, um.um_category category, int fd,
                      Region source, dict refused):
-    """The region; None when the kernel refused something that the block can do without."""
+    """Map a region, or return None if the kernel refused something optional."""
     cdef um.um_error err
     cdef um.um_status status
     cdef um.um_block_options options
@@ -72,8 +72,7 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
     if request.shared:
         options.sharing = um.UM_SHARING_MEMFD if fd < 0 else um.UM_SHARING_FD
     set_numa(&options.numa, choice.numa)
-    # A bound page that its node lacks would end the process when it is touched, and what is
-    # locked is in RAM.
+    # Touching a bound page that its node lacks would end the process; locked memory is in RAM.
     cdef bint at_once = choice.pages in policy.HUGETLB and policy.is_prefaulted(choice)
     with nogil:
         if source is not None:
@@ -97,7 +96,7 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
                 "CAP_SYS_NICE ('docker run --cap-add SYS_NICE'), and a kernel NUMA support")
     elif choice.pages in policy.HUGETLB and status == um.UM_E_NOMEM:
         refused[choice.pages] = (
-            "the kernel has not so many such pages for this process now: 'grep . "
+            "the kernel has too few such pages for this process now: 'grep . "
             "/sys/kernel/mm/hugepages/*/*' shows the pools")
     else:
         raise_file_status(status, &err, f"Block '{name}' of {size} bytes",
@@ -189,7 +188,7 @@ cdef object lock_all(Region region, object how, object asked):
         status = um.um_block_lock(&region.block, lock, &err)
     region.is_locking = False
     if status != um.UM_OK and region.block.is_file:
-        # mlock2 does not say whether it is for a limit or for a page that is lost.
+        # mlock2 fails alike for a limit and for a lost page.
         with nogil:
             lost = um.um_block_warm(&region.block, 0, region.block.nbytes, 1, NULL, &lost_err)
         if lost == um.UM_E_IO:
@@ -235,7 +234,7 @@ cdef int warm_region(Region region, object choice, str path, size_t offset, size
             chosen = cpus
     while at < end:
         PyErr_CheckSignals()
-        # Parts end where huge pages do.
+        # Parts end at huge pages.
         size = min((at // part + 1) * part, end) - at
         with nogil:
             if write:
@@ -290,7 +289,7 @@ cdef object require_room(Region region, str name, object choice, list runs):
     cdef size_t needed = memory_bytes(region, sum([nbytes for _, nbytes in runs])), resident
     if region.block.is_file or region.is_hugetlb():
         return None
-    # What is in RAM already is asked only where it decides.
+    # The pages in RAM are counted only if they decide.
     try:
         policy.require_room(name, needed, choice, limits)
     except (CapacityError, PlacementError):
@@ -340,7 +339,7 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
         limits.require_shm(more, what)
     try:
         for begin, size in ranges:
-            # A thread that makes an array looks at what is committed.
+            # A thread that makes an array reads which steps are committed.
             hold(&region.lock)
             status = um.um_block_commit(&region.block, begin, size, &err)
             let_go(&region.lock)
@@ -353,7 +352,7 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
                 warm_region(region, choice, path, first, n, 1, None)
     except BaseException:
         for begin, size in missing[:n_undo]:
-            # What the kernel does not take back stays committed, and in the ledger.
+            # Memory that the kernel does not take back stays committed, and in the ledger.
             region.release_unused(begin, size, 0, NULL, NULL)
         raise
     return 0
@@ -368,7 +367,7 @@ cdef int check_unused(Region region, size_t first, size_t size) except -1:
     if first > reserved or size > reserved - first:
         return 0
     begin, end = (first + step - 1) // step * step, (first + size) // step * step
-    # The block and its calling method hold the region, and each window once.
+    # The block, its calling method and each window have one reference.
     n_whole = n_references(<PyObject *>region) - 2 - region.n_windows
     if piece and begin < end:
         begin, end = begin // piece * piece, (end + piece - 1) // piece * piece
@@ -385,7 +384,7 @@ cdef object release_range(Region region, size_t first, size_t size):
     cdef size_t released = 0
     cdef um.um_status status
     region.check_steps()
-    # Its block and the method that calls this hold it.
+    # The block and its calling method have a reference each.
     status = region.release_unused(first, size, 2, &released, &err)
     if status == um.UM_E_BUSY:
         raise BufferError(f"Block '{region.name}': another thread has begun to use bytes {first} "

@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
-"""Regions: each owns one mapping, and counts the users of each part of it."""
+"""Regions: each owns one mapping and counts the users of its parts."""
 import os
 import weakref
 
@@ -24,17 +24,16 @@ cdef extern from "Python.h":
 
 cdef dict _NUMA_MODES = {"bind": um.UM_NUMA_BIND, "interleave": um.UM_NUMA_INTERLEAVE,
                          "weighted": um.UM_NUMA_WEIGHTED, "preferred": um.UM_NUMA_PREFERRED}
-# What a fork leaves out of the child.
+# Regions that forked children do not inherit.
 cdef object _left_out = weakref.WeakSet()
-# The ledger: weak references, by their addresses, to the regions that are mapped, the oldest first,
-# and to those who know what parts of regions are for. Nothing of Python's runs while either
-# changes; but weak references to a region are cleared while it is listed, when nobody may hold it
-# any more.
+# The ledger: weak references, by address, to the mapped regions, oldest first, and to holders that
+# name parts of regions. No Python code runs while either changes. A listed region whose weak
+# reference is cleared is about to go.
 cdef dict _entered = {}
 cdef dict _holders = {}
-# Held by who counts references, and by `regions`, which has more of them for a moment.
+# Held while references are counted, and by `regions`, which adds some for a moment.
 cdef object _counting = object()
-# The categories as rows of a report call them.
+# The names of the categories in reports.
 cdef list _ROWS = [row_name((<bytes>um.um_category_name(<um.um_category>i)).decode())
                    for i in range(um.UM_CAT_COUNT)]
 
@@ -54,7 +53,7 @@ cdef object leave_out_of_child(Region region):
 
 
 cdef class Watcher:
-    """Waits for windows to go."""
+    """An object that waits for windows to go."""
 
     cdef int window_ended(self) except -1:
         raise NotImplementedError
@@ -63,7 +62,7 @@ cdef class Watcher:
 @cython.final
 @cython.no_gc
 cdef class Window:
-    """A user of a part of a region: the base of an array, and so of all arrays made of that."""
+    """A user of a part of a region: the base of an array and of all arrays derived from it."""
 
     cdef Region region
     cdef size_t first, end
@@ -90,7 +89,7 @@ cdef class Window:
 
 
 cdef void _add(Region region, Window window, size_t first, size_t nbytes) noexcept:
-    """Wants the region's lock."""
+    """Link a window; the caller holds the region's lock."""
     window.region, window.first, window.end = region, first, first + nbytes
     window.after = region.windows
     if region.windows != NULL:
@@ -111,8 +110,8 @@ cdef struct Kept:
     um.um_block block
     Kept *after
 
-# What the kernel has refused to unmap, as at the limit of mappings. It stays in the ledger, and is
-# tried again with the next region that goes, since a destructor never raises.
+# Mappings that the kernel refused to unmap, as at the limit of mappings. They stay in the ledger.
+# The next destructor of a region tries again, since destructors cannot raise.
 cdef Kept *_kept = NULL
 cdef Lock _kept_lock
 
@@ -138,7 +137,7 @@ cdef void unmap_kept() noexcept:
 
 
 cdef Py_ssize_t _count_in(void *here, size_t first, size_t end) noexcept:
-    """How many windows, from one on, lie over a part. Wants the region's lock."""
+    """Count windows over a part, from `here` on; the caller holds the region's lock."""
     cdef Py_ssize_t n = 0
     while here != NULL:
         n += (<Window>here).first < end and (<Window>here).end > first
@@ -147,10 +146,10 @@ cdef Py_ssize_t _count_in(void *here, size_t first, size_t end) noexcept:
 
 
 cdef class Region:
-    """One mapping, unmapped with its last user."""
+    """One mapping, unmapped with its last reference."""
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
-        # Counted first: from here on nothing of it is given back.
+        # Counted first, so that nothing is given back from here on.
         hold(&self.lock)
         self.n_buffers += 1
         let_go(&self.lock)
@@ -281,7 +280,7 @@ cdef class Region:
         return found
 
     cdef object watch(self, Watcher watcher):
-        # Made first: either may collect a window, which looks at the list.
+        # Made before the lock is held: it may collect a window, which looks at the list.
         cdef list alone = [weakref.ref(watcher)]
         hold(&self.lock)
         if self.watchers is None:
@@ -293,7 +292,7 @@ cdef class Region:
     cdef object tell_watchers(self):
         cdef list told
         cdef Watcher watcher
-        # A watcher that still has to wait registers again.
+        # Watchers that still have to wait register again.
         hold(&self.lock)
         told = self.watchers
         self.watchers = None
@@ -315,20 +314,19 @@ cdef Py_ssize_t n_references(PyObject *region) except -1:
 
 
 def regions() -> list[tuple[str, str, int, int, int, dict[str, Any] | None, str | None]]:
-    """What is mapped now, the newest first.
+    """Return all mapped regions, newest first.
 
     Returns
     -------
     list of tuple
-        Of each region the row of a report that its category is, its name, its address, the bytes of
-        its memory and of its address space, what its block was requested to be, and the path of the
-        file that it maps; the last two or None.
+        The row of a report for its category, name, address, bytes of memory and of address space,
+        its block's request or None, and the path of the file that it maps or None.
     """
     cdef list found = []
     cdef Region region
     cdef bint collects = PyGC_Disable()
-    # Without collections, and in this section, nobody else runs in here: who closes a region would
-    # take who looks at it for a user.
+    # Without garbage collection, and in this section, no other code runs: a thread that closes a
+    # region would take the references here for users.
     try:
         with cython.critical_section(_counting):
             for reference in reversed(list(_entered.values())):
@@ -358,13 +356,7 @@ cdef object enter_holder(object holder):
 
 
 def holder_parts() -> list[tuple[str, int, int, int, int]]:
-    """Return the parts that holders name, in the order in which the holders were entered.
-
-    Returns
-    -------
-    list of tuple
-        The fields of a `Part` each.
-    """
+    """Return the fields of each `Part` that holders name, in the order they were entered."""
     cdef list found = []
     cdef bint collects = PyGC_Disable()  # as in `regions`
     try:

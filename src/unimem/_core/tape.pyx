@@ -41,12 +41,12 @@ cdef enum:
     POISON = 0xDB
     MOST_REMEMBERED = 4096
 
-# Where an array of no elements lies.
+# The address of arrays without elements.
 cdef double _nothing = 0
 
 
-# Tapes over memory that a fork leaves out of the child, and what to say there. They are closed in
-# the child, which every take looks at already: no take pays for this.
+# Tapes over memory that forked children do not inherit, and the message there. They are closed in
+# the child; every take checks for that anyway.
 cdef object _absent_in_child = weakref.WeakKeyDictionary()
 
 
@@ -71,7 +71,7 @@ cdef inline size_t _fast_size(object n, str what) except? 0:
     return size_of(n, what)
 
 
-# What nearly all takes align to: the same object wherever Python writes it.
+# The alignment of nearly all takes: one object wherever Python code has this literal.
 cdef object _ALIGN = 64
 
 
@@ -84,12 +84,12 @@ cdef set _taken_by = set()
 
 
 cdef object _from_dlpack_of(object like, object descr):
-    """The function of a module that makes its own arrays of arrays of a dtype."""
+    """Return a module's `from_dlpack`, after trying that it takes arrays of a dtype."""
     from_dlpack = getattr(like, "from_dlpack", None)
     if not callable(from_dlpack):
         raise TypeError("like: expected a module that has from_dlpack, such as torch, got "
                         f"{like!r:.60}")
-    # Tried before anything is taken: what was taken cannot be given back alone.
+    # Tried before anything is taken, since a single take cannot be given back.
     if (from_dlpack, descr) not in _taken_by:
         try:
             from_dlpack(vector_over(&_nothing, 0, descr, None, True))
@@ -102,18 +102,18 @@ cdef object _from_dlpack_of(object like, object descr):
 
 
 cdef str _public_name(object kind):
-    """What users call a class: unimem.Tape, and not where it is defined."""
+    """Return the public name of a class, such as unimem.Tape, not that of its module."""
     package = kind.__module__.rpartition(".")[0].removesuffix("._core")
     return f"{package}.{kind.__name__}" if package else kind.__name__
 
 
 #: class Bump(Generic[_BlockT]):
 cdef class Bump:
-    """The arithmetic of a tape over a range of addresses, which is never touched here.
+    """The arithmetic of a tape over a range of addresses, which it never touches.
 
-    What it stands on is a subclass's: `_n_views` says how many views are live, `_address_of` where
-    one of the device's arrays is (what is none it returns), `_overwrite(address, nbytes)` spoils
-    memory that was taken back, and `_where` describes it for `repr`.
+    A subclass owns the memory: `_n_views` counts live views, `_address_of` returns the address of
+    an array of the device (or its argument), `_overwrite(address, nbytes)` spoils memory that was
+    taken back, and `_where` describes the memory for `repr`.
     """
 
     def __init__(self, str name, block: _BlockT, address: int, total: int, *,
@@ -131,7 +131,7 @@ cdef class Bump:
 
     @classmethod
     def _require(cls, tape: object) -> None:
-        """Raise TypeError for what is no tape of this kind."""
+        """Raise TypeError for anything but a tape of this kind."""
         if not isinstance(tape, cls):
             raise TypeError(f"tape: expected a {_public_name(cls)}, got "
                             f"{_public_name(type(tape))}")
@@ -176,12 +176,12 @@ cdef class Bump:
                 and address - base + nbytes <= um.um_tape_used(&self.tape))
 
     def take_address(self, nbytes: int, align: int = 64) -> int:
-        """Take `nbytes` bytes and return their address; otherwise as `take`."""
+        """Take `nbytes` bytes like `take`, and return their address."""
         return <uintptr_t>self.take_raw(_fast_size(nbytes, "nbytes"), _align_of(align))
 
     @cython.critical_section
     def clear(self) -> None:
-        """Take everything back but what is kept: O(1), and nothing is zeroed."""
+        """Take everything back except kept memory, in O(1); nothing is zeroed."""
         self.check_open()
         if self._tenants is not None:
             self.give_notice(0)
@@ -190,7 +190,7 @@ cdef class Bump:
 
     @cython.critical_section
     def keep(self) -> None:
-        """Keep what is taken so far: `clear` and `rewind` stop there from now on."""
+        """Keep all memory taken so far: `clear` and `rewind` stop there from now on."""
         self.check_open()
         um.um_tape_keep(&self.tape)
 
@@ -201,12 +201,12 @@ cdef class Bump:
 
     @cython.critical_section
     def rewind(self, mark: int) -> None:
-        """Take back what was taken after `mark`, down to what is kept.
+        """Take back everything taken after `mark`, except kept memory.
 
         Raises
         ------
         ValueError
-            The mark is above what is used: it was taken back already.
+            The mark is above `used_bytes`: it was taken back already.
         """
         cdef um.um_error err
         self.check_open()
@@ -247,12 +247,12 @@ cdef class Bump:
 
     @contextmanager
     def frame(self) -> Iterator[Self]:
-        """Take back, at the end of the ``with``, what was taken inside."""
+        """Take back, at the end of the ``with``, everything taken inside."""
         mark = self.mark()
         try:
             yield self
         finally:
-            # Where the tape was cleared or closed inside, this was taken back already.
+            # If the tape was cleared or closed inside, this was taken back already.
             if self._open:
                 self.rewind(min(mark, self.used_bytes))
 
@@ -275,7 +275,7 @@ cdef class Bump:
     def owns(self, array_or_address: Any) -> bool:
         """Whether an array's first byte, or an address, lies in the tape's memory."""
         self.check_open()
-        # Of any tape: one of a device may be over pinned memory, which NumPy's arrays can lie in.
+        # NumPy's arrays may also lie in pinned memory of a device's tape.
         if isinstance(array_or_address, np.ndarray):
             address = array_or_address.ctypes.data
         else:
@@ -285,13 +285,13 @@ cdef class Bump:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes up to the end of the last take, padding for alignment included."""
+        """Bytes up to the end of the last take, including padding for alignment."""
         self.check_open()
         return um.um_tape_used(&self.tape)
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that are left."""
+        """Bytes left."""
         return self.tape.total - self.used_bytes
 
     @property
@@ -329,19 +329,19 @@ cdef class Bump:
 
     @cython.critical_section
     def close(self) -> None:
-        """Close the tape and, where it is the tape's own, give its block back.
+        """Close the tape, and give its block back if the tape owns it.
 
         Raises
         ------
         BufferError
-            Arrays still use the tape's own block; nothing is closed then.
+            Arrays still use the tape's own block; it stays open.
         """
         if self._open:
             self._check_unused()
             self._release()
 
     def _check_unused(self) -> None:
-        """Raise BufferError where `close` would."""
+        """Raise BufferError if `close` would."""
         if self._owns_block and self._open:
             n_views = self._n_views()
             if n_views > 0:
@@ -360,7 +360,7 @@ cdef class Bump:
 
     @cython.critical_section
     def __exit__(self, *exc_info: object) -> None:
-        # Arrays that are still alive keep the memory; it goes with the last of them.
+        # Live arrays keep the memory until the last of them goes.
         self._release()
 
     def __del__(self):
@@ -383,21 +383,21 @@ cdef class Bump:
 cdef class Tape(Bump):
     """A bump allocator: memory is taken in order and cleared all at once.
 
-    What is taken is not initialised, as with ``np.empty``, and becomes invalid with `clear` or
-    `rewind`: the array is still there, and its memory belongs to the next taker. With
-    ``UNIMEM_DEBUG=1`` in the environment such memory is overwritten.
+    Memory is uninitialised, as with ``np.empty``, and becomes invalid with `clear` or `rewind`: the
+    array still exists, but the next take gets its memory. ``UNIMEM_DEBUG=1`` in the environment
+    makes both overwrite such memory.
 
-    Any number of threads may take at the same time; `clear` and `rewind` are for one. After a fork
-    the child has its own copy; of a tape over shared memory it has none, and ClosedError says so.
+    Any number of threads may take at the same time, but only one may clear or rewind. A forked
+    child has its own copy, but not of shared memory: using such a tape there raises ClosedError.
 
     Parameters
     ----------
     nbytes_or_block : int or Block
-        A size in bytes, for a block of the tape's own, or a writable block (all of it).
+        A size in bytes, for a block that the tape owns, or a writable block (all of it).
     name : str, optional
-        Stands in messages.
+        The name in messages.
     category : str, default "scratch"
-        The row of the ledger, for a block of the tape's own.
+        The row of reports, for a block that the tape owns.
     **placement
         See `PlacementOptions`; only with a size.
 
@@ -421,8 +421,7 @@ cdef class Tape(Bump):
         cdef bint owns_block = not isinstance(nbytes_or_block, Block)
         if owns_block:
             name = string(name, "name", "tape")
-            # Not what the block is rounded up to: a tape ends where it was asked to, on every
-            # machine and with every page size.
+            # Not rounded up like the block: a tape has the same size with every page size.
             total = size_of(nbytes_or_block, f"nbytes_or_block of Tape '{name}'", 1)
             block = Block(total, name=name, category=category, **placement)
             block._is_part = True
@@ -434,7 +433,7 @@ cdef class Tape(Bump):
             name = string(name, "name", block.name or "tape")
         cdef Region region = block.region()
         if not owns_block:
-            hold(&region.lock)  # from here on nothing of it is given back
+            hold(&region.lock)  # nothing of it is given back from here on
             total = region.block.nbytes
             let_go(&region.lock)
         if not region.writable:
@@ -456,7 +455,7 @@ cdef class Tape(Bump):
                  um.um_tape_used(&self.tape), um.um_tape_high_water(&self.tape)),)
 
     cdef object close_down(self):
-        cdef Region _last  # unmapped here, where nobody else holds it
+        cdef Region _last  # unmapped at the end, if it has no other user
         self._open = False
         hold(&self._guard)
         _last = self._region
@@ -489,12 +488,12 @@ cdef class Tape(Bump):
         shape : int or tuple of int
             Its shape.
         dtype : dtype-like, default float32
-            Its dtype: of NumPy, ml_dtypes or torch, or a name, also ``"f16"``, ``"f32"`` and
+            A dtype of NumPy, ml_dtypes or torch, or a name, also ``"f16"``, ``"f32"`` and
             ``"bf16"``.
         align : int, default 64
-            Of the first element's address, in bytes: a power of two.
+            The alignment of the first element in bytes: a power of two.
         like : module, optional
-            Whose array is returned, by its ``from_dlpack``: ``like=torch`` takes a tensor.
+            The module whose ``from_dlpack`` makes the array: ``like=torch`` takes a tensor.
 
         Returns
         -------
@@ -504,7 +503,7 @@ cdef class Tape(Bump):
         Raises
         ------
         TapeFull
-            There is no room; nothing was taken.
+            It does not fit; nothing was taken.
         TypeError
             `like` has no such dtype, or no ``from_dlpack``; nothing was taken.
         FrozenError, ClosedError, ValueError
@@ -518,7 +517,7 @@ cdef class Tape(Bump):
             from_dlpack = _from_dlpack_of(like, descr)
             return from_dlpack(self.take(shape, descr, align=align))
         if type(shape) is int:
-            # One dimension is the most frequent case by far, and needs no Python object.
+            # One dimension is by far the most frequent case, and needs no Python object.
             n = PyLong_AsLongLongAndOverflow(shape, &overflow)
             if overflow == 0 and n >= 0 and <size_t>n <= self.tape.total // itemsize:
                 address = self.take_raw(<size_t>n * itemsize, _align_of(align))
@@ -542,11 +541,11 @@ cdef class Tape(Bump):
 
     @property
     def _is_of_file(self) -> bool:
-        """Whether its memory is a file that is mapped."""
+        """Whether its memory is a mapped file."""
         return bool((<Block>self._block).region().block.is_file)
 
     def _address_of(self, thing):
-        # An integer of torch is an array, too, and means no address.
+        # An integer of torch is an array too, not an address.
         if hasattr(thing, "__dlpack__"):
             return array_of(thing, "array_or_address").ctypes.data
         return thing
@@ -555,7 +554,7 @@ cdef class Tape(Bump):
         memset(<void *>address, POISON, nbytes)
 
     def _n_views(self):
-        # The tape and its block hold the region; everybody else is a view.
+        # The tape and its block reference the region; all others are views.
         return n_references(<PyObject *>self._region) - 2
 
     def _where(self):
@@ -566,9 +565,9 @@ cdef class Tape(Bump):
 cdef class DeviceTape(Bump):
     """The half of `cuda.Tape` that a decode step calls for every buffer.
 
-    A CuPy array costs more to make than everything else in a take, so the tape remembers those it
-    has made. A subclass makes them, `_new_array(offset, shape, dtype)`, and brings the tensors of
-    a model to what it takes: `_upload(weights, ...)`.
+    Making a CuPy array costs more than the rest of a take, so the tape remembers its arrays. A
+    subclass makes them (`_new_array(offset, shape, dtype)`) and uploads the tensors of a model
+    (`_upload(weights, ...)`).
     """
     #: def _upload(self, weights: Any, **options: Any) -> dict[str, Any]: ...
 
@@ -582,7 +581,7 @@ cdef class DeviceTape(Bump):
         _absent_in_child[self] = left_out
 
     cdef object lose(self):
-        # The arrays stay: in a forked child there is no CUDA to give their memory back to.
+        # The arrays stay: a forked child has no CUDA to give their memory back to.
         self._open = False
 
     cdef object close_down(self):
@@ -595,21 +594,20 @@ cdef class DeviceTape(Bump):
              align: int = 256) -> Any:
         """Take an array.
 
-        The same take at the same place, after `clear` or `rewind`, gets the same array object as
-        before (unless its shape was changed meanwhile), which makes it several times faster than
-        ``cupy.empty``.
+        After `clear` or `rewind`, the same take at the same place returns the same array object
+        (unless its shape was changed), which is several times faster than ``cupy.empty``.
 
         Parameters
         ----------
         shape : int or tuple of int
             Its shape.
         dtype : dtype-like, default float32
-            Its dtype: of NumPy, ml_dtypes or torch, or a name, also ``"f16"``, ``"f32"`` and
+            A dtype of NumPy, ml_dtypes or torch, or a name, also ``"f16"``, ``"f32"`` and
             ``"bf16"``.
         align : int, default 256
-            Of the first element's address, in bytes: a power of two, at least the dtype's
-            alignment. The default is that of cudaMalloc, which vector loads and tensor maps of
-            kernels may count on.
+            The alignment of the first element in bytes: a power of two, at least the dtype's
+            alignment. The default is that of cudaMalloc, on which vector loads and tensor maps of
+            kernels rely.
 
         Returns
         -------
@@ -619,7 +617,7 @@ cdef class DeviceTape(Bump):
         Raises
         ------
         TapeFull
-            There is no room; nothing was taken.
+            It does not fit; nothing was taken.
         FrozenError, ClosedError, ValueError
         """
         cdef object descr = dtype_of(dtype)
@@ -637,7 +635,7 @@ cdef class DeviceTape(Bump):
             if array.shape == dims:
                 return array
         array = self._new_array(address - <uintptr_t>self.tape.base, dims, descr)
-        # Several arrays of no bytes may be in use at one place.
+        # Several arrays without bytes may be in use at one place.
         if nbytes > 0:
             if len(self._made) >= MOST_REMEMBERED:
                 self._made.clear()
@@ -651,7 +649,7 @@ cdef class DeviceTape(Bump):
         return self.take(nbytes, "uint8", align=align)
 
     def _n_views(self):
-        # Arrays that are only remembered are nobody's; what they keep alive counts when it is.
+        # Arrays that are only remembered do not count.
         self._made.clear()
-        # The tape itself uses its block's memory, too.
+        # The tape itself uses its block's memory too.
         return self._block._n_users() - 1

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""File systems in memory that are mounted nowhere."""
+"""In-memory file systems without a mount point."""
 from libc.stdint cimport uint64_t
 
 from unimem._core cimport native as um
@@ -7,21 +7,11 @@ from unimem._core.status cimport raise_status
 
 
 def open_mount(uint64_t nbytes, bint huge) -> int:
-    """Make a file system in memory, and return the descriptor of its folder.
+    """Make a file system for at most `nbytes`, and return the descriptor of its folder.
 
-    It goes with the last descriptor of the folder, and a file's memory with its last user.
-
-    Parameters
-    ----------
-    nbytes : int
-        The most that its files may take.
-    huge : bool
-        Whether its files have huge pages, whatever ``shmem_enabled`` says.
-
-    Raises
-    ------
-    PlacementError
-        The kernel refuses, as without CAP_SYS_ADMIN.
+    It lives as long as a descriptor of the folder, and a file's memory as long as its last user.
+    With `huge`, its files have huge pages whatever ``shmem_enabled`` says. Raise PlacementError if
+    the kernel refuses, as without CAP_SYS_ADMIN.
     """
     cdef um.um_error err
     cdef int fd
@@ -34,12 +24,9 @@ def open_mount(uint64_t nbytes, bint huge) -> int:
 
 
 def seal_mount(int fd) -> None:
-    """Make it read-only, in all its mounts.
+    """Make it read-only in all its mounts.
 
-    Raises
-    ------
-    PlacementError
-        The kernel refuses: a file in it is open for writing, or another namespace has made it.
+    Raise PlacementError if a file in it is open for writing, or another namespace has made it.
     """
     cdef um.um_error err
     cdef um.um_status status
@@ -50,5 +37,5 @@ def seal_mount(int fd) -> None:
 
 
 def huge_page_bytes() -> int:
-    """Return the size of transparent huge pages; 0 where the kernel has none."""
+    """Return the size of transparent huge pages, or 0 if the kernel has none."""
     return um.um_huge_page_bytes()

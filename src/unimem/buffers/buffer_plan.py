@@ -12,26 +12,24 @@ from unimem.base.arguments import integer
 
 __all__ = ["BufferPlan", "BufferUse"]
 
-_TRIES = 200  # orders that are tried, at most
-_VISITS = 2_000_000  # looks at a neighbour in all tries together: some tenths of a second
+_TRIES = 200  # orders tried, at most
+_VISITS = 2_000_000  # visits of neighbours in all tries: some tenths of a second
 
 
 @dataclass(frozen=True)
 class BufferUse:
-    """The size of a buffer, and the first and last step that uses it.
-
-    Immutable, so any number of threads may use one, and so may a process after a fork.
+    """The size of a buffer, and the first and last step that uses it. Immutable.
 
     Parameters
     ----------
     name : str
-        What the buffer is called; unique in a plan.
+        The buffer's name, unique in a plan.
     nbytes : int
         Its size; 0 is allowed.
     first, last : int
-        The first and the last step that uses it, both inclusive, from 0 on. A buffer that is
-        written in step 3 and read in step 5 has `first` 3 and `last` 5, and shares no byte with one
-        that is written in step 5.
+        The first and the last step that uses it, inclusive, from 0 on. A buffer written in step 3
+        and read in step 5 has `first` 3 and `last` 5, and shares no byte with one written in
+        step 5.
 
     Raises
     ------
@@ -67,17 +65,16 @@ class BufferUse:
 
 
 class BufferPlan:
-    """Places buffers of known lives in one arena, so that those that live at once are apart.
+    """Offsets in one arena for buffers of known lifetimes, apart if they live at once. Immutable.
 
-    Immutable, so any number of threads may use one, and so may a process after a fork. It takes no
-    memory: take `total_bytes` from a tape, and add an offset to the address.
+    A plan takes no memory: take `total_bytes` from a tape, and add an offset to the address.
 
     Parameters
     ----------
     uses : iterable of BufferUse
         The buffers, in any order.
     align : int, default 64
-        What every offset is a multiple of; a power of two. Sizes are rounded up to it.
+        The alignment of every offset, a power of two. Sizes are rounded up to it.
 
     Raises
     ------
@@ -93,36 +90,30 @@ class BufferPlan:
     align : int
         As given.
     offsets : mapping of str to int
-        Where each buffer begins, in bytes, in the order of `uses`. A buffer without bytes is at 0.
+        Where each buffer begins, in bytes, in the order of `uses`; 0 for a buffer without bytes.
     total_bytes : int
         Size of the arena: where the last buffer ends, rounded up.
     lower_bound_bytes : int
-        What no plan can be below: the most bytes that live at one step, each size rounded up.
+        The least that any plan needs: the most bytes that live at one step, sizes rounded up.
 
     Notes
     -----
     Finding the smallest arena is NP-hard (dynamic storage allocation; Garey and Johnson, problem
-    SR2). A plan is the best of up to 200 greedy ones. Each goes through the buffers in some order
-    and puts each one in a gap that is free for all of its life: the lowest, or the tightest.
+    SR2). A plan is the best of up to 200 greedy ones. Each takes the buffers in some order and puts
+    each into a gap that is free for all of its life: the lowest, or the tightest.
 
-    - Two orders are the largest first and the earliest first, each with both kinds of gaps
-      (Pisarchyk and Lee, *Efficient memory management for deep neural net inference*, 2020), ties
-      in the order of `uses`. So no plan is above one of these four. The others to begin with are by
-      size x life, by size x size x life, and by the most bytes that live beside the buffer.
-    - What ends high in a plan, above the middle between its total and the lower bound, goes halfway
-      to the front of the order, which is tried again: squeaky wheel optimization (Joslin and
-      Clements, 1999). What comes of the lowest plan so far is tried next.
-    - It ends where the lower bound is reached, which most plans of transformers do with the first
-      order, or where the work is spent, which is counted and not measured.
+    - The first orders are by size and by first use, each with both kinds of gaps (Pisarchyk and
+      Lee, *Efficient memory management for deep neural net inference*, 2020), so no plan is above
+      one of these four; then by size x life, by size x size x life, and by the most bytes that live
+      beside the buffer. Ties keep the order of `uses`.
+    - Buffers that end above the middle between a plan's total and the lower bound move halfway to
+      the front of its order, which is tried again: squeaky wheel optimization (Joslin and Clements,
+      1999). Orders derived from the lowest plan are tried first.
+    - The search ends at the lower bound, as most plans of transformers do with the first order, or
+      after a counted amount of work.
 
-    So equal input gives equal output, on any machine. Where buffers tie, the first one in `uses`
-    goes first; another order of `uses` may give another plan. Time and memory grow with the number
-    of pairs of buffers that live at once.
-
-    As ``unimem bench buffers`` counts, the engine's graphs of 14 shapes of models are all at the
-    lower bound. Of 1000 random instances 82 % are, and the median is; 95 % are at most 1.28 times
-    as large, and the worst is 1.42 times. Those far above are rectangles cut to hundreds of pieces,
-    which fit without any gap; of the other kinds the worst is 1.13 times as large.
+    So equal input gives equal output on any machine. Time and memory grow with the number of pairs
+    of buffers that live at once. docs/buffers.md has results of ``unimem bench buffers``.
 
     Examples
     --------
@@ -179,7 +170,7 @@ class BufferPlan:
 
     @property
     def align(self) -> int:
-        """What every offset is a multiple of."""
+        """The alignment of every offset."""
         return self._align
 
     @property
@@ -206,7 +197,7 @@ class _Problem:
         self.sizes = [-(-use.nbytes // align) * align for use in uses]
         self.bound = 0
         self.neighbours: list[list[int]] = [[] for _ in uses]
-        # The most bytes that live at once during the life of each.
+        # The most bytes that live at once during each buffer's life.
         self.crowds = [0] * len(uses)
         living: list[int] = []
         for i in sorted(range(len(uses)), key=lambda i: uses[i].first):
@@ -221,11 +212,11 @@ class _Problem:
             self.bound = max(self.bound, crowd)
 
     def solve(self) -> tuple[list[int], int]:
-        """Find where each buffer begins, and where the last one ends."""
+        """Return where each buffer begins, and where the last one ends."""
         starts = self._starts()
         visits = sum(map(len, self.neighbours)) + len(self.uses)
         tries = min(_TRIES, max(len(starts), _VISITS // max(visits, 1)))
-        # Orders made from the lowest plan are tried first; numbers break ties.
+        # Orders derived from the lowest plan are tried first; numbers break ties.
         numbers = count()
         heap = [(0, next(numbers), order, tightest) for order, tightest in starts]
         seen = set(starts)
@@ -246,7 +237,7 @@ class _Problem:
         return best, least or 0
 
     def _starts(self) -> list[tuple[tuple[int, ...], bool]]:
-        """Orders to begin with, and whether gaps are the tightest; the most promising first."""
+        """Return the first orders, best first, and whether each takes the tightest gaps."""
         uses, sizes, crowds = self.uses, self.sizes, self.crowds
         lives = [use.last - use.first + 1 for use in uses]
 
@@ -266,7 +257,7 @@ class _Problem:
         ]
 
     def _place(self, order: Sequence[int], tightest: bool) -> list[int]:
-        """Put each buffer in a gap between those that live with it and have their place."""
+        """Put each buffer into a gap between placed buffers that live at the same time."""
         sizes = self.sizes
         begins = [-1] * len(order)
         ends = [-1] * len(order)

@@ -1,7 +1,4 @@
-"""Named arrays over one range of a tape: what all sets of buffers have in common.
-
-What is said here of sizes and places holds on every device.
-"""
+"""Named arrays over one range of a tape: the common part of all sets of buffers, on any device."""
 
 from __future__ import annotations
 
@@ -21,30 +18,30 @@ from unimem.models.dims import ModelDims
 
 __all__ = [
     "ALIGN",
-    "BufferArrays",
     "BufferRange",
     "BufferSet",
     "Spec",
     "check_dims",
     "pack",
+    "refuse_pickling",
     "total_bytes",
 ]
 
 ALIGN = 256
-"""What a set of buffers is aligned to, and the most that one buffer is, in bytes."""
+"""The alignment of a set of buffers, and the largest alignment of one buffer, in bytes."""
 
 _MOST_BYTES = 2**63 - 1
 # All other buffers are scratch.
 _CATEGORIES = {"logits": "logits"} | dict.fromkeys(
     ("batched_k_ptrs", "batched_v_ptrs", "batched_kv_lens", "batched_positions"), "tokens"
 )
-# What each name stands for after an odd number of swaps.
+# The places of names after an odd number of swaps.
 _SWAPPED = {"residual": "post_norm_residual", "post_norm_residual": "residual"}
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What one buffer holds: `rows` of an array of this shape, or one where `rows` is None."""
+    """The contents of one buffer: `rows` arrays of a shape, or a single one if `rows` is None."""
 
     rows: int | None
     shape: tuple[int, ...]
@@ -62,22 +59,11 @@ class Spec:
 
 
 def pack(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Place buffers one behind the other, without padding.
+    """Return offsets of buffers one behind the other, without padding, in the order of `sizes`.
 
     Each begins at a multiple of the largest power of two, up to `ALIGN`, that divides its size.
-    They stand in descending order of that power. So each buffer before another one has a size that
-    is a multiple of the buffer's power, and no padding is ever needed: the end of the last one is
-    the sum of the sizes.
-
-    Parameters
-    ----------
-    sizes : mapping
-        The bytes of each buffer, above 0.
-
-    Returns
-    -------
-    dict
-        The offset of each, in the order of `sizes`.
+    They lie in descending order of that power, so all buffers before one have sizes that are
+    multiples of its power, and no padding is needed.
     """
     offsets = dict.fromkeys(sizes, 0)
     end = 0
@@ -88,13 +74,7 @@ def pack(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def total_bytes(what: str, sizes: Mapping[str, int]) -> int:
-    """Add sizes up.
-
-    Raises
-    ------
-    ValueError
-        They are more than there are addresses; the largest are named.
-    """
+    """Add up sizes, or raise ValueError, with the largest, if addresses do not suffice."""
     total = sum(sizes.values())
     if total > _MOST_BYTES:
         largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
@@ -107,10 +87,10 @@ def total_bytes(what: str, sizes: Mapping[str, int]) -> int:
 
 
 class BufferRange:
-    """A range of a tape, and the place of each buffer in it: the whole state of a set.
+    """A range of a tape and the place of each buffer in it: the whole state of a set.
 
-    Everything else, the arrays above all, follows from it and can be dropped and made anew at any
-    time. So an interrupt leaves nothing behind that does not fit together.
+    Arrays and all else follow from it, and can be dropped and made again at any time. So an
+    interrupt leaves no inconsistent state.
     """
 
     def __init__(
@@ -126,12 +106,12 @@ class BufferRange:
         self.is_closed = False
 
     def place(self, name: str) -> str:
-        """Return the first name of the place that a name stands for now."""
+        """Return the original name of the place that a name has now."""
         return _SWAPPED.get(name, name) if self.is_swapped else name
 
     def array(self, place: str) -> Any:
         """Make the flat array of a place."""
-        self.tape.mark()  # it raises where there is no tape any more, as in a forked child
+        self.tape.mark()  # raises if the tape is gone, as in a forked child
         if self.taken is None:  # closing was refused
             block = self.tape.block
             self.taken = block.as_array("uint8", self.nbytes, self.address - block.address)
@@ -139,62 +119,26 @@ class BufferRange:
         return exported(self.taken[offset : offset + spec.nbytes].view(spec.dtype))
 
 
-class BufferArrays:
-    """The arrays of a range, by the names of their places, until it is closed."""
+def refuse_pickling(thing: object) -> NoReturn:
+    """Raise TypeError for buffers that are to be pickled."""
+    raise TypeError(
+        f"a {type(thing).__name__} cannot be pickled: it is memory of this process. Pickle its "
+        "dims, and make it anew"
+    )
+
+
+class BufferSet:
+    """Named arrays over one range of a tape, which are its attributes until it is closed."""
 
     name: str = ""
-    _range: BufferRange | None = None
-
-    def _make_array(self, buffers: BufferRange, place: str) -> Any:
-        """Make an array."""
-        return buffers.array(place)
-
-    def _array(self, place: str) -> Any:
-        """Return the array of a place, which is made once."""
-        found = self.__dict__.get(place)
-        if found is None:
-            found = self.__dict__[place] = self._make_array(self._opened(), place)
-        return found
-
-    def _opened(self) -> BufferRange:
-        if self._range is None or self._range.is_closed:
-            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
-        return self._range
-
-    def _fill(self) -> None:
-        for place in self._opened().specs:
-            self._array(place)
-
-    def _drop(self) -> None:
-        """Drop the arrays; those that are asked for again are made anew."""
-        for place in self._range.specs if self._range is not None else ():
-            self.__dict__.pop(place, None)
-
-    if not TYPE_CHECKING:  # a type checker would take it for every name
-
-        def __getattr__(self, name):
-            # Python comes here for missing attributes only.
-            if self._range is not None and name in self._range.specs:
-                return self._array(name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be pickled: it is memory of this process. Pickle its "
-            "dims, and make it anew"
-        )
-
-
-class BufferSet(BufferArrays):
-    """Named arrays over one range of a tape: what the sets of buffers have in common."""
-
     dims: ModelDims
     tape: Any
+    _range: BufferRange | None = None
     _owns_tape = False
     _is_begun = False
 
     def _begin(self, dims: ModelDims, name: str) -> None:
-        # A flag that is set first: an argument's own code may come here again.
+        # A flag that is set first: an argument's own code may call the constructor again.
         if self._is_begun:
             raise RuntimeError(f"the {type(self).__name__} is made already")
         self._is_begun = True
@@ -208,7 +152,28 @@ class BufferSet(BufferArrays):
         taken = tape.take_bytes(nbytes, align=ALIGN)
         self.tape = tape
         self._range = BufferRange(specs, offsets, tape, taken, self._address_of(taken))
-        self._fill()
+        for place in specs:
+            self._array(place)
+
+    def _array(self, place: str) -> Any:
+        """Return the array of a place, which is made once."""
+        found = self.__dict__.get(place)
+        if found is None:
+            found = self.__dict__[place] = self._opened().array(place)
+        return found
+
+    def _opened(self) -> BufferRange:
+        if self._range is None or self._range.is_closed:
+            raise ClosedError(f"{type(self).__name__} '{self.name}' is closed")
+        return self._range
+
+    if not TYPE_CHECKING:  # a type checker would take it for every name
+
+        def __getattr__(self, name):
+            # Python calls this for missing attributes only.
+            if self._range is not None and name in self._range.specs:
+                return self._array(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @staticmethod
     def _address_of(array: Any) -> int:
@@ -237,20 +202,11 @@ class BufferSet(BufferArrays):
 
     def _check_open(self) -> BufferRange:
         opened = self._opened()
-        self.tape.mark()  # it raises where there is no tape any more, as in a forked child
+        self.tape.mark()  # raises if the tape is gone, as in a forked child
         return opened
 
     def addresses(self) -> dict[str, int]:
-        """Return the address of each buffer's first byte, by name.
-
-        Returns
-        -------
-        dict
-
-        Raises
-        ------
-        ClosedError
-        """
+        """Return the address of each buffer's first byte, by name."""
         opened = self._check_open()
         return {name: opened.address + opened.offsets[opened.place(name)] for name in opened.specs}
 
@@ -265,7 +221,7 @@ class BufferSet(BufferArrays):
         Raises
         ------
         BufferError
-            Views still use memory of their own; nothing is closed then.
+            Views still use memory of their own; they stay open.
         """
         if self._range is not None and not self._range.is_closed:
             self._drop()  # else they would count as views
@@ -274,8 +230,10 @@ class BufferSet(BufferArrays):
             self._range.is_closed = True
 
     def _drop(self) -> None:
-        super()._drop()
+        """Drop the arrays, which are made again on demand."""
         if self._range is not None:
+            for place in self._range.specs:
+                self.__dict__.pop(place, None)
             self._range.taken = None
 
     def __enter__(self) -> Self:
@@ -288,12 +246,15 @@ class BufferSet(BufferArrays):
         error: BaseException | None = None,
         trace: TracebackType | None = None,
     ) -> None:
-        # Views that are still alive keep the memory; it goes with the last of them.
+        # Live views keep the memory until the last of them goes.
         if self._range is not None:
             self._drop()
             if self._owns_tape:
                 self.tape.__exit__()
             self._range.is_closed = True
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickling(self)
 
     def _figures(self) -> str:
         return format_bytes(self._opened().nbytes)

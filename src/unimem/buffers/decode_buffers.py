@@ -1,13 +1,9 @@
-"""The buffers of a forward pass: named arrays that are taken once and never move.
-
-What is said here of sizes, places and lives holds on every device; `unimem.cuda.DecodeBuffers` is
-the same over device memory.
-"""
+"""The buffers of a forward pass: named arrays that are taken once and never move, on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar, Generic, SupportsIndex, TypeVar, Unpack
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Generic, NoReturn, SupportsIndex, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +13,11 @@ from unimem._core.tape import Tape
 from unimem.base.arguments import flag, integer, string
 from unimem.buffers.buffer_plan import BufferPlan, BufferUse
 from unimem.buffers.buffer_set import (
-    BufferArrays,
-    BufferRange,
     BufferSet,
     Spec,
     check_dims,
     pack,
+    refuse_pickling,
     total_bytes,
 )
 from unimem.models.dims import MAX_SPLITS, ModelDims
@@ -36,69 +31,64 @@ A = TypeVar("A")
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
-class _DecodeNames(BufferArrays, Generic[A]):
-    """The names of the buffers of a decode step."""
-
-    embed_out: A
-    norm_out: A
-    qkv_out: A
-    q_rotated: A
-    k_rotated: A
-    rope_q_temp: A
-    rope_k_temp: A
-    attn_out: A
-    o_proj_out: A
-    post_norm_out: A
-    gate_up_out: A
-    mlp_act: A
-    down_out: A
-    final_norm_out: A
-    logits: A
-    temp_dequant: A | None
-    scratch_attn: A
-    batched_k_ptrs: A
-    batched_v_ptrs: A
-    batched_kv_lens: A
-    batched_positions: A
-    flash_partial_out: A
-    flash_partial_m: A
-    flash_partial_l: A
-
-    @property
-    def residual(self) -> A:
-        """The buffer that the next layer reads."""
-        array: A = self._array(self._opened().place("residual"))
-        return array
-
-    @property
-    def post_norm_residual(self) -> A:
-        """The buffer that the layer writes."""
-        array: A = self._array(self._opened().place("post_norm_residual"))
-        return array
-
-
-class DecodeBatch(_DecodeNames[A]):
+class DecodeBatch(Generic[A]):
     """Views of `DecodeBuffers` for a batch, by the same names.
 
-    What there is for each sequence has the shape ``[m, width]`` (the pointers, lengths and
-    positions ``[m]``), and all else its own: `flash_partial_out` ``[heads, 32, head_dim]``,
+    Buffers with a row for each sequence have the shape ``[m, width]`` (pointers, lengths and
+    positions ``[m]``). The others have their own: `flash_partial_out` ``[heads, 32, head_dim]``,
     `flash_partial_m` and `flash_partial_l` ``[heads, 32]``, `temp_dequant` ``[hidden, 2 * inter]``,
     `scratch_attn` ``[q_size]``. Threads and forks as for `DecodeBuffers`.
     """
 
+    temp_dequant: A | None
+
     def __init__(self, buffers: DecodeBufferSet[A], m: int) -> None:
         self.m = m
         self.name = buffers.name
-        self._range = buffers._range
-        if "temp_dequant" not in self._opened().specs:
+        self._buffers = buffers
+        specs = buffers._opened().specs
+        if "temp_dequant" not in specs:
             self.temp_dequant = None
-        self._fill()
+        for place in specs:
+            self._view(place)
 
-    def _make_array(self, buffers: BufferRange, place: str) -> Any:
-        flat, spec = buffers.array(place), buffers.specs[place]
-        if spec.rows is None:
-            return flat.reshape(spec.shape)
-        return flat[: self.m * spec.row_values].reshape((self.m, *spec.shape))
+    def _view(self, place: str) -> A:
+        """Return the view of a place, which is made once."""
+        found: A | None = self.__dict__.get(place)
+        if found is None:
+            opened = self._buffers._opened()
+            flat, spec = opened.array(place), opened.specs[place]
+            found = (
+                flat.reshape(spec.shape)
+                if spec.rows is None
+                else flat[: self.m * spec.row_values].reshape((self.m, *spec.shape))
+            )
+            self.__dict__[place] = found
+        return found
+
+    @property
+    def residual(self) -> A:
+        """The buffer that the next layer reads."""
+        return self._view(self._buffers._opened().place("residual"))
+
+    @property
+    def post_norm_residual(self) -> A:
+        """The buffer that the layer writes."""
+        return self._view(self._buffers._opened().place("post_norm_residual"))
+
+    def __getattr__(self, name: str) -> A:
+        # Python calls this for missing attributes only.
+        buffers = self.__dict__.get("_buffers")
+        if buffers is not None and name in buffers._range.specs:
+            return self._view(name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _drop(self, places: Iterable[str]) -> None:
+        for place in places:
+            self.__dict__.pop(place, None)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickling(self)
 
 
 def _dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
@@ -144,9 +134,33 @@ def _decode_specs(dims: ModelDims, dtype: np.dtype[Any]) -> dict[str, Spec]:
     }
 
 
-class DecodeBufferSet(_DecodeNames[A], BufferSet):
+class DecodeBufferSet(BufferSet, Generic[A]):
     """The buffers of a decode step on any device; see `DecodeBuffers`."""
 
+    embed_out: A
+    norm_out: A
+    qkv_out: A
+    q_rotated: A
+    k_rotated: A
+    rope_q_temp: A
+    rope_k_temp: A
+    attn_out: A
+    o_proj_out: A
+    post_norm_out: A
+    gate_up_out: A
+    mlp_act: A
+    down_out: A
+    final_norm_out: A
+    logits: A
+    temp_dequant: A | None
+    scratch_attn: A
+    batched_k_ptrs: A
+    batched_v_ptrs: A
+    batched_kv_lens: A
+    batched_positions: A
+    flash_partial_out: A
+    flash_partial_m: A
+    flash_partial_l: A
     MAX_SPLITS: ClassVar[int] = MAX_SPLITS
     dtype: np.dtype[Any]
 
@@ -170,6 +184,20 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         self._take(
             new_tape(self._nbytes) if tape is None else tape, specs, pack(sizes), self._nbytes
         )
+
+    @property
+    def residual(self) -> A:
+        """The buffer that the next layer reads."""
+        return self._named("residual")
+
+    @property
+    def post_norm_residual(self) -> A:
+        """The buffer that the layer writes."""
+        return self._named("post_norm_residual")
+
+    def _named(self, name: str) -> A:
+        array: A = self._array(self._opened().place(name))
+        return array
 
     @staticmethod
     def bytes_needed(dims: ModelDims, dtype: npt.DTypeLike = "float16") -> int:
@@ -210,8 +238,8 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         Returns
         -------
         DecodeBatch
-            The buffers by the same names: ``[m, width]`` what there is for each sequence, and the
-            others in the shapes they have. `swap_residual` swaps its names too.
+            The buffers by the same names: ``[m, width]`` if each sequence has a row, and the others
+            in their own shapes. `swap_residual` swaps its names too.
 
         Raises
         ------
@@ -229,9 +257,9 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
     def swap_residual(self) -> None:
         """Exchange the names `residual` and `post_norm_residual`, without a copy.
 
-        A layer reads the one and writes the sum into the other; swapped, the next layer finds its
-        input under the same name. No byte moves: `addresses` says what the names stand for now, and
-        views that were taken before go on showing the memory that they showed.
+        A layer reads one and writes the sum into the other; after a swap, the next layer finds its
+        input under the same name. No byte moves: `addresses` has the new addresses of the names,
+        and earlier views still show the same memory.
 
         Raises
         ------
@@ -240,16 +268,16 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
         Notes
         -----
         A captured CUDA graph holds addresses, not names. A step that swaps an even number of times
-        ends as it began, and can be captured once and replayed; after an odd number the names are
-        exchanged, and the graph still reads what was `residual` when it was captured.
+        ends as it began, and can be captured once and replayed. After an odd number the graph still
+        reads the memory that was `residual` when it was captured.
         """
         opened = self._check_open()
-        # Nothing else changes: the names of batches, and `addresses`, follow from it.
+        # The names of batches, and `addresses`, follow from this flag.
         opened.is_swapped = not opened.is_swapped
 
     def _drop(self) -> None:
         for batch in self._batches.values():
-            batch._drop()
+            batch._drop(self._range.specs if self._range is not None else ())
         super()._drop()
 
     def _figures(self) -> str:
@@ -260,39 +288,39 @@ class DecodeBufferSet(_DecodeNames[A], BufferSet):
 class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
     """The 26 buffers of one decode step, taken once, at addresses that never change.
 
-    Each is a flat array by its name, uninitialised. What there is for each sequence lies row behind
-    row, for ``dims.max_batch_size`` sequences; `batch` gives the same in shape.
+    Each is a flat, uninitialised array by its name. Rows for ``dims.max_batch_size`` sequences lie
+    one behind the other; `batch` returns the same with shapes.
 
-    One thread at a time makes a step. After a fork the child has its own copy; over shared memory
-    it has none, and ClosedError says so.
+    One thread at a time makes a step. A forked child has its own copy, but not of shared memory:
+    using that raises ClosedError there.
 
     Parameters
     ----------
     dims : ModelDims
         The model.
     tape : Tape, optional
-        Where the buffers are taken, such as ``layout.scratch``, to be kept there with ``keep()``;
-        otherwise a tape of their own.
+        The tape to take the buffers from, such as ``layout.scratch``, where ``keep()`` keeps them;
+        by default a tape of their own.
     dtype : {"float16", "bfloat16", "float32"}
-        Type of the activations. The partial results of flash decoding are float32, the pointers
-        uint64, lengths and positions int32, always.
+        Type of the activations. The partial results of flash decoding are always float32, the
+        pointers uint64, lengths and positions int32.
     name : str, optional
-        Stands in messages.
+        The name in messages.
     **placement
         See `PlacementOptions`; only without `tape`.
 
     Attributes
     ----------
     dims : ModelDims
-        What the sizes follow from.
+        The model's dimensions.
     dtype : numpy.dtype
         Type of the activations.
     tape : Tape
-        What the buffers lie on.
+        The tape that holds the buffers.
     name : str
-        Stands in messages.
+        The name in messages.
     MAX_SPLITS : int
-        Parts of a context that flash decoding reads at once, at most: 32.
+        The most parts of a context that flash decoding reads at once: 32.
     embed_out, norm_out, o_proj_out, residual : numpy.ndarray
         ``[B * hidden]``.
     post_norm_out, post_norm_residual, down_out, final_norm_out : numpy.ndarray
@@ -321,7 +349,7 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
     Raises
     ------
     ValueError, TypeError
-        An unknown dtype, dimensions whose buffers are too large, or what are no dimensions.
+        An unknown dtype, too large buffers, or `dims` of another type.
     TapeFull, FrozenError, ClosedError
         As `Tape.take`; nothing was taken then.
     MemoryError, PlacementError
@@ -331,8 +359,7 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
     -----
     The buffers are one take of exactly `memory_bytes` at a multiple of 256 bytes. They lie one
     behind the other in descending order of the largest power of two, up to 256, that divides their
-    sizes. That makes each a multiple of its own power away from the beginning, and no byte is lost
-    to alignment. So every buffer whose size is a multiple of 256 bytes is aligned to 256 bytes.
+    sizes, and are aligned to that power. No byte is lost to alignment.
 
     Examples
     --------
@@ -370,35 +397,34 @@ class DecodeBuffers(DecodeBufferSet[npt.NDArray[Any]]):
 class ForwardScratch(BufferSet):
     """The float32 buffers of a forward pass of one token, and the one vector of logits.
 
-    They are taken once and used for every layer and every token. All but `residual` and `logits`
-    hold nothing from one transformer block to the next.
+    They are taken once and serve every layer and every token. Only `residual` and `logits` hold
+    values from one transformer block to the next.
 
-    One thread at a time makes a pass. After a fork the child has its own copy; over shared memory
-    it has none, and ClosedError says so.
+    One thread at a time makes a pass. A forked child has its own copy, but not of shared memory:
+    using that raises ClosedError there.
 
     Parameters
     ----------
     dims : ModelDims
-        The model; one sequence, whatever its `max_batch_size`.
+        The model, for one sequence whatever its `max_batch_size`.
     tape : Tape
-        Where the buffers are taken, such as ``layout.scratch``, to be kept there with ``keep()``.
+        The tape to take the buffers from, such as ``layout.scratch``, where ``keep()`` keeps them.
     overlap : bool, default False
-        Let buffers share memory that no block needs at the same time, as a `BufferPlan` of
-        `USES` says.
+        Let buffers share memory if no step needs them together, by a `BufferPlan` of `USES`.
 
     Attributes
     ----------
     dims : ModelDims
-        What the sizes follow from.
+        The model's dimensions.
     tape : Tape
-        What the buffers lie on.
+        The tape that holds the buffers.
     name : str
-        Stands in messages.
+        The name in messages.
     peak_scratch_bytes : int
-        What was taken, without the logits: the sum of the buffers, or with `overlap` their plan's
+        The bytes taken, without the logits: the sum of the buffers or, with `overlap`, their plan's
         total.
     USES : dict
-        The first and the last step of a block that each buffer is needed in.
+        The first and the last step of a block that needs each buffer.
     residual, normalized, projected, ffn_normalized, ffn_out : numpy.ndarray
         ``[hidden]``.
     q, attention : numpy.ndarray
@@ -415,7 +441,7 @@ class ForwardScratch(BufferSet):
     Raises
     ------
     TypeError
-        What are no dimensions, or no tape.
+        `dims` or `tape` is of another type.
     TapeFull, FrozenError, ClosedError
         As `Tape.take`; nothing was taken then.
 
@@ -471,7 +497,7 @@ class ForwardScratch(BufferSet):
 
     @classmethod
     def bytes_needed(cls, dims: ModelDims, *, overlap: bool = False) -> int:
-        """Return the bytes that are taken for these dimensions: the peak, and the logits.
+        """Return the bytes taken for these dimensions: the peak and the logits.
 
         Parameters
         ----------

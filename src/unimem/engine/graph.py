@@ -24,6 +24,7 @@ from unimem.planning.needs import nodes_bound
 __all__ = ["Arrays", "Graph", "Headers", "Mask", "view"]
 
 _WORD = 8
+_ROPE_MODES = {"normal": ggml.ROPE_NORMAL, "neox": ggml.ROPE_NEOX}
 # The least divisor of the weights of a token's experts: float16's smallest normal number.
 _LEAST_SUM = 2.0**-14
 
@@ -338,7 +339,8 @@ class _Builder:
         return int(
             ggml.rope_ext(
                 self._context, heads, self._positions, self._weights.get("rope_freqs.weight"),
-                dims.head_dim, rope.mode, rope.original_ctx, rope.freq_base, rope.freq_scale,
+                dims.head_dim, _ROPE_MODES[rope.mode], rope.original_ctx, rope.freq_base,
+                rope.freq_scale,
                 rope.ext_factor, rope.attn_factor, rope.beta_fast, rope.beta_slow,
             )
         )  # fmt: skip

@@ -15,7 +15,14 @@ from unimem.base.text import format_count
 from unimem.engine.rotation_op import rotation_block
 from unimem.kv.types import block_values
 from unimem.models.dims import ARCHITECTURES, ArchMetadata, Experts, ModelDims, read_experts
-from unimem.models.families import KeptRows, layers_of, of_architecture
+from unimem.models.families import (
+    GRAPH_KINDS,
+    GraphKind,
+    KeptRows,
+    RopeMode,
+    layers_of,
+    of_architecture,
+)
 from unimem.models.fields import MetadataFields
 from unimem.planning.needs import least_window
 
@@ -29,61 +36,7 @@ class UnsupportedModel(ValueError):  # noqa: N818 - part of the public interface
     """The engine does not run this model; the message says what it supports."""
 
 
-@dataclass(frozen=True)
-class GraphKind:
-    """The features of an architecture's graph.
-
-    The source is llama.cpp, build b9190: ``src/models/`` has a file for each.
-
-    Attributes
-    ----------
-    rope_mode : int
-        Which values of a head are turned together.
-    has_biases : bool or None
-        Whether queries, keys and values have biases; None where some files have them.
-    has_rope_factors : bool
-        Whether a file may have a factor for each angle.
-    norms_heads : bool
-        Whether the heads of queries and keys are normed.
-    norms_outputs : bool
-        Whether the outputs of attention and of the feed-forward network are normed.
-    scales_embedding : bool
-        Whether embeddings are multiplied by the root of their size.
-    is_gelu : bool
-        Whether the feed-forward network is gated by GELU, in its form with tanh, not by SiLU.
-    is_mixture : bool
-        Whether it has experts.
-    slides : bool
-        Whether attention of some layers slides, and that of others does not.
-    """
-
-    rope_mode: int
-    has_biases: bool | None = False
-    has_rope_factors: bool = False
-    norms_heads: bool = False
-    norms_outputs: bool = False
-    scales_embedding: bool = False
-    is_gelu: bool = False
-    is_mixture: bool = False
-    slides: bool = False
-
-
-GRAPH_KINDS = {
-    "llama": GraphKind(ggml.ROPE_NORMAL, has_biases=None, has_rope_factors=True),
-    "qwen2": GraphKind(ggml.ROPE_NEOX, has_biases=True),
-    "qwen3": GraphKind(ggml.ROPE_NEOX, has_biases=None, norms_heads=True),
-    "gemma3": GraphKind(
-        ggml.ROPE_NEOX,
-        norms_heads=True,
-        norms_outputs=True,
-        scales_embedding=True,
-        is_gelu=True,
-        slides=True,
-    ),
-    "qwen3moe": GraphKind(ggml.ROPE_NEOX, norms_heads=True, is_mixture=True),
-}
-
-# llama.cpp knows Gemma 3 27B, whose heads are scaled otherwise, by its number of layers.
+# The layers of Gemma 3 27B, by which llama.cpp knows it: its heads are scaled otherwise.
 _LAYERS_OF_27B = 62
 
 
@@ -91,7 +44,7 @@ _LAYERS_OF_27B = 62
 class Rope:
     """The rotary embedding of positions: the arguments of `ggml_rope_ext`."""
 
-    mode: int
+    mode: RopeMode
     freq_base: float
     freq_scale: float
     ext_factor: float
@@ -296,7 +249,7 @@ def _rope(meta: ArchMetadata, arch: str, dims: ModelDims) -> Rope:
         # factor above 1.
         attn_factor *= max(1.0, 1.0 + 0.1 * math.log(factor)) / (1.0 + 0.1 * math.log(factor))
     return Rope(
-        mode=GRAPH_KINDS[arch].rope_mode,
+        mode=GRAPH_KINDS[arch].rope,
         freq_base=base,
         freq_scale=1.0 / factor,
         ext_factor=ext_factor,

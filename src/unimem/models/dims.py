@@ -5,29 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from unimem.base.arguments import integer
 
-if TYPE_CHECKING:
-    from unimem.weights.tensors import Contents
-
-__all__ = ["ModelDims"]
+__all__ = ["ModelContents", "ModelDims"]
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "qwen3moe")
-"""What the engine runs."""
-MIXTURES = ("qwen2moe", "qwen3moe")  # beside Mixtral, which is a llama with experts
+"""The architectures that the engine runs."""
+MIXTURES = ("qwen2moe", "qwen3moe")  # besides Mixtral, which is a llama with experts
 KNOWN = tuple(dict.fromkeys(ARCHITECTURES + MIXTURES))
-"""What the dimensions are known of."""
-# Types that are not quantized: floats and integers, by ggml's names.
+"""The architectures with known dimensions."""
+# Types that are not quantized, by ggml's names.
 PLAIN_TYPES = frozenset({"f32", "f16", "bf16", "f64", "i8", "i16", "i32", "i64"})
 MAX_SPLITS = 32
-"""Parts of a context that flash decoding reads at once, at most."""
+"""The most parts of a context that flash decoding reads at once."""
 
 _LIMIT = 2**31  # engines count rows and columns in 32-bit integers
 _MOST_BYTES = 2**63 - 1
-# The values of the largest buffers and of the KV cache: where none of these is too large, no other
-# buffer is.
+# The values of the largest buffers and of the KV cache: all others are smaller.
 _PRODUCTS: tuple[tuple[str | int, ...], ...] = (
     ("max_batch_size", "hidden_size"),
     ("max_batch_size", "qkv_size"),
@@ -39,39 +35,57 @@ _PRODUCTS: tuple[tuple[str | int, ...], ...] = (
 _DEQUANTIZED = ("hidden_size", 2, "intermediate_size")
 
 
+class _Tensor(Protocol):
+    @property
+    def ne(self) -> tuple[int, ...]: ...
+
+
+class ModelContents(Protocol):
+    """The header of a model file: opened `Weights`, or what is known of a file without data."""
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The keys and values of the header."""
+
+    @property
+    def tensors(self) -> Mapping[str, _Tensor]:
+        """The table of tensors, by name."""
+
+    def by_type(self) -> Mapping[str, Any]:
+        """Return the bytes of the tensors of each type."""
+
+
 @dataclass(frozen=True)
 class ModelDims:
-    """The dimensions of a decoder-only transformer.
-
-    Immutable, so any number of threads may use one.
+    """The dimensions of a decoder-only transformer. Immutable.
 
     Parameters
     ----------
     hidden_size : int
         Values of one token between layers.
     intermediate_size : int
-        Values inside the feed-forward network; of a mixture of experts, the most that one token
+        Values inside the feed-forward network; for a mixture of experts, the most that one token
         needs at once (see `from_weights`).
     num_attention_heads, num_kv_heads : int
         Heads of the queries, and of keys and values. The first is a multiple of the second.
     head_dim : int
-        Values of one head; even, since rotary embedding turns pairs.
+        Values of one head; even, since rotary embedding rotates pairs.
     vocab_size : int
-        Tokens.
+        Number of tokens.
     num_layers : int
-        Transformer blocks.
+        Number of transformer blocks.
     max_seq_len : int
-        Tokens that the model was made for.
+        Longest context that the model was made for.
     quantized : bool, default False
         Whether the weights are quantized.
     max_batch_size : int, default 1
-        Sequences that are decoded at once.
+        Number of sequences decoded at once.
 
     Raises
     ------
     ValueError
-        A dimension is out of range, two do not fit each other, or the product of some is a buffer
-        whose size in bytes does not fit into 64 bits; the message names it.
+        A dimension is out of range, two do not fit each other, or a buffer would be too large for
+        64 bits; the message names it.
 
     Examples
     --------
@@ -140,13 +154,13 @@ class ModelDims:
         return self.q_size + 2 * self.kv_size
 
     @classmethod
-    def from_weights(cls, weights: Contents) -> ModelDims:
+    def from_weights(cls, weights: ModelContents) -> ModelDims:
         """Read the dimensions from a model file's metadata and tensor table.
 
         Parameters
         ----------
         weights : Weights
-            A model of architecture llama (Mixtral and Mistral are such), qwen2, qwen3, gemma3,
+            A model of architecture llama (as are Mixtral and Mistral), qwen2, qwen3, gemma3,
             qwen2moe or qwen3moe.
 
         Returns
@@ -156,23 +170,20 @@ class ModelDims:
         Raises
         ------
         ValueError
-            Another architecture, or metadata that is missing, out of range, or different from
-            layer to layer.
+            Another architecture, or metadata that is missing, out of range, or differs between
+            layers.
 
         Notes
         -----
         The `intermediate_size` of a mixture of experts is the largest of
 
-        - the experts that one token uses times the width of one: their products are one batched
-          operation, whose result holds all of them;
-        - the width of the shared expert, which runs before or after the others and can use the
-          same memory;
-        - the width of the dense feed-forward network, where the file has a layer with one.
+        - the number of used experts times the width of one, since one batched operation computes
+          all of them;
+        - the width of the shared expert, which runs before or after them in the same memory;
+        - the width of a dense feed-forward network, if the file has such a layer.
 
-        Where the file does not say how wide an expert is, that follows from
-        ``feed_forward_length`` as in llama.cpp: for llama it is that, for the others that divided
-        by the experts used. The dimensions do not say how many experts there are: what the weights
-        take is for the file to say.
+        If the file does not give the width of an expert, it follows from ``feed_forward_length`` as
+        in llama.cpp: it is that for llama, and that divided by the used experts for the others.
         """
         if not hasattr(weights, "metadata"):
             raise TypeError(f"weights: expected opened Weights, got {weights!r:.60}")
@@ -212,7 +223,7 @@ class ModelDims:
         )
 
 
-def _intermediate_size(weights: Contents, meta: ArchMetadata, arch: str, layers: int) -> int:
+def _intermediate_size(weights: ModelContents, meta: ArchMetadata, arch: str, layers: int) -> int:
     # MIXTURES must have experts.
     if arch not in MIXTURES and not meta.is_written("expert_count"):
         return meta.per_layer("feed_forward_length", layers)
@@ -240,12 +251,10 @@ class Experts(NamedTuple):
 
     Attributes
     ----------
-    n : int
-        How many there are.
-    n_used : int
-        How many of them a token uses.
+    n, n_used : int
+        The number of experts, and how many a token uses.
     size : int
-        Values inside of one.
+        Values inside one.
     """
 
     n: int
@@ -254,7 +263,7 @@ class Experts(NamedTuple):
 
 
 def read_experts(meta: ArchMetadata, n_layers: int) -> Experts:
-    """Read what experts a mixture has; `ModelDims.from_weights` has checked them."""
+    """Read the experts of a mixture, which `ModelDims.from_weights` has checked."""
     n_used = meta.count("expert_used_count")
     if meta.is_written("expert_feed_forward_length"):
         size = meta.count("expert_feed_forward_length")
@@ -275,7 +284,7 @@ class ArchMetadata:
         return self._metadata.get(f"{self._arch}.{name}")
 
     def is_written(self, name: str) -> bool:
-        """Whether there is a number: as in llama.cpp, 0 is none."""
+        """Whether there is a number above 0: as in llama.cpp, 0 means no value."""
         value = self.get(name)
         return value is not None and self._checked(name, value, least=0) > 0
 
@@ -289,7 +298,7 @@ class ArchMetadata:
         return self._checked(name, value)
 
     def per_layer(self, name: str, layers: int, default: int | None = None) -> int:
-        """Return an integer above 0 that may be written once a layer, but is the same in all."""
+        """Return an integer above 0, written once, or equal for each layer."""
         value = self.get(name)
         if value is None or isinstance(value, (int, float, str)):
             return self.count(name, default)

@@ -1,8 +1,8 @@
-"""What each layer of a model keeps: a table of families, and the one function that reads it.
+"""The table of families, and what each layer of their models keeps.
 
-A new family is a row of `FAMILIES`. What GGUF's keys mean is as llama.cpp b9190 reads them
-(`llama_model::load_hparams`, `llama_hparams::n_embd_r` and `n_embd_s`), what a ``config.json``
-means as transformers 5.23 does (the families' ``configuration_*.py``).
+A new family is a row of `FAMILIES`. GGUF's keys are read as by llama.cpp b9190
+(`llama_model::load_hparams`, `llama_hparams::n_embd_r` and `n_embd_s`), a ``config.json`` as by
+transformers 5.23 (the families' ``configuration_*.py``).
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from unimem.base.text import format_bytes, format_count
 from unimem.models.fields import Fields, Kind, UnknownError
 
 __all__ = [
     "FAMILIES",
+    "GRAPH_KINDS",
     "Family",
+    "GraphKind",
     "KeptLayer",
     "KeptRows",
     "KeptState",
+    "RopeMode",
     "count_layers",
     "equal_layers",
     "in_words",
@@ -40,15 +43,15 @@ class KeptRows(NamedTuple):
     Attributes
     ----------
     block : int
-        Which block of the model.
+        The block's number in the model.
     n_kv_heads : int
         Heads of keys and values.
     k_size, v_size : int
-        Values of one head's key, and of its value; 0 where the value is a part of the key.
+        Values of one head's key, and of its value; 0 if the value is a part of the key.
     window : int or None
-        Only of the last so many tokens.
+        How many of the last tokens it keeps, if not all.
     share_of : int or None
-        The number of the layer, in the same list, whose rows this one shows: it has none.
+        The number of the layer, in the same list, whose rows this one shares.
     """
 
     block: int
@@ -61,9 +64,13 @@ class KeptRows(NamedTuple):
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, by the names of `LayerKV`."""
         return {
-            **{"block": self.block, "kind": "kv", "n_kv_heads": self.n_kv_heads},
-            **{"head_dim": self.k_size, "v_head_dim": self.v_size},
-            **{"window": self.window, "share_of": self.share_of},
+            "block": self.block,
+            "kind": "kv",
+            "n_kv_heads": self.n_kv_heads,
+            "head_dim": self.k_size,
+            "v_head_dim": self.v_size,
+            "window": self.window,
+            "share_of": self.share_of,
         }
 
 
@@ -73,9 +80,9 @@ class KeptState(NamedTuple):
     Attributes
     ----------
     block : int
-        Which block of the model.
+        The block's number in the model.
     shape : tuple of int
-        Of the state of one stream, of float32, as llama.cpp has it.
+        The shape of one stream's state, which is float32 as in llama.cpp.
     """
 
     block: int
@@ -91,13 +98,13 @@ class KeptState(NamedTuple):
         return {"block": self.block, "kind": "state", "shape": list(self.shape), "dtype": "f32"}
 
 
-#: What a layer keeps, in the order of the blocks; of one block, keys and values come first.
+#: A layer, in the order of the blocks; keys and values of a block precede its states.
 KeptLayer: TypeAlias = KeptRows | KeptState
 
 
 # ---- which layers keep what ---------------------------------------------------------------------
 
-#: Tells what each of n layers keeps.
+#: Returns the kinds of n layers.
 Kinds: TypeAlias = Callable[[Fields, int], list[Kind]]
 
 
@@ -118,13 +125,13 @@ def _both(_fields: Fields, n: int) -> list[Kind]:
 
 
 def _last_slide(fields: Fields, n: int) -> list[Kind]:
-    """All from layer `max_window_layers` on slide."""
+    """Slide in all layers from `max_window_layers` on."""
     first = fields.required("max_window_layers")
     return ["full" if i < first else "sliding" for i in range(n)]
 
 
 def _by_heads(fields: Fields, n: int) -> list[Kind]:
-    """Layers without heads have a state."""
+    """Return a state for layers without heads."""
     heads = fields.per_layer("attention.head_count_kv", n)
     if heads is None or 0 not in heads:
         raise UnknownError("the file does not say which layers have keys and values")
@@ -132,7 +139,7 @@ def _by_heads(fields: Fields, n: int) -> list[Kind]:
 
 
 def _every(period: int, other: Kind, key: str) -> Kinds:
-    """Each `period`-th layer is full, or by another period that the file has under `key`."""
+    """Make each `period`-th layer full, or by the period that the file has under `key`."""
 
     def kinds(fields: Fields, n: int) -> list[Kind]:
         every = fields.number(key)
@@ -143,7 +150,7 @@ def _every(period: int, other: Kind, key: str) -> Kinds:
 
 
 def _listed(otherwise: Kinds) -> Kinds:
-    """Return what the file lists, or else by a rule."""
+    """Take the file's list, or else a rule."""
     return lambda fields, n: fields.kinds(n) or otherwise(fields, n)
 
 
@@ -156,24 +163,24 @@ def _alternate(period: int) -> Kinds:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models whose layers keep things in the same way. Immutable.
+    """Models with the same rules for their layers. Immutable.
 
     Attributes
     ----------
     architectures : tuple of str
-        What GGUF calls them.
+        Their names in GGUF.
     model_types : tuple of str
-        What a ``config.json`` calls them.
+        Their names in a ``config.json``.
     kinds : callable
-        What each of n layers keeps.
+        Returns the kinds of n layers.
     window : int or None
-        Over how many tokens attention slides, where the file does not say it.
+        How many tokens attention slides over, if the file does not say it.
     compresses : bool
-        Whether one row of compressed keys stands for all heads (multi-head latent attention).
+        Whether one row of compressed keys serves all heads (multi-head latent attention).
     config : mapping of str to str
-        What a ``config.json`` calls some of GGUF's names otherwise: see `ConfigFields`.
+        Own names in a ``config.json`` for some of GGUF's: see `ConfigFields`.
     defaults : mapping of str to int
-        What transformers takes where a ``config.json`` is silent.
+        Defaults of transformers for a ``config.json``.
     """
 
     architectures: tuple[str, ...] = ()
@@ -187,12 +194,12 @@ class Family:
 
 _GEMMA = {"attention.head_count": 8, "attention.head_count_kv": 4, "attention.key_length": 256}
 FAMILIES: tuple[Family, ...] = (
-    # All layers keep all tokens; so does llama.cpp where attention of these slides.
+    # All layers keep all tokens; llama.cpp does so even if attention slides.
     Family(("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3")),
     Family((), ("llama", "gemma", "gpt2", "gpt_neox", "gptj", "phi", "olmo", "olmo2", "olmoe",
                 "stablelm", "cohere", "granite", "granitemoe", "glm", "glm4", "smollm3",
                 "internlm2", "opt", "bloom"), _listed(_full)),
-    # All layers slide, or the last ones, where there is a window.
+    # With a window, all layers slide, or the last ones.
     Family((), ("mistral", "mixtral", "phi3", "phimoe", "starcoder2"), _listed(_sliding)),
     Family((), ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _listed(_last_slide),
            defaults={"use_sliding_window": 0, "max_window_layers": 28}),
@@ -242,7 +249,62 @@ FAMILIES: tuple[Family, ...] = (
                    "ssm.group_count": "linear_num_key_heads",
                    "ssm.time_step_rank": "linear_num_value_heads"}),
 )  # fmt: skip
-"""What unimem knows of families. Two rows may have one model: GGUF and a config.json differ."""
+"""All families. A model may be in two rows, since GGUF and a config.json differ."""
+
+# ---- what the engine runs -----------------------------------------------------------------------
+
+#: Which values of a head are rotated together: neighbours, or those half a head apart.
+RopeMode: TypeAlias = Literal["normal", "neox"]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKind:
+    """The features of an architecture's graph. Immutable.
+
+    The source is llama.cpp, build b9190: ``src/models/`` has a file for each.
+
+    Attributes
+    ----------
+    rope : RopeMode
+        How positions rotate heads.
+    has_biases : bool or None
+        Whether queries, keys and values have biases; None if only some files have them.
+    has_rope_factors : bool
+        Whether a file may have a factor for each angle.
+    norms_heads : bool
+        Whether the heads of queries and keys are normed.
+    norms_outputs : bool
+        Whether the outputs of attention and of the feed-forward network are normed.
+    scales_embedding : bool
+        Whether embeddings are multiplied by the root of their size.
+    is_gelu : bool
+        Whether GELU, in its form with tanh, gates the feed-forward network, instead of SiLU.
+    is_mixture : bool
+        Whether it has experts.
+    slides : bool
+        Whether attention slides in some layers and not in others.
+    """
+
+    rope: RopeMode
+    has_biases: bool | None = False
+    has_rope_factors: bool = False
+    norms_heads: bool = False
+    norms_outputs: bool = False
+    scales_embedding: bool = False
+    is_gelu: bool = False
+    is_mixture: bool = False
+    slides: bool = False
+
+
+GRAPH_KINDS = {
+    "llama": GraphKind("normal", has_biases=None, has_rope_factors=True),
+    "qwen2": GraphKind("neox", has_biases=True),
+    "qwen3": GraphKind("neox", has_biases=None, norms_heads=True),
+    "gemma3": GraphKind("neox", norms_heads=True, norms_outputs=True, scales_embedding=True,
+                        is_gelu=True, slides=True),
+    "qwen3moe": GraphKind("neox", norms_heads=True, is_mixture=True),
+}  # fmt: skip
+"""The graphs of the architectures that the engine runs: `dims.ARCHITECTURES`."""
 
 _BY_ARCHITECTURE = {name: one for one in FAMILIES for name in one.architectures}
 _BY_MODEL_TYPE = {name: one for one in FAMILIES for name in one.model_types}
@@ -262,24 +324,9 @@ def of_model_type(name: object) -> Family | None:
 
 
 def layers_of(family: Family, fields: Fields) -> tuple[KeptLayer, ...]:
-    """Return what the layers of a model keep, as ``KVCache(layers=[...])`` takes it.
+    """Return the layers of a model, as for ``KVCache(layers=[...])``.
 
-    Parameters
-    ----------
-    family : Family
-        The model's.
-    fields : Fields
-        The figures of the model.
-
-    Returns
-    -------
-    tuple of KeptRows or KeptState
-        In the order of the blocks; of one block, keys and values come before states.
-
-    Raises
-    ------
-    ValueError
-        A figure is missing, or no number, or out of range; the message names it.
+    Raise ValueError, with the figure's name, if one is missing, no number or out of range.
     """
     n = count_layers(fields)
     kinds = family.kinds(fields, n)
@@ -374,7 +421,7 @@ def _sharing(layers: Sequence[KeptLayer], first: int) -> tuple[KeptLayer, ...]:
 
 
 def in_words(layers: Iterable[KeptLayer], *, briefly: bool = True) -> str:
-    """Say what layers keep; `briefly` nothing where all keep all tokens."""
+    """Describe what layers keep; `briefly` says nothing if all keep all tokens."""
     given = list(layers)
     rows = [layer for layer in given if isinstance(layer, KeptRows)]
     states = [layer for layer in given if isinstance(layer, KeptState)]

@@ -1,7 +1,7 @@
-"""The figures of a model by one set of names, those of GGUF, wherever they are written.
+"""The figures of a model by GGUF's names, from either format.
 
 Neither format is trusted: a value that is missing, of another type or out of range makes a figure
-unknown, with a sentence that says why, and costs no more time than a right one.
+unknown, for a stated reason, and costs no more time than a right one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ConfigFields", "Fields", "Kind", "MetadataFields", "UnknownError"]
 CONFIG = "config.json"
 MOST = 2**31 - 1  # engines count layers, heads and tokens in 32 bits
 
-#: What a layer keeps: all tokens, a window of them, a state instead, or all tokens and a state.
+#: A layer keeps all tokens, a window of them, a state instead, or all tokens and a state.
 Kind: TypeAlias = Literal["full", "sliding", "state", "both"]
 
 _KINDS: Mapping[str, Kind] = {
@@ -27,7 +27,7 @@ _KINDS: Mapping[str, Kind] = {
     **{"sliding_attention": "sliding", "chunked_attention": "sliding"},
     **{"linear_attention": "state", "mamba": "state", "hybrid": "both"},
 }
-# What GGUF's names are called in a config.json; of several, the first that is there.
+# Names in a config.json for GGUF's names; the first that exists counts.
 _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
     "block_count": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "context_length": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
@@ -49,44 +49,36 @@ _WINDOW = "attention.sliding_window"
 
 
 class UnknownError(ValueError):
-    """Says why a figure is not known."""
+    """A figure is not known; the message says why."""
 
 
 class Fields(Protocol):
     """Checked access to the figures of a model."""
 
     def number(self, name: str) -> int | None:
-        """Return an integer; 0 where the file says that there is none, None where it is silent."""
+        """Return an integer, 0 if the file denies it, or None if the file is silent."""
 
     def required(self, name: str) -> int:
         """Return an integer above 0, or raise."""
 
     def per_layer(self, name: str, n: int) -> list[int] | None:
-        """Return an integer for each of n layers, 0 for none; None where the file is silent."""
+        """Return an integer of 0 or above for each of n layers, or None if the file is silent."""
 
     def kinds(self, n: int) -> list[Kind] | None:
-        """Return what each of n layers keeps; None where the file does not list it."""
+        """Return the kinds of n layers, or None if the file does not list them."""
 
     def head_size(self) -> int:
         """Return the values of one head's key."""
 
 
 class MetadataFields:
-    """The metadata of a GGUF file.
-
-    Parameters
-    ----------
-    meta : ArchMetadata
-        Its keys.
-    arch : str
-        Its architecture.
-    """
+    """The metadata of a GGUF file of architecture `arch`; see `Fields`."""
 
     def __init__(self, meta: ArchMetadata, arch: str) -> None:
         self._meta, self._arch = meta, arch
 
     def number(self, name: str) -> int | None:
-        """Return an integer; 0 where the file says that there is none, None where it is silent."""
+        """Return an integer, 0, or None."""
         value = self._meta.get(name)
         if value is None or (hasattr(value, "__len__") and not isinstance(value, str)):
             return None
@@ -97,7 +89,7 @@ class MetadataFields:
         return self._meta.count(name)
 
     def per_layer(self, name: str, n: int) -> list[int] | None:
-        """Return an integer for each of n layers, 0 for none; None where the file is silent."""
+        """Return an integer for each of n layers, or None."""
         value = self._meta.get(name)
         if value is None:
             return None
@@ -109,7 +101,7 @@ class MetadataFields:
         return values
 
     def kinds(self, n: int) -> list[Kind] | None:
-        """Return what each of n layers keeps; None where the file does not list it."""
+        """Return the kinds of n layers, or None."""
         name = "attention.sliding_window_pattern"
         value = self._meta.get(name)
         if value is None or not hasattr(value, "__len__") or isinstance(value, str):
@@ -126,7 +118,7 @@ class MetadataFields:
         return _even_share(self.required("embedding_length"), self.required("attention.head_count"))
 
     def _listed(self, name: str, value: Any, n: int) -> list[Any]:
-        if len(value) != n:  # first: a longer one is not walked
+        if len(value) != n:  # checked first, so that no long list is walked
             raise UnknownError(
                 f"'{name}' has {format_count(len(value), 'value')} for {format_count(n, 'layer')}"
             )
@@ -134,19 +126,18 @@ class MetadataFields:
 
 
 class ConfigFields:
-    """A ``config.json`` of Hugging Face, or the part of one that is about text.
+    """A ``config.json`` of Hugging Face, or its part for text; see `Fields`.
 
     Parameters
     ----------
     values : mapping
-        What is in it.
+        Its contents.
     nested : bool, default False
-        Whether it is a part, which leaves out what has its default.
+        Whether it is a part, which leaves default values out.
     names : mapping of str to str, optional
-        What the family calls some of GGUF's names otherwise: a name, or several with ``*`` and
-        ``+`` between them.
+        The family's own names for some of GGUF's: one, or several joined by ``*`` and ``+``.
     defaults : mapping of str to int, optional
-        What its class has in transformers where the file is silent, by GGUF's names.
+        Defaults of its class in transformers, by GGUF's names.
     """
 
     def __init__(
@@ -161,7 +152,7 @@ class ConfigFields:
         self._names, self._defaults = names or {}, defaults or {}
 
     def number(self, name: str) -> int | None:
-        """Return an integer; 0 where the file says that there is none, None where it is silent."""
+        """Return an integer, 0, or None."""
         if name == _WINDOW:
             key = "use_sliding_window"
             if not self._values.get(key, self._defaults.get(key, True)):
@@ -183,7 +174,7 @@ class ConfigFields:
         return value
 
     def _computed(self, text: str) -> int | None:
-        """Return a sum of products of what is in the file; None where a part is not."""
+        """Return a sum of products of the file's values, or None if one is missing."""
         total = 0
         for product in text.split("+"):
             keys = product.split("*")
@@ -201,14 +192,14 @@ class ConfigFields:
         return found
 
     def per_layer(self, name: str, n: int) -> list[int] | None:
-        """Return an integer for each of n layers, 0 for none; None where the file is silent."""
+        """Return an integer for each of n layers, or None."""
         found = self.number(name)
         if found is None and self._nested and name == "attention.head_count_kv":
             raise UnknownError(_left_out("num_key_value_heads"))
         return [found] * n if found else None
 
     def kinds(self, n: int) -> list[Kind] | None:
-        """Return what each of n layers keeps; None where the file does not list it."""
+        """Return the kinds of n layers, or None."""
         types = self._values.get("layer_types", self._values.get("layers_block_type"))
         if not isinstance(types, list):
             return None
@@ -227,7 +218,7 @@ class ConfigFields:
         found = self.number("attention.key_length")
         if found:
             return found
-        # What has its default is left out, and so may be what is not the rule.
+        # A value that differs from the rule is left out too if it is the default.
         if re.match("gemma", str(self._values.get("model_type"))):
             raise UnknownError(_left_out("head_dim"))
         return _even_share(self.required("embedding_length"), self.required("attention.head_count"))

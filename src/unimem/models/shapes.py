@@ -1,7 +1,6 @@
-"""The shape of a model, from which its memory follows, as far as its files tell it.
+"""The shape of a model, which determines its memory, as far as its files describe it.
 
-Metadata is not trusted: a value that is missing, of another type or out of range makes a figure
-unknown, with a sentence that says why, and costs no more time than a right one.
+Metadata is not trusted: see `unimem.models.fields`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from unimem.base.text import format_count
 from unimem.models import families
@@ -22,31 +21,29 @@ from unimem.models.dims import (
     MIXTURES,
     ArchMetadata,
     Experts,
+    ModelContents,
     ModelDims,
     read_experts,
 )
 from unimem.models.families import KeptLayer, KeptRows
 from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 
-if TYPE_CHECKING:
-    from unimem.weights.tensors import Contents
-
 __all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
 
-_CONFIG_BYTES_MAX = 4 << 20  # of known models the longest has 50 kB
+_CONFIG_BYTES_MAX = 4 << 20  # the longest known one has 50 kB
 _EXPERTS = (
     "the scratch memory of a mixture of experts: the row is that of a dense model, without the "
     "outputs of the experts and of the router"
 )
-# A state that a layer keeps beside keys and values, or instead: it does not grow with a text.
+# Keys of a state that a layer keeps beside keys and values, or instead. It does not grow.
 _STATES = ("ssm.state_size", "ssm.conv_kernel", "wkv.head_size", "shortconv.l_cache")
-# Keys of models some of whose layers keep fewer rows than the conversation has tokens.
+# Keys of models that keep fewer rows in some layers than the conversation has tokens.
 _FEWER = {
     "attention.sliding_window": "attention of some layers slides over {} tokens",
     "attention.shared_kv_layers": "{} layers share the cache of others",
     "nextn_predict_layers": "{} layers predict further tokens, and a runtime may leave them out",
 }
-# Model types of a config.json that are computed as the engine computes them.
+# Model types of a config.json that the engine's formulas fit.
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -61,9 +58,9 @@ class Layers(NamedTuple):
     n_heads : int
         Heads of keys and values.
     k_size, v_size : int
-        Values of one head's key, and of its value; 0 where the value is a part of the key.
+        Values of one head's key, and of its value; 0 if the value is a part of the key.
     window : int or None
-        Only of the last so many tokens.
+        How many of the last tokens they keep, if not all.
     """
 
     n_layers: int
@@ -75,30 +72,28 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is known of a model. Immutable: any number of threads may use it.
+    """The known facts of a model. Immutable.
 
     Attributes
     ----------
     arch : str or None
         Its architecture.
     cache : tuple of Layers, or None
-        The layers of its KV cache; empty for a model without one, None where it is not known.
+        The layers of its KV cache; empty for a model without one, None if unknown.
     layers : tuple of KeptRows or KeptState
-        The same one by one, with those that have no rows of their own, and states; empty where the
-        cache is not known, and of more layers than a model may have.
+        The same one by one, with shared rows and states; empty if unknown.
     dims : ModelDims or None
-        Its dimensions, of a model that is computed as the engine computes one.
+        Its dimensions, if the engine's formulas fit it.
     vocab_size : int or None
-        Tokens.
+        Number of tokens.
     max_ctx : int or None
         The longest context that it was made for.
     slides : int or None
-        Tokens that attention of all layers slides over, where it does: the engine shows attention
-        all of a context, or a window, and no more than these.
+        The window of attention in all layers, which the engine's context or window must not exceed.
     experts : Experts or None
-        Those of a mixture that the engine runs.
+        The experts of a mixture that the engine runs.
     unknown : tuple of str
-        What is not known, each with the reason.
+        Unknown facts, each with the reason.
     """
 
     arch: str | None
@@ -112,7 +107,7 @@ class Shape:
     layers: tuple[KeptLayer, ...] = ()
 
     def longest_ctx(self, window: int | None) -> int:
-        """Return the longest context that may be asked for, with or without a window."""
+        """Return the longest context allowed, with or without a window."""
         most = self.max_ctx or MOST
         return self.slides if self.slides and self.slides < (window or most) else most
 
@@ -125,18 +120,8 @@ def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...]
     return Shape(arch, cache, dims, dims.vocab_size, dims.max_seq_len, unknown, layers=layers)
 
 
-def from_weights(weights: Contents) -> Shape:
-    """Return the shape of an opened GGUF file of any architecture.
-
-    Parameters
-    ----------
-    weights : Contents
-        Whose header is looked at.
-
-    Returns
-    -------
-    Shape
-    """
+def from_weights(weights: ModelContents) -> Shape:
+    """Return the shape of an opened GGUF file of any architecture."""
     arch = weights.metadata.get("general.architecture")
     if not isinstance(arch, str):
         why = "the file does not say its architecture"
@@ -172,7 +157,7 @@ def from_weights(weights: Contents) -> Shape:
     return shape
 
 
-def _from_metadata(weights: Contents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
+def _from_metadata(weights: ModelContents, meta: ArchMetadata, arch: str, why: ValueError) -> Shape:
     unknown = []
     layers: tuple[KeptLayer, ...] | None = None
     try:
@@ -202,7 +187,7 @@ def _too_many_layers(n_layers: int, n_tensors: int) -> UnknownError:
 
 
 def _grouped(layers: Iterable[KeptLayer] | None) -> tuple[Layers, ...] | None:
-    """Count the layers that have rows by what they keep."""
+    """Group the layers that have rows of their own."""
     if layers is None:
         return None
     own = (one for one in layers if isinstance(one, KeptRows) and one.share_of is None)
@@ -213,9 +198,9 @@ def _grouped(layers: Iterable[KeptLayer] | None) -> tuple[Layers, ...] | None:
 def _layers(
     meta: ArchMetadata, arch: str, n_tensors: int
 ) -> tuple[tuple[KeptLayer, ...], list[str]]:
-    """Read what the layers keep, and sentences on what a runtime may keep otherwise."""
+    """Read the layers, and sentences on what a runtime may do differently."""
     if meta.get("attention.causal") is False:
-        return (), []  # a text is read as a whole, and nothing is kept
+        return (), []  # nothing is kept: such a model reads a text as a whole
     fields = MetadataFields(meta, arch)
     family = families.of_architecture(arch)
     if family is None and meta.get("attention.kv_lora_rank") is not None:
@@ -246,7 +231,7 @@ def _layers(
 
 
 def _choices(meta: ArchMetadata, layers: tuple[KeptLayer, ...]) -> list[str]:
-    """Say what a runtime may keep otherwise."""
+    """Explain what a runtime may keep differently."""
     rows = [layer for layer in layers if isinstance(layer, KeptRows)]
     known = {
         "attention.sliding_window": any(layer.window for layer in rows),
@@ -266,8 +251,8 @@ def _choices(meta: ArchMetadata, layers: tuple[KeptLayer, ...]) -> list[str]:
 def _decompressed(layers: tuple[KeptLayer, ...]) -> list[str]:
     if any(isinstance(layer, KeptRows) and not layer.v_size for layer in layers):
         return [
-            "the KV cache of a runtime that keeps more: the row is of compressed keys, of which "
-            "the values are a part"
+            "the KV cache of a runtime that keeps more: the row is of compressed keys, which "
+            "include the values"
         ]
     return []
 
@@ -276,21 +261,10 @@ def _decompressed(layers: tuple[KeptLayer, ...]) -> list[str]:
 
 
 def read_config(path: str, read: Callable[[str, int], bytes]) -> tuple[dict[str, Any] | None, str]:
-    """Read the ``config.json`` of Hugging Face that lies beside a model's file.
+    """Read the ``config.json`` beside a model's file or index.
 
-    Parameters
-    ----------
-    path : str
-        The model's file, or its index.
-    read : callable
-        Reads the first bytes of a path, at most so many, as `ModelFiles.read_start` does.
-
-    Returns
-    -------
-    config : dict or None
-        None where there is none that can be used.
-    why : str
-        Why not.
+    Return it, or None and the reason. `read` returns at most a number of bytes from the start of a
+    path, as `ModelFiles.read_start` does.
     """
     where = os.path.join(os.path.dirname(path), CONFIG)
     try:
@@ -309,19 +283,7 @@ def read_config(path: str, read: Callable[[str, int], bytes]) -> tuple[dict[str,
 
 
 def from_config(config: dict[str, Any] | None, why: str) -> Shape:
-    """Return the shape of a model by its ``config.json``.
-
-    Parameters
-    ----------
-    config : dict or None
-        What is in the file.
-    why : str
-        Why there is none.
-
-    Returns
-    -------
-    Shape
-    """
+    """Return the shape of a model by its ``config.json``, or without one for the reason `why`."""
     if config is None:
         return Shape(None, None, None, None, None, (f"the KV cache: {why}", f"the scratch: {why}"))
     kind = config.get("model_type")
@@ -345,7 +307,7 @@ def from_config(config: dict[str, Any] | None, why: str) -> Shape:
         unknown += _decompressed(layers)
     except ValueError as error:
         unknown.append(f"the KV cache: {error}")
-        dims = None  # then the work memory of attention is not known either
+        dims = None  # the work memory of attention is unknown too
     return Shape(arch, _grouped(layers), dims, vocab, longest, tuple(unknown), layers=layers or ())
 
 
@@ -366,7 +328,7 @@ def _named(kind: object) -> str:
 
 
 def _config_layers(values: Mapping[str, Any], fields: ConfigFields) -> tuple[KeptLayer, ...]:
-    """Read what the layers keep."""
+    """Read the layers of a ``config.json``."""
     kind = values.get("model_type")
     family = families.of_model_type(kind)
     if values.get("is_encoder_decoder") is True:
@@ -384,7 +346,7 @@ def _config_layers(values: Mapping[str, Any], fields: ConfigFields) -> tuple[Kep
 def _config_dims(
     values: Mapping[str, Any], fields: ConfigFields, vocab: int | None, longest: int | None
 ) -> ModelDims:
-    """Return the dimensions, of a model that is computed as the engine computes one."""
+    """Return the dimensions of a model that the engine's formulas fit."""
     kind = values.get("model_type")
     if kind not in _DENSE_TYPES or any(values.get(name) for name in _EXPERT_COUNTS):
         raise UnknownError(f"what computing {_named(kind)} takes is the runtime's to say")

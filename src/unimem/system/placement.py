@@ -1,4 +1,4 @@
-"""How memory is asked for, and how the kernel says it is placed."""
+"""Options for placing memory, and the placement that the kernel reports."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class PlacementOptions(TypedDict, total=False):
     Attributes
     ----------
     pages : {"auto", "4k", "thp", "2m", "1g"}
-        The page size. ``"auto"`` takes the largest that is there for the size (hugetlb pages when
-        the pool has room, transparent huge pages from one huge page on, else base pages) and never
+        The page size. ``"auto"`` takes the largest available for the size (hugetlb pages if the
+        pool has room, transparent huge pages from one huge page on, else base pages) and never
         warns. ``"2m"`` and ``"1g"`` are hugetlb pages.
     numa : str, optional
         The nodes: ``"bind:0"``, ``"bind:0,2-3"``, ``"preferred:1"``, ``"interleave"``,
-        ``"interleave:0,1"``, ``"weighted"`` or ``"weighted:0,1"``. Without nodes, all that have
-        memory and are allowed. Of weights also ``"mirror"`` or ``"mirror:0,1"``: a copy on each
+        ``"interleave:0,1"``, ``"weighted"`` or ``"weighted:0,1"``. Without nodes, all allowed
+        nodes with memory. For weights also ``"mirror"`` or ``"mirror:0,1"``: a copy on each
         node; without nodes, on all of these that have CPUs.
     lock : bool or "onfault"
         Keep the memory in RAM: all of it now, or each page from its first touch on.
     warm : bool or int
-        Bring the memory into RAM at once, with one thread or with so many.
+        Bring the memory into RAM at once, with one thread or this number of threads.
     strict : bool
-        Raise `PlacementError` where otherwise a fallback is taken with a `PlacementWarning`.
+        Raise `PlacementError` instead of a fallback with a `PlacementWarning`.
     """
 
     pages: Pages
@@ -45,21 +45,21 @@ class PlacementOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where memory is, as the kernel says (``/proc/self/smaps`` and ``numa_maps``).
+    """The placement of memory, read from ``/proc/self/smaps`` and ``numa_maps``.
 
     Attributes
     ----------
     pages : {"4k", "thp", "2m", "1g", "device"}
-        The pages that the memory lies in; before the first touch, those it will be given.
-        ``"device"`` is memory of a GPU.
+        The kind of its pages; before the first touch, the kind it will get. ``"device"`` is memory
+        of a GPU.
     page_bytes : int
-        The size of such a page; 0 where it is not known.
+        The size of such a page, or 0 if unknown.
     resident_bytes, huge_bytes, locked_bytes, swapped_bytes : int
         Bytes in RAM, in RAM in huge pages of any kind, in RAM and locked there, swapped out.
     pss_bytes : int
-        Bytes in RAM. A page that n processes share counts 1/n; hugetlb pages count whole.
+        Bytes in RAM. A page shared by n processes counts 1/n; hugetlb pages count whole.
     nodes : dict of int to int
-        Bytes in RAM on each node that holds some.
+        Bytes in RAM on each node, if any.
     """
 
     pages: Literal["4k", "thp", "2m", "1g", "device"]
@@ -79,7 +79,7 @@ class Placement:
             text += f", {format_bytes(self.locked_bytes)} locked"
         if self.swapped_bytes:
             text += f", {format_bytes(self.swapped_bytes)} swapped out"
-        # On a machine with one node they say nothing new.
+        # With one node they add nothing.
         if len(self.nodes) > 1 or any(self.nodes):
             for node, nbytes in sorted(self.nodes.items()):
                 text += f", {format_bytes(nbytes)} on node {node}"
@@ -87,17 +87,7 @@ class Placement:
 
 
 def sum_placements(placements: Sequence[Placement]) -> Placement:
-    """Sum up the placements of several blocks.
-
-    Parameters
-    ----------
-    placements : sequence of Placement
-        At least one.
-
-    Returns
-    -------
-    Placement
-        Its `pages` and `page_bytes` are those of the block with the smallest pages.
+    """Sum up the placements of one or more blocks; the pages are the smallest of theirs.
 
     Examples
     --------
@@ -113,13 +103,6 @@ def sum_placements(placements: Sequence[Placement]) -> Placement:
     for placement in placements:
         for node, nbytes in placement.nodes.items():
             nodes[node] = nodes.get(node, 0) + nbytes
-    return Placement(
-        pages=least.pages,
-        page_bytes=least.page_bytes,
-        resident_bytes=sum(placement.resident_bytes for placement in placements),
-        huge_bytes=sum(placement.huge_bytes for placement in placements),
-        locked_bytes=sum(placement.locked_bytes for placement in placements),
-        swapped_bytes=sum(placement.swapped_bytes for placement in placements),
-        pss_bytes=sum(placement.pss_bytes for placement in placements),
-        nodes=nodes,
-    )
+    sizes = "resident_bytes huge_bytes locked_bytes swapped_bytes pss_bytes".split()
+    sums = {name: sum(getattr(each, name) for each in placements) for name in sizes}
+    return Placement(pages=least.pages, page_bytes=least.page_bytes, nodes=nodes, **sums)

@@ -1,7 +1,7 @@
-"""Decide how a block is placed: compare what was asked for with what this process may have.
+"""Deciding how a block is placed, from a request and the facts of a machine.
 
-The functions take a request and facts and ask nothing else, so that tests can invent machines. The
-module `unimem.system.limits` holds the facts of this machine.
+The functions use nothing but their arguments, so that tests can invent machines. The module
+`unimem.system.limits` has the facts of this machine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 MAX_NODES = 1024
 PAGES: tuple[str, ...] = get_args(Pages)
 HUGETLB = ("1g", "2m")  # the larger first, as "auto" tries them
-# Says why nothing can be done with an object over shared memory in a forked child.
+# The message for an object over shared memory in a forked child.
 LEFT_OUT = (
     "is shared memory, which is left out of a forked child: pass fileno() or the path, and use "
     "Block.attach there"
@@ -71,7 +71,7 @@ NumaMode = Literal["bind", "preferred", "interleave", "weighted", "mirror"]
 
 
 class Facts(Protocol):
-    """What a system has and allows; the module `unimem.system.limits` is one."""
+    """The facts of a machine and the limits of a process, as in `unimem.system.limits`."""
 
     def huge_pools(self) -> Mapping[str, HugePool]:
         """Return the pools of hugetlb pages, by size."""
@@ -83,14 +83,14 @@ class Facts(Protocol):
         """Return the limit on locked memory."""
 
     def require(self, nbytes: int, what: str) -> None:
-        """Raise CapacityError when so much does not fit."""
+        """Raise CapacityError if this does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumaPolicy:
-    """A NUMA policy: a mode, and nodes in ascending order (none: all that can be used).
+    """A NUMA policy: a mode, and nodes in ascending order (empty: all usable nodes).
 
-    "mirror" is of weights alone, whose copies are bound to a node each: no block has it.
+    Only weights have the mode "mirror": their copies are bound to one node each.
     """
 
     mode: NumaMode
@@ -102,12 +102,12 @@ class NumaPolicy:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a block is asked to be, checked.
+    """A checked request for a block.
 
-    `reserve` is the size that the block may grow to, and `nbytes` for one that does not grow.
-    `mirror` says how large the pieces are that are mapped twice: two sizes, the second of which is
-    0 where all are alike, and how many of one follow each other; it is empty for none. `of_file`
-    says that the memory is an existing file's: its file system decides on the pages.
+    `reserve` is the size that the block may grow to, or `nbytes`. `mirror` is empty, or describes
+    the pieces that are mapped twice: two sizes (the second is 0 if all are alike), and how many of
+    one size follow each other. With `of_file`, the file system of an existing file decides on the
+    pages.
     """
 
     nbytes: int
@@ -124,7 +124,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PlacementChoice:
-    """What to ask the kernel for, and a sentence for each part of the request that is left out."""
+    """The choice of what to ask the kernel for, with a sentence for each dropped part."""
 
     pages: Pages
     numa: NumaPolicy | None
@@ -134,26 +134,21 @@ class PlacementChoice:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What a block will be: its bytes in whole pages, and what the kernel will be asked for."""
+    """The bytes of a block in whole pages, and the choice of its placement."""
 
     nbytes: int
     choice: PlacementChoice
 
     @property
     def is_hugetlb(self) -> bool:
-        """Whether the block lies in a reserved pool, and takes no other memory."""
+        """Whether the block lies in a reserved pool and takes no other memory."""
         return self.choice.pages in HUGETLB
 
 
 def check_options(placement: Mapping[str, object]) -> None:
-    """Check what a function takes as ``**placement``, before it does anything.
+    """Check the ``**placement`` of a function.
 
-    Raises
-    ------
-    TypeError
-        An option that is not in `PlacementOptions`.
-    TypeError, ValueError
-        A value that no block takes; the message names the option.
+    Raise TypeError or ValueError, with the option's name, for an unknown option or a wrong value.
     """
     names = PlacementOptions.__annotations__
     for name in placement:
@@ -167,7 +162,7 @@ def check_options(placement: Mapping[str, object]) -> None:
 
 
 def warm_threads(warm: object) -> int:
-    """Return how many threads `warm` asks for, 0 for none; what is no such option is refused."""
+    """Return how many threads `warm` asks for, or raise ValueError."""
     try:
         return int(warm) if isinstance(warm, bool) else integer(warm, "warm", 0, 2**31 - 1)
     except (TypeError, ValueError):
@@ -177,18 +172,15 @@ def warm_threads(warm: object) -> int:
 
 
 def check_lock(lock: object, name: str) -> None:
-    """Raise ValueError for what is no `Lock`."""
+    """Raise ValueError unless it is a `Lock`."""
     if not isinstance(lock, bool) and not (isinstance(lock, str) and lock == "onfault"):
         raise ValueError(f"{name}: expected False, True or 'onfault', got {lock!r:.60}")
 
 
 def parse_numa(text: object, *, mirror: bool = False) -> NumaPolicy | None:
-    """Read a NUMA policy; `mirror` says that it is of weights, which may have copies.
+    """Parse a NUMA policy; `mirror` allows "mirror", for weights.
 
-    Raises
-    ------
-    ValueError
-        It is not in the grammar, which the message shows; or "mirror" of what is written.
+    Raise ValueError, with the grammar, for anything else.
 
     Examples
     --------
@@ -214,20 +206,14 @@ def parse_numa(text: object, *, mirror: bool = False) -> NumaPolicy | None:
     if mode == "mirror" and not mirror:
         raise ValueError(
             f"numa: a copy on each node is for weights (open_weights, Decoder, Layout.for_model, "
-            "plan), and what is written has none: expected 'bind:NODES', 'preferred:NODES', "
+            "plan), not for memory that is written: expected 'bind:NODES', 'preferred:NODES', "
             f"'interleave' or 'weighted', got {text!r}"
         )
     return NumaPolicy(mode, tuple(sorted(nodes)))
 
 
 def shared_path(name: str) -> str:
-    """Return the path of a shared block of this name.
-
-    Raises
-    ------
-    ValueError
-        No file can have this name.
-    """
+    """Return the path of a shared block, or raise ValueError if no file can have this name."""
     if name in ("", ".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > 255:
         raise ValueError(
             f"shared: expected True, False or the name of a file in {SHM} (without '/', at most "
@@ -239,22 +225,10 @@ def shared_path(name: str) -> str:
 def decide(
     request: Request, facts: Facts, refused: Mapping[str, str] | None = None
 ) -> PlacementChoice:
-    """Choose what to ask the kernel for.
+    """Choose what to ask the kernel for, with a sentence for each shortfall.
 
-    Parameters
-    ----------
-    request : Request
-        What is wanted.
-    facts : Facts
-        What there is; asked only for what the request needs.
-    refused : mapping of str to str, optional
-        What the kernel has refused although it seemed to be there, and its reason: page sizes,
-        ``"weighted"`` (that policy), ``"numa"`` (every policy).
-
-    Returns
-    -------
-    PlacementChoice
-        With a sentence for each thing that was asked for and cannot be had.
+    Only facts that the request needs are read. `refused` has the reasons why the kernel refused
+    things that seemed available: page sizes, ``"weighted"``, or ``"numa"`` for every policy.
     """
     refused = refused or {}
     shortfalls: list[str] = []
@@ -276,8 +250,8 @@ def decide(
             )
             numa = NumaPolicy("preferred", numa.nodes)
     lock = request.lock
-    if lock and pages not in HUGETLB:  # which are never taken out of RAM
-        # What is mapped twice counts twice.
+    if lock and pages not in HUGETLB:  # hugetlb pages always stay in RAM
+        # Memory that is mapped twice counts twice.
         refusal = lock_refusal(lock, request.nbytes * (2 if request.mirror else 1), facts)
         if refusal is not None:
             shortfalls.append(refusal)
@@ -286,26 +260,11 @@ def decide(
 
 
 def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
-    """Say what a block will map.
+    """Return what a block will map; with `strict`, as if everything were granted.
 
-    Parameters
-    ----------
-    request : Request
-        What it is asked to be.
-    facts : Facts
-        What there is.
-    strict : bool, default False
-        Whether the block is made as it was asked for, or not at all.
-
-    Returns
-    -------
-    Extent
-
-    Notes
-    -----
-    As `um_block_map` rounds: to hugetlb pages where these are chosen; to transparent huge pages
-    where they are asked for, or a block of free choice is at least one of them; else to base pages.
-    Pieces that are mapped twice are whole pages already.
+    Sizes are rounded as by `um_block_map`: to hugetlb pages if chosen; to transparent huge pages if
+    requested, or if an "auto" block is at least as large as one; else to base pages. Pieces that
+    are mapped twice are whole pages already.
     """
     choice = decide(request, facts)
     if strict and choice.shortfalls:
@@ -322,7 +281,7 @@ def extent(request: Request, facts: Facts, *, strict: bool = False) -> Extent:
 
 
 def lock_refusal(lock: Lock, nbytes: int, facts: Facts) -> str | None:
-    """Say why so much cannot be locked; None where the limit on locked memory has room for it."""
+    """Explain why `nbytes` cannot be locked, or return None if the limit has room for them."""
     limit = facts.memlock()
     if limit is None or limit.room_bytes >= nbytes:
         return None
@@ -378,7 +337,7 @@ def _choose_pages(
     named = isinstance(request.shared, str)
     no_choice = named or request.of_file or request.mirror
     if request.pages == "auto":
-        # A block that grows wants room in the pool for all that it may become.
+        # A growing block needs room in the pool for its final size.
         most = max(request.nbytes, request.reserve)
         for size in HUGETLB:
             page = _BYTES[size]
@@ -409,7 +368,7 @@ def _choose_pages(
 
 
 def pool_room(pool: HugePool, numa: NumaPolicy | None) -> int:
-    """Bytes that the pool has for a policy."""
+    """Return the bytes that the pool has for a policy."""
     room = pool.available_bytes
     if numa is not None and numa.mode == "bind":
         on_nodes = sum(pool.nodes.get(node, (0, 0))[1] for node in numa.nodes)
@@ -420,7 +379,7 @@ def pool_room(pool: HugePool, numa: NumaPolicy | None) -> int:
 def pool_shortfall(
     size: str, nbytes: int, facts: Facts, numa: NumaPolicy | None = None
 ) -> str | None:
-    """Say why a pool of hugetlb pages cannot hold `nbytes` more; None when it can."""
+    """Explain why a pool of hugetlb pages cannot hold `nbytes` more, or return None if it can."""
     pools = facts.huge_pools()
     pool = pools.get(size)
     if pool is None:
@@ -458,18 +417,9 @@ def pool_shortfall(
 def find_mismatches(
     request: Request, choice: PlacementChoice, granted: Placement, nbytes: int, *, warm: bool
 ) -> list[str]:
-    """Compare what the kernel gave with what it was asked for.
+    """List the differences between a request and the placement of a block of `nbytes`.
 
-    Parameters
-    ----------
-    request, choice : Request, PlacementChoice
-        What was wanted, and what the kernel was asked for.
-    granted : Placement
-        What it says it gave.
-    nbytes : int
-        The block's size in whole pages.
-    warm : bool
-        Whether all of it was touched.
+    `nbytes` are whole pages; `warm` says that all of them were touched.
     """
     found = []
     if request.pages == choice.pages == "thp" and (
@@ -502,8 +452,8 @@ def find_mismatches(
 def is_prefaulted(choice: PlacementChoice) -> bool:
     """Whether hugetlb pages are touched as soon as they are mapped.
 
-    That is so for bound memory, where a page that its node lacks would kill the process at a later
-    touch, and for locked memory, which is in RAM at once.
+    So are bound pages, since a page that its node lacks would kill the process later, and locked
+    pages.
     """
     return choice.lock is True or (choice.numa is not None and choice.numa.mode == "bind")
 
@@ -511,12 +461,9 @@ def is_prefaulted(choice: PlacementChoice) -> bool:
 def require_growth(
     name: str, nbytes: int, choice: PlacementChoice | None, facts: Facts, pages: Pages
 ) -> None:
-    """Refuse growth by `nbytes` where it cannot be placed and locked like the rest of the block.
+    """Raise PlacementError if `nbytes` more cannot be placed and locked like the rest of a block.
 
-    Raises
-    ------
-    PlacementError
-        The new part does not fit. Nothing is downgraded, since the rest of the block is there.
+    Growth never takes a fallback, since the rest of the block is placed already.
     """
     numa, lock = (None, False) if choice is None else (choice.numa, choice.lock)
     found = decide(
@@ -528,22 +475,14 @@ def require_growth(
 
 
 def require_room(name: str, nbytes: int, choice: PlacementChoice | None, facts: Facts) -> None:
-    """Refuse to warm `nbytes` that are not in RAM where they do not fit.
-
-    Raises
-    ------
-    CapacityError
-        A limit has no room; it is named.
-    PlacementError
-        The nodes that the block is bound to have none.
-    """
+    """Raise CapacityError or PlacementError if `nbytes` that are not in RAM do not fit there."""
     facts.require(nbytes, f"warming block '{name}'")
     if choice is not None and choice.numa is not None:
         require_growth(name, nbytes, replace(choice, lock=False), facts, "4k")
 
 
 def huge_page_message(name: str, granted: Placement, thp_bytes: int) -> str:
-    """Say that less memory is in huge pages than could be; empty when all of it is."""
+    """Report missing huge pages, or return "" if there are none missing."""
     whole = granted.resident_bytes // thp_bytes * thp_bytes if thp_bytes else 0
     if granted.huge_bytes >= whole:
         return ""
@@ -555,7 +494,7 @@ def huge_page_message(name: str, granted: Placement, thp_bytes: int) -> str:
 
 
 def misplaced_message(name: str, numa: NumaPolicy, left: int, granted: Placement) -> str:
-    """Say what `repair` could not move."""
+    """Report the bytes that `repair` could not move."""
     where = format_misplaced(numa, granted) or ", ".join(
         f"{format_bytes(n)} on node {node}" for node, n in sorted(granted.nodes.items())
     )
@@ -566,7 +505,7 @@ def misplaced_message(name: str, numa: NumaPolicy, left: int, granted: Placement
 
 
 def format_misplaced(numa: NumaPolicy, granted: Placement) -> str:
-    """Say how many bytes lie on nodes outside of a policy, and on which; empty for none."""
+    """List the bytes on nodes outside a policy, or return ""."""
     wrong = {node: n for node, n in granted.nodes.items() if node not in numa.nodes and n}
     if not wrong:
         return ""
@@ -579,8 +518,8 @@ def _why_not_thp(request: Request, granted: Placement, *, warm: bool) -> str:
     odd = [n for n in request.mirror[:2] if request.thp_bytes and n % request.thp_bytes]
     if odd:
         return (
-            f"{text} of {format_bytes(request.thp_bytes)}, of which pieces of "
-            f"{format_bytes(odd[0])} that are mapped twice are no multiple"
+            f"{text} of {format_bytes(request.thp_bytes)}, but pieces of {format_bytes(odd[0])} "
+            "that are mapped twice are no multiple of these"
         )
     if request.shared:
         switch = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -602,14 +541,10 @@ def _why_not_thp(request: Request, granted: Placement, *, warm: bool) -> str:
 def warm_cpus(
     numa: NumaPolicy | None, n_threads: int, nodes: Mapping[int, Node], allowed: Collection[int]
 ) -> list[int] | None:
-    """Choose a CPU for each thread that warms.
+    """Choose a CPU for each thread that warms, or return None if the policy does not matter.
 
-    Returns
-    -------
-    list of int or None
-        The threads go round the policy's nodes; a node whose CPUs may not be used, or that has
-        none, gets any allowed one. None where the policy chooses nothing: the threads are then
-        pinned to the CPUs of the caller.
+    The threads take turns on the policy's nodes. Any allowed CPU serves a node without usable ones.
+    Without a choice, the threads are pinned to the CPUs of the caller.
     """
     if numa is None or not numa.nodes or len(nodes) < 2 or not allowed:
         return None
@@ -626,10 +561,10 @@ def warm_cpus(
 
 
 def warn(text: str) -> None:
-    """Warn once, where the caller's code entered unimem, through whatever classes that went."""
+    """Warn at the line of the caller's code that entered unimem."""
     level = 1
     frame = sys._getframe(0)
-    # Cython's functions have no frames: what has one is Python.
+    # Only Python's functions have frames.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
         level += 1
@@ -645,7 +580,7 @@ def placement_message(
 
 
 def remove_named(path: str, pid: int, inode: int) -> None:
-    """Remove a shared block's name, in the process that made it, while it still is its own."""
+    """Remove a shared block's name if this process made it and the file is still the same."""
     with suppress(FileNotFoundError):
         if os.getpid() == pid and os.stat(path).st_ino == inode:
             os.unlink(path)
