@@ -152,9 +152,7 @@ void um__table_note_next(const char *path, bool malloc_is_ours);
 /* Held while mappings are unmapped, so that no other thread enters the same addresses first. */
 void um__table_lock(void);
 void um__table_unlock(void);
-/* Around a fork: the child has the records, in its own memory, and does not show them yet. */
-void um__table_before_fork(void);
-void um__table_in_parent(void);
+/* Gives a forked child the records, which it does not show yet. The lock is held over the fork. */
 void um__table_in_child(void);
 
 /* These want the lock, unless they say otherwise. */
@@ -164,7 +162,7 @@ bool um__table_add(um__record record);
 /* Removes the mapping of malloc's kind that begins at an address. */
 bool um__table_remove(void *address, um__record *out);
 /* Returns the record of malloc's kind at an address, or NULL. */
-um__record *um__table_find(void *address);
+um__record *um__table_find(const void *address);
 /* Changes a record, also its address. */
 bool um__table_change(um__record *record, um__record now);
 /* Cuts a range out of all records of mmap's kind that it overlaps. Returns whether there was one,
@@ -183,7 +181,6 @@ void um__table_note_end(const um__record *record);
 bool um__table_may_overlap(uintptr_t address, size_t nbytes);
 /* Returns what the program asked for at an address of malloc's kind, or 0. No lock. */
 size_t um__table_asked(const void *address, size_t *out_nbytes);
-bool um__table_has(const void *address);
 
 /* ---- prefault.c ---- */
 

@@ -87,7 +87,8 @@ void *um__large_realloc(void *address, size_t nbytes) {
 
 void um__large_free(void *address) {
     int before = errno;
-    if (um__large_may_be_ours(address) && um__table_has(address) && um__place_give(address)) {
+    if (um__large_may_be_ours(address) && um__table_find(address) != NULL &&
+        um__place_give(address)) {
         errno = before;
         return;
     }

@@ -160,7 +160,7 @@ __attribute__((constructor)) static void start(void) {
     begin();
     if (um__settings_now.active) {
         look_around();
-        pthread_atfork(um__table_before_fork, um__table_in_parent, um__table_in_child);
+        pthread_atfork(um__table_lock, um__table_unlock, um__table_in_child);
     }
 }
 

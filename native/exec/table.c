@@ -120,14 +120,6 @@ static void show(void) {
 
 /* ---- forks ---- */
 
-void um__table_before_fork(void) {
-    um__table_lock();
-}
-
-void um__table_in_parent(void) {
-    um__table_unlock();
-}
-
 /* The child shows itself when it maps something. Its parent's descriptor stays open: the program
  * may have closed it, and its number may be another file's. */
 void um__table_in_child(void) {
@@ -154,7 +146,7 @@ static slot *slot_of(uintptr_t address, bool make) {
     return leaf == NULL ? NULL : &leaf[(address >> SLOT_SHIFT) & (LEAF_SLOTS - 1)];
 }
 
-static um__record *record_at(const void *address) {
+um__record *um__table_find(const void *address) {
     slot *found = slot_of((uintptr_t)address, false);
     uint32_t number = found == NULL ? 0 : atomic_load_explicit(found, memory_order_acquire);
     if (number == 0 || records[number - 1].address != (uintptr_t)address) {
@@ -163,21 +155,13 @@ static um__record *record_at(const void *address) {
     return &records[number - 1];
 }
 
-bool um__table_has(const void *address) {
-    return record_at(address) != NULL;
-}
-
 size_t um__table_asked(const void *address, size_t *out_nbytes) {
-    const um__record *found = record_at(address);
+    const um__record *found = um__table_find(address);
     if (found == NULL) {
         return 0;
     }
     *out_nbytes = found->nbytes;
     return found->asked;
-}
-
-um__record *um__table_find(void *address) {
-    return record_at(address);
 }
 
 /* ---- records ---- */
@@ -247,7 +231,7 @@ bool um__table_add(um__record record) {
 }
 
 bool um__table_remove(void *address, um__record *out) {
-    um__record *found = record_at(address);
+    um__record *found = um__table_find(address);
     if (found == NULL) {
         return false;
     }

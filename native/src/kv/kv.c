@@ -149,6 +149,10 @@ static uint64_t top_of(const um_kv *kv, uint32_t layer) {
     return atomic_load_explicit(&kv->top[layer], memory_order_relaxed);
 }
 
+static uint64_t first_of(const um_kv *kv) {
+    return atomic_load_explicit(&kv->first, memory_order_relaxed);
+}
+
 /* Records that rows up to `top` are written, or may be. */
 static void raise_top(um_kv *kv, uint32_t layer, uint64_t top) {
     if (top > top_of(kv, layer)) {
@@ -174,7 +178,7 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
 
 /* Returns the first position whose row this layer still holds. */
 static uint64_t oldest_of(const um_kv *kv, uint32_t layer) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t top = top_of(kv, layer);
     return is_ring(kv) && top > kv->n_rows ? max_u64(first, top - kv->n_rows) : first;
 }
@@ -188,13 +192,20 @@ static uint64_t first_shown(const um_kv *kv, uint64_t oldest, uint64_t end) {
     return oldest < end ? oldest : end;
 }
 
-uint64_t um_kv_next_position(const um_kv *kv) {
-    uint64_t end = end_of(kv, 0);
+/* Returns the least end of all layers. *out_most is the largest. */
+static uint64_t ends_of(const um_kv *kv, uint64_t *out_most) {
+    uint64_t least = *out_most = end_of(kv, 0);
     for (uint32_t layer = 1; layer < kv->spec.n_layers; layer++) {
-        uint64_t other = end_of(kv, layer);
-        end = other < end ? other : end;
+        uint64_t end = end_of(kv, layer);
+        least = end < least ? end : least;
+        *out_most = max_u64(*out_most, end);
     }
-    return end;
+    return least;
+}
+
+uint64_t um_kv_next_position(const um_kv *kv) {
+    uint64_t most;
+    return ends_of(kv, &most);
 }
 
 uint64_t um_kv_oldest_position(const um_kv *kv) {
@@ -225,16 +236,6 @@ uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_po
     return end - first;
 }
 
-static bool layers_differ(const um_kv *kv) {
-    uint64_t end = end_of(kv, 0);
-    for (uint32_t layer = 1; layer < kv->spec.n_layers; layer++) {
-        if (end_of(kv, layer) != end) {
-            return true;
-        }
-    }
-    return false;
-}
-
 static um_status check_not_reserved(const um_kv *kv, um_error *err) {
     if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
         return um__fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
@@ -244,16 +245,18 @@ static um_status check_not_reserved(const um_kv *kv, um_error *err) {
 }
 
 static um_status check_whole(const um_kv *kv, um_error *err) {
+    uint64_t most;
     UM__TRY(check_not_reserved(kv, err));
-    return layers_differ(kv) ? um__fail_detail(err, UM_E_STATE, UM_KV_UNEVEN,
-                                               "layers differ in length: roll back first")
-                             : UM_OK;
+    UM__RETURN_IF(
+        ends_of(kv, &most) != most,
+        um__fail_detail(err, UM_E_STATE, UM_KV_UNEVEN, "layers differ in length: roll back first"));
+    return UM_OK;
 }
 
 /* Checks that n rows can be written behind `end`. */
 static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error *err) {
     if (!is_ring(kv)) {
-        uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
+        uint64_t used = end - first_of(kv);
         if (n > kv->spec.max_seq_len - used) {
             return um__fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv");
         }
@@ -271,11 +274,10 @@ static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error 
 
 /* ---- appending ---- */
 
-/* Checks that rows of this type can be given for K or V, or be asked for. */
+/* Checks that rows of K or V can be converted from this type, or to it. */
 static um_status check_type(const um_kv *kv, int v, um_dtype type, um_error *err) {
-    return um_dtype_block_values(type) == 1 || type == type_of(&kv->spec, v)
-               ? UM_OK
-               : um__fail(err, UM_E_INVALID, "type");
+    UM__INVALID_IF(um_dtype_block_values(type) != 1 && type != type_of(&kv->spec, v), err, "type");
+    return UM_OK;
 }
 
 static um_status check_types(const um_kv *kv, um_dtype type, um_error *err) {
@@ -283,12 +285,7 @@ static um_status check_types(const um_kv *kv, um_dtype type, um_error *err) {
     return check_type(kv, 1, type, err);
 }
 
-static size_t nbytes_of(um_dtype type, size_t n) {
-    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-}
-
-/* The rows given to an append: those of tokens [skip, n), which go to row `row` of the lanes and
- * those behind it. */
+/* The rows given to an append: those of tokens [skip, n) go to the lanes, from row `row` on. */
 typedef struct source {
     const unsigned char *rows;
     um_dtype type;
@@ -302,9 +299,9 @@ static void write_rotated(unsigned char *out, um_dtype type, const unsigned char
     float piece[UM_ROTATION_MOST];
     for (size_t done = 0; done < n; done += UM_ROTATION_MOST) {
         size_t part = n - done < UM_ROTATION_MOST ? n - done : UM_ROTATION_MOST;
-        um__convert_values(piece, UM_F32, in + nbytes_of(in_type, done), in_type, part);
+        um__convert_values(piece, UM_F32, in + um__dtype_nbytes(in_type, done), in_type, part);
         um__rotate_values(piece, part, block);
-        um__convert_values(out + nbytes_of(type, done), type, piece, UM_F32, part);
+        um__convert_values(out + um__dtype_nbytes(type, done), type, piece, UM_F32, part);
     }
 }
 
@@ -314,7 +311,8 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     size_t heads = s->n_kv_heads, dim = head_dim_of(s, v), n = (size_t)in.n, skip = (size_t)in.skip;
     bool rotates = s->rotate != 0 && um_dtype_block_values(in.type) == 1;
     size_t block = rotates ? um_rotation_block((uint32_t)dim, v) : 0;
-    size_t row = row_bytes_of(kv, v), in_head = nbytes_of(in.type, dim), out_head = row / heads;
+    size_t row = row_bytes_of(kv, v), in_head = um__dtype_nbytes(in.type, dim),
+           out_head = row / heads;
     um_dtype type = type_of(s, v);
     /* How far streams, tokens and heads are apart in what is given, in heads. */
     bool by_token = in.order == UM_KV_TOKEN_MAJOR;
@@ -364,13 +362,12 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
     UM__TRY(check_types(kv, type, err));
     UM__TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
-    if (n == 0) {
-        return UM_OK;
+    if (n != 0) {
+        write_rows(kv, layer, 0, in);
+        in.rows = v;
+        write_rows(kv, layer, 1, in);
+        um_kv_append_end(kv, layer, n);
     }
-    write_rows(kv, layer, 0, in);
-    in.rows = v;
-    write_rows(kv, layer, 1, in);
-    um_kv_append_end(kv, layer, n);
     return UM_OK;
 }
 
@@ -381,8 +378,8 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
     UM__TRY(check_room(kv, end, 1, err));
     const um_kv_spec *s = &kv->spec;
     size_t heads = (size_t)s->batch * s->n_kv_heads;
-    size_t k_row = nbytes_of(type, heads * head_dim_of(s, 0));
-    size_t v_row = nbytes_of(type, heads * head_dim_of(s, 1));
+    size_t k_row = um__dtype_nbytes(type, heads * head_dim_of(s, 0));
+    size_t v_row = um__dtype_nbytes(type, heads * head_dim_of(s, 1));
     source in = {.type = type, .n = 1, .row = um_kv_row(kv, end)};
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         in.rows = (const unsigned char *)k + layer * k_row;
@@ -433,7 +430,7 @@ static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
 }
 
 void um_kv_rollback_to(um_kv *kv, uint64_t position) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t next = um_kv_next_position(kv);
     uint64_t end = max_u64(first, position < next ? position : next), top = end;
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
@@ -460,7 +457,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     UM__INVALID_IF(position < first || position - first > len || n > len - (position - first), err,
                    "the layer does not hold these tokens");
     size_t heads = s->n_kv_heads, dim = head_dim_of(s, v);
-    size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = nbytes_of(type, dim);
+    size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = um__dtype_nbytes(type, dim);
     size_t run = heads == 1 ? (size_t)n : 1; /* tokens that lie one after the other */
     unsigned char *to = out;
     for (uint32_t b = 0; b < s->batch; b++) {
@@ -479,7 +476,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
 /* ---- forgetting ---- */
 
 uint64_t um_kv_lowest_crop(const um_kv *kv) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t end = end_of(kv, 0), oldest = um_kv_oldest_position(kv);
     if (!is_ring(kv) || oldest <= first) {
         return first < end ? first : end;
@@ -500,15 +497,15 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
     UM__INVALID_IF(n > len, err, "n is above seq_len");
     uint64_t least = um_kv_lowest_crop(kv);
-    if (end - (len - n) < least) {
-        um__fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
-                        "a ring has overwritten what it would have to show");
-        if (err != NULL) {
-            err->limit = len - (end - least);
-        }
-        return UM_E_INVALID;
+    if (end - (len - n) >= least) {
+        return um_kv_crop_to(kv, end - (len - n), err);
     }
-    return um_kv_crop_to(kv, end - (len - n), err);
+    um__fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
+                    "a ring has overwritten what it would have to show");
+    if (err != NULL) {
+        err->limit = len - (end - least);
+    }
+    return UM_E_INVALID;
 }
 
 static um_status move_bytes(void *context, void *to, const void *from, size_t nbytes) {
@@ -570,7 +567,7 @@ um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err) {
 }
 
 uint64_t um_kv_lost_before(const um_kv *kv, uint64_t end) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t oldest = um_kv_oldest_position(kv);
     if (oldest <= first_shown(kv, first, end)) {
         return 0;
@@ -590,7 +587,7 @@ void um_kv_limit_end(um_kv *kv, uint64_t position) {
 }
 
 um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed), longest = 0;
+    uint64_t first = first_of(kv), longest = 0;
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         longest = max_u64(longest, end_of(kv, layer) - first);
     }

@@ -92,11 +92,6 @@ static void drop_block(um_paged *p, uint32_t block) {
 
 /* ---- the pool ---- */
 
-/* Returns the bytes of n values of a type. pre: n is whole blocks of it. */
-static size_t bytes_of(um_dtype type, size_t n) {
-    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-}
-
 static um_dtype type_of(const um_paged_spec *spec, int v) {
     return v != 0 ? spec->v_type : spec->type;
 }
@@ -115,7 +110,7 @@ static um_status lane_sizes_of(const um_paged_spec *spec, int v, size_t *out_hea
     UM__INVALID_IF(values == 0, err, "type");
     UM__INVALID_IF(spec->head_dim % values != 0, err,
                    "head_dim is not a multiple of the type's blocks");
-    size_t head = bytes_of(type, spec->head_dim), lane;
+    size_t head = um__dtype_nbytes(type, spec->head_dim), lane;
     UM__INVALID_IF(head == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
                        !um__mul(head, spec->block_tokens, &lane) ||
                        !um__mul(lane, spec->n_kv_heads, &lane),
@@ -406,9 +401,8 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
 }
 
 static um_status check_type(const um_paged *p, int v, um_dtype type, um_error *err) {
-    return um_dtype_block_values(type) == 1 || type == type_of(&p->spec, v)
-               ? UM_OK
-               : um__fail(err, UM_E_INVALID, "type");
+    UM__INVALID_IF(um_dtype_block_values(type) != 1 && type != type_of(&p->spec, v), err, "type");
+    return UM_OK;
 }
 
 /* Takes blocks for n tokens of a layer. pre: the types were checked. */
@@ -461,7 +455,8 @@ um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, co
 static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
     const um_paged *p = t->seq->paged;
     um_dtype type = t->types[v], to = type_of(&p->spec, v);
-    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, in_head = bytes_of(type, dim);
+    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim,
+           in_head = um__dtype_nbytes(type, dim);
     size_t of_head = head_bytes_of(p, v); /* one token's */
     size_t per_block = p->spec.block_tokens, out_head = per_block * of_head, run;
     uint64_t n = t->n, first = t->at / per_block;
@@ -633,7 +628,7 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
     UM__INVALID_IF(layer >= p->spec.n_layers, err, "layer");
     UM__INVALID_IF(n > um_paged_layer_len(seq, layer), err, "n is above what the layer holds");
     UM__TRY(check_type(p, v, type, err));
-    size_t out_head = bytes_of(type, p->spec.head_dim);
+    size_t out_head = um__dtype_nbytes(type, p->spec.head_dim);
     UM__INVALID_IF(heads > 1 && head_stride / out_head < n, err, "head_stride");
     gather_job job = {.paged = p,
                       .out = out,
