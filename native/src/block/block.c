@@ -1,4 +1,13 @@
-/* Blocks: mapping memory, locking it, and advising the kernel about it. */
+/* Blocks: mapping memory, locking it, and advising the kernel about it.
+ *
+ *     map_base                                                        map_base + map_nbytes
+ *     | guard page | committed | gap | committed | reserved, no memory ... | guard page |
+ *                  base ------ nbytes                      base + reserved_nbytes
+ *
+ * The base never moves. Memory comes and goes in steps: pages, huge or not (grow.c). While exactly
+ * [0, nbytes) is committed, the block has no bits; from the first gap on, it has a bit for each
+ * step (steps.c). Shared memory is a file with the same offsets; mirrored memory maps each piece of
+ * its file twice (mirror.h). */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"

@@ -1,4 +1,12 @@
-/* Growing and shrinking: steps of a block's address space get memory, or give it back. */
+/* Growing and shrinking: steps of a block's address space get memory, or give it back.
+ *
+ *     step        0  1  2  3  4  5  6  7
+ *     committed   1  1  1  0  1  1  0  0     nbytes ends at step 3, the first gap
+ *     overlaid    0  0  0  0  1  1  0  0     steps 4 and 5 are a file's, copy-on-write
+ *
+ * commit maps steps that are not committed: 3, 6, 7. release makes steps inaccessible again and
+ * punches the file of shared memory. discard drops pages and leaves the bits. overlay commits steps
+ * as a mapping of a file. A change is prepared, made, and only then recorded (steps.h). */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"

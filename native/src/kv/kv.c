@@ -1,5 +1,16 @@
-/* The contiguous KV cache: tokens are appended as rows, in storage of the caller's. A token counts
- * once every layer holds it. */
+/* The contiguous KV cache: tokens are appended as rows, in storage of the caller's.
+ *
+ *     a lane of a plain cache, where position p is in row p - shift:
+ *     row 0        first - shift         end - shift         usable_rows       n_rows
+ *     | cropped    | tokens              | may be written    | not yet         |
+ *
+ *     a lane of a ring, where position p is in row p % n_rows, and all rows are mapped twice:
+ *     row 0            end % n_rows        n_rows                              2 * n_rows
+ *     | newest tokens  | oldest tokens ... | newest tokens   | the same rows again ... |
+ *
+ * An append moves `end` of one layer, and `top` where it overwrites; a token counts once every
+ * layer has it. A crop moves `end` back, a trim moves `first` on, and no bytes move but kept first
+ * tokens. Readers need no lock: `end` is stored behind the rows that it covers. */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"

@@ -1,6 +1,13 @@
 /* Paged KV memory: blocks of tokens that count their holders, and sequences that are tables of
- * blocks. A block is held, or it is in one of two lists: free, or evictable in the order of last
- * use. */
+ * blocks.
+ *
+ *     sequence A   [ 7 | 2 | 5 ]     block 7, 2: 2 holders     block 5, 9: 1 holder
+ *     sequence B   [ 7 | 2 | 9 ]
+ *     free         head - 3 - 0 - head      taken and given back at the front
+ *     evictable    head - 4 - 1 - head      cached, without a holder: the oldest in front
+ *
+ * A block is held, or it is in one of the lists. An append to a shared block first takes another
+ * one, copies the shared block to it, and puts it into the table: nothing else ever moves. */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"

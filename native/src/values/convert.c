@@ -55,7 +55,8 @@ static void bf16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
     }
 F32_OF_BF16(, scalar)
 
-/* Converts by a code of an instruction set, `width` values at a time, and the rest by the scalar. */
+/* Converts by a code of an instruction set, `width` values at a time, and the rest by the
+ * scalar. */
 #define BY_WIDTH(target, name, isa, out_type, in_type, width, ...)                                 \
     target static void name##_##isa(out_type *out, const in_type *in, size_t n) {                  \
         size_t i = 0;                                                                              \
