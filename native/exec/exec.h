@@ -165,9 +165,8 @@ bool um__table_remove(void *address, um__record *out);
 um__record *um__table_find(const void *address);
 /* Changes a record, also its address. */
 bool um__table_change(um__record *record, um__record now);
-/* Cuts a range out of all records of mmap's kind that it overlaps. Returns whether there was one,
- * and the first. */
-bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out);
+/* Cuts a range out of all records of mmap's kind that it overlaps. */
+void um__table_cut(uintptr_t address, size_t nbytes);
 /* Returns whether a record of mmap's kind overlaps a range, and the first. */
 bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out);
 /* Returns whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */

@@ -291,12 +291,12 @@ bool um__table_is_hugetlb(uintptr_t address, size_t nbytes) {
     return found;
 }
 
-bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out) {
+void um__table_cut(uintptr_t address, size_t nbytes) {
     uintptr_t end = address + nbytes;
-    if (!um__table_overlaps(address, nbytes, out)) {
-        return false;
-    }
     um__record *record;
+    if (!um__table_may_overlap(address, nbytes)) {
+        return;
+    }
     um__table_begin();
     for (uint32_t at = 0; (record = overlapping(&at, address, end)) != NULL; at++) {
         um__record left = *record, right = *record;
@@ -312,7 +312,6 @@ bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out) {
         }
     }
     um__table_end();
-    return true;
 }
 
 um__counts *um__table_counts(void) {

@@ -12,7 +12,6 @@
 #include "base/stats.h"
 #include "base/status.h"
 #include "block/map.h"
-#include "block/memfd.h"
 #include "block/mirror.h"
 #include "block/space.h"
 #include "block/steps.h"

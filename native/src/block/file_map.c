@@ -72,11 +72,7 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
     UM__TRY(um__file_check_range(fd, offset, nbytes, &range.page, &range.file_nbytes, err));
     UM__INVALID_IF(nbytes == 0 || !um__round_up(nbytes, range.page, &range.whole_pages), err,
                    "nbytes");
-    /* The kernel maps huge pages of the page cache as such only where address and offset agree. */
-    size_t huge_page = um_huge_page_bytes(), align = range.page;
-    if (huge_page > align && range.whole_pages >= huge_page) {
-        align = huge_page;
-    }
+    size_t align = um__space_align(range.page, range.whole_pages);
     um__space space;
     int is_cache_hidden;
     UM__TRY(um__space_reserve(&space, range.whole_pages, align, offset % align, nbytes, err));

@@ -1,5 +1,5 @@
 /* The file behind the shared memory of a new block: a memfd, or an empty file of the caller's. */
-#include "block/memfd.h"
+#include "block/map.h"
 
 #include "base/status.h"
 #include "block/space.h"

@@ -222,13 +222,9 @@ static inline bool is_quantized(um_dtype type) {
     return (unsigned)type >= UM_Q8_0;
 }
 
-static inline bool is_read_by_a_sum(um_dtype type) {
-    return type == UM_Q4_1 || type == UM_Q5_1;
-}
-
 #if defined(__x86_64__)
 
-enum { MXCSR_DEFAULT = 0x1f80, MXCSR_FLAGS = 0x3f };
+enum { MXCSR_DEFAULT = 0x1f80, MXCSR_FLAGS = 0x3f, F16_DEPENDS_ON_MODE = false };
 typedef unsigned fp_mode;
 
 static fp_mode enter_default_mode(void) {
@@ -245,12 +241,9 @@ static void leave_default_mode(fp_mode mode) {
     }
 }
 
-static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
-    return is_quantized(out_type) || is_read_by_a_sum(in_type);
-}
-
 #else
 
+enum { F16_DEPENDS_ON_MODE = true };
 typedef fenv_t fp_mode;
 
 static fp_mode enter_default_mode(void) {
@@ -264,11 +257,13 @@ static void leave_default_mode(fp_mode mode) {
     fesetenv(&mode);
 }
 
-static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
-    return is_quantized(out_type) || is_read_by_a_sum(in_type) || out_type == UM_F16;
-}
-
 #endif
+
+static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
+    bool is_read_by_a_sum = in_type == UM_Q4_1 || in_type == UM_Q5_1;
+    return is_quantized(out_type) || is_read_by_a_sum ||
+           (F16_DEPENDS_ON_MODE && out_type == UM_F16);
+}
 
 /* ---- any to any ---- */
 
