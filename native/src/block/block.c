@@ -191,9 +191,7 @@ static int call_runs(const um_block *block, size_t end, range_call call, int arg
         int os_errno = call(block, (char *)block->base + run.first * step,
                             (run.end - run.first) * step, argument);
         *out_done = run.end;
-        if (os_errno != 0) {
-            return os_errno;
-        }
+        UM__RETURN_IF(os_errno != 0, os_errno);
     }
     return 0;
 }

@@ -190,9 +190,7 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
             call = "madvise";
             os_errno = um__os_advise(address_of(block, range.first), discarded, UM__OS_DONTNEED);
         }
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, nbytes, call);
-        }
+        UM__RETURN_IF(os_errno != 0, um__fail_os(err, os_errno, nbytes, call));
         UM__TRY(replace_overlays(block, range, err));
     }
     if (out_nbytes != NULL) {

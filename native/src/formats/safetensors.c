@@ -110,9 +110,7 @@ static um_status fail_value(reader *r, const char *rule) {
 
 /* Begins a value whose first byte must be c. */
 static um_status begin(reader *r, unsigned char c, const char *rule, uint64_t *out_field) {
-    if (peek(r) != c) {
-        return fail_value(r, rule);
-    }
+    UM__RETURN_IF(peek(r) != c, fail_value(r, rule));
     *out_field = r->at++;
     return UM_OK;
 }
@@ -339,9 +337,7 @@ static bool is_digit(const reader *r) {
 static um_status read_integer(reader *r, uint64_t *out) {
     peek(r);
     uint64_t field = r->at;
-    if (!is_digit(r)) {
-        return fail_value(r, not_an_integer);
-    }
+    UM__RETURN_IF(!is_digit(r), fail_value(r, not_an_integer));
     bool fits = true;
     for (*out = 0; is_digit(r); r->at++) {
         fits = fits && !__builtin_mul_overflow(*out, (uint64_t)10, out) &&
@@ -506,9 +502,8 @@ static um_status check_data_covered(const reader *r, const um_safetensors *st,
 static um_status check_places(const reader *r, const um_safetensors *st) {
     const um_safetensors_tensor **order =
         um__heap_alloc(st->n_tensors == 0 ? 1 : st->n_tensors, sizeof(*order));
-    if (order == NULL) {
-        return um__fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc");
-    }
+    UM__RETURN_IF(order == NULL,
+                  um__fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc"));
     bool in_order = true; /* writers usually sort them */
     for (uint64_t i = 0; i < st->n_tensors; i++) {
         order[i] = &st->tensors[i];
@@ -531,19 +526,16 @@ static um_status read_head(reader *r, um_safetensors *st) {
         limit = r->file_nbytes;
     }
     UM__BREAKS_IF(limit < LENGTH_NBYTES, r->err, truncated, 0);
-    if (r->end < LENGTH_NBYTES) {
-        return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, LENGTH_NBYTES,
-                             "bytes of the header");
-    }
+    UM__RETURN_IF(r->end < LENGTH_NBYTES, um__fail_full(r->err, UM_HEADER_FULL, limit, r->end,
+                                                        LENGTH_NBYTES, "bytes of the header"));
     memcpy(&json_nbytes, r->bytes, LENGTH_NBYTES);
     UM__BREAKS_IF(json_nbytes > JSON_NBYTES_MAX, r->err,
                   "the header is longer than 100000000 bytes", 0);
     st->header_nbytes = LENGTH_NBYTES + json_nbytes;
     UM__BREAKS_IF(st->header_nbytes > r->file_nbytes, r->err, truncated, 0);
-    if (st->header_nbytes > r->end) {
-        return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
-                             "bytes of the header");
-    }
+    UM__RETURN_IF(st->header_nbytes > r->end,
+                  um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
+                                "bytes of the header"));
     r->at = LENGTH_NBYTES;
     r->end = st->header_nbytes;
     uint64_t utf8_nbytes = um__utf8_nbytes(r->bytes + r->at, json_nbytes);

@@ -106,9 +106,8 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
     UM__TRY(check_lanes(spec, storage, v_row, storage->v_lane_stride, err));
     /* One allocation holds both tables. */
     UM_ATOMIC(uint64_t) *words = um__heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
-    if (words == NULL) {
-        return um__fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
-    }
+    UM__RETURN_IF(words == NULL,
+                  um__fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc"));
     *kv = (um_kv){.spec = *spec,
                   .base = storage->base,
                   .row_bytes = row,
@@ -248,10 +247,9 @@ uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_po
 }
 
 static um_status check_not_reserved(const um_kv *kv, um_error *err) {
-    if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
-        return um__fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
-                               "rows are reserved: commit or roll back first");
-    }
+    UM__RETURN_IF(atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0,
+                  um__fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
+                                  "rows are reserved: commit or roll back first"));
     return UM_OK;
 }
 
@@ -268,17 +266,13 @@ static um_status check_whole(const um_kv *kv, um_error *err) {
 static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error *err) {
     if (!is_ring(kv)) {
         uint64_t used = end - first_of(kv);
-        if (n > kv->spec.max_seq_len - used) {
-            return um__fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv");
-        }
+        UM__RETURN_IF(n > kv->spec.max_seq_len - used,
+                      um__fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv"));
         uint64_t row = um_kv_row(kv, end);
-        if (n > kv->usable_rows - row) {
-            return um__fail_full(err, UM_KV_ROWS, kv->usable_rows, row, n, "rows");
-        }
+        UM__RETURN_IF(n > kv->usable_rows - row,
+                      um__fail_full(err, UM_KV_ROWS, kv->usable_rows, row, n, "rows"));
     }
-    if (n > UINT64_MAX - end) {
-        return um__fail_full(err, UM_KV_FULL, UINT64_MAX, end, n, "kv");
-    }
+    UM__RETURN_IF(n > UINT64_MAX - end, um__fail_full(err, UM_KV_FULL, UINT64_MAX, end, n, "kv"));
     return end + n <= kv->end_limit ? UM_OK
                                     : um__fail_full(err, UM_KV_ROWS, kv->end_limit, end, n, "rows");
 }
@@ -406,9 +400,8 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     UM__INVALID_IF(n == 0, err, "n is 0");
     UM__TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0);
-    if (is_ring(kv) && n > kv->n_rows) {
-        return um__fail_full(err, UM_KV_FULL, kv->n_rows, 0, n, "kv");
-    }
+    UM__RETURN_IF(is_ring(kv) && n > kv->n_rows,
+                  um__fail_full(err, UM_KV_FULL, kv->n_rows, 0, n, "kv"));
     UM__TRY(check_room(kv, end, n, err));
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         raise_top(kv, layer, end + n);
@@ -420,9 +413,8 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
 
 um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t reserved = atomic_load_explicit(&kv->reserved, memory_order_relaxed);
-    if (reserved == 0) {
-        return um__fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved");
-    }
+    UM__RETURN_IF(reserved == 0,
+                  um__fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved"));
     UM__INVALID_IF(n > reserved, err, "n is above what was reserved");
     set_all_ends(kv, end_of(kv, 0) + n);
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
@@ -534,9 +526,7 @@ static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_
             size_t row = row_bytes_of(kv, v);
             unsigned char *there = rows + to * row, *here = rows + from * row;
             um_status status = kv->mover(kv->mover_context, there, here, (size_t)n * row);
-            if (status != UM_OK) {
-                return um__fail(err, status, "moving rows");
-            }
+            UM__RETURN_IF(status != UM_OK, um__fail(err, status, "moving rows"));
         }
     }
     return UM_OK;

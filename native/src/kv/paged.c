@@ -160,9 +160,8 @@ um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storag
     size_t n = (size_t)spec->n_blocks + 2;
     made.base = storage;
     made.blocks = um__heap_alloc(n, sizeof *made.blocks);
-    if (made.blocks == NULL) {
-        return um__fail_nomem(err, ENOMEM, n * sizeof *made.blocks, "calloc");
-    }
+    UM__RETURN_IF(made.blocks == NULL,
+                  um__fail_nomem(err, ENOMEM, n * sizeof *made.blocks, "calloc"));
     for (uint32_t list = free_list(&made); list <= evictable_list(&made); list++) {
         made.blocks[list].before = made.blocks[list].after = list;
     }
@@ -202,9 +201,8 @@ int um_paged_is_cached(const um_paged *paged, uint32_t block) {
 
 um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err) {
     UM__INVALID_IF(block >= paged->spec.n_blocks, err, "no such block");
-    if (paged->blocks[block].n_holders == 0) {
-        return um__fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block");
-    }
+    UM__RETURN_IF(paged->blocks[block].n_holders == 0,
+                  um__fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block"));
     paged->blocks[block].cached = true;
     return UM_OK;
 }
@@ -265,10 +263,9 @@ static void set_all_lens(um_paged_seq *seq, uint64_t len) {
 static um_status check_layers(const um_paged_seq *seq, um_error *err) {
     uint64_t len = um_paged_layer_len(seq, 0);
     for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
-        if (um_paged_layer_len(seq, layer) != len) {
-            return um__fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
-                                   "layers differ in length: roll back first");
-        }
+        UM__RETURN_IF(um_paged_layer_len(seq, layer) != len,
+                      um__fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
+                                      "layers differ in length: roll back first"));
     }
     return UM_OK;
 }
@@ -278,9 +275,7 @@ static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
     size_t lens = paged->spec.n_layers * sizeof *out->len;
     size_t nbytes = lens + paged->spec.n_blocks * sizeof *out->table;
     unsigned char *memory = um__heap_alloc(1, nbytes);
-    if (memory == NULL) {
-        return um__fail_nomem(err, ENOMEM, nbytes, "calloc");
-    }
+    UM__RETURN_IF(memory == NULL, um__fail_nomem(err, ENOMEM, nbytes, "calloc"));
     *out = (um_paged_seq){.paged = paged, .len = (void *)memory, .table = (void *)(memory + lens)};
     return UM_OK;
 }
@@ -392,10 +387,9 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
     uint64_t n_new = needed > seq->n_blocks ? needed - seq->n_blocks : 0;
     uint64_t first = len / p->spec.block_tokens;
     bool copies = is_shared_at(seq, len);
-    if (n_new + copies > n_available(p)) {
-        return um__fail_full(err, UM_PAGED_FULL, p->spec.n_blocks, um_paged_n_in_use(p),
-                             n_new + copies, "paged");
-    }
+    UM__RETURN_IF(n_new + copies > n_available(p),
+                  um__fail_full(err, UM_PAGED_FULL, p->spec.n_blocks, um_paged_n_in_use(p),
+                                n_new + copies, "paged"));
     if (!copies && first < seq->n_blocks) {
         p->blocks[block_at(seq, first)].cached = false;
     }
@@ -521,22 +515,24 @@ void um_paged_append_end(const um_paged_pending *pending) {
     }
 }
 
+static um_status finish_append(const um_paged_pending *pending) {
+    um_paged_append_write(pending);
+    um_paged_append_end(pending);
+    return UM_OK;
+}
+
 um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
                           um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
     um_paged_pending pending;
     UM__TRY(um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err));
-    um_paged_append_write(&pending);
-    um_paged_append_end(&pending);
-    return UM_OK;
+    return finish_append(&pending);
 }
 
 um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                               um_error *err) {
     um_paged_pending pending;
     UM__TRY(um_paged_append_all_begin(&pending, seq, k, v, type, err));
-    um_paged_append_write(&pending);
-    um_paged_append_end(&pending);
-    return UM_OK;
+    return finish_append(&pending);
 }
 
 /* ---- gather ---- */
