@@ -293,7 +293,7 @@ HOOK int munmap(void *at, size_t nbytes) {
 HOOK void *mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...) {
     va_list rest;
     va_start(rest, flags);
-    void *new_at = va_arg(rest, void *); /* without MREMAP_FIXED nobody looks at it */
+    void *new_at = va_arg(rest, void *); /* unused without MREMAP_FIXED */
     va_end(rest);
     return um__ranges_remap(at, nbytes, new_nbytes, flags, new_at);
 }

@@ -187,7 +187,7 @@ typedef int (*range_call)(const um_block *block, void *address, size_t nbytes, i
 static int call_runs(const um_block *block, size_t end, range_call call, int argument,
                      size_t *out_done) {
     size_t step = block->step_nbytes;
-    for (um__run run = {0}; um__block_next_run(block, run.end, end, true, &run);) {
+    UM__EACH_RUN(run, block, 0, end, true) {
         int os_errno = call(block, (char *)block->base + run.first * step,
                             (run.end - run.first) * step, argument);
         *out_done = run.end;

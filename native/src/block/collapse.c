@@ -65,8 +65,7 @@ static um_status collapse_range(uintptr_t first, uintptr_t end, size_t huge_page
 
 static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) {
     size_t step = block->step_nbytes;
-    for (um__run run = {0};
-         um__block_next_run(block, run.end, um__block_n_steps(block), true, &run);) {
+    UM__EACH_RUN(run, block, 0, um__block_n_steps(block), true) {
         UM__TRY(collapse_range((uintptr_t)block->base + run.first * step,
                                (uintptr_t)block->base + run.end * step, huge_page, 0, err));
     }

@@ -24,6 +24,9 @@ UM_CHECKED um_status um__block_check_range(const um_block *block, size_t offset,
  * there is no such run. */
 bool um__block_next_run(const um_block *block, size_t from, size_t end, bool committed,
                         um__run *out);
+/* Goes through the runs of [from, to). */
+#define UM__EACH_RUN(run, block, from, to, committed)                                              \
+    for (um__run run = {.end = (from)}; um__block_next_run(block, run.end, to, committed, &run);)
 /* Does so for steps that are a file's (um_block_overlay), or not. */
 bool um__block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
                             um__run *out);

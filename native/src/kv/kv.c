@@ -319,11 +319,11 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     size_t row = row_bytes_of(kv, v), in_head = um__dtype_nbytes(in.type, dim),
            out_head = row / heads;
     um_dtype type = type_of(s, v);
-    /* How far streams, tokens and heads are apart in what is given, in heads. */
+    /* The distances of streams, tokens and heads in the input, in heads. */
     bool by_token = in.order == UM_KV_TOKEN_MAJOR;
     size_t stream = by_token ? heads : heads * n, token = by_token ? s->batch * heads : 1;
     size_t head = by_token ? 1 : n;
-    /* What lies in the order of the storage is converted at once: a head, a token, or all. */
+    /* Values in the order of the storage are converted at once: a head, a token, or all. */
     size_t n_heads = head == 1 || heads == 1 ? heads : 1, n_tokens = token == heads ? n - skip : 1;
     for (uint32_t b = 0; b < s->batch; b++) {
         unsigned char *out = um_kv_lane(kv, layer, v, b);
@@ -342,7 +342,7 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     }
 }
 
-/* Returns how many of n tokens, from the first one on, a ring has no rows for. */
+/* Returns how many of n tokens, from the first on, a ring has no rows for. */
 static uint64_t n_skipped(const um_kv *kv, uint64_t n) {
     return is_ring(kv) && n > kv->n_rows ? n - kv->n_rows : 0;
 }
@@ -421,8 +421,7 @@ um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     return UM_OK;
 }
 
-/* Sets that all layers hold the tokens from `first` to `end`, and that rows up to `top` were
- * written. */
+/* Records that all layers hold the tokens [first, end), and that rows up to `top` were written. */
 static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
     atomic_store_explicit(&kv->first, first, memory_order_relaxed);
@@ -484,7 +483,7 @@ uint64_t um_kv_lowest_crop(const um_kv *kv) {
     if (!is_ring(kv) || oldest <= first) {
         return first < end ? first : end;
     }
-    /* Further back, the window would reach rows before `oldest`, which were overwritten. */
+    /* Further back, the window would reach overwritten rows, before `oldest`. */
     return oldest < end && kv->spec.window < end - oldest ? oldest + kv->spec.window : end;
 }
 

@@ -56,7 +56,7 @@ static void unlink_block(um_paged *p, uint32_t block) {
 }
 
 static void add_free(um_paged *p, uint32_t block) {
-    /* To the front: the block that was used last is still in the CPU's caches. */
+    /* To the front: the block used last is still in the CPU's caches. */
     link_behind(p, free_list(p), block);
     p->n_free++;
 }
@@ -65,7 +65,7 @@ static uint64_t n_available(const um_paged *p) {
     return (uint64_t)p->n_free + p->n_evictable;
 }
 
-/* Takes a free block or, if there is none, the oldest evictable one. pre: there is one. */
+/* Takes a free block, or else the oldest evictable one. pre: one is available. */
 static uint32_t take_block(um_paged *p) {
     bool is_free = p->n_free != 0;
     uint32_t block = p->blocks[is_free ? free_list(p) : evictable_list(p)].after;
@@ -280,8 +280,8 @@ static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
     return UM_OK;
 }
 
-/* Returns whether a block stands twice in a table, which could then become longer than there is
- * room for. `notes` has an entry for each block, all zeros, before the call and behind it. */
+/* Returns whether a table, which has room for each block once, has a block twice. `notes` has an
+ * entry for each block, all zeros, before the call and after it. */
 static bool has_twice(const int32_t *blocks, uint32_t n_blocks, int32_t *notes) {
     bool found = false;
     for (uint32_t i = 0; i < n_blocks; i++) {
@@ -336,8 +336,8 @@ um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error
 static void keep_tokens(um_paged_seq *seq, uint64_t n) {
     uint64_t n_blocks = blocks_of(seq->paged, n);
     set_all_lens(seq, n);
-    /* Drops blocks from the end on, so that of a chain of cached blocks the last one is evicted
-     * first: a block is found only by way of the ones before it. */
+    /* From the end on, so that the last of a chain of cached blocks is evicted first: a block is
+     * found only by way of those before it. */
     while (seq->n_blocks > n_blocks) {
         drop_block(seq->paged, block_at(seq, --seq->n_blocks));
     }
@@ -377,9 +377,8 @@ int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer) {
     return is_shared_at(seq, um_paged_layer_len(seq, layer));
 }
 
-/* Makes tokens `len` to `len + n` writable: takes the blocks that are missing, and one for a copy
- * if other sequences hold the block of token `len`. *out_first is the block that token `len` goes
- * to. */
+/* Makes tokens `len` to `len + n` writable: takes the missing blocks, and one for a copy if other
+ * sequences hold the block of token `len`. *out_first is the block of token `len`. */
 static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t *out_first,
                            um_error *err) {
     um_paged *p = seq->paged;
@@ -489,8 +488,7 @@ void um_paged_append_write(const um_paged_pending *pending) {
     const um_paged *p = pending->seq->paged;
     uint32_t shared = block_at(pending->seq, pending->at / p->spec.block_tokens);
     if (shared != pending->first_block) {
-        /* The sequence still holds the shared block, so that its other holders do not write to
-         * it. */
+        /* The sequence still holds the shared block, so no other holder writes to it. */
         memcpy(lane_of(p, pending->first_block, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
     }
     for (uint32_t i = 0; i < pending->n_layers; i++) {
@@ -550,7 +548,7 @@ static size_t fetched_ahead(size_t nbytes) {
 #if defined(__x86_64__)
 
 /* Copies like memcpy, but past the caches, so that no line of `out` is read first. Prefetches the
- * bytes that come next, and at the end those from `next`, where the next run begins. */
+ * next bytes, and at the end those of the next run, at `next`. */
 static void copy_streamed(unsigned char *out, const unsigned char *in, const unsigned char *next,
                           size_t nbytes) {
     size_t ahead = fetched_ahead(nbytes), at = -(uintptr_t)out % LINE;
@@ -592,8 +590,8 @@ typedef struct gather_job {
     bool streams;
 } gather_job;
 
-/* A gather reads a block, and asks afterwards whether it was still the sequence's: what was read in
- * vain is read again. ThreadSanitizer knows no such reads, and leaves them out. */
+/* A gather reads a block, and reads it again if the sequence has meanwhile replaced it.
+ * ThreadSanitizer does not know such reads, and leaves them out. */
 #ifdef __SANITIZE_THREAD__
 void AnnotateIgnoreReadsBegin(const char *file, int line);
 void AnnotateIgnoreReadsEnd(const char *file, int line);
@@ -650,8 +648,8 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
             gather_lane(&job, lane_of(p, block, layer, v), lane_of(p, next, layer, v));
             END_READS();
             atomic_thread_fence(memory_order_acquire);
-            /* If the writer has put a copy in its place meanwhile, the old block belongs to others,
-             * which may have given it back since. */
+            /* If the writer has replaced the block by a copy, its other holders may have given it
+             * back since. */
         } while (block_at(seq, i) != block);
     }
     if (job.streams) {

@@ -194,7 +194,7 @@ const um__convert_code *um__convert_code_at(size_t i) {
 }
 
 static const um__convert_code *best_code(void) {
-    /* Two threads that look for it at the same time find the same code. */
+    /* Two threads that look at the same time find the same code. */
     static const um__convert_code *_Atomic found;
     const um__convert_code *code = atomic_load_explicit(&found, memory_order_relaxed);
     if (code == NULL) {
@@ -213,10 +213,9 @@ const char *um_convert_isa(void) {
 /* ---- the floating-point mode of the thread ---- */
 
 /* A thread can be in a mode that takes denormals for zero, or rounds in another direction. On x86
- * this changes what is quantized, and the sum by which q4_1 and q5_1 are read: the other
- * conversions are integer arithmetic, exact, or instructions that name their rounding. Elsewhere it
- * changes float16, too. The codes are called through pointers, so that no compiler moves arithmetic
- * past a change of the mode. */
+ * this changes quantizing, and the sums that q4_1 and q5_1 are read by: the other conversions are
+ * exact, integer arithmetic, or name their rounding. Elsewhere it changes float16, too. The codes
+ * are called through pointers, so that no compiler moves arithmetic past a change of the mode. */
 
 static inline bool is_quantized(um_dtype type) {
     return (unsigned)type >= UM_Q8_0;
@@ -325,8 +324,8 @@ static void convert(const um__convert_code *code, void *out, um_dtype out_type, 
     } else if (out_type == UM_F32) {
         to_f32(code, out, in, in_type, n);
     } else {
-        /* Goes through float32, which holds the values of all other types exactly, but for those of
-         * q4_1 and q5_1, which are rounded sums in float32 anyway. */
+        /* Goes through float32, which holds the values of all types exactly: those of q4_1 and q5_1
+         * are sums in float32. */
         enum { PIECE = 1024 };
         float piece[PIECE];
         for (size_t done = 0; done < n; done += PIECE) {
