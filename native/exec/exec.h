@@ -51,16 +51,11 @@ int um__sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_
 
 /* ---- settings.c ---- */
 
-typedef enum um__exec_pages {
-    UM__EXEC_AUTO,
-    UM__EXEC_THP,
-    UM__EXEC_2M,
-    UM__EXEC_1G
-} um__exec_pages;
+typedef enum um__pages { UM__AUTO, UM__THP, UM__2M, UM__1G } um__pages;
 
 typedef struct um__settings {
     bool active; /* else nothing is placed */
-    um__exec_pages pages;
+    um__pages pages;
     size_t page_bytes;
     size_t thp_bytes;   /* 0: there are no transparent huge pages */
     size_t min_bytes;   /* the smallest allocation that is placed */
@@ -81,13 +76,7 @@ void um__settings_read(um__settings *out, const char *text);
 
 /* ---- table.c ---- */
 
-typedef enum um__via {
-    UM__VIA_MALLOC,
-    UM__VIA_CALLOC,
-    UM__VIA_REALLOC,
-    UM__VIA_ALIGNED,
-    UM__VIA_MMAP
-} um__via;
+typedef enum um__via { UM__MALLOC, UM__CALLOC, UM__REALLOC, UM__ALIGNED, UM__MMAP } um__via;
 
 /* What was done to a mapping: bits of um__record.state. */
 enum {

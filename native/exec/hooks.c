@@ -41,7 +41,7 @@ static void *early_memalign(size_t align, size_t nbytes) {
     void *address =
         um__place_map(whole, align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
     um__record record = {
-        .address = (uintptr_t)address, .nbytes = whole, .asked = whole, .via = UM__VIA_MALLOC};
+        .address = (uintptr_t)address, .nbytes = whole, .asked = whole, .via = UM__MALLOC};
     um__table_lock();
     bool done = address != NULL && um__table_add(record);
     um__table_unlock();

@@ -179,7 +179,7 @@ static void count(const um__record *record, int sign) {
 
 static bool enter(um__record record) {
     slot *own = NULL;
-    if (record.via != UM__VIA_MMAP && (own = slot_of(record.address, true)) == NULL) {
+    if (record.via != UM__MMAP && (own = slot_of(record.address, true)) == NULL) {
         return false;
     }
     uint64_t number = first_free;
@@ -209,7 +209,7 @@ static bool enter(um__record record) {
 
 static void leave(um__record *record) {
     count(record, -1);
-    if (record->via == UM__VIA_MMAP) {
+    if (record->via == UM__MMAP) {
         n_ranges--;
     } else {
         atomic_store_explicit(slot_of(record->address, false), 0, memory_order_release);
@@ -254,7 +254,7 @@ bool um__table_change(um__record *record, um__record now) {
 static um__record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
     for (; n_ranges != 0 && *at < table->n_records; ++*at) {
         um__record *record = &records[*at];
-        if (record->via == UM__VIA_MMAP && record->address != 0 && record->address < end &&
+        if (record->via == UM__MMAP && record->address != 0 && record->address < end &&
             record->address + record->nbytes > start) {
             return record;
         }

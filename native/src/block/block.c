@@ -126,7 +126,6 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
                       .requested_pages = options->pages,
                       .category = options->category,
                       .numa = options->numa,
-                      .lock = UM_LOCK_NONE,
                       .sharing = options->sharing,
                       .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE,
                       .mirror_nbytes = options->mirror_nbytes,

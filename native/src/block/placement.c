@@ -1,5 +1,4 @@
 /* Placement: what the kernel says of a block. */
-#include "base/sizes.h"
 #include "base/status.h"
 #include "block/mirror.h"
 #include "block/space.h"

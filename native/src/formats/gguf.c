@@ -314,18 +314,15 @@ static um_status read_metadata(reader *r, um_gguf *gguf) {
 
 /* ---- tensors ---- */
 
-/* The fields of a tensor behind its name: n_dims, ne[n_dims], type, offset. */
+/* The places of the fields behind a tensor's name: n_dims, ne[n_dims] with the type, offset. */
 static uint64_t dims_field(const um_gguf_tensor *t) {
     return t->name_offset + t->name_nbytes;
 }
 static uint64_t ne_field(const um_gguf_tensor *t, uint32_t i) {
     return dims_field(t) + sizeof(uint32_t) + i * sizeof(uint64_t);
 }
-static uint64_t type_field(const um_gguf_tensor *t) {
-    return ne_field(t, t->n_dims);
-}
 static uint64_t offset_field(const um_gguf_tensor *t) {
-    return type_field(t) + sizeof(uint32_t);
+    return ne_field(t, t->n_dims) + sizeof(uint32_t);
 }
 
 static um_status read_dims(reader *r, um_gguf_tensor *out) {
@@ -352,7 +349,7 @@ static um_status check_type(const reader *r, um_gguf_tensor *t) {
     if (type == NULL) {
         const char *rule = t->type < n_tensor_types ? "a tensor's type was removed from ggml"
                                                     : "unknown type of a tensor";
-        return um__fail_format(r->err, rule, type_field(t));
+        return um__fail_format(r->err, rule, ne_field(t, t->n_dims));
     }
     UM__BREAKS_IF(t->ne[0] % type->block_values != 0, r->err,
                   "a tensor's rows are not whole blocks of its type",

@@ -240,13 +240,20 @@ uint64_t um_paged_layer_len(const um_paged_seq *seq, uint32_t layer) {
                : 0;
 }
 
-uint64_t um_paged_seq_len(const um_paged_seq *seq) {
-    uint64_t len = um_paged_layer_len(seq, 0);
+/* Returns the least length of all layers. *out_most is the largest. */
+static uint64_t lens_of(const um_paged_seq *seq, uint64_t *out_most) {
+    uint64_t least = *out_most = um_paged_layer_len(seq, 0);
     for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
-        uint64_t other = um_paged_layer_len(seq, layer);
-        len = other < len ? other : len;
+        uint64_t len = um_paged_layer_len(seq, layer);
+        least = len < least ? len : least;
+        *out_most = len > *out_most ? len : *out_most;
     }
-    return len;
+    return least;
+}
+
+uint64_t um_paged_seq_len(const um_paged_seq *seq) {
+    uint64_t most;
+    return lens_of(seq, &most);
 }
 
 static void set_layer_len(um_paged_seq *seq, uint32_t layer, uint64_t len) {
@@ -261,12 +268,10 @@ static void set_all_lens(um_paged_seq *seq, uint64_t len) {
 }
 
 static um_status check_layers(const um_paged_seq *seq, um_error *err) {
-    uint64_t len = um_paged_layer_len(seq, 0);
-    for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
-        UM__RETURN_IF(um_paged_layer_len(seq, layer) != len,
-                      um__fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
-                                      "layers differ in length: roll back first"));
-    }
+    uint64_t most;
+    UM__RETURN_IF(lens_of(seq, &most) != most,
+                  um__fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
+                                  "layers differ in length: roll back first"));
     return UM_OK;
 }
 
