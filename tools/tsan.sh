@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C tests under ThreadSanitizer, and those of many threads for so many seconds each: `make tsan`.
+# The C tests under ThreadSanitizer, and the stress tests for a number of seconds each: `make tsan`.
 # A report fails its test. docs/threads.md says what ThreadSanitizer is not shown, and why.
 set -euo pipefail
 cd "$(dirname "$0")/.."

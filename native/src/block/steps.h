@@ -36,8 +36,8 @@ UM_CHECKED um_status um__steps_alloc(const um_block *block, uint64_t **out, um_e
 /* Sets or clears the bits of a run. */
 void um__steps_set(uint64_t *words, um__run run, bool set);
 
-/* A change of which steps are committed. Everything that can fail happens in um__steps_begin,
- * before the memory changes. */
+/* A change of the committed steps. Everything that can fail happens in um__steps_begin, before the
+ * memory changes. */
 typedef struct um__steps_change {
     um__run range;
     uint64_t *words; /* the bits as they are; NULL if the block needs none after the change */
