@@ -51,16 +51,11 @@ int um__sys_scan(void *at, size_t nbytes, uint64_t *out_resident, uint64_t *out_
 
 /* ---- settings.c ---- */
 
-typedef enum um__exec_pages {
-    UM__EXEC_AUTO,
-    UM__EXEC_THP,
-    UM__EXEC_2M,
-    UM__EXEC_1G
-} um__exec_pages;
+typedef enum um__pages { UM__AUTO, UM__THP, UM__2M, UM__1G } um__pages;
 
 typedef struct um__settings {
     bool active; /* else nothing is placed */
-    um__exec_pages pages;
+    um__pages pages;
     size_t page_bytes;
     size_t thp_bytes;   /* 0: there are no transparent huge pages */
     size_t min_bytes;   /* the smallest allocation that is placed */
@@ -81,13 +76,7 @@ void um__settings_read(um__settings *out, const char *text);
 
 /* ---- table.c ---- */
 
-typedef enum um__via {
-    UM__VIA_MALLOC,
-    UM__VIA_CALLOC,
-    UM__VIA_REALLOC,
-    UM__VIA_ALIGNED,
-    UM__VIA_MMAP
-} um__via;
+typedef enum um__via { UM__MALLOC, UM__CALLOC, UM__REALLOC, UM__ALIGNED, UM__MMAP } um__via;
 
 /* What was done to a mapping: bits of um__record.state. */
 enum {
@@ -152,9 +141,7 @@ void um__table_note_next(const char *path, bool malloc_is_ours);
 /* Held while mappings are unmapped, so that no other thread enters the same addresses first. */
 void um__table_lock(void);
 void um__table_unlock(void);
-/* Around a fork: the child has the records, in its own memory, and does not show them yet. */
-void um__table_before_fork(void);
-void um__table_in_parent(void);
+/* Gives a forked child the records, which it does not show yet. The lock is held over the fork. */
 void um__table_in_child(void);
 
 /* These want the lock, unless they say otherwise. */
@@ -164,12 +151,11 @@ bool um__table_add(um__record record);
 /* Removes the mapping of malloc's kind that begins at an address. */
 bool um__table_remove(void *address, um__record *out);
 /* Returns the record of malloc's kind at an address, or NULL. */
-um__record *um__table_find(void *address);
+um__record *um__table_find(const void *address);
 /* Changes a record, also its address. */
 bool um__table_change(um__record *record, um__record now);
-/* Cuts a range out of all records of mmap's kind that it overlaps. Returns whether there was one,
- * and the first. */
-bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out);
+/* Cuts a range out of all records of mmap's kind that it overlaps. */
+void um__table_cut(uintptr_t address, size_t nbytes);
 /* Returns whether a record of mmap's kind overlaps a range, and the first. */
 bool um__table_overlaps(uintptr_t address, size_t nbytes, um__record *out);
 /* Returns whether a range lies in hugetlb pages of one mapping. Takes the lock itself. */
@@ -183,7 +169,6 @@ void um__table_note_end(const um__record *record);
 bool um__table_may_overlap(uintptr_t address, size_t nbytes);
 /* Returns what the program asked for at an address of malloc's kind, or 0. No lock. */
 size_t um__table_asked(const void *address, size_t *out_nbytes);
-bool um__table_has(const void *address);
 
 /* ---- prefault.c ---- */
 

@@ -28,14 +28,13 @@ static bool take(size_t align, size_t nbytes, um__via via, void **out, bool *zer
 
 static bool take_aligned(size_t align, size_t nbytes, void **out) {
     bool zeroed;
-    return is_power_of_two(align) && take(align, nbytes, UM__VIA_ALIGNED, out, &zeroed);
+    return is_power_of_two(align) && take(align, nbytes, UM__ALIGNED, out, &zeroed);
 }
 
 void *um__large_malloc(size_t nbytes) {
     bool zeroed;
     void *address;
-    return take(1, nbytes, UM__VIA_MALLOC, &address, &zeroed) ? address
-                                                              : um__next_now.malloc(nbytes);
+    return take(1, nbytes, UM__MALLOC, &address, &zeroed) ? address : um__next_now.malloc(nbytes);
 }
 
 void *um__large_calloc(size_t n, size_t nbytes) {
@@ -43,7 +42,7 @@ void *um__large_calloc(size_t n, size_t nbytes) {
     bool zeroed;
     void *address;
     if (__builtin_mul_overflow(n, nbytes, &whole) ||
-        !take(1, whole, UM__VIA_CALLOC, &address, &zeroed)) {
+        !take(1, whole, UM__CALLOC, &address, &zeroed)) {
         return um__next_now.calloc(n, nbytes);
     }
     if (address != NULL && !zeroed) {
@@ -56,7 +55,7 @@ void *um__large_calloc(size_t n, size_t nbytes) {
 static void *move(void *old, size_t old_nbytes, size_t nbytes) {
     bool zeroed;
     void *address;
-    if (!take(1, nbytes, UM__VIA_REALLOC, &address, &zeroed)) {
+    if (!take(1, nbytes, UM__REALLOC, &address, &zeroed)) {
         address = um__next_now.malloc(nbytes);
     }
     if (address != NULL) {
@@ -87,7 +86,8 @@ void *um__large_realloc(void *address, size_t nbytes) {
 
 void um__large_free(void *address) {
     int before = errno;
-    if (um__large_may_be_ours(address) && um__table_has(address) && um__place_give(address)) {
+    if (um__large_may_be_ours(address) && um__table_find(address) != NULL &&
+        um__place_give(address)) {
         errno = before;
         return;
     }

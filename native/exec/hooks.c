@@ -41,7 +41,7 @@ static void *early_memalign(size_t align, size_t nbytes) {
     void *address =
         um__place_map(whole, align, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS);
     um__record record = {
-        .address = (uintptr_t)address, .nbytes = whole, .asked = whole, .via = UM__VIA_MALLOC};
+        .address = (uintptr_t)address, .nbytes = whole, .asked = whole, .via = UM__MALLOC};
     um__table_lock();
     bool done = address != NULL && um__table_add(record);
     um__table_unlock();
@@ -160,7 +160,7 @@ __attribute__((constructor)) static void start(void) {
     begin();
     if (um__settings_now.active) {
         look_around();
-        pthread_atfork(um__table_before_fork, um__table_in_parent, um__table_in_child);
+        pthread_atfork(um__table_lock, um__table_unlock, um__table_in_child);
     }
 }
 
@@ -293,7 +293,7 @@ HOOK int munmap(void *at, size_t nbytes) {
 HOOK void *mremap(void *at, size_t nbytes, size_t new_nbytes, int flags, ...) {
     va_list rest;
     va_start(rest, flags);
-    void *new_at = va_arg(rest, void *); /* without MREMAP_FIXED nobody looks at it */
+    void *new_at = va_arg(rest, void *); /* unused without MREMAP_FIXED */
     va_end(rest);
     return um__ranges_remap(at, nbytes, new_nbytes, flags, new_at);
 }

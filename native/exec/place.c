@@ -68,9 +68,9 @@ void *um__place_map(size_t nbytes, size_t align, int protection, int flags) {
 }
 
 static size_t hugetlb_bytes(void) {
-    return um__settings_now.pages == UM__EXEC_2M   ? (size_t)2 << 20
-           : um__settings_now.pages == UM__EXEC_1G ? (size_t)1 << 30
-                                                   : 0;
+    return um__settings_now.pages == UM__2M   ? (size_t)2 << 20
+           : um__settings_now.pages == UM__1G ? (size_t)1 << 30
+                                              : 0;
 }
 
 /* Returns the size of a mapping of malloc's kind, without hugetlb pages. */
@@ -78,7 +78,7 @@ static size_t rounded(size_t nbytes) {
     const um__settings *asked = &um__settings_now;
     size_t page = asked->page_bytes;
     /* From one huge page on, whole huge pages; `auto` rounds less up to base pages. */
-    if (asked->thp_bytes != 0 && (nbytes >= asked->thp_bytes || asked->pages != UM__EXEC_AUTO)) {
+    if (asked->thp_bytes != 0 && (nbytes >= asked->thp_bytes || asked->pages != UM__AUTO)) {
         page = asked->thp_bytes;
     }
     return round_up(nbytes, page);
@@ -191,7 +191,7 @@ static bool map_placed(um__record *record, size_t align, int flags) {
 
 static bool map_hugetlb(um__record *record, size_t align) {
     size_t page = hugetlb_bytes();
-    int shift = page == (size_t)2 << 20 ? 21 : 30;
+    int shift = __builtin_ctzll(page);
     record->nbytes = round_up(record->asked, page);
     record->state = UM__IS_HUGETLB;
     return map_placed(record, align > page ? align : page, MAP_HUGETLB | shift << MAP_HUGE_SHIFT);
@@ -376,7 +376,7 @@ void *um__place_resize(void *address, size_t nbytes) {
 
 bool um__place_range(void *address, size_t nbytes, bool touch) {
     um__record record = {
-        .address = (uintptr_t)address, .nbytes = nbytes, .asked = nbytes, .via = UM__VIA_MMAP};
+        .address = (uintptr_t)address, .nbytes = nbytes, .asked = nbytes, .via = UM__MMAP};
     if (!place(&record)) {
         um__place_say("--strict: a mapping that could not be placed as asked has failed");
         return false;

@@ -38,7 +38,6 @@ static void *map_plain(size_t nbytes, int protection, int flags) {
 }
 
 void *um__ranges_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
-    um__record lost;
     void *mapped;
     if (at == NULL && (flags & MAP_FIXED) != 0) {
         /* To system.c, address 0 means a failure; programs that may map it are rare. */
@@ -52,7 +51,7 @@ void *um__ranges_map(void *at, size_t nbytes, int protection, int flags, int fd,
         um__table_lock();
         mapped = um__sys_map(at, nbytes, protection, flags, fd, offset);
         if (mapped != NULL) {
-            um__table_cut((uintptr_t)at, in_pages(nbytes), &lost);
+            um__table_cut((uintptr_t)at, in_pages(nbytes));
         }
         um__table_unlock();
     } else {
@@ -74,7 +73,6 @@ static void note_end(uintptr_t address, size_t nbytes) {
 }
 
 int um__ranges_unmap(void *at, size_t nbytes) {
-    um__record lost;
     if (!um__table_may_overlap((uintptr_t)at, nbytes)) {
         return um__sys_unmap(at, nbytes);
     }
@@ -84,14 +82,14 @@ int um__ranges_unmap(void *at, size_t nbytes) {
     um__table_lock();
     int result = um__sys_unmap(at, nbytes);
     if (result == 0) {
-        um__table_cut((uintptr_t)at, in_pages(nbytes), &lost);
+        um__table_cut((uintptr_t)at, in_pages(nbytes));
     }
     um__table_unlock();
     return result;
 }
 
 void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, void *new_at) {
-    um__record moved, lost;
+    um__record moved;
     bool replaces = (flags & MREMAP_FIXED) != 0;
     if (!um__table_may_overlap((uintptr_t)at, nbytes) &&
         !(replaces && um__table_may_overlap((uintptr_t)new_at, new_nbytes))) {
@@ -103,11 +101,10 @@ void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, vo
     void *mapped = um__sys_remap(at, nbytes, new_nbytes, flags, new_at);
     if (mapped != NULL) {
         if (replaces) {
-            um__table_cut((uintptr_t)new_at, in_pages(new_nbytes), &lost);
+            um__table_cut((uintptr_t)new_at, in_pages(new_nbytes));
         }
-        bool stays = (flags & MREMAP_DONTUNMAP) != 0;
-        if (ours && !stays) {
-            um__table_cut((uintptr_t)at, in_pages(nbytes), &lost);
+        if (ours && (flags & MREMAP_DONTUNMAP) == 0) {
+            um__table_cut((uintptr_t)at, in_pages(nbytes));
         }
         if (ours) {
             moved.address = (uintptr_t)mapped;

@@ -1,7 +1,6 @@
 /* The settings: one variable of the environment, which children inherit. */
 #include "exec.h"
 
-#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -44,10 +43,10 @@ void um__settings_read(um__settings *out, const char *text) {
         return;
     }
     const char *pages = value_of(text, "pages"), *policy = value_of(text, "policy");
-    out->pages = starts(pages, "thp")  ? UM__EXEC_THP
-                 : starts(pages, "2m") ? UM__EXEC_2M
-                 : starts(pages, "1g") ? UM__EXEC_1G
-                                       : UM__EXEC_AUTO;
+    out->pages = starts(pages, "thp")  ? UM__THP
+                 : starts(pages, "2m") ? UM__2M
+                 : starts(pages, "1g") ? UM__1G
+                                       : UM__AUTO;
     if (policy != NULL) {
         read_policy(out, policy);
     }

@@ -120,14 +120,6 @@ static void show(void) {
 
 /* ---- forks ---- */
 
-void um__table_before_fork(void) {
-    um__table_lock();
-}
-
-void um__table_in_parent(void) {
-    um__table_unlock();
-}
-
 /* The child shows itself when it maps something. Its parent's descriptor stays open: the program
  * may have closed it, and its number may be another file's. */
 void um__table_in_child(void) {
@@ -154,7 +146,7 @@ static slot *slot_of(uintptr_t address, bool make) {
     return leaf == NULL ? NULL : &leaf[(address >> SLOT_SHIFT) & (LEAF_SLOTS - 1)];
 }
 
-static um__record *record_at(const void *address) {
+um__record *um__table_find(const void *address) {
     slot *found = slot_of((uintptr_t)address, false);
     uint32_t number = found == NULL ? 0 : atomic_load_explicit(found, memory_order_acquire);
     if (number == 0 || records[number - 1].address != (uintptr_t)address) {
@@ -163,21 +155,13 @@ static um__record *record_at(const void *address) {
     return &records[number - 1];
 }
 
-bool um__table_has(const void *address) {
-    return record_at(address) != NULL;
-}
-
 size_t um__table_asked(const void *address, size_t *out_nbytes) {
-    const um__record *found = record_at(address);
+    const um__record *found = um__table_find(address);
     if (found == NULL) {
         return 0;
     }
     *out_nbytes = found->nbytes;
     return found->asked;
-}
-
-um__record *um__table_find(void *address) {
-    return record_at(address);
 }
 
 /* ---- records ---- */
@@ -195,7 +179,7 @@ static void count(const um__record *record, int sign) {
 
 static bool enter(um__record record) {
     slot *own = NULL;
-    if (record.via != UM__VIA_MMAP && (own = slot_of(record.address, true)) == NULL) {
+    if (record.via != UM__MMAP && (own = slot_of(record.address, true)) == NULL) {
         return false;
     }
     uint64_t number = first_free;
@@ -225,7 +209,7 @@ static bool enter(um__record record) {
 
 static void leave(um__record *record) {
     count(record, -1);
-    if (record->via == UM__VIA_MMAP) {
+    if (record->via == UM__MMAP) {
         n_ranges--;
     } else {
         atomic_store_explicit(slot_of(record->address, false), 0, memory_order_release);
@@ -247,7 +231,7 @@ bool um__table_add(um__record record) {
 }
 
 bool um__table_remove(void *address, um__record *out) {
-    um__record *found = record_at(address);
+    um__record *found = um__table_find(address);
     if (found == NULL) {
         return false;
     }
@@ -270,7 +254,7 @@ bool um__table_change(um__record *record, um__record now) {
 static um__record *overlapping(uint32_t *at, uintptr_t start, uintptr_t end) {
     for (; n_ranges != 0 && *at < table->n_records; ++*at) {
         um__record *record = &records[*at];
-        if (record->via == UM__VIA_MMAP && record->address != 0 && record->address < end &&
+        if (record->via == UM__MMAP && record->address != 0 && record->address < end &&
             record->address + record->nbytes > start) {
             return record;
         }
@@ -307,12 +291,12 @@ bool um__table_is_hugetlb(uintptr_t address, size_t nbytes) {
     return found;
 }
 
-bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out) {
+void um__table_cut(uintptr_t address, size_t nbytes) {
     uintptr_t end = address + nbytes;
-    if (!um__table_overlaps(address, nbytes, out)) {
-        return false;
-    }
     um__record *record;
+    if (!um__table_may_overlap(address, nbytes)) {
+        return;
+    }
     um__table_begin();
     for (uint32_t at = 0; (record = overlapping(&at, address, end)) != NULL; at++) {
         um__record left = *record, right = *record;
@@ -328,7 +312,6 @@ bool um__table_cut(uintptr_t address, size_t nbytes, um__record *out) {
         }
     }
     um__table_end();
-    return true;
 }
 
 um__counts *um__table_counts(void) {

@@ -183,7 +183,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t nbytes) {
     answer whole = parse(bytes, nbytes, nbytes);
     PROMISED(whole.status != UM_E_FULL);
 
-    /* A reader that starts with a part and reads on as it is told gets the same result. */
+    /* A reader that starts with a part and reads on as asked gets the same result. */
     answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), nbytes);
     while (pieces.status == UM_E_FULL) {
         pieces = parse(bytes, pieces.err.asked, nbytes);

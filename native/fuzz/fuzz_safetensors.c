@@ -142,7 +142,7 @@ static bool same_answer(const answer *a, const answer *b) {
 }
 
 /* Parses the first nbytes of a file that may be longer. A reader that starts with fewer bytes and
- * reads on as it is told gets the same result. */
+ * reads on as asked gets the same result. */
 static void parse_file(const uint8_t *bytes, uint64_t nbytes, uint64_t file_nbytes) {
     answer whole = parse(bytes, nbytes, file_nbytes);
     answer pieces = parse(bytes, fuzz_hash(bytes, nbytes) % (nbytes + 1), file_nbytes);

@@ -63,8 +63,8 @@
  * Conventions
  *
  * - Every function that can fail returns a um_status. After a failure its outputs and the object
- *   are as before the call. Its comment lists each status with its causes. Two statuses always have
- *   the same cause: UM_E_NOMEM, there is no memory; UM_E_OS, a system call failed.
+ *   are as before the call. Its comment lists each status with its causes; UM_E_NOMEM, there is no
+ *   memory, and UM_E_OS, a system call failed, need none.
  * - `err` may be NULL. A call that fails fills it, a call that succeeds leaves it alone.
  * - The caller owns the memory of structs. Read a field directly if its comment says "read"; use
  *   functions for all others.
@@ -211,6 +211,9 @@ UM_API void um_marks_end(unsigned marks);
 
 /* ---- block ---- */
 
+/* Each function of this section that returns a status may also fail with UM_E_NOMEM: there is no
+ * memory; or UM_E_OS: a system call failed. */
+
 typedef enum um_pages {
     UM_PAGES_AUTO = 0, /* THP if the block reserves at least one huge page, else base pages */
     UM_PAGES_4K,       /* base pages, never huge */
@@ -341,7 +344,7 @@ typedef struct um_block {
  *   name is longer than 249 bytes; a NUMA mode without nodes, or nodes without a mode; a mirror of
  *   no memfd, or not of whole pages or pieces; a file that is not empty, or has pages of another
  *   size.
- * - UM_E_NOMEM: also if the hugetlb pool is too small. UM_E_OS.
+ * - UM_E_NOMEM: also if the hugetlb pool is too small.
  * - UM_E_NOMEM, UM_E_OS, with UM_BLOCK_NO_POLICY: the kernel refused the NUMA policy. */
 UM_API UM_CHECKED um_status um_block_map(um_block *out, size_t nbytes,
                                          const um_block_options *options, um_error *err);
@@ -353,8 +356,7 @@ UM_API UM_CHECKED um_status um_block_map(um_block *out, size_t nbytes,
  * notices.
  *
  * - UM_E_INVALID: offset is not a multiple of the page (of hugetlbfs: its page), or nbytes is 0.
- * - UM_E_INVALID, UM_BLOCK_PAST_FILE: the range passes the end of the file.
- * - UM_E_NOMEM, UM_E_OS. */
+ * - UM_E_INVALID, UM_BLOCK_PAST_FILE: the range passes the end of the file. */
 UM_API UM_CHECKED um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes,
                                               um_access access, um_category category,
                                               um_error *err);
@@ -362,10 +364,8 @@ UM_API UM_CHECKED um_status um_block_map_file(um_block *out, int fd, uint64_t of
 /* Maps the whole shared memory of another block, of this or another process.
  *
  * fd is the descriptor of that block, or of a file in /dev/shm; the caller may close it after the
- * call. Memory that the other block reserves and has not committed is committed here.
- *
- * - UM_E_INVALID: access is neither READ nor SHARED, or the file is empty.
- * - UM_E_NOMEM, UM_E_OS. */
+ * call. Memory that the other block reserves and has not committed is committed here. UM_E_INVALID:
+ * access is neither READ nor SHARED, or the file is empty. */
 UM_API UM_CHECKED um_status um_block_attach(um_block *out, int fd, um_access access,
                                             um_category category, um_error *err);
 
@@ -374,16 +374,13 @@ UM_API UM_CHECKED um_status um_block_attach(um_block *out, int fd, um_access acc
  *
  * - UM_E_INVALID: as um_block_map; options reserve more or name a file; nothing is committed at the
  *   base of the block.
- * - UM_E_NOMEM, UM_E_OS: as um_block_map.
  * - UM_E_IO: the block is a mapped file that has lost pages. */
 UM_API UM_CHECKED um_status um_block_copy_sealed(um_block *out, const um_block *block,
                                                  const um_block_options *options, um_error *err);
 
 /* Makes [offset, offset + nbytes) of the reserved range usable, rounded outwards to whole steps.
  * Committed memory stays as it is. New memory is zeroed, and placed and locked like the block.
- *
- * - UM_E_INVALID: the range is outside the reserved range, or the block is a mapped file.
- * - UM_E_NOMEM, UM_E_OS: as um_block_map. */
+ * UM_E_INVALID: the range is outside the reserved range, or the block is a mapped file. */
 UM_API UM_CHECKED um_status um_block_commit(um_block *block, size_t offset, size_t nbytes,
                                             um_error *err);
 
@@ -391,10 +388,8 @@ UM_API UM_CHECKED um_status um_block_commit(um_block *block, size_t offset, size
  *
  * The range is inaccessible afterwards, and RSS and commit charge are lower by its memory. Other
  * processes read zeros in released shared memory. *out_nbytes (may be NULL) is how much was
- * committed.
- *
- * - UM_E_INVALID: the range is outside the reserved range; the block is a mapped file or read-only.
- * - UM_E_NOMEM, UM_E_OS. */
+ * committed. UM_E_INVALID: the range is outside the reserved range; the block is a mapped file or
+ * read-only. */
 UM_API UM_CHECKED um_status um_block_release(um_block *block, size_t offset, size_t nbytes,
                                              size_t *out_nbytes, um_error *err);
 
@@ -403,11 +398,8 @@ UM_API UM_CHECKED um_status um_block_release(um_block *block, size_t offset, siz
  * Their pages go back to the system. The steps stay committed and read as zeros, in both images of
  * mirrored memory. *out_nbytes (may be NULL) is how many bytes of memory were covered. Steps of a
  * file (um_block_overlay) become the block's own; without memory for that, they are no longer
- * committed.
- *
- * - UM_E_INVALID: the range is outside the reserved range or not committed; the block is a mapped
- *   file, locked, read-only, or hugetlb memory, whose pages the pool would keep for it.
- * - UM_E_NOMEM, UM_E_OS. */
+ * committed. UM_E_INVALID: the range is outside the reserved range or not committed; the block is a
+ * mapped file, locked, read-only, or hugetlb memory, whose pages the pool would keep for it. */
 UM_API UM_CHECKED um_status um_block_discard(um_block *block, size_t offset, size_t nbytes,
                                              size_t *out_nbytes, um_error *err);
 
@@ -420,8 +412,7 @@ UM_API UM_CHECKED um_status um_block_discard(um_block *block, size_t offset, siz
  *
  * - UM_E_INVALID: the block is shared, locked, a mapped file, or of huge pages; an argument is not
  *   a multiple of the step; the range is outside the reserved range, or committed.
- * - UM_E_INVALID, UM_BLOCK_PAST_FILE: the range passes the end of the file.
- * - UM_E_NOMEM, UM_E_OS. */
+ * - UM_E_INVALID, UM_BLOCK_PAST_FILE: the range passes the end of the file. */
 UM_API UM_CHECKED um_status um_block_overlay(um_block *block, size_t offset, int fd,
                                              uint64_t file_offset, size_t nbytes, um_error *err);
 
@@ -433,7 +424,7 @@ UM_API int um_block_is_overlaid(const um_block *block, size_t offset, size_t nby
 /* Locks memory that is committed now or later. UM_LOCK_NONE unlocks.
  *
  * - UM_E_INVALID: the lock is unknown.
- * - UM_E_NOMEM: the memlock limit is reached, or the system has no page. UM_E_OS. */
+ * - UM_E_NOMEM: the memlock limit is reached, or the system has no page. */
 UM_API UM_CHECKED um_status um_block_lock(um_block *block, um_lock lock, um_error *err);
 
 /* Brings [offset, offset + nbytes) into RAM with n_threads threads. Contents do not change.
@@ -443,8 +434,7 @@ UM_API UM_CHECKED um_status um_block_lock(um_block *block, um_lock lock, um_erro
  * this thread may run on; a single thread is then the caller's, and not pinned.
  *
  * - UM_E_INVALID: n_threads is 0, or the range is not committed.
- * - UM_E_IO: the file is shorter than the range (os_errno is 0).
- * - UM_E_NOMEM, UM_E_OS. */
+ * - UM_E_IO: the file is shorter than the range (os_errno is 0). */
 UM_API UM_CHECKED um_status um_block_warm(um_block *block, size_t offset, size_t nbytes,
                                           unsigned n_threads, const int *cpus, um_error *err);
 
@@ -452,8 +442,7 @@ UM_API UM_CHECKED um_status um_block_warm(um_block *block, size_t offset, size_t
  *
  * No byte is written, and concurrent writes stay. Pages of UM_ACCESS_PRIVATE are copied; those of
  * UM_ACCESS_SHARED are written back to the disk, and the next write to each then faults.
- *
- * - UM_E_INVALID: also if the block is read-only. */
+ * UM_E_INVALID: also if the block is read-only. */
 UM_API UM_CHECKED um_status um_block_warm_to_write(um_block *block, size_t offset, size_t nbytes,
                                                    unsigned n_threads, const int *cpus,
                                                    um_error *err);
@@ -466,16 +455,13 @@ UM_API UM_CHECKED um_status um_block_warm_to_write(um_block *block, size_t offse
  * - UM_E_OS: the kernel cannot do it, or the block was to have pages of 4K. */
 UM_API UM_CHECKED um_status um_block_collapse(um_block *block, um_error *err);
 
-/* Advises the kernel (madvise) about all committed memory.
- *
- * - UM_E_INVALID: the advice is unknown, or DONTNEED would lose what was written, as of memory
- *   without a file, or of a file that is written privately.
- * - UM_E_OS. */
+/* Advises the kernel (madvise) about all committed memory. UM_E_INVALID: the advice is unknown, or
+ * DONTNEED would lose what was written, as of memory without a file, or of a file that is written
+ * privately. */
 UM_API UM_CHECKED um_status um_block_advise(um_block *block, um_advice advice, um_error *err);
 
-/* Reads the placement of the whole block from the kernel.
- *
- * - UM_E_OS, UM_E_IO: a file of /proc cannot be opened, or not be read. */
+/* Reads the placement of the whole block from the kernel. UM_E_OS, UM_E_IO: a file of /proc cannot
+ * be opened, or not be read. */
 UM_API UM_CHECKED um_status um_block_verify(const um_block *block, um_placement *out,
                                             um_error *err);
 
@@ -488,14 +474,12 @@ UM_API UM_CHECKED um_status um_block_verify(const um_block *block, um_placement 
  * a device uses the page, or other processes map it, too.
  *
  * - UM_E_INVALID: the block has no policy.
- * - UM_E_NOMEM, UM_E_OS. UM_E_IO: as um_block_verify. */
+ * - UM_E_IO: as um_block_verify. */
 UM_API UM_CHECKED um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err);
 
 /* Counts the bytes of [offset, offset + nbytes) that are in RAM, in whole pages. If the page cache
- * of a file is hidden from this user, pages that this process has mapped count.
- *
- * - UM_E_INVALID: the range is outside the block.
- * - UM_E_OS. */
+ * of a file is hidden from this user, pages that this process has mapped count. UM_E_INVALID: the
+ * range is outside the block. */
 UM_API UM_CHECKED um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                                               uint64_t *out_bytes, um_error *err);
 
@@ -522,12 +506,11 @@ enum {
  *
  * Errors:
  *
- * - UM_E_INVALID: the range is outside the block, or not committed.
- * - UM_E_NOMEM, UM_E_OS. */
+ * - UM_E_INVALID: the range is outside the block, or not committed. */
 UM_API UM_CHECKED um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
                                            uint8_t *out_pages, int16_t *out_nodes, um_error *err);
 
-/* Gives the memory back and zeroes the struct. A zeroed block is left alone. UM_E_OS. */
+/* Gives the memory back and zeroes the struct. A zeroed block is left alone. */
 UM_API UM_CHECKED um_status um_block_unmap(um_block *block, um_error *err);
 
 /* Forgets a block whose memory a forked child does not have: strikes off the ledger's entry, closes
@@ -541,10 +524,8 @@ UM_API size_t um_huge_page_bytes(void);
 
 /* ---- file ---- */
 
-/* Reads exactly nbytes of a file at offset, in as many reads as it takes.
- *
- * - UM_E_IO: the file cannot be read, or is too short (os_errno is 0). err->used bytes were
- *   read. */
+/* Reads exactly nbytes of a file at offset, in as many reads as it takes. UM_E_IO: the file cannot
+ * be read, or is too short (os_errno is 0). err->used bytes were read. */
 UM_API UM_CHECKED um_status um_file_read(int fd, uint64_t offset, void *out, size_t nbytes,
                                          um_error *err);
 
@@ -560,8 +541,7 @@ UM_API UM_CHECKED um_status um_file_read(int fd, uint64_t offset, void *out, siz
  * - UM_E_OS. EPERM: CAP_SYS_ADMIN is missing in the user namespace. ENOSYS: before Linux 5.2. */
 UM_API UM_CHECKED um_status um_tmpfs_open(int *out_fd, uint64_t nbytes, int huge, um_error *err);
 /* Makes the file system read-only in all its mounts. Undoing it takes the rights that opening took.
- *
- * - UM_E_OS. EBUSY: a file in it is open for writing. */
+ * UM_E_OS. EBUSY: a file in it is open for writing. */
 UM_API UM_CHECKED um_status um_tmpfs_seal(int fd, um_error *err);
 
 /* ---- load ---- */
@@ -670,8 +650,7 @@ UM_API size_t um_tape_mark(const um_tape *tape); /* returns the place for um_tap
  * `used`. */
 UM_API UM_CHECKED um_status um_tape_rewind(um_tape *tape, size_t mark, um_error *err);
 /* Freezes the tape: takes that would pass `limit` bytes (0: all takes) fail with UM_E_STATE.
- *
- * - UM_E_INVALID: limit is above total. */
+ * UM_E_INVALID: limit is above total. */
 UM_API UM_CHECKED um_status um_tape_freeze(um_tape *tape, size_t limit, um_error *err);
 UM_API void um_tape_thaw(um_tape *tape);
 UM_API int um_tape_frozen(const um_tape *tape);
@@ -707,9 +686,7 @@ UM_API UM_CHECKED um_status um_grid_init(um_grid *grid, um_tape *tape, size_t ce
  *
  * The address of the cells, a multiple of 64, is used in arithmetic only. It has room for n_cells
  * of cell_bytes, rounded up to a multiple of 64; `links` has room for n_cells uint32_t. Both stay
- * the caller's.
- *
- * - UM_E_INVALID: as um_grid_bytes; an address is NULL or not aligned. */
+ * the caller's. UM_E_INVALID: as um_grid_bytes; an address is NULL or not aligned. */
 UM_API UM_CHECKED um_status um_grid_init_apart(um_grid *grid, void *cells, void *links,
                                                size_t cell_bytes, uint32_t n_cells, um_error *err);
 /* Takes a free cell. *out_id is its number. UM_E_FULL: UM_GRID_FULL. */
@@ -753,8 +730,7 @@ UM_API size_t um_dtype_block_bytes(um_dtype type);
  * Values are rounded to nearest even. A NaN stays a NaN. Denormals and infinities are kept,
  * whatever the floating-point mode of the thread is. Blocks are as ggml's reference makes them
  * (quantize_row_q8_0_ref and those beside it); what it leaves open for UM_IQ4_NL is zero.
- *
- * - UM_E_INVALID: a type is unknown, or n is not whole blocks. */
+ * UM_E_INVALID: a type is unknown, or n is not whole blocks. */
 UM_API UM_CHECKED um_status um_convert(void *out, um_dtype out_type, const void *in,
                                        um_dtype in_type, size_t n, um_error *err);
 /* Returns the code in use, the fastest that this CPU runs: "scalar", "avx2", "avx512" or "neon". */

@@ -74,8 +74,7 @@ UM_API const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type);
  *
  * - UM_E_INVALID: nbytes is above file_nbytes.
  * - UM_E_FULL, UM_HEADER_FULL: err->asked is a length worth trying next.
- * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset.
- * - UM_E_NOMEM. */
+ * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset. UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_gguf_parse(um_gguf *out, const void *bytes, size_t nbytes,
                                           uint64_t file_nbytes, um_error *err);
 UM_API void um_gguf_free(um_gguf *gguf);
@@ -152,8 +151,7 @@ UM_API unsigned um_safetensors_type_bits(um_safetensors_type type);
  * - UM_E_FULL, UM_HEADER_FULL: err->asked is the header's length, or 8 if nbytes is less than the 8
  *   bytes that hold the length.
  * - UM_E_FORMAT: the header breaks a rule; err has the rule and the offset, of a string that of its
- *   quote.
- * - UM_E_NOMEM. */
+ *   quote. UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_safetensors_parse(um_safetensors *out, const void *bytes,
                                                  size_t nbytes, uint64_t file_nbytes,
                                                  um_error *err);

@@ -99,18 +99,16 @@ typedef struct um_kv {
     void *mover_context;
 } um_kv;
 
-/* Computes the bytes of one row of K (v = 0) or V (v = 1).
- *
- * - UM_E_INVALID: a dimension is 0, a product overflows, the type is unknown, head_dim is not whole
- *   blocks of the type or of a rotation, or window is above max_seq_len. */
+/* Computes the bytes of one row of K (v = 0) or V (v = 1). UM_E_INVALID: a dimension is 0, a
+ * product overflows, the type is unknown, head_dim is not whole blocks of the type or of a
+ * rotation, or window is above max_seq_len. */
 UM_API UM_CHECKED um_status um_kv_row_bytes(const um_kv_spec *spec, int v, size_t *out,
                                             um_error *err);
 /* Computes the bytes of fixed storage: lanes of max_seq_len rows, rounded up to 64 bytes.
  * UM_E_INVALID: as um_kv_row_bytes. */
 UM_API UM_CHECKED um_status um_kv_storage_bytes(const um_kv_spec *spec, size_t *out, um_error *err);
 /* Makes an empty cache. It allocates a few words for each layer: call um_kv_free.
- * - UM_E_INVALID: as um_kv_row_bytes, or the storage breaks what um_kv_storage says.
- * - UM_E_NOMEM. */
+ * - UM_E_INVALID: as um_kv_row_bytes, or the storage breaks what um_kv_storage says. UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_kv_init(um_kv *kv, const um_kv_spec *spec,
                                        const um_kv_storage *storage, um_error *err);
 /* Frees what um_kv_init allocated. The storage and a zeroed kv are left alone. */
@@ -142,16 +140,14 @@ UM_API UM_CHECKED um_status um_kv_append(um_kv *kv, uint32_t layer, const void *
                                          um_error *err);
 /* Appends one token to all layers, k and v [n_layers, batch, heads, head_dim].
  *
- * - UM_E_INVALID, UM_E_FULL: as um_kv_append.
- * - UM_E_STATE: UM_KV_RESERVED, UM_KV_UNEVEN. */
+ * - UM_E_INVALID, UM_E_FULL: as um_kv_append. UM_E_STATE: UM_KV_RESERVED, UM_KV_UNEVEN. */
 UM_API UM_CHECKED um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype type,
                                              um_error *err);
 
 /* Begins to append n tokens to a layer whose rows the caller writes. *out_row is the row of the
  * first token that the cache takes: of a ring, of the last n_rows.
  *
- *
- * - UM_E_INVALID, UM_E_FULL, UM_E_STATE: as um_kv_append. */
+ * UM_E_INVALID, UM_E_FULL, UM_E_STATE: as um_kv_append. */
 UM_API UM_CHECKED um_status um_kv_append_begin(const um_kv *kv, uint32_t layer, uint64_t n,
                                                uint64_t *out_row, um_error *err);
 /* Shows the tokens of um_kv_append_begin, which the caller has written. */
@@ -187,9 +183,8 @@ UM_API uint64_t um_kv_oldest_position(const um_kv *kv);
 UM_API uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_position);
 
 /* Copies n tokens of K or V of a layer, from `position` on, to out [batch, heads, n, head_dim], as
- * float32, float16, bfloat16 or the type of K, or V.
- *
- * - UM_E_INVALID: there is no such layer or type, or the layer does not hold the tokens. */
+ * float32, float16, bfloat16 or the type of K, or V. UM_E_INVALID: there is no such layer or type,
+ * or the layer does not hold the tokens. */
 UM_API UM_CHECKED um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position,
                                        uint64_t n, void *out, um_dtype type, um_error *err);
 
@@ -222,10 +217,8 @@ UM_API void um_kv_clear(um_kv *kv);
 
 /* ---- kv: for the owner of the storage ---- */
 
-/* Allows writing to rows [0, n) from now on.
- *
- * - UM_E_INVALID: the cache is a ring; n is above n_rows, or below the end of tokens or reserved
- *   rows. */
+/* Allows writing to rows [0, n) from now on. UM_E_INVALID: the cache is a ring; n is above n_rows,
+ * or below the end of tokens or reserved rows. */
 UM_API UM_CHECKED um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err);
 /* The next three are for a ring beside a plain cache of other layers, which decides how far tokens
  * go back and on. */
@@ -241,8 +234,7 @@ UM_API void um_kv_set_first(um_kv *kv, uint64_t first, uint64_t held);
 UM_API void um_kv_limit_end(um_kv *kv, uint64_t position);
 /* Moves the tokens of a plain cache so that the first lies in `row`. An empty cache begins there.
  *
- * - UM_E_INVALID: the cache is a ring, or rows are not usable.
- * - UM_E_STATE: UM_KV_RESERVED.
+ * - UM_E_INVALID: the cache is a ring, or rows are not usable. UM_E_STATE: UM_KV_RESERVED.
  * - Other statuses: as the mover (um_kv_set_mover). */
 UM_API UM_CHECKED um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
 /* Sets the function that moves rows, for storage that memmove cannot reach or touch safely.
@@ -253,9 +245,8 @@ UM_API UM_CHECKED um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err);
  * the cache up. Only these, um_kv_append, um_kv_append_all and um_kv_read touch the storage. */
 UM_API void um_kv_set_mover(um_kv *kv, um_kv_mover *mover, void *context);
 /* Declares that the rows hold n tokens before next_position: a plain cache in rows [0, n), a ring
- * in the rows of their positions.
- *
- * - UM_E_INVALID: n is above next_position, max_seq_len, the usable rows or the window. */
+ * in the rows of their positions. UM_E_INVALID: n is above next_position, max_seq_len, the usable
+ * rows or the window. */
 UM_API UM_CHECKED um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n,
                                         um_error *err);
 
@@ -317,10 +308,8 @@ typedef struct um_paged_seq {
 UM_API UM_CHECKED um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out,
                                                    um_error *err);
 /* Makes a pool of free blocks over that many bytes of storage, aligned to 64. It allocates a few
- * words for each block: call um_paged_free.
- *
- * - UM_E_INVALID: as um_paged_storage_bytes; the storage is NULL or not aligned.
- * - UM_E_NOMEM. */
+ * words for each block: call um_paged_free. UM_E_INVALID: as um_paged_storage_bytes; the storage is
+ * NULL or not aligned. UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storage,
                                           um_error *err);
 /* Frees what um_paged_init allocated; the sequences are of no use then. The storage and a zeroed
@@ -344,9 +333,7 @@ UM_API void um_paged_uncache(um_paged *paged, uint32_t block);
 
 /* Makes a sequence that begins with n_blocks full blocks (may be 0), in the order of their tokens.
  * The blocks are held or cached. The sequence allocates nothing later: call um_paged_seq_free.
- *
- * - UM_E_INVALID: there is no such block, it is free, or is in the table twice.
- * - UM_E_NOMEM. */
+ * UM_E_INVALID: there is no such block, it is free, or is in the table twice. UM_E_NOMEM. */
 UM_API UM_CHECKED um_status um_paged_seq_init(um_paged_seq *out, um_paged *paged,
                                               const int32_t *blocks, uint32_t n_blocks,
                                               um_error *err);
@@ -372,9 +359,8 @@ UM_API int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer);
 UM_API UM_CHECKED um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k,
                                             const void *v, um_dtype type, um_kv_order order,
                                             uint64_t n, um_error *err);
-/* Appends one token to all layers, k and v [n_layers, heads, head_dim].
- *
- * - UM_E_INVALID, UM_E_FULL: as um_paged_append. UM_E_STATE: UM_PAGED_UNEVEN. */
+/* Appends one token to all layers, k and v [n_layers, heads, head_dim]. UM_E_INVALID, UM_E_FULL: as
+ * um_paged_append. UM_E_STATE: UM_PAGED_UNEVEN. */
 UM_API UM_CHECKED um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v,
                                                 um_dtype type, um_error *err);
 
@@ -394,9 +380,8 @@ typedef struct um_paged_pending {
  * um_paged_append_begin takes blocks, and is the only step that fails. um_paged_append_write writes
  * where no thread reads yet. um_paged_append_end shows the tokens. Between the first and the last
  * step, k and v stay as they are, and tokens may be gathered from the sequence, and nothing else be
- * done with it. Other sequences of the pool may be used beside the second step only.
- *
- * - UM_E_INVALID, UM_E_FULL: as um_paged_append. */
+ * done with it. Other sequences of the pool may be used beside the second step only. UM_E_INVALID,
+ * UM_E_FULL: as um_paged_append. */
 UM_API UM_CHECKED um_status um_paged_append_begin(um_paged_pending *out, um_paged_seq *seq,
                                                   uint32_t layer, const void *k, const void *v,
                                                   um_dtype type, um_kv_order order, uint64_t n,
@@ -426,9 +411,8 @@ UM_API UM_CHECKED um_status um_paged_crop(um_paged_seq *seq, uint64_t n, um_erro
  * type of K, or V. The call may run beside a writer that does not crop, clear or free this
  * sequence.
  *
- *
- * - UM_E_INVALID: there is no such layer or type, the layer does not hold the tokens, or
- *   head_stride is below what n tokens need. */
+ * UM_E_INVALID: there is no such layer or type, the layer does not hold the tokens, or head_stride
+ * is below what n tokens need. */
 UM_API UM_CHECKED um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v,
                                             uint64_t n, void *out, size_t head_stride,
                                             um_dtype type, um_error *err);

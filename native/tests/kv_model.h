@@ -88,7 +88,7 @@ static inline void map_plain(kv_model *m, size_t gap) {
     memset(m->map, FILL, m->n_lanes * m->lane_nbytes);
 }
 
-/* An empty cache with n_rows rows in each lane, of which the first `usable` may be written. */
+/* An empty cache with n_rows rows in each lane; the first `usable` may be written. */
 static inline void make_model(kv_model *m, um_kv_spec spec, uint64_t n_rows, uint64_t usable,
                               size_t gap, bool guarded) {
     memset(m, 0, sizeof *m);

@@ -1,7 +1,7 @@
 /* Collapsing: small pages of a block, and of the images of mirrored memory, become huge pages. */
 #include "mirrors.h"
 
-/* A block of four huge pages, of which the first and the third have small pages. */
+/* A block of four huge pages; the first and the third have small pages. */
 static um_block make_scattered(um_sharing sharing) {
     um_block block =
         make_block(4 * huge_page,

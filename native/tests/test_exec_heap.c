@@ -11,7 +11,7 @@ TEST(large_memory_is_placed_and_small_memory_is_not) {
     begin_with(THP_SETTINGS);
     uint64_t before = placed_bytes();
     void *small = um__large_malloc(1000), *large = um__large_malloc(3 * MIB);
-    CHECK(!um__table_has(small) && um__table_has(large));
+    CHECK(um__table_find(small) == NULL && um__table_find(large) != NULL);
     CHECK_EQ((uintptr_t)large % UM__SLOT_BYTES, 0);
     CHECK_EQ(placed_bytes() - before, 4 * MIB);
     CHECK_EQ(um__large_usable_size(large), 4 * MIB);
@@ -46,7 +46,7 @@ TEST(what_is_freed_is_kept_within_bounds) {
     CHECK(placed_bytes() <= 64 * MIB);
     void *huge = um__large_malloc(100 * MIB);
     um__large_free(huge);
-    CHECK(!um__table_has(huge));
+    CHECK(um__table_find(huge) == NULL);
 }
 
 TEST(sizes_change_with_their_contents) {
@@ -60,7 +60,7 @@ TEST(sizes_change_with_their_contents) {
         at = um__large_realloc(at, sizes[i]);
         REQUIRE(at != NULL);
         CHECK(is_filled(at, was < sizes[i] ? was : sizes[i], (unsigned char)(i + 1)));
-        CHECK_EQ(um__table_has(at), sizes[i] >= MIB);
+        CHECK_EQ(um__table_find(at) != NULL, sizes[i] >= MIB);
         was = sizes[i];
         memset(at, (int)i + 2, was);
         um__large_free(blocker); /* whatever lay behind it */
@@ -80,7 +80,8 @@ TEST(alignments_are_kept) {
         void *third = um__large_aligned_alloc(aligns[i], 4 * MIB);
         CHECK(at != NULL && second != NULL && third != NULL);
         CHECK_EQ(((uintptr_t)at | (uintptr_t)second | (uintptr_t)third) % aligns[i], 0);
-        CHECK(um__table_has(at) && um__table_has(second) && um__table_has(third));
+        CHECK(um__table_find(at) != NULL && um__table_find(second) != NULL &&
+              um__table_find(third) != NULL);
         um__large_free(at);
         um__large_free(second);
         um__large_free(third);
@@ -89,7 +90,7 @@ TEST(alignments_are_kept) {
     CHECK_EQ(um__large_posix_memalign(&none, 3, 3 * MIB), EINVAL);
     /* Aligned as ours are, and none of ours. */
     void *theirs = um__large_memalign(UM__SLOT_BYTES, 100);
-    CHECK(!um__table_has(theirs));
+    CHECK(um__table_find(theirs) == NULL);
     um__large_free(theirs);
 }
 
@@ -98,7 +99,7 @@ TEST(what_cannot_be_placed_goes_to_the_next_allocator) {
     map_errno = ENOMEM;
     uint64_t before = counts_now().n_passed_on;
     void *at = um__large_malloc(33 * MIB);
-    CHECK(at != NULL && !um__table_has(at));
+    CHECK(at != NULL && um__table_find(at) == NULL);
     CHECK_EQ(counts_now().n_passed_on, before + 1);
     at = um__large_realloc(at, 40 * MIB);
     CHECK(at != NULL);
@@ -124,7 +125,7 @@ TEST(what_is_not_strict_is_counted) {
     um__counts before = counts_now();
     lock_errno = bind_errno = EPERM;
     void *at = um__large_malloc(20 * MIB);
-    CHECK(um__table_has(at));
+    CHECK(um__table_find(at) != NULL);
     CHECK_EQ(counts_now().n_unbound - before.n_unbound, 1);
     CHECK_EQ(counts_now().n_unlocked - before.n_unlocked, 1);
     um__large_free(at);
@@ -135,7 +136,7 @@ TEST(a_pool_without_room_is_replaced_unless_strict) {
     uint64_t before = counts_now().n_fallback;
     hugetlb_errno = ENOMEM;
     void *at = um__large_malloc(20 * MIB);
-    CHECK(um__table_has(at));
+    CHECK(um__table_find(at) != NULL);
     CHECK_EQ(counts_now().n_fallback, before + 1);
     um__large_free(at);
     begin_with("1 pages=2m page=4096 thp=2097152 min=1048576 strict=1");
@@ -147,20 +148,20 @@ TEST(a_forked_child_goes_on_by_itself) {
     begin_with(THP_SETTINGS);
     unsigned char *at = um__large_malloc(20 * MIB);
     memset(at, 5, 20 * MIB);
-    um__table_before_fork();
+    um__table_lock();
     pid_t child = fork();
     if (child == 0) {
         um__table_in_child();
-        bool good = um__table_has(at) && is_filled(at, 20 * MIB, 5);
+        bool good = um__table_find(at) != NULL && is_filled(at, 20 * MIB, 5);
         um__large_free(at);
         void *other = um__large_malloc(20 * MIB);
-        _exit(good && um__table_has(other) ? 0 : 1);
+        _exit(good && um__table_find(other) != NULL ? 0 : 1);
     }
-    um__table_in_parent();
+    um__table_unlock();
     int status = -1;
     waitpid(child, &status, 0);
     CHECK_EQ(status, 0);
-    CHECK(um__table_has(at));
+    CHECK(um__table_find(at) != NULL);
     um__large_free(at);
 }
 

@@ -49,8 +49,8 @@ TEST(what_is_large_is_placed_and_what_is_small_is_passed_on) {
                      hook_aligned_alloc(64, 1024),
                      aligned};
     for (size_t i = 0; i < COUNT(large); i++) {
-        CHECK(um__table_has(large[i]) && hook_malloc_usable_size(large[i]) >= 2 * MIB);
-        CHECK(!um__table_has(small[i]) && hook_malloc_usable_size(small[i]) >= SMALL);
+        CHECK(um__table_find(large[i]) != NULL && hook_malloc_usable_size(large[i]) >= 2 * MIB);
+        CHECK(um__table_find(small[i]) == NULL && hook_malloc_usable_size(small[i]) >= SMALL);
     }
     hook_free_sized(large[0], 2 * MIB);
     hook_free_aligned_sized(large[5], 64, 2 * MIB);
@@ -132,7 +132,7 @@ static void fork_once(void) {
     pid_t pid = fork();
     if (pid == 0) {
         void *large = hook_malloc(2 * MIB);
-        bool placed = large != NULL && um__table_has(large);
+        bool placed = large != NULL && um__table_find(large) != NULL;
         hook_free(large);
         _exit(placed ? 0 : 1);
     }

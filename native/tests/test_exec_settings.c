@@ -5,7 +5,7 @@ TEST(all_of_a_text_is_read) {
     um__settings_read(&read, "1 pages=2m page=4096 thp=2097152 min=65536 most=1000000 lock=1 "
                              "strict=1 prefault=123 threads=7 pid=42 report=1 policy=3:a:0:1");
     CHECK(read.active && read.lock && read.strict && read.report);
-    CHECK_EQ(read.pages, UM__EXEC_2M);
+    CHECK_EQ(read.pages, UM__2M);
     CHECK_EQ(read.min_bytes, 65536);
     CHECK_EQ(read.most_bytes, 1000000);
     CHECK_EQ(read.prefault_bytes, 123);
@@ -20,11 +20,11 @@ TEST(all_of_a_text_is_read) {
 TEST(each_name_of_pages_is_known) {
     static const struct {
         const char *text;
-        um__exec_pages pages;
-    } cases[] = {{"1 pages=auto", UM__EXEC_AUTO},
-                 {"1 pages=thp", UM__EXEC_THP},
-                 {"1 pages=1g min=4096", UM__EXEC_1G},
-                 {"1 pages=thpx", UM__EXEC_AUTO}};
+        um__pages pages;
+    } cases[] = {{"1 pages=auto", UM__AUTO},
+                 {"1 pages=thp", UM__THP},
+                 {"1 pages=1g min=4096", UM__1G},
+                 {"1 pages=thpx", UM__AUTO}};
     for (size_t i = 0; i < COUNT(cases); i++) {
         um__settings read;
         um__settings_read(&read, cases[i].text);

@@ -43,7 +43,7 @@ static void start(uint64_t n_tensors, uint64_t n_kv) {
 static void put_data(size_t alignment) {
     put_zeros((alignment - file_nbytes % alignment) % alignment + DATA_NBYTES);
 }
-/* A tensor with up to two dimensions, of which n_dims are written. */
+/* A tensor with up to two dimensions; n_dims are written. */
 static void put_tensor(const char *name, uint32_t n_dims, uint64_t ne0, uint64_t ne1, uint32_t type,
                        uint64_t offset) {
     const uint64_t ne[2] = {ne0, ne1};

@@ -5,7 +5,7 @@
 
 enum { FILE_PAGES = 4, N_THREADS = 6, N_FAULTS = 3000, EXIT_STATUS_OF_A_LOOP = 77 };
 
-/* A mapped file of which all pages but the first were cut off. */
+/* A mapped file whose pages were cut off, but for the first. */
 static unsigned char *cut;
 /* Another such file, which no run guards. */
 static unsigned char *foreign;

@@ -137,7 +137,7 @@ TEST(partial_reads) {
     enum { PIECE = 4 << 20 };
     size_t nbytes = 20 * page + 77;
     AUTO_BLOCK block = make_pages(PIECE + 24 * page, UM_PAGES_4K);
-    /* At a unit between pieces, so that there is none inside, which would be one read more. */
+    /* At a unit between pieces: a unit inside would be one read more. */
     void *to = (void *)(((uintptr_t)block.base + PIECE - 1) / PIECE * PIECE);
     AUTO_FD fd = make_file(4, nbytes);
     um_load_part part = {.fd = fd, .to = to, .nbytes = nbytes};

@@ -12,7 +12,7 @@ static uint64_t utf8_nbytes(const char *text) {
     return n;
 }
 
-/* Each of the texts, behind so many letters, and with letters behind it or not. */
+/* Each of the texts, behind a number of letters, and with letters behind it or not. */
 static void check_utf8(const char *texts, size_t n_before, bool good) {
     for (size_t n = 0; *texts != '\0'; texts += n + (texts[n] == ' ')) {
         char text[64];

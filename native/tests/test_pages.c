@@ -167,7 +167,7 @@ TEST(files) {
         CHECK_OK(um_block_advise(&block, UM_ADVICE_RANDOM, &test_err));
         look(&block, 0, nbytes);
         if (n_with(n, IN_RAM) != 0) {
-            test_skip("the page cache keeps what it is told to drop");
+            test_skip("the page cache keeps what it should drop");
             unmap_block(&block);
             return;
         }

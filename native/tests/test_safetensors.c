@@ -163,7 +163,7 @@ TEST(prefixes) {
 
 TEST(failing_allocations) {
     put_everything();
-    check_failing_allocations(8); /* three tables, one of which grows, and names with escapes */
+    check_failing_allocations(8); /* three tables, one that grows, and names with escapes */
 }
 
 TEST(head_rules) {

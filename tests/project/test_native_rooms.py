@@ -64,7 +64,8 @@ def test_internal_names_have_two_underscores() -> None:
     public, wrong = public_names(), set()
     for folder in ("src", "exec"):
         for path in (ROOT / "native" / folder).rglob("*.[ch]"):
-            names = set(re.findall(r"\b(?:um|UM)_(?!_)\w+", path.read_text()))
+            text = re.sub(r"\w+##", "", path.read_text())  # names that a macro puts together
+            names = set(re.findall(r"\b(?:um|UM)_(?!_)\w+", text))
             wrong |= {name for name in names - public if not GUARDS_AND_TESTS.fullmatch(name)}
     assert wrong == set()
 

@@ -67,13 +67,9 @@ um_status um_marks_begin(unsigned *out, um_error *err) {
     uint64_t taken = atomic_load(&marks_taken);
     unsigned marks;
     do {
-        if (taken == UINT64_MAX) {
-            return um__fail_full(err, UM_MARKS_FULL, UM_MAX_MARKS, UM_MAX_MARKS, 1, "marks");
-        }
-        marks = 0;
-        while (taken >> marks & 1) {
-            marks++;
-        }
+        UM__RETURN_IF(taken == UINT64_MAX,
+                      um__fail_full(err, UM_MARKS_FULL, UM_MAX_MARKS, UM_MAX_MARKS, 1, "marks"));
+        marks = (unsigned)__builtin_ctzll(~taken);
     } while (!atomic_compare_exchange_weak(&marks_taken, &taken, taken | (uint64_t)1 << marks));
     for (int i = 0; i < UM_CAT_COUNT; i++) {
         atomic_store(&marks_bytes[marks][i], 0);

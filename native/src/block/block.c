@@ -1,9 +1,17 @@
-/* Blocks: mapping memory, locking it, and advising the kernel about it. */
+/* Blocks: mapping memory, locking it, and advising the kernel about it.
+ *
+ *     map_base                                                        map_base + map_nbytes
+ *     | guard page | committed | gap | committed | reserved, no memory ... | guard page |
+ *                  base ------ nbytes                      base + reserved_nbytes
+ *
+ * The base never moves. Memory comes and goes in steps: pages, huge or not (grow.c). While exactly
+ * [0, nbytes) is committed, the block has no bits; from the first gap on, it has a bit for each
+ * step (steps.c). Shared memory is a file with the same offsets; mirrored memory maps each piece of
+ * its file twice (mirror.h). */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"
 #include "block/map.h"
-#include "block/memfd.h"
 #include "block/mirror.h"
 #include "block/space.h"
 #include "block/steps.h"
@@ -118,7 +126,6 @@ um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *opt
                       .requested_pages = options->pages,
                       .category = options->category,
                       .numa = options->numa,
-                      .lock = UM_LOCK_NONE,
                       .sharing = options->sharing,
                       .access = shared ? UM_ACCESS_SHARED : UM_ACCESS_PRIVATE,
                       .mirror_nbytes = options->mirror_nbytes,
@@ -179,13 +186,11 @@ typedef int (*range_call)(const um_block *block, void *address, size_t nbytes, i
 static int call_runs(const um_block *block, size_t end, range_call call, int argument,
                      size_t *out_done) {
     size_t step = block->step_nbytes;
-    for (um__run run = {0}; um__block_next_run(block, run.end, end, true, &run);) {
+    UM__EACH_RUN(run, block, 0, end, true) {
         int os_errno = call(block, (char *)block->base + run.first * step,
                             (run.end - run.first) * step, argument);
         *out_done = run.end;
-        if (os_errno != 0) {
-            return os_errno;
-        }
+        UM__RETURN_IF(os_errno != 0, os_errno);
     }
     return 0;
 }

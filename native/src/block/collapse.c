@@ -57,20 +57,15 @@ static um_status collapse_range(uintptr_t first, uintptr_t end, size_t huge_page
         char *page = (char *)at;
         int os_errno = collapse_page(page, huge_page, mirror == 0 ? NULL : page + mirror, &call);
         /* EBUSY: the memory cgroup has no room for a huge page. */
-        if (os_errno == EBUSY) {
-            return um__fail_nomem(err, os_errno, huge_page, call);
-        }
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, huge_page, call);
-        }
+        UM__RETURN_IF(os_errno == EBUSY, um__fail_nomem(err, os_errno, huge_page, call));
+        UM__RETURN_IF(os_errno != 0, um__fail_os(err, os_errno, huge_page, call));
     }
     return UM_OK;
 }
 
 static um_status collapse_all(um_block *block, size_t huge_page, um_error *err) {
     size_t step = block->step_nbytes;
-    for (um__run run = {0};
-         um__block_next_run(block, run.end, um__block_n_steps(block), true, &run);) {
+    UM__EACH_RUN(run, block, 0, um__block_n_steps(block), true) {
         UM__TRY(collapse_range((uintptr_t)block->base + run.first * step,
                                (uintptr_t)block->base + run.end * step, huge_page, 0, err));
     }
@@ -96,13 +91,11 @@ um_status um_block_collapse(um_block *block, um_error *err) {
     if (um__hugetlb_shift(block->requested_pages) != 0 || step == 0) {
         return UM_OK;
     }
-    if (block->requested_pages == UM_PAGES_4K) {
-        return um__fail_os(err, EINVAL, um__block_committed_nbytes(block), "madvise");
-    }
+    UM__RETURN_IF(block->requested_pages == UM_PAGES_4K,
+                  um__fail_os(err, EINVAL, um__block_committed_nbytes(block), "madvise"));
     size_t huge_page = step > um__os_page_bytes() ? step : um_huge_page_bytes();
-    if (huge_page == 0) {
-        return um__fail_os(err, EOPNOTSUPP, um__block_committed_nbytes(block), "madvise");
-    }
+    UM__RETURN_IF(huge_page == 0,
+                  um__fail_os(err, EOPNOTSUPP, um__block_committed_nbytes(block), "madvise"));
     um_status status = block->mirror_nbytes == 0 ? collapse_all(block, huge_page, err)
                                                  : collapse_images(block, huge_page, err);
     /* The kernel ignores the policy: it puts a huge page on the node with most of its small pages,

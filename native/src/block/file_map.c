@@ -37,31 +37,28 @@ um_status um__file_check_range(int fd, uint64_t offset, size_t nbytes, size_t *o
     UM__INVALID_IF(offset % *out_page != 0, err,
                    "the offset in the file is not a multiple of the page size");
     UM__TRY_OS(um__os_file_nbytes(fd, out_file_nbytes), err, nbytes, "fstat");
-    if (offset > *out_file_nbytes || nbytes > *out_file_nbytes - offset) {
-        return um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
-                               "the range goes beyond the end of the file");
-    }
+    UM__RETURN_IF(offset > *out_file_nbytes || nbytes > *out_file_nbytes - offset,
+                  um__fail_detail(err, UM_E_INVALID, UM_BLOCK_PAST_FILE,
+                                  "the range goes beyond the end of the file"));
     return UM_OK;
 }
 
 /* Maps the range at `base`. errors: UM_E_NOMEM, UM_E_OS. */
 static um_status map_at(void *base, const file_range *range, um_access access,
                         int *out_is_cache_hidden, um_error *err) {
-    const char *call = "mmap";
-    int os_errno = 0;
     *out_is_cache_hidden = 0;
     /* hugetlb pages are promised when they are mapped, and are not in the page cache. */
     if (range->page == um__os_page_bytes()) {
-        os_errno = find_whether_hidden(range->fd, range->file_nbytes, base, out_is_cache_hidden);
+        UM__TRY_OS(find_whether_hidden(range->fd, range->file_nbytes, base, out_is_cache_hidden),
+                   err, range->nbytes, "mmap");
     }
-    if (os_errno == 0) {
-        os_errno = um__os_map_file_at(base, range->fd, range->offset, range->nbytes, access);
+    UM__TRY_OS(um__os_map_file_at(base, range->fd, range->offset, range->nbytes, access), err,
+               range->nbytes, "mmap");
+    if (access == UM_ACCESS_SHARED) {
+        UM__TRY_OS(um__os_advise(base, range->whole_pages, UM__OS_DONT_FORK), err, range->nbytes,
+                   "madvise");
     }
-    if (os_errno == 0 && access == UM_ACCESS_SHARED) {
-        call = "madvise";
-        os_errno = um__os_advise(base, range->whole_pages, UM__OS_DONT_FORK);
-    }
-    return os_errno == 0 ? UM_OK : um__fail_os(err, os_errno, range->nbytes, call);
+    return UM_OK;
 }
 
 um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbytes, um_access access,
@@ -72,11 +69,7 @@ um_status um_block_map_file(um_block *out, int fd, uint64_t offset, size_t nbyte
     UM__TRY(um__file_check_range(fd, offset, nbytes, &range.page, &range.file_nbytes, err));
     UM__INVALID_IF(nbytes == 0 || !um__round_up(nbytes, range.page, &range.whole_pages), err,
                    "nbytes");
-    /* The kernel maps huge pages of the page cache as such only where address and offset agree. */
-    size_t huge_page = um_huge_page_bytes(), align = range.page;
-    if (huge_page > align && range.whole_pages >= huge_page) {
-        align = huge_page;
-    }
+    size_t align = um__space_align(range.page, range.whole_pages);
     um__space space;
     int is_cache_hidden;
     UM__TRY(um__space_reserve(&space, range.whole_pages, align, offset % align, nbytes, err));

@@ -1,4 +1,12 @@
-/* Growing and shrinking: steps of a block's address space get memory, or give it back. */
+/* Growing and shrinking: steps of a block's address space get memory, or give it back.
+ *
+ *     step        0  1  2  3  4  5  6  7
+ *     committed   1  1  1  0  1  1  0  0     nbytes ends at step 3, the first gap
+ *     overlaid    0  0  0  0  1  1  0  0     steps 4 and 5 are a file's, copy-on-write
+ *
+ * commit maps steps that are not committed: 3, 6, 7. release makes steps inaccessible again and
+ * punches the file of shared memory. discard drops pages and leaves the bits. overlay commits steps
+ * as a mapping of a file. A change is prepared, made, and only then recorded (steps.h). */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"
@@ -62,11 +70,10 @@ um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_erro
         status = um__block_map_range(block, run.first * step, nbytes_of(block, run), nbytes, err);
     }
     if (status != UM_OK) {
-        /* The file of shared memory is left as it is: other processes may have written to it. So
-         * hugetlb pages that the pool has promised to an earlier run stay promised, for the next
-         * try or until the file goes. */
-        for (um__run undo = {.end = range.first};
-             um__block_next_run(block, undo.end, run.end, false, &undo);) {
+        /* The file of shared memory stays, since other processes may have written to it. So hugetlb
+         * pages that the pool has promised stay promised, for the next try or until the file
+         * goes. */
+        UM__EACH_RUN(undo, block, range.first, run.end, false) {
             um__os_reserve_at(address_of(block, undo.first), nbytes_of(block, undo));
         }
         um__steps_abandon(block, &change);
@@ -76,25 +83,22 @@ um_status um_block_commit(um_block *block, size_t offset, size_t nbytes, um_erro
     return UM_OK;
 }
 
-/* Touches the hugetlb pages of shared memory that the pool has only promised. Punching a hole gives
- * back pages that exist, while a promise would stay. */
+/* Touches the hugetlb pages of shared memory that the pool has only promised: punching a hole gives
+ * back pages, and no promises. */
 static void fetch_promised_pages(const um_block *block, um__run range) {
     if (block->sharing == UM_SHARING_NONE || um__hugetlb_shift(block->requested_pages) == 0) {
         return;
     }
-    for (um__run run = {.end = range.first};
-         um__block_next_run(block, run.end, range.end, true, &run);) {
+    UM__EACH_RUN(run, block, range.first, range.end, true) {
         um__os_advise(address_of(block, run.first), nbytes_of(block, run), UM__OS_POPULATE_WRITE);
     }
 }
 
 /* Maps shared memory again that could not be given back. If the kernel refuses that, too, the
- * memory keeps its contents and may be committed later. Until then the block records that it is not
- * mapped. */
+ * memory keeps its contents, and the block records that it is not committed. */
 static void restore(um_block *block, const um__steps_change *change) {
     bool restored = true;
-    for (um__run run = {.end = change->range.first};
-         um__block_next_run(block, run.end, change->range.end, true, &run);) {
+    UM__EACH_RUN(run, block, change->range.first, change->range.end, true) {
         size_t nbytes = nbytes_of(block, run);
         restored = restored && um__block_map_range(block, run.first * block->step_nbytes, nbytes,
                                                    nbytes, NULL) == UM_OK;
@@ -143,8 +147,7 @@ um_status um_block_release(um_block *block, size_t offset, size_t nbytes, size_t
 
 /* ---- discard ---- */
 
-/* Makes steps that are a file's the block's own. Otherwise their dropped pages would be read from
- * the file again. */
+/* Makes steps of a file the block's own: dropped pages would be read from the file again. */
 static um_status replace_overlays(um_block *block, um__run range, um_error *err) {
     for (um__run run = {.end = range.first};
          um__block_next_overlay(block, run.end, range.end, true, &run);) {
@@ -164,9 +167,9 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
     UM__INVALID_IF(may_only_be_read(block), err,
                    "memory that may only be read cannot be discarded");
     UM__INVALID_IF(block->lock != UM_LOCK_NONE, err, "locked memory cannot be discarded");
-    /* The pool would keep the pages for the block, so nobody would gain anything. If it does not
-     * keep them (those of a file, or of private memory before Linux 6.9), or has none left on the
-     * node that the block is bound to, the next touch would kill the process. */
+    /* The pool would keep the pages for the block, so nothing would be gained. If it does not (for
+     * a file, or private memory before Linux 6.9), or has none on the block's node, the next touch
+     * would kill the process. */
     UM__INVALID_IF(um__hugetlb_shift(block->requested_pages) != 0, err,
                    "hugetlb memory cannot be discarded: release it");
     um__run range = whole_steps(block, offset, end);
@@ -182,9 +185,7 @@ um_status um_block_discard(um_block *block, size_t offset, size_t nbytes, size_t
             call = "madvise";
             os_errno = um__os_advise(address_of(block, range.first), discarded, UM__OS_DONTNEED);
         }
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, nbytes, call);
-        }
+        UM__RETURN_IF(os_errno != 0, um__fail_os(err, os_errno, nbytes, call));
         UM__TRY(replace_overlays(block, range, err));
     }
     if (out_nbytes != NULL) {

@@ -148,9 +148,7 @@ um_status um_load_start(um_load **out, const um_load_part *parts, size_t n_parts
                        !um__add(nbytes, sizeof(um_load), &nbytes),
                    err, "n_parts");
     um_load *load = um__heap_alloc(1, nbytes);
-    if (load == NULL) {
-        return um__fail_nomem(err, ENOMEM, nbytes, "calloc");
-    }
+    UM__RETURN_IF(load == NULL, um__fail_nomem(err, ENOMEM, nbytes, "calloc"));
     um_status status = set_sizes(load, options, err);
     if (status == UM_OK) {
         status = set_parts(load, parts, n_parts, err);
@@ -199,8 +197,7 @@ um_status um_load_end(um_load *load, size_t *out_part, um_error *err) {
         *out_part = part;
     }
     /* EFAULT: the pool of huge pages, or the file system of shared memory, is full. */
-    if (os_errno == EFAULT || os_errno == ENOMEM) {
-        return um__fail_nomem(err, ENOMEM, nbytes, "pread");
-    }
+    UM__RETURN_IF(os_errno == EFAULT || os_errno == ENOMEM,
+                  um__fail_nomem(err, ENOMEM, nbytes, "pread"));
     return um__fail_io(err, os_errno, nbytes, "pread");
 }

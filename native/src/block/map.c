@@ -7,7 +7,6 @@
 #include "os/os.h"
 
 #include <errno.h>
-#include <stdbool.h>
 
 /* Tells the kernel which pages a range may have. */
 static int advise_pages(const um_block *block, void *address, size_t nbytes) {

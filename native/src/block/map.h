@@ -1,4 +1,4 @@
-/* Mapping the memory of a block into its address space. */
+/* Mapping the memory of a block into its address space, and the file behind shared memory. */
 #ifndef UM_MAP_H
 #define UM_MAP_H
 
@@ -19,5 +19,12 @@ UM_CHECKED um_status um__file_check_range(int fd, uint64_t offset, size_t nbytes
 
 /* Fails for an errno of mlock2 or munlock. */
 um_status um__fail_lock(um_error *err, int os_errno, size_t asked, const char *call);
+
+/* Opens a descriptor of nbytes of shared memory. The caller closes it. errors: UM_E_INVALID,
+ * UM_E_NOMEM, UM_E_OS. */
+UM_CHECKED um_status um__memfd_open(const um_block_options *options, size_t nbytes, int *out_fd,
+                                    um_error *err);
+/* Undoes um__memfd_open if no block is made of it. */
+void um__memfd_discard(const um_block_options *options, int fd);
 
 #endif

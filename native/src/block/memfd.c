@@ -1,5 +1,5 @@
 /* The file behind the shared memory of a new block: a memfd, or an empty file of the caller's. */
-#include "block/memfd.h"
+#include "block/map.h"
 
 #include "base/status.h"
 #include "block/space.h"
@@ -51,20 +51,21 @@ void um__memfd_discard(const um_block_options *options, int fd) {
     um__os_close(fd);
 }
 
+static um_status set_size(int fd, size_t nbytes, bool seals, um_error *err) {
+    UM__TRY_OS(um__os_resize(fd, nbytes), err, nbytes, "ftruncate");
+    UM__TRY_OS(seals ? um__os_seal(fd, 0) : 0, err, nbytes, "fcntl");
+    return UM_OK;
+}
+
 um_status um__memfd_open(const um_block_options *options, size_t nbytes, int *out_fd,
                          um_error *err) {
     bool is_file = options->sharing == UM_SHARING_FD;
     int fd;
     UM__TRY(is_file ? take_file(options, &fd, err) : make_memfd(options, &fd, err));
-    const char *call = "ftruncate";
-    int os_errno = um__os_resize(fd, nbytes);
-    if (os_errno == 0 && !is_file) {
-        call = "fcntl";
-        os_errno = um__os_seal(fd, 0);
-    }
-    if (os_errno != 0) {
+    um_status status = set_size(fd, nbytes, !is_file, err);
+    if (status != UM_OK) {
         um__memfd_discard(options, fd);
-        return um__fail_os(err, os_errno, nbytes, call);
+        return status;
     }
     *out_fd = fd;
     return UM_OK;

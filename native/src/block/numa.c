@@ -167,9 +167,7 @@ static um_status find_phase(repair *r, int64_t *borders, bool *out_unanimous, um
  * an errno. */
 static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
     int os_errno = um__os_move_pages(r->n, r->pages, NULL, r->status);
-    if (os_errno != 0) {
-        return os_errno;
-    }
+    UM__RETURN_IF(os_errno != 0, os_errno);
     uint64_t last_unit = UINT64_MAX;
     r->n_moves = 0;
     *out_elsewhere = 0;
@@ -194,9 +192,7 @@ static int list_moves(repair *r, bool heads, size_t *out_elsewhere) {
 static int find_stuck(repair *r, size_t first, size_t *out) {
     size_t n = r->n_moves - first;
     int os_errno = um__os_move_pages(n, r->move_pages + first, NULL, r->status);
-    if (os_errno != 0) {
-        return os_errno;
-    }
+    UM__RETURN_IF(os_errno != 0, os_errno);
     size_t i = 0;
     while (i < n && (r->status[i] == r->move_nodes[first + i] || r->status[i] < 0 ||
                      r->move_status[first + i] != NOT_TRIED)) {
@@ -219,9 +215,7 @@ static int run_moves(repair *r, bool *out_again) {
         }
         int os_errno = um__os_move_pages(r->n_moves - first, r->move_pages + first,
                                          r->move_nodes + first, r->move_status + first);
-        if (os_errno != 0 && os_errno != ENOMEM) {
-            return os_errno;
-        }
+        UM__RETURN_IF(os_errno != 0 && os_errno != ENOMEM, os_errno);
         size_t n_not_tried = 0;
         for (size_t i = first; i < r->n_moves; i++) {
             n_not_tried += r->move_status[i] == NOT_TRIED;
@@ -232,9 +226,7 @@ static int run_moves(repair *r, bool *out_again) {
         }
         size_t stuck;
         int query_errno = find_stuck(r, first, &stuck);
-        if (query_errno != 0) {
-            return query_errno;
-        }
+        UM__RETURN_IF(query_errno != 0, query_errno);
         if (stuck == r->n_moves) {
             break;
         }
@@ -263,9 +255,7 @@ static um_status repair_batch(repair *r, uint64_t *elsewhere_nbytes, um_error *e
             *elsewhere_nbytes += n_elsewhere * r->page;
             return UM_OK;
         }
-        if (os_errno != 0) {
-            return um__fail_os(err, os_errno, 0, "move_pages");
-        }
+        UM__RETURN_IF(os_errno != 0, um__fail_os(err, os_errno, 0, "move_pages"));
     }
 }
 
@@ -298,9 +288,7 @@ static um_status make_pattern(um__numa_pattern *out, const um_numa *numa, um_err
 static um_status find_spread(repair *r, const um_placement *placement, bool *out_unanimous,
                              um_error *err) {
     int64_t *borders = um__heap_alloc(r->pattern.cycle + (size_t)1, sizeof *borders);
-    if (borders == NULL) {
-        return um__fail_os(err, ENOMEM, 0, "calloc");
-    }
+    UM__RETURN_IF(borders == NULL, um__fail_os(err, ENOMEM, 0, "calloc"));
     um_status status = UM_OK;
     *out_unanimous = false;
     /* Where the kernel had no huge page, it has spread small ones. That is as good. */
@@ -352,9 +340,7 @@ um_status um_block_repair(um_block *block, uint64_t *out_nbytes, um_error *err) 
     um_placement placement;
     UM__TRY(um_block_verify(block, &placement, err));
     repair *r = um__heap_alloc(1, sizeof *r);
-    if (r == NULL) {
-        return um__fail_os(err, ENOMEM, sizeof *r, "calloc");
-    }
+    UM__RETURN_IF(r == NULL, um__fail_os(err, ENOMEM, sizeof *r, "calloc"));
     bool hugetlb = placement.pages == UM_PAGES_2M || placement.pages == UM_PAGES_1G;
     r->block = block;
     r->page = hugetlb ? (size_t)placement.page_bytes : um__os_page_bytes();

@@ -37,9 +37,7 @@ static int mark_scanned(const view *v, int pagemap) {
         if (os_errno == EINTR) {
             continue;
         }
-        if (os_errno != 0) {
-            return os_errno;
-        }
+        UM__RETURN_IF(os_errno != 0, os_errno);
         for (size_t i = 0; i < n_runs; i++) {
             size_t from = (size_t)(runs[i].start - (uintptr_t)v->first) / v->page;
             size_t to = (size_t)(runs[i].end - (uintptr_t)v->first) / v->page;
@@ -62,9 +60,7 @@ static int mark_read(const view *v, int pagemap) {
         if (os_errno == EINTR) {
             continue;
         }
-        if (os_errno != 0 || got < sizeof *entries) {
-            return os_errno != 0 ? os_errno : EIO;
-        }
+        UM__RETURN_IF(os_errno != 0 || got < sizeof *entries, os_errno != 0 ? os_errno : EIO);
         for (size_t k = 0; k < got / sizeof *entries; k++, i++) {
             if ((entries[k] & ENTRY_PRESENT) != 0) {
                 v->pages[i] = v->mapped;
@@ -81,9 +77,7 @@ static um_status mark_mapped(const view *v, um_error *err) {
         memset(v->pages, UM_PAGE_UNKNOWN, v->hugetlb_page != 0 ? v->n_pages : 0);
         return UM_OK;
     }
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "open /proc/self/pagemap");
-    }
+    UM__RETURN_IF(os_errno != 0, um__fail_os(err, os_errno, 0, "open /proc/self/pagemap"));
     const char *call = "ioctl of /proc/self/pagemap";
     os_errno = mark_scanned(v, pagemap);
     if (os_errno == ENOTTY) {
@@ -112,9 +106,7 @@ static int ask_nodes(const view *v, size_t huge_page, int16_t *out_nodes) {
             end++;
         }
         int os_errno = n == 0 ? 0 : um__os_move_pages(n, addresses, NULL, status);
-        if (os_errno != 0) {
-            return os_errno;
-        }
+        UM__RETURN_IF(os_errno != 0, os_errno);
         for (size_t i = begin, k = 0; i < end; i++) {
             if ((v->pages[i] & UM_PAGE_MAPPED) == 0) {
                 out_nodes[i] = -1;

@@ -1,5 +1,4 @@
 /* Placement: what the kernel says of a block. */
-#include "base/sizes.h"
 #include "base/status.h"
 #include "block/mirror.h"
 #include "block/space.h"
@@ -182,9 +181,7 @@ static um_status read_nodes(const um_block *block, uint64_t resident_bytes, uint
         node_bytes[0] = resident_bytes; /* a kernel that knows no nodes */
         return UM_OK;
     }
-    if (os_errno != 0) {
-        return um__fail_os(err, os_errno, 0, "open /proc/self/numa_maps");
-    }
+    UM__RETURN_IF(os_errno != 0, um__fail_os(err, os_errno, 0, "open /proc/self/numa_maps"));
     uint64_t images[2][UM_MAX_NODES] = {{0}};
     size_t image = 0;
     for (char *line; (os_errno = um__proc_lines_next(&lines, &line)) == 0 && line != NULL;) {

@@ -47,12 +47,8 @@ static um_status look_at_file(um_block *block, um_error *err) {
 }
 
 static um_status map_whole(um_block *block, um_error *err) {
-    size_t huge_page = um_huge_page_bytes(), align = block->step_nbytes;
-    /* The kernel maps huge pages of shared memory only where address and offset agree. */
-    if (huge_page > align && block->nbytes >= huge_page) {
-        align = huge_page;
-    }
     um__space space;
+    size_t align = um__space_align(block->step_nbytes, block->nbytes);
     UM__TRY(um__space_reserve(&space, block->nbytes, align, 0, block->requested_nbytes, err));
     block->base = space.data;
     block->map_base = space.map_base;

@@ -50,6 +50,11 @@ um_status um__space_reserve(um__space *out, size_t nbytes, size_t align, size_t 
     return UM_OK;
 }
 
+size_t um__space_align(size_t page, size_t nbytes) {
+    size_t huge_page = um_huge_page_bytes();
+    return huge_page > page && nbytes >= huge_page ? huge_page : page;
+}
+
 unsigned um__hugetlb_shift(um_pages pages) {
     return pages == UM_PAGES_2M ? 21 : pages == UM_PAGES_1G ? 30 : 0;
 }

@@ -20,6 +20,10 @@ typedef struct um__space {
 UM_CHECKED um_status um__space_reserve(um__space *out, size_t nbytes, size_t align, size_t phase,
                                        size_t asked, um_error *err);
 
+/* Returns the alignment of nbytes of a file with this page: the kernel maps huge pages of the page
+ * cache as such only where the address and the offset agree. */
+size_t um__space_align(size_t page, size_t nbytes);
+
 /* Returns the logarithm of the hugetlb page size that was asked for; 0 for other pages. */
 unsigned um__hugetlb_shift(um_pages pages);
 

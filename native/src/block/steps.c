@@ -32,7 +32,7 @@ size_t um__block_committed_nbytes(const um_block *block) {
     return __atomic_load_n(&block->committed_nbytes, __ATOMIC_RELAXED);
 }
 
-/* Returns the first step in [from, end) whose bit is `set`; `end` if there is none. */
+/* Returns the first step in [from, end) whose bit is `set`, or `end`. */
 static size_t find_bit(const uint64_t *words, size_t from, size_t end, bool set) {
     while (from < end) {
         uint64_t word = __atomic_load_n(&words[from / WORD_STEPS], __ATOMIC_RELAXED);
@@ -46,7 +46,7 @@ static size_t find_bit(const uint64_t *words, size_t from, size_t end, bool set)
     return end;
 }
 
-/* Returns the first step in [from, end) that is committed, or is not; `end` if there is none. */
+/* Returns the first step in [from, end) that is committed, or is not; or `end`. */
 static size_t find_step(const um_block *block, size_t from, size_t end, bool committed) {
     const uint64_t *bits = committed_bits(block);
     if (bits != NULL) {
@@ -128,8 +128,8 @@ void um__steps_set(uint64_t *words, um__run run, bool set) {
     }
 }
 
-/* Returns whether the committed steps are one piece from the base on, and stay so when the range is
- * committed or released. */
+/* Returns whether the committed steps are one piece from the base on, and stay so with the
+ * change. */
 static bool stays_whole(const um_block *block, um__run range, bool committed) {
     size_t n_committed = block->committed_nbytes / block->step_nbytes;
     return block->committed == NULL &&
@@ -160,8 +160,7 @@ void um__steps_abandon(const um_block *block, const um__steps_change *change) {
 
 static size_t count_steps(const um_block *block, um__run range, bool committed) {
     size_t n = 0;
-    for (um__run run = {.end = range.first};
-         um__block_next_run(block, run.end, range.end, committed, &run);) {
+    UM__EACH_RUN(run, block, range.first, range.end, committed) {
         n += run.end - run.first;
     }
     return n;

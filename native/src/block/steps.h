@@ -24,6 +24,9 @@ UM_CHECKED um_status um__block_check_range(const um_block *block, size_t offset,
  * there is no such run. */
 bool um__block_next_run(const um_block *block, size_t from, size_t end, bool committed,
                         um__run *out);
+/* Goes through the runs of [from, to). */
+#define UM__EACH_RUN(run, block, from, to, committed)                                              \
+    for (um__run run = {.end = (from)}; um__block_next_run(block, run.end, to, committed, &run);)
 /* Does so for steps that are a file's (um_block_overlay), or not. */
 bool um__block_next_overlay(const um_block *block, size_t from, size_t end, bool overlaid,
                             um__run *out);
@@ -33,8 +36,8 @@ UM_CHECKED um_status um__steps_alloc(const um_block *block, uint64_t **out, um_e
 /* Sets or clears the bits of a run. */
 void um__steps_set(uint64_t *words, um__run run, bool set);
 
-/* A change of which steps are committed. Everything that can fail happens in um__steps_begin,
- * before the memory changes. */
+/* A change of the committed steps. Everything that can fail happens in um__steps_begin, before the
+ * memory changes. */
 typedef struct um__steps_change {
     um__run range;
     uint64_t *words; /* the bits as they are; NULL if the block needs none after the change */

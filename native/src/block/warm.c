@@ -69,18 +69,14 @@ static int run_threads(warm_part *parts, unsigned n_parts) {
  * become shorter, or where the pool of huge pages or the file system of shared memory is full. */
 static um_status fail_populate(const um_block *block, bool is_file, int os_errno, size_t end,
                                size_t nbytes, um_error *err) {
-    if (os_errno != EFAULT) {
-        return um__fail_os(err, os_errno, nbytes, "madvise");
-    }
+    UM__RETURN_IF(os_errno != EFAULT, um__fail_os(err, os_errno, nbytes, "madvise"));
     bool shared = !is_file && block->sharing != UM_SHARING_NONE;
     uint64_t file_nbytes;
     size_t mapped_nbytes = SIZE_MAX; /* the rest was cut off; a mirrored memfd is sealed */
     if (shared && block->mirror_nbytes == 0 && um__os_file_nbytes(block->fd, &file_nbytes) == 0) {
         (void)um__round_up((size_t)file_nbytes, block->step_nbytes, &mapped_nbytes);
     }
-    if (is_file || mapped_nbytes < end) {
-        return um__fail(err, UM_E_IO, "madvise");
-    }
+    UM__RETURN_IF(is_file || mapped_nbytes < end, um__fail(err, UM_E_IO, "madvise"));
     return um__fail_os(err,
                        shared || um__hugetlb_shift(block->requested_pages) != 0 ? ENOMEM : EFAULT,
                        nbytes, "madvise");

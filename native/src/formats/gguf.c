@@ -1,8 +1,7 @@
-/* Reads the header of a GGUF file. Nothing of the input is trusted: bounds are checked before a
- * value is read, nothing is allocated for a count before the bytes in hand could hold it, and no
- * sum or product is unchecked. The layout is that of
- * https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, which do not differ
- * here. */
+/* Reads the header of a GGUF file, which is not trusted: bounds are checked before a value is read,
+ * nothing is allocated for a count that the bytes in hand cannot hold, and no sum or product is
+ * unchecked. The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md,
+ * versions 2 and 3, which do not differ here. */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"
@@ -24,8 +23,7 @@ enum {
     ARRAY_DEPTH_MAX = 16,
     ALIGNMENT_DEFAULT = 32,
     ALIGNMENT_MIN = 8, /* so that a mapped tensor is aligned for every element type */
-    /* A header that does not end in a small first piece has a vocabulary, and nearly all of these
-     * headers are shorter than this. Behind it, each request doubles the size. */
+    /* Headers with a vocabulary are nearly all shorter. Further requests double the size. */
     SECOND_PIECE_NBYTES = 16 << 20,
     /* The least bytes of an entry of each kind. They bound how many entries there can be. */
     KV_NBYTES_MIN = 8 + 4 + 1,
@@ -81,7 +79,7 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
  * breaks the rule. */
 static um_status need(const reader *r, uint64_t n, const char *rule, uint64_t field) {
     UM__BREAKS_IF(n > r->file_nbytes - r->at, r->err, rule, field);
-    /* Without this, a large sparse file would be read into memory as a whole. */
+    /* Otherwise a large sparse file would be read into memory as a whole. */
     UM__BREAKS_IF(n > HEADER_NBYTES_MAX - r->at, r->err, "the header is longer than 256 MiB",
                   field);
     if (n > r->nbytes - r->at) {
@@ -94,14 +92,13 @@ static um_status need(const reader *r, uint64_t n, const char *rule, uint64_t fi
     return UM_OK;
 }
 
-/* Returns how many of n rows, each of at least nbytes_min, the bytes in hand can hold. A table of
- * so many rows never overflows: the bytes run out before, and more are asked for. */
+/* Returns how many of n rows, each of at least nbytes_min, the bytes in hand can hold: a table of
+ * this size is large enough, since more rows need more bytes. */
 static uint64_t rows_at_most(const reader *r, uint64_t n, uint64_t nbytes_min) {
     return min_u64(n, (r->nbytes - r->at) / nbytes_min);
 }
 
-/* Returns NULL, with err filled, if there is no memory. A table of no rows has an address as
- * well. */
+/* Returns a table, which may have no rows; NULL, with err filled, without memory. */
 static void *alloc_table(const reader *r, uint64_t n, size_t row_bytes) {
     void *table = um__heap_alloc(n == 0 ? 1 : n, row_bytes);
     if (table == NULL) {
@@ -161,8 +158,8 @@ static um_status read_name(reader *r, const name_rules *rules, uint64_t *out_off
     return UM_OK;
 }
 
-/* Fails for the first name in the file that repeats an earlier one. There are n rows, `stride`
- * bytes apart, each of which begins with the offset and the length of a name. */
+/* Fails for the first name in the file that repeats an earlier one. Each of n rows, `stride` bytes
+ * apart, begins with the offset and the length of a name. */
 static um_status check_names_differ(const reader *r, const void *rows, size_t stride, uint64_t n,
                                     const char *rule) {
     if (n < 2) {
@@ -223,8 +220,8 @@ static um_status pass_strings(reader *r, uint64_t n, uint64_t field) {
     UM__TRY(check_fits(r, n, STRING_NBYTES_MIN, array_too_long, field));
     uint64_t offset, nbytes;
     for (uint64_t i = 0; i < n; i++) {
-        /* Vocabularies have hundreds of thousands of strings. One comparison passes a string that
-         * is in hand as a whole; read_string finds what is wrong with the others. */
+        /* Vocabularies have hundreds of thousands of strings: one comparison skips each that is in
+         * hand as a whole. */
         uint64_t left = r->nbytes - r->at;
         if (left >= sizeof(nbytes) &&
             (nbytes = load_u64(r->bytes + r->at)) <= left - sizeof(nbytes)) {
@@ -317,22 +314,19 @@ static um_status read_metadata(reader *r, um_gguf *gguf) {
 
 /* ---- tensors ---- */
 
-/* The fields of a tensor behind its name: n_dims, ne[n_dims], type, offset. */
+/* The places of the fields behind a tensor's name: n_dims, ne[n_dims] with the type, offset. */
 static uint64_t dims_field(const um_gguf_tensor *t) {
     return t->name_offset + t->name_nbytes;
 }
 static uint64_t ne_field(const um_gguf_tensor *t, uint32_t i) {
     return dims_field(t) + sizeof(uint32_t) + i * sizeof(uint64_t);
 }
-static uint64_t type_field(const um_gguf_tensor *t) {
-    return ne_field(t, t->n_dims);
-}
 static uint64_t offset_field(const um_gguf_tensor *t) {
-    return type_field(t) + sizeof(uint32_t);
+    return ne_field(t, t->n_dims) + sizeof(uint32_t);
 }
 
 static um_status read_dims(reader *r, um_gguf_tensor *out) {
-    /* A dimension of 0 makes an empty tensor, but must not hide that the others overflow. */
+    /* A dimension of 0 makes an empty tensor, but must not hide an overflow of the others. */
     uint64_t n_values = 1;
     UM__TRY(read_number(r, &out->n_dims, sizeof(uint32_t)));
     UM__BREAKS_IF(out->n_dims > UM_GGUF_MAX_DIMS, r->err, "a tensor has more than 4 dimensions",
@@ -355,7 +349,7 @@ static um_status check_type(const reader *r, um_gguf_tensor *t) {
     if (type == NULL) {
         const char *rule = t->type < n_tensor_types ? "a tensor's type was removed from ggml"
                                                     : "unknown type of a tensor";
-        return um__fail_format(r->err, rule, type_field(t));
+        return um__fail_format(r->err, rule, ne_field(t, t->n_dims));
     }
     UM__BREAKS_IF(t->ne[0] % type->block_values != 0, r->err,
                   "a tensor's rows are not whole blocks of its type",
@@ -377,7 +371,7 @@ static um_status read_tensor(reader *r, um_gguf_tensor *out) {
     return read_number(r, &out->offset, sizeof(uint64_t));
 }
 
-/* Turns the offset, which counts from the data, into one of the file. */
+/* Turns the offset in the data into an offset in the file. */
 static um_status place_tensor(const reader *r, const um_gguf *gguf, um_gguf_tensor *t) {
     uint64_t room = r->file_nbytes - min_u64(gguf->data_offset, r->file_nbytes);
     UM__BREAKS_IF(t->offset % gguf->alignment != 0, r->err,
@@ -397,8 +391,8 @@ static int compare_offsets(const void *a, const void *b) {
     return x < y ? -1 : x > y;
 }
 
-/* Returns the first of the tensors, in the order given, that begins inside another one; NULL if
- * there is none. Empty tensors are never inside. */
+/* Returns the first tensor, in this order, that begins inside another one, or NULL. Empty tensors
+ * do not count. */
 static const um_gguf_tensor *find_overlap(const um_gguf_tensor *const *tensors, uint64_t n) {
     uint64_t end = 0;
     for (uint64_t i = 0; i < n; i++) {

@@ -51,8 +51,7 @@ uint64_t um__utf8_nbytes(const unsigned char *s, uint64_t nbytes) {
 }
 
 um__name um__name_of(const unsigned char *bytes, uint64_t nbytes, uint64_t offset) {
-    /* FNV-1a. The hash only saves comparisons: names that collide cost no more than sorting by
-     * name. */
+    /* FNV-1a. Names that collide cost no more than sorting by name. */
     uint64_t hash = 0xcbf29ce484222325u;
     for (uint64_t i = 0; i < nbytes; i++) {
         hash = (hash ^ bytes[i]) * 0x100000001b3u;

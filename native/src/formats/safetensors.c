@@ -1,7 +1,6 @@
-/* Reads the header of a safetensors file, in one pass and without recursion: the format fixes the
- * keys and the depth of its JSON, and anything else is an error. Nothing of the input is trusted:
- * tables grow with the rows that were seen, and no sum or product is unchecked. The layout is that
- * of https://github.com/huggingface/safetensors. */
+/* Reads the header of a safetensors file (https://github.com/huggingface/safetensors), in one pass
+ * and without recursion: the format fixes the keys and the depth of its JSON. The input is not
+ * trusted: tables grow with the rows seen, and no sum or product is unchecked. */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"
@@ -62,8 +61,8 @@ static um_status fail(const reader *r, const char *rule, uint64_t offset) {
     return um__fail_format(r->err, rule, offset);
 }
 
-/* Returns the table with room for one more row, which may be at another address; NULL if there is
- * no memory, and then the table stays. Capacities are powers of two. */
+/* Returns the table with room for one more row; NULL without memory, and then the table stays.
+ * Capacities are powers of two. */
 static void *grow(const reader *r, void *table, uint64_t n, size_t row_bytes) {
     if (n != 0 && (n < FIRST_ROWS || !um__is_power_of_two(n))) {
         return table;
@@ -81,8 +80,7 @@ static void *grow(const reader *r, void *table, uint64_t n, size_t row_bytes) {
     return grown;
 }
 
-/* Skips spaces and returns the next byte, without taking it; 0 at the end, since JSON never has a
- * byte of 0. */
+/* Skips spaces and returns the next byte, without taking it; 0 at the end. */
 static unsigned char peek(reader *r) {
     while (r->at < r->end) {
         unsigned char c = r->bytes[r->at];
@@ -100,8 +98,7 @@ static um_status pass(reader *r, unsigned char c) {
     return UM_OK;
 }
 
-/* Fails because a value is not there. A value of another kind breaks `rule`; if there is none at
- * all, the text is no JSON. */
+/* Fails for a wrong value: one of another kind breaks `rule`, any other text is no JSON. */
 static um_status fail_value(reader *r, const char *rule) {
     unsigned char first = peek(r);
     bool is_value = first != 0 && strchr("{[\"-0123456789tfn", first) != NULL;
@@ -110,9 +107,7 @@ static um_status fail_value(reader *r, const char *rule) {
 
 /* Begins a value whose first byte must be c. */
 static um_status begin(reader *r, unsigned char c, const char *rule, uint64_t *out_field) {
-    if (peek(r) != c) {
-        return fail_value(r, rule);
-    }
+    UM__RETURN_IF(peek(r) != c, fail_value(r, rule));
     *out_field = r->at++;
     return UM_OK;
 }
@@ -133,7 +128,7 @@ static um_status next_item(reader *r, uint64_t n, unsigned char close, bool *out
 
 enum { NO_ESCAPE = 0x110000, HALF_A_PAIR };
 
-/* Returns the number of four hexadecimal digits; NO_ESCAPE if they are none. */
+/* Returns the number of four hexadecimal digits, or NO_ESCAPE. */
 static uint32_t read_hex(const unsigned char *p) {
     uint32_t value = 0;
     for (int i = 0; i < 4; i++) {
@@ -146,8 +141,7 @@ static uint32_t read_hex(const unsigned char *p) {
     return value;
 }
 
-/* Returns the code point of the escape that begins at p and ends before `end`; NO_ESCAPE or
- * HALF_A_PAIR if it has none. */
+/* Returns the code point of the escape at p, which ends before `end`; or NO_ESCAPE, HALF_A_PAIR. */
 static uint32_t read_escape(const unsigned char *p, const unsigned char *end,
                             unsigned *out_nbytes) {
     static const char letters[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
@@ -254,9 +248,8 @@ static uint64_t quote_of(um_safetensors_text text) {
 
 /* ---- texts that differ ---- */
 
-/* Fails for the first text in the header that repeats an earlier one. There are n rows, `stride`
- * bytes apart, each of which begins with a text. Texts with escapes are compared by their
- * meaning. */
+/* Fails for the first text in the header that repeats an earlier one, its escapes resolved. Each of
+ * n rows, `stride` bytes apart, begins with a text. */
 static um_status check_texts_differ(const reader *r, const void *rows, size_t stride, uint64_t n,
                                     const char *rule) {
     if (n < 2) {
@@ -326,7 +319,7 @@ static um_status read_metadata(reader *r, um_safetensors *st) {
 
 enum { DTYPE, SHAPE, DATA_OFFSETS, N_FIELDS };
 
-/* A tensor while it is read. `fields` has where the value of each field begins; 0: not seen yet. */
+/* A tensor while it is read. `fields` are the places of the values; 0: not seen yet. */
 typedef struct entry {
     uint64_t fields[N_FIELDS];
     uint64_t begin, end;
@@ -339,9 +332,7 @@ static bool is_digit(const reader *r) {
 static um_status read_integer(reader *r, uint64_t *out) {
     peek(r);
     uint64_t field = r->at;
-    if (!is_digit(r)) {
-        return fail_value(r, not_an_integer);
-    }
+    UM__RETURN_IF(!is_digit(r), fail_value(r, not_an_integer));
     bool fits = true;
     for (*out = 0; is_digit(r); r->at++) {
         fits = fits && !__builtin_mul_overflow(*out, (uint64_t)10, out) &&
@@ -406,11 +397,11 @@ static um_status read_data_offsets(reader *r, entry *e) {
     return n == 2 ? UM_OK : fail(r, rule, field);
 }
 
-/* Checks the fields against each other and against the file, and sets where the data lies. */
+/* Checks the fields against each other and the file, and sets the place of the data. */
 static um_status place_tensor(const reader *r, const um_safetensors *st, const entry *e,
                               um_safetensors_tensor *t) {
-    /* A dimension of 0 makes an empty tensor, but must not hide that the others overflow: NumPy has
-     * no array of such a shape. */
+    /* A dimension of 0 makes an empty tensor, but must not hide an overflow of the others: NumPy
+     * has no array of such a shape. */
     uint64_t n_bits = types[t->type].bits;
     bool is_empty = false;
     for (uint32_t i = 0; i < t->n_dims; i++) {
@@ -487,8 +478,8 @@ static int compare_places(const void *a, const void *b) {
     return (x->place > y->place) - (x->place < y->place);
 }
 
-/* Checks that each byte behind the header belongs to one tensor: in the order given, the tensors
- * follow each other up to the end of the file. */
+/* Checks that each byte behind the header belongs to one tensor: in this order, the tensors follow
+ * each other up to the end of the file. */
 static um_status check_data_covered(const reader *r, const um_safetensors *st,
                                     const um_safetensors_tensor *const *order) {
     uint64_t end = st->header_nbytes;
@@ -506,9 +497,8 @@ static um_status check_data_covered(const reader *r, const um_safetensors *st,
 static um_status check_places(const reader *r, const um_safetensors *st) {
     const um_safetensors_tensor **order =
         um__heap_alloc(st->n_tensors == 0 ? 1 : st->n_tensors, sizeof(*order));
-    if (order == NULL) {
-        return um__fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc");
-    }
+    UM__RETURN_IF(order == NULL,
+                  um__fail_os(r->err, ENOMEM, st->n_tensors * sizeof(*order), "calloc"));
     bool in_order = true; /* writers usually sort them */
     for (uint64_t i = 0; i < st->n_tensors; i++) {
         order[i] = &st->tensors[i];
@@ -531,19 +521,16 @@ static um_status read_head(reader *r, um_safetensors *st) {
         limit = r->file_nbytes;
     }
     UM__BREAKS_IF(limit < LENGTH_NBYTES, r->err, truncated, 0);
-    if (r->end < LENGTH_NBYTES) {
-        return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, LENGTH_NBYTES,
-                             "bytes of the header");
-    }
+    UM__RETURN_IF(r->end < LENGTH_NBYTES, um__fail_full(r->err, UM_HEADER_FULL, limit, r->end,
+                                                        LENGTH_NBYTES, "bytes of the header"));
     memcpy(&json_nbytes, r->bytes, LENGTH_NBYTES);
     UM__BREAKS_IF(json_nbytes > JSON_NBYTES_MAX, r->err,
                   "the header is longer than 100000000 bytes", 0);
     st->header_nbytes = LENGTH_NBYTES + json_nbytes;
     UM__BREAKS_IF(st->header_nbytes > r->file_nbytes, r->err, truncated, 0);
-    if (st->header_nbytes > r->end) {
-        return um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
-                             "bytes of the header");
-    }
+    UM__RETURN_IF(st->header_nbytes > r->end,
+                  um__fail_full(r->err, UM_HEADER_FULL, limit, r->end, st->header_nbytes,
+                                "bytes of the header"));
     r->at = LENGTH_NBYTES;
     r->end = st->header_nbytes;
     uint64_t utf8_nbytes = um__utf8_nbytes(r->bytes + r->at, json_nbytes);

@@ -1,5 +1,16 @@
-/* The contiguous KV cache: tokens are appended as rows, in storage of the caller's. A token counts
- * once every layer holds it. */
+/* The contiguous KV cache: tokens are appended as rows, in storage of the caller's.
+ *
+ *     a lane of a plain cache, where position p is in row p - shift:
+ *     row 0        first - shift         end - shift         usable_rows       n_rows
+ *     | cropped    | tokens              | may be written    | not yet         |
+ *
+ *     a lane of a ring, where position p is in row p % n_rows, and all rows are mapped twice:
+ *     row 0            end % n_rows        n_rows                              2 * n_rows
+ *     | newest tokens  | oldest tokens ... | newest tokens   | the same rows again ... |
+ *
+ * An append moves `end` of one layer, and `top` where it overwrites; a token counts once every
+ * layer has it. A crop moves `end` back, a trim moves `first` on, and no bytes move but kept first
+ * tokens. Readers need no lock: `end` is stored behind the rows that it covers. */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"
@@ -95,9 +106,8 @@ um_status um_kv_init(um_kv *kv, const um_kv_spec *spec, const um_kv_storage *sto
     UM__TRY(check_lanes(spec, storage, v_row, storage->v_lane_stride, err));
     /* One allocation holds both tables. */
     UM_ATOMIC(uint64_t) *words = um__heap_alloc((size_t)spec->n_layers * 2, sizeof *words);
-    if (words == NULL) {
-        return um__fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc");
-    }
+    UM__RETURN_IF(words == NULL,
+                  um__fail_os(err, ENOMEM, (size_t)spec->n_layers * 2 * sizeof *words, "calloc"));
     *kv = (um_kv){.spec = *spec,
                   .base = storage->base,
                   .row_bytes = row,
@@ -149,6 +159,10 @@ static uint64_t top_of(const um_kv *kv, uint32_t layer) {
     return atomic_load_explicit(&kv->top[layer], memory_order_relaxed);
 }
 
+static uint64_t first_of(const um_kv *kv) {
+    return atomic_load_explicit(&kv->first, memory_order_relaxed);
+}
+
 /* Records that rows up to `top` are written, or may be. */
 static void raise_top(um_kv *kv, uint32_t layer, uint64_t top) {
     if (top > top_of(kv, layer)) {
@@ -174,7 +188,7 @@ static uint64_t max_u64(uint64_t a, uint64_t b) {
 
 /* Returns the first position whose row this layer still holds. */
 static uint64_t oldest_of(const um_kv *kv, uint32_t layer) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t top = top_of(kv, layer);
     return is_ring(kv) && top > kv->n_rows ? max_u64(first, top - kv->n_rows) : first;
 }
@@ -188,13 +202,20 @@ static uint64_t first_shown(const um_kv *kv, uint64_t oldest, uint64_t end) {
     return oldest < end ? oldest : end;
 }
 
-uint64_t um_kv_next_position(const um_kv *kv) {
-    uint64_t end = end_of(kv, 0);
+/* Returns the least end of all layers. *out_most is the largest. */
+static uint64_t ends_of(const um_kv *kv, uint64_t *out_most) {
+    uint64_t least = *out_most = end_of(kv, 0);
     for (uint32_t layer = 1; layer < kv->spec.n_layers; layer++) {
-        uint64_t other = end_of(kv, layer);
-        end = other < end ? other : end;
+        uint64_t end = end_of(kv, layer);
+        least = end < least ? end : least;
+        *out_most = max_u64(*out_most, end);
     }
-    return end;
+    return least;
+}
+
+uint64_t um_kv_next_position(const um_kv *kv) {
+    uint64_t most;
+    return ends_of(kv, &most);
 }
 
 uint64_t um_kv_oldest_position(const um_kv *kv) {
@@ -225,57 +246,43 @@ uint64_t um_kv_layer_len(const um_kv *kv, uint32_t layer, uint64_t *out_first_po
     return end - first;
 }
 
-static bool layers_differ(const um_kv *kv) {
-    uint64_t end = end_of(kv, 0);
-    for (uint32_t layer = 1; layer < kv->spec.n_layers; layer++) {
-        if (end_of(kv, layer) != end) {
-            return true;
-        }
-    }
-    return false;
-}
-
 static um_status check_not_reserved(const um_kv *kv, um_error *err) {
-    if (atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0) {
-        return um__fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
-                               "rows are reserved: commit or roll back first");
-    }
+    UM__RETURN_IF(atomic_load_explicit(&kv->reserved, memory_order_relaxed) != 0,
+                  um__fail_detail(err, UM_E_STATE, UM_KV_RESERVED,
+                                  "rows are reserved: commit or roll back first"));
     return UM_OK;
 }
 
 static um_status check_whole(const um_kv *kv, um_error *err) {
+    uint64_t most;
     UM__TRY(check_not_reserved(kv, err));
-    return layers_differ(kv) ? um__fail_detail(err, UM_E_STATE, UM_KV_UNEVEN,
-                                               "layers differ in length: roll back first")
-                             : UM_OK;
+    UM__RETURN_IF(
+        ends_of(kv, &most) != most,
+        um__fail_detail(err, UM_E_STATE, UM_KV_UNEVEN, "layers differ in length: roll back first"));
+    return UM_OK;
 }
 
 /* Checks that n rows can be written behind `end`. */
 static um_status check_room(const um_kv *kv, uint64_t end, uint64_t n, um_error *err) {
     if (!is_ring(kv)) {
-        uint64_t used = end - atomic_load_explicit(&kv->first, memory_order_relaxed);
-        if (n > kv->spec.max_seq_len - used) {
-            return um__fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv");
-        }
+        uint64_t used = end - first_of(kv);
+        UM__RETURN_IF(n > kv->spec.max_seq_len - used,
+                      um__fail_full(err, UM_KV_FULL, kv->spec.max_seq_len, used, n, "kv"));
         uint64_t row = um_kv_row(kv, end);
-        if (n > kv->usable_rows - row) {
-            return um__fail_full(err, UM_KV_ROWS, kv->usable_rows, row, n, "rows");
-        }
+        UM__RETURN_IF(n > kv->usable_rows - row,
+                      um__fail_full(err, UM_KV_ROWS, kv->usable_rows, row, n, "rows"));
     }
-    if (n > UINT64_MAX - end) {
-        return um__fail_full(err, UM_KV_FULL, UINT64_MAX, end, n, "kv");
-    }
+    UM__RETURN_IF(n > UINT64_MAX - end, um__fail_full(err, UM_KV_FULL, UINT64_MAX, end, n, "kv"));
     return end + n <= kv->end_limit ? UM_OK
                                     : um__fail_full(err, UM_KV_ROWS, kv->end_limit, end, n, "rows");
 }
 
 /* ---- appending ---- */
 
-/* Checks that rows of this type can be given for K or V, or be asked for. */
+/* Checks that rows of K or V can be converted from this type, or to it. */
 static um_status check_type(const um_kv *kv, int v, um_dtype type, um_error *err) {
-    return um_dtype_block_values(type) == 1 || type == type_of(&kv->spec, v)
-               ? UM_OK
-               : um__fail(err, UM_E_INVALID, "type");
+    UM__INVALID_IF(um_dtype_block_values(type) != 1 && type != type_of(&kv->spec, v), err, "type");
+    return UM_OK;
 }
 
 static um_status check_types(const um_kv *kv, um_dtype type, um_error *err) {
@@ -283,12 +290,7 @@ static um_status check_types(const um_kv *kv, um_dtype type, um_error *err) {
     return check_type(kv, 1, type, err);
 }
 
-static size_t nbytes_of(um_dtype type, size_t n) {
-    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-}
-
-/* The rows given to an append: those of tokens [skip, n), which go to row `row` of the lanes and
- * those behind it. */
+/* The rows given to an append: those of tokens [skip, n) go to the lanes, from row `row` on. */
 typedef struct source {
     const unsigned char *rows;
     um_dtype type;
@@ -302,9 +304,9 @@ static void write_rotated(unsigned char *out, um_dtype type, const unsigned char
     float piece[UM_ROTATION_MOST];
     for (size_t done = 0; done < n; done += UM_ROTATION_MOST) {
         size_t part = n - done < UM_ROTATION_MOST ? n - done : UM_ROTATION_MOST;
-        um__convert_values(piece, UM_F32, in + nbytes_of(in_type, done), in_type, part);
+        um__convert_values(piece, UM_F32, in + um__dtype_nbytes(in_type, done), in_type, part);
         um__rotate_values(piece, part, block);
-        um__convert_values(out + nbytes_of(type, done), type, piece, UM_F32, part);
+        um__convert_values(out + um__dtype_nbytes(type, done), type, piece, UM_F32, part);
     }
 }
 
@@ -314,13 +316,14 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     size_t heads = s->n_kv_heads, dim = head_dim_of(s, v), n = (size_t)in.n, skip = (size_t)in.skip;
     bool rotates = s->rotate != 0 && um_dtype_block_values(in.type) == 1;
     size_t block = rotates ? um_rotation_block((uint32_t)dim, v) : 0;
-    size_t row = row_bytes_of(kv, v), in_head = nbytes_of(in.type, dim), out_head = row / heads;
+    size_t row = row_bytes_of(kv, v), in_head = um__dtype_nbytes(in.type, dim),
+           out_head = row / heads;
     um_dtype type = type_of(s, v);
-    /* How far streams, tokens and heads are apart in what is given, in heads. */
+    /* The distances of streams, tokens and heads in the input, in heads. */
     bool by_token = in.order == UM_KV_TOKEN_MAJOR;
     size_t stream = by_token ? heads : heads * n, token = by_token ? s->batch * heads : 1;
     size_t head = by_token ? 1 : n;
-    /* What lies in the order of the storage is converted at once: a head, a token, or all. */
+    /* Values in the order of the storage are converted at once: a head, a token, or all. */
     size_t n_heads = head == 1 || heads == 1 ? heads : 1, n_tokens = token == heads ? n - skip : 1;
     for (uint32_t b = 0; b < s->batch; b++) {
         unsigned char *out = um_kv_lane(kv, layer, v, b);
@@ -339,7 +342,7 @@ static void write_rows(const um_kv *kv, uint32_t layer, int v, source in) {
     }
 }
 
-/* Returns how many of n tokens, from the first one on, a ring has no rows for. */
+/* Returns how many of n tokens, from the first on, a ring has no rows for. */
 static uint64_t n_skipped(const um_kv *kv, uint64_t n) {
     return is_ring(kv) && n > kv->n_rows ? n - kv->n_rows : 0;
 }
@@ -364,13 +367,12 @@ um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, 
     source in = {.rows = k, .type = type, .order = order, .n = n, .skip = n_skipped(kv, n)};
     UM__TRY(check_types(kv, type, err));
     UM__TRY(um_kv_append_begin(kv, layer, n, &in.row, err));
-    if (n == 0) {
-        return UM_OK;
+    if (n != 0) {
+        write_rows(kv, layer, 0, in);
+        in.rows = v;
+        write_rows(kv, layer, 1, in);
+        um_kv_append_end(kv, layer, n);
     }
-    write_rows(kv, layer, 0, in);
-    in.rows = v;
-    write_rows(kv, layer, 1, in);
-    um_kv_append_end(kv, layer, n);
     return UM_OK;
 }
 
@@ -381,8 +383,8 @@ um_status um_kv_append_all(um_kv *kv, const void *k, const void *v, um_dtype typ
     UM__TRY(check_room(kv, end, 1, err));
     const um_kv_spec *s = &kv->spec;
     size_t heads = (size_t)s->batch * s->n_kv_heads;
-    size_t k_row = nbytes_of(type, heads * head_dim_of(s, 0));
-    size_t v_row = nbytes_of(type, heads * head_dim_of(s, 1));
+    size_t k_row = um__dtype_nbytes(type, heads * head_dim_of(s, 0));
+    size_t v_row = um__dtype_nbytes(type, heads * head_dim_of(s, 1));
     source in = {.type = type, .n = 1, .row = um_kv_row(kv, end)};
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         in.rows = (const unsigned char *)k + layer * k_row;
@@ -398,9 +400,8 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
     UM__INVALID_IF(n == 0, err, "n is 0");
     UM__TRY(check_whole(kv, err));
     uint64_t end = end_of(kv, 0);
-    if (is_ring(kv) && n > kv->n_rows) {
-        return um__fail_full(err, UM_KV_FULL, kv->n_rows, 0, n, "kv");
-    }
+    UM__RETURN_IF(is_ring(kv) && n > kv->n_rows,
+                  um__fail_full(err, UM_KV_FULL, kv->n_rows, 0, n, "kv"));
     UM__TRY(check_room(kv, end, n, err));
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         raise_top(kv, layer, end + n);
@@ -412,17 +413,15 @@ um_status um_kv_reserve(um_kv *kv, uint64_t n, uint64_t *out_row, um_error *err)
 
 um_status um_kv_commit(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t reserved = atomic_load_explicit(&kv->reserved, memory_order_relaxed);
-    if (reserved == 0) {
-        return um__fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved");
-    }
+    UM__RETURN_IF(reserved == 0,
+                  um__fail_detail(err, UM_E_STATE, UM_KV_UNRESERVED, "nothing is reserved"));
     UM__INVALID_IF(n > reserved, err, "n is above what was reserved");
     set_all_ends(kv, end_of(kv, 0) + n);
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
     return UM_OK;
 }
 
-/* Sets that all layers hold the tokens from `first` to `end`, and that rows up to `top` were
- * written. */
+/* Records that all layers hold the tokens [first, end), and that rows up to `top` were written. */
 static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
     atomic_store_explicit(&kv->reserved, 0, memory_order_relaxed);
     atomic_store_explicit(&kv->first, first, memory_order_relaxed);
@@ -433,7 +432,7 @@ static void set_all(um_kv *kv, uint64_t first, uint64_t top, uint64_t end) {
 }
 
 void um_kv_rollback_to(um_kv *kv, uint64_t position) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t next = um_kv_next_position(kv);
     uint64_t end = max_u64(first, position < next ? position : next), top = end;
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
@@ -460,7 +459,7 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
     UM__INVALID_IF(position < first || position - first > len || n > len - (position - first), err,
                    "the layer does not hold these tokens");
     size_t heads = s->n_kv_heads, dim = head_dim_of(s, v);
-    size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = nbytes_of(type, dim);
+    size_t row = row_bytes_of(kv, v), in_head = row / heads, out_head = um__dtype_nbytes(type, dim);
     size_t run = heads == 1 ? (size_t)n : 1; /* tokens that lie one after the other */
     unsigned char *to = out;
     for (uint32_t b = 0; b < s->batch; b++) {
@@ -479,12 +478,12 @@ um_status um_kv_read(const um_kv *kv, uint32_t layer, int v, uint64_t position, 
 /* ---- forgetting ---- */
 
 uint64_t um_kv_lowest_crop(const um_kv *kv) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t end = end_of(kv, 0), oldest = um_kv_oldest_position(kv);
     if (!is_ring(kv) || oldest <= first) {
         return first < end ? first : end;
     }
-    /* Further back, the window would reach rows before `oldest`, which were overwritten. */
+    /* Further back, the window would reach overwritten rows, before `oldest`. */
     return oldest < end && kv->spec.window < end - oldest ? oldest + kv->spec.window : end;
 }
 
@@ -500,15 +499,15 @@ um_status um_kv_crop(um_kv *kv, uint64_t n, um_error *err) {
     uint64_t end = end_of(kv, 0), len = um_kv_seq_len(kv);
     UM__INVALID_IF(n > len, err, "n is above seq_len");
     uint64_t least = um_kv_lowest_crop(kv);
-    if (end - (len - n) < least) {
-        um__fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
-                        "a ring has overwritten what it would have to show");
-        if (err != NULL) {
-            err->limit = len - (end - least);
-        }
-        return UM_E_INVALID;
+    if (end - (len - n) >= least) {
+        return um_kv_crop_to(kv, end - (len - n), err);
     }
-    return um_kv_crop_to(kv, end - (len - n), err);
+    um__fail_detail(err, UM_E_INVALID, UM_KV_OVERWRITTEN,
+                    "a ring has overwritten what it would have to show");
+    if (err != NULL) {
+        err->limit = len - (end - least);
+    }
+    return UM_E_INVALID;
 }
 
 static um_status move_bytes(void *context, void *to, const void *from, size_t nbytes) {
@@ -526,9 +525,7 @@ static um_status copy_rows(const um_kv *kv, uint32_t layer, uint64_t to, uint64_
             size_t row = row_bytes_of(kv, v);
             unsigned char *there = rows + to * row, *here = rows + from * row;
             um_status status = kv->mover(kv->mover_context, there, here, (size_t)n * row);
-            if (status != UM_OK) {
-                return um__fail(err, status, "moving rows");
-            }
+            UM__RETURN_IF(status != UM_OK, um__fail(err, status, "moving rows"));
         }
     }
     return UM_OK;
@@ -570,7 +567,7 @@ um_status um_kv_set_usable(um_kv *kv, uint64_t n, um_error *err) {
 }
 
 uint64_t um_kv_lost_before(const um_kv *kv, uint64_t end) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed);
+    uint64_t first = first_of(kv);
     uint64_t oldest = um_kv_oldest_position(kv);
     if (oldest <= first_shown(kv, first, end)) {
         return 0;
@@ -590,7 +587,7 @@ void um_kv_limit_end(um_kv *kv, uint64_t position) {
 }
 
 um_status um_kv_move(um_kv *kv, uint64_t row, um_error *err) {
-    uint64_t first = atomic_load_explicit(&kv->first, memory_order_relaxed), longest = 0;
+    uint64_t first = first_of(kv), longest = 0;
     for (uint32_t layer = 0; layer < kv->spec.n_layers; layer++) {
         longest = max_u64(longest, end_of(kv, layer) - first);
     }

@@ -1,6 +1,13 @@
 /* Paged KV memory: blocks of tokens that count their holders, and sequences that are tables of
- * blocks. A block is held, or it is in one of two lists: free, or evictable in the order of last
- * use. */
+ * blocks.
+ *
+ *     sequence A   [ 7 | 2 | 5 ]     block 7, 2: 2 holders     block 5, 9: 1 holder
+ *     sequence B   [ 7 | 2 | 9 ]
+ *     free         head - 3 - 0 - head      taken and given back at the front
+ *     evictable    head - 4 - 1 - head      cached, without a holder: the oldest in front
+ *
+ * A block is held, or it is in one of the lists. An append to a shared block first takes another
+ * one, copies the shared block to it, and puts it into the table: nothing else ever moves. */
 #include "base/sizes.h"
 #include "base/stats.h"
 #include "base/status.h"
@@ -49,7 +56,7 @@ static void unlink_block(um_paged *p, uint32_t block) {
 }
 
 static void add_free(um_paged *p, uint32_t block) {
-    /* To the front: the block that was used last is still in the CPU's caches. */
+    /* To the front: the block used last is still in the CPU's caches. */
     link_behind(p, free_list(p), block);
     p->n_free++;
 }
@@ -58,7 +65,7 @@ static uint64_t n_available(const um_paged *p) {
     return (uint64_t)p->n_free + p->n_evictable;
 }
 
-/* Takes a free block or, if there is none, the oldest evictable one. pre: there is one. */
+/* Takes a free block, or else the oldest evictable one. pre: one is available. */
 static uint32_t take_block(um_paged *p) {
     bool is_free = p->n_free != 0;
     uint32_t block = p->blocks[is_free ? free_list(p) : evictable_list(p)].after;
@@ -92,11 +99,6 @@ static void drop_block(um_paged *p, uint32_t block) {
 
 /* ---- the pool ---- */
 
-/* Returns the bytes of n values of a type. pre: n is whole blocks of it. */
-static size_t bytes_of(um_dtype type, size_t n) {
-    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
-}
-
 static um_dtype type_of(const um_paged_spec *spec, int v) {
     return v != 0 ? spec->v_type : spec->type;
 }
@@ -115,7 +117,7 @@ static um_status lane_sizes_of(const um_paged_spec *spec, int v, size_t *out_hea
     UM__INVALID_IF(values == 0, err, "type");
     UM__INVALID_IF(spec->head_dim % values != 0, err,
                    "head_dim is not a multiple of the type's blocks");
-    size_t head = bytes_of(type, spec->head_dim), lane;
+    size_t head = um__dtype_nbytes(type, spec->head_dim), lane;
     UM__INVALID_IF(head == 0 || spec->n_kv_heads == 0 || spec->block_tokens == 0 ||
                        !um__mul(head, spec->block_tokens, &lane) ||
                        !um__mul(lane, spec->n_kv_heads, &lane),
@@ -158,9 +160,8 @@ um_status um_paged_init(um_paged *paged, const um_paged_spec *spec, void *storag
     size_t n = (size_t)spec->n_blocks + 2;
     made.base = storage;
     made.blocks = um__heap_alloc(n, sizeof *made.blocks);
-    if (made.blocks == NULL) {
-        return um__fail_nomem(err, ENOMEM, n * sizeof *made.blocks, "calloc");
-    }
+    UM__RETURN_IF(made.blocks == NULL,
+                  um__fail_nomem(err, ENOMEM, n * sizeof *made.blocks, "calloc"));
     for (uint32_t list = free_list(&made); list <= evictable_list(&made); list++) {
         made.blocks[list].before = made.blocks[list].after = list;
     }
@@ -200,9 +201,8 @@ int um_paged_is_cached(const um_paged *paged, uint32_t block) {
 
 um_status um_paged_cache(um_paged *paged, uint32_t block, um_error *err) {
     UM__INVALID_IF(block >= paged->spec.n_blocks, err, "no such block");
-    if (paged->blocks[block].n_holders == 0) {
-        return um__fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block");
-    }
+    UM__RETURN_IF(paged->blocks[block].n_holders == 0,
+                  um__fail_detail(err, UM_E_STATE, UM_PAGED_UNHELD, "no sequence holds the block"));
     paged->blocks[block].cached = true;
     return UM_OK;
 }
@@ -240,13 +240,20 @@ uint64_t um_paged_layer_len(const um_paged_seq *seq, uint32_t layer) {
                : 0;
 }
 
-uint64_t um_paged_seq_len(const um_paged_seq *seq) {
-    uint64_t len = um_paged_layer_len(seq, 0);
+/* Returns the least length of all layers. *out_most is the largest. */
+static uint64_t lens_of(const um_paged_seq *seq, uint64_t *out_most) {
+    uint64_t least = *out_most = um_paged_layer_len(seq, 0);
     for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
-        uint64_t other = um_paged_layer_len(seq, layer);
-        len = other < len ? other : len;
+        uint64_t len = um_paged_layer_len(seq, layer);
+        least = len < least ? len : least;
+        *out_most = len > *out_most ? len : *out_most;
     }
-    return len;
+    return least;
+}
+
+uint64_t um_paged_seq_len(const um_paged_seq *seq) {
+    uint64_t most;
+    return lens_of(seq, &most);
 }
 
 static void set_layer_len(um_paged_seq *seq, uint32_t layer, uint64_t len) {
@@ -261,13 +268,10 @@ static void set_all_lens(um_paged_seq *seq, uint64_t len) {
 }
 
 static um_status check_layers(const um_paged_seq *seq, um_error *err) {
-    uint64_t len = um_paged_layer_len(seq, 0);
-    for (uint32_t layer = 1; layer < seq->paged->spec.n_layers; layer++) {
-        if (um_paged_layer_len(seq, layer) != len) {
-            return um__fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
-                                   "layers differ in length: roll back first");
-        }
-    }
+    uint64_t most;
+    UM__RETURN_IF(lens_of(seq, &most) != most,
+                  um__fail_detail(err, UM_E_STATE, UM_PAGED_UNEVEN,
+                                  "layers differ in length: roll back first"));
     return UM_OK;
 }
 
@@ -276,15 +280,13 @@ static um_status new_seq(um_paged_seq *out, um_paged *paged, um_error *err) {
     size_t lens = paged->spec.n_layers * sizeof *out->len;
     size_t nbytes = lens + paged->spec.n_blocks * sizeof *out->table;
     unsigned char *memory = um__heap_alloc(1, nbytes);
-    if (memory == NULL) {
-        return um__fail_nomem(err, ENOMEM, nbytes, "calloc");
-    }
+    UM__RETURN_IF(memory == NULL, um__fail_nomem(err, ENOMEM, nbytes, "calloc"));
     *out = (um_paged_seq){.paged = paged, .len = (void *)memory, .table = (void *)(memory + lens)};
     return UM_OK;
 }
 
-/* Returns whether a block stands twice in a table, which could then become longer than there is
- * room for. `notes` has an entry for each block, all zeros, before the call and behind it. */
+/* Returns whether a table, which has room for each block once, has a block twice. `notes` has an
+ * entry for each block, all zeros, before the call and after it. */
 static bool has_twice(const int32_t *blocks, uint32_t n_blocks, int32_t *notes) {
     bool found = false;
     for (uint32_t i = 0; i < n_blocks; i++) {
@@ -339,8 +341,8 @@ um_status um_paged_seq_fork(um_paged_seq *out, const um_paged_seq *seq, um_error
 static void keep_tokens(um_paged_seq *seq, uint64_t n) {
     uint64_t n_blocks = blocks_of(seq->paged, n);
     set_all_lens(seq, n);
-    /* Drops blocks from the end on, so that of a chain of cached blocks the last one is evicted
-     * first: a block is found only by way of the ones before it. */
+    /* From the end on, so that the last of a chain of cached blocks is evicted first: a block is
+     * found only by way of those before it. */
     while (seq->n_blocks > n_blocks) {
         drop_block(seq->paged, block_at(seq, --seq->n_blocks));
     }
@@ -380,9 +382,8 @@ int um_paged_will_copy(const um_paged_seq *seq, uint32_t layer) {
     return is_shared_at(seq, um_paged_layer_len(seq, layer));
 }
 
-/* Makes tokens `len` to `len + n` writable: takes the blocks that are missing, and one for a copy
- * if other sequences hold the block of token `len`. *out_first is the block that token `len` goes
- * to. */
+/* Makes tokens `len` to `len + n` writable: takes the missing blocks, and one for a copy if other
+ * sequences hold the block of token `len`. *out_first is the block of token `len`. */
 static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t *out_first,
                            um_error *err) {
     um_paged *p = seq->paged;
@@ -390,10 +391,9 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
     uint64_t n_new = needed > seq->n_blocks ? needed - seq->n_blocks : 0;
     uint64_t first = len / p->spec.block_tokens;
     bool copies = is_shared_at(seq, len);
-    if (n_new + copies > n_available(p)) {
-        return um__fail_full(err, UM_PAGED_FULL, p->spec.n_blocks, um_paged_n_in_use(p),
-                             n_new + copies, "paged");
-    }
+    UM__RETURN_IF(n_new + copies > n_available(p),
+                  um__fail_full(err, UM_PAGED_FULL, p->spec.n_blocks, um_paged_n_in_use(p),
+                                n_new + copies, "paged"));
     if (!copies && first < seq->n_blocks) {
         p->blocks[block_at(seq, first)].cached = false;
     }
@@ -406,9 +406,8 @@ static um_status make_room(um_paged_seq *seq, uint64_t len, uint64_t n, uint32_t
 }
 
 static um_status check_type(const um_paged *p, int v, um_dtype type, um_error *err) {
-    return um_dtype_block_values(type) == 1 || type == type_of(&p->spec, v)
-               ? UM_OK
-               : um__fail(err, UM_E_INVALID, "type");
+    UM__INVALID_IF(um_dtype_block_values(type) != 1 && type != type_of(&p->spec, v), err, "type");
+    return UM_OK;
 }
 
 /* Takes blocks for n tokens of a layer. pre: the types were checked. */
@@ -461,7 +460,8 @@ um_status um_paged_append_all_begin(um_paged_pending *out, um_paged_seq *seq, co
 static void write_tokens(const um_paged_pending *t, uint32_t layer, int v) {
     const um_paged *p = t->seq->paged;
     um_dtype type = t->types[v], to = type_of(&p->spec, v);
-    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim, in_head = bytes_of(type, dim);
+    size_t heads = p->spec.n_kv_heads, dim = p->spec.head_dim,
+           in_head = um__dtype_nbytes(type, dim);
     size_t of_head = head_bytes_of(p, v); /* one token's */
     size_t per_block = p->spec.block_tokens, out_head = per_block * of_head, run;
     uint64_t n = t->n, first = t->at / per_block;
@@ -493,8 +493,7 @@ void um_paged_append_write(const um_paged_pending *pending) {
     const um_paged *p = pending->seq->paged;
     uint32_t shared = block_at(pending->seq, pending->at / p->spec.block_tokens);
     if (shared != pending->first_block) {
-        /* The sequence still holds the shared block, so that its other holders do not write to
-         * it. */
+        /* The sequence still holds the shared block, so no other holder writes to it. */
         memcpy(lane_of(p, pending->first_block, 0, 0), lane_of(p, shared, 0, 0), p->block_bytes);
     }
     for (uint32_t i = 0; i < pending->n_layers; i++) {
@@ -519,22 +518,24 @@ void um_paged_append_end(const um_paged_pending *pending) {
     }
 }
 
+static um_status finish_append(const um_paged_pending *pending) {
+    um_paged_append_write(pending);
+    um_paged_append_end(pending);
+    return UM_OK;
+}
+
 um_status um_paged_append(um_paged_seq *seq, uint32_t layer, const void *k, const void *v,
                           um_dtype type, um_kv_order order, uint64_t n, um_error *err) {
     um_paged_pending pending;
     UM__TRY(um_paged_append_begin(&pending, seq, layer, k, v, type, order, n, err));
-    um_paged_append_write(&pending);
-    um_paged_append_end(&pending);
-    return UM_OK;
+    return finish_append(&pending);
 }
 
 um_status um_paged_append_all(um_paged_seq *seq, const void *k, const void *v, um_dtype type,
                               um_error *err) {
     um_paged_pending pending;
     UM__TRY(um_paged_append_all_begin(&pending, seq, k, v, type, err));
-    um_paged_append_write(&pending);
-    um_paged_append_end(&pending);
-    return UM_OK;
+    return finish_append(&pending);
 }
 
 /* ---- gather ---- */
@@ -552,7 +553,7 @@ static size_t fetched_ahead(size_t nbytes) {
 #if defined(__x86_64__)
 
 /* Copies like memcpy, but past the caches, so that no line of `out` is read first. Prefetches the
- * bytes that come next, and at the end those from `next`, where the next run begins. */
+ * next bytes, and at the end those of the next run, at `next`. */
 static void copy_streamed(unsigned char *out, const unsigned char *in, const unsigned char *next,
                           size_t nbytes) {
     size_t ahead = fetched_ahead(nbytes), at = -(uintptr_t)out % LINE;
@@ -594,8 +595,8 @@ typedef struct gather_job {
     bool streams;
 } gather_job;
 
-/* A gather reads a block, and asks afterwards whether it was still the sequence's: what was read in
- * vain is read again. ThreadSanitizer knows no such reads, and leaves them out. */
+/* A gather reads a block, and reads it again if the sequence has meanwhile replaced it.
+ * ThreadSanitizer does not know such reads, and leaves them out. */
 #ifdef __SANITIZE_THREAD__
 void AnnotateIgnoreReadsBegin(const char *file, int line);
 void AnnotateIgnoreReadsEnd(const char *file, int line);
@@ -633,7 +634,7 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
     UM__INVALID_IF(layer >= p->spec.n_layers, err, "layer");
     UM__INVALID_IF(n > um_paged_layer_len(seq, layer), err, "n is above what the layer holds");
     UM__TRY(check_type(p, v, type, err));
-    size_t out_head = bytes_of(type, p->spec.head_dim);
+    size_t out_head = um__dtype_nbytes(type, p->spec.head_dim);
     UM__INVALID_IF(heads > 1 && head_stride / out_head < n, err, "head_stride");
     gather_job job = {.paged = p,
                       .out = out,
@@ -652,8 +653,8 @@ um_status um_paged_gather(const um_paged_seq *seq, uint32_t layer, int v, uint64
             gather_lane(&job, lane_of(p, block, layer, v), lane_of(p, next, layer, v));
             END_READS();
             atomic_thread_fence(memory_order_acquire);
-            /* If the writer has put a copy in its place meanwhile, the old block belongs to others,
-             * which may have given it back since. */
+            /* If the writer has replaced the block by a copy, its other holders may have given it
+             * back since. */
         } while (block_at(seq, i) != block);
     }
     if (job.streams) {

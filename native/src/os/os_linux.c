@@ -48,26 +48,30 @@ static int count_of(long result, size_t *out) {
     return os_errno;
 }
 
-/* Maps at an address inside a reservation. */
-static int map_at(void *address, size_t nbytes, int protection, int flags, int fd, off_t offset) {
+/* Maps at *address, or where the kernel likes. */
+static int map(void **address, size_t nbytes, int protection, int flags, int fd, off_t offset) {
     um__count_os_call();
-    void *mapped = mmap(address, nbytes, protection, flags | MAP_FIXED, fd, offset);
-    return mapped == MAP_FAILED ? errno : 0;
-}
-
-int um__os_reserve(size_t nbytes, void **out) {
-    um__count_os_call();
-    void *mapped =
-        mmap(NULL, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *mapped = mmap(*address, nbytes, protection, flags, fd, offset);
     if (mapped == MAP_FAILED) {
         return errno;
     }
-    *out = mapped;
+    *address = mapped;
     return 0;
 }
 
+enum { RESERVES = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE };
+
+int um__os_reserve(size_t nbytes, void **out) {
+    void *mapped = NULL;
+    int os_errno = map(&mapped, nbytes, PROT_NONE, RESERVES, -1, 0);
+    if (os_errno == 0) {
+        *out = mapped;
+    }
+    return os_errno;
+}
+
 int um__os_reserve_at(void *address, size_t nbytes) {
-    return map_at(address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return map(&address, nbytes, PROT_NONE, RESERVES | MAP_FIXED, -1, 0);
 }
 
 int um__os_map_at(void *address, size_t nbytes, unsigned huge_shift) {
@@ -76,14 +80,14 @@ int um__os_map_at(void *address, size_t nbytes, unsigned huge_shift) {
      * address, whatever the offset, but for hugetlb memory it takes the offset as it is: with 0,
      * memory that a block grows by would always begin on the first node. */
     off_t offset = huge == 0 ? 0 : (off_t)(uintptr_t)address;
-    return map_at(address, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | huge, -1,
-                  offset);
+    return map(&address, nbytes, PROT_READ | PROT_WRITE,
+               MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | huge, -1, offset);
 }
 
 int um__os_map_file_at(void *address, int fd, uint64_t offset, size_t nbytes, um_access access) {
     int protection = access == UM_ACCESS_READ ? PROT_READ : PROT_READ | PROT_WRITE;
     int sharing = access == UM_ACCESS_PRIVATE ? MAP_PRIVATE : MAP_SHARED;
-    return map_at(address, nbytes, protection, sharing, fd, (off_t)offset);
+    return map(&address, nbytes, protection, sharing | MAP_FIXED, fd, (off_t)offset);
 }
 
 int um__os_unmap(void *address, size_t nbytes) {

@@ -1,6 +1,7 @@
 /* Files of /proc and /sys as text. */
 #include "os/proc_file.h"
 
+#include "base/status.h"
 #include "os/os.h"
 
 #include <errno.h>
@@ -18,9 +19,7 @@ static int read_some(int fd, char *out, size_t nbytes, size_t *out_nbytes) {
 int um__proc_text(const char *path, char *out, size_t capacity) {
     out[0] = '\0';
     int fd, os_errno = um__os_open_read(path, &fd);
-    if (os_errno != 0) {
-        return os_errno;
-    }
+    UM__RETURN_IF(os_errno != 0, os_errno);
     size_t total = 0, n = 1;
     while (n > 0 && total < capacity - 1 && os_errno == 0) {
         os_errno = read_some(fd, out + total, capacity - 1 - total, &n);
@@ -57,9 +56,7 @@ int um__proc_lines_next(um__proc_lines *lines, char **out_line) {
         size_t room = sizeof lines->buffer - rest, n;
         int os_errno = read_some(lines->fd, lines->buffer + rest,
                                  room < lines->read_nbytes ? room : lines->read_nbytes, &n);
-        if (os_errno != 0) {
-            return os_errno;
-        }
+        UM__RETURN_IF(os_errno != 0, os_errno);
         if (n == 0) {
             *out_line = NULL;
             return 0;

@@ -1,5 +1,6 @@
-/* Cells of one size. The free list is a stack whose links lie beside the cells, not in them. So a
- * free cell keeps what its last user wrote, and a cell that is given back twice is noticed. */
+/* Cells of one size. The free list is a stack whose links lie beside the cells: a free cell keeps
+ * its contents, and a cell that is given back twice is noticed. Its head has a tag, which changes
+ * if a cell was taken and given back meanwhile. */
 #include "base/sizes.h"
 #include "base/status.h"
 
@@ -70,11 +71,9 @@ um_status um_grid_take(um_grid *grid, uint32_t *out_id, um_error *err) {
     uint32_t id, next;
     do {
         id = (uint32_t)head;
-        if (id == NO_CELL) {
-            return um__fail_full(err, UM_GRID_FULL, grid->n_cells, grid->n_cells, 1, "grid");
-        }
-        /* Another thread may take this very cell now. Then the tag has changed, and the exchange
-         * fails. */
+        UM__RETURN_IF(id == NO_CELL,
+                      um__fail_full(err, UM_GRID_FULL, grid->n_cells, grid->n_cells, 1, "grid"));
+        /* If another thread takes this very cell now, the tag changes, and the exchange fails. */
         next = atomic_load(&grid->next[id]);
     } while (!atomic_compare_exchange_weak(&grid->head, &head, make_head(head, next)));
     atomic_store(&grid->next[id], TAKEN);
@@ -87,10 +86,10 @@ um_status um_grid_give(um_grid *grid, uint32_t id, um_error *err) {
     UM__INVALID_IF(id >= grid->n_cells, err, "no such cell");
     uint64_t head = atomic_load(&grid->head);
     uint32_t taken = TAKEN;
-    /* Of two threads that give the same cell, only one passes here. */
-    if (!atomic_compare_exchange_strong(&grid->next[id], &taken, (uint32_t)head)) {
-        return um__fail_detail(err, UM_E_STATE, UM_GRID_FREE, "the cell was given back already");
-    }
+    /* If two threads give the same cell, only one passes here. */
+    UM__RETURN_IF(
+        !atomic_compare_exchange_strong(&grid->next[id], &taken, (uint32_t)head),
+        um__fail_detail(err, UM_E_STATE, UM_GRID_FREE, "the cell was given back already"));
     /* Counts the cell before it can be taken, so that the count never falls below 0. */
     atomic_fetch_add(&grid->n_free, 1);
     while (!atomic_compare_exchange_weak(&grid->head, &head, make_head(head, id))) {

@@ -24,14 +24,13 @@ um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, u
     uintptr_t base = (uintptr_t)tape->base;
     size_t used = atomic_load_explicit(&tape->used, memory_order_relaxed), start, end;
     do {
-        /* Aligns the address, not the offset: the base may be less aligned than the take. */
+        /* Aligns the address: the base may be less aligned than the take. */
         size_t address, limit = atomic_load_explicit(&tape->limit, memory_order_relaxed);
         if (!um__round_up(base + used, align, &address) ||
             !um__add(start = address - base, nbytes, &end) || end > limit ||
             limit == 0 /* frozen to no take at all, not even of 0 bytes */) {
-            if (atomic_load_explicit(&tape->frozen, memory_order_relaxed)) {
-                return um__fail_detail(err, UM_E_STATE, UM_TAPE_FROZEN, "frozen");
-            }
+            UM__RETURN_IF(atomic_load_explicit(&tape->frozen, memory_order_relaxed),
+                          um__fail_detail(err, UM_E_STATE, UM_TAPE_FROZEN, "frozen"));
             return um__fail_full(err, UM_TAPE_FULL, tape->total, used, nbytes, "tape");
         }
     } while (!atomic_compare_exchange_weak_explicit(&tape->used, &used, end, memory_order_acq_rel,
@@ -41,8 +40,7 @@ um_status um_tape_take(um_tape *tape, size_t nbytes, size_t align, void **out, u
     return UM_OK;
 }
 
-/* Lets `used` fall, and records how high it was. Only here it falls, so that a take need not care
- * for the high water. */
+/* Lets `used` fall, and records how high it was, which spares takes to do so. */
 static void fall_to(um_tape *tape, size_t floor) {
     size_t kept = atomic_load(&tape->kept);
     size_t used = atomic_exchange(&tape->used, floor > kept ? floor : kept);

@@ -55,7 +55,8 @@ static void bf16_of_f32_scalar(uint16_t *out, const float *in, size_t n) {
     }
 F32_OF_BF16(, scalar)
 
-/* Converts by a code of an instruction set, `width` values at a time, and the rest by the scalar. */
+/* Converts by a code of an instruction set, `width` values at a time, and the rest by the
+ * scalar. */
 #define BY_WIDTH(target, name, isa, out_type, in_type, width, ...)                                 \
     target static void name##_##isa(out_type *out, const in_type *in, size_t n) {                  \
         size_t i = 0;                                                                              \
@@ -193,7 +194,7 @@ const um__convert_code *um__convert_code_at(size_t i) {
 }
 
 static const um__convert_code *best_code(void) {
-    /* Two threads that look for it at the same time find the same code. */
+    /* Two threads that look at the same time find the same code. */
     static const um__convert_code *_Atomic found;
     const um__convert_code *code = atomic_load_explicit(&found, memory_order_relaxed);
     if (code == NULL) {
@@ -212,22 +213,17 @@ const char *um_convert_isa(void) {
 /* ---- the floating-point mode of the thread ---- */
 
 /* A thread can be in a mode that takes denormals for zero, or rounds in another direction. On x86
- * this changes what is quantized, and the sum by which q4_1 and q5_1 are read: the other
- * conversions are integer arithmetic, exact, or instructions that name their rounding. Elsewhere it
- * changes float16, too. The codes are called through pointers, so that no compiler moves arithmetic
- * past a change of the mode. */
+ * this changes quantizing, and the sums that q4_1 and q5_1 are read by: the other conversions are
+ * exact, integer arithmetic, or name their rounding. Elsewhere it changes float16, too. The codes
+ * are called through pointers, so that no compiler moves arithmetic past a change of the mode. */
 
 static inline bool is_quantized(um_dtype type) {
     return (unsigned)type >= UM_Q8_0;
 }
 
-static inline bool is_read_by_a_sum(um_dtype type) {
-    return type == UM_Q4_1 || type == UM_Q5_1;
-}
-
 #if defined(__x86_64__)
 
-enum { MXCSR_DEFAULT = 0x1f80, MXCSR_FLAGS = 0x3f };
+enum { MXCSR_DEFAULT = 0x1f80, MXCSR_FLAGS = 0x3f, F16_DEPENDS_ON_MODE = false };
 typedef unsigned fp_mode;
 
 static fp_mode enter_default_mode(void) {
@@ -244,12 +240,9 @@ static void leave_default_mode(fp_mode mode) {
     }
 }
 
-static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
-    return is_quantized(out_type) || is_read_by_a_sum(in_type);
-}
-
 #else
 
+enum { F16_DEPENDS_ON_MODE = true };
 typedef fenv_t fp_mode;
 
 static fp_mode enter_default_mode(void) {
@@ -263,11 +256,13 @@ static void leave_default_mode(fp_mode mode) {
     fesetenv(&mode);
 }
 
-static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
-    return is_quantized(out_type) || is_read_by_a_sum(in_type) || out_type == UM_F16;
-}
-
 #endif
+
+static bool depends_on_mode(um_dtype out_type, um_dtype in_type) {
+    bool is_read_by_a_sum = in_type == UM_Q4_1 || in_type == UM_Q5_1;
+    return is_quantized(out_type) || is_read_by_a_sum ||
+           (F16_DEPENDS_ON_MODE && out_type == UM_F16);
+}
 
 /* ---- any to any ---- */
 
@@ -329,8 +324,8 @@ static void convert(const um__convert_code *code, void *out, um_dtype out_type, 
     } else if (out_type == UM_F32) {
         to_f32(code, out, in, in_type, n);
     } else {
-        /* Goes through float32, which holds the values of all other types exactly, but for those of
-         * q4_1 and q5_1, which are rounded sums in float32 anyway. */
+        /* Goes through float32, which holds the values of all types exactly: those of q4_1 and q5_1
+         * are sums in float32. */
         enum { PIECE = 1024 };
         float piece[PIECE];
         for (size_t done = 0; done < n; done += PIECE) {

@@ -26,6 +26,11 @@ const um__convert_code *um__convert_code_at(size_t i);
 UM_CHECKED um_status um__convert_by(const um__convert_code *code, void *out, um_dtype out_type,
                                     const void *in, um_dtype in_type, size_t n, um_error *err);
 
+/* Returns the bytes of n values. pre: the type is known, and n is whole blocks of it. */
+static inline size_t um__dtype_nbytes(um_dtype type, size_t n) {
+    return n / um_dtype_block_values(type) * um_dtype_block_bytes(type);
+}
+
 /* Does the same as um_convert, and cannot fail. pre: both types are known, and n is whole blocks of
  * both. */
 void um__convert_values(void *out, um_dtype out_type, const void *in, um_dtype in_type, size_t n);

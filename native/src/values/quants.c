@@ -60,8 +60,7 @@ static int8_t q8_of(float x) {
 static void q8_0_of_f32_block(um__q8_0 *out, const float *in) {
     float amax = 0;
     for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
-        /* Like the reference, this forgets what came before a NaN, and a NaN that is not the last
-         * value. */
+        /* Like the reference, this forgets values before a NaN, and a NaN that is not the last. */
         float magnitude = float_of(bits_of(in[i]) & F32_MAGNITUDE);
         amax = amax > magnitude ? amax : magnitude;
     }
@@ -121,7 +120,7 @@ static void q5_0_of_f32_block(um__q5_0 *out, const float *in) {
     put_fifth_bits(out->qh, &found);
 }
 
-/* The scale and the least value of a block with so many levels above the lowest. */
+/* Returns the scale of a block with n_steps levels above the lowest. */
 static float find_range(float *out_least, const float *in, float n_steps) {
     float least = FLT_MAX, most = -FLT_MAX;
     for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
@@ -153,8 +152,8 @@ static void q5_1_of_f32_block(um__q5_1 *out, const float *in) {
     put_fifth_bits(out->qh, &found);
 }
 
-/* The scale of the least squared error, weighted by the squares of the values. Sums are in the
- * order of the values, which their last bits depend on. */
+/* Returns the scale of the least squared error, weighted by the squares of the values. The last
+ * bits of the sums depend on their order. */
 static float fit_scale(const float *products, const float *squares) {
     float product = 0, square = 0;
     for (size_t i = 0; i < UM__BLOCK_VALUES; i++) {
@@ -245,7 +244,7 @@ QUANT_CODES(SCALAR)
 
 /* ---- what vector codes need of scalars ---- */
 
-/* Returns the first zero, whose sign is that of the least value of a block where this is zero. */
+/* Returns the first zero, which has the sign of the least value of a block if that is zero. */
 static float first_zero(const float *in) {
     while (*in != 0) {
         in++;
