@@ -1,48 +1,33 @@
-"""TITLE."""
+"""The files of a model: parts, indices, and paths that are no model."""
 
 from __future__ import annotations
+
 import gc
 import json
 import os
-import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
 import numpy as np
 import pytest
+
 from conftest import Run
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
-from support.files.weight_bytes import LOADS, open_folder
+from support.files.weight_bytes import LOADS, n_descriptors, open_folder
 from support.models.make import TINY, write_model
 from support.processes import interrupts
-from support.project.checkout import STORIES, needs_stories
-from unimem._core.status import ledger
-from unimem.errors import ClosedError, FormatError, GGUFError, SafetensorsError
+from unimem.errors import FormatError, GGUFError, SafetensorsError
 from unimem.weights.files import open_model, reopen
-from unimem.weights.gguf import GGUFHeader
-from unimem.weights.opened import Weights, open_weights
-from unimem.weights.safetensors import SafetensorsHeader
+from unimem.weights.opened import open_weights
 
+pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-def n_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+__all__ = ["open_folder"]  # a fixture
 
-
-@pytest.fixture
-def leaves_no_descriptor() -> Iterator[None]:
-    gc.collect()  # an earlier test may have left some to the collector
-    before = n_descriptors()
-    yield
-    assert n_descriptors() == before
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "file.gguf"
-    file.write_bytes(gf.everything())
-    return file
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 
 
 @pytest.fixture

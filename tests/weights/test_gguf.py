@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pickle
@@ -23,9 +22,8 @@ from support.files.every_type import (
     tensors,
     write_every_type,
 )
-from support.project import tiers
 from support.project.checkout import ROOT
-from unimem._core.status import counters, ledger
+from unimem._core.status import ledger
 from unimem.errors import GGUFError
 from unimem.weights.gguf import tensor_type
 from unimem.weights.opened import Weights, open_weights
@@ -358,20 +356,6 @@ def test_each_rule_in_the_manual() -> None:
     assert [rule for rule in sorted(rules) if f"`{rule}`" not in manual] == []
 
 
-def test_file_cut_anywhere(tmp_path: Path) -> None:
-    raw = gf.everything()
-    with opened(tmp_path, raw) as w:
-        header_nbytes = max(t.offset for t in w.tensors.values()) - 192
-    for n in range(0, header_nbytes - 64, 1 if tiers.everything else 3):
-        with pytest.raises(GGUFError) as caught:
-            opened(tmp_path, raw[:n])
-        assert caught.value.offset is not None
-        assert caught.value.offset <= n
-    for n in range(header_nbytes, len(raw) - 256 + 216, 7):
-        with pytest.raises(GGUFError, match=PASSES):
-            opened(tmp_path, raw[:n])
-
-
 def test_large_file_of_holes_is_not_read(tmp_path: Path) -> None:
     raw, mark = one_kv(gf.kv("k", gf.ARRAY, gf.u32(gf.UINT8), M, gf.u64(2**38)))
     path = tmp_path / "file.gguf"
@@ -383,29 +367,6 @@ def test_large_file_of_holes_is_not_read(tmp_path: Path) -> None:
 
 
 # ---- memory ----
-
-
-#: As many as fit into a file: the tables are largest in proportion.
-KEYS = gf.join(gf.head(0, 50_000), *(gf.kv(f"{i:x}", gf.UINT8, b"\0") for i in range(50_000)))[0]
-TENSORS = [gf.tensor(f"{i:x}", (0,), 0, 0) for i in range(25_000)]
-LARGE = {
-    **{"keys": KEYS, "keys, cut": KEYS[:-1], "everything": gf.everything()},
-    "tensors": gf.with_data(gf.head(len(TENSORS), 0), *TENSORS)[0],
-    "counts": gf.head(2**60, 2**60),
-    "count that fits, of nothing": gf.head(0, 10**5) + bytes(14 * 10**5),
-}
-
-
-@pytest.mark.parametrize("raw", LARGE.values(), ids=LARGE)
-@pytest.mark.usefixtures("no_collection")
-def test_memory_is_a_small_multiple_of_the_file(tmp_path: Path, raw: bytes) -> None:
-    gc.collect()  # what other tests left lying
-    before, mapped = counters(), ledger()["other"]["mapped_bytes"]
-    with contextlib.suppress(GGUFError):
-        opened(tmp_path, raw).close()
-    allocated = counters()["allocated_bytes"] - before["allocated_bytes"]
-    assert allocated <= 10 * len(raw) + 4096
-    assert ledger()["other"]["mapped_bytes"] == mapped
 
 
 def test_of_a_large_header_no_more_is_kept_than_it_has(tmp_path: Path) -> None:
@@ -420,10 +381,3 @@ def test_of_a_large_header_no_more_is_kept_than_it_has(tmp_path: Path) -> None:
         assert len(raw) <= kept == weights._parts[0].file.header.copied_bytes
         assert kept <= max(2 << 20, len(raw) + 4096)  # a huge page, where the kernel has them
     assert ledger()["other"]["mapped_bytes"] == before
-
-
-def test_many_long_names_that_differ_late(tmp_path: Path) -> None:
-    names = [f"{'x' * 400}{i:06}" for i in range(20_000)]
-    keys = [gf.kv(name, gf.UINT8, b"\0") for name in (*names, names[0])]
-    with pytest.raises(GGUFError, match="a key occurs twice"):
-        opened(tmp_path, gf.join(gf.head(0, len(keys)), *keys)[0])

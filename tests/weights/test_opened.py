@@ -1,13 +1,10 @@
-"""An opened model: which files it is, what it promises, and what is no model."""
+"""An opened model: its figures, how long it lives, and what stays after it."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import pickle
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +13,20 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-from conftest import Run
-from support.files import gguf_files as gf
-from support.files import safetensors_files as sf
-from support.files.weight_bytes import LOADS, open_folder
-from support.models.make import TINY, write_model
-from support.processes import interrupts
+from support.files.weight_bytes import LOADS, n_descriptors
 from support.project.checkout import STORIES, needs_stories
 from unimem._core.status import ledger
-from unimem.errors import ClosedError, FormatError, GGUFError, SafetensorsError
-from unimem.weights.files import open_model, reopen
-from unimem.weights.gguf import GGUFHeader
+from unimem.errors import ClosedError
 from unimem.weights.opened import Weights, open_weights
-from unimem.weights.safetensors import SafetensorsHeader
-
-__all__ = ["open_folder"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
-
-
-def n_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def n_mappings() -> dict[str, int]:
     return {name: row["n_mappings"] for name, row in ledger().items()}
 
 
-@pytest.fixture
-def leaves_no_descriptor() -> Iterator[None]:
-    gc.collect()  # an earlier test may have left some to the collector
-    before = n_descriptors()
-    yield
-    assert n_descriptors() == before
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "file.gguf"
-    file.write_bytes(gf.everything())
-    return file
-
-
-@pytest.fixture
-def weights(path: Path) -> Iterator[Weights]:
-    with open_weights(path) as w:
-        yield w
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "m.gguf", shape=TINY, kind="q8_0")
-
-
 # ---- what it holds -----------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
 
 
 def test_figures(weights: Weights, path: Path) -> None:
@@ -96,8 +43,6 @@ def test_mapping_is_in_the_ledger(path: Path) -> None:
         during = ledger()["weights"]
         assert during["n_mappings"] == before["n_mappings"] + 1
         assert during["mapped_bytes"] >= before["mapped_bytes"] + path.stat().st_size
-
-
 
 
 @needs_stories
@@ -195,76 +140,4 @@ def test_weights_do_not_pickle(weights: Weights) -> None:
         pickle.dumps(weights)
 
 
-
-
-# ---- split GGUF --------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-# ---- safetensors -------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 # What the index says instead, the file that is told, and what is told of it.
-
-
-
-
-# ---- descriptors -------------------------------------------------------------------------------
-
-
-
-
-
-
-# ---- what is no model --------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ import unimem as um
 from support.files import safetensors_files as sf
 from support.files.mutations import file_of
 from support.project.checkout import ROOT
-from unimem._core.status import counters, ledger
 from unimem.errors import SafetensorsError
 from unimem.weights.safetensors import SafetensorsHeader
 
@@ -463,57 +461,9 @@ def test_rows_of_the_manual_are_those_tested() -> None:
     }
 
 
-def test_file_cut_anywhere() -> None:
-    raw = sf.everything()
-    data_offset = header_of(raw).data_offset
-    for n in range(len(raw)):
-        with pytest.raises(SafetensorsError) as caught:
-            header_of(raw[:n])
-        assert caught.value.rule == (TRUNCATED if n < data_offset else PASSES)
-        assert caught.value.offset is not None
-        assert caught.value.offset <= n
-
-
 def test_weights_say_which_rule_is_broken(tmp_path: Path) -> None:
     raw, mark = sf.marked("{'t':{'dtype':^'U9'}}")
     with pytest.raises(SafetensorsError) as caught, opened(tmp_path, raw):
         pass
     assert caught.value.offset == mark
     assert caught.value.path == str(tmp_path / "model.safetensors")
-
-
-# ---- memory ----
-
-
-def many(n: int, of: str) -> str:
-    """An object of as many fields as fit: the tables are largest in proportion."""
-    return "{" + ",".join(f'"{i:x}":{of}' for i in range(n)) + "}"
-
-
-KEYS = sf.file(f'{{"__metadata__":{many(50_000, chr(34) * 2)}}}')
-SHAPE = ",".join("0" * 64)
-LARGE = {
-    **{"keys": KEYS, "keys, cut": KEYS[:-1] + b" ", "everything": sf.everything()},
-    "dimensions": sf.file(many(2_500, f'{{"dtype":"U8","shape":[{SHAPE}],"data_offsets":[0,0]}}')),
-    "length": sf.file("{}", 1000, length=1000),
-}
-
-
-@pytest.mark.parametrize("raw", LARGE.values(), ids=LARGE)
-@pytest.mark.usefixtures("no_collection")
-def test_memory_is_a_small_multiple_of_the_header(raw: bytes) -> None:
-    before, mapped = counters(), ledger()["other"]["mapped_bytes"]
-    with contextlib.suppress(SafetensorsError):
-        header_of(raw)
-    allocated = counters()["allocated_bytes"] - before["allocated_bytes"]
-    assert allocated <= 16 * len(raw) + 4096
-    assert ledger()["other"]["mapped_bytes"] == mapped
-
-
-def test_many_long_names_that_differ_late() -> None:
-    names = [f"{'x' * 400}{i:06}" for i in range(20_000)]
-    pairs = ",".join(f"'{name}':''" for name in names)
-    raw, mark = sf.marked("{'__metadata__':{" + pairs + f",^'\\u0078{names[0][1:]}':''" + "}}")
-    with pytest.raises(SafetensorsError, match="a key of __metadata__ occurs twice") as caught:
-        header_of(raw)
-    assert caught.value.offset == mark

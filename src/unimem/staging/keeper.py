@@ -247,11 +247,18 @@ def run_child(command: Sequence[str], **options: Any) -> None:
     import subprocess  # which is heavy
 
     child: subprocess.Popen[bytes] = subprocess.Popen.__new__(subprocess.Popen)
-    try:
-        subprocess.Popen.__init__(child, command, **options)
-    finally:
+
+    def wait() -> None:
         if getattr(child, "pid", None):
             child.wait()
+
+    try:
+        try:
+            subprocess.Popen.__init__(child, command, **options)
+        finally:
+            wait()
+    finally:  # an interrupt may have come before the first wait
+        wait()
 
 
 def drop(held: Held) -> None:
