@@ -1,7 +1,7 @@
-"""Mirrored weights, and mapped ones that are moved, as far as a machine with one node shows it.
+"""Mirrored weights, and mapped ones that are moved, on a machine with one node.
 
-Where a second node is needed, this process is told of one: memory that is to be bound to it lies
-anywhere, with a warning. tests/numa asks the kernel, on three nodes.
+A second node is invented if needed: memory bound to it lies anywhere, with a warning. tests/numa
+asks the kernel, on three nodes.
 """
 
 from __future__ import annotations
@@ -137,9 +137,7 @@ def test_the_nearest_copy() -> None:
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_what_was_copied_goes_when_a_copy_fails(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = um.report().total_bytes
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -186,7 +184,7 @@ def test_decoders_in_two_threads_read_two_copies() -> None:
         reader.end()
 
     with opened(embedded_model(), load="copy") as weights:
-        # One after the other, so that the second sees the first.
+        # The second sees the first.
         first = Reader(weights)
         assert isinstance(first.contents, WeightsCopy)
         assert os.sched_getaffinity(0) == set(CPUS_OF[first.contents.node])
@@ -207,7 +205,7 @@ def test_a_decoder_reads_one_copy_and_says_which() -> None:
     with Decoder(embedded_model(), ctx=64) as decoder:
         expected = "".join(decoder.generate("Once upon a time", 8))
     with opened(embedded_model(), load="copy") as weights, Decoder(weights, ctx=64) as decoder:
-        # Of one CPU alone, both have it.
+        # A single CPU belongs to both nodes.
         near = [n for n in CPUS_OF if os.sched_getaffinity(0) == set(CPUS_OF[n])] or [NODE]
         said = decoder.report().facts["numa"]
         copies = f"copies of the weights on nodes {NODE},{OTHER}"
@@ -245,12 +243,12 @@ def test_a_layout_for_mirrored_weights() -> None:
         lambda path: um.KVStore(path.parent / "s", ram_bytes=MIB, numa="mirror"),
     ],
 )
-def test_what_has_no_copies_refuses(model: Path, call: Any) -> None:
+def test_objects_without_copies_refuse_mirror(model: Path, call: Any) -> None:
     with pytest.raises(ValueError, match=r"numa.*mirror"):
         call(model)
 
 
-def test_all_that_a_decoder_takes_lies_where_it_was_told() -> None:
+def test_all_memory_of_a_decoder_lies_on_its_node() -> None:
     numa = f"bind:{NODE}"
     with Decoder(embedded_model(), ctx=64, numa=numa) as decoder:
         placed = [decoder.layout.history.block, decoder.layout.scratch.block]
@@ -260,7 +258,7 @@ def test_all_that_a_decoder_takes_lies_where_it_was_told() -> None:
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_what_is_repacked_is_one_decoder_s(model: Path) -> None:
+def test_repack_has_no_copies(model: Path) -> None:
     with pytest.raises(ValueError, match=r"numa='mirror': what load='repack' makes"):
         um.plan(model, numa="mirror", load="repack")
 
@@ -287,7 +285,7 @@ def test_a_mapped_file_on_its_nodes(model: Path, numa: str) -> None:
         check(weights)
 
 
-def test_a_mapped_file_on_nodes_that_are_not_there(model: Path) -> None:
+def test_a_mapped_file_on_missing_nodes(model: Path) -> None:
     named = f"node {OTHER} is offline or does not exist"
     with pytest.raises(um.PlacementError, match=named):
         um.open_weights(model, load="map", numa=f"bind:{OTHER}", strict=True)
@@ -299,7 +297,7 @@ def test_a_mapped_file_on_nodes_that_are_not_there(model: Path) -> None:
             weights.repair()
 
 
-def test_the_tape_is_what_is_repaired(model: Path) -> None:
+def test_weights_on_a_tape_are_not_repaired(model: Path) -> None:
     with (
         um.Tape(4 * MIB) as tape,
         um.open_weights(model, tape=tape) as weights,

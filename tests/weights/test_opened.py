@@ -13,11 +13,13 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-from support.files.weight_bytes import LOADS, n_descriptors
+from support.files.weight_bytes import LOADS, leaves_no_descriptor, n_descriptors, path, weights
 from support.project.checkout import STORIES, needs_stories
 from unimem._core.status import ledger
 from unimem.errors import ClosedError
 from unimem.weights.opened import Weights, open_weights
+
+__all__ = ["leaves_no_descriptor", "path", "weights"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 
@@ -99,7 +101,7 @@ def test_use_after_close(path: Path) -> None:
         with pytest.raises(ClosedError, match="closed"):
             use()
     assert "closed" in repr(w)
-    # What was decoded stays.
+    # Decoded values stay.
     assert tensor.shape == (2, 1, 3, 2)
     assert tensors["four"] == tensor
     assert list(metadata)
@@ -138,6 +140,3 @@ def test_no_file_stays_open(path: Path) -> None:
 def test_weights_do_not_pickle(weights: Weights) -> None:
     with pytest.raises(TypeError, match="open the file"):
         pickle.dumps(weights)
-
-
-# What the index says instead, the file that is told, and what is told of it.

@@ -74,7 +74,7 @@ def test_changes_of_the_files_make_it_stale(tmp_path: Path) -> None:
     assert held.staleness() == f"{source}: No such file or directory"
 
 
-def test_what_this_process_keeps(tmp_path: Path) -> None:
+def test_this_process_is_a_keeper(tmp_path: Path) -> None:
     before = holders_of(os.getpid())
     model = tmp_path / "m.gguf"
     model.write_bytes(

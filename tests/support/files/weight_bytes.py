@@ -104,3 +104,25 @@ def leaves_nothing() -> Iterator[None]:
     while left() and time.monotonic() < end:
         time.sleep(0.001)  # the kernel's part of a thread ends a moment after Python's
     assert left() == []
+
+
+@pytest.fixture
+def leaves_no_descriptor() -> Iterator[None]:
+    gc.collect()  # an earlier test may have left some to the collector
+    before = n_descriptors()
+    yield
+    assert n_descriptors() == before
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A GGUF file with every type of metadata."""
+    file = tmp_path / "file.gguf"
+    file.write_bytes(gf.everything())
+    return file
+
+
+@pytest.fixture
+def weights(path: Path) -> Iterator[um.Weights]:
+    with um.open_weights(path) as opened:
+        yield opened
