@@ -222,13 +222,6 @@ def test_an_engine_of_a_url_that_does_not_fit_reads_no_data(
 # ---- a load that was broken off ----
 
 
-def begins(store: ObjectServer) -> list[int]:
-    """Which ranges of data were asked for, by their first bytes, since the last time."""
-    asked = [int(wanted.split("-")[0]) for _, _, wanted in store.asked]
-    store.asked.clear()
-    return sorted(asked)
-
-
 def break_off(store: ObjectServer, after: int) -> None:
     answered = iter(range(10**6))
     store.choose_fault = lambda *_: "503" if next(answered) >= after else ""
@@ -241,11 +234,11 @@ def test_a_load_onto_a_tape_goes_on(store: ObjectServer, monkeypatch: pytest.Mon
         with pytest.raises(OSError, match="503"):
             um.open_weights(URL, tape=tape, threads=1, verify=False)
         assert tape.used_bytes == 0, "nothing stays taken"
-        had = sorted(set(begins(store)))
+        had = sorted(set(store.begins()))
         store.choose_fault = lambda *_: ""
         with um.open_weights(URL, tape=tape, threads=1, verify=False) as weights:
             assert bytes_of(weights) == bytes_of(file)
-            rest = begins(store)
+            rest = store.begins()
             assert rest[0] == 0, "the header"
             assert set(rest[1:]).isdisjoint(had[1:-1]), "what was there was not read again"
             assert len(rest) + len(had) - 2 == 12, "and nothing else was left out"
@@ -259,13 +252,13 @@ def test_overwritten_pieces_are_read_again(
         break_off(store, 7)
         with pytest.raises(OSError, match="503"):
             um.open_weights(URL, tape=tape, threads=1)
-        had = begins(store)
+        had = store.begins()
         tape.take(250_000, "uint8")[:] = 1
         tape.clear()
         store.choose_fault = lambda *_: ""
         with um.open_weights(URL, tape=tape, threads=1) as weights:
             assert bytes_of(weights) == bytes_of(file)
-        assert len(begins(store)) > 12 - len(set(had)), "some of it came twice"
+        assert len(store.begins()) > 12 - len(set(had)), "some of it came twice"
         tape.clear()
         break_off(store, 7)
         with pytest.raises(OSError, match="503"):
@@ -277,7 +270,7 @@ def test_overwritten_pieces_are_read_again(
         store.asked.clear()
         with um.open_weights(URL, tape=tape, threads=1) as weights:
             assert bytes_of(weights) != bytes_of(file), "another version is another file"
-        assert len(begins(store)) == 13
+        assert len(store.begins()) == 13
 
 
 def test_an_engine_refuses_before_it_reads(store: ObjectServer) -> None:

@@ -25,14 +25,7 @@ from unimem.staging.backings import Folder, Memfd, Place, sweep
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
 from unimem.weights.files import Version
-from unimem.weights.staged import (
-    NOTE,
-    PROCESS_FOLDER,
-    SCHEMA,
-    Held,
-    cannot_see,
-    held_from_note,
-)
+from unimem.weights.staged import NOTE, PROCESS_FOLDER, SCHEMA, Held, cannot_see, held_from_note
 
 __all__ = [
     "Arrived",
@@ -133,10 +126,7 @@ def _new_note(granted: Placement, **fields: Any) -> dict[str, Any]:
 
 @contextmanager
 def hold_files(
-    source: str,
-    versions: Sequence[tuple[str, Version]],
-    granted: Placement,
-    asked: dict[str, Any],
+    source: str, versions: Sequence[tuple[str, Version]], granted: Placement, asked: dict[str, Any]
 ) -> Iterator[Held]:
     """Have a process map and lock files in the page cache, as `hold`."""
     note = _new_note(

@@ -466,11 +466,7 @@ class Weights(Contents):
                 "a copy: Tensor.as_array"
             )
         return tape._upload(
-            self,
-            progress=progress,
-            threads=threads,
-            staging_bytes=staging_bytes,
-            stream=stream,
+            self, progress=progress, threads=threads, staging_bytes=staging_bytes, stream=stream
         )
 
     @property
