@@ -98,12 +98,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     pytest.importorskip("obstore", reason="obstore reads gs:// and az://: pip install '.[remote]'")
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
     with serving_objects(monkeypatch) as state:
-        here = f"http://127.0.0.1:{state.port}"
-        for name, value in {
-            "GOOGLE_BASE_URL": here, "GOOGLE_SKIP_SIGNATURE": "true", "AZURE_ENDPOINT": here,
-            "AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_USE_HTTP": "true",
-        }.items():  # fmt: skip
-            monkeypatch.setenv(name, value)
+        state.serve_other_stores(monkeypatch)
         yield state
 
 

@@ -370,6 +370,7 @@ def test_file_in_memory(raw: bytes, name: str, load: Any) -> None:
     try:
         os.write(fd, raw)
         with open_weights(f"/proc/self/fd/{fd}", load=load) as w:
+            assert w._parts[0].file.in_memory
             assert w.tensors[name].as_array().size > 0
     finally:
         os.close(fd)

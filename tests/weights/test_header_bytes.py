@@ -55,8 +55,7 @@ def test_shrinking_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: F
             os.truncate(name, file_nbytes - 1)
 
     monkeypatch.setattr(f"unimem.weights.files.{kind.__name__}", ReadThenTruncate)
-    loads: list[Any] = LOADS
-    for load in loads:
+    for load in LOADS:
         with pytest.raises(OSError, match=r"shorter|replaced or written to") as caught:
             open_weights(path, load=load)
         assert caught.value.filename == str(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second node, as large as the first."""
     room = limits.nodes()[NODE]
     made = {
-        node: Node(
-            node,
-            room.total_bytes,
-            room.free_bytes,
-            room.available_bytes,
-            tuple(cpus),
-            (10, 20) if node == NODE else (20, 10),
-            True,
-        )
-        for node, cpus in CPUS_OF.items()
+        n: replace(room, id=n, cpus=tuple(cpus), distances=(10, 20) if n == NODE else (20, 10))
+        for n, cpus in CPUS_OF.items()
     }
     monkeypatch.setattr(limits, "nodes", lambda: made)
 

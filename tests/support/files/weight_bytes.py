@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ from support.files import gguf_files as gf
 
 MIB = 1 << 20
 I8 = 24
-READS = ["copy", "direct"]
-LOADS = ["map", *READS]
+READS: list[Any] = ["copy", "direct"]
+LOADS: list[Any] = ["map", *READS]
 
 
 @cache
