@@ -90,9 +90,6 @@ def test_each_is_computed(digest: str) -> None:
     assert not found.matches([hasher])
 
 
-# ---- of servers ----
-
-
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     pytest.importorskip("obstore", reason="obstore reads gs:// and az://: pip install '.[remote]'")

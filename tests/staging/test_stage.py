@@ -43,9 +43,6 @@ PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 
-# ---- what others get ----
-
-
 def test_processes_of_the_user_read_the_same_bytes(backing: Any, model: Path) -> None:
     model.chmod(0o644)  # which may lie in a private folder
     with um.stage(model, backing=backing) as staged:
@@ -206,12 +203,6 @@ def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> N
                 assert [decoder.generate_next_token() for _ in range(8)] == expected
 
 
-# ---- what it is sealed against ----
-
-
-# ---- in namespaces ----
-
-
 def test_the_path_uses_the_mounted_proc(model: Path, process: Any) -> None:
     """In a PID namespace without a /proc of its own, others find it under the outer PID."""
     unshare = ("unshare", "--pid", "--fork")
@@ -237,9 +228,6 @@ def test_without_a_proc_nothing_is_read(monkeypatch: pytest.MonkeyPatch, model: 
     monkeypatch.setattr(os, "readlink", refuse)
     with pytest.raises(PlacementError, match=r"/proc/self: No such file.*mount -t proc"):
         um.stage(model, progress=lambda *now: pytest.fail("it was read"))
-
-
-# ---- where it cannot be ----
 
 
 @pytest.mark.usefixtures("needs_mount")
@@ -406,9 +394,6 @@ def test_wrong_options(options: Any, message: str, model: Path) -> None:
         um.stage(model, **options)
 
 
-# ---- how long it lives ----
-
-
 def test_a_closed_stage(model: Path) -> None:
     staged = um.stage(model)
     assert repr(staged).startswith(f"Stage('{model}', {staged.backing}, 6.0 MiB, ")
@@ -492,9 +477,6 @@ def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> No
 
         assert in_child(reads_and_closes)
         assert read_elsewhere(path) == model.read_bytes()
-
-
-# ---- how it is placed ----
 
 
 def test_a_lock_lasts_as_long_as_the_stage(backing: Any, model: Path) -> None:

@@ -165,8 +165,6 @@ def test_types_without_values_are_refused(tmp_path: Path, kind: Any) -> None:
         assert "install" not in str(e.value)
 
 
-# ---- what NumPy and ml_dtypes convert ----
-
 SAFETENSORS: dict[str, Any] = {
     "BOOL": np.bool_,
     **{f"U{8 * n}": np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
@@ -238,9 +236,6 @@ def test_shapes_without_rows(tmp_path: Path) -> None:
     with open_weights(tmp_path / "file.gguf") as w:
         for name, shape in (("scalar", ()), ("empty", (0, 4)), ("four", (2, 1, 3, 2))):
             assert w.tensors[name].dequantize().shape == shape
-
-
-# ---- modes, and files that change ----
 
 
 @pytest.mark.parametrize("mode", ["copy", "direct"])

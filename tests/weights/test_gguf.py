@@ -35,9 +35,6 @@ def opened(tmp_path: Path, raw: bytes) -> Weights:
     return open_weights(path)
 
 
-# ---- agreement with gguf-py ----
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "all.gguf"
@@ -151,9 +148,6 @@ def test_metadata_that_gguf_py_does_not_write(tmp_path: Path) -> None:
         assert text.encode("utf-8", "surrogateescape") == b"\xff\xfe"
 
 
-# ---- what gguf-py does not write ----
-
-
 def test_header_longer_than_the_first_reads(tmp_path: Path) -> None:
     numbers = np.arange(1_500_000, dtype="uint32")
     strings = [f"word {i}" for i in range(20_000)]
@@ -168,8 +162,6 @@ def test_header_longer_than_the_first_reads(tmp_path: Path) -> None:
         assert w.metadata["words"] == strings
         assert w.tensors["t"].as_array().tobytes() == raw[-256:-240]
 
-
-# ---- rules ----
 
 HUGE = [2**64 - 1, 2**63, 2**62, 2**61, 100]
 RULES: dict[str, tuple[str, tuple[bytes, int | None]]] = {}
@@ -306,9 +298,6 @@ def test_large_file_of_holes_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(GGUFError, match="the header is longer than 256 MiB") as caught:
         open_weights(path)
     assert caught.value.offset == mark
-
-
-# ---- memory ----
 
 
 def test_a_large_header_keeps_no_extra_memory(tmp_path: Path) -> None:

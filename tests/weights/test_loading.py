@@ -67,9 +67,6 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-# ---- each mode ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("threads", [None, 1, 5])
 def test_every_mode_reads_the_file(path: Path, parts: list[Path], load: Any, threads: Any) -> None:
@@ -154,9 +151,6 @@ def test_a_file_system_without_direct_reads(path: Path, monkeypatch: pytest.Monk
     with open_weights(path, numa="preferred:0") as weights:
         assert weights.load == "copy"
         assert "O_DIRECT" in weights.load_reason
-
-
-# ---- what auto chooses -------------------------------------------------------------------------
 
 
 def with_huge_pages() -> None:
@@ -355,9 +349,6 @@ def test_invalid_loads(path: Path) -> None:
             open_weights(path, load=load)
 
 
-# ---- on a tape ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("load", ["auto", *READS])
 def test_weights_on_a_tape(path: Path, parts: list[Path], load: Any) -> None:
     with um.Tape(32 * MIB) as tape:
@@ -464,9 +455,6 @@ def test_a_tape_refuses(path: Path) -> None:
         assert tape.used_bytes == 0
 
 
-# ---- progress, and what stops a load -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("load", READS)
 def test_progress_is_called_in_this_thread(parts: list[Path], load: Any) -> None:
     told: list[tuple[int, int]] = []
@@ -554,9 +542,6 @@ def test_an_interrupt_anywhere_leaves_the_tape_as_it_was(path: Path) -> None:
         assert tape.used_bytes > 5 * MIB
 
 
-# ---- files that change meanwhile ---------------------------------------------------------------
-
-
 def replace(path: Path) -> None:
     other = path.with_suffix(".new")
     other.write_bytes(path.read_bytes())
@@ -612,8 +597,6 @@ def test_a_change_after_the_last_read_is_an_error(path: Path, load: Any) -> None
             assert caught.value.filename == str(path)
         assert tape.used_bytes == 0
 
-
-# ---- what does not fit -------------------------------------------------------------------------
 
 REFUSAL = """
 import resource, warnings

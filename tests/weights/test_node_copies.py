@@ -53,9 +53,6 @@ def opened(path: Path | str, **options: Any) -> um.Weights:
         return um.open_weights(path, numa="mirror", pages="4k", **options)
 
 
-# ---- one node ----
-
-
 def test_on_one_node_nothing_changes(model: Path) -> None:
     if len(limits.nodes()) > 1:
         pytest.skip("this machine has several nodes: make test-numa")
@@ -73,9 +70,6 @@ def test_on_one_node_nothing_changes(model: Path) -> None:
     assert um.plan(model, numa="mirror", load="repack").rows == same.rows  # nothing is repacked
     with Decoder(embedded_model(), ctx=64, numa="mirror") as decoder:
         assert decoder.report().facts["numa"] is None
-
-
-# ---- copies ----
 
 
 @pytest.mark.usefixtures("two_nodes")
@@ -161,9 +155,6 @@ def test_a_model_staged_on_each_node(model: Path) -> None:
     assert [done for done, of in told if done == of] == [told[-1][0]]
 
 
-# ---- the engine ----
-
-
 @pytest.mark.usefixtures("two_nodes")
 def test_decoders_in_two_threads_read_two_copies() -> None:
     found: dict[int, tuple[Any, set[int]]] = {}
@@ -224,9 +215,6 @@ def test_a_layout_for_mirrored_weights() -> None:
         layout.freeze()
 
 
-# ---- where there are no copies ----
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -262,9 +250,6 @@ def test_a_layout_is_placed_already() -> None:
         pytest.raises(ValueError, match="numa='mirror': the layout's memory is placed already"),
     ):
         Decoder(embedded_model(), ctx=64, layout=layout, numa="mirror")
-
-
-# ---- mapped files ----
 
 
 @pytest.mark.parametrize("numa", [f"bind:{NODE}", f"preferred:{NODE}", f"interleave:{NODE}"])

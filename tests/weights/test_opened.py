@@ -28,9 +28,6 @@ def n_mappings() -> dict[str, int]:
     return {name: row["n_mappings"] for name, row in ledger().items()}
 
 
-# ---- what it holds -----------------------------------------------------------------------------
-
-
 def test_figures(weights: Weights, path: Path) -> None:
     assert weights.by_type() == {"f32": 4, "q8_0": 68, "f16": 24}
     assert (weights.nbytes, weights.mapped_bytes) == (96, path.stat().st_size)
@@ -56,9 +53,6 @@ def test_a_real_model() -> None:
         embedding = w.tensors["token_embd.weight"]
         assert embedding.shape[0] == len(tokens)
         assert np.isfinite(embedding.as_array()).all()
-
-
-# ---- how long it lives -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -219,9 +219,6 @@ def test_an_engine_of_a_url_that_does_not_fit_reads_no_data(
     assert {asked for _, _, asked in store.asked} == {"0-262143"}
 
 
-# ---- a load that was broken off ----
-
-
 def break_off(store: ObjectServer, after: int) -> None:
     answered = iter(range(10**6))
     store.choose_fault = lambda *_: "503" if next(answered) >= after else ""

@@ -123,9 +123,6 @@ def warm_pages(weights: Weights, n: int, seed: int = 0) -> None:
             block._warm_range(page * PAGE, 1)
 
 
-# ---- telling ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pages_at_once", [1, 3, 1 << 22])
 def test_bytes_are_those_of_the_page_tables(
     model: Path, monkeypatch: pytest.MonkeyPatch, pages_at_once: int
@@ -368,9 +365,6 @@ def test_only_resident_pages_are_mapped(model: Path) -> None:
         check_against_the_kernel(weights, after)
 
 
-# ---- warm ---------------------------------------------------------------------------------------
-
-
 def test_warm_reports_progress(split: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "_WARM_BYTES", 100_000)
     monkeypatch.setattr(residency, "_TICK_SECONDS", 0.0)
@@ -449,9 +443,6 @@ def test_a_truncated_file(model: Path) -> None:
         assert raised.value.filename == str(model)
 
 
-# ---- lock ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.locks
 def test_lock_at_once_on_fault_and_unlock(split: list[Path]) -> None:
     before = locked_bytes()
@@ -522,9 +513,6 @@ weights.close()
         PYTHONPATH=str(ROOT / "tests"),
     )
     assert run.returncode == 0, run.stderr
-
-
-# ---- evict --------------------------------------------------------------------------------------
 
 
 def test_evict_tells_what_left_the_page_cache(split: list[Path]) -> None:

@@ -42,9 +42,6 @@ def opened(tmp_path: Path, raw: bytes) -> Iterator[um.Weights]:
         yield w
 
 
-# ---- agreement with the library of the format ----
-
-
 def check_same(raw: bytes, reference: Any) -> int:
     """The header says of a file what the library says; how many tensors there are."""
     header = header_of(raw)
@@ -134,9 +131,6 @@ def test_any_order(reference: Any) -> None:
     assert header.keys() == {"k": 0}
 
 
-# ---- a header ----
-
-
 def test_header(reference: Any) -> None:
     raw = sf.everything()
     assert check_same(raw, reference) == len(sf.BITS) + 4
@@ -189,9 +183,6 @@ def test_fingerprint() -> None:
         assert header_of(changed).fingerprint() != found
 
 
-# ---- weights ----
-
-
 def test_arrays_of_every_dtype(tmp_path: Path) -> None:
     raw = sf.everything()
     with opened(tmp_path, raw) as w:
@@ -225,9 +216,6 @@ def test_data_at_any_byte(tmp_path: Path, shift: int) -> None:
                 assert array.flags.aligned == aligned
                 n_unaligned += not aligned
     assert n_unaligned > 0
-
-
-# ---- rules ----
 
 
 class Case(NamedTuple):

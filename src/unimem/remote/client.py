@@ -510,11 +510,7 @@ class _HfServer(_HttpServer):
     def ask_digest(self, path: str, tag: str) -> str:
         return ""  # the hub has sent it, or has none
 
-    def escape(self, name: str) -> str:
-        return name
-
-    def unescape(self, name: str) -> str:
-        return name
+    escape, unescape = Server.escape, Server.unescape
 
 
 # ---- which of them ----------------------------------------------------------------------------

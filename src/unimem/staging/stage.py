@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, Unpack
 
 import numpy as np
@@ -169,12 +168,7 @@ class Stage:
         self._opened()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
