@@ -47,7 +47,7 @@ def test_a_put_is_tried_again(store: ObjectServer, server: Server) -> None:
     assert len(store.asked) == 3
 
 
-def test_what_fsspec_knows() -> None:
+def test_the_fallback_of_fsspec() -> None:
     pytest.importorskip("fsspec", reason="fsspec reads memory://: pip install '.[remote]'")
     server, shown = open_server("memory://box/a")
     assert server.put(shown, DATA[:5000].data, create=True)
@@ -72,7 +72,7 @@ def test_what_fsspec_knows() -> None:
         ("hf://me", ValueError, "expected hf://owner/repository/file"),
     ],
 )
-def test_urls_that_are_none(url: str, kind: type[Exception], text: str) -> None:
+def test_invalid_urls(url: str, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as caught:
         open_server(url)
     assert "s3cret" not in str(caught.value)
@@ -82,12 +82,8 @@ def test_urls_that_are_none(url: str, kind: type[Exception], text: str) -> None:
 def test_stores_of_other_makers(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, url: str
 ) -> None:
-    here = f"http://127.0.0.1:{store.port}"
-    for name, value in {
-        "GOOGLE_BASE_URL": here, "GOOGLE_SKIP_SIGNATURE": "true", "AZURE_ENDPOINT": here,
-        "AZURE_SKIP_SIGNATURE": "true", "AZURE_STORAGE_ACCOUNT_NAME": "account",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    store.serve_other_stores(monkeypatch)
+    monkeypatch.setenv("AZURE_SKIP_SIGNATURE", "true")
     server, shown = open_server(url)
     out = np.zeros_like(DATA)
     read_range(server, shown, 0, out)
@@ -112,5 +108,5 @@ def test_a_web_server_is_read_only(store: ObjectServer) -> None:
     server.close()
 
 
-def test_a_forked_child_is_told(server: Server) -> None:
+def test_a_forked_child_is_refused(server: Server) -> None:
     assert in_child(lambda: refuses(lambda: server.get(URL, 0, 1), "forked child", "'spawn'"))

@@ -90,20 +90,12 @@ def test_each_is_computed(digest: str) -> None:
     assert not found.matches([hasher])
 
 
-# ---- of servers ----
-
-
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
     pytest.importorskip("obstore", reason="obstore reads gs:// and az://: pip install '.[remote]'")
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
     with serving_objects(monkeypatch) as state:
-        here = f"http://127.0.0.1:{state.port}"
-        for name, value in {
-            "GOOGLE_BASE_URL": here, "GOOGLE_SKIP_SIGNATURE": "true", "AZURE_ENDPOINT": here,
-            "AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_USE_HTTP": "true",
-        }.items():  # fmt: skip
-            monkeypatch.setenv(name, value)
+        state.serve_other_stores(monkeypatch)
         yield state
 
 
@@ -130,7 +122,7 @@ def crc_of(data: bytes) -> str:
         ("az://bucket/tiny.gguf", "Content-MD5", KEY),
     ],
 )
-def test_wrong_bytes_of_stores_are_noticed(
+def test_wrong_bytes_of_stores_are_detected(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, url: str, header: str, environment: Any
 ) -> None:
     for name, value in environment.items():
@@ -153,7 +145,7 @@ def test_wrong_bytes_of_stores_are_noticed(
     um.open_weights(url).close()
 
 
-def test_damage_on_the_way_from_a_store_is_healed(store: ObjectServer) -> None:
+def test_damage_in_transit_from_a_store_is_healed(store: ObjectServer) -> None:
     store.add("/bucket/tiny.gguf", GOOD, "tag")
     store.headers["/bucket/tiny.gguf"] = {"x-goog-hash": f"md5={base64_of('md5', GOOD)}"}
     gets = iter(range(10**6))
@@ -165,7 +157,7 @@ def test_damage_on_the_way_from_a_store_is_healed(store: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("header", ["Repr-Digest", "Digest", "Content-MD5"])
-def test_wrong_bytes_of_the_web_are_noticed(monkeypatch: pytest.MonkeyPatch, header: str) -> None:
+def test_wrong_bytes_of_the_web_are_detected(monkeypatch: pytest.MonkeyPatch, header: str) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     told = {
@@ -184,7 +176,7 @@ def test_wrong_bytes_of_the_web_are_noticed(monkeypatch: pytest.MonkeyPatch, hea
         um.open_weights(url).close()
 
 
-def test_a_request_for_headers_is_not_followed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_for_headers_follow_no_redirects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving() as first, serving() as second:
         second.add(TINY)
@@ -216,7 +208,7 @@ def md5(data: bytes) -> str:
         ("", 100, []),
     ],
 )
-def test_what_tags_are_hashes(digest: str, nbytes: int, parts: list[Any] | None) -> None:
+def test_tags_that_are_hashes(digest: str, nbytes: int, parts: list[Any] | None) -> None:
     found = [each.parts for each in find_hashes(digest, nbytes)]
     if parts is None:  # all that it may be
         assert [(0, 10 << 20), (10 << 20, 20 << 20)] in found

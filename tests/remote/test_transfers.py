@@ -40,7 +40,7 @@ def test_ranges_come_in_parallel_and_are_checked(store: ObjectServer, server: Se
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name not in ("slow", "wrong bytes")])
-def test_it_goes_on_where_it_stopped(store: ObjectServer, server: Server, fault: str) -> None:
+def test_a_read_continues_where_it_stopped(store: ObjectServer, server: Server, fault: str) -> None:
     faults = chain([fault, fault], repeat(""))
     store.choose_fault = lambda *_: next(faults)
     out = np.zeros_like(DATA)
@@ -58,7 +58,7 @@ def test_it_goes_on_where_it_stopped(store: ObjectServer, server: Server, fault:
     [("503", r"HTTP status 503.*\(3 tries\)"), ("closed", r"\(3 tries\)"),
      ("slow", r"did not answer within 0\.2 s.*\(3 tries\)")],
 )  # fmt: skip
-def test_tries_end(
+def test_tries_are_limited(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
 ) -> None:
     monkeypatch.setattr(transfers, "TRIES", 3)
@@ -72,7 +72,7 @@ def test_tries_end(
     assert len(store.asked) == 3
 
 
-def test_nobody_listens(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_connection(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "TRIES", 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     server, _ = open_server(URL)
@@ -80,7 +80,7 @@ def test_nobody_listens(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) ->
         read_range(server, URL, 0, np.zeros_like(DATA))
 
 
-def test_a_server_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving_objects(monkeypatch) as gone:
         server, _ = open_server(URL)
     with ExitStack() as undo:
@@ -104,7 +104,7 @@ def test_a_server_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda s: s.add(PATH, DATA[:-1].tobytes(), s.tags[PATH]), errno.ESTALE),
     ],
 )
-def test_a_change_meanwhile_is_noticed(
+def test_a_change_during_the_read_is_detected(
     store: ObjectServer, server: Server, change: Callable[[ObjectServer], Any], number: int
 ) -> None:
     wanted = sources(store, np.zeros_like(DATA))
@@ -122,7 +122,7 @@ def test_a_change_meanwhile_is_noticed(
     assert len(store.asked) == 3, "it is not tried again"
 
 
-def test_damage_on_the_way_is_healed(store: ObjectServer, server: Server) -> None:
+def test_damage_in_transit_is_healed(store: ObjectServer, server: Server) -> None:
     faults = chain(["wrong bytes", "", "wrong bytes", "", "", "", "wrong bytes"], repeat(""))
     store.choose_fault = lambda *_: next(faults)
     out = np.zeros_like(DATA)
@@ -170,7 +170,7 @@ def test_faults(store: ObjectServer, monkeypatch: pytest.MonkeyPatch, n: int) ->
     inject(store, monkeypatch, n)
 
 
-def test_what_progress_raises_ends_it(store: ObjectServer, server: Server) -> None:
+def test_an_error_of_progress_ends_the_read(store: ObjectServer, server: Server) -> None:
     class EnoughError(Exception):
         pass
 

@@ -107,7 +107,7 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """A store with a model, of which ranges of 100 kB are requested one after the other."""
+    """A store with a model, requested in ranges of 100 kB, one after the other."""
     pytest.importorskip("obstore", reason="obstore reads s3://: pip install '.[remote]'")
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(transfers, "MOST_WAIT_S", 0.002)

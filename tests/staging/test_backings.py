@@ -21,7 +21,7 @@ from unimem.staging import backings
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 
-def test_nobody_can_write_to_a_memfd(model: Path) -> None:
+def test_a_memfd_is_sealed(model: Path) -> None:
     with um.stage(model, backing="memfd") as staged:
         with open(staged.path, "rb") as file:
             seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
@@ -58,7 +58,7 @@ def test_clearing_an_attribute_of_the_mount_undoes_nothing(model: Path) -> None:
             os.open(staged.path, os.O_RDWR)
 
 
-def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
+def test_a_stale_folder_goes_with_its_contents(own_shm: Path) -> None:
     folder = own_shm / "unimem-stage-test"
     (folder / "a" / "deeper").mkdir(parents=True)
     (folder / "a" / "file").touch()
@@ -68,7 +68,7 @@ def test_whatever_lies_in_a_stale_folder_goes_with_it(own_shm: Path) -> None:
     assert os.listdir(own_shm) == ["of somebody else"]
 
 
-def test_a_folder_that_somebody_keeps_is_not_stale(model: Path, run_python: Run) -> None:
+def test_a_kept_folder_is_not_stale(model: Path, run_python: Run) -> None:
     with um.stage(model, backing="shm") as staged:
         swept = run_python("from unimem.staging.backings import sweep; sweep()")
         assert swept.returncode == 0, swept.stderr

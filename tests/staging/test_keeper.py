@@ -65,7 +65,7 @@ def test_a_program_is_not_ended(model: Path) -> None:
         assert Path(staged.path).exists()
 
 
-def test_what_is_not_handed_over_is_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_hand_over_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, "no process")
 

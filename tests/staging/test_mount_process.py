@@ -67,7 +67,9 @@ def test_where_nothing_is_mounted_the_next_kind_is_taken(model: Path, split: lis
         um.stage(model, backing="tmpfs")
 
 
-def test_a_child_that_dies(monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path) -> None:
+def test_a_dead_child_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, model: Path, no_mount: Path
+) -> None:
     no_mount.write_text("raise SystemExit(1)")
     with pytest.raises(PlacementError, match="child"):
         um.stage(model, backing="tmpfs")

@@ -1,4 +1,4 @@
-"""Staged models: what others get of them, what they are sealed against, what is left of them."""
+"""Staged models: how other processes read them, where they lie, and when they end."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ PLAIN = [backing for backing in BACKINGS if backing != "hugetlb"]
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 
-# ---- what others get ----
-
-
-def test_others_read_the_same_and_nobody_else_may(backing: Any, model: Path) -> None:
+def test_processes_of_the_user_read_the_same_bytes(backing: Any, model: Path) -> None:
     model.chmod(0o644)  # which may lie in a private folder
     with um.stage(model, backing=backing) as staged:
         assert (staged.backing, staged.reason) == (backing, "it was asked for")
@@ -88,7 +85,7 @@ def test_pages_are_huge_for_every_reader_of_a_tmpfs(model: Path, pages: Any) -> 
 
 
 @pytest.mark.parametrize("backing", ["memfd", "shm"])
-def test_huge_pages_that_only_some_readers_get_are_told(backing: Any, model: Path) -> None:
+def test_missing_huge_pages_of_readers_are_reported(backing: Any, model: Path) -> None:
     """Without shmem_enabled, programs get them only where they align their mapping."""
     switch = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
     mounts = Path("/proc/mounts").read_text().splitlines()
@@ -140,7 +137,7 @@ def test_hugetlb_pages(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_huge_pages")
-def test_an_empty_pool_is_told(model: Path) -> None:
+def test_an_empty_pool_is_reported(model: Path) -> None:
     options: list[Any] = [{"pages": "2m", "strict": True}, {"backing": "hugetlb"}]
     for asked in options:
         with pytest.raises(PlacementError, match="needs 4 hugetlb pages"):
@@ -162,7 +159,7 @@ def test_split_models_keep_their_names(split: list[Path], backing: Any) -> None:
 
 
 @pytest.mark.parametrize("backing", ["memfd", "hugetlb"])
-def test_what_has_no_names_takes_one_file(split: list[Path], backing: Any) -> None:
+def test_places_without_names_take_one_file(split: list[Path], backing: Any) -> None:
     with pytest.raises(ValueError, match="names side by side"):
         um.stage(split[0], backing=backing)
 
@@ -206,13 +203,7 @@ def test_llama_cpp_and_the_decoder_write_the_same_tokens(split: list[Path]) -> N
                 assert [decoder.generate_next_token() for _ in range(8)] == expected
 
 
-# ---- what it is sealed against ----
-
-
-# ---- in namespaces ----
-
-
-def test_the_path_is_of_the_proc_that_is_there(model: Path, process: Any) -> None:
+def test_the_path_uses_the_mounted_proc(model: Path, process: Any) -> None:
     """In a PID namespace without a /proc of its own, others find it under the outer PID."""
     unshare = ("unshare", "--pid", "--fork")
     refused = subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode
@@ -239,9 +230,6 @@ def test_without_a_proc_nothing_is_read(monkeypatch: pytest.MonkeyPatch, model: 
         um.stage(model, progress=lambda *now: pytest.fail("it was read"))
 
 
-# ---- where it cannot be ----
-
-
 @pytest.mark.usefixtures("needs_mount")
 def test_another_user_stages_and_root_may_read(
     model: Path, open_folder: Path, process: Any
@@ -251,7 +239,7 @@ def test_another_user_stages_and_root_may_read(
     python = shutil.which("python3", path="/usr/bin")
     if python is None:
         pytest.skip("there is no Python that other users may run")
-    # What the other user reads lies where that one may read it.
+    # Copies in a folder that the other user may read.
     files = (backings._CHILD, um.get_library(), model)
     child, library, copied = (str(shutil.copy(file, open_folder)) for file in files)
     script = f"""
@@ -282,7 +270,7 @@ with um.stage({copied!r}) as staged:
     assert (same, refused) == (True, "Read-only file system")
 
 
-def test_no_room_is_told_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
+def test_missing_room_is_reported_at_once(cgroup_512mb: SmallCgroup, tmp_path: Path) -> None:
     model = Path(shutil.copy(TINY, tmp_path / "large.gguf"))
     os.truncate(model, 600 * MIB)
     said = cgroup_512mb.run(f"""
@@ -337,7 +325,7 @@ def test_a_pool_has_room_of_its_own(monkeypatch: pytest.MonkeyPatch, model: Path
         assert "do not fit" in staged.reason
 
 
-def test_what_happens_meanwhile_ends_it(backing: Any, model: Path) -> None:
+def test_interrupts_and_changes_end_staging(backing: Any, model: Path) -> None:
     def cancel(done: int, total: int) -> None:
         assert 0 < done <= total == model.stat().st_size
         raise KeyboardInterrupt
@@ -353,7 +341,7 @@ def test_what_happens_meanwhile_ends_it(backing: Any, model: Path) -> None:
     assert caught.value.errno == errno.ESTALE
 
 
-def test_an_error_of_the_callback_is_not_one_of_the_file(model: Path) -> None:
+def test_errors_of_the_callback_are_not_the_file_s(model: Path) -> None:
     """Not even where it looks as if the file system had no reads past the page cache."""
     drop_from_cache(model)
     seen = []
@@ -406,9 +394,6 @@ def test_wrong_options(options: Any, message: str, model: Path) -> None:
         um.stage(model, **options)
 
 
-# ---- how long it lives ----
-
-
 def test_a_closed_stage(model: Path) -> None:
     staged = um.stage(model)
     assert repr(staged).startswith(f"Stage('{model}', {staged.backing}, 6.0 MiB, ")
@@ -423,7 +408,7 @@ def test_a_closed_stage(model: Path) -> None:
             getattr(staged, name)()
 
 
-def test_who_forgets_it_is_told(model: Path) -> None:
+def test_a_forgotten_stage_warns(model: Path) -> None:
     staged = um.stage(model, backing="shm")
     path = staged.path
     with pytest.warns(ResourceWarning, match="unclosed Stage"):
@@ -463,7 +448,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert look(reader)["Rss"] >= model.stat().st_size
     stop(reader)
     assert os.path.exists(path) == (backing == "shm")
-    # What is left of it goes with the next call.
+    # The next call removes what is left.
     um.stage(model).close()
     assert not os.path.exists(path)
 
@@ -494,9 +479,6 @@ def test_a_forked_child_leaves_it_to_its_parent(backing: Any, model: Path) -> No
         assert read_elsewhere(path) == model.read_bytes()
 
 
-# ---- how it is placed ----
-
-
 def test_a_lock_lasts_as_long_as_the_stage(backing: Any, model: Path) -> None:
     if limits.memlock() is not None:
         pytest.skip("the limit on locked memory is too small")
@@ -507,7 +489,7 @@ def test_a_lock_lasts_as_long_as_the_stage(backing: Any, model: Path) -> None:
     assert locked_bytes() == before
 
 
-def test_a_lock_that_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+def test_a_refused_lock(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     limit = limits.Limit("locked memory (memlock)", 4096, 0, "ulimit -l unlimited")
     monkeypatch.setattr(limits, "memlock", lambda: limit)
     with pytest.raises(PlacementError, match="ulimit -l"):
@@ -518,14 +500,14 @@ def test_a_lock_that_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) ->
         assert staged.granted.locked_bytes == 0
 
 
-def test_a_node_is_asked_of_the_kernel(backing: Any, model: Path) -> None:
+def test_pages_lie_on_the_requested_node(backing: Any, model: Path) -> None:
     with um.stage(model, backing=backing, numa="bind:0", strict=True) as staged:
         assert set(staged.granted.nodes) <= {0}
     with pytest.raises(PlacementError, match="node 1000"):
         um.stage(model, backing=backing, numa="bind:1000", strict=True)
 
 
-def test_what_is_not_in_the_page_cache_does_not_come_there(model: Path) -> None:
+def test_staging_does_not_fill_the_page_cache(model: Path) -> None:
     drop_from_cache(model)
     with um.stage(model) as staged:
         assert cached_bytes(model) < 2 * MIB, "the header, and what was read ahead"

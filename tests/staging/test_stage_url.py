@@ -23,7 +23,7 @@ HEADER = "0-262143"
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def test_it_goes_from_the_server_to_shared_memory(store: ObjectServer, backing: Any) -> None:
+def test_a_url_is_read_into_shared_memory(store: ObjectServer, backing: Any) -> None:
     told: list[tuple[int, int]] = []
     with um.stage(TINY_URL, backing=backing, progress=lambda *n: told.append(n)) as staged:
         assert (staged.source, staged.backing) == (TINY_URL, backing)
@@ -50,7 +50,7 @@ def test_models_of_several_files(store: ObjectServer, split: list[Path], indexed
             assert len(there.files) == len(here.files)
 
 
-def test_a_name_of_the_web_leads_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_from_the_web_stays_in_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving() as server:
@@ -62,7 +62,7 @@ def test_a_name_of_the_web_leads_nowhere_else(monkeypatch: pytest.MonkeyPatch) -
                 assert read_elsewhere(staged.path) == TINY.read_bytes()
 
 
-def test_wrong_bytes_are_noticed_in_the_shared_memory(store: ObjectServer) -> None:
+def test_wrong_bytes_are_detected(store: ObjectServer) -> None:
     store.add(TINY_PATH, TINY.read_bytes(), "0" * 32)
     with pytest.raises(OSError, match="not those of the hash"):
         um.stage(TINY_URL)
@@ -70,7 +70,7 @@ def test_wrong_bytes_are_noticed_in_the_shared_memory(store: ObjectServer) -> No
         assert read_elsewhere(staged.path) == TINY.read_bytes()
 
 
-def test_what_is_refused(store: ObjectServer) -> None:
+def test_refusals(store: ObjectServer) -> None:
     with pytest.raises(ValueError, match=r"repack=True: s3://.*stage it first"):
         um.stage(TINY_URL, repack=True)
     with pytest.raises(ValueError, match="verify: expected False or True"):

@@ -56,7 +56,7 @@ def test_the_next_call_asks_for_the_rest(store: ObjectServer, backing: Any) -> N
 
 
 @pytest.mark.slow
-def test_it_may_be_broken_off_again_and_again(store: ObjectServer) -> None:
+def test_a_load_may_be_interrupted_repeatedly(store: ObjectServer) -> None:
     n_there = 0
     while N_PIECES - n_there > 4:  # as many as come before the server fails
         held = broken_off(store, resume=True)
@@ -69,7 +69,7 @@ def test_it_may_be_broken_off_again_and_again(store: ObjectServer) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_behind_the_one_that_was_broken_off(
+def test_complete_files_are_not_requested_again(
     store: ObjectServer, split: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in split:
@@ -100,7 +100,7 @@ def test_a_file_behind_the_one_that_was_broken_off(
             drop(held)
 
 
-def test_an_interrupt_is_gone_on_from(store: ObjectServer) -> None:
+def test_a_load_continues_after_an_interrupt(store: ObjectServer) -> None:
     def interrupt(done: int, _: int) -> None:
         if done:
             raise KeyboardInterrupt
@@ -117,10 +117,10 @@ def test_an_interrupt_is_gone_on_from(store: ObjectServer) -> None:
         assert len(store.begins(HEADER)) == N_PIECES - len(held.arrived)
 
 
-def test_who_hands_it_over_is_not_what_keeps_it(
+def test_the_sender_never_looks_like_the_keeper(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever dropped it meanwhile would end this program."""
+    """Otherwise, `drop` in another process would end this program."""
     seen: list[Held] = []
     run_child = keeper.run_child
 
@@ -148,7 +148,7 @@ def test_another_version_begins_anew(store: ObjectServer) -> None:
         assert find_unfinished(TINY_URL) == []
 
 
-def test_pieces_that_are_not_what_they_were_are_asked_for_again(store: ObjectServer) -> None:
+def test_changed_pieces_are_requested_again(store: ObjectServer) -> None:
     held = broken_off(store, resume=True, backing="shm")
     assert held is not None
     with open(held.path, "r+b") as file:
@@ -161,7 +161,7 @@ def test_pieces_that_are_not_what_they_were_are_asked_for_again(store: ObjectSer
 
 
 @pytest.mark.parametrize("change", ["replaced", "gone"])
-def test_what_is_of_no_use_is_not_kept(store: ObjectServer, change: str) -> None:
+def test_useless_pieces_are_not_kept(store: ObjectServer, change: str) -> None:
     answered = iter(range(10**6))
 
     def later(*_: str) -> str:
@@ -179,7 +179,7 @@ def test_what_is_of_no_use_is_not_kept(store: ObjectServer, change: str) -> None
     assert find_unfinished(TINY_URL) == []
 
 
-def test_a_server_that_tells_no_version_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_version_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(transfers, "FIRST_WAIT_S", 0.001)

@@ -1,4 +1,4 @@
-"""Tensors as float32: to the bit what ggml and gguf-py make of them, for every type there is."""
+"""Tensors as float32, bit by bit as ggml and gguf-py convert them, for every type."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Array = NDArray[Any]
 Kind = gguf.GGMLQuantizationType
 KINDS = [kind for kind in Kind if ggml.ggml_get_type_traits(kind).contents.to_float]
 BY_GGUF_PY = [kind for kind in KINDS if kind in gguf.quants._type_traits]
-# Of ggml's types these alone say nothing of values: ggml makes them while it computes.
+# Types of ggml without values: it makes them while it computes.
 WITHOUT_VALUES = [Kind.Q8_1, Kind.Q8_K]
 
 
 def by_ggml(data: Array, number: int) -> Array:
-    """All blocks in one call of ggml's own conversion."""
+    """Convert all blocks in one call of ggml."""
     _, block_values, block_bytes = tensor_type(number)
     data = np.ascontiguousarray(data).view(np.uint8)
     out = np.empty(data.nbytes // block_bytes * block_values, np.float32)
@@ -49,12 +49,12 @@ def floats(array: Array) -> Any:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(ctypes.c_float))
 
 
-# Before it quantizes to these, ggml searches its grids for seconds. All bytes are valid for them.
+# ggml needs seconds to quantize to these. All bytes are valid for them.
 SLOW = [kind for kind in KINDS if kind.name.startswith(("IQ1", "IQ2", "IQ3"))]
 
 
 def quantized(kind: Any, n_rows: int, n_values: int) -> NDArray[np.uint8]:
-    """Normal values as ggml quantizes them."""
+    """Return normal values that ggml has quantized."""
     values = np.random.default_rng(kind).standard_normal((n_rows, n_values), np.float32)
     importance = np.ones(n_values, np.float32)
     _, block_values, block_bytes = tensor_type(kind)
@@ -67,7 +67,7 @@ def quantized(kind: Any, n_rows: int, n_values: int) -> NDArray[np.uint8]:
 
 
 def same(a: Array, b: Array) -> bool:
-    """The same bits, but for NaNs, of which any is as good as another."""
+    """Whether all bits are the same, except those of NaNs."""
     a, b = a.reshape(-1), b.reshape(-1)
     assert a.dtype == b.dtype == np.float32
     nan = np.isnan(a)
@@ -79,7 +79,7 @@ def same(a: Array, b: Array) -> bool:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each type that ggml converts, of quantized values and of random bytes."""
+    """A file of each type that ggml converts, with quantized values and with random bytes."""
     path = tmp_path_factory.mktemp("dequantize") / "all.gguf"
     tensors: dict[str, tuple[Any, Any]] = {}
     for kind in KINDS:
@@ -95,7 +95,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of several pieces, which gguf-py would take long for otherwise."""
+    """Pieces that are small, so that small tensors have several."""
     monkeypatch.setattr(module, "_PIECE_BYTES", 1000)
 
 
@@ -131,7 +131,7 @@ def test_gguf_py_without_ggml(files: Path, kind: Any, monkeypatch: pytest.Monkey
             assert same(tensor.dequantize(), by_ggml(tensor.as_array(), kind))
 
 
-def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
+def test_missing_libraries_are_named(files: Path, run_python: Any) -> None:
     answer = run_python(
         """
         import os, sys
@@ -153,7 +153,7 @@ def test_who_has_no_library_is_told(files: Path, run_python: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", WITHOUT_VALUES, ids=lambda kind: kind.name)
-def test_types_of_no_file(tmp_path: Path, kind: Any) -> None:
+def test_types_without_values_are_refused(tmp_path: Path, kind: Any) -> None:
     _, block_values, block_bytes = tensor_type(kind)
     raw, _ = gf.with_data(
         gf.head(1, 0), gf.tensor("t", (block_values,), kind, 0), nbytes=block_bytes
@@ -164,8 +164,6 @@ def test_types_of_no_file(tmp_path: Path, kind: Any) -> None:
             w.tensors["t"].dequantize()
         assert "install" not in str(e.value)
 
-
-# ---- what NumPy and ml_dtypes convert ----
 
 SAFETENSORS: dict[str, Any] = {
     "BOOL": np.bool_,
@@ -185,7 +183,7 @@ RANDOM = gf.random_bytes(1 << 19)
 def write_safetensors(
     path: Path, dtype: str, shape: tuple[int, ...], data: bytes, before: int = 0
 ) -> Path:
-    """A file of a tensor, behind `before` bytes of another one."""
+    """Write a file of a tensor behind `before` bytes of another one."""
     header = {
         "before": {"dtype": "U8", "shape": [before], "data_offsets": [0, before]},
         "t": {"dtype": dtype, "shape": shape, "data_offsets": [before, before + len(data)]},
@@ -199,7 +197,7 @@ def write_safetensors(
 @pytest.mark.parametrize("before", [0, 1], ids=["aligned", "at any byte"])
 def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
     item = np.dtype(SAFETENSORS[dtype]).itemsize
-    # Each value of a byte, and enough others for more than a piece.
+    # Each value of a byte, and more than a piece of others.
     data = np.concatenate([np.arange(256, dtype=np.uint8).repeat(item), RANDOM])
     if dtype == "BOOL":
         data &= 1
@@ -224,7 +222,9 @@ def test_numbers(tmp_path: Path, dtype: str, before: int) -> None:
         ("F6_E3M2", 4, 3, "packed"),
     ],
 )
-def test_what_nothing_converts(tmp_path: Path, dtype: str, n: int, nbytes: int, why: str) -> None:
+def test_types_that_nothing_converts(
+    tmp_path: Path, dtype: str, n: int, nbytes: int, why: str
+) -> None:
     path = write_safetensors(tmp_path / "file.safetensors", dtype, (n,), bytes(nbytes))
     told = f"'t' is {dtype.lower()}.*{why}.*as_array"
     with open_weights(path) as w, pytest.raises(NotImplementedError, match=told):
@@ -238,9 +238,6 @@ def test_shapes_without_rows(tmp_path: Path) -> None:
             assert w.tensors[name].dequantize().shape == shape
 
 
-# ---- modes, and files that change ----
-
-
 @pytest.mark.parametrize("mode", ["copy", "direct"])
 def test_every_mode_gives_the_same(files: Path, mode: Load) -> None:
     with open_weights(files, load=mode) as w, open_weights(files) as mapped:
@@ -248,7 +245,7 @@ def test_every_mode_gives_the_same(files: Path, mode: Load) -> None:
             assert same(w.tensors[name].dequantize(), mapped.tensors[name].dequantize())
 
 
-def test_file_that_is_truncated_raises(tmp_path: Path, files: Path) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, files: Path) -> None:
     path = tmp_path / "file.gguf"
     path.write_bytes(files.read_bytes())
     with open_weights(path, load="map") as w:

@@ -1,4 +1,4 @@
-"""TITLE."""
+"""The files of a model: parts, indices, and paths that are no model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +16,18 @@ import pytest
 from conftest import Run
 from support.files import gguf_files as gf
 from support.files import safetensors_files as sf
-from support.files.weight_bytes import LOADS
+from support.files.weight_bytes import LOADS, leaves_no_descriptor, n_descriptors, open_folder, path
 from support.models.make import TINY, write_model
 from support.processes import interrupts
 from unimem.errors import FormatError, GGUFError, SafetensorsError
 from unimem.weights.files import open_model, reopen
 from unimem.weights.opened import open_weights
 
+pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-def n_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+__all__ = ["leaves_no_descriptor", "open_folder", "path"]  # fixtures
 
-
-@pytest.fixture
-def leaves_no_descriptor() -> Iterator[None]:
-    gc.collect()  # an earlier test may have left some to the collector
-    before = n_descriptors()
-    yield
-    assert n_descriptors() == before
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "file.gguf"
-    file.write_bytes(gf.everything())
-    return file
+pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 
 
 @pytest.fixture
@@ -155,7 +142,7 @@ NO_NUMBERS = {
 
 
 @pytest.mark.parametrize("kind", NO_NUMBERS)
-def test_keys_of_a_split_that_are_no_numbers(tmp_path: Path, kind: str) -> None:
+def test_split_keys_must_be_numbers(tmp_path: Path, kind: str) -> None:
     file = tmp_path / "m-00001-of-00002.gguf"
     file.write_bytes(gf.with_data(gf.head(0, 1), NO_NUMBERS[kind])[0])
     with pytest.raises(GGUFError, match=r"integer split\.count") as caught:
@@ -234,7 +221,7 @@ def test_one_file_of_an_index_is_a_model_too(index: Path) -> None:
     ],
     ids=lambda value: value[:30],
 )
-def test_an_index_that_is_none(tmp_path: Path, text: str, said: str) -> None:
+def test_invalid_indices(tmp_path: Path, text: str, said: str) -> None:
     index = tmp_path / INDEX
     index.write_bytes(text.encode("latin-1"))
     with pytest.raises(SafetensorsError, match=said) as caught:
@@ -245,7 +232,7 @@ def test_an_index_that_is_none(tmp_path: Path, text: str, said: str) -> None:
     assert "at byte" not in str(caught.value)
 
 
-def test_an_index_that_is_too_long(tmp_path: Path) -> None:
+def test_a_too_long_index(tmp_path: Path) -> None:
     index = tmp_path / INDEX
     index.touch()
     os.truncate(index, (32 << 20) + 1)
@@ -256,6 +243,7 @@ def test_an_index_that_is_too_long(tmp_path: Path) -> None:
 ONE, TWO = SHARDS
 
 
+# An index, the file that the error names, and the error.
 OTHER_INDICES: dict[str, tuple[dict[str, str], str, type[Exception], str]] = {
     "itself": ({"a": INDEX}, INDEX, SafetensorsError, "is not safetensors"),
     "no text": (WHERE | {"\ud800": TWO}, TWO, SafetensorsError, "does not have the tensor"),
@@ -331,7 +319,7 @@ NO_MODELS: dict[str, tuple[Callable[[Path], object], type[OSError], str]] = {
 
 
 @pytest.mark.parametrize("name", NO_MODELS)
-def test_what_is_no_file(tmp_path: Path, name: str) -> None:
+def test_paths_that_are_not_files(tmp_path: Path, name: str) -> None:
     make, error, text = NO_MODELS[name]
     make(tmp_path / name)
     with pytest.raises(error, match=text) as caught:
@@ -346,7 +334,7 @@ def test_a_path_that_no_file_has(name: str) -> None:
     assert str(caught.value).isprintable()
 
 
-def test_a_file_that_may_not_be_read(path: Path, open_folder: Path, run_python: Run) -> None:
+def test_an_unreadable_file(path: Path, open_folder: Path, run_python: Run) -> None:
     secret = Path(shutil.copy(path, open_folder))
     secret.chmod(0)
     done = run_python(f"""
@@ -382,6 +370,7 @@ def test_file_in_memory(raw: bytes, name: str, load: Any) -> None:
     try:
         os.write(fd, raw)
         with open_weights(f"/proc/self/fd/{fd}", load=load) as w:
+            assert w._parts[0].file.in_memory
             assert w.tensors[name].as_array().size > 0
     finally:
         os.close(fd)

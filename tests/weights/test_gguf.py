@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import pickle
@@ -23,9 +22,8 @@ from support.files.every_type import (
     tensors,
     write_every_type,
 )
-from support.project import tiers
 from support.project.checkout import ROOT
-from unimem._core.status import counters, ledger
+from unimem._core.status import ledger
 from unimem.errors import GGUFError
 from unimem.weights.gguf import tensor_type
 from unimem.weights.opened import Weights, open_weights
@@ -35,9 +33,6 @@ def opened(tmp_path: Path, raw: bytes) -> Weights:
     path = tmp_path / "file.gguf"
     path.write_bytes(raw)
     return open_weights(path)
-
-
-# ---- agreement with gguf-py ----
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +118,7 @@ def test_tensor_types_are_those_of_ggml() -> None:
         tensor_type(ggml.GGML_TYPE_COUNT)
 
 
-def test_what_gguf_py_does_not_write(tmp_path: Path) -> None:
+def test_metadata_that_gguf_py_does_not_write(tmp_path: Path) -> None:
     deep: list[gf.Part] = gf.array(gf.INT8, 1, gf.values(gf.INT8, [-1]))
     expected: list[Any] = [-1]
     for _ in range(15):
@@ -153,9 +148,6 @@ def test_what_gguf_py_does_not_write(tmp_path: Path) -> None:
         assert text.encode("utf-8", "surrogateescape") == b"\xff\xfe"
 
 
-# ---- what gguf-py does not write ----
-
-
 def test_header_longer_than_the_first_reads(tmp_path: Path) -> None:
     numbers = np.arange(1_500_000, dtype="uint32")
     strings = [f"word {i}" for i in range(20_000)]
@@ -171,27 +163,29 @@ def test_header_longer_than_the_first_reads(tmp_path: Path) -> None:
         assert w.tensors["t"].as_array().tobytes() == raw[-256:-240]
 
 
-# ---- rules ----
-
 HUGE = [2**64 - 1, 2**63, 2**62, 2**61, 100]
+RULES: dict[str, tuple[str, tuple[bytes, int | None]]] = {}
 
 
-def one_kv(*parts: gf.Part) -> tuple[bytes, int | None]:
-    return gf.join(gf.head(0, 1), *parts)
+def rule(name: str, text: str, file: tuple[bytes, int | None]) -> None:
+    """Add a file that breaks a rule, with the offset of the error."""
+    assert name not in RULES
+    RULES[name] = text, file
 
 
-def one_tensor(*parts: gf.Part) -> tuple[bytes, int | None]:
-    return gf.with_data(gf.head(1, 0), *parts)
+def one_kv(name: str, text: str, *parts: gf.Part) -> None:
+    rule(name, text, gf.join(gf.head(0, 1), *parts))
 
 
-Row = tuple[str, str, tuple[bytes, int | None]]
+def one_tensor(name: str, text: str, *parts: gf.Part) -> None:
+    rule(name, text, gf.with_data(gf.head(1, 0), *parts))
 
 
-def shaped(name: str, ne: tuple[int, ...], kind: int, at: int, rule: str) -> Row:
-    """A tensor of this shape and type; `at` says which of these is wrong: a dimension, or none."""
+def shaped(name: str, ne: tuple[int, ...], kind: int, at: int, text: str) -> None:
+    """Add a tensor of a shape and type; `at` is the index of the offending number."""
     sizes: list[gf.Part] = [gf.u32(len(ne)), *map(gf.u64, ne), gf.u32(kind)]
     sizes.insert(at, M)
-    return name, rule, one_tensor(gf.string("t"), *sizes, gf.u64(0))
+    one_tensor(name, text, gf.string("t"), *sizes, gf.u64(0))
 
 
 OVERFLOW = "a tensor's dimensions overflow"
@@ -199,181 +193,105 @@ WHOLE_BLOCKS = "a tensor's rows are not whole blocks of its type"
 PASSES = "a tensor passes the end of the file"
 OVERLAP = "two tensors overlap"
 LONG_STRING = "a string is longer than the rest of the file"
+LONG_ARRAY = "an array is longer than the rest of the file"
 LONG_KEY = "a key is longer than 65535 bytes"
 NOT_BOOL = "a bool is neither 0 nor 1"
 METADATA_TYPE = "unknown type of metadata"
-SAME_KEY: list[gf.Part] = [gf.u64(1), M, b"a", gf.u32(gf.UINT8), b"\1"]
-FIRST, SECOND = gf.tensor("a", (1,), gf.F32, 0), gf.tensor("a", (1,), gf.F32, 32)
-RULES: list[Row] = [
-    ("empty", "the file ends inside its header", gf.join(M)),
-    ("magic", "the file does not begin with GGUF", gf.join(M, gf.head(0, 0, magic=b"GGML"))),
-    (
-        "big-endian",
-        "the file is big-endian; only little-endian files are read",
-        gf.join(b"GGUF", M, struct.pack(">IQQ", 3, 0, 0)),
-    ),
-    *(
-        (f"version {n}", "the version is not 2 or 3", gf.join(b"GGUF", M, gf.u32(n), bytes(16)))
-        for n in (0, 1, 4, 2**32 - 1)
-    ),
-    *(
-        (
-            f"{n} tensors",
-            "more tensors than the file can hold",
-            gf.join(gf.head(0, 0)[:8], M, gf.u64(n), gf.u64(0)),
-        )
-        for n in HUGE
-    ),
-    *(
-        (
-            f"{n} keys",
-            "more metadata than the file can hold",
-            gf.join(gf.head(0, 0)[:16], M, gf.u64(n)),
-        )
-        for n in HUGE
-    ),
-    *(
-        (f"key of {n} bytes", rule, one_kv(M, gf.u64(n), bytes(50)))
-        for n, rule in ((65535, LONG_STRING), *((n, LONG_KEY) for n in (65536, 2**63, 2**64 - 1)))
-    ),
-    (
-        "key not UTF-8",
-        "a key is not valid UTF-8",
-        one_kv(gf.u64(3), M, b"a\xed\xa0", gf.u32(gf.UINT8), b"\0"),
-    ),
-    (
-        "key twice",
-        "a key occurs twice",
-        gf.join(gf.head(0, 3), *(gf.kv(key, gf.UINT8, b"\1") for key in "ab"), *SAME_KEY),
-    ),
-    *(
-        (f"type of metadata {n}", METADATA_TYPE, one_kv(gf.string("k"), M, gf.u32(n), bytes(8)))
-        for n in (13, 255, 2**31, 2**32 - 1)
-    ),
-    ("type of items", METADATA_TYPE, one_kv(gf.kv("k", gf.ARRAY, M, gf.array(13, 1, bytes(8))))),
-    ("bool", NOT_BOOL, one_kv(gf.kv("k", gf.BOOL, M, b"\2"))),
-    (
-        "bool in an array",
-        NOT_BOOL,
-        one_kv(gf.kv("k", gf.ARRAY, gf.array(gf.BOOL, 3, b"\0\1", M, b"\xff"))),
-    ),
-    *(
-        (f"string of {n} bytes", LONG_STRING, one_kv(gf.kv("k", gf.STRING, M, gf.u64(n), b"text")))
-        for n in (5, *HUGE)
-    ),
-    (
-        "string in an array",
-        LONG_STRING,
-        one_kv(gf.kv("k", gf.ARRAY, gf.array(gf.STRING, 2, gf.string("a"), M, gf.u64(3), b"ab"))),
-    ),
-    *(
-        (
-            f"array of {n} of type {kind}",
-            "an array is longer than the rest of the file",
-            one_kv(gf.kv("k", gf.ARRAY, gf.u32(kind), M, gf.u64(n), bytes(8))),
-        )
-        for n in HUGE
-        for kind in range(13)
-    ),
-    (
-        "depth",
-        "arrays are nested deeper than 16",
-        one_kv(gf.kv("k", gf.ARRAY, gf.array(gf.ARRAY, 1) * 16, M, gf.array(gf.UINT8, 1, b"\0"))),
-    ),
-    *(
-        (
-            f"alignment {n}",
-            "general.alignment is not a power of two of at least 8",
-            one_kv(gf.kv("general.alignment", gf.UINT32, M, gf.u32(n))),
-        )
-        for n in (0, 1, 2, 4, 24, 2**32 - 1)
-    ),
-    (
-        "type of the alignment",
-        "general.alignment is not a UINT32",
-        one_kv(gf.string("general.alignment"), M, gf.u32(gf.INT32), gf.u32(32)),
-    ),
-    shaped("5 dimensions", (1, 1, 1, 1, 1), gf.F32, 0, "a tensor has more than 4 dimensions"),
-    *(
-        shaped(f"dimensions {ne}", ne, gf.F32, len(ne), OVERFLOW)
-        for ne in ((2**63,), (2**64 - 1,), (2**32, 2**31), (2**62, 2), (0, 2**63), (1, 1, 1, 2**63))
-    ),
-    shaped("bytes of a tensor", (2**63 - 1,), gf.I64, 1, OVERFLOW),
-    *(
-        shaped(f"type of a tensor {kind}", (256,), kind, 2, "a tensor's type was removed from ggml")
-        for kind in (4, 5, 31, 32, 33, 36, 37, 38)
-    ),
-    *(
-        shaped(f"type of a tensor {kind}", (256,), kind, 2, "unknown type of a tensor")
-        for kind in (42, 1000, 2**31, 2**32 - 1)
-    ),
-    shaped("part of a block", (48,), gf.Q8_0, 1, WHOLE_BLOCKS),
-    shaped("scalar of blocks", (), gf.Q8_0, 0, WHOLE_BLOCKS),
-    (
-        "misaligned",
-        "a tensor's offset is not a multiple of the alignment",
-        tensors(("a", 1, 0, False), ("b", 1, 16, True)),
-    ),
-    *(
-        (f"offset {offset}", PASSES, tensors(("a", 9, offset, True)))
-        for offset in (224, 256, 288, 2**63, 2**64 - 32)
-    ),
-    ("too long", PASSES, tensors(("a", 65, 0, True))),
-    ("overlap", OVERLAP, tensors(("c", 1, 64, True), ("b", 8, 128, False), ("a", 17, 0, False))),
-    ("same place", OVERLAP, tensors(("a", 1, 32, False), ("b", 1, 32, True))),
-    (
-        "tensor twice",
-        "a tensor's name occurs twice",
-        gf.with_data(gf.head(2, 0), FIRST, gf.u64(1), M, b"a", *SECOND[1:]),
-    ),
-    (
-        "tensor not UTF-8",
-        "a tensor's name is not valid UTF-8",
-        one_tensor(gf.u64(1), M, b"\xff", FIRST[1:]),
-    ),
-    (
-        "name of a tensor",
-        "a tensor's name is longer than 65535 bytes",
-        one_tensor(M, gf.u64(65536), bytes(50)),
-    ),
+ALIGNMENT = "general.alignment is not a power of two of at least 8"
+TRUNCATED = "the file ends inside its header"
+rule("empty", TRUNCATED, gf.join(M))
+rule("magic", "the file does not begin with GGUF", gf.join(M, gf.head(0, 0, magic=b"GGML")))
+BIG_ENDIAN = "the file is big-endian; only little-endian files are read"
+rule("big-endian", BIG_ENDIAN, gf.join(b"GGUF", M, struct.pack(">IQQ", 3, 0, 0)))
+for n in (0, 1, 4, 2**32 - 1):
+    file = gf.join(b"GGUF", M, gf.u32(n), bytes(16))
+    rule(f"version {n}", "the version is not 2 or 3", file)
+for n in HUGE:
+    start = gf.head(0, 0)
+    file = gf.join(start[:8], M, gf.u64(n), gf.u64(0))
+    rule(f"{n} tensors", "more tensors than the file can hold", file)
+    rule(f"{n} keys", "more metadata than the file can hold", gf.join(start[:16], M, gf.u64(n)))
+    for kind in range(13):
+        value: list[gf.Part] = [gf.u32(kind), M, gf.u64(n), bytes(8)]
+        one_kv(f"array of {n} of type {kind}", LONG_ARRAY, gf.kv("k", gf.ARRAY, *value))
+for n, text in ((65535, LONG_STRING), *((n, LONG_KEY) for n in (65536, 2**63, 2**64 - 1))):
+    one_kv(f"key of {n} bytes", text, M, gf.u64(n), bytes(50))
+KEY: list[gf.Part] = [gf.u64(3), M, b"a\xed\xa0", gf.u32(gf.UINT8), b"\0"]
+one_kv("key not UTF-8", "a key is not valid UTF-8", *KEY)
+KEYS: list[gf.Part] = [
+    *(gf.kv(key, gf.UINT8, b"\1") for key in "ab"),
+    gf.u64(1),
+    M,
+    b"a",
+    gf.u32(gf.UINT8),
+    b"\1",
 ]
+rule("key twice", "a key occurs twice", gf.join(gf.head(0, 3), *KEYS))
+for n in (13, 255, 2**31, 2**32 - 1):
+    one_kv(f"type of metadata {n}", METADATA_TYPE, gf.string("k"), M, gf.u32(n), bytes(8))
+one_kv("type of items", METADATA_TYPE, gf.kv("k", gf.ARRAY, M, gf.array(13, 1, bytes(8))))
+one_kv("bool", NOT_BOOL, gf.kv("k", gf.BOOL, M, b"\2"))
+BOOLS = gf.array(gf.BOOL, 3, b"\0\1", M, b"\xff")
+one_kv("bool in an array", NOT_BOOL, gf.kv("k", gf.ARRAY, BOOLS))
+for n in (5, *HUGE):
+    one_kv(f"string of {n} bytes", LONG_STRING, gf.kv("k", gf.STRING, M, gf.u64(n), b"text"))
+STRINGS = gf.array(gf.STRING, 2, gf.string("a"), M, gf.u64(3), b"ab")
+one_kv("string in an array", LONG_STRING, gf.kv("k", gf.ARRAY, STRINGS))
+DEEP: list[gf.Part] = [*gf.array(gf.ARRAY, 1) * 16, M, gf.array(gf.UINT8, 1, b"\0")]
+one_kv("depth", "arrays are nested deeper than 16", gf.kv("k", gf.ARRAY, *DEEP))
+for n in (0, 1, 2, 4, 24, 2**32 - 1):
+    one_kv(f"alignment {n}", ALIGNMENT, gf.kv("general.alignment", gf.UINT32, M, gf.u32(n)))
+WRONG_TYPE: list[gf.Part] = [gf.string("general.alignment"), M, gf.u32(gf.INT32), gf.u32(32)]
+one_kv("type of the alignment", "general.alignment is not a UINT32", *WRONG_TYPE)
+shaped("5 dimensions", (1, 1, 1, 1, 1), gf.F32, 0, "a tensor has more than 4 dimensions")
+for ne in ((2**63,), (2**64 - 1,), (2**32, 2**31), (2**62, 2), (0, 2**63), (1, 1, 1, 2**63)):
+    shaped(f"dimensions {ne}", ne, gf.F32, len(ne), OVERFLOW)
+shaped("bytes of a tensor", (2**63 - 1,), gf.I64, 1, OVERFLOW)
+for n in (4, 5, 31, 32, 33, 36, 37, 38):
+    shaped(f"type of a tensor {n}", (256,), n, 2, "a tensor's type was removed from ggml")
+for n in (42, 1000, 2**31, 2**32 - 1):
+    shaped(f"type of a tensor {n}", (256,), n, 2, "unknown type of a tensor")
+shaped("part of a block", (48,), gf.Q8_0, 1, WHOLE_BLOCKS)
+shaped("scalar of blocks", (), gf.Q8_0, 0, WHOLE_BLOCKS)
+MISALIGNED = "a tensor's offset is not a multiple of the alignment"
+rule("misaligned", MISALIGNED, tensors(("a", 1, 0, False), ("b", 1, 16, True)))
+for n in (224, 256, 288, 2**63, 2**64 - 32):
+    rule(f"offset {n}", PASSES, tensors(("a", 9, n, True)))
+rule("too long", PASSES, tensors(("a", 65, 0, True)))
+INSIDE = tensors(("c", 1, 64, True), ("b", 8, 128, False), ("a", 17, 0, False))
+rule("overlap", OVERLAP, INSIDE)
+rule("same place", OVERLAP, tensors(("a", 1, 32, False), ("b", 1, 32, True)))
+FIRST, SECOND = gf.tensor("a", (1,), gf.F32, 0), gf.tensor("a", (1,), gf.F32, 32)
+TWICE = gf.with_data(gf.head(2, 0), FIRST, gf.u64(1), M, b"a", *SECOND[1:])
+rule("tensor twice", "a tensor's name occurs twice", TWICE)
+NOT_UTF8 = "a tensor's name is not valid UTF-8"
+one_tensor("tensor not UTF-8", NOT_UTF8, gf.u64(1), M, b"\xff", FIRST[1:])
+LONG_NAME = "a tensor's name is longer than 65535 bytes"
+one_tensor("name of a tensor", LONG_NAME, M, gf.u64(65536), bytes(50))
 
 
-@pytest.mark.parametrize(("rule", "file"), [pytest.param(r, f, id=name) for name, r, f in RULES])
-def test_rule(tmp_path: Path, rule: str, file: tuple[bytes, int | None]) -> None:
-    raw, mark = file
+@pytest.mark.parametrize("name", RULES)
+def test_rule(tmp_path: Path, name: str) -> None:
+    text, (raw, mark) = RULES[name]
     assert mark is not None
     with pytest.raises(GGUFError) as caught:
         opened(tmp_path, raw)
     error = caught.value
     path = str(tmp_path / "file.gguf")
-    assert str(error) == f"{path}: {rule} (at byte {mark})"
+    assert str(error) == f"{path}: {text} (at byte {mark})"
     for told in (error, pickle.loads(pickle.dumps(error))):
-        assert (told.rule, told.offset, told.path) == (rule, mark, path)
+        assert (told.rule, told.offset, told.path) == (text, mark, path)
 
 
 def test_each_rule_in_the_manual() -> None:
     manual = (ROOT / "docs" / "gguf.md").read_text()
-    rules = {rule for _, rule, _ in RULES} | {"the header is longer than 256 MiB"}
-    assert [rule for rule in sorted(rules) if f"`{rule}`" not in manual] == []
-
-
-def test_file_cut_anywhere(tmp_path: Path) -> None:
-    raw = gf.everything()
-    with opened(tmp_path, raw) as w:
-        header_nbytes = max(t.offset for t in w.tensors.values()) - 192
-    for n in range(0, header_nbytes - 64, 1 if tiers.everything else 3):
-        with pytest.raises(GGUFError) as caught:
-            opened(tmp_path, raw[:n])
-        assert caught.value.offset is not None
-        assert caught.value.offset <= n
-    for n in range(header_nbytes, len(raw) - 256 + 216, 7):
-        with pytest.raises(GGUFError, match=PASSES):
-            opened(tmp_path, raw[:n])
+    rules = {text for text, _ in RULES.values()} | {"the header is longer than 256 MiB"}
+    assert [text for text in sorted(rules) if f"`{text}`" not in manual] == []
 
 
 def test_large_file_of_holes_is_not_read(tmp_path: Path) -> None:
-    raw, mark = one_kv(gf.kv("k", gf.ARRAY, gf.u32(gf.UINT8), M, gf.u64(2**38)))
+    entry = gf.kv("k", gf.ARRAY, gf.u32(gf.UINT8), M, gf.u64(2**38))
+    raw, mark = gf.join(gf.head(0, 1), entry)
     path = tmp_path / "file.gguf"
     path.write_bytes(raw)
     os.truncate(path, 2**39)
@@ -382,33 +300,7 @@ def test_large_file_of_holes_is_not_read(tmp_path: Path) -> None:
     assert caught.value.offset == mark
 
 
-# ---- memory ----
-
-
-#: As many as fit into a file: the tables are largest in proportion.
-KEYS = gf.join(gf.head(0, 50_000), *(gf.kv(f"{i:x}", gf.UINT8, b"\0") for i in range(50_000)))[0]
-TENSORS = [gf.tensor(f"{i:x}", (0,), 0, 0) for i in range(25_000)]
-LARGE = {
-    **{"keys": KEYS, "keys, cut": KEYS[:-1], "everything": gf.everything()},
-    "tensors": gf.with_data(gf.head(len(TENSORS), 0), *TENSORS)[0],
-    "counts": gf.head(2**60, 2**60),
-    "count that fits, of nothing": gf.head(0, 10**5) + bytes(14 * 10**5),
-}
-
-
-@pytest.mark.parametrize("raw", LARGE.values(), ids=LARGE)
-@pytest.mark.usefixtures("no_collection")
-def test_memory_is_a_small_multiple_of_the_file(tmp_path: Path, raw: bytes) -> None:
-    gc.collect()  # what other tests left lying
-    before, mapped = counters(), ledger()["other"]["mapped_bytes"]
-    with contextlib.suppress(GGUFError):
-        opened(tmp_path, raw).close()
-    allocated = counters()["allocated_bytes"] - before["allocated_bytes"]
-    assert allocated <= 10 * len(raw) + 4096
-    assert ledger()["other"]["mapped_bytes"] == mapped
-
-
-def test_of_a_large_header_no_more_is_kept_than_it_has(tmp_path: Path) -> None:
+def test_a_large_header_keeps_no_extra_memory(tmp_path: Path) -> None:
     """It is read in pieces of 256 KiB and 16 MiB."""
     words = gf.u32(gf.UINT8) + gf.u64(300_000) + bytes(300_000)
     raw, _ = gf.join(gf.head(0, 1), gf.kv("words", gf.ARRAY, words))
@@ -420,10 +312,3 @@ def test_of_a_large_header_no_more_is_kept_than_it_has(tmp_path: Path) -> None:
         assert len(raw) <= kept == weights._parts[0].file.header.copied_bytes
         assert kept <= max(2 << 20, len(raw) + 4096)  # a huge page, where the kernel has them
     assert ledger()["other"]["mapped_bytes"] == before
-
-
-def test_many_long_names_that_differ_late(tmp_path: Path) -> None:
-    names = [f"{'x' * 400}{i:06}" for i in range(20_000)]
-    keys = [gf.kv(name, gf.UINT8, b"\0") for name in (*names, names[0])]
-    with pytest.raises(GGUFError, match="a key occurs twice"):
-        opened(tmp_path, gf.join(gf.head(0, len(keys)), *keys)[0])

@@ -1,4 +1,4 @@
-"""Whatever is done to a valid file, opening it gives a result or a GGUFError, and nothing else."""
+"""Mutated files give a result or a GGUFError."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = gf.with_data(
     gf.tensor("u", (32,), gf.Q8_0, 32),
 )[0]
 VALID = [gf.everything(), SMALL]
-# Where a count, a length or an offset overflows, wraps or turns negative.
+# Counts, lengths and offsets that overflow, wrap or turn negative.
 EDGES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**60, 2**61, 2**63 - 1, 2**63, 2**64 - 1]
 EDGE = st.one_of(st.sampled_from(EDGES), st.integers(0, 300))
 

@@ -1,6 +1,4 @@
-"""How weights come into memory: each mode, what `auto` chooses and why, what has no room, and
-nothing left of a load that fails.
-"""
+"""Loading weights: each mode, the choice of `auto`, missing room, and loads that fail."""
 
 from __future__ import annotations
 
@@ -46,11 +44,12 @@ __all__ = ["leaves_nothing", "open_folder"]  # fixtures
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_nothing")
 
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of some MiB whose tensors are no whole pages."""
+    """A file of some MiB whose tensors are not whole pages."""
     return write(tmp_path / "model.gguf", 3 * MIB + 1, 5000, 2 * MIB)
 
 
@@ -68,12 +67,9 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-# ---- each mode ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("threads", [None, 1, 5])
-def test_what_is_read_is_the_files(path: Path, parts: list[Path], load: Any, threads: Any) -> None:
+def test_every_mode_reads_the_file(path: Path, parts: list[Path], load: Any, threads: Any) -> None:
     for file in (path, parts[0]):
         with open_weights(file, load=load, threads=threads) as weights:
             assert (weights.load, weights.load_reason) == (load, "it was asked for")
@@ -86,7 +82,7 @@ def test_a_copy_is_a_block_of_its_own(path: Path, parts: list[Path], load: Any) 
         with open_weights(file, load=load, pages="4k") as weights:
             (block,) = weights.blocks
             assert weights.mapped_bytes == block.nbytes
-            # Of each file at most a page before its data, and one behind it.
+            # At most a page before the data of each file, and one behind it.
             assert 0 <= block.nbytes - weights.nbytes < 3 * 4096 * len(weights.files)
             assert block.verify().resident_bytes == block.nbytes
             assert block.category == "weights"
@@ -125,7 +121,7 @@ def test_direct_leaves_the_page_cache_as_it_was(tmp_path: Path) -> None:
     file = write(tmp_path / "large.gguf", 8 * MIB)
     drop_from_cache(file)
     with open_weights(file, load="direct") as weights:
-        # The header is read through it, with nothing that the kernel would read ahead.
+        # The header is read through it, without reading ahead.
         assert cached_bytes(file) < MIB
         check(weights)
     with open_weights(file, load="copy"):
@@ -150,14 +146,11 @@ def test_a_file_system_without_direct_reads(path: Path, monkeypatch: pytest.Monk
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.raises(um.PlacementError, match="O_DIRECT"):
         open_weights(path, load="direct", strict=True)
-    # Who did not ask for it need not be told.
+    # `auto` needs no warning.
     monkeypatch.setattr(loading, "cached_bytes", lambda model: 0)
     with open_weights(path, numa="preferred:0") as weights:
         assert weights.load == "copy"
         assert "O_DIRECT" in weights.load_reason
-
-
-# ---- what auto chooses -------------------------------------------------------------------------
 
 
 def with_huge_pages() -> None:
@@ -165,18 +158,15 @@ def with_huge_pages() -> None:
         pytest.skip("this system gives no transparent huge pages")
 
 
+LOCKED: dict[str, Any] = {"lock": "onfault", "warm": True}
+
+
 @pytest.mark.parametrize(
     ("placement", "cached", "load", "reason"),
     [
         ({}, 0, "map", "a mapping shares the page cache"),
         ({"pages": "4k"}, 0, "map", "shares the page cache"),
-        pytest.param(
-            {"lock": "onfault", "warm": True},
-            0,
-            "map",
-            "shares the page cache",
-            marks=pytest.mark.locks,
-        ),
+        pytest.param(LOCKED, 0, "map", "shares the page cache", marks=pytest.mark.locks),
         ({"pages": "thp"}, 0, "direct", "pages='thp'.*0% of the file"),
         ({"pages": "thp"}, 0.49, "direct", "49% of the file"),
         ({"pages": "thp"}, 0.51, "copy", "51% of the file are in the page cache"),
@@ -185,12 +175,7 @@ def with_huge_pages() -> None:
     ],
 )
 def test_auto(
-    path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    placement: Any,
-    cached: float,
-    load: str,
-    reason: str,
+    path: Path, monkeypatch: Patch, placement: Any, cached: float, load: str, reason: str
 ) -> None:
     if "pages" in placement:
         with_huge_pages()
@@ -208,23 +193,18 @@ def assert_matches(text: str, pattern: str) -> None:
         raise ValueError(text)
 
 
-NETWORKS = tuple(
-    """
-    nfs nfs4 cifs smb3 smbfs 9p ceph lustre orangefs fuse fuse.sshfs virtiofs vboxsf
-""".split()
-)
-DISKS = ("fuseblk", "ext4", "xfs", "tmpfs", "overlay", "")
+NETWORKS = "nfs nfs4 cifs smb3 smbfs 9p ceph lustre orangefs fuse fuse.sshfs virtiofs vboxsf"
+DISKS = ["fuseblk", "ext4", "xfs", "tmpfs", "overlay", ""]
 
 
-@pytest.mark.parametrize("kind", [*NETWORKS, *DISKS])
+@pytest.mark.parametrize("kind", [*NETWORKS.split(), *DISKS])
 def test_auto_over_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     path = write(tmp_path / "small.gguf", 5000)
     monkeypatch.setattr(loading, "cached_bytes", lambda model: 0)
     monkeypatch.setattr(loading, "_file_system", lambda file: kind)
     with open_weights(path) as weights:
-        assert weights.load == ("direct" if kind in NETWORKS else "map")
-        assert (f"a mapping on {kind} would wait" in weights.load_reason) == (kind in NETWORKS)
-    # Who asks for it gets it.
+        assert weights.load == ("map" if kind in DISKS else "direct")
+        assert (f"a mapping on {kind} would wait" in weights.load_reason) == (kind not in DISKS)
     with open_weights(path, load="map") as weights:
         assert weights.load == "map"
 
@@ -238,13 +218,6 @@ def test_one_file_of_a_network_decides(parts: list[Path], monkeypatch: pytest.Mo
 
 
 def test_files_that_lie_in_memory(path: Path) -> None:
-    fd = os.memfd_create("model", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, path.read_bytes())
-        with open_weights(f"/proc/self/fd/{fd}") as weights:
-            assert weights._parts[0].file.in_memory
-    finally:
-        os.close(fd)
     if not os.path.ismount("/dev/shm"):
         pytest.skip("/dev/shm is no mount here")
     with (
@@ -256,7 +229,7 @@ def test_files_that_lie_in_memory(path: Path) -> None:
 
 
 def no_room(patch: pytest.MonkeyPatch, free: int = 0) -> None:
-    """So many pages are free in the pool, and nothing else has room."""
+    """Pretend that `free` pages are in the pool, and no other memory."""
     pool = HugePool(2 * MIB, free, free, 0, 0, {0: (free, free)})
     patch.setattr("unimem.system.limits.available_bytes", lambda: MIB)
     patch.setattr("unimem.system.limits.huge_pools", lambda: {"2m": pool})
@@ -276,7 +249,7 @@ def test_auto_maps_what_cannot_fit(path: Path, monkeypatch: pytest.MonkeyPatch, 
         check(weights)
 
 
-def test_over_a_network_only_the_reason_tells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_a_network_the_reason_is_enough(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_room(monkeypatch)
     monkeypatch.setattr(loading, "_file_system", lambda file: "nfs4")
     with open_weights(path) as weights:
@@ -284,7 +257,7 @@ def test_over_a_network_only_the_reason_tells(path: Path, monkeypatch: pytest.Mo
         assert_matches(weights.load_reason, "nfs4.*does not fit")
 
 
-def test_what_a_pool_holds_needs_no_other_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_in_a_pool_needs_no_other_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_room(monkeypatch, free=4)
     with open_model(path) as model:
         for placement in ({"pages": "2m"}, {"pages": "auto", "numa": "preferred:0"}):
@@ -311,15 +284,15 @@ def test_auto_and_a_hidden_page_cache(path: Path, open_folder: Path, run_python:
     assert_matches(told.stdout, r"^(direct|copy) .*; 0% .*as far as the kernel tells this user")
 
 
-def test_a_mapping_tells_what_it_lacks(path: Path) -> None:
-    lacking: list[Any] = [{"pages": "thp"}, {"pages": "2m"}]
-    for placement in lacking:
+def test_a_mapping_warns_of_missing_placement(path: Path) -> None:
+    lacking: list[Any] = ["thp", "2m"]
+    for pages in lacking:
         text = r"page cache's: load='copy' or 'direct'"
         with pytest.warns(um.PlacementWarning, match=text) as caught:
-            open_weights(path, load="map", **placement).close()
+            open_weights(path, load="map", pages=pages).close()
         assert len(caught) == 1
         with pytest.raises(um.PlacementError, match=text):
-            open_weights(path, load="map", strict=True, **placement)
+            open_weights(path, load="map", strict=True, pages=pages)
     open_weights(path, load="map", pages="4k", strict=True).close()
 
 
@@ -334,8 +307,7 @@ def test_a_mapping_is_warmed_and_locked(parts: list[Path]) -> None:
 
 @pytest.mark.parametrize("advice", ["willneed", "sequential", "random"])
 def test_advice_is_for_mapped_files(path: Path, advice: Any) -> None:
-    loads: list[Any] = ["auto", *LOADS]
-    for load in loads:
+    for load in ["auto", *LOADS]:
         if load in READS:
             with pytest.raises(ValueError, match=f"advice='{advice}' is for mapped files"):
                 open_weights(path, load=load, advice=advice)
@@ -361,9 +333,8 @@ def test_advice_is_for_mapped_files(path: Path, advice: Any) -> None:
     ],
     ids=str,
 )
-def test_options_that_are_none(path: Path, options: Any, kind: Any, text: str) -> None:
-    loads: list[Any] = ["auto", *LOADS]
-    for load in loads:
+def test_invalid_options(path: Path, options: Any, kind: Any, text: str) -> None:
+    for load in ["auto", *LOADS]:
         with pytest.raises(kind, match=text):
             open_weights(path, load=load, **options)
     if not options.keys() & {"threads", "advice", "progress"}:
@@ -371,17 +342,15 @@ def test_options_that_are_none(path: Path, options: Any, kind: Any, text: str) -
             check_options(options)
 
 
-@pytest.mark.parametrize("load", ["mmap", None, True])
-def test_loads_that_are_none(path: Path, load: Any) -> None:
-    with pytest.raises(ValueError, match="load: expected one of auto, map, copy, direct"):
-        open_weights(path, load=load)
-
-
-# ---- on a tape ---------------------------------------------------------------------------------
+def test_invalid_loads(path: Path) -> None:
+    loads: list[Any] = ["mmap", None, True]
+    for load in loads:
+        with pytest.raises(ValueError, match="load: expected one of auto, map, copy, direct"):
+            open_weights(path, load=load)
 
 
 @pytest.mark.parametrize("load", ["auto", *READS])
-def test_on_a_tape(path: Path, parts: list[Path], load: Any) -> None:
+def test_weights_on_a_tape(path: Path, parts: list[Path], load: Any) -> None:
     with um.Tape(32 * MIB) as tape:
         first = tape.take_bytes(100)
         first[:] = 7
@@ -397,7 +366,7 @@ def test_on_a_tape(path: Path, parts: list[Path], load: Any) -> None:
                 with pytest.raises(BufferError):
                     tape.close()
         assert (first == 7).all()
-        # What was taken stays the tape's, and an array keeps it.
+        # The memory stays the tape's, and an array keeps it.
         with open_weights(path, load=load, tape=tape) as weights:
             array = weights.tensors["t2"].as_array()
             expected = array.copy()
@@ -420,7 +389,7 @@ TAKEN_BACK: dict[str, Callable[[um.Tape, int], object]] = {
 
 
 @pytest.mark.parametrize("name", TAKEN_BACK)
-def test_a_tape_that_takes_the_memory_back_closes_the_weights(path: Path, name: str) -> None:
+def test_taking_the_tape_back_closes_the_weights(path: Path, name: str) -> None:
     with um.Tape(16 * MIB) as tape:
         tape.take_bytes(100)
         tape.keep()
@@ -442,7 +411,7 @@ def uses_of(tensor: um.Tensor) -> list[Callable[[], object]]:
     return [lambda: tensor.address, tensor.as_array, tensor.dequantize, tensor.__dlpack__]
 
 
-def test_what_a_tape_keeps_stays_open(path: Path) -> None:
+def test_kept_weights_stay_open(path: Path) -> None:
     with um.Tape(32 * MIB) as tape, open_weights(path, tape=tape) as weights:
         tape.keep()
         with tape.frame():
@@ -466,7 +435,7 @@ def test_tensors_of_closed_weights(path: Path, leave: Any, on_a_tape: bool) -> N
                 use()
 
 
-def test_what_a_tape_refuses(path: Path) -> None:
+def test_a_tape_refuses(path: Path) -> None:
     with um.Tape(4 * MIB) as tape:
         tape.take_bytes(100)
         with pytest.raises(um.TapeFull) as caught:
@@ -486,11 +455,8 @@ def test_what_a_tape_refuses(path: Path) -> None:
         assert tape.used_bytes == 0
 
 
-# ---- progress, and what stops a load -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("load", READS)
-def test_progress_is_told_in_this_thread(parts: list[Path], load: Any) -> None:
+def test_progress_is_called_in_this_thread(parts: list[Path], load: Any) -> None:
     told: list[tuple[int, int]] = []
 
     def progress(done: int, total: int) -> None:
@@ -504,7 +470,7 @@ def test_progress_is_told_in_this_thread(parts: list[Path], load: Any) -> None:
     assert told.count((total, total)) == 1
 
 
-def test_a_mapping_tells_of_warming_alone(parts: list[Path]) -> None:
+def test_a_mapping_reports_progress_of_warming_only(parts: list[Path]) -> None:
     told: list[tuple[int, int]] = []
     open_weights(parts[0], load="map", progress=lambda *n: told.append(n)).close()
     assert told == []
@@ -512,7 +478,7 @@ def test_a_mapping_tells_of_warming_alone(parts: list[Path]) -> None:
         assert told[-1] == (w.mapped_bytes, w.mapped_bytes)
 
 
-def test_what_others_took_behind_it_stays_theirs(path: Path) -> None:
+def test_later_takes_from_the_tape_stay(path: Path) -> None:
     def take(done: int, total: int) -> None:
         tape.take_bytes(1)
         raise KeyboardInterrupt
@@ -524,7 +490,7 @@ def test_what_others_took_behind_it_stays_theirs(path: Path) -> None:
         tape.clear()
 
 
-def test_a_tape_that_is_cleared_meanwhile(path: Path) -> None:
+def test_clearing_the_tape_during_the_load(path: Path) -> None:
     with um.Tape(16 * MIB) as tape:
         with pytest.raises(um.ClosedError, match="took the memory back"):
             open_weights(path, tape=tape, progress=lambda *n: tape.clear())
@@ -535,8 +501,7 @@ def test_a_tape_that_is_cleared_meanwhile(path: Path) -> None:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
-def test_what_progress_raises_stops_it(path: Path, load: Any, error: Any) -> None:
-    """An error of the file system's kind, too, which is not taken for one of the file."""
+def test_an_error_of_progress_stops_the_load(path: Path, load: Any, error: Any) -> None:
     told = []
 
     def progress(done: int, total: int) -> None:
@@ -563,7 +528,7 @@ def test_an_interrupt_at_the_end(path: Path, monkeypatch: pytest.MonkeyPatch, lo
             tape.close()
 
 
-# A mapping that only looked at the page cache may be left to the collector, which tells it.
+# A mapping for a look at the page cache may be left to the collector, which warns.
 @pytest.mark.filterwarnings("ignore:unclosed Block:ResourceWarning")
 def test_an_interrupt_anywhere_leaves_the_tape_as_it_was(path: Path) -> None:
     with um.Tape(16 * MIB) as tape:
@@ -575,9 +540,6 @@ def test_an_interrupt_anywhere_leaves_the_tape_as_it_was(path: Path) -> None:
             n_lines += 1
         assert n_lines > 20
         assert tape.used_bytes > 5 * MIB
-
-
-# ---- files that change meanwhile ---------------------------------------------------------------
 
 
 def replace(path: Path) -> None:
@@ -606,7 +568,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_file_that_changes_while_it_is_loaded(
+def test_a_change_during_the_load_is_an_error(
     parts: list[Path], monkeypatch: pytest.MonkeyPatch, load: Any, name: str
 ) -> None:
     change, text = CHANGES[name]
@@ -623,7 +585,7 @@ def test_a_file_that_changes_while_it_is_loaded(
 
 
 @pytest.mark.parametrize("load", READS)
-def test_a_file_that_changes_behind_the_last_read(path: Path, load: Any) -> None:
+def test_a_change_after_the_last_read_is_an_error(path: Path, load: Any) -> None:
     def at_the_end(done: int, total: int) -> None:
         if done == total:
             write_a_byte(path)
@@ -635,8 +597,6 @@ def test_a_file_that_changes_behind_the_last_read(path: Path, load: Any) -> None
             assert caught.value.filename == str(path)
         assert tape.used_bytes == 0
 
-
-# ---- what does not fit -------------------------------------------------------------------------
 
 REFUSAL = """
 import resource, warnings
@@ -676,7 +636,7 @@ with um.Block(130 << 20) as cold, um.Block(140 << 20) as other, um.Tape(cold) as
     assert tape.used_bytes == 100
     other.close()
     cold.warm()
-    # What is in RAM already needs no room.
+    # Warm memory needs no room.
     with um.Block(60 << 20, warm=True), um.open_weights(path, tape=tape, load="direct") as weights:
         assert weights.load == "direct"
 """
@@ -720,7 +680,7 @@ except um.CapacityError as error:
 @pytest.mark.slow
 @pytest.mark.parametrize(("user", "step"), [(0, 2 * MIB), (65534, 8 * MIB)], ids=["root", "nobody"])
 def test_limits_around_the_need_refuse_or_run(user: int, step: int, open_folder: Path) -> None:
-    """Nothing is killed, which `run` would see. Only root makes the cgroups."""
+    """No process is killed, which `run` would report. Only root makes the cgroups."""
     need = 160 * MIB
     file = write_hole(open_folder / "model.gguf", need)
     said = []
@@ -730,5 +690,5 @@ def test_limits_around_the_need_refuse_or_run(user: int, step: int, open_folder:
             said.append(cgroup.run(script))
     assert set(said) == {"refused\n", "ran copy\n"}
     assert (said[0], said[-1]) == ("refused\n", "ran copy\n"), said
-    # From there on all run: what the process itself takes varies by less than 8 MiB.
+    # Beyond the first that runs, all run: the process itself varies by less than 8 MiB.
     assert "refused\n" not in said[said.index("ran copy\n") + 8 * MIB // step :], said

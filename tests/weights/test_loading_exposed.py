@@ -1,4 +1,4 @@
-"""What `auto` does where pages of a mapped file could be taken away: it keeps them elsewhere."""
+"""`auto` copies a file whose mapped pages may be reclaimed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Facts:
         return None
 
     def require(self, nbytes: int, what: str) -> None:
-        raise AssertionError("nobody asked for what must be kept")
+        raise AssertionError("a copy is not required")
 
 
 QUIET, BUSY = Pressure("machine", 4.9, 0.0), Pressure("machine", 5.0, 0.0)
@@ -83,7 +83,6 @@ def test_auto(
         with pytest.raises(ValueError, match=reason):
             raise ValueError(choice.reason)
         assert choice.warning == ""
-        # Who asks for a mapping gets it.
         assert loading.choose(model, "map", None, placement, facts, pressures).mode == "map"
 
 
@@ -97,7 +96,7 @@ def test_small_files_and_shared_memory_are_mapped(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each model is large for the cgroup that this process is said to be in."""
+    """Pretend that each model is large for the cgroup of this process."""
     monkeypatch.setattr(pressure, "_LEAST_BYTES", 1)
     monkeypatch.setattr(pressure, "_ROOM_FACTOR", 1 << 40)
     monkeypatch.setattr(limits, "memory_limits", lambda: (MACHINE, cgroup(1 << 30)))
@@ -116,7 +115,7 @@ def test_a_plan_and_what_it_plans_agree(model: Path, small_room: None) -> None:
         assert decoder.report().total_bytes == plan.total_bytes
 
 
-def test_what_has_no_room_for_a_copy_is_mapped(
+def test_a_model_without_room_for_a_copy_is_mapped(
     model: Path, small_room: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = um.plan(model, ctx=64, threads=1).required_bytes
@@ -134,7 +133,7 @@ def test_what_has_no_room_for_a_copy_is_mapped(
 
 
 @pytest.mark.locks
-def test_what_stays_mapped_of_a_repacked_model_is_locked(
+def test_mapped_parts_of_a_repacked_model_are_locked(
     model: Path, small_room: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(planned, "_LEAST_BYTES", 0)
@@ -147,7 +146,7 @@ def test_what_stays_mapped_of_a_repacked_model_is_locked(
         placed = block.verify()
         assert placed.locked_bytes == placed.resident_bytes > 0
         assert decoder.report().facts["load_reason"] == plan.load_reason
-    # Where nothing may be locked, all of it is copied.
+    # If nothing may be locked, all of it is copied.
     none = Limit("locked memory (memlock)", 0, 0, "ulimit -l unlimited")
     monkeypatch.setattr(limits, "memlock", lambda: none)
     assert um.plan(model, ctx=64, threads=1).load in ("copy", "direct")

@@ -1,13 +1,14 @@
-"""Mirrored weights, and mapped ones that are moved, as far as a machine with one node shows it.
+"""Mirrored weights, and mapped ones that are moved, on a machine with one node.
 
-Where a second node is needed, this process is told of one: memory that is to be bound to it lies
-anywhere, with a warning. tests/numa asks the kernel, on three nodes.
+A second node is invented if needed: memory bound to it lies anywhere, with a warning. tests/numa
+asks the kernel, on three nodes.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second node, as large as the first."""
     room = limits.nodes()[NODE]
     made = {
-        node: Node(
-            node,
-            room.total_bytes,
-            room.free_bytes,
-            room.available_bytes,
-            tuple(cpus),
-            (10, 20) if node == NODE else (20, 10),
-            True,
-        )
-        for node, cpus in CPUS_OF.items()
+        n: replace(room, id=n, cpus=tuple(cpus), distances=(10, 20) if n == NODE else (20, 10))
+        for n, cpus in CPUS_OF.items()
     }
     monkeypatch.setattr(limits, "nodes", lambda: made)
 
@@ -58,9 +51,6 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(path: Path | str, **options: Any) -> um.Weights:
     with pytest.warns(um.PlacementWarning, match=f"numa='bind:{OTHER}'"):
         return um.open_weights(path, numa="mirror", pages="4k", **options)
-
-
-# ---- one node ----
 
 
 def test_on_one_node_nothing_changes(model: Path) -> None:
@@ -80,9 +70,6 @@ def test_on_one_node_nothing_changes(model: Path) -> None:
     assert um.plan(model, numa="mirror", load="repack").rows == same.rows  # nothing is repacked
     with Decoder(embedded_model(), ctx=64, numa="mirror") as decoder:
         assert decoder.report().facts["numa"] is None
-
-
-# ---- copies ----
 
 
 @pytest.mark.usefixtures("two_nodes")
@@ -137,9 +124,7 @@ def test_the_nearest_copy() -> None:
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_what_was_copied_goes_when_a_copy_fails(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_copy_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = um.report().total_bytes
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -170,9 +155,6 @@ def test_a_model_staged_on_each_node(model: Path) -> None:
     assert [done for done, of in told if done == of] == [told[-1][0]]
 
 
-# ---- the engine ----
-
-
 @pytest.mark.usefixtures("two_nodes")
 def test_decoders_in_two_threads_read_two_copies() -> None:
     found: dict[int, tuple[Any, set[int]]] = {}
@@ -186,7 +168,7 @@ def test_decoders_in_two_threads_read_two_copies() -> None:
         reader.end()
 
     with opened(embedded_model(), load="copy") as weights:
-        # One after the other, so that the second sees the first.
+        # The second sees the first.
         first = Reader(weights)
         assert isinstance(first.contents, WeightsCopy)
         assert os.sched_getaffinity(0) == set(CPUS_OF[first.contents.node])
@@ -207,7 +189,7 @@ def test_a_decoder_reads_one_copy_and_says_which() -> None:
     with Decoder(embedded_model(), ctx=64) as decoder:
         expected = "".join(decoder.generate("Once upon a time", 8))
     with opened(embedded_model(), load="copy") as weights, Decoder(weights, ctx=64) as decoder:
-        # Of one CPU alone, both have it.
+        # A single CPU belongs to both nodes.
         near = [n for n in CPUS_OF if os.sched_getaffinity(0) == set(CPUS_OF[n])] or [NODE]
         said = decoder.report().facts["numa"]
         copies = f"copies of the weights on nodes {NODE},{OTHER}"
@@ -233,9 +215,6 @@ def test_a_layout_for_mirrored_weights() -> None:
         layout.freeze()
 
 
-# ---- where there are no copies ----
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -245,12 +224,12 @@ def test_a_layout_for_mirrored_weights() -> None:
         lambda path: um.KVStore(path.parent / "s", ram_bytes=MIB, numa="mirror"),
     ],
 )
-def test_what_has_no_copies_refuses(model: Path, call: Any) -> None:
+def test_objects_without_copies_refuse_mirror(model: Path, call: Any) -> None:
     with pytest.raises(ValueError, match=r"numa.*mirror"):
         call(model)
 
 
-def test_all_that_a_decoder_takes_lies_where_it_was_told() -> None:
+def test_all_memory_of_a_decoder_lies_on_its_node() -> None:
     numa = f"bind:{NODE}"
     with Decoder(embedded_model(), ctx=64, numa=numa) as decoder:
         placed = [decoder.layout.history.block, decoder.layout.scratch.block]
@@ -260,7 +239,7 @@ def test_all_that_a_decoder_takes_lies_where_it_was_told() -> None:
 
 
 @pytest.mark.usefixtures("two_nodes")
-def test_what_is_repacked_is_one_decoder_s(model: Path) -> None:
+def test_repack_has_no_copies(model: Path) -> None:
     with pytest.raises(ValueError, match=r"numa='mirror': load='repack' makes memory of one"):
         um.plan(model, numa="mirror", load="repack")
 
@@ -271,9 +250,6 @@ def test_a_layout_is_placed_already() -> None:
         pytest.raises(ValueError, match="numa='mirror': the layout's memory is placed already"),
     ):
         Decoder(embedded_model(), ctx=64, layout=layout, numa="mirror")
-
-
-# ---- mapped files ----
 
 
 @pytest.mark.parametrize("numa", [f"bind:{NODE}", f"preferred:{NODE}", f"interleave:{NODE}"])
@@ -287,7 +263,7 @@ def test_a_mapped_file_on_its_nodes(model: Path, numa: str) -> None:
         check(weights)
 
 
-def test_a_mapped_file_on_nodes_that_are_not_there(model: Path) -> None:
+def test_a_mapped_file_on_missing_nodes(model: Path) -> None:
     named = f"node {OTHER} is offline or does not exist"
     with pytest.raises(um.PlacementError, match=named):
         um.open_weights(model, load="map", numa=f"bind:{OTHER}", strict=True)
@@ -299,7 +275,7 @@ def test_a_mapped_file_on_nodes_that_are_not_there(model: Path) -> None:
             weights.repair()
 
 
-def test_the_tape_is_what_is_repaired(model: Path) -> None:
+def test_weights_on_a_tape_are_not_repaired(model: Path) -> None:
     with (
         um.Tape(4 * MIB) as tape,
         um.open_weights(model, tape=tape) as weights,

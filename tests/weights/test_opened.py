@@ -1,11 +1,10 @@
-"""An opened model: which files it is, what it promises, and what is no model."""
+"""An opened model: its figures, how long it lives, and what stays after it."""
 
 from __future__ import annotations
 
 import gc
-import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,54 +13,19 @@ import pytest
 
 pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
 
-from support.files import gguf_files as gf
-from support.files.weight_bytes import LOADS, open_folder
-from support.models.make import TINY, write_model
+from support.files.weight_bytes import LOADS, leaves_no_descriptor, n_descriptors, path, weights
 from support.project.checkout import STORIES, needs_stories
 from unimem._core.status import ledger
 from unimem.errors import ClosedError
 from unimem.weights.opened import Weights, open_weights
 
-__all__ = ["open_folder"]  # fixtures
+__all__ = ["leaves_no_descriptor", "path", "weights"]  # fixtures
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back", "leaves_no_descriptor")
 
 
-def n_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def n_mappings() -> dict[str, int]:
     return {name: row["n_mappings"] for name, row in ledger().items()}
-
-
-@pytest.fixture
-def leaves_no_descriptor() -> Iterator[None]:
-    gc.collect()  # an earlier test may have left some to the collector
-    before = n_descriptors()
-    yield
-    assert n_descriptors() == before
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    file = tmp_path / "file.gguf"
-    file.write_bytes(gf.everything())
-    return file
-
-
-@pytest.fixture
-def weights(path: Path) -> Iterator[Weights]:
-    with open_weights(path) as w:
-        yield w
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "m.gguf", shape=TINY, kind="q8_0")
-
-
-# ---- what it holds -----------------------------------------------------------------------------
 
 
 def test_figures(weights: Weights, path: Path) -> None:
@@ -89,9 +53,6 @@ def test_a_real_model() -> None:
         embedding = w.tensors["token_embd.weight"]
         assert embedding.shape[0] == len(tokens)
         assert np.isfinite(embedding.as_array()).all()
-
-
-# ---- how long it lives -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -134,7 +95,7 @@ def test_use_after_close(path: Path) -> None:
         with pytest.raises(ClosedError, match="closed"):
             use()
     assert "closed" in repr(w)
-    # What was decoded stays.
+    # Decoded values stay.
     assert tensor.shape == (2, 1, 3, 2)
     assert tensors["four"] == tensor
     assert list(metadata)
@@ -173,18 +134,3 @@ def test_no_file_stays_open(path: Path) -> None:
 def test_weights_do_not_pickle(weights: Weights) -> None:
     with pytest.raises(TypeError, match="open the file"):
         pickle.dumps(weights)
-
-
-# ---- split GGUF --------------------------------------------------------------------------------
-
-
-# ---- safetensors -------------------------------------------------------------------------------
-
-
-# What the index says instead, the file that is told, and what is told of it.
-
-
-# ---- descriptors -------------------------------------------------------------------------------
-
-
-# ---- what is no model --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Weights of a URL: read by ranges into memory that is there, the same as of a file."""
+"""Weights from a URL: read by ranges into placed memory, equal to those from a file."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def bytes_of(weights: um.Weights) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "options", [{}, {"load": "direct", "pages": "thp"}, {"load": "copy", "verify": False}]
 )
-def test_the_same_as_of_the_file(store: ObjectServer, options: dict[str, Any]) -> None:
+def test_a_url_gives_the_bytes_of_the_file(store: ObjectServer, options: dict[str, Any]) -> None:
     with um.open_weights(TINY) as file, um.open_weights(URL, **options) as weights:
         assert bytes_of(weights) == bytes_of(file)
         assert (weights.load, weights.load_reason) == ("direct", "it is read from a server")
@@ -50,7 +50,7 @@ def test_the_same_as_of_the_file(store: ObjectServer, options: dict[str, Any]) -
         assert len(weights.blocks) == 1
 
 
-def test_onto_a_tape(store: ObjectServer) -> None:
+def test_a_url_onto_a_tape(store: ObjectServer) -> None:
     with um.Tape(2 << 20, pages="4k") as tape, um.open_weights(TINY) as file:
         with um.open_weights(URL, tape=tape) as weights:
             assert bytes_of(weights) == bytes_of(file)
@@ -77,7 +77,7 @@ def test_all_files_of_an_index(store: ObjectServer, tmp_path: Path) -> None:
         assert bytes_of(weights) == bytes_of(files)
 
 
-def test_of_the_web(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_web_server(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving() as server, um.open_weights(TINY) as file:
@@ -88,7 +88,7 @@ def test_of_the_web(monkeypatch: pytest.MonkeyPatch) -> None:
             um.open_weights(server.url + "/tiny.gguf")
 
 
-def test_of_hugging_face_with_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_is_checked_by_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub", reason="for hf://: pip install '.[remote]'")
     import hashlib
 
@@ -107,7 +107,7 @@ def test_of_hugging_face_with_its_hash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_damage_and_cuts_are_healed(store: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
-    # The first answer has the header; a wrong one of the rest is found by the ETag.
+    # The first answer has the header; the ETag detects the wrong bytes.
     faults = chain(["503", "", "short", "wrong bytes", "reset", "503"], repeat(""))
     store.choose_fault = lambda *_: next(faults)
     with um.open_weights(TINY) as file, um.open_weights(URL) as weights:
@@ -115,7 +115,7 @@ def test_damage_and_cuts_are_healed(store: ObjectServer, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("is_format", [False, True])
-def test_a_header_that_is_damaged_on_its_way(store: ObjectServer, is_format: bool) -> None:
+def test_a_header_damaged_in_transit(store: ObjectServer, is_format: bool) -> None:
     data = TINY.read_bytes()
     at = 0 if is_format else data.index(b"llama.context_length") + 24  # its value
     starts = iter([data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]])
@@ -133,7 +133,7 @@ def test_a_header_that_is_damaged_on_its_way(store: ObjectServer, is_format: boo
             um.open_weights(URL)
 
 
-def test_what_is_refused(store: ObjectServer) -> None:
+def test_refusals(store: ObjectServer) -> None:
     with pytest.raises(ValueError, match=r"load='map' of s3://.*load='direct'"):
         um.open_weights(URL, load="map")
     with pytest.raises(ValueError, match="verify"):
@@ -171,7 +171,7 @@ def test_an_engine_of_a_url(store: ObjectServer) -> None:
 
 
 @pytest.mark.parametrize("by_layout", [False, True])
-def test_an_engine_repacks_what_came_from_a_url(
+def test_an_engine_repacks_weights_of_a_url(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_layout: bool
 ) -> None:
     engine = pytest.importorskip("unimem.engine", reason="the engine needs the extra 'run'")
@@ -219,16 +219,6 @@ def test_an_engine_of_a_url_that_does_not_fit_reads_no_data(
     assert {asked for _, _, asked in store.asked} == {"0-262143"}
 
 
-# ---- a load that was broken off ----
-
-
-def begins(store: ObjectServer) -> list[int]:
-    """Which ranges of data were asked for, by their first bytes, since the last time."""
-    asked = [int(wanted.split("-")[0]) for _, _, wanted in store.asked]
-    store.asked.clear()
-    return sorted(asked)
-
-
 def break_off(store: ObjectServer, after: int) -> None:
     answered = iter(range(10**6))
     store.choose_fault = lambda *_: "503" if next(answered) >= after else ""
@@ -241,17 +231,17 @@ def test_a_load_onto_a_tape_goes_on(store: ObjectServer, monkeypatch: pytest.Mon
         with pytest.raises(OSError, match="503"):
             um.open_weights(URL, tape=tape, threads=1, verify=False)
         assert tape.used_bytes == 0, "nothing stays taken"
-        had = sorted(set(begins(store)))
+        had = sorted(set(store.begins()))
         store.choose_fault = lambda *_: ""
         with um.open_weights(URL, tape=tape, threads=1, verify=False) as weights:
             assert bytes_of(weights) == bytes_of(file)
-            rest = begins(store)
+            rest = store.begins()
             assert rest[0] == 0, "the header"
             assert set(rest[1:]).isdisjoint(had[1:-1]), "what was there was not read again"
             assert len(rest) + len(had) - 2 == 12, "and nothing else was left out"
 
 
-def test_what_was_written_over_meanwhile_is_read_again(
+def test_overwritten_pieces_are_read_again(
     store: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfers, "PIECE_BYTES", 100_000)
@@ -259,13 +249,13 @@ def test_what_was_written_over_meanwhile_is_read_again(
         break_off(store, 7)
         with pytest.raises(OSError, match="503"):
             um.open_weights(URL, tape=tape, threads=1)
-        had = begins(store)
+        had = store.begins()
         tape.take(250_000, "uint8")[:] = 1
         tape.clear()
         store.choose_fault = lambda *_: ""
         with um.open_weights(URL, tape=tape, threads=1) as weights:
             assert bytes_of(weights) == bytes_of(file)
-        assert len(begins(store)) > 12 - len(set(had)), "some of it came twice"
+        assert len(store.begins()) > 12 - len(set(had)), "some of it came twice"
         tape.clear()
         break_off(store, 7)
         with pytest.raises(OSError, match="503"):
@@ -277,7 +267,7 @@ def test_what_was_written_over_meanwhile_is_read_again(
         store.asked.clear()
         with um.open_weights(URL, tape=tape, threads=1) as weights:
             assert bytes_of(weights) != bytes_of(file), "another version is another file"
-        assert len(begins(store)) == 13
+        assert len(store.begins()) == 13
 
 
 def test_an_engine_refuses_before_it_reads(store: ObjectServer) -> None:

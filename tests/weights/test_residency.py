@@ -1,4 +1,4 @@
-"""What of a model is in RAM, held against the kernel's page tables; warm, lock and evict."""
+"""Residency, compared with the kernel's page tables; warm, lock and evict."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
-# From much less than a page to many, and none that ends where a page does but by chance.
+# From much less than a page to many pages, without alignment.
 FIGURES = ("nbytes", "resident_bytes", "mapped_bytes", "huge_bytes")
 SIZES = (4, 96, 5000, 0, 32, 40_000, 8192, 12, 1_000_000, 64, 300_000, 77_776)
 
 
 def open_cold(path: Path) -> Weights:
-    """Mapped, and nothing of it in the page cache: not even what reading the header has brought."""
+    """Open a mapping without any page in the cache, not even those of the header."""
     weights = um.open_weights(path, load="map")
     try:
         for file in weights.files:
@@ -67,7 +67,7 @@ def split(tmp_path: Path) -> list[Path]:
 
 
 def in_cache(path: Path) -> list[bool]:
-    """What mincore says of each page, through a mapping of our own."""
+    """Ask mincore for each page, through another mapping."""
     nbytes = path.stat().st_size
     n_pages = -(-nbytes // PAGE)
     with path.open("rb") as file, mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) as mapped:
@@ -80,7 +80,7 @@ def in_cache(path: Path) -> list[bool]:
 
 
 def in_tables(address: int, nbytes: int) -> list[bool]:
-    """Of each page whether this process maps it."""
+    """Return for each page whether this process maps it."""
     n_pages = -(-nbytes // PAGE)
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         pagemap.seek(address // PAGE * 8)
@@ -89,7 +89,7 @@ def in_tables(address: int, nbytes: int) -> list[bool]:
 
 
 def covered(pages: list[bool], offset: int, nbytes: int) -> int:
-    """Bytes of a range that lie in the pages, page by page."""
+    """Return the bytes of a range that lie in the chosen pages."""
     total = 0
     for i, chosen in enumerate(pages):
         low, high = max(offset, i * PAGE), min(offset + nbytes, (i + 1) * PAGE)
@@ -98,7 +98,7 @@ def covered(pages: list[bool], offset: int, nbytes: int) -> int:
 
 
 def check_against_the_kernel(weights: Weights, look: Residency) -> None:
-    """Look at each byte once more, slowly, in mapped files."""
+    """Compare with the kernel's figures for each file and tensor."""
     for path, block in zip(weights.files, weights.blocks, strict=True):
         size = Path(path).stat().st_size
         cache, tables = in_cache(Path(path)), in_tables(block.address, size)
@@ -115,15 +115,12 @@ def check_against_the_kernel(weights: Weights, look: Residency) -> None:
 
 
 def warm_pages(weights: Weights, n: int, seed: int = 0) -> None:
-    """Bring some pages in, none of them because its neighbour was touched."""
+    """Bring in some pages without their neighbours."""
     rng = np.random.default_rng(seed)
     for block in weights.blocks:
         block.advise("random")
         for page in rng.choice(-(-block.nbytes // PAGE), n, replace=False).tolist():
             block._warm_range(page * PAGE, 1)
-
-
-# ---- telling ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pages_at_once", [1, 3, 1 << 22])
@@ -183,7 +180,7 @@ def test_ranges_are_the_file(model: Path) -> None:
         assert len(look.ranges(str(small), look.nbytes + 5)) == look.nbytes
 
 
-def test_it_says_itself_in_a_line(model: Path) -> None:
+def test_it_is_one_line_of_text(model: Path) -> None:
     with um.open_weights(model, load="map", warm=True) as weights:
         look = weights.residency()
         assert str(look) == "1.4 MiB of 1.4 MiB in RAM, 1.4 MiB mapped, 1.4 MiB on node 0"
@@ -242,7 +239,7 @@ def test_staged_in_reserved_huge_pages(model: Path, monkeypatch: pytest.MonkeyPa
         look = weights.residency()
         nbytes = look.nbytes
         assert look == Residency(nbytes, 0, 0, 0, 0, nbytes, {}, look.tensors, look.by_file)
-        # It lies in memory, and needs no room there once more.
+        # It lies in memory already, and needs no room.
         monkeypatch.setattr(limits, "memory_limits", lambda: (full,))
         weights.warm()
         look = weights.residency()
@@ -250,7 +247,7 @@ def test_staged_in_reserved_huge_pages(model: Path, monkeypatch: pytest.MonkeyPa
         assert look.unknown_bytes == 0
         weights.lock()
         weights.lock(False)
-        # There is no place that its pages could come back from.
+        # Its pages cannot leave memory.
         assert weights.evict() == 0
         assert weights.residency().unknown_bytes == nbytes
 
@@ -270,7 +267,7 @@ def test_staged_models_stay_in_ram(model: Path, backing: Any) -> None:
         assert weights.residency() == look
 
 
-def test_on_a_tape(model: Path) -> None:
+def test_weights_on_a_tape(model: Path) -> None:
     with um.Tape(4 * MIB, warm=True) as tape:
         tape.take_bytes(100)
         with um.open_weights(model, tape=tape) as weights:
@@ -283,7 +280,7 @@ def test_on_a_tape(model: Path) -> None:
 
 @pytest.fixture
 def of_root(open_folder: Path) -> Path:
-    """A model of root's, which others may read."""
+    """A model that root owns and others may read."""
     if os.geteuid() != 0:
         pytest.skip("a file of another user needs root")
     path = write(open_folder / "model.gguf", *SIZES)
@@ -292,7 +289,7 @@ def of_root(open_folder: Path) -> Path:
     return path
 
 
-def test_what_the_kernel_keeps_from_other_users(of_root: Path, run_python: Run) -> None:
+def test_figures_hidden_from_other_users(of_root: Path, run_python: Run) -> None:
     run = run_python(f"""
         import ctypes, os
         import unimem as um
@@ -339,7 +336,7 @@ def test_a_process_that_may_not_read_its_own_page_tables(of_root: Path, run_pyth
     assert run.returncode == 0, run.stderr
 
 
-def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_may_be_hidden(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with um.open_weights(model, load="map", warm=True) as weights:
         (part,) = weights._parts
 
@@ -355,7 +352,7 @@ def test_nodes_that_may_not_be_asked_for(model: Path, monkeypatch: pytest.Monkey
         assert look.tensors["t2"].nodes == {}
 
 
-def test_only_what_is_in_ram_is_mapped(model: Path) -> None:
+def test_only_resident_pages_are_mapped(model: Path) -> None:
     with open_cold(model) as weights:
         warm_pages(weights, 60)
         for block in weights.blocks:
@@ -368,10 +365,7 @@ def test_only_what_is_in_ram_is_mapped(model: Path) -> None:
         check_against_the_kernel(weights, after)
 
 
-# ---- warm ---------------------------------------------------------------------------------------
-
-
-def test_warm_tells_how_far_it_is(split: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_reports_progress(split: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "_WARM_BYTES", 100_000)
     monkeypatch.setattr(residency, "_TICK_SECONDS", 0.0)
     calls: list[tuple[int, int]] = []
@@ -388,7 +382,7 @@ def test_warm_tells_how_far_it_is(split: list[Path], monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("load", ["map", "copy"])
-def test_warming_nothing_tells_that_it_is_done(tmp_path: Path, load: Any) -> None:
+def test_warming_an_empty_model_reports_the_end(tmp_path: Path, load: Any) -> None:
     path = write(tmp_path / "empty.gguf")
     told = []
     with um.open_weights(path, load=load) as weights:
@@ -398,7 +392,7 @@ def test_warming_nothing_tells_that_it_is_done(tmp_path: Path, load: Any) -> Non
         assert told == [(total, total)]
 
 
-def test_what_progress_raises_ends_warming(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_progress_ends_warming(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "_WARM_BYTES", 16 * PAGE)
     with open_cold(model) as weights:
         weights.blocks[0].advise("random")
@@ -412,7 +406,9 @@ def test_what_progress_raises_ends_warming(model: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.locks
-def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_not_read(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     full = limits.Limit("memory of the machine", 10 * MIB, 9 * MIB, "take less")
     locked = locked_bytes()
     with open_cold(model) as weights:
@@ -425,7 +421,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
             assert (weights.residency().resident_bytes, locked_bytes()) == (before, locked)
         weights.warm()
         with monkeypatch.context() as patch:
-            # What is there already needs no room.
+            # Resident pages need no room.
             patch.setattr(limits, "memory_limits", lambda: (full,))
             weights.warm()
             weights.lock()
@@ -433,7 +429,7 @@ def test_what_does_not_fit_is_not_read(model: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.locks
-def test_a_file_that_was_truncated(model: Path) -> None:
+def test_a_truncated_file(model: Path) -> None:
     with um.open_weights(model, load="map") as weights:
         os.truncate(model, 100_000)
         assert weights.residency().mapped_bytes == 0
@@ -447,11 +443,8 @@ def test_a_file_that_was_truncated(model: Path) -> None:
         assert raised.value.filename == str(model)
 
 
-# ---- lock ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.locks
-def test_lock_now_on_fault_and_no_more(split: list[Path]) -> None:
+def test_lock_at_once_on_fault_and_unlock(split: list[Path]) -> None:
     before = locked_bytes()
     with open_cold(split[0]) as weights:
         whole = sum(-(-block.nbytes // PAGE) * PAGE for block in weights.blocks)
@@ -522,9 +515,6 @@ weights.close()
     assert run.returncode == 0, run.stderr
 
 
-# ---- evict --------------------------------------------------------------------------------------
-
-
 def test_evict_tells_what_left_the_page_cache(split: list[Path]) -> None:
     with open_cold(split[0]) as weights:
         view = weights.tensors["t20"].as_array()
@@ -536,12 +526,12 @@ def test_evict_tells_what_left_the_page_cache(split: list[Path]) -> None:
         assert look.resident_bytes == look.mapped_bytes == 0
         assert not any(any(in_cache(path)) for path in split)
         assert weights.evict() == 0
-        # Arrays go on: the file is read again.
+        # Arrays still work: the file is read again.
         assert np.array_equal(view, data)
         assert weights.residency().resident_bytes >= view.nbytes
 
 
-def test_what_other_processes_map_stays(model: Path) -> None:
+def test_pages_of_other_processes_stay(model: Path) -> None:
     script = f"""
 import mmap, sys
 with open({str(model)!r}, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
@@ -571,7 +561,7 @@ def test_evict_writes_what_is_not_on_the_disk(model: Path) -> None:
         assert not any(in_cache(copy))
 
 
-def test_a_file_that_was_replaced_is_left_alone(split: list[Path]) -> None:
+def test_a_replaced_file_is_left_alone(split: list[Path]) -> None:
     with um.open_weights(split[0], load="map") as weights:
         weights.warm()
         split[1].rename(split[1].with_name("away"))
@@ -579,5 +569,5 @@ def test_a_file_that_was_replaced_is_left_alone(split: list[Path]) -> None:
         with pytest.raises(OSError, match="replaced or written to") as raised:
             weights.evict()
         assert raised.value.errno == errno.ESTALE
-        # Nor are the others dropped.
+        # The other files stay, too.
         assert weights.residency().mapped_bytes == sum(block.nbytes for block in weights.blocks)

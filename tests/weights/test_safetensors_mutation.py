@@ -1,5 +1,4 @@
-"""Whatever is done to a valid file: it gives a result, as the library of the format has it, or a
-SafetensorsError, and nothing else."""
+"""Mutated files give the same result as the format's library, or a SafetensorsError."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from unimem.weights.safetensors import SafetensorsHeader
 
 SMALL = sf.write({"t": ("F32", (2, 3)), "e": ("U8", (0,)), "f": ("F4", (2, 3))}, {"k": "\\ü\n"})
 VALID = [sf.everything(), SMALL]
-# What a header is made of, and where numbers overflow, wrap or turn into something else.
+# Tokens of headers, and numbers that overflow or wrap.
 TOKENS = [
     *(bytes([byte]) for byte in b"{}[]:,\"\\u0'- .e\x00\xff\x80"),
     b"\\u0041",
@@ -43,7 +42,7 @@ TOKENS = [
     b'"C64"',
 ]
 EDGES = [0, 1, 7, 99_999_999, 100_000_000, 100_000_001, 2**32, 2**63, 2**64 - 8, 2**64 - 1]
-# Where this is stricter: see docs/safetensors.md.
+# Rules that are stricter than the library: see docs/safetensors.md.
 STRICTER = {
     "the header does not begin with {",
     "__metadata__ is not an object",

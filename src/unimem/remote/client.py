@@ -151,14 +151,10 @@ class Server(ABC):
     @abstractmethod
     def _get(self, path: str, first: int, end: int) -> Answer: ...
 
-    def _put(self, path: str, data: Data, create: bool) -> bool:
-        raise NotImplementedError
-
-    def _put_parts(self, path: str, parts: Iterable[Data], nbytes: int) -> None:
-        raise NotImplementedError
-
-    def _remove(self, path: str) -> None:
-        raise NotImplementedError
+    # Servers that can write have these, too.
+    _put: Callable[[str, Data, bool], bool]
+    _put_parts: Callable[[str, Iterable[Data], int], None]
+    _remove: Callable[[str], None]
 
 
 # ---- stores, by obstore -----------------------------------------------------------------------
@@ -514,11 +510,7 @@ class _HfServer(_HttpServer):
     def ask_digest(self, path: str, tag: str) -> str:
         return ""  # the hub has sent it, or has none
 
-    def escape(self, name: str) -> str:
-        return name
-
-    def unescape(self, name: str) -> str:
-        return name
+    escape, unescape = Server.escape, Server.unescape
 
 
 # ---- which of them ----------------------------------------------------------------------------

@@ -192,11 +192,7 @@ class _Transfer:
     """A read of several sources. Its threads share it; one thread calls `run`."""
 
     def __init__(
-        self,
-        server: Server,
-        sources: Sequence[RemoteBytes],
-        tries: int,
-        arrivals: Arrivals | None,
+        self, server: Server, sources: Sequence[RemoteBytes], tries: int, arrivals: Arrivals | None
     ) -> None:
         self._server, self._tries, self._arrivals = server, tries, arrivals
         self._files = [_FileTransfer(sources) for sources in _by_file(sources)]

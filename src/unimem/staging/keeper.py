@@ -25,14 +25,7 @@ from unimem.staging.backings import Folder, Memfd, Place, sweep
 from unimem.system.placement import Lock, Placement
 from unimem.system.process import identity
 from unimem.weights.files import Version
-from unimem.weights.staged import (
-    NOTE,
-    PROCESS_FOLDER,
-    SCHEMA,
-    Held,
-    cannot_see,
-    held_from_note,
-)
+from unimem.weights.staged import NOTE, PROCESS_FOLDER, SCHEMA, Held, cannot_see, held_from_note
 
 __all__ = [
     "Arrived",
@@ -133,10 +126,7 @@ def _new_note(granted: Placement, **fields: Any) -> dict[str, Any]:
 
 @contextmanager
 def hold_files(
-    source: str,
-    versions: Sequence[tuple[str, Version]],
-    granted: Placement,
-    asked: dict[str, Any],
+    source: str, versions: Sequence[tuple[str, Version]], granted: Placement, asked: dict[str, Any]
 ) -> Iterator[Held]:
     """Have a process map and lock files in the page cache, as `hold`."""
     note = _new_note(
@@ -247,11 +237,18 @@ def run_child(command: Sequence[str], **options: Any) -> None:
     import subprocess  # which is heavy
 
     child: subprocess.Popen[bytes] = subprocess.Popen.__new__(subprocess.Popen)
-    try:
-        subprocess.Popen.__init__(child, command, **options)
-    finally:
+
+    def wait() -> None:
         if getattr(child, "pid", None):
             child.wait()
+
+    try:
+        try:
+            subprocess.Popen.__init__(child, command, **options)
+        finally:
+            wait()
+    finally:  # an interrupt may have come before the first wait
+        wait()
 
 
 def drop(held: Held) -> None:

@@ -90,12 +90,7 @@ def _map(fd: int, lock: str) -> None:
 
     def mmap(address: int | None, nbytes: int, access: int, flags: int, fd: int) -> int:
         start: int | None = libc.mmap(
-            ctypes.c_void_p(address),
-            ctypes.c_size_t(nbytes),
-            access,
-            flags,
-            fd,
-            ctypes.c_long(0),
+            ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access, flags, fd, ctypes.c_long(0)
         )
         if start is None or start == ctypes.c_void_p(-1).value:
             code = ctypes.get_errno()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, Unpack
 
 import numpy as np
@@ -101,7 +100,7 @@ class Stage:
         `open_weights` does. With tmpfs and hugetlb, all processes get the same. With memfd and shm
         others get base pages, unless ``shmem_enabled`` or the mount of ``/dev/shm`` allow more.
     copies : dict of int to Stage
-        With ``numa="mirror"``, the stage on each node, the first of which is this one; else empty.
+        With ``numa="mirror"``, the stage on each node, first this one; else empty.
         Closing this one closes all.
     """
 
@@ -169,12 +168,7 @@ class Stage:
         self._opened()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __del__(self) -> None:
@@ -536,7 +530,7 @@ class _ModelStaging(_Staging):
         super().__init__(source, options)
         self.model = model
         nbytes = sum(file.nbytes for file in model.files)
-        # What is not in the page cache need not go through it.
+        # A file that is not in the page cache need not go through it.
         self.direct = loading.cached_bytes(model) < loading.MOSTLY * nbytes
         names = [model.name_of(file.path) for file in model.files]
         self.mapped = list(zip(names, (file.nbytes for file in model.files), strict=True))

@@ -11,7 +11,6 @@ import errno
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Any, Self
 
 from unimem.base.kernel_files import read_text
@@ -57,12 +56,7 @@ class Unfinished:
                 drop(held)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Drop the parts that are used up; all of them if the model is staged."""
         self._opened.close()
         there = {piece for piece, _ in self.arrivals}

@@ -28,23 +28,9 @@ cdef list _DTYPES = [None if name is None else np.dtype(name) for name in (
 cdef class GGUFHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
-    Parameters
-    ----------
-    fd : int
-        The file, open for reading; it may be closed afterwards.
-    file_nbytes : int
-        Its size.
-    path : str
-        The name for messages.
-
-    Raises
-    ------
-    GGUFError
-        The file breaks a rule of the format.
-    OSError
-        It cannot be read, or is shorter than `file_nbytes`.
-    MemoryError
-        The system has no memory.
+    `fd` is open for reading, and may be closed afterwards; `path` is a name for messages. A file
+    that breaks a rule is a GGUFError; one that cannot be read, or is shorter than `file_nbytes`,
+    an OSError.
     """
 
     def __cinit__(self, int fd, uint64_t file_nbytes, str path):
@@ -90,14 +76,7 @@ cdef class GGUFHeader(HeaderBytes):
         return keys
 
     def value(self, Py_ssize_t index):
-        """Decode one value of the metadata.
-
-        Returns
-        -------
-        int, float, bool, str, numpy.ndarray or list
-            An array of numbers or bools is a read-only array; an array of strings or of arrays is a
-            list.
-        """
+        """Decode a value: arrays of numbers or bools are read-only arrays, other arrays lists."""
         cdef Region _held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
         cdef uint64_t at = kv.value_offset
@@ -111,11 +90,8 @@ cdef class GGUFHeader(HeaderBytes):
     def raw_value(self, Py_ssize_t index):
         """Return a value of the metadata as bytes that identify its type and content.
 
-        Returns
-        -------
-        bytes
-            The number of the type (uint32); for an array also the type (uint32) and the count
-            (uint64) of its items; then the value as in the file, a string without its length.
+        They are the number of the type (uint32); for an array also the type (uint32) and the count
+        (uint64) of its items; then the value as in the file, a string without its length.
         """
         cdef Region _held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
@@ -190,19 +166,7 @@ cdef class GGUFHeader(HeaderBytes):
         return &self._gguf.tensors[index]
 
     def tensor(self, Py_ssize_t index):
-        """Return one row of the tensor table.
-
-        Returns
-        -------
-        ne : tuple of int
-            Dimensions in ggml's order: the contiguous one first.
-        type : str
-            ggml's name of the type, such as ``"q8_0"``.
-        ggml_type : int
-            Its number.
-        offset, nbytes : int
-            The range of the data in the file.
-        """
+        """Return ne (ggml's order: the contiguous first), type, its number, offset and bytes."""
         cdef const um.um_gguf_tensor *tensor = self._tensor(index)
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
         name = um.um_gguf_type_of_tensor(tensor.type).name.decode()
@@ -218,24 +182,9 @@ cdef class GGUFHeader(HeaderBytes):
 
 
 def tensor_type(uint32_t number):
-    """Look up a tensor type of ggml.
+    """Return ggml's name of a type by its number, and the values and bytes of a block.
 
-    Parameters
-    ----------
-    number : int
-        ggml's number.
-
-    Returns
-    -------
-    name : str
-        ggml's name, such as ``"q8_0"``.
-    block_values, block_bytes : int
-        Values and bytes of a block.
-
-    Raises
-    ------
-    ValueError
-        ggml 0.15 has no such type.
+    ValueError says that ggml 0.15 has no such type.
     """
     cdef const um.um_gguf_tensor_type *known = um.um_gguf_type_of_tensor(number)
     if known == NULL:

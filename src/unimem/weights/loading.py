@@ -388,7 +388,7 @@ def copy_bytes(model: ModelFiles) -> int:
 
 
 def unloaded_memory(model: ModelFiles) -> tuple[LoadMemory, ...]:
-    """Return empty memory for files of which only the headers are read."""
+    """Return empty memory for files whose headers alone are read."""
     lifetime = Lifetime(model.files[0].path)
     lifetime.end("were not opened")
     block = cast(Block, None)  # never reached: the lifetime has ended
@@ -420,7 +420,7 @@ def _check_mapping_placement(model: ModelFiles, placement: PlacementOptions) -> 
     if asked:
         text = (
             f"mapping {model.files[0].path}: {', '.join(asked)}: the pages of a mapped file are "
-            "the page cache's: load='copy' or 'direct' puts a copy where it shall be"
+            "the page cache's: load='copy' or 'direct' puts a copy in place"
         )
         _raise_or_warn(text, placement)
 

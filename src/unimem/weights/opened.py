@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 from weakref import WeakSet
 
 from unimem._core import ledger
@@ -42,18 +41,6 @@ __all__ = [
     "open_weights",
     "warm_where_it_fits",
 ]
-
-
-class _Repacked(Protocol):
-    """The members of `Repacked` that this module needs."""
-
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def tensors(self) -> Mapping[str, Any]: ...
-
-    def __hash__(self) -> int: ...
 
 
 class WeightsCopy(Contents):
@@ -113,7 +100,7 @@ class Weights(Contents):
         self._loaded: Loaded | None = loaded
         self._choice = loaded.choice
         self._tape = tape
-        self._repacked: WeakSet[_Repacked] = WeakSet()  # made from these weights
+        self._repacked: WeakSet[Any] = WeakSet()  # `Repacked` of these weights
         self._ledger: tuple[ledger.Part, ...] = ()
         self._copies = {
             node: WeightsCopy(self, node, tuple(map(ModelPart, files, memory)))
@@ -466,11 +453,7 @@ class Weights(Contents):
                 "a copy: Tensor.as_array"
             )
         return tape._upload(
-            self,
-            progress=progress,
-            threads=threads,
-            staging_bytes=staging_bytes,
-            stream=stream,
+            self, progress=progress, threads=threads, staging_bytes=staging_bytes, stream=stream
         )
 
     @property
@@ -512,17 +495,12 @@ class Weights(Contents):
         self._opened()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         if self._loaded is None:
             return
         if self._tape is None:
             for block in self._loaded.blocks:
-                block.__exit__(kind, error, trace)
+                block.__exit__(*raised)
         self._end()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -25,23 +25,9 @@ cdef list _NAMES = [um.um_safetensors_type_name(<um.um_safetensors_type>i).decod
 cdef class SafetensorsHeader(HeaderBytes):
     """A parsed header, with its own copy of the bytes. Immutable: any number of threads may use it.
 
-    Parameters
-    ----------
-    fd : int
-        The file, open for reading; it may be closed afterwards.
-    file_nbytes : int
-        Its size.
-    path : str
-        The name for messages.
-
-    Raises
-    ------
-    SafetensorsError
-        The file breaks a rule of the format.
-    OSError
-        It cannot be read, or is shorter than `file_nbytes`.
-    MemoryError
-        The system has no memory.
+    `fd` is open for reading, and may be closed afterwards; `path` is a name for messages. A file
+    that breaks a rule is a SafetensorsError; one that cannot be read, or is shorter than
+    `file_nbytes`, an OSError.
     """
 
     def __cinit__(self, int fd, uint64_t file_nbytes, str path):
@@ -93,13 +79,7 @@ cdef class SafetensorsHeader(HeaderBytes):
         return self._text(self._kv(index).value)
 
     def raw_value(self, Py_ssize_t index):
-        """Return a value of the metadata as bytes that identify its type and content.
-
-        Returns
-        -------
-        bytes
-            ``b"str\\0"``, and the value as UTF-8.
-        """
+        """Return ``b"str\\0"`` and the value as UTF-8, which no value of another type has."""
         cdef Region _held = self.opened()
         return b"str\0" + self._utf8(self._kv(index).value)
 
@@ -123,18 +103,9 @@ cdef class SafetensorsHeader(HeaderBytes):
         return &self._safetensors.tensors[index]
 
     def tensor(self, Py_ssize_t index):
-        """Return one row of the tensor table.
+        """Return ne (ggml's order), dtype in lower case, ggml's number or None, offset and bytes.
 
-        Returns
-        -------
-        ne : tuple of int
-            Dimensions in ggml's order: the contiguous one first.
-        type : str
-            The dtype's name in lower case, such as ``"bf16"`` or ``"f8_e4m3"``.
-        ggml_type : int or None
-            ggml's number of the type, if it has one.
-        offset, nbytes : int
-            The range of the data in the file, which need not be aligned.
+        The data may begin at any byte, even if the dtype needs alignment.
         """
         cdef const um.um_safetensors_tensor *tensor = self._tensor(index)
         cdef const uint64_t *dims = self._safetensors.dims + tensor.first_dim

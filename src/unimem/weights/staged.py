@@ -25,9 +25,6 @@ from unimem.system.process import identity
 from unimem.weights.files import Version, identity_of
 
 __all__ = [
-    "NOTE",
-    "PROCESS_FOLDER",
-    "SCHEMA",
     "Held",
     "cannot_see",
     "held_from_note",

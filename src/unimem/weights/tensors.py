@@ -21,27 +21,15 @@ from unimem.weights.loading import LoadMemory, unloaded_memory
 __all__ = ["Contents", "ModelPart", "Tensor", "headers_of"]
 
 # The dtypes that NumPy or ml_dtypes has, by the type's name; other types are blocks of bytes.
-_DTYPES = {
-    "f32": "float32",
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f64": "float64",
-    "i8": "int8",
-    "i16": "int16",
-    "i32": "int32",
-    "i64": "int64",
-    "u8": "uint8",
-    "u16": "uint16",
-    "u32": "uint32",
-    "u64": "uint64",
-    "bool": "bool",
-    "c64": "complex64",
-    "f8_e4m3": "float8_e4m3fn",
-    "f8_e5m2": "float8_e5m2",
-    "f8_e8m0": "float8_e8m0fnu",
-    "f8_e4m3fnuz": "float8_e4m3fnuz",
-    "f8_e5m2fnuz": "float8_e5m2fnuz",
-}
+_DTYPES = dict(
+    pair.split("=")
+    for pair in """
+        f32=float32 f16=float16 bf16=bfloat16 f64=float64 i8=int8 i16=int16 i32=int32 i64=int64
+        u8=uint8 u16=uint16 u32=uint32 u64=uint64 bool=bool c64=complex64
+        f8_e4m3=float8_e4m3fn f8_e5m2=float8_e5m2 f8_e8m0=float8_e8m0fnu
+        f8_e4m3fnuz=float8_e4m3fnuz f8_e5m2fnuz=float8_e5m2fnuz
+    """.split()
+)
 
 
 class ModelPart(NamedTuple):

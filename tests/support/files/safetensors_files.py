@@ -53,7 +53,7 @@ def write(
 ) -> bytes:
     """A file of tensors of a dtype and shape each, one behind the other.
 
-    `pad` spaces are behind the header; by default so many that data begins at a multiple of 8.
+    `pad` spaces follow the header; by default, data begins at a multiple of 8.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     at = 0

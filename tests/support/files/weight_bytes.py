@@ -1,4 +1,4 @@
-"""Files of weights for tests of loading, and what their arrays must hold."""
+"""Files of weights for tests of loading, and checks of their arrays and of the page cache."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,8 @@ from support.files import gguf_files as gf
 
 MIB = 1 << 20
 I8 = 24
-READS = ["copy", "direct"]
-LOADS = ["map", *READS]
+READS: list[Any] = ["copy", "direct"]
+LOADS: list[Any] = ["map", *READS]
 
 
 @cache
@@ -55,7 +56,7 @@ def check(weights: um.Weights) -> None:
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file is in the page cache."""
+    """Return how much of a file is in the page cache."""
     with um.Block.map(path) as block:
         return block._resident_range(0, path.stat().st_size)
 
@@ -68,6 +69,10 @@ def drop_from_cache(path: Path) -> None:
         pytest.skip(f"the file system of {path} keeps files in RAM")
 
 
+def n_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def locked_bytes() -> int:
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmLck:")[1].split()[0]) << 10
@@ -75,7 +80,7 @@ def locked_bytes() -> int:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may look into, which those of pytest are not."""
+    """A folder that every user may read, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -86,7 +91,7 @@ def leaves_nothing() -> Iterator[None]:
     """No descriptor and no thread is left, whatever is raised."""
 
     def held() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        return n_descriptors(), len(os.listdir("/proc/self/task"))
 
     gc.collect()  # an earlier test may have left some to the collector
 
@@ -100,3 +105,25 @@ def leaves_nothing() -> Iterator[None]:
     while left() and time.monotonic() < end:
         time.sleep(0.001)  # the kernel's part of a thread ends a moment after Python's
     assert left() == []
+
+
+@pytest.fixture
+def leaves_no_descriptor() -> Iterator[None]:
+    gc.collect()  # an earlier test may have left some to the collector
+    before = n_descriptors()
+    yield
+    assert n_descriptors() == before
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A GGUF file with every type of metadata."""
+    file = tmp_path / "file.gguf"
+    file.write_bytes(gf.everything())
+    return file
+
+
+@pytest.fixture
+def weights(path: Path) -> Iterator[um.Weights]:
+    with um.open_weights(path) as opened:
+        yield opened

@@ -49,6 +49,15 @@ class ObjectServer:
         self.objects[path] = data
         self.tags[path] = tag or hashlib.md5(data).hexdigest()
 
+    def serve_other_stores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the server of gs:// and az://, too."""
+        here = f"http://127.0.0.1:{self.port}"
+        for name, value in {
+            "GOOGLE_BASE_URL": here, "GOOGLE_SKIP_SIGNATURE": "true", "AZURE_ENDPOINT": here,
+            "AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_USE_HTTP": "true",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+
     def begins(self, header: str = "") -> list[int]:
         """Return the first bytes of the ranges requested since the last call, sorted.
 
