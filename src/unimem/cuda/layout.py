@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 
 from unimem.base.arguments import integer
 from unimem.base.text import format_bytes
-from unimem.cuda.block import Block, check_placement
+from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
 from unimem.errors import CapacityError
 from unimem.layout import Lifetimes

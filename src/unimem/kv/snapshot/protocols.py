@@ -1,4 +1,4 @@
-"""What snapshots ask of caches, in main memory or on a device."""
+"""Protocols of the caches that snapshots save and restore, in main memory or on a device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AnyCache", "Cache", "CacheOfLayers", "HeldCache", "HostCache", "body
 
 
 class Cache(Protocol):
-    """What of a cache is saved and restored, in main memory or on a device."""
+    """A cache that can be saved and restored, in main memory or on a device."""
 
     _snapshot: Any
 
@@ -71,7 +71,7 @@ class Cache(Protocol):
 
 @runtime_checkable
 class CacheOfLayers(Protocol):
-    """A cache whose layers differ: one for each kind of them."""
+    """A cache whose layers differ: it has a part for each kind of them."""
 
     _snapshot: Any
 
@@ -110,17 +110,17 @@ class CacheOfLayers(Protocol):
 
 
 class HeldCache(Protocol):
-    """A cache of users', which holds one of the others."""
+    """The cache that users see, which holds a `Cache` or `CacheOfLayers`."""
 
     _body: Any
 
 
-#: A cache as a user has it.
+#: Any cache that a user has.
 AnyCache: TypeAlias = Cache | CacheOfLayers | HeldCache
 
 
 def body_of(kv: AnyCache) -> Cache | CacheOfLayers:
-    """Return the cache that a user's cache holds, or is."""
+    """Return the cache that a user's cache holds, or itself."""
     return cast(Cache | CacheOfLayers, getattr(kv, "_body", kv))
 
 
@@ -128,7 +128,7 @@ class HostCache(Cache, Protocol):
     """A cache in main memory, which can be made of a snapshot."""
 
     def __init__(self, **options: Any) -> None:
-        """Make an empty one."""
+        """Make an empty cache."""
 
     @classmethod
     def _mapped(
@@ -140,7 +140,7 @@ class HostCache(Cache, Protocol):
         n: int,
         next_position: int,
     ) -> Self:
-        """Make one whose rows are mapped from a file."""
+        """Make a cache whose rows are mapped from a file."""
 
     @staticmethod
     def _of_layers(
@@ -149,7 +149,7 @@ class HostCache(Cache, Protocol):
         max_seq_len: int,
         states: LayerStates | None = None,
     ) -> Any:
-        """Make one of layers that differ, of its parts and states."""
+        """Make a cache whose layers differ, from its parts and states."""
 
     def __exit__(
         self,
