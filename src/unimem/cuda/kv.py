@@ -230,13 +230,16 @@ class KVCache(KVDevice):
         given: str,
         axes: Axes,
         n: int,
-        layer: int,
-        n_layers: int,
-        row: int,
-        row_address: int,
+        layers: tuple[int, int],
+        rows: tuple[int, int],
         stream: int,
     ) -> None:
-        """Queue the kernel for tokens, whose `axes` are layers, streams, heads, tokens, values."""
+        """Queue the kernel for tokens, whose `axes` are layers, streams, heads, tokens, values.
+
+        `layers` are the first layer and the number of layers; `rows` are the first row and, if the
+        device has to read it, the address of its number.
+        """
+        (layer, n_layers), (row, row_address) = layers, rows
         batch, heads, dim, lane = self.batch, self.n_kv_heads, self.head_dim, self.lane_stride
         k_out = self._lane(layer, "k", 0)
         v_out = k_out + batch * lane

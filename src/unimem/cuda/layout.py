@@ -19,7 +19,7 @@ from unimem.models.dims import ModelDims
 from unimem.planning.gpu_bytes import RESERVE_BYTES, bytes_needed
 from unimem.planning.plan import plan
 from unimem.planning.result import Check
-from unimem.system.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions, check_placement
 from unimem.weights.opened import Weights, open_weights
 
 __all__ = ["Layout"]

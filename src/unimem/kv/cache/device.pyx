@@ -45,7 +45,7 @@ cdef class KVDevice(KVRows):
     """The base of `cuda.KVCache`: fixed storage on a device's tape.
 
     A subclass calls `_plan`, then `_place` with a tape. It defines
-    ``_write(k, v, given, axes, n, layer, n_layers, row, row_address, stream)``, which queues a
+    ``_write(k, v, given, axes, n, (layer, n_layers), (row, row_address), stream)``, which queues a
     kernel that writes the rows of n tokens of `n_layers` layers.
     """
 
@@ -240,8 +240,8 @@ cdef class KVDevice(KVRows):
                 copy(out, k_bytes.at, nbytes, stream)
                 copy(out + self.kv.lane_stride, v_bytes.at, nbytes, stream)
             else:
-                self._write(k, v, KV_TYPES[given.type], _AXES[given.order], given.n, index, 1,
-                            row, 0, stream)
+                self._write(k, v, KV_TYPES[given.type], _AXES[given.order], given.n, (index, 1),
+                            (row, 0), stream)
         finally:
             self._writing = False
         um.um_kv_append_end(&self.kv, index, given.n)
@@ -272,8 +272,8 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory
         self._writing = True
         try:
-            self._write(k, v, KV_TYPES[given.type], _OF_ALL_LAYERS, 1, 0, s.n_layers, row, 0,
-                        stream)
+            self._write(k, v, KV_TYPES[given.type], _OF_ALL_LAYERS, 1, (0, s.n_layers),
+                        (row, 0), stream)
         except BaseException:
             um.um_kv_rollback(&self.kv)
             raise
@@ -305,8 +305,8 @@ cdef class KVDevice(KVRows):
         _held = self._tape._memory
         self._writing = True
         try:
-            self._write(k, v, KV_TYPES[given.type], _AXES[given.order], given.n, index, 1, 0,
-                        row.data.ptr, stream)
+            self._write(k, v, KV_TYPES[given.type], _AXES[given.order], given.n, (index, 1),
+                        (0, row.data.ptr), stream)
         finally:
             self._writing = False
 
