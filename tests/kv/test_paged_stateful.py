@@ -1,8 +1,7 @@
-"""A paged cache against plain lists: sequences are forked, cropped and closed in any order, and share
-prefixes. Allocations that fail change nothing.
+"""A paged cache against plain lists: sequences are forked, cropped and closed in any order.
 
-A model's values for a token depend on all tokens before it. The values here do, too, so that a block
-that is shared wrongly shows.
+They share prefixes, and allocations that fail change nothing. A model's values for a token depend
+on all tokens before it. The values here do, too, so that a block that is shared wrongly shows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The contract of every cache, whatever it stores and wherever: one suite for all of them.
 
-A test module has a `Kind` for each of its caches: it appends and reads tokens, and declares how this
-kind of cache differs. `suites` makes the test classes from these: `CacheContract` is for all kinds,
-the other classes for kinds that declare their subject. Tokens are NumPy's float32 arrays
+A test module has a `Kind` for each of its caches: it appends and reads tokens, and declares how
+this kind of cache differs. `suites` makes the test classes from these: `CacheContract` is for all
+kinds, the other classes for kinds that declare their subject. Tokens are NumPy's float32 arrays
 ``[n, *kind.token_shape]`` here, wherever a cache keeps them.
 """
 
@@ -69,6 +69,8 @@ class Kind(ABC):
         Whether a forked child has its own copy; otherwise its use there raises ClosedError.
     layouts : mapping of str to callable
         Layouts of a NumPy array in memory that the cache reads alike.
+    dims : tuple of int
+        Arguments to make a smaller cache; none: the class has no constructor.
     is_slow : bool
         Whether its tests are left out of the fast tier, which has similar kinds.
     """
@@ -85,6 +87,7 @@ class Kind(ABC):
     in_child = True
     layouts: Mapping[str, Callable[[Array], Array]] = {}
     is_slow = False
+    dims: tuple[int, ...] = ()
 
     @abstractmethod
     def make(self) -> Any:
@@ -242,6 +245,18 @@ class CacheContract(Contract):
     def test_a_new_cache_is_empty(self, kind: Kind, cache: Any) -> None:
         check(kind, cache, tokens_of(kind, 0))
         assert not cache.closed
+
+    def test_a_cache_is_made_once(self, kind: Kind, cache: Any) -> None:
+        tokens = tokens_of(kind, 5)
+        fill(kind, cache, tokens)
+        for dims in (kind.dims, (0, *kind.dims[1:])) if kind.dims else ():
+            with unchanged(kind, cache, tokens), pytest.raises(RuntimeError, match="made already"):
+                cache.__init__(*dims)
+        cache.__exit__(None, None, None)
+        if kind.dims:
+            with pytest.raises(RuntimeError, match="made already"):
+                cache.__init__(*kind.dims)
+        assert cache.closed
 
     @pytest.mark.parametrize("parts", [(0, 1, 1, 0), (2, 3), (7, 17), (24,)], ids=str)
     def test_what_was_appended_is_there(

@@ -53,7 +53,7 @@ def quantized(floats: Array) -> Array:
 
 
 def stored(values: Array, dtype: str) -> Array:
-    """Return given tokens as a cache of this dtype stores them; q8_0 has blocks in the last axis."""
+    """Return given tokens as a cache of this dtype stores them: q8_0 in blocks."""
     floats = values.astype(np.float32)
     if dtype == "q8_0":
         return quantized(floats)
