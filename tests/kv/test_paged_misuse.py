@@ -320,17 +320,3 @@ def test_a_cache_is_made_once(pg: um.PagedKVCache) -> None:
         with pytest.raises(RuntimeError, match="is made already"):
             cache.__init__(1, 1, 8, n_blocks=n_blocks)  # type: ignore[misc]
         assert cache.closed
-
-
-@pytest.mark.parametrize("make", [um.Scratchpad, um.PagedScratchpad])
-def test_a_pad_is_made_once(make: type[Any]) -> None:
-    with make(8, 4) as pad:
-        pad.append_batch(np.ones((5, 4), "float32"))
-        for arguments in ((1, 64), (0, 4), (8, 4, "float16")):
-            with pytest.raises(RuntimeError, match=f"the {make.__name__} is made already"):
-                pad.__init__(*arguments)
-        assert (pad.capacity, pad.dim, pad.dtype, len(pad)) == (8, 4, np.dtype("float32"), 5)
-        assert (pad.as_array() == np.ones((5, 4))).all()
-    with pytest.raises(RuntimeError, match="is made already"):
-        pad.__init__(8, 4)
-    assert pad.closed

@@ -1,8 +1,7 @@
-"""A paged cache against plain lists: sequences that are forked, cropped and closed in any order,
-and share what begins with the same tokens; and allocations that fail, which change nothing.
+"""A paged cache against plain lists: sequences are forked, cropped and closed in any order.
 
-What a model computes for a token depends on all tokens before it: so do the values here, and a
-block that is shared wrongly is seen.
+They share prefixes, and allocations that fail change nothing. A model's values for a token depend
+on all tokens before it. The values here do, too, so that a block that is shared wrongly shows.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
 N_LAYERS, N_HEADS, MOST_SEQUENCES = 2, 2, 6
 
-IDS = st.lists(st.integers(0, 1), max_size=12)  # so few that many prefixes are the same
+IDS = st.lists(st.integers(0, 1), max_size=12)  # few, so that many prefixes are equal
 WHICH = st.integers(0, MOST_SEQUENCES - 1)
 LAYERS = st.integers(0, N_LAYERS - 1)
 FAILS = st.sampled_from([False, False, False, True])  # whether the first allocation does
@@ -42,7 +41,7 @@ FAILS = st.sampled_from([False, False, False, True])  # whether the first alloca
 
 @dataclass
 class Model:
-    """What a sequence holds: the ids of its tokens, of which the first n_known were told."""
+    """The tokens of a sequence: their ids, and how many ids the pool knows."""
 
     ids: list[int] = field(default_factory=list)
     n_known: int = 0
@@ -104,7 +103,7 @@ class PagedAgainstModel(RuleBasedStateMachine):
             key = bytes([layer, *model.ids[: i + 1]])
             if key not in self.values:
                 seed = np.random.default_rng(zlib.crc32(key))
-                # Small numbers, of which all dtypes but q8_0 hold every one.
+                # Small numbers, which all dtypes but q8_0 store exactly.
                 self.values[key] = seed.integers(-99, 99, (2, N_HEADS, self.dim)).astype("f4")
             out[:, i - first] = self.values[key]
         return out

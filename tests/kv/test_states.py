@@ -1,4 +1,4 @@
-"""Layers that keep a state: what is shown, what of it can be gone back to, and what is refused."""
+"""Layers that keep a state: views of it, ways back to it, and refused calls."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_states_alone() -> None:
         assert (kv.seq_len, states_at(kv)) == (33, 33)
         assert kv.trim_to(3)
         assert (kv.seq_len, kv.next_position) == (3, 33)
-        with pytest.raises(ValueError, match="reserve and commit say that states have gone on"):
+        with pytest.raises(ValueError, match="reserve and commit tell that states have advanced"):
             kv.append_all([], [])
         with pytest.raises(ValueError, match="expected n of at least 1"):
             kv.reserve(0)
@@ -129,7 +129,7 @@ def test_a_checkpoint_brings_states_and_tokens_back() -> None:
 def test_crop_says_where_it_can_go_back_to() -> None:
     with made(STATE, FULL, checkpoints=10) as kv:
         step(kv, 3)
-        with pytest.raises(ValueError, match=r"there is none: take them with checkpoint\(\)"):
+        with pytest.raises(ValueError, match=r"no checkpoint exists: take them with checkpoint"):
             kv.crop(2)
         kv.crop(3)  # the end
         kv.checkpoint()
@@ -154,7 +154,7 @@ def test_many_checkpoints_are_not_all_named() -> None:
     with made(STATE, FULL, checkpoints=20, checkpoint_every=2) as kv:
         for _ in range(19):
             step(kv)
-        with pytest.raises(ValueError, match=r"n of 4, 6, .*, 18 \(and 1 before these"):
+        with pytest.raises(ValueError, match=r"n of 4, 6, .*, 18 \(and 1 earlier ones"):
             kv.crop(1)
 
 
@@ -192,7 +192,7 @@ def test_what_is_torn_goes_back_to_a_checkpoint() -> None:
         kv.rollback()  # nothing to drop
         kv.append(0, rows, rows)
         for call in (kv.rollback, lambda: kv.crop(3)):
-            with pytest.raises(RuntimeError, match="there is none"):
+            with pytest.raises(RuntimeError, match="no checkpoint exists"):
                 call()
         with pytest.raises(RuntimeError, match="layers differ in length"):
             kv.checkpoint()
@@ -206,7 +206,7 @@ def test_what_is_torn_goes_back_to_a_checkpoint() -> None:
         step(kv)
         kv.reserve(2)
         kv.state(1)[...] = 0
-        with pytest.raises(ValueError, match="expected n of 2, all that is reserved"):
+        with pytest.raises(ValueError, match="expected n of 2, all reserved rows"):
             kv.commit(1)
         with pytest.raises(RuntimeError, match=r"crop\(n\) with n of 5 goes back"):
             kv.rollback()
@@ -288,7 +288,7 @@ def test_a_limit_counts_states() -> None:
         step(kv, 20)
         token = 2 * 2 * 64 * 4
         assert kv.memory_usage_bytes == 64 + 20 * token
-        with pytest.raises(um.CacheFull, match="the states alone are 64 bytes"):
+        with pytest.raises(um.CacheFull, match="the states alone take 64 bytes"):
             kv.enforce_memory_limit(63)
         assert kv.enforce_memory_limit(64 + 5 * token + 1)
         assert (kv.seq_len, kv.memory_usage_bytes, states_at(kv)) == (5, 64 + 5 * token, 20)
@@ -377,7 +377,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "a fraction": (lambda: made(STATE, checkpoints=1.5), TypeError, "checkpoints"),
     "an order": (lambda: made(STATE, order="row"), ValueError, "order"),
-    "too many": (lambda: made(STATE, checkpoints=2**31 - 1, batch=2**20), ValueError, "more than"),
+    "too many": (lambda: made(STATE, checkpoints=2**31 - 1, batch=2**20), ValueError, "too large"),
 }
 
 

@@ -18,7 +18,7 @@ from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, string
 from unimem.base.text import format_bytes
 from unimem.errors import ClosedError
-from unimem.system.placement import Placement, PlacementOptions
+from unimem.system.placement import Placement, PlacementOptions, check_placement
 
 __all__ = ["CAPABILITIES", "Block", "refuse_placement", "unsupported"]
 
@@ -48,7 +48,6 @@ CAPABILITIES: dict[str, bool] = {
 else does. Pinned memory can be placed; a cache's `enforce_memory_limit` raises only if it would
 have to give memory back."""
 
-_PLACEMENT = tuple(PlacementOptions.__annotations__)
 
 LEFT_OUT = (
     "is memory of a GPU, which a forked child does not have: start the child by spawn, and make "
@@ -71,15 +70,6 @@ def refuse_placement(
     if refused:
         raise ValueError(
             f"a {what} is placed already: {', '.join(refused)} not accepted beside {what}="
-        )
-
-
-def check_placement(what: str, placement: Mapping[str, Any]) -> None:
-    """Raise TypeError for unknown options of memory."""
-    unknown = [repr(option) for option in placement if option not in _PLACEMENT]
-    if unknown:
-        raise TypeError(
-            f"{what}: unexpected option {', '.join(unknown)}; placement is {', '.join(_PLACEMENT)}"
         )
 
 

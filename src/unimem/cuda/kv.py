@@ -13,7 +13,7 @@ import numpy.typing as npt
 from unimem._core.block import Block
 from unimem.backends import cuda_driver
 from unimem.base.arguments import flag, integer, one_of
-from unimem.cuda.block import check_placement, refuse_placement, unsupported
+from unimem.cuda.block import refuse_placement, unsupported
 from unimem.cuda.kernels import Five, RowKernels, Rows, Tokens
 from unimem.cuda.tape import Tape
 from unimem.kv import snapshot
@@ -21,7 +21,7 @@ from unimem.kv.cache.device import KVDevice
 from unimem.kv.cache.spec import KVSpec
 from unimem.kv.layer_specs import LayerState
 from unimem.kv.types import block_bytes, block_values, kv_type
-from unimem.system.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions, check_placement
 
 __all__ = ["KVCache"]
 

@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 
 from unimem.base.arguments import integer
 from unimem.base.text import format_bytes
-from unimem.cuda.block import Block, check_placement
+from unimem.cuda.block import Block
 from unimem.cuda.tape import Tape
 from unimem.errors import CapacityError
 from unimem.layout import Lifetimes
@@ -19,7 +19,7 @@ from unimem.models.dims import ModelDims
 from unimem.planning.gpu_bytes import RESERVE_BYTES, bytes_needed
 from unimem.planning.plan import plan
 from unimem.planning.result import Check
-from unimem.system.placement import PlacementOptions
+from unimem.system.placement import PlacementOptions, check_placement
 from unimem.weights.opened import Weights, open_weights
 
 __all__ = ["Layout"]

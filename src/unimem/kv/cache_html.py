@@ -1,4 +1,4 @@
-"""Caches as HTML, for a notebook: what they hold, of what they have room for."""
+"""Caches as HTML, for a notebook: their tokens and bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Row = tuple[str, str, str, Html]
 
 
 def kv_html(cache: Any) -> Html:
-    """Write what a KV cache holds.
+    """Return a KV cache as HTML.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def kv_html(cache: Any) -> Html:
 
 
 def paged_html(cache: Any) -> Html:
-    """Write what a paged KV cache holds.
+    """Return a paged KV cache as HTML.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""Checks of what is given to KV caches: arrays of tokens, layers and outputs.
+"""Checks of the arguments of KV caches: arrays of tokens, layers and outputs.
 
-`contiguous` makes an array of any library NumPy's; `check_tokens` and `check_token` compare type and
-shape with the cache's and fill a `Given`, from which the core appends.
+`contiguous` makes a NumPy array of an array of any library. `check_tokens` and `check_token`
+compare type and shape with the cache's, and fill a `Given` for the core.
 """
 import numpy as np
 
@@ -16,7 +16,7 @@ from unimem.kv.types cimport BLOCK_VALUES, numpy_type
 
 cnp.import_array()
 
-# NumPy's number for bfloat16, which ml_dtypes adds; found with the first such array.
+# NumPy's number for bfloat16 of ml_dtypes, found with the first such array.
 cdef int _bf16_number = -1
 
 
@@ -96,7 +96,7 @@ cdef int check_tokens(Given *out, cnp.ndarray k, cnp.ndarray v, um.um_dtype stor
                       uint32_t batch, uint32_t heads, uint32_t head_dim, uint32_t v_head_dim,
                       str doing) except -1:
     cdef int n_dims = cnp.PyArray_NDIM(k)
-    # All dimensions of both are compared, but for the last where V has heads of another size.
+    # All dimensions are compared, except the last if heads of V have another size.
     cdef int n_alike = n_dims if v_head_dim == head_dim else n_dims - 1
     check_types(out, k.descr, v.descr, stored, doing)
     if not (fits_tokens(out, n_dims, cnp.PyArray_DIMS(k), batch, heads, head_dim)
@@ -173,7 +173,7 @@ cdef um.um_dtype out_type(object out, um.um_dtype stored, uint32_t heads, uint64
                           uint32_t head_dim) except *:
     cdef cnp.ndarray a = out
     cdef um.um_dtype number = <um.um_dtype>number_of(a.descr, stored, "out")
-    # Not the attributes of the array, which a subclass may override.
+    # A subclass may override the attributes of the array.
     cdef cnp.npy_intp *sizes = cnp.PyArray_DIMS(a)
     cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(a)
     cdef cnp.npy_intp item = cnp.PyArray_ITEMSIZE(a), dim = units(number, head_dim)

@@ -1,4 +1,4 @@
-"""What the layers of a cache keep, each its own, and which of them are kept together."""
+"""Specifications of layers: what each keeps, and which layers share a part of a cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 _MOST = 2**32 - 1
-# As many dimensions as a snapshot keeps.
+# The most dimensions in a snapshot.
 _MOST_DIMS = 8
 
 
@@ -35,25 +35,24 @@ class LayerKV:
     Parameters
     ----------
     n_kv_heads, head_dim : int
-        Of this layer.
+        The dimensions of this layer.
     v_head_dim : int, optional
-        Of V, where its heads have another size than those of K; 0: the layer has no V. So the
-        compressed keys of DeepSeek-V2 are stored, whose V is the beginning of K (llama.cpp:
-        `llama_kv_cache`, `has_v`).
+        The size of V's heads, if it differs from K's; 0: the layer has no V, as the compressed keys
+        of DeepSeek-V2, whose V is the beginning of K (llama.cpp: `llama_kv_cache`, `has_v`).
     window : int, optional
-        A sliding layer: it keeps the last so many tokens, the newest among them, in a ring. Where
-        that is `max_seq_len` or more, the layer keeps all tokens.
+        A sliding layer: a ring keeps the last `window` tokens, including the newest. With a window
+        of `max_seq_len` or more, the layer keeps all tokens.
     dtype : str, optional
-        What is stored, as for `KVCache`; by default that of the cache. Two, as ``"q8_0,q4_0"``, are
-        those of K and of V.
+        The stored type, as for `KVCache`; by default that of the cache. A pair such as
+        ``"q8_0,q4_0"`` names the types of K and V.
     share_of : int, optional
-        The number of another layer, whose rows this one shows: it has none of its own, and nothing
-        is appended to it. All else is as of that layer.
+        The number of another layer, whose rows this one shows: it has no rows of its own, and is
+        not appended to. Its other arguments are those of that layer.
 
     Raises
     ------
     ValueError, TypeError
-        A number below 1, or none; an unknown dtype.
+        A number below 1 or not an integer, or an unknown dtype.
 
     Examples
     --------
@@ -91,20 +90,20 @@ class LayerKV:
 class LayerState:
     """A state of fixed size instead of keys, for ``KVCache(layers=[...])``.
 
-    What a layer of Mamba, RWKV or a gated delta net keeps: one array for each stream, which its
+    A layer of Mamba, RWKV or a gated delta net keeps it: one array for each stream, which its
     writer changes in place (`KVCache.state`).
 
     Parameters
     ----------
     shape : sequence of int
-        Of the state of one stream, in NumPy order; at most eight dimensions.
+        The shape for one stream, in NumPy order, with at most eight dimensions.
     dtype : {"f32", "f16", "bf16"}, default "f32"
-        What is stored; NumPy's names and dtypes are accepted.
+        The stored type; NumPy's names and dtypes are accepted.
 
     Raises
     ------
     ValueError, TypeError
-        A dimension below 1, or none; a dtype that is none of these.
+        A dimension below 1 or not an integer, or another dtype.
 
     Examples
     --------
@@ -140,7 +139,7 @@ Layer: TypeAlias = LayerKV | LayerState
 
 
 class RowsKind(NamedTuple):
-    """What layers have in common that are kept together: one cache has the rows of all of them."""
+    """The facts that layers of one part of a cache have in common."""
 
     n_kv_heads: int
     head_dim: int
@@ -150,16 +149,16 @@ class RowsKind(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """Where the rows of a layer are, or its state.
+    """The place of a layer's rows or state.
 
     Attributes
     ----------
     kind : RowsKind or None
-        In whose cache; None of a state.
+        The kind of its part; None for a state.
     number : int
-        The number of the layer in that cache, or among the states.
+        The number of the layer in that part, or among the states.
     is_own : bool
-        Whether there are rows, and these are the layer's own, not another's that it shares.
+        Whether it has rows of its own.
     """
 
     kind: RowsKind | None
@@ -170,22 +169,22 @@ class LayerPlace(NamedTuple):
 def check_layers(
     layers: Sequence[Layer], max_seq_len: int, dtype: npt.DTypeLike
 ) -> tuple[Layer, ...]:
-    """Return the layers as a cache has them: with a dtype, and a window where one is needed.
+    """Return the layers with their dtypes, and without windows that hold all tokens.
 
     Parameters
     ----------
     layers : sequence of LayerKV or LayerState
-        At least one that keeps something of its own.
+        At least one of them keeps rows of its own, or a state.
     max_seq_len : int
-        Of the cache.
+        The tokens that fit in the cache.
     dtype : dtype-like
-        Of layers that do not name one.
+        The type of layers that do not name one.
 
     Raises
     ------
     ValueError, TypeError
-        No layers, or what is none; `share_of` of a layer that is not there, has no rows of its own,
-        or differs.
+        There are no layers, or other objects; or `share_of` names a layer that does not exist, has
+        no rows of its own, or differs.
     """
     usual = kv_name(*kv_pair(dtype, "dtype"))
     if isinstance(layers, LayerKV | LayerState | str) or not isinstance(layers, Sequence):
@@ -214,7 +213,7 @@ def check_layers(
 def _sharing(
     i: int, layer: LayerKV, given: LayerKV, source: int, layers: Sequence[Layer]
 ) -> LayerKV:
-    """Return a layer that shares the rows of another, which it has to be like."""
+    """Return a layer that shares the rows of another; refuse one that differs from that."""
     other = layers[source] if source < len(layers) and source != i else None
     if not isinstance(other, LayerKV) or other.share_of is not None:
         raise ValueError(
@@ -239,7 +238,7 @@ def _sharing(
 
 
 def kinds_of(layers: Sequence[Layer]) -> dict[RowsKind, int]:
-    """Return how many layers of each kind have rows, those that keep all tokens first."""
+    """Return the number of layers with rows of each kind, first kinds that keep all tokens."""
     own = [
         _kind_of(layer) for layer in layers if isinstance(layer, LayerKV) and layer.share_of is None
     ]
@@ -253,7 +252,7 @@ def states_of(layers: Sequence[Layer]) -> tuple[LayerState, ...]:
 
 
 def places_of(layers: Sequence[Layer]) -> list[LayerPlace]:
-    """Return where the rows of each layer are, or its state."""
+    """Return the place of each layer's rows or state."""
     counts: dict[RowsKind | None, int] = {}
     found: dict[int, LayerPlace] = {}
     for i, layer in enumerate(layers):

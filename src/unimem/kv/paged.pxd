@@ -14,21 +14,21 @@ cdef class PagedKVCache:
     cdef readonly str name
     cdef readonly str dtype, v_dtype
     cdef object _dtype, _v_dtype
-    # The type whose blocks K and V may be given in; where they have two, that of floats.
+    # The type that K and V may be given as blocks of; float32 if they have two types.
     cdef um.um_dtype _given
     cdef object _index
     cdef Region _region
     cdef object __weakref__
-    # The most blocks that sequences held when some were last given back.
+    # The most blocks that sequences held when some were last returned.
     cdef uint32_t _most_in_use
     cdef object fail(self, um.um_error *err)
     # The most blocks that sequences ever held.
     cdef uint32_t most_in_use(self) noexcept
-    # Raises ClosedError where there is none any more.
+    # Raises ClosedError.
     cdef Region open_region(self)
     cdef object _view(self, Region region, uint32_t layer, bint v)
 
-# What a sequence does, it does in the critical section of its cache.
+# Methods of a sequence run in the critical section of its cache.
 cdef class Sequence:
     cdef um.um_paged_seq seq
     cdef readonly PagedKVCache cache
@@ -36,19 +36,19 @@ cdef class Sequence:
     cdef bint _closed
     # Whether a thread is writing tokens to it, with the interpreter's lock released.
     cdef bint _appending
-    # The ids of its tokens, int32, as far as they are known.
+    # The known ids of its first tokens, int32.
     cdef bytearray _ids
-    # Of the index: the node of its last block there, and how many these are.
+    # The index node of its last cached block, and the number of cached blocks.
     cdef object _node
     cdef Py_ssize_t _n_indexed
     cdef object __weakref__
-    # Raises ClosedError: in the critical section; and from elsewhere.
+    # Raise ClosedError: inside the critical section, and outside.
     cdef Region open_region(self)
     cdef Region held(self)
-    # Begins a change: raises RuntimeError while another thread writes tokens, too.
+    # Begins a change: also raises RuntimeError while another thread writes tokens.
     cdef Region begin(self)
     cdef int check_idle(self) except -1
-    # Before blocks are given back.
+    # Notes the most blocks in use; before blocks are returned.
     cdef void note_use(self) noexcept
     cdef int finish(self, const um.um_paged_pending *pending, bint releases) except -1
     cdef int index_blocks(self) except -1

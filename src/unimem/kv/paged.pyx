@@ -1,5 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""Paged KV memory: sequences that share blocks of tokens."""
+"""Paged KV memory: sequences that share blocks of tokens.
+
+      pool      | block 0 | block 1 | block 2 | block 3 | ...     K and V of 16 tokens, all layers
+      sequence  table [2, 0, 3]          40 tokens: block 3, its tail, is not full
+      fork      table [2, 0, 3]          shares all blocks until one of both appends
+
+A block is free, held by sequences, or cached: its token ids are known, no sequence holds it, and it
+waits to be found again or evicted. `PrefixIndex` finds cached blocks by their tokens.
+"""
 import warnings
 
 import numpy as np
@@ -10,6 +18,7 @@ from unimem.base.text import format_bytes
 from unimem.kv.cache_html import paged_html
 from unimem.kv.prefix import PrefixIndex
 from unimem.kv.token_ids import token_ids
+from unimem.system.placement import check_placement
 
 cimport cython
 cimport numpy as cnp
@@ -29,7 +38,7 @@ from unimem._core.status cimport raise_status
 
 cnp.import_array()
 
-# Giving the interpreter's lock up and taking it again costs more than copying a few rows.
+# Releasing the interpreter's lock costs more than copying this many rows.
 cdef uint64_t MANY_ROWS = 64
 cdef size_t ID_BYTES = sizeof(int32_t)
 
@@ -37,16 +46,15 @@ cdef size_t ID_BYTES = sizeof(int32_t)
 cdef class PagedKVCache:
     """A pool of blocks of tokens, K and V of all layers, for many sequences.
 
-    A sequence is a table of blocks. Sequences that were forked share theirs, and so do sequences
-    that begin with the same tokens, where the tokens' ids were told (`sequence`,
-    `Sequence.extend`). A shared block is copied before it is written. A block whose ids are known
-    stays in the pool when no sequence holds it any more, until its memory is needed: then the one
-    that was let go first makes room.
+    A sequence is a table of blocks. Forked sequences share their blocks, and so do sequences that
+    begin with the same tokens, if their ids are known (`sequence`, `Sequence.extend`). A shared
+    block is copied before it is written. A block whose ids are known stays in the pool after its
+    last sequence, until its memory is needed; the block released first is evicted first.
 
-    One thread writes (makes sequences, appends, forks, crops, closes); others may gather from a
-    sequence meanwhile, unless it is cropped or closed. Any thread may drop a sequence. After a fork
-    of the process the child has its own copy. A page faults when its first token comes, unless
-    ``warm=True`` or `warm` has touched it.
+    One thread writes (makes sequences, appends, forks, crops, closes); other threads may gather
+    from a sequence meanwhile, unless it is cropped or closed. Any thread may drop a sequence. A
+    forked process has its own copy. A page faults with its first token, unless ``warm=True`` or
+    `warm` has touched it.
 
     Parameters
     ----------
@@ -57,13 +65,13 @@ cdef class PagedKVCache:
     block_tokens : int, default 16
         Tokens of a block.
     dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
-        What is stored, as for `KVCache`. Two, as ``"q8_0,q4_0"``, are those of K and of V.
+        The stored type, as for `KVCache`. A pair such as ``"q8_0,q4_0"`` names those of K and V.
     k_dtype, v_dtype : str, optional
-        What is stored of K, and of V, where that is not `dtype`.
+        The types of K and V, if they differ from `dtype`.
     prefix_cache : bool, default True
-        Whether blocks are found by their tokens.
+        Whether to find blocks by their tokens.
     name : str, optional
-        Stands in messages.
+        Its name in messages.
     **placement
         See `PlacementOptions`.
 
@@ -72,14 +80,14 @@ cdef class PagedKVCache:
     block : Block or None
         What the pool lies on; None when closed.
     dtype, v_dtype : str
-        What is stored of K, and of V, such as ``"f16"``.
+        The types of K and V, such as ``"f16"``.
     name : str
-        Stands in messages.
+        Its name in messages.
 
     Raises
     ------
     ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+        A dimension below 1, an unknown dtype, or sizes whose product is too large.
     MemoryError, PlacementError
         As `Block`.
 
@@ -101,10 +109,11 @@ cdef class PagedKVCache:
         cdef um.um_error err
         cdef um.um_paged_spec spec
         cdef size_t nbytes
-        # A flag, and not what is made last: converting the arguments may come here again.
+        # A flag, set first: converting the arguments may call this again.
         if self._begun:
             raise RuntimeError("the PagedKVCache is made already")
         self._begun = True
+        check_placement("PagedKVCache", placement)
         cdef bint has_index = flag(prefix_cache, "prefix_cache")
         self.dtype, self.v_dtype = kv_types(dtype, k_dtype, v_dtype)
         for what, n in (("n_layers", n_layers), ("n_kv_heads", n_kv_heads), ("head_dim", head_dim),
@@ -167,14 +176,14 @@ cdef class PagedKVCache:
         Returns
         -------
         Sequence
-            Its `n_cached` says how many tokens are there already: whole blocks, and never all of
-            `tokens`, since the last one has to be computed for what comes behind it. The others
-            are to be appended, and are cached then.
+            `n_cached` is the number of tokens that it already has: whole blocks, and never all of
+            `tokens`, since the last one has to be computed to continue. Append the other tokens;
+            they are then cached.
 
         Raises
         ------
         ValueError, TypeError
-            What is no token id.
+            `tokens` are not token ids.
         """
         cdef um.um_error err
         cdef Sequence s = Sequence.__new__(Sequence)
@@ -188,7 +197,7 @@ cdef class PagedKVCache:
             found = self._index.find(
                 self, [ids[i:i + size] for i in range(0, len(ids) - size, size)])
         blocks = np.empty(len(found) + 1, np.int32)
-        for node in found:  # others may have taken them; from here on no other thread runs
+        for node in found:  # some may be evicted by now; from here on no other thread runs
             blocks[n] = node.block
             if not um.um_paged_is_cached(&self.paged, <uint32_t>blocks[n]):
                 break
@@ -239,14 +248,14 @@ cdef class PagedKVCache:
         Parameters
         ----------
         i : int
-            Which layer.
+            The layer's number.
 
         Returns
         -------
         k, v : numpy.ndarray
-            ``[n_blocks, block_tokens, n_kv_heads, head_dim]`` without a copy, with strides: in a
-            block, the tokens of one head lie one behind the other. Those of a quantized type are
-            blocks of 32 values, as `KVCache.layer` shows them.
+            ``[n_blocks, block_tokens, n_kv_heads, head_dim]`` without a copy, with strides: a block
+            holds the tokens of one head side by side. Elements of a quantized type are blocks of 32
+            values, as `KVCache.layer` shows them.
 
         Raises
         ------
@@ -321,38 +330,38 @@ cdef class PagedKVCache:
     @property
     @cython.critical_section
     def granted(self):
-        """How the memory of the pool is placed, as the kernel says."""
+        """The placement of the pool's memory, as the kernel reports it."""
         self.open_region()
         return self.block.granted
 
     def warm(self, threads=None):
-        """Bring the pool into RAM, as `Block.warm`."""
+        """Bring the pool into RAM, as `Block.warm` does."""
         self.open_region()
         self.block.warm(threads)
 
     @cython.critical_section
     def give_back(self):
-        """Give back the memory of blocks that no sequence holds; prefixes cached there are gone.
+        """Give back the memory of blocks that no sequence holds, and forget prefixes cached there.
 
-        Any thread may call it. The blocks stay in the pool: pages come back as they are written to.
+        Any thread may call it. The blocks stay in the pool: their pages return when written to.
 
         Returns
         -------
         int
-            Bytes that the pool has less of in RAM. 0 where the memory is locked or of hugetlb
-            pages, and the prefixes stay; or where the cache is closed.
+            The bytes of RAM that were given back; 0 if the cache is closed, or if the memory is
+            locked or in hugetlb pages, and the prefixes stay.
         """
         cdef um.um_error err
         cdef uint32_t first, block = 0
         cdef size_t size = self.paged.block_bytes
         cdef Region region = self._region
         cdef Block held = self.block
-        # Of no bytes, it says whether the memory can be discarded.
+        # Discarding no bytes tells whether the memory can be discarded.
         if region is None or um.um_block_discard(&region.block, 0, 0, NULL, &err) != um.UM_OK:
             return 0
         before = held.verify().pss_bytes
         if self._region is None:
-            return 0  # others may have run meanwhile; from here on, nobody does
+            return 0  # another thread may have run meanwhile; from here on none does
         while block < self.paged.spec.n_blocks:
             first = block
             while (block < self.paged.spec.n_blocks
@@ -373,16 +382,16 @@ cdef class PagedKVCache:
 
     @cython.critical_section
     def close(self):
-        """Close the cache and give its memory back; its sequences are of no use then.
+        """Close the cache and give its memory back; its sequences can no longer be used.
 
         Raises
         ------
         BufferError
-            Views still use it, or another thread gathers from it; nothing is closed then.
+            Views still use it, or another thread gathers from it; it stays open.
         """
         if self._region is None:
             return
-        # The cache and its block hold the region; everybody else is a view, or copies.
+        # The cache and its block hold the region; other references are views or copy.
         n_views = n_references(<PyObject *>self._region) - 2
         if n_views > 0:
             raise BufferError(f"PagedKVCache '{self.name}' has {n_views} live views: drop them "
@@ -426,21 +435,21 @@ cdef class PagedKVCache:
 cdef class Sequence:
     """The tokens of one conversation in the blocks of a `PagedKVCache`.
 
-    Made by `PagedKVCache.sequence` and `fork`. A token counts (``len``) once every layer holds it.
+    `PagedKVCache.sequence` and `fork` make it. A token counts (``len``) once every layer holds it.
 
     Attributes
     ----------
     cache : PagedKVCache
-        Whose blocks it uses.
+        The cache whose blocks it uses.
     n_cached : int
-        How many tokens it, or what it was forked from, shared with the prefix cache at first.
+        The tokens that it, or the sequence it was forked from, took from the prefix cache.
     """
 
     def __init__(self):
         raise TypeError("a Sequence is made by PagedKVCache.sequence()")
 
     def __dealloc__(self):
-        # Any thread may drop a sequence, whose blocks go back to the pool.
+        # Any thread may drop a sequence, which returns its blocks to the pool.
         with cython.critical_section(self.cache):
             self.note_use()
             um.um_paged_seq_free(&self.seq)
@@ -469,7 +478,7 @@ cdef class Sequence:
         return 0
 
     cdef int finish(self, const um.um_paged_pending *pending, bint releases) except -1:
-        """Writes tokens that blocks were taken for, perhaps with the lock released."""
+        """Write tokens into blocks that were taken, perhaps with the lock released."""
         if releases:
             self._appending = True
             with nogil:
@@ -486,16 +495,16 @@ cdef class Sequence:
         Parameters
         ----------
         layer : int
-            Which.
+            The layer's number.
         k, v : array
-            Of one shape and dtype, ``[n, n_kv_heads, head_dim]`` or ``[1, n_kv_heads, n,
+            Arrays of one shape and dtype, ``[n, n_kv_heads, head_dim]`` or ``[1, n_kv_heads, n,
             head_dim]``; otherwise as for `KVCache.append`.
 
         Raises
         ------
         CacheFull
-            The pool has too few blocks that can be taken, for the tokens or for the copy of a
-            shared block. Its figures are in blocks.
+            The pool has too few blocks for the tokens, or for the copy of a shared block. The
+            error's figures are in blocks.
         ValueError, TypeError
             A wrong layer, shape or dtype.
         RuntimeError
@@ -517,7 +526,7 @@ cdef class Sequence:
         check_tokens(&given, ka, va, self.cache._given, 1, s.n_kv_heads, s.head_dim, s.head_dim,
                      "Sequence.append")
         with cython.critical_section(self.cache):
-            # Until blocks were taken no other thread runs; held, so that nobody closes the cache.
+            # Until blocks are taken no other thread runs; later none can close the cache.
             _held = self.begin()
             releases = given.n > MANY_ROWS or um.um_paged_will_copy(&self.seq, index)
             if um.um_paged_append_begin(&pending, &self.seq, index, cnp.PyArray_DATA(ka),
@@ -530,7 +539,7 @@ cdef class Sequence:
                 self.index_blocks()
 
     def _append_stored(self, layer, const uint8_t[:, ::1] k, const uint8_t[:, ::1] v):
-        """Append ``[n, row bytes]`` to one layer as they are stored, all heads; for chunk_rows."""
+        """Append rows ``[n, row bytes]`` of the stored type to one layer; for kv.store."""
         cdef um.um_error err
         cdef um.um_paged_pending pending
         cdef um.um_paged *p = &self.cache.paged
@@ -561,7 +570,7 @@ cdef class Sequence:
         Raises
         ------
         CacheFull, ValueError, TypeError, RuntimeError, ClosedError
-            As `append`; RuntimeError also where layers differ in length.
+            As `append`; RuntimeError also if layers differ in length.
         """
         cdef um.um_error err
         cdef um.um_paged_pending pending
@@ -580,9 +589,9 @@ cdef class Sequence:
             self.index_blocks()
 
     def extend(self, ids):
-        """Tell the ids of the next tokens whose ids are not known, appended already or not.
+        """Tell the ids of the next tokens without known ids, appended or not.
 
-        Blocks whose ids are known are found by `PagedKVCache.sequence`.
+        `PagedKVCache.sequence` finds blocks whose ids are known.
 
         Parameters
         ----------
@@ -592,7 +601,7 @@ cdef class Sequence:
         Raises
         ------
         ValueError, TypeError
-            What is no token id.
+            `ids` are not token ids.
         ClosedError
         """
         cdef bytes told = token_ids(ids, "ids").tobytes()
@@ -602,7 +611,7 @@ cdef class Sequence:
             self.index_blocks()
 
     def _told_ids(self):
-        """The ids of its first tokens, int32, as far as they were told; for chunk_rows."""
+        """Return the known ids of its first tokens, int32; for kv.store."""
         with cython.critical_section(self.cache):
             self.open_region()
             return np.frombuffer(bytes(self._ids), np.int32)
@@ -623,17 +632,17 @@ cdef class Sequence:
                 self._node = node
                 self._n_indexed += 1
             elif index.holds(self._node):
-                break  # the hash is another block's
+                break  # another block has the hash
             else:
-                # Blocks of others, which held the same tokens, were evicted: now its own count.
+                # Other blocks with the same tokens were evicted: now its own blocks are cached.
                 self._node, self._n_indexed = index.root, 0
         return 0
 
     def fork(self):
         """Make a sequence with the same tokens, which shares all blocks.
 
-        It costs a copy of the block table. The tail block, where it is not full, is copied by the
-        one that appends to it first.
+        It costs a copy of the block table. A tail block that is not full is copied by the sequence
+        that appends to it first.
 
         Returns
         -------
@@ -656,12 +665,12 @@ cdef class Sequence:
             return s
 
     def crop(self, n):
-        """Keep the first n tokens and their ids, and give the blocks behind them back.
+        """Keep the first n tokens and their ids, and return the blocks behind them to the pool.
 
         Raises
         ------
         ValueError
-            There are fewer.
+            There are fewer tokens.
         RuntimeError
             Layers differ in length, or another thread appends to this sequence.
         ClosedError
@@ -701,30 +710,30 @@ cdef class Sequence:
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's number.
         out : tuple of array, optional
-            Where K and V go: two arrays, of any library, of the shape below, which may be parts of
-            larger ones as long as the tokens of a head are contiguous. Their dtype is float32,
-            float16 or bfloat16, or what is stored; what differs is converted.
+            Two arrays of any library for K and V, of the shape below. They may be parts of larger
+            arrays as long as the tokens of a head are contiguous. Their dtype is float32, float16
+            or bfloat16, converted to if need be, or the stored type.
 
         Returns
         -------
         k, v : numpy.ndarray
             ``[n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now: `out`, or new
-            arrays of what is stored. Of a quantized type these are
+            arrays of the stored type. Elements of a quantized type are
             ``[n_kv_heads, n, head_dim / 32]`` blocks.
 
         Raises
         ------
         ValueError, TypeError
-            A wrong layer; an `out` that does not fit.
+            A wrong layer, or an `out` that does not fit.
         ClosedError
         """
         cdef um.um_error err
         cdef um.um_status status
         cdef um.um_paged_spec *s = &self.cache.paged.spec
         cdef uint32_t index = layer_number(layer, self.cache.paged.spec.n_layers, "layer")
-        # Held, so that nobody closes the cache while the lock is released.
+        # No other thread can close the cache while the lock is released.
         cdef Region _held = self.held()
         cdef uint64_t n = um.um_paged_layer_len(&self.seq, index)
         cdef um.um_dtype k_type, v_type
@@ -748,7 +757,7 @@ cdef class Sequence:
 
     @property
     def block_table(self):
-        """The ids of its blocks, in the order of the tokens: a new int32 array."""
+        """The numbers of its blocks in the order of the tokens, as a new int32 array."""
         cdef cnp.ndarray table
         with cython.critical_section(self.cache):
             self.open_region()
@@ -762,12 +771,12 @@ cdef class Sequence:
         return self._closed or self.cache.closed
 
     def close(self):
-        """Give the blocks back. Closing twice is no error.
+        """Return the blocks to the pool. Closing twice is no error.
 
         Raises
         ------
         RuntimeError
-            Another thread appends to this sequence; it is not closed then.
+            Another thread appends to this sequence; it stays open.
         """
         with cython.critical_section(self.cache):
             if not self._closed and self.cache is not None:

@@ -1,4 +1,4 @@
-"""Which blocks of a paged cache hold which tokens: the index of its cached prefixes."""
+"""The index of cached prefixes of a paged cache: it finds blocks by their tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Blocks", "Node", "PrefixIndex", "digest"]
 
 
 class Blocks(Protocol):
-    """What the index needs of the pool of blocks."""
+    """The part of the pool of blocks that the index uses."""
 
     def _is_cached(self, block: int) -> bool: ...
     def _cache(self, block: int) -> None: ...
@@ -32,16 +32,16 @@ def digest(ids: bytes, parent_key: int, /) -> int:
     Returns
     -------
     int
-        Two prefixes with one hash are told apart by their tokens: a hash that is easy to collide
-        with costs misses, and no more.
+        Prefixes with the same hash are told apart by their tokens, so that a collision only costs
+        a miss.
     """
     return xxhash.xxh3_64_intdigest(ids, parent_key)
 
 
 class Node:
-    """One cached block: its tokens, and the blocks before and behind it.
+    """A cached block: its tokens, and the blocks before and behind it.
 
-    Its block is -1 when the node is not in the index any more.
+    Its block is -1 once the node is out of the index.
     """
 
     __slots__ = ("block", "children", "ids", "key", "parent")
@@ -55,27 +55,25 @@ class Node:
 
 
 class PrefixIndex:
-    """Finds the cached blocks that hold the first tokens of a sequence.
+    """An index of cached blocks by the tokens of a sequence.
 
-    A block is known by the ids of its tokens and by the block before it, and found by their chained
-    hash; the ids and the block before are compared as well. Where two have one hash, the first
-    stays, and the other is not cached.
+    A block is found by the chained hash of its token ids and those before it; then its ids and the
+    block before it are compared. If two blocks have one hash, only the first is cached.
 
-    The pool takes cached blocks without asking: whether a block is still what a node says is seen
-    when the node is found. A block that is gone takes all behind it out of the index, since nobody
-    could find these any more.
+    The pool evicts cached blocks without asking: the index checks a block when it finds its node.
+    A lost block takes all blocks behind it out of the index, since these can no longer be found.
 
     Attributes
     ----------
     root : Node
-        What the first block of every sequence stands behind. It holds no block.
+        The parent of the first block of every sequence. It holds no block.
     """
 
     def __init__(self) -> None:
         self.root = Node(None, b"", 0, -1)
         self._nodes: dict[int, Node] = {}
         self._node_of: dict[int, Node] = {}
-        self._lock = threading.RLock()  # of the two, and of the tree
+        self._lock = threading.RLock()  # for both, and for the tree
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -125,9 +123,8 @@ class PrefixIndex:
         Returns
         -------
         Node or None
-            The node of these tokens: the one that was there, where another block holds the same.
-            None when the hash, or the block, is another node's, and when the parent is not in the
-            index any more.
+            The node of these tokens, even if it has another block that holds them. None if another
+            node has the hash or the block, or if the parent is out of the index.
         """
         key = digest(ids, parent.key)
         with self._lock:
@@ -144,11 +141,11 @@ class PrefixIndex:
             return node
 
     def holds(self, node: Node) -> bool:
-        """Whether a node is in the index; the root always is."""
+        """Return whether a node is in the index; the root always is."""
         return node is self.root or self._nodes.get(node.key) is node
 
     def _drop_lost(self, blocks: Blocks, lost: Node | None) -> None:
-        """Drop a node whose block the pool took, and all behind it."""
+        """Drop a node whose block the pool has evicted, and all nodes behind it."""
         if lost is None or blocks._is_cached(lost.block):
             return
         if lost.parent is not None:

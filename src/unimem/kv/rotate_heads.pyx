@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""The rotation of heads, for what attention does with a cache that stores them rotated."""
+"""The rotation of heads, for attention over a cache that stores them rotated."""
 import numpy as np
 
 from unimem.base.arguments import one_of
@@ -17,8 +17,8 @@ cnp.import_array()
 def rotate_heads(x, part="k", *, out=None):
     """Rotate heads as a cache with ``rotate=True`` does when they are appended.
 
-    Attention over such a cache takes queries that are rotated as K is, after RoPE, and what it
-    returns is rotated as V is: the matrix is symmetric and its own inverse, so this rotates back.
+    Attention over such a cache takes queries that are rotated as K, after RoPE, and its output is
+    rotated as V. The matrix is symmetric and its own inverse, so this function also rotates back.
 
     Parameters
     ----------
@@ -28,8 +28,8 @@ def rotate_heads(x, part="k", *, out=None):
         ``"k"`` for queries and keys: in blocks of the largest power of two, up to 4096, that
         divides head_dim. ``"v"`` for values and the output of attention: in blocks of 64.
     out : array, optional
-        Where the result goes: float32, C-contiguous, of the shape of x, or x itself. Then nothing
-        is allocated.
+        The result: float32, C-contiguous, of the shape of x, or x itself. Nothing is then
+        allocated.
 
     Returns
     -------
@@ -45,8 +45,8 @@ def rotate_heads(x, part="k", *, out=None):
     -----
     Each block is multiplied by the Hadamard matrix of Sylvester's construction, divided by the
     square root of its size, as llama.cpp rotates what it quantizes (ggml-org/llama.cpp#21038,
-    `build_input_k_rot`, `build_input_v_rot`). It is done by sums in float32, in another order than
-    a matrix product's, so results differ from one in the last bits.
+    `build_input_k_rot`, `build_input_v_rot`). The sums in float32 have another order than those of
+    a matrix product, so the last bits of the results differ.
 
     Examples
     --------

@@ -6,7 +6,7 @@ from unimem._core cimport native as um
 from unimem._core.region cimport Region
 from unimem._core.tape cimport Bump
 
-# Rows of one width that are appended, and cut off at the end; where they lie is the subclass's.
+# Rows of one width that are appended, and cropped at the end; a subclass knows the memory.
 cdef class _Rows:
     cdef readonly Bump tape
     cdef readonly str name
@@ -14,36 +14,36 @@ cdef class _Rows:
     cdef readonly Py_ssize_t dim
     cdef readonly object dtype
     cdef Py_ssize_t n_tokens
-    # The most tokens that there were when some were last cut off.
+    # The most tokens when some were last cropped.
     cdef Py_ssize_t most_tokens
     cdef size_t row_bytes
-    # A native type, or one of the module's own.
+    # A type of the core, or F64.
     cdef int type
     cdef bint _begun
     cdef bint _owns_tape
-    # Set last: what was not made whole is closed.
+    # Set last: a pad that was not made completely is closed.
     cdef bint _open
-    # Whether a thread is writing rows, with the interpreter's lock released.
+    # Whether a thread writes rows, with the interpreter's lock released.
     cdef bint _appending
     cdef object __weakref__
-    # Checks what all constructors are given, and returns the bytes of all rows; `what` is the name
-    # of max_tokens there.
+    # Checks the arguments that all constructors have, and returns the bytes of all rows; `what` is
+    # their name of max_tokens.
     cdef size_t prepare(self, object max_tokens, str what, object dim, object dtype,
                         str name) except 0
     cdef object check_open(self)
     cdef object check_idle(self)
     cdef object check_shape(self, object shape, bint batch)
-    # Whether n tokens of a type, which is that of the array `rows`, can be appended now.
+    # Raises unless n tokens of the type of the array `rows` can be appended now.
     cdef int check_tokens(self, int given, object rows, Py_ssize_t n) except -1
     cdef object fail(self, um.um_error *err)
-    # Gives back what the tokens that are left do not need.
+    # Gives back blocks that the tokens do not need.
     cdef um.um_status give_back(self, um.um_error *err)
 
 # Rows in main memory.
 cdef class _HostRows(_Rows):
     # Raises ClosedError when the tape is closed.
     cdef Region region(self)
-    # Where the rows lie, in so many bytes, and what so many tokens use of them.
+    # The address and bytes of all rows, and the bytes that n tokens use.
     cdef uintptr_t address(self) noexcept
     cdef size_t nbytes(self) noexcept
     cdef size_t bytes_of(self, Py_ssize_t n) noexcept
@@ -52,14 +52,14 @@ cdef class _HostRows(_Rows):
     cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err)
 
 cdef class Scratchpad(_HostRows):
-    # The first row; the others follow without a gap.
+    # The first row; the other rows follow without a gap.
     cdef char *base
 
 # Rows in memory of a device, whose addresses are never touched here.
 cdef class DeviceScratchpad(_Rows):
     cdef object _driver
     cdef object _kernels
-    # The first row; the others follow without a gap.
+    # The first row; the other rows follow without a gap.
     cdef uintptr_t base
     cdef object append_rows(self, object rows, Py_ssize_t n, object stream)
     # Queues the copy of n rows, or their conversion, to an address.
@@ -68,11 +68,11 @@ cdef class DeviceScratchpad(_Rows):
 cdef class PagedScratchpad(_HostRows):
     cdef um.um_grid grid
     cdef readonly Py_ssize_t block_tokens
-    # Of each block in use its cell in the grid; on the tape as well.
+    # The grid cell of each block in use; the table lies on the tape, too.
     cdef int32_t *table
     cdef Py_ssize_t n_in_use
     cdef Py_ssize_t blocks_for(self, Py_ssize_t n)
-    # Where a token is.
+    # The address of a token.
     cdef char *row(self, Py_ssize_t i) noexcept nogil
     cdef um.um_status take_blocks(self, Py_ssize_t n, um.um_error *err)
     cdef um.um_status copy_in(self, const char *rows, int given, Py_ssize_t n,

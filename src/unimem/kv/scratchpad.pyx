@@ -1,9 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True, cdivision=True
-"""Scratchpads: append-only rows of one width, in one piece or in blocks."""
+"""Scratchpads: append-only rows of one width, in one piece or in blocks.
+
+`_Rows` checks and counts, and touches no memory. `_HostRows` appends in main memory: `Scratchpad`
+to one buffer, `PagedScratchpad` to blocks of a pool. `DeviceScratchpad` queues on a device's stream.
+"""
 import numpy as np
 
 from unimem.errors import CacheFull, ClosedError
 from unimem.base.arguments import string
+from unimem.system.placement import check_placement
 
 cimport cython
 cimport numpy as cnp
@@ -23,21 +28,21 @@ from unimem._core.tape cimport Bump, Tape
 cnp.import_array()
 
 cdef enum:
-    # Beside the native types, which leave double precision out.
+    # Beside the core's types, which have no double precision.
     F64 = 64
     NO_TYPE = -1
-    # Giving the GIL up and taking it again costs more than copying less than this.
+    # Releasing the interpreter's lock costs more than copying fewer bytes.
     LARGE_BYTES = 32768
 
 cdef dict _TYPES = {"float32": um.UM_F32, "float16": um.UM_F16, "bfloat16": um.UM_BF16,
                     "float64": F64}
-# The same as kernels name them.
+# The names of the types for kernels.
 cdef dict _KERNEL_TYPES = {um.UM_F32: "f32", um.UM_F16: "f16", um.UM_BF16: "bf16", F64: "f64"}
 cdef object MOST_BYTES = 2**63 - 1, MOST_BLOCKS = 2**31 - 1
 
 
 cdef int _type_of(int number) except -2:
-    """The type of elements that NumPy has a number for."""
+    """Return the type for one of NumPy's type numbers."""
     if number == cnp.NPY_FLOAT32:
         return um.UM_F32
     if number == cnp.NPY_FLOAT16:
@@ -51,7 +56,7 @@ cdef int _type_of(int number) except -2:
 
 cdef um.um_status _copy(void *out, int out_type, const void *rows, int given, size_t n,
                         um.um_error *err) noexcept nogil:
-    """Copies n values, converted where the types differ."""
+    """Copy n values, and convert them if the types differ."""
     cdef size_t i
     if given != out_type:
         if out_type != F64:
@@ -59,7 +64,7 @@ cdef um.um_status _copy(void *out, int out_type, const void *rows, int given, si
         for i in range(n):
             (<double *>out)[i] = (<const float *>rows)[i]
     else:
-        # A view of rows that were cut off since may overlap the rows that take their place.
+        # The source may be a view of rows that were cropped, and overlap the new rows.
         memmove(out, rows, n * _value_bytes(out_type))
     return um.UM_OK
 
@@ -69,11 +74,11 @@ cdef size_t _value_bytes(int type) noexcept nogil:
 
 
 cdef class _Rows:
-    """What scratchpads have in common: tokens that are appended, and cut off at the end."""
+    """The common part of scratchpads: tokens that are appended, and cropped at the end."""
 
     cdef size_t prepare(self, object max_tokens, str what, object dim, object dtype,
                         str name) except 0:
-        # A flag, and not what is made last: converting the arguments may come here again.
+        # A flag, set first: converting the arguments may call this again.
         if self._begun:
             raise RuntimeError(f"the {type(self).__name__} is made already")
         self._begun = True
@@ -137,7 +142,7 @@ cdef class _Rows:
         Raises
         ------
         ValueError
-            There are fewer.
+            There are fewer tokens.
         RuntimeError
             Another thread appends.
         ClosedError
@@ -155,7 +160,7 @@ cdef class _Rows:
             self.fail(&err)
 
     def clear(self):
-        """Forget all tokens. The memory stays."""
+        """Drop all tokens. The memory stays."""
         self.crop(0)
 
     @property
@@ -170,12 +175,12 @@ cdef class _Rows:
 
     @cython.critical_section
     def close(self):
-        """Close the pad; memory of its own is given back. Closing twice is no error.
+        """Close the pad, and give back memory of its own. Closing it twice is no error.
 
         Raises
         ------
         BufferError
-            Views still use it; nothing is closed then.
+            Views still use it, and it stays open.
         """
         if not self._open:
             return
@@ -184,7 +189,7 @@ cdef class _Rows:
         self._open = False
 
     def _freeze(self, frozen):
-        """For a layout: a pad never takes memory once it is made, so that nothing changes."""
+        """Do nothing: a pad takes all memory when it is made."""
 
     def __enter__(self):
         self.check_open()
@@ -192,7 +197,7 @@ cdef class _Rows:
 
     @cython.critical_section
     def __exit__(self, *exc_info):
-        # Views that are still alive keep the memory; it goes with the last of them.
+        # The last live view, if there is one, keeps the memory.
         self._open = False
         if self._owns_tape:
             self.tape.__exit__()
@@ -245,10 +250,10 @@ cdef class _HostRows(_Rows):
         Parameters
         ----------
         vec : array
-            ``[dim]``, of NumPy, or of torch or whoever else has ``__dlpack__`` or a buffer; in main
-            memory, and of the pad's dtype: copied. A pad of float32, float16 or bfloat16 takes the
-            other two as well, rounding to nearest even, and one of float64 takes float32. An array
-            that is not C-contiguous and native is copied first.
+            ``[dim]``, in main memory, of NumPy, torch or any library with ``__dlpack__`` or a
+            buffer, and of the pad's dtype. A pad of float32, float16 or bfloat16 also converts
+            these to each other, rounding to nearest even, and a pad of float64 takes float32. An
+            array that is not C-contiguous and native is copied first.
 
         Raises
         ------
@@ -292,20 +297,20 @@ cdef class _HostRows(_Rows):
         cdef um.um_error err
         cdef Region _held
         cdef int given = _type_of(cnp.PyArray_TYPE(rows))
-        # What is refused is looked at here without a call, each of which shows in an append.
+        # Checks without a call come first: a call would show in the cost of an append.
         if not self._open or (<Tape>self.tape)._region is None:
             self.check_open()
         if given != self.type or self._appending or n > self.capacity - self.n_tokens:
             self.check_tokens(given, rows, n)
         if not cnp.PyArray_ISCARRAY_RO(rows):
-            # While a copy is made other threads run: nothing that was looked at still holds then.
+            # Other threads run while the copy is made: all checks are repeated.
             self.append_rows(np.array(rows, rows.dtype.newbyteorder("="), order="C"), n)
             return
-        # Held, so that nobody closes the pad while the GIL is released.
+        # No other thread can close the pad while the lock is released.
         _held = self.region()
         if self.write(<const char *>cnp.PyArray_DATA(rows), given, n, &err) != um.UM_OK:
             self.fail(&err)
-        # Readers see the tokens when they are whole.
+        # Readers see the tokens once they are complete.
         self.n_tokens += n
 
     cdef um.um_status write(self, const char *rows, int given, Py_ssize_t n, um.um_error *err):
@@ -315,11 +320,11 @@ cdef class _HostRows(_Rows):
 cdef class Scratchpad(_HostRows):
     """One append-only buffer ``[max_seq_len, dim]``, which never moves.
 
-    In spite of its name it lives as long as a conversation. Appending is a copy, or a conversion,
-    into the next row: no allocation and no system call.
+    In spite of its name it lives as long as a conversation. Appending copies, or converts, into the
+    next row, without an allocation or a system call.
 
-    One thread writes; others may read views of tokens that are there. After a fork the child has
-    its own copy; over shared memory it has none, and ClosedError says so.
+    One thread writes; other threads may read views of tokens that are present. A forked child has
+    its own copy; of shared memory it has no copy, and use raises ClosedError.
 
     Parameters
     ----------
@@ -328,11 +333,11 @@ cdef class Scratchpad(_HostRows):
     dim : int
         Values of a token.
     dtype : {"float32", "float16", "bfloat16", "float64"}
-        What is stored.
+        The stored type.
     tape : Tape, optional
-        Where the buffer is taken, such as ``layout.history``; otherwise a tape of its own.
+        Where the buffer is taken, such as ``layout.history``; otherwise it has a tape of its own.
     name : str, optional
-        Stands in messages.
+        Its name in messages.
     **placement
         See `PlacementOptions`; only without `tape`.
 
@@ -341,16 +346,16 @@ cdef class Scratchpad(_HostRows):
     capacity, dim : int
         Tokens that fit, and values of a token.
     dtype : numpy.dtype
-        What is stored.
+        The stored type.
     tape : Tape
         What the buffer lies on.
     name : str
-        Stands in messages.
+        Its name in messages.
 
     Raises
     ------
     ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+        A dimension below 1, an unknown dtype, or sizes whose product is too large.
     TapeFull
         `tape` has no room.
     MemoryError, PlacementError
@@ -370,6 +375,7 @@ cdef class Scratchpad(_HostRows):
         cdef Tape place
         cdef size_t nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
                                           string(name, "name", "scratchpad"))
+        check_placement("Scratchpad", placement)
         if tape is None:
             place = Tape(nbytes, name=self.name, category="kv", **placement)
         else:
@@ -407,13 +413,13 @@ cdef class Scratchpad(_HostRows):
 
     @cython.critical_section
     def as_array(self):
-        """View the tokens that are there.
+        """View the tokens.
 
         Returns
         -------
         numpy.ndarray
             ``[len, dim]``, without a copy, and writable. It does not grow, it keeps the memory
-            alive, and it stays valid until its rows are written anew, after `crop` or `clear`.
+            alive, and it stays valid until its rows are overwritten, after `crop` or `clear`.
 
         Raises
         ------
@@ -424,14 +430,14 @@ cdef class Scratchpad(_HostRows):
 
 
 cdef class DeviceScratchpad(_Rows):
-    """The half of `cuda.Scratchpad` that is used for every token.
+    """The part of `cuda.Scratchpad` that runs for each token.
 
-    A subclass calls `_prepare`, and then the constructor with what the rows lie on: a tape, the
-    device's driver, and its `RowKernels` for the dtype.
+    A subclass calls `_prepare`, and then the constructor with a tape for the rows, the device's
+    driver, and its `RowKernels` for the dtype.
     """
 
     def _prepare(self, max_seq_len, dim, dtype, name):
-        """Check what the pad is to be, and return its bytes and its type as kernels name it."""
+        """Check the arguments, and return the pad's bytes and the name of its type for kernels."""
         nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
                               string(name, "name", "scratchpad"))
         return nbytes, _KERNEL_TYPES[self.type]
@@ -445,15 +451,15 @@ cdef class DeviceScratchpad(_Rows):
 
     @cython.critical_section
     def append(self, vec, *, stream=None):
-        """Append one token, by a copy or a kernel that is queued.
+        """Queue a copy or a kernel that appends one token.
 
         Parameters
         ----------
         vec : cupy.ndarray, or an array on the device that has ``__dlpack__``
-            ``[dim]``, of the pad's dtype: one asynchronous copy. A pad of float32, float16 or
-            bfloat16 takes the other two as well, rounding to nearest even, and one of float64 takes
-            float32; these, and arrays with gaps, are one launch of a kernel. It may be changed or
-            dropped as soon as the stream has come so far.
+            ``[dim]``; of the pad's dtype it costs one asynchronous copy. A pad of float32, float16
+            or bfloat16 also converts these to each other, rounding to nearest even, and a pad of
+            float64 takes float32; these, and arrays with gaps, cost one launch of a kernel. The
+            array may be changed or dropped once the stream has passed the append.
         stream : object, optional
             A CUDA stream; CuPy's current one by default.
 
@@ -462,16 +468,15 @@ cdef class DeviceScratchpad(_Rows):
         CacheFull
             There is no room.
         ValueError, TypeError
-            A wrong shape or dtype; ValueError also for rows of the pad itself that lie where they
-            would be written.
+            A wrong shape or dtype; ValueError also for rows of the pad that overlap the new row.
         RuntimeError
             Another thread appends.
         ClosedError
 
         Notes
         -----
-        Nothing is allocated, and nobody waits. When it raises, nothing was written. Captured in a
-        CUDA graph, it writes the same row at every replay.
+        It neither allocates nor waits. When it raises, nothing was written. Captured in a CUDA
+        graph, it writes the same row at every replay.
         """
         self.check_open()
         rows = on_device(self._driver, vec, "vec")
@@ -503,7 +508,7 @@ cdef class DeviceScratchpad(_Rows):
     cdef object append_rows(self, object rows, Py_ssize_t n, object stream):
         cdef cnp.dtype dtype = rows.dtype
         cdef int given = _type_of(dtype.type_num)
-        # Once more: a wrapped array's own code ran meanwhile.
+        # Once more: code of the array's library ran meanwhile.
         self.check_open()
         if not cnp.PyArray_ISNBO(dtype.byteorder):
             raise TypeError(f"{type(self).__name__} '{self.name}': expected an array in this "
@@ -512,7 +517,7 @@ cdef class DeviceScratchpad(_Rows):
         stream = self._driver.stream(stream)
         if n == 0:
             return
-        # Held, so that nobody closes the pad while a call of CUDA has released the GIL.
+        # No other thread can close the pad during a call of CUDA.
         _held = self.tape._memory
         self._appending = True
         try:
@@ -527,8 +532,8 @@ cdef class DeviceScratchpad(_Rows):
         cdef Bytes bytes
         find_bytes(&bytes, rows.data.ptr, rows.shape, steps, _value_bytes(given))
         if bytes.low < out + nbytes and out < bytes.end:
-            raise ValueError(f"{type(self).__name__} '{self.name}': expected rows that lie beside "
-                             "those that they become, got rows that overlap them: append a copy")
+            raise ValueError(f"{type(self).__name__} '{self.name}': expected rows outside the new "
+                             "rows of the pad, got rows that overlap them: append a copy")
         if given == self.type and bytes.in_order:
             self._driver.copy(out, bytes.at, nbytes, stream)
         else:
@@ -538,14 +543,14 @@ cdef class DeviceScratchpad(_Rows):
 
     @cython.critical_section
     def as_array(self):
-        """View the tokens that are there.
+        """View the tokens.
 
         Returns
         -------
         cupy.ndarray
             ``[len, dim]``, without a copy, and writable. It does not grow, it keeps the memory
-            alive, and it stays valid until its rows are written anew, after `crop` or `clear`. On
-            another stream than that of the appends, wait for these first.
+            alive, and it stays valid until its rows are overwritten, after `crop` or `clear`. A
+            stream other than that of the appends has to wait for these first.
 
         Raises
         ------
@@ -560,11 +565,11 @@ cdef class DeviceScratchpad(_Rows):
 cdef class PagedScratchpad(_HostRows):
     """Append-only rows in blocks of `block_tokens` tokens, with a block table.
 
-    The blocks come from a pool of its own: one is taken with the first token that needs it, and
-    given back by `crop` and `clear`. A token never moves.
+    The blocks are in a pool of its own: a block is taken for the first token that needs it, and
+    returned by `crop` and `clear`. A token never moves.
 
-    One thread writes; others may read views of tokens that are there. After a fork the child has
-    its own copy; over shared memory it has none, and ClosedError says so.
+    One thread writes; other threads may read views of tokens that are present. A forked child has
+    its own copy; of shared memory it has no copy, and use raises ClosedError.
 
     Parameters
     ----------
@@ -573,11 +578,11 @@ cdef class PagedScratchpad(_HostRows):
     dim : int
         Values of a token.
     dtype : {"float32", "float16", "bfloat16", "float64"}
-        What is stored.
+        The stored type.
     block_tokens : int, default 16
         Tokens of a block.
     name : str, optional
-        Stands in messages.
+        Its name in messages.
     **placement
         See `PlacementOptions`.
 
@@ -586,16 +591,16 @@ cdef class PagedScratchpad(_HostRows):
     capacity, dim, block_tokens : int
         Tokens that fit, values of a token, tokens of a block.
     dtype : numpy.dtype
-        What is stored.
+        The stored type.
     tape : Tape
         What the blocks lie on.
     name : str
-        Stands in messages.
+        Its name in messages.
 
     Raises
     ------
     ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit.
+        A dimension below 1, an unknown dtype, or sizes whose product is too large.
     MemoryError, PlacementError
         As `Block`.
 
@@ -612,6 +617,7 @@ cdef class PagedScratchpad(_HostRows):
                  **placement):
         self.prepare(max_tokens, "max_tokens", dim, dtype,
                      string(name, "name", "paged scratchpad"))
+        check_placement("PagedScratchpad", placement)
         cdef um.um_error err
         cdef size_t nbytes, table_bytes
         self.block_tokens = size_of(block_tokens, "block_tokens", 1)
@@ -653,7 +659,7 @@ cdef class PagedScratchpad(_HostRows):
 
     @cython.final
     cdef um.um_status take_blocks(self, Py_ssize_t n, um.um_error *err):
-        """Takes blocks until n are in use."""
+        """Take blocks until n are in use."""
         cdef uint32_t cell
         cdef um.um_status status
         while self.n_in_use < n:
@@ -707,7 +713,7 @@ cdef class PagedScratchpad(_HostRows):
         cdef um.um_status status
         cdef Region held = (<Tape>self.tape).held()
         while held is not None and self.n_in_use > needed:
-            # The last one first, so that they are taken again in their order.
+            # The last block first, so that blocks are taken again in their order.
             status = um.um_grid_give(&self.grid, self.table[self.n_in_use - 1], err)
             if status != um.UM_OK:
                 return status
@@ -721,13 +727,13 @@ cdef class PagedScratchpad(_HostRows):
         Parameters
         ----------
         i : int
-            Which; negative from the end, as in a sequence.
+            Its number; negative numbers count from the end.
 
         Returns
         -------
         numpy.ndarray
             ``[dim]``, without a copy, and writable. It keeps the memory alive. After `crop` or
-            `clear` the token's block may be taken for other tokens: the view shows those then.
+            `clear` other tokens may take the token's block: the view then shows those.
 
         Raises
         ------
@@ -745,7 +751,7 @@ cdef class PagedScratchpad(_HostRows):
 
     @cython.critical_section
     def as_array(self):
-        """Copy the tokens that are there.
+        """Copy the tokens.
 
         Returns
         -------
@@ -757,9 +763,9 @@ cdef class PagedScratchpad(_HostRows):
         ClosedError
         """
         self.check_open()
-        # Held, so that nobody closes the pad meanwhile.
+        # No other thread can close the pad meanwhile.
         cdef Region _held = self.region()
-        # The number of now: the writer appends meanwhile.
+        # The current number: the writer may append meanwhile.
         cdef Py_ssize_t n = self.n_tokens
         cdef cnp.ndarray out = np.empty((n, self.dim), self.dtype)
         if <size_t>n * self.row_bytes > LARGE_BYTES:
@@ -772,7 +778,7 @@ cdef class PagedScratchpad(_HostRows):
     @property
     @cython.critical_section
     def block_table(self):
-        """A copy of the block table: of each block in use its number in the pool, int32."""
+        """A copy of the block table, int32: the number in the pool of each block in use."""
         self.check_open()
         return vector_over(self.table, self.n_in_use, dtype_of("int32"), self.region(),
                            False).copy()

@@ -1,5 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""States: what layers keep that keep no tokens, and checkpoints of it."""
+"""States, which layers keep instead of tokens, and checkpoints of them.
+
+      block  | slot 0: state | state | ... | slot 1: a checkpoint of all | slot 2 | ...
+"""
 import math
 import os
 import weakref
@@ -24,11 +27,11 @@ cnp.import_array()
 
 cdef enum:
     ALIGN = 64
-# No process has so much address space.
+# More address space than a process has.
 cdef object MOST_BYTES = 1 << 47
 cdef object MOST_CHECKPOINTS = 2**31
 
-# A fork may come while another thread copies, which never ends in the child.
+# A process may fork while another thread copies, which never ends in the child.
 cdef object _made = weakref.WeakSet()
 
 
@@ -42,27 +45,27 @@ os.register_at_fork(after_in_child=_enter_child)
 
 
 cdef class LayerStates:
-    """The states of all layers that keep one, in one block, and room for copies of all of them.
+    """The states of all layers that keep one, in one block, with room for copies of all of them.
 
     Parameters
     ----------
     states : tuple of LayerState
-        What each of these layers keeps, for each stream.
+        The state of each of these layers, for one stream.
     batch : int
         Streams.
     checkpoints : int
-        Copies of all states that are kept at most.
+        The most copies of all states to keep.
     every : int or None
-        After how many tokens one is to be taken.
+        The number of tokens after which to take one.
     name : str
-        Of the cache.
+        The name of the cache.
     placement : dict
         As for `Block`.
 
     Raises
     ------
     ValueError, TypeError
-        A number that cannot be.
+        A number out of range.
     MemoryError, PlacementError
         As `Block`.
     """
@@ -94,13 +97,13 @@ cdef class LayerStates:
 
     @staticmethod
     def storage_bytes(states, batch, checkpoints):
-        """The bytes of the states of so many streams, each rounded up to 64, and of the copies."""
+        """Return the bytes of states, each rounded up to 64, and of their checkpoints."""
         item = {state.dtype: numpy_type(number_of_type(state.dtype)).itemsize for state in states}
         nbytes = [math.prod(state.shape) * batch * item[state.dtype] for state in states]
         total = sum([-(-n // ALIGN) * ALIGN for n in nbytes]) * (1 + checkpoints)
         if total >= MOST_BYTES:
             raise ValueError(f"KVCache: states of {sum(nbytes)} bytes and {checkpoints} "
-                             "checkpoints of them are more than there can be: fewer of them")
+                             "checkpoints of them are too large: expected fewer of them")
         return total
 
     # ---- the memory ----
@@ -148,14 +151,14 @@ cdef class LayerStates:
 
     @cython.critical_section
     def _slot(self, Py_ssize_t slot):
-        """The bytes of all states (slot 0), or of a checkpoint."""
+        """View the bytes of all states (slot 0), or of a checkpoint."""
         cdef Region region = self.open_region()
         cdef size_t begin = slot * self.state_bytes
         return vector_over(<char *>region.block.base + begin, self.state_bytes, dtype_of("uint8"),
                            new_window(region, begin, self.state_bytes), True)
 
     cdef int fill(self, Py_ssize_t to, Py_ssize_t source) except -1:
-        # Held, so that nobody closes the cache meanwhile.
+        # No other thread can close the cache meanwhile.
         cdef Region held = self.begin_change()
         cdef char *base = <char *>held.block.base
         cdef size_t nbytes = self.state_bytes
@@ -173,12 +176,12 @@ cdef class LayerStates:
     @property
     @cython.critical_section
     def positions(self):
-        """Those of the checkpoints, the oldest first."""
+        """The positions of the checkpoints, the oldest first."""
         return [position for position, _ in self._held]
 
     @cython.critical_section
     def _slots(self):
-        """The slots that have something: that of the states, and those of the checkpoints."""
+        """Return the slots in use: that of the states, and those of the checkpoints."""
         return [0] + [slot for _, slot in self._held]
 
     cdef int take(self, uint64_t position) except -1:
@@ -216,7 +219,7 @@ cdef class LayerStates:
 
     @cython.critical_section
     def _adopt(self, positions):
-        """Declare that slots 1 and on have the checkpoints of these positions, in their order."""
+        """Declare that slots 1 and on hold checkpoints of these positions, in their order."""
         n = len(positions)
         self._held = list(zip(positions, range(1, n + 1), strict=True))
         self._free = list(range(self.n_checkpoints, n, -1))
@@ -242,7 +245,7 @@ cdef class LayerStates:
 
     @property
     def resident_bytes(self):
-        """Those that are in RAM, in whole pages, once each (Pss)."""
+        """Bytes that are in RAM, in whole pages (Pss)."""
         self.open_region()
         return self.block.verify().pss_bytes
 
@@ -252,12 +255,12 @@ cdef class LayerStates:
         return self._region is None
 
     def warm(self, threads=None):
-        """Bring all of it into RAM, as `Block.warm`."""
+        """Bring all of it into RAM, as `Block.warm` does."""
         self.open_region()
         self.block.warm(threads)
 
     cdef Py_ssize_t n_users(self):
-        # The block and this hold the region; everybody else is a view.
+        # The block and this object hold the region; other references are views.
         return 0 if self._region is None else n_references(<PyObject *>self._region) - 2
 
     @cython.critical_section

@@ -14,7 +14,7 @@ Tokens: TypeAlias = Sequence[int] | NDArray[Any]
 
 
 def token_ids(tokens: Tokens, what: str = "tokens") -> NDArray[np.int32]:
-    """Return an ``int32`` array of its own of token ids.
+    """Return a new ``int32`` array of token ids.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ def token_ids(tokens: Tokens, what: str = "tokens") -> NDArray[np.int32]:
     Raises
     ------
     ValueError, TypeError
-        They are no ids.
+        They are not token ids.
     """
     try:
         given = np.asarray(tokens)

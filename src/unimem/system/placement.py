@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypedDict
 
 from unimem.base.text import format_bytes
 
-__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "sum_placements"]
+__all__ = ["Lock", "Pages", "Placement", "PlacementOptions", "check_placement", "sum_placements"]
 
 Pages = Literal["auto", "4k", "thp", "2m", "1g"]
 Lock = bool | Literal["onfault"]
@@ -41,6 +41,23 @@ class PlacementOptions(TypedDict, total=False):
     lock: Lock
     warm: bool | int
     strict: bool
+
+
+def check_placement(what: str, options: Iterable[str]) -> None:
+    """Raise TypeError for what is no option of memory.
+
+    Parameters
+    ----------
+    what : str
+        What is made, for the message.
+    options : iterable of str
+        The names that were given.
+    """
+    known = tuple(PlacementOptions.__annotations__)
+    if unknown := [repr(option) for option in options if option not in known]:
+        raise TypeError(
+            f"{what}: unexpected option {', '.join(unknown)}; placement is {', '.join(known)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

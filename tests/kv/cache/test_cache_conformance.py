@@ -230,6 +230,7 @@ class SequenceKind(cache_kinds.KVKind):
     """Sequences of a PagedKVCache of two layers."""
 
     state_layers = None
+    dims = ()
 
     def __init__(self, dtype: str) -> None:
         super().__init__(HERE, "", dtype, 1)

@@ -222,7 +222,7 @@ def test_types_apart(tmp_path: Path, k_dtype: str, v_dtype: str, order: str, gro
             assert same_bits(wide, floats_of(want[1][:, :, :11], v_dtype))
         view = kv.layer(1)[1]
         kv.trim_to(4)
-        if not grow:  # which has room for so many before they move
+        if not grow:  # a growing cache has room for them before they move
             with pytest.raises(BufferError, match="views"):
                 append(11, 20)  # the tokens would move under a view of V
         del view

@@ -120,17 +120,6 @@ def test_a_layer_whose_number_closes_the_cache() -> None:
             use(kv, Acts(0, kv.close))
 
 
-@pytest.mark.parametrize("options", [{}, {"grow": True}, {"window": 8}])
-def test_a_cache_is_made_once(options: dict[str, Any]) -> None:
-    with um.KVCache(1, 2, 64, 16, **options) as kv:
-        append(kv, 3)
-        with pytest.raises(RuntimeError, match="made already"):
-            kv.__init__(1, 2, 64, 4)  # type: ignore[misc]
-        assert np.all(kv.layer(0)[0] == 1)
-        append(kv, 3)
-        assert kv.seq_len == 6
-
-
 def test_an_array_that_lies_about_its_shape() -> None:
     class Liar(np.ndarray):
         shape = property(lambda self: (1, 2, 3, 64))

@@ -235,7 +235,7 @@ class CacheAgainstModel(RuleBasedStateMachine):
             self.rollback()
 
     def part(self, percent: int) -> int:
-        """So many of the tokens."""
+        """Return a part of the number of tokens."""
         return self.model.seq_len * min(percent, 100) // 100 + max(0, percent - 100)
 
     @rule(

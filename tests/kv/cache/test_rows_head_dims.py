@@ -65,7 +65,7 @@ def test_each_has_rows_of_its_own_size(v_dim: int, order: Any, dtype: str) -> No
 
 
 def test_compressed_keys() -> None:
-    """What llama.cpp keeps of such a layer: K, of which attention reads a part as V."""
+    """As llama.cpp, such a layer keeps only K; attention reads a part of it as V."""
     latent = tokens(5, 1, 576)
     layers = [um.LayerKV(2, 64), LATENT, um.LayerKV(1, 576, 0, share_of=1)]
     made: Any = um.KVCache(layers=layers, max_seq_len=16, dtype="f32")

@@ -346,7 +346,7 @@ def test_appending_costs_nothing_but_the_copy(kind: str, dtype: str) -> None:
 # ---- fork ----
 
 
-# What a forked child does with a cache of three tokens, of which the parent has a view.
+# Uses of a cache of three tokens in a forked child; the parent has a view of them.
 IN_CHILD = """
     import os
     import numpy as np

@@ -192,7 +192,7 @@ def test_views_go_in_any_order(kv: um.KVCache) -> None:
 
 @pytest.mark.parametrize("grow", [True, False])
 def test_readers_hold_views_while_one_thread_appends_and_trims(grow: bool) -> None:
-    n_tokens, n_at_once = 16_000, 80  # so many at once are copied without the GIL
+    n_tokens, n_at_once = 16_000, 80  # this many at once are copied without the GIL
     with um.KVCache(1, 2, 64, n_tokens, dtype="f32", grow=grow, pages="4k") as kv:
         held = threading.local()
 

@@ -142,6 +142,7 @@ class PadKind(BridgedKind):
     """Scratchpads: rows of one width."""
 
     token_shape = (8,)
+    dims = (4, 8)
 
     def __init__(
         self, bridge: Bridge, dtype: str, on_tape: bool = False, cls: str = "Scratchpad"
@@ -185,6 +186,7 @@ class KVKind(BridgedKind):
     """KVCache: K and V of two layers."""
 
     n_layers = 2
+    dims: tuple[int, ...] = (2, 2, 32, 8)
     state_layers: tuple[int, ...] | None = ()
 
     def __init__(self, bridge: Bridge, how: str, dtype: str, batch: int) -> None:

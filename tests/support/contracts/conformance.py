@@ -1,9 +1,9 @@
 """The contract of every cache, whatever it stores and wherever: one suite for all of them.
 
-A test module has a `Kind` for each of its caches: how tokens get in and out, and what this kind of
-cache declares that it does differently. `suites` makes the test classes of them: `CacheContract` is
-for all kinds, the others for those that declare what they are about. Tokens are float32 arrays
-``[n, *kind.token_shape]`` of NumPy here; where a cache keeps them is its own matter.
+A test module has a `Kind` for each of its caches: it appends and reads tokens, and declares how
+this kind of cache differs. `suites` makes the test classes from these: `CacheContract` is for all
+kinds, the other classes for kinds that declare their subject. Tokens are NumPy's float32 arrays
+``[n, *kind.token_shape]`` here, wherever a cache keeps them.
 """
 
 from __future__ import annotations
@@ -42,35 +42,37 @@ FLOATS: dict[str, np.dtype[Any]] = {
 
 
 class Kind(ABC):
-    """How the suite uses one kind of cache.
+    """One kind of cache, as the suite uses it.
 
     Attributes
     ----------
     name : str
-        Of the tests.
+        The name of the tests.
     capacity : int
-        Tokens that fit, or that a cache shows that forgets.
+        Tokens that fit, or that a cache that forgets shows.
     token_shape : tuple of int
-        Of one token of one layer.
+        The shape of one token of one layer.
     n_layers : int
-        0: `layer` means nothing to this cache.
+        Layers; 0: the cache has no argument `layer`.
     takes : tuple of str
         The dtypes that it accepts.
     forgets : bool
-        It is never full: the oldest tokens go.
+        Whether it drops the oldest tokens and is never full.
     is_fixed : bool
-        All its memory is taken when it is made, so that using it costs neither an allocation nor a
-        system call.
+        Whether all memory is taken when it is made, so that its use costs neither an allocation nor
+        a system call.
     state_layers : tuple of int, optional
-        The layers that keep a state; None: `state` means nothing to this cache.
+        The layers that keep a state; None: the cache has no method `state`.
     owns_memory : bool
-        Its memory goes with it.
+        Whether closing it frees its memory.
     in_child : bool
-        A forked child has its own copy; otherwise using it there raises ClosedError.
+        Whether a forked child has its own copy; otherwise its use there raises ClosedError.
     layouts : mapping of str to callable
-        Ways to lay a NumPy array out in memory that the cache reads all the same.
+        Layouts of a NumPy array in memory that the cache reads alike.
+    dims : tuple of int
+        Arguments to make a smaller cache; none: the class has no constructor.
     is_slow : bool
-        Not in the fast tier, where kinds like it are.
+        Whether its tests are left out of the fast tier, which has similar kinds.
     """
 
     name = ""
@@ -85,6 +87,7 @@ class Kind(ABC):
     in_child = True
     layouts: Mapping[str, Callable[[Array], Array]] = {}
     is_slow = False
+    dims: tuple[int, ...] = ()
 
     @abstractmethod
     def make(self) -> Any:
@@ -92,11 +95,11 @@ class Kind(ABC):
 
     @abstractmethod
     def arguments(self, tokens: Array) -> tuple[Foreign, ...]:
-        """Arrays of the tokens and of their dtype, as `append` is given them."""
+        """Return arrays of the tokens, in their dtype, as arguments of `append`."""
 
     @abstractmethod
     def changed(self, argument: Foreign, change: Callable[[Array], Any]) -> Any:
-        """Apply to an argument what changes a NumPy array, or makes something else of it."""
+        """Apply a function of NumPy arrays to an argument."""
 
     @abstractmethod
     def overwrite(self, argument: Foreign) -> None:
@@ -112,27 +115,27 @@ class Kind(ABC):
 
     @abstractmethod
     def stored(self, tokens: Array) -> Array:
-        """What becomes of tokens in the cache, as float32."""
+        """Return tokens as the cache stores them, as float32."""
 
     @abstractmethod
     def view(self, cache: Any) -> Any:
-        """Something that shows the memory of the first layer's tokens, without a copy."""
+        """View the memory of the first layer's tokens, without a copy."""
 
     @abstractmethod
     def shown(self, view: Any) -> Array:
-        """The tokens that a view shows, as float32."""
+        """Return the tokens that a view shows, as float32."""
 
     @abstractmethod
     def address(self, cache: Any) -> int:
-        """Where the memory of the cache begins, which holds at least one token."""
+        """Return where the memory of the cache begins, which holds at least one token."""
 
     @abstractmethod
     def is_mapped(self, address: int) -> bool:
-        """Whether there is memory."""
+        """Return whether memory is mapped at an address."""
 
     @abstractmethod
     def counters(self) -> Mapping[str, int]:
-        """What the library has cost so far: allocations, and calls of the system or the driver."""
+        """Return the library's costs so far: allocations, and calls of the system or the driver."""
 
     @contextmanager
     def made(self) -> Iterator[Any]:
@@ -145,7 +148,7 @@ class Kind(ABC):
 
 
 def kind_of(kinds: Sequence[Kind]) -> Any:
-    """The fixture of a contract's class."""
+    """Return the fixture of a contract's class."""
 
     params = [
         pytest.param(kind, id=kind.name, marks=[pytest.mark.slow] if kind.is_slow else [])
@@ -161,14 +164,14 @@ def kind_of(kinds: Sequence[Kind]) -> Any:
 
 
 def tokens_of(kind: Kind, n: int, seed: int = 0) -> Array:
-    """Random tokens."""
+    """Return random tokens."""
     shape = (n, *kind.token_shape)
     tokens: Array = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
     return tokens
 
 
 def of_layer(tokens: Array, layer: int) -> Array:
-    """What the suite appends to a layer: each has other tokens."""
+    """Return the tokens of a layer: each layer has different ones."""
     other: Array = tokens + np.asarray(layer, tokens.dtype)
     return other
 
@@ -180,7 +183,7 @@ def fill(kind: Kind, cache: Any, tokens: Array) -> None:
 
 
 def check(kind: Kind, cache: Any, tokens: Array) -> None:
-    """The cache holds these tokens, and no others."""
+    """Check that the cache holds exactly these tokens."""
     assert len(cache) == len(tokens)
     if hasattr(cache, "is_empty"):
         assert cache.is_empty is (len(tokens) == 0)
@@ -194,7 +197,7 @@ def check(kind: Kind, cache: Any, tokens: Array) -> None:
 
 @contextmanager
 def unchanged(kind: Kind, cache: Any, tokens: Array) -> Iterator[None]:
-    """What fails inside leaves the cache as it was, and usable."""
+    """Check that a failure inside leaves the cache unchanged and usable."""
     yield
     check(kind, cache, tokens)
     assert not cache.closed
@@ -242,6 +245,18 @@ class CacheContract(Contract):
     def test_a_new_cache_is_empty(self, kind: Kind, cache: Any) -> None:
         check(kind, cache, tokens_of(kind, 0))
         assert not cache.closed
+
+    def test_a_cache_is_made_once(self, kind: Kind, cache: Any) -> None:
+        tokens = tokens_of(kind, 5)
+        fill(kind, cache, tokens)
+        for dims in (kind.dims, (0, *kind.dims[1:])) if kind.dims else ():
+            with unchanged(kind, cache, tokens), pytest.raises(RuntimeError, match="made already"):
+                cache.__init__(*dims)
+        cache.__exit__(None, None, None)
+        if kind.dims:
+            with pytest.raises(RuntimeError, match="made already"):
+                cache.__init__(*kind.dims)
+        assert cache.closed
 
     @pytest.mark.parametrize("parts", [(0, 1, 1, 0), (2, 3), (7, 17), (24,)], ids=str)
     def test_what_was_appended_is_there(
@@ -380,7 +395,7 @@ class CacheContract(Contract):
         changes: Mapping[str, Callable[[Array], Any]],
         error: type[Exception],
     ) -> None:
-        """Whichever arguments are changed, it is told what was expected and what came."""
+        """A wrong argument is refused with what was expected and what was given."""
         tokens = tokens_of(kind, 3)
         fill(kind, cache, tokens)
         for change in changes.values():

@@ -83,7 +83,7 @@ def meanwhile(do: Callable[[], object], n_threads: int = 2) -> Iterator[None]:
 
 
 def each_call_fails(call: Callable[[], Any]) -> Iterator[tuple[OsFaults, Any]]:
-    """Call again and again, of which the first, the second and so on system call fails.
+    """Call again and again, and fail the first, the second and so on system call.
 
     Gives the faults and what was raised, or what was returned when no call was left to fail.
     """

@@ -31,14 +31,16 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def given(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 8) -> Array:
-    """Random tokens of one of the dtypes that caches take."""
+    """Return random tokens of a dtype that caches take."""
     floats: Array = rng.normal(scale=scale, size=shape).astype(np.float32)
     return floats.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
 
 def quantized(floats: Array) -> Array:
-    """ggml's Q8_0 of the last axis, as its format is written: 32 values a block, of which the
-    largest becomes 127, and a half is rounded away from 0."""
+    """Return ggml's Q8_0 of the last axis, as its format is described.
+
+    A block has 32 values. The largest becomes 127, and halves are rounded away from 0.
+    """
     blocks = floats.astype(np.float32).reshape(*floats.shape[:-1], floats.shape[-1] // 32, 32)
     scale = np.abs(blocks).max(axis=-1) / np.float32(127)
     with np.errstate(divide="ignore"):
@@ -51,7 +53,7 @@ def quantized(floats: Array) -> Array:
 
 
 def stored(values: Array, dtype: str) -> Array:
-    """What a cache of this dtype makes of given tokens: the last axis is in blocks for q8_0."""
+    """Return given tokens as a cache of this dtype stores them: q8_0 in blocks."""
     floats = values.astype(np.float32)
     if dtype == "q8_0":
         return quantized(floats)
@@ -60,14 +62,14 @@ def stored(values: Array, dtype: str) -> Array:
 
 
 def kept(values: Array, part: Literal["k", "v"], dtype: str, rotate: bool) -> Array:
-    """What a cache keeps of K or V that it is given: blocks stay as they are."""
+    """Return given K or V as a cache keeps it: blocks stay as they are."""
     if values.dtype == Q8_0:
         return values
     return stored(um.rotate_heads(values, part) if rotate and values.size else values, dtype)
 
 
 def as_float32(array: Array) -> Array:
-    """The numbers that stored tokens stand for."""
+    """Return the numbers that stored tokens represent."""
     if array.dtype != Q8_0:
         return array.astype(np.float32)
     values = array["d"].astype(np.float32)[..., None] * array["qs"].astype(np.float32)
@@ -82,17 +84,17 @@ def same_bits(a: Array, b: Array) -> bool:
 
 
 def memory(address: int, nbytes: int) -> Array:
-    """The bytes at an address, of which no cache knows that they are looked at."""
+    """View the bytes at an address, unknown to any cache."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 def lane_row_bytes(kv: um.KVCache) -> int:
-    """Bytes of a row of a lane: all heads of a token, or one head."""
+    """Return the bytes of a row of a lane: all heads of a token, or one head."""
     return kv.row_bytes // (kv.n_kv_heads if kv.order == "head" else 1)
 
 
 def lane_address(kv: um.KVCache, layer: int, part: int, lane: int) -> int:
-    """Where a lane of K (0) or V (1) of a layer begins: of a stream, or of a head of one."""
+    """Return where a lane of K (0) or V (1) of a layer begins, of a stream or a head."""
     k, v = kv.address(layer, "k"), kv.address(layer, "v")
     n_lanes = kv.batch * (kv.n_kv_heads if kv.order == "head" else 1)
     return (k, v)[part] + lane * ((v - k) // n_lanes)
@@ -110,7 +112,7 @@ def write_rows(kv: um.KVCache, layer: int, part: int, row: int, tokens: Array) -
 
 
 def first_row(kv: um.KVCache, layer: int) -> int:
-    """The row of the first token that a layer shows."""
+    """Return the row of the first token that a layer shows."""
     at = proc_maps.address_of(kv.layer(layer)[0]) - kv.address(layer, "k")
     assert at % lane_row_bytes(kv) == 0
     return at // lane_row_bytes(kv)

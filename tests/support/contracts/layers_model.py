@@ -187,7 +187,7 @@ class LayersModel:
             self.top[i] = max(self.top[i], self.end[i] + n)
 
     def rollback(self, kinds: Sequence[Sequence[int]], to: int | None = None) -> None:
-        """kinds: the layers that are kept together, of which one forgets what another does."""
+        """kinds: the layers that share a part, which lose the same tokens."""
         end = self.next_position if to is None else to
         self.end_of_states = end
         for alike in kinds:

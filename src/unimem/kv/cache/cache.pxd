@@ -6,7 +6,7 @@ from unimem.kv.cache.layered cimport LayeredKVCache
 from unimem.kv.cache.one_kind cimport OneKindCache
 
 cdef class KVCache:
-    # The native cache: C callers use the um_kv_* functions on it directly. NULL where layers differ.
+    # The core's cache, for callers of um_kv_*. NULL if layers differ.
     cdef um.um_kv *kv
     # What does the work: one of the other two, which is None where it is not that.
     cdef readonly object _body

@@ -1,14 +1,16 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""The KV cache as users see it: its arguments, its documents, and the cache that it holds.
+"""The KV cache as users see it: its arguments, its docstrings, and the body that does the work.
 
-A `KVCache` holds a body, which does the work: a `OneKindCache` where all layers are alike, and a
-`LayeredKVCache`, made of such caches, where they differ. Neither knows this class.
+      KVCache --+--> OneKindCache      all layers are alike: rows, and storage that they lie in
+                `--> LayeredKVCache    layers differ: a OneKindCache for each kind, and states
+
+Neither body knows this class. Private members that other rooms need are those of the body.
 """
 import warnings
 
 from unimem.kv.cache.held import call, figure
 from unimem.kv.cache.rows import for_dims
-from unimem.kv.cache.spec import SIGNATURE, KVSpec, spec_of
+from unimem.kv.cache.spec import KVSpec, signature, spec_of
 from unimem.kv.cache_html import kv_html
 
 cimport cython
@@ -26,7 +28,7 @@ def _made(spec):
 
 
 class _Restored:
-    """What `snapshot.restore` makes: bodies."""
+    """The class that `snapshot.restore` calls: it makes bodies."""
 
     def __new__(cls, **fields):
         return _made(spec_of((), fields))
@@ -38,73 +40,71 @@ class _Restored:
 cdef class KVCache:
     """K and V of all layers of one stream (optionally a batch).
 
-    For each layer the storage holds K and V, each ``[batch, rows, n_kv_heads, head_dim]``, or with
-    ``order="head"`` ``[batch, n_kv_heads, rows, head_dim]``. Appending is a copy, or a conversion,
-    into the next row, and no address ever changes. A token counts once every layer holds it. Its
-    position is that in the conversation, whatever is dropped before it. There are three kinds:
+    The storage holds K and V of each layer, each ``[batch, rows, n_kv_heads, head_dim]``, or with
+    ``order="head"`` ``[batch, n_kv_heads, rows, head_dim]``. Appending copies, or converts, into
+    the next row, and no address ever changes. A token counts once every layer holds it. Its
+    position is its place in the conversation, whatever is dropped before it. There are three kinds:
 
     fixed
         All memory is taken at once. Trimming moves no byte: the tokens begin at a later row. When
-        the last row is used they move to the first.
+        the last row is used, they move to the first.
     growing (``grow=True``)
-        Address space is reserved, and memory is committed in steps as tokens come, and given back
-        when they go, but for a little that is kept for what comes next.
+        Address space is reserved. Memory is committed in steps as tokens are appended, and given
+        back as they are dropped, except for a little that is kept for the next tokens.
     ring (``window=n``)
-        The last n tokens. The token of position p is in row ``p % n_rows``, and since the rows are
-        mapped twice, back to back, the window is one array wherever it begins. Nothing is ever
-        moved.
+        The last n tokens. The token at position p is in row ``p % n_rows``. The rows are mapped
+        twice, back to back, so the window is one array wherever it begins, and nothing moves.
 
-    One thread writes; others may read views of tokens that are there. A view stays valid while its
-    rows are not written anew; memory under a view is not given back. After a fork the child has
-    its own copy, but for a ring, which is left out of it. A page faults when its first token comes,
-    unless ``warm=True``, `warm` or `Layout.freeze` has touched it; growing touches what it commits.
+    One thread writes; other threads may read views of tokens that are present. A view stays valid
+    until its rows are overwritten; memory under a view is not given back. A forked child has its
+    own copy, except of a ring, which it does not have. A page faults with its first token, unless
+    ``warm=True``, `warm` or `Layout.freeze` has touched it; growing touches what it commits.
 
     Parameters
     ----------
     n_layers, n_kv_heads, head_dim : int
-        The model's dimensions, where all layers are alike.
+        The model's dimensions, if all layers are alike.
     layers : sequence of LayerKV and LayerState, optional
-        Instead of these: what each layer keeps. Then `max_seq_len` is named, too, and `window` and
-        `tape` are not accepted. See docs/kv.md.
+        What each layer keeps, instead of these dimensions. `max_seq_len` is then a keyword, and
+        `window` and `tape` are not accepted. See docs/kv.md.
     max_seq_len : int
-        Tokens that fit. A ring holds its window, and positions go on without end.
+        Tokens that fit. A ring holds its window, and its positions have no limit.
     batch : int, default 1
         Streams that grow together.
     dtype : {"f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"}
-        What is stored; dtypes of NumPy, ml_dtypes and torch, and NumPy's names, are accepted for
-        the first three. The others are ggml's: blocks of 32 values of a head with one scale, of
-        eight, five or four bits a value. They are quantized as ggml's reference does it. Two, as
-        ``"q8_0,q4_0"``, are those of K and of V.
+        The stored type. For the first three, dtypes of NumPy, ml_dtypes and torch, and NumPy's
+        names, are accepted. The other types are ggml's: blocks of 32 values of a head with one
+        scale and eight, five or four bits a value, quantized as ggml's reference does. A pair such
+        as ``"q8_0,q4_0"`` names the types of K and V.
     k_dtype, v_dtype : str, optional
-        What is stored of K, and of V, where that is not `dtype`.
+        The types of K and V, if they differ from `dtype`.
     v_head_dim : int, optional
-        Elements of a head of V, where that is not `head_dim`; 0: no V.
+        Elements of a head of V, if that differs from `head_dim`; 0: no V.
     order : {"token", "head"}
-        What lies side by side: the heads of a token, as matrix products write them and ggml reads
-        them; or the tokens of a head, as attention over a whole conversation reads them. All that
-        is given and shown is the same but for strides.
+        What is contiguous: the heads of a token, as matrix products write and ggml reads them; or
+        the tokens of a head, as attention over a whole conversation reads them. Arguments and
+        results are the same except for strides.
     window : int, optional
-        Makes a ring of the last so many tokens.
+        Makes a ring of this many tokens.
     spare_rows : int, default 0
-        Of a ring: rows beyond the window, which is rounded up to whole pages anyway. So far can
-        `crop` go back, and so many tokens and one more can be reserved before any is lost that
-        the first of them attends to.
+        Rows of a ring beyond its window; their number is rounded up to whole pages. `crop` can undo
+        up to this many tokens; reserving more evicts tokens that are still in the window.
     budget_bytes : int, optional
-        What `capacity_bytes` never exceeds: CacheFull is raised before. Of a fixed cache it limits
-        the rows.
+        The limit of `capacity_bytes`; CacheFull is raised at it. It limits the rows of a fixed
+        cache.
     grow : bool, default False
         Makes a growing cache.
     rotate : bool, default False
-        Whether appends rotate the heads of floats (`rotate_heads`), whose outliers cost quantized
-        types less then. Whoever reads rotates queries, and rotates back what is made of V.
+        Whether appends rotate heads of floats (`rotate_heads`), so that outliers cost quantized
+        types less. The reader rotates its queries, and rotates the output of attention back.
     checkpoints, checkpoint_every : int, optional
-        With `layers` that keep a state: copies of all states that are kept at most (`checkpoint`),
-        and after how many tokens `commit` and `append_all` take one.
+        For `layers` with states: the most copies of all states to keep (`checkpoint`), and the
+        number of tokens after which `commit` and `append_all` take one.
     tape : Tape, optional
         Where the storage of a fixed cache is taken, such as ``layout.history``; otherwise it has a
         block of its own.
     name : str, optional
-        Stands in messages.
+        Its name in messages.
     **placement
         See `PlacementOptions`; only without `tape`.
 
@@ -113,7 +113,7 @@ cdef class KVCache:
     tape, block : Tape or None, Block or None
         What the storage lies on.
     dtype, v_dtype : str
-        What is stored of K, and of V, such as ``"f16"``.
+        The types of K and V, such as ``"f16"``.
     order : str
         ``"token"`` or ``"head"``.
     window, budget_bytes : int or None
@@ -126,8 +126,8 @@ cdef class KVCache:
     Raises
     ------
     ValueError
-        A dimension below 1, an unknown dtype, sizes whose product does not fit; options that do
-        not go together.
+        A dimension below 1, an unknown dtype, sizes whose product is too large, or options that
+        exclude each other.
     TapeFull
         `tape` has no room.
     CacheFull
@@ -147,7 +147,7 @@ cdef class KVCache:
     (3, (1, 4, 3, 8), 'float16')
     """
 
-    __signature__ = SIGNATURE
+    __signature__ = signature()
 
     def __cinit__(self):
         self.hold(OneKindCache.__new__(OneKindCache))
@@ -189,22 +189,22 @@ cdef class KVCache:
 
     @staticmethod
     def storage_bytes(*dims, layers=None, **options):
-        """Return the bytes that a cache takes whose memory is fixed.
+        """Return the bytes that a cache of fixed memory takes.
 
         Parameters
         ----------
         *dims : int
-            `n_layers`, `n_kv_heads`, `head_dim` and `max_seq_len`, also by their names.
+            `n_layers`, `n_kv_heads`, `head_dim` and `max_seq_len`, also by name.
         layers : sequence of LayerKV, optional
-            Instead of the first three: then rings are counted as well.
+            Instead of the first three; rings are then counted as well.
         **options
             `batch`, `dtype` and `order`; with `layers` also `spare_rows`, `checkpoints`, `pages`.
 
         Returns
         -------
         int
-            For each layer and stream K and V, each rounded up to 64 bytes; with ``order="head"``
-            each head of these. Rings have whole pages.
+            The sum of K and V of each layer and stream, each rounded up to 64 bytes; with
+            ``order="head"`` each head is rounded. Rings have whole pages.
 
         Raises
         ------
@@ -222,26 +222,27 @@ cdef class KVCache:
         Parameters
         ----------
         layer : int
-            Which.
+            The layer's number.
         k, v : array
-            Of NumPy, or of torch or whoever else has ``__dlpack__`` or a buffer; in main memory. Of
-            one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
-            (batch 1), or ``[batch, n_kv_heads, n, head_dim]``. Converted to the cache's dtype,
-            rounding to nearest even; arrays that are not C-contiguous are copied first. A
-            quantized cache takes blocks, too, as `layer` shows them, where K and V have one type.
+            Arrays in main memory, of NumPy, torch or any library with ``__dlpack__`` or a buffer.
+            Both have one shape, ``[n, n_kv_heads, head_dim]`` (batch 1) or
+            ``[batch, n_kv_heads, n, head_dim]``, and one dtype, float32, float16 or bfloat16. They
+            are converted to the cache's dtype, rounding to nearest even; arrays that are not
+            C-contiguous are copied first. If K and V have one quantized type, its blocks are
+            accepted, too, as `layer` shows them.
 
         Raises
         ------
         CacheFull
-            There is no room for all n, or `budget_bytes` would be passed.
+            There is no room for all n tokens, or `budget_bytes` would be exceeded.
         CapacityError, MemoryError, PlacementError
-            A growing cache cannot have more memory.
+            A growing cache cannot get more memory.
         ValueError, TypeError
             A wrong layer, shape or dtype.
         RuntimeError
-            Rows are reserved; FrozenError when memory would have to be committed.
+            Rows are reserved; FrozenError if memory would have to be committed.
         BufferError
-            Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
+            After trimming, tokens have to move to the first rows, and views lie over those.
         OSError
             The rows are mapped from a file (`restore`), which has become shorter.
 
@@ -263,7 +264,8 @@ cdef class KVCache:
         ----------
         k, v : array
             ``[n_layers, n_kv_heads, head_dim]``, float32, float16 or bfloat16; otherwise as for
-            `append`.
+            `append`. If layers differ, a sequence of arrays ``[n_kv_heads, head_dim]``, one of each
+            layer that has rows of its own.
 
         Raises
         ------
@@ -308,28 +310,27 @@ cdef class KVCache:
         Parameters
         ----------
         i : int
-            Which layer.
+            The layer's number.
         dtype : dtype-like, optional
-            Converted copies in this dtype instead of views.
+            The dtype to return converted copies in, instead of views.
         out : tuple of array, optional
-            Where the converted copies go: two arrays, of any library, of the copies' shape and of
-            `dtype`.
+            Two arrays of any library that receive the copies, of their shape and of `dtype`.
 
         Returns
         -------
         k, v : numpy.ndarray
-            ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now (of a
-            ring: its window). Views do not grow, and stay valid until their rows are written anew.
-            Those of a quantized cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks, whose
-            fields are ggml's: those of ``"q8_0"`` are ``d`` (float16) and ``qs`` (32 int8), and
-            value ``i`` is ``d * qs[i]``. docs/kv.md has the others.
+            ``[batch, n_kv_heads, n, head_dim]`` with the n tokens that this layer holds now, or of
+            a ring, its window. Views do not grow, and stay valid until their rows are overwritten.
+            Views of a quantized cache are ``[batch, n_kv_heads, n, head_dim / 32]`` blocks with
+            ggml's fields: ``"q8_0"`` has ``d`` (float16) and ``qs`` (32 int8), and value ``i`` is
+            ``d * qs[i]``. docs/kv.md has the other types.
 
         Raises
         ------
         ValueError
             A wrong layer, or an `out` of another shape or dtype.
         OSError
-            Of copies: the rows are mapped from a file, which has become shorter.
+            Copies were asked for, and the file that the rows are mapped from has become shorter.
         """
         return self._body.layer(i, dtype, out)
 
@@ -341,12 +342,12 @@ cdef class KVCache:
     give_back = call(OneKindCache.give_back)
 
     def enforce_memory_limit(self, max_bytes):
-        """Keep as many of the last tokens as fit, and give the memory of all others back.
+        """Keep as many of the last tokens as fit, and give back the memory of all other tokens.
 
         Parameters
         ----------
         max_bytes : int
-            What `memory_usage_bytes` is at most afterwards.
+            The limit of `memory_usage_bytes` afterwards.
 
         Returns
         -------
@@ -363,9 +364,9 @@ cdef class KVCache:
 
         Notes
         -----
-        Where tokens and memory are within the limit already, nothing is done. Memory is given back
-        in whole pages; that of a fixed cache or a ring stays where it is locked, or of hugetlb
-        pages. Pages that the system refuses to take now go with a later call.
+        Nothing is done if tokens and memory are within the limit. Memory is given back in whole
+        pages; a fixed cache or a ring keeps memory that is locked or in hugetlb pages. Pages that
+        the system refuses to take are given back by a later call.
         """
         return self._body.enforce_memory_limit(max_bytes)
 
@@ -387,15 +388,15 @@ cdef class KVCache:
         CapacityError, MemoryError, PlacementError
             There is no room for it.
         OSError
-            The rows are mapped from a file, which has become shorter.
+            The file that the rows are mapped from has become shorter.
         """
         return _around(KVCache, self._body.copy())
 
     def save(self, path, *, tokens=None, model=None):
         """Write the tokens to a file, for `restore`.
 
-        The file is replaced at once: whenever the process or the machine stops, it is the old one
-        or the new one, whole. Its format is described in docs/snapshots.md.
+        The file is replaced at once: whenever the process or the machine stops, the old or the new
+        file is there, whole. docs/snapshots.md describes the format.
 
         Parameters
         ----------
@@ -404,17 +405,17 @@ cdef class KVCache:
         tokens : sequence of int, optional
             The ids of all tokens up to `next_position`.
         model : str, optional
-            What the cache belongs to, such as ``weights.fingerprint``.
+            The model that the cache belongs to, such as ``weights.fingerprint``.
 
         Raises
         ------
         RuntimeError
             Rows are reserved, or layers differ in length.
         ValueError
-            Another number of `tokens`.
+            `tokens` are not `next_position` many.
         OSError
-            It cannot be written, or is a folder or device; or the rows are mapped from a file that
-            has become shorter. The file is as it was.
+            The path cannot be written, or is a folder or device; or the file that the rows are
+            mapped from has become shorter. The file at the path is unchanged.
         """
         from unimem.kv import snapshot
 
@@ -424,7 +425,7 @@ cdef class KVCache:
 
     @classmethod
     def restore(cls, path, *, mode="map", tokens=None, model=None, verify=None, **placement):
-        """Make a cache of what `save` wrote.
+        """Make a cache from a file that `save` wrote.
 
         Parameters
         ----------
@@ -432,15 +433,15 @@ cdef class KVCache:
             The file, or its URL.
         mode : {"map", "copy"}
             ``"map"``: the file is mapped, copy-on-write, and ready at once; the cache grows on
-            demand, on base pages. ``"copy"``: it is read, in parallel. A ring, and what a URL
-            names, is always read.
+            demand, on base pages. ``"copy"``: the file is read, in parallel. A ring and a URL are
+            always read.
         tokens : sequence of int, optional
-            The tokens to be computed: those of the file must be the first of them.
+            The tokens to compute, which must begin with those of the file.
         model : str, optional
-            What the file must have been saved with.
+            The model that the file must have been saved with.
         verify : bool, optional
-            Whether the checksums of the data are compared; by default only when it is read. See
-            also the method `verify`.
+            Whether to compare the checksums of the data; by default only if it is read. See also
+            the method `verify`.
         **placement
             See `PlacementOptions`; only with ``"copy"``.
 
@@ -451,11 +452,11 @@ cdef class KVCache:
         Raises
         ------
         SnapshotError
-            The file is no snapshot, is damaged, or is one of another model or of other tokens.
+            The file is no snapshot, is damaged, or belongs to another model or other tokens.
         ValueError, TypeError
-            An unknown mode or option, placement with ``"map"``, `tokens` that are no ids.
+            An unknown mode or option, placement with ``"map"``, or invalid `tokens`.
         OSError
-            It cannot be read.
+            The file cannot be read.
         CapacityError, MemoryError, PlacementError
             There is no room.
         """
@@ -470,7 +471,7 @@ cdef class KVCache:
         Raises
         ------
         SnapshotError
-            It was changed, or truncated.
+            The file was changed or truncated.
         ValueError
             The cache was not restored with ``mode="map"``.
         OSError
@@ -485,11 +486,11 @@ cdef class KVCache:
 
     tape = figure(OneKindCache.tape, "The tape that the storage lies on, or None.")
     block = figure(OneKindCache.block, "The block of its own that the storage lies on, or None.")
-    name = figure(OneKindCache.name, "What messages call it.")
-    dtype = figure(OneKindCache.dtype, 'What is stored of K, such as ``"f16"``; with `layers`, of each layer.')
-    v_dtype = figure(OneKindCache.v_dtype, "What is stored of V.")
-    order = figure(OneKindCache.order, 'What lies side by side: ``"token"`` or ``"head"``.')
-    window = figure(OneKindCache.window, "Tokens of a ring, or None; with `layers`, of each layer.")
+    name = figure(OneKindCache.name, "Its name in messages.")
+    dtype = figure(OneKindCache.dtype, "The type of K; if layers differ, of each.")
+    v_dtype = figure(OneKindCache.v_dtype, "The type of V; if layers differ, of each.")
+    order = figure(OneKindCache.order, 'What is contiguous: ``"token"`` or ``"head"``.')
+    window = figure(OneKindCache.window, "Tokens of a ring, or None; if layers differ, of each.")
     budget_bytes = figure(OneKindCache.budget_bytes, "The most bytes of storage, or None.")
     grow = figure(OneKindCache.grow, "Whether memory is committed as tokens come.")
     rotate = figure(OneKindCache.rotate, "Whether appends rotate heads.")
@@ -529,7 +530,7 @@ cdef class KVCache:
         return self
 
     def __exit__(self, *exc_info):
-        # Views that are still alive keep the memory; it goes with the last of them.
+        # The last live view, if there is one, keeps the memory.
         self._body.__exit__()
 
     def __reduce__(self):
@@ -551,7 +552,7 @@ cdef class KVCache:
 
 
 cdef KVCache _around(type cls, body):
-    """A cache that holds a body which is made."""
+    """Return a cache that holds a body."""
     cdef KVCache cache = cls.__new__(cls)
     cache.hold(body)
     cache._is_made = True

@@ -1,5 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""KV caches in memory that the CPU cannot touch: what `cuda.KVCache` does for every token."""
+"""KV caches in memory that the CPU cannot touch: the part of `cuda.KVCache` run for each token.
+
+Positions and rows are kept on the host, as for every cache. All that touches the memory is queued
+on a stream of the driver: a plain copy, or a kernel that the subclass launches.
+"""
 import warnings
 
 from unimem.errors import ClosedError
@@ -21,7 +25,7 @@ from unimem._core.tape cimport DeviceTape
 
 cnp.import_array()
 
-# Which axes of what is given are layers, streams, heads, tokens and values.
+# The axes of given arrays that are layers, streams, heads, tokens and values.
 cdef dict _AXES = {um.UM_KV_TOKEN_MAJOR: (None, None, 1, 0, 2),
                    um.UM_KV_HEAD_MAJOR: (None, 0, 1, 2, 3)}
 cdef tuple _OF_ALL_LAYERS = (0, None, 1, None, 2)
@@ -38,7 +42,7 @@ cdef um.um_status _move(void *context, void *to, const void *from_, size_t nbyte
 
 
 cdef class KVDevice(KVRows):
-    """What `cuda.KVCache` stands on: fixed storage on a device's tape.
+    """The base of `cuda.KVCache`: fixed storage on a device's tape.
 
     A subclass calls `_plan`, and `_place` with a tape. It queues what is no plain copy:
     ``_write(k, v, given, axes, (n, layer, n_layers, row, row_address), stream)`` writes the rows of
@@ -51,7 +55,7 @@ cdef class KVDevice(KVRows):
         return self.plan_fixed(&self._spec, &self._storage)
 
     def _place(self, DeviceTape tape not None, driver, *, bint owns_tape):
-        """Take the storage, where `_plan` has said how much."""
+        """Take the storage that `_plan` has described."""
         self._storage.base = tape.take_raw(self._storage_bytes, 256)
         self._driver = driver
         self._device = driver.id
@@ -72,7 +76,7 @@ cdef class KVDevice(KVRows):
             self._tape.check_open()
         if self._is_torn:
             raise RuntimeError(f"KVCache '{self.name}' has lost tokens: the device failed while "
-                               "they were moved. Close it, and compute them again in a new one")
+                               "they were moved. Close it, and compute them again in a new cache")
         return self._views
 
     cdef Py_ssize_t n_users(self):
@@ -87,9 +91,9 @@ cdef class KVDevice(KVRows):
     # ---- tokens that move ----
 
     cdef int move_bytes(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1:
-        # No device says in which order it copies: in pieces as long as the way is.
+        # A device copies in any order: copy pieces that are no longer than the distance.
         cdef size_t most = to - from_ if to > from_ else from_ - to, left = nbytes, n, at
-        if self._moving is None:  # what runs Python comes before the first byte
+        if self._moving is None:  # Python code runs before the first byte moves
             if self._stream is None:
                 self._stream = self._driver.stream()
             self._moving = self._tape._memory
@@ -102,9 +106,9 @@ cdef class KVDevice(KVRows):
         return 0
 
     cdef int move_piece(self, uintptr_t to, uintptr_t from_, size_t nbytes) except -1:
-        # What a signal's handler raises may come before the copy or behind it. A piece that is
-        # copied once more is the same, and half a move is none: so it is kept until all is moved.
-        # The driver's own error comes again.
+        # A signal's handler may raise before or after the copy. Copying a piece twice is harmless,
+        # and half a move is not: so the error is kept until all has moved. An error of the driver
+        # is raised again by the second copy.
         try:
             self._driver.copy(to, from_, nbytes, self._stream)
         except BaseException as error:
@@ -124,7 +128,7 @@ cdef class KVDevice(KVRows):
     # ---- appending ----
 
     cdef object as_array(self, object x, str what):
-        # The driver's own type of arrays is learnt. Where they are `find_apart` looks at.
+        # Arrays of the driver's own type need no call; `find_apart` checks where they are.
         if type(x) is self._array_type:
             return x
         found = on_device(self._driver, x, what)
@@ -154,7 +158,7 @@ cdef class KVDevice(KVRows):
         if <int>data.device_id != self._device:
             self._driver.to_array(a)  # raises, unless it is empty
         find_bytes(out, data.ptr, shape, a.strides, (<cnp.dtype>a.dtype).itemsize)
-        # On a device there is no order in which what overlaps is read and written.
+        # A device reads and writes overlapping memory in any order.
         if out.low < base + self._storage_bytes and base < out.end:
             raise ValueError(f"{doing}: expected tokens in memory of their own, got a view of this "
                              "cache: append a copy")
@@ -174,14 +178,14 @@ cdef class KVDevice(KVRows):
         Parameters
         ----------
         layer : int
-            Which.
+            The layer's number.
         k, v : cupy.ndarray, or an array on the device that has ``__dlpack__``
-            Of one shape and dtype, float32, float16 or bfloat16: ``[n, n_kv_heads, head_dim]``
-            (batch 1), or ``[batch, n_kv_heads, n, head_dim]``, with any strides. Tokens of the
-            cache's dtype that lie as they are stored (``[n, n_kv_heads, head_dim]`` without gaps)
-            are two asynchronous copies; all others are one launch of a kernel, which converts,
+            Both have one shape, ``[n, n_kv_heads, head_dim]`` (batch 1) or
+            ``[batch, n_kv_heads, n, head_dim]``, with any strides, and one dtype, float32, float16
+            or bfloat16. Tokens of the cache's dtype in ``[n, n_kv_heads, head_dim]`` without gaps
+            cost two asynchronous copies; other tokens cost one launch of a kernel, which converts,
             rounding to nearest even. A ``"q8_0"`` cache takes blocks, too, as `layer` shows them.
-            They may be changed or dropped as soon as the stream has come so far.
+            The arrays may be changed or dropped once the stream has passed the append.
         stream : object, optional
             A CUDA stream; CuPy's current one by default.
 
@@ -190,12 +194,12 @@ cdef class KVDevice(KVRows):
         CacheFull
             There is no room for all n.
         ValueError, TypeError
-            A wrong layer, shape, dtype or byte order; tokens that lie in this cache's own memory,
-            which a device would read and write in no order.
+            A wrong layer, shape, dtype or byte order; tokens in this cache's own memory, which a
+            device would read and write in any order.
         RuntimeError
             Rows are reserved, or another thread appends; the cache has lost tokens.
         BufferError
-            Tokens were trimmed, the rest has to move to the first rows, and views lie over these.
+            After trimming, tokens have to move to the first rows, and views lie over those.
         ClosedError
 
         Notes
@@ -212,7 +216,7 @@ cdef class KVDevice(KVRows):
         cdef uintptr_t out
         cdef uint32_t index
         cdef tuple shape
-        self.open_region()  # in a forked child the driver is not there to be asked
+        self.open_region()  # first: a forked child has no driver to ask
         k, v = self.as_array(k, "k"), self.as_array(v, "v")
         stream = self.number_of_stream(stream)
         index = layer_number(layer, s.n_layers, "layer")
@@ -225,7 +229,7 @@ cdef class KVDevice(KVRows):
                 self.fail(&err, "append")
         if given.n == 0:
             return
-        _held = self._tape._memory  # a call of CUDA lets other threads run, which may close
+        _held = self._tape._memory  # during a call of CUDA another thread may close the cache
         self._writing = True
         try:
             if (given.type == s.type and s.batch == 1 and k_bytes.in_order and v_bytes.in_order
@@ -280,7 +284,7 @@ cdef class KVDevice(KVRows):
 
     @cython.critical_section
     def _append_at(self, layer, k, v, row, stream):
-        """Write tokens of one layer at the row that an int32 says when the device gets there."""
+        """Write tokens of one layer at the row that an int32 on the device holds at that time."""
         cdef Given given
         cdef Bytes k_bytes, v_bytes
         cdef str doing = "KVCache.append_at"
@@ -310,7 +314,7 @@ cdef class KVDevice(KVRows):
 
     @cython.critical_section
     def _span(self, i):
-        """A layer's number, the row of the first token that it holds, and how many there are."""
+        """Return a layer's number, the row of its first token, and the number of its tokens."""
         cdef uint64_t first = 0, n
         cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers, "i")
         self.open_region()
@@ -319,30 +323,30 @@ cdef class KVDevice(KVRows):
 
     @cython.critical_section
     def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n):
-        """Where n rows of K or V begin, and what a view of them holds: it knows of their memory."""
+        """Return where n rows of K or V begin, and the objects that a view of them holds."""
         cdef Region region = self.open_region()
         cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0) + row * self.kv.row_bytes
-        # In the first stream alone: rows lie, and move, in all of them alike.
+        # Only in the first stream: rows lie and move alike in all streams.
         window = new_window(region, data - <char *>self.kv.base, n * self.kv.row_bytes)
         return <uintptr_t>data, (window, self._tape._memory)
 
     @cython.critical_section
     def _lane(self, layer, part, stream):
-        """Where row 0 of a lane is."""
+        """Return the address of row 0 of a lane."""
         self.open_region()
         return <uintptr_t>um.um_kv_lane(&self.kv, layer, is_v(part), stream)
 
     def _first_row(self):
-        """The row of the first token that all layers hold."""
+        """Return the row of the first token that all layers hold."""
         return self.first_row()
 
     def _check_whole(self, str doing):
-        """Raise unless all layers hold the same tokens, and nothing is reserved."""
+        """Raise unless all layers hold the same tokens, and no row is reserved."""
         self.open_region()
         self.check_whole(doing)
 
     def _while_held(self, read):
-        """Call what reads rows: meanwhile none of them moves, and the memory stays."""
+        """Call a function that reads rows; meanwhile no row moves, and the memory stays."""
         self.open_region()
         _held = self._tape._memory
         self._n_busy += 1
@@ -352,7 +356,7 @@ cdef class KVDevice(KVRows):
             self.end_busy()
 
     def _wanted(self, dtype):
-        """A dtype that rows can be converted to, and what kernels call it."""
+        """Return a dtype that rows can be converted to, and its name for kernels."""
         wanted = dtype_of(dtype)
         if wanted.name not in ("float32", "float16", "bfloat16") or not wanted.isnative:
             raise ValueError(f"dtype: expected float32, float16 or bfloat16, got {wanted}")
@@ -367,7 +371,7 @@ cdef class KVDevice(KVRows):
 
     @property
     def block(self):
-        """The block of the cache's own, or None where it lies on a tape."""
+        """The cache's own block, or None if it lies on a tape."""
         return self._tape.block if self._owns_tape else None
 
     @property
@@ -377,13 +381,13 @@ cdef class KVDevice(KVRows):
 
     @property
     def resident_bytes(self):
-        """Bytes of the storage: memory of a device, and pinned memory, are always there."""
+        """Bytes of the storage: device memory and pinned memory are always resident."""
         self.open_region()
         return self._storage_bytes
 
     @property
     def granted(self):
-        """Where the memory under the cache is, as `cuda.Block.granted`."""
+        """The placement of the memory, as `cuda.Block.granted`."""
         self.open_region()
         return self._tape.block.granted
 
@@ -393,11 +397,11 @@ cdef class KVDevice(KVRows):
         return self._closed or self._tape is None or not self._tape._open
 
     def warm(self, threads=None):
-        """Do nothing: the memory is always there."""
+        """Do nothing: the memory is always resident."""
         self.open_region()
 
     def _freeze(self, bint frozen):
-        """Do nothing: no memory is ever committed."""
+        """Do nothing: all memory is committed at once."""
 
     def __del__(self):
         if not self._closed and self._owns_tape and self._tape._open:

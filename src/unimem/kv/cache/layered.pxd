@@ -11,9 +11,9 @@ cdef class LayeredKVCache:
     cdef public object _snapshot
     cdef readonly str name, order
     cdef readonly bint grow, rotate
-    # Of each layer: what is stored of K, and of V, and its window or None.
+    # The types of K and V of each layer, and its window or None.
     cdef readonly tuple dtype, v_dtype, window
-    # What each layer keeps; and figures of each, 0 of one that keeps a state.
+    # What each layer keeps, and its figures; 0 for a layer that keeps a state.
     cdef readonly tuple layers, n_kv_heads, head_dim, v_head_dim, n_rows, row_bytes, v_row_bytes
     cdef readonly uint32_t n_layers
     cdef readonly uint64_t max_seq_len
@@ -21,27 +21,26 @@ cdef class LayeredKVCache:
     cdef readonly uint32_t batch
     cdef uint64_t _reserved
     cdef bint _closed
-    # The parts, those that keep all tokens first; and how many these are.
+    # The parts, first those that keep all tokens; and the number of these.
     cdef readonly tuple _parts
     cdef Py_ssize_t _n_plain
     # The states, or None.
     cdef readonly LayerStates _states
-    # Where the tokens end, and what is reserved, of a cache of states alone.
+    # Where the tokens end in a cache of states alone.
     cdef uint64_t _end
-    # Of each layer, its part (of a state, None), its number there, and whether it has rows of its
-    # own.
+    # The part of each layer (None for a state), its number there, and whether its rows are its own.
     cdef tuple _part_of, _index_of
     cdef bytes _owns
-    # The layers that have rows, in the order in which `append_all` writes them.
+    # The layers that have rows of their own, in the order in which `append_all` writes them.
     cdef list _written
-    # Where the tokens begin; and the largest window, or 0.
+    # Where the tokens begin, and the largest window, or 0.
     cdef readonly uint64_t _first
     cdef uint64_t _widest
 
     cdef int assemble(self, layers, list parts, max_seq_len, budget_bytes,
                       LayerStates states) except -1
     cdef OneKindCache part_of(self, uint32_t index)
-    # `begin_change` of all of them; and whether they are open.
+    # Calls `begin_change` of all parts and the states; and raises ClosedError.
     cdef int begin(self) except -1
     cpdef int check_open(self) except -1
     cdef int check_whole(self, str doing) except -1
@@ -59,9 +58,9 @@ cdef class LayeredKVCache:
     cdef list ways_back(self)
     cdef object refuse_to_go_back(self, str doing, kind)
     cdef object refuse_append(self, uint32_t index)
-    # The part that a layer's tokens are appended to; ValueError where it has no rows of its own.
+    # Returns the part to append a layer's tokens to; ValueError if its rows are not its own.
     cdef OneKindCache part_to_append(self, uint32_t layer)
-    # See KVCache.
+    # As those of KVCache.
     cdef int append_tokens(self, layer, k, v) except -1
     cdef int append_rows(self, uint32_t layer, const void *k, const void *v, um.um_dtype type,
                          uint64_t n) except -1

@@ -1,10 +1,10 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """KV caches whose layers differ: a cache for each kind of them, states, and one position for all.
 
-Layers of one kind (`unimem.kv.layer_specs.RowsKind`) are a part: those that keep all tokens a fixed
-or growing cache, and those of a window a ring. All parts end at one position, and hold tokens from
+Layers of one kind (`unimem.kv.layer_specs.RowsKind`) share a part: a fixed or growing cache if they
+keep all tokens, a ring if they have a window. All parts end at one position, and hold tokens from
 one position on, except that a ring holds no more than its rows. A layer that keeps a state has no
-part: its state is that of the same position.
+part: its state belongs to the same position.
 
       layers      full   sliding   sliding   state   full (shares)
                     |       |_________|        |       |
@@ -50,13 +50,13 @@ cdef Py_ssize_t MOST_NAMED = 8
 
 
 def _plain_bytes(kind, n_layers, n_rows, batch, order):
-    """What a fixed cache of layers that keep all tokens takes."""
+    """Return the bytes of a fixed cache of layers that keep all tokens."""
     return OneKindCache.storage_bytes(n_layers, kind.n_kv_heads, kind.head_dim, n_rows, batch=batch,
                                  dtype=kind.dtype, order=order, v_head_dim=kind.v_head_dim)
 
 
 def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
-    """What the ring of layers that slide takes."""
+    """Return the bytes of a ring of sliding layers."""
     heads = 1 if order == "head" else kind.n_kv_heads  # in a row of a lane
     dims = 1, heads, kind.head_dim, ROUND_ROWS
     row, both = [OneKindCache.storage_bytes(*dims, dtype=kind.dtype, v_head_dim=size) // ROUND_ROWS
@@ -66,7 +66,7 @@ def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
 
 
 def _budgets(kinds, max_seq_len, batch, order, grow, budget_bytes, left):
-    """What of a budget each kind gets that keeps all tokens: all have room for as many."""
+    """Return the budget of each kind that keeps all tokens: all get room for equally many."""
     if budget_bytes is None:
         return dict.fromkeys(kinds)
     if grow:
@@ -79,14 +79,15 @@ def _budgets(kinds, max_seq_len, batch, order, grow, budget_bytes, left):
     n_rows = bisect.bisect_right(range(1, max_seq_len + 1), left, key=needed)
     if n_rows == 0 and kinds:
         least = needed(1)
-        raise CacheFull(f"KVCache: budget_bytes={budget_bytes}, of which {budget_bytes - left} are "
-                        "for windows and states, is less than a token of the other layers needs, "
-                        f"{least} bytes", budget_bytes, budget_bytes - left, least)
+        raise CacheFull(f"KVCache: windows and states take {budget_bytes - left} bytes of "
+                        f"budget_bytes={budget_bytes}, and the rest is less than a token of the "
+                        f"other layers needs, {least} bytes", budget_bytes, budget_bytes - left,
+                        least)
     return {kind: _plain_bytes(kind, n, n_rows, batch, order) for kind, n in kinds.items()}
 
 
 def _left_of(left, states, batch, checkpoints):
-    """What of a budget is left behind states and their checkpoints."""
+    """Return the rest of a budget after states and their checkpoints."""
     needed = LayerStates.storage_bytes(states, size_of(batch, "batch", 1), checkpoints)
     if needed > left:
         raise CacheFull(f"KVCache: budget_bytes={left}, and {len(states)} states with "
@@ -95,7 +96,7 @@ def _left_of(left, states, batch, checkpoints):
 
 
 cdef tuple _tokens_of(object given, str what, Py_ssize_t n):
-    """The arrays of n layers: as they are, or those that an array of one more dimension has."""
+    """Return the arrays of n layers: a given sequence, or the items of one array."""
     cdef cnp.ndarray whole
     if isinstance(given, (list, tuple)):
         found = tuple(given)
@@ -189,7 +190,7 @@ cdef class LayeredKVCache:
 
     cdef int assemble(self, layers, list parts, max_seq_len, budget_bytes,
                       LayerStates states) except -1:
-        """Make it of parts, in the order of their kinds, that end at one position, and states."""
+        """Take over parts that end at one position, in the order of their kinds, and states."""
         cdef OneKindCache part
         places = places_of(layers)
         of_kind = dict(zip(kinds_of(layers), parts, strict=True))
@@ -199,7 +200,7 @@ cdef class LayeredKVCache:
         self._part_of = tuple([of_kind.get(place.kind) for place in places])
         self._index_of = tuple([place.number for place in places])
         self._owns = bytes([place.is_own for place in places])
-        # What may fail comes first: rings forget what they overwrite.
+        # Layers whose append may fail come first: rings lose the tokens that they overwrite.
         written = [i for i in range(self.n_layers) if self._owns[i]]
         self._written = sorted(written, key=lambda i: layers[i].window is not None)
         self._n_plain = sum([part.window is None for part in parts])
@@ -224,7 +225,7 @@ cdef class LayeredKVCache:
         for part in parts[self._n_plain:]:
             part._beside = self._parts[:self._n_plain]
         self._closed = False
-        # What rings have behind that, they lack.
+        # Rings lack tokens between this position and their own oldest.
         oldest = min([(<OneKindCache>part)._oldest_position() for part in parts], default=0)
         self.set_first(oldest, 0)
         return 0
@@ -233,11 +234,11 @@ cdef class LayeredKVCache:
 
     @property
     def _pieces(self):
-        """All that has memory: the parts, and the states."""
+        """All objects that have memory: the parts, and the states."""
         return self._parts if self._states is None else (*self._parts, self._states)
 
     cdef OneKindCache part_of(self, uint32_t index):
-        """The part that has the rows of a layer."""
+        """Return the part that has the rows of a layer."""
         cdef object part = <object>PyTuple_GET_ITEM(self._part_of, index)
         if part is None:
             raise ValueError(f"KVCache: layer {index} keeps a state and no tokens: expected "
@@ -245,7 +246,7 @@ cdef class LayeredKVCache:
         return part
 
     cdef int begin(self) except -1:
-        """`begin_change` of all of them."""
+        """Call `begin_change` of all parts and the states."""
         cdef OneKindCache part
         if not self.layers:
             self.refuse_closed()
@@ -256,7 +257,7 @@ cdef class LayeredKVCache:
         return 0
 
     cpdef int check_open(self) except -1:
-        """Raise ClosedError where a part is closed."""
+        """Raise ClosedError if a part is closed."""
         cdef OneKindCache part
         if not self.layers:
             self.refuse_closed()
@@ -277,7 +278,7 @@ cdef class LayeredKVCache:
         return self._reserved > 0
 
     cdef bint is_uneven(self) except -1:
-        """Whether some layers hold tokens that others lack."""
+        """Return whether some layers hold tokens that other layers lack."""
         cdef OneKindCache part
         cdef uint64_t end = self.end_of_all()
         for part in self._parts:
@@ -286,11 +287,11 @@ cdef class LayeredKVCache:
         return False
 
     cdef bint is_torn(self) except -1:
-        """Whether tokens are reserved, or some layers lack them: states may be those behind."""
+        """Return whether rows are reserved or layers uneven: states may have gone further."""
         return self.is_reserved() or self.is_uneven()
 
     cdef uint64_t end_of_all(self) noexcept:
-        """The position behind the last token that all layers hold."""
+        """Return the position behind the last token that all layers hold."""
         cdef OneKindCache part
         cdef uint64_t end = <uint64_t>-1
         if not self._parts:
@@ -300,7 +301,7 @@ cdef class LayeredKVCache:
         return end
 
     cdef uint64_t first_of_all(self) noexcept:
-        """The position of the first token that counts."""
+        """Return the position of the first token that counts."""
         cdef OneKindCache part
         cdef uint64_t end = self.end_of_all(), first = self._first
         if self._parts and self._n_plain == 0 and end > self._widest:
@@ -310,7 +311,7 @@ cdef class LayeredKVCache:
         return min(first, end)
 
     cdef int set_first(self, uint64_t first, uint64_t held) except -1:
-        """Note where the tokens begin, of which rings lack those before `held`."""
+        """Note where the tokens begin; rings lack those before `held`."""
         cdef OneKindCache part
         self._first = first
         for part in self._parts[self._n_plain:]:
@@ -318,14 +319,14 @@ cdef class LayeredKVCache:
         return self.limit_ends()
 
     cdef int limit_ends(self) except -1:
-        """Where the others have no room, a ring would forget for nothing."""
+        """Stop rings where the other parts have no room: they would lose tokens in vain."""
         cdef OneKindCache part
         for part in self._parts[self._n_plain:]:
             part.limit_end()
         return 0
 
     cdef int keep(self, uint64_t n, uint64_t keep_first) except -1:
-        """Keep the last n tokens, and the first of the parts that have them. All was checked."""
+        """Keep the last n tokens, and the first in parts that have them; all is checked."""
         cdef OneKindCache part
         cdef uint64_t end = self.end_of_all()
         cdef list rings = [(part, part.seq_len) for part in self._parts[self._n_plain:]]
@@ -350,7 +351,7 @@ cdef class LayeredKVCache:
             um.um_kv_rollback_to(&part.kv, end)
             part._reserved = 0
         if lost > first:
-            # What a ring lacks inside of its window counts no more in any layer.
+            # Tokens that a ring lacks in its window no longer count in any layer.
             first = lost
             for part in self._parts[:self._n_plain]:
                 if um.um_kv_trim(&part.kv, end - lost, 0, &err) != um.UM_OK:
@@ -413,8 +414,8 @@ cdef class LayeredKVCache:
         if self.batch != 1:
             raise ValueError("KVCache.append_all: batch is not 1")
         if not self._parts:
-            raise ValueError("KVCache.append_all: no layer keeps tokens: reserve and commit say "
-                             "that states have gone on")
+            raise ValueError("KVCache.append_all: no layer keeps tokens: reserve and commit tell "
+                             "that states have advanced")
         self.begin()
         self.check_whole("append_all")
         for part in self._parts:
@@ -468,9 +469,9 @@ cdef class LayeredKVCache:
         if self._states is not None and count != self._reserved:
             if not self._reserved:
                 raise RuntimeError("KVCache.commit: nothing is reserved")
-            raise ValueError(f"KVCache.commit: expected n of {self._reserved}, all that is "
-                             f"reserved, since states have gone on as far, got {n}: rollback goes "
-                             "back to a checkpoint")
+            raise ValueError(f"KVCache.commit: expected n of {self._reserved}, all reserved rows, "
+                             f"since states have advanced as far, got {n}: rollback goes back to a "
+                             "checkpoint")
         for part in self._parts:
             part.commit(n)
         if self._states is not None:
@@ -489,7 +490,7 @@ cdef class LayeredKVCache:
         self.go_back(end)
 
     cdef int go_back(self, uint64_t end) except -1:
-        """Roll back to a checkpoint that there is a way to."""
+        """Roll back to a checkpoint whose tokens are still there."""
         self.roll_back_to(end)
         self._states.go_back(end)
         self._end, self._reserved = end, 0
@@ -521,7 +522,7 @@ cdef class LayeredKVCache:
         if least > target:
             raise ValueError(
                 f"KVCache.crop: the last {held - count} of {held} tokens cannot be dropped, since "
-                "those that the windows would show then were overwritten: expected n of at least "
+                "tokens that the windows would then show were overwritten: expected n of at least "
                 f"{count + least - target}, got {n}; spare_rows= keeps more of them")
         if self._states is not None and count < held:
             self.refuse_to_go_back("crop", ValueError)
@@ -575,9 +576,9 @@ cdef class LayeredKVCache:
         self.check_whole("enforce_memory_limit")
         held = self.seq_len
         if fixed > most:
-            raise CacheFull(f"KVCache.enforce_memory_limit: the states alone are {fixed} bytes, "
-                            f"and stay whatever tokens go: expected max_bytes of at least that, "
-                            f"got {max_bytes}", most, 0, fixed)
+            raise CacheFull(f"KVCache.enforce_memory_limit: the states alone take {fixed} bytes, "
+                            "whatever tokens are dropped: expected max_bytes of at least that, got "
+                            f"{max_bytes}", most, 0, fixed)
 
         def needed(n):
             return fixed + sum([min(n, window) * nbytes for window, nbytes in sizes])
@@ -650,7 +651,7 @@ cdef class LayeredKVCache:
 
     @cython.critical_section
     def _finish_restore(self, next_position, n):
-        """The tokens are in the parts."""
+        """Take over tokens that were written into the parts."""
         self._end = next_position
         self.set_first(next_position - n, 0)
 
@@ -686,14 +687,14 @@ cdef class LayeredKVCache:
         return end
 
     cdef int checkpoint_if_due(self, uint64_t before) except -1:
-        """Take one where the tokens since a position have reached a multiple of `every`."""
+        """Take a checkpoint if the tokens since a position have reached a multiple of `every`."""
         cdef uint64_t every = 0 if self._states is None else self._states.every
         if every and self.end_of_all() // every > before // every:
             self._states.take(self.end_of_all())
         return 0
 
     cdef list ways_back(self):
-        """The positions of checkpoints whose tokens all layers still have."""
+        """Return the positions of checkpoints whose tokens all layers still have."""
         cdef OneKindCache part
         cdef uint64_t first = self.first_of_all(), end = self.end_of_all(), position
         cdef list found = []
@@ -709,11 +710,10 @@ cdef class LayeredKVCache:
         cdef list found = self.ways_back()
         there = ", ".join([f"{position - first}" for position in found[-MOST_NAMED:]])
         if len(found) > MOST_NAMED:
-            there += f" (and {len(found) - MOST_NAMED} before these: see checkpoints)"
+            there += f" (and {len(found) - MOST_NAMED} earlier ones: see checkpoints)"
         where = (f"crop(n) with n of {there} goes back to a checkpoint" if found else
-                 "there is none: take them with checkpoint(), or begin anew with clear()")
-        raise kind(f"KVCache.{doing}: states are no rows that can be dropped, and go back to a "
-                   f"checkpoint only; {where}")
+                 "no checkpoint exists: take them with checkpoint(), or start again with clear()")
+        raise kind(f"KVCache.{doing}: states can only go back to a checkpoint; {where}")
 
     # ---- figures ----
 
@@ -821,8 +821,10 @@ cdef class LayeredKVCache:
 
 
 cdef int _check_readable(OneKindCache part, uint64_t last, uint64_t first) except -1:
-    """Touch the rows that a trim copies, and those that it copies them to, where these are a
-    file's: it may fail in none of several parts, or in the first."""
+    """Touch the rows that a trim copies from and to, if they may be mapped from a file.
+
+    A lost page then fails before any part is changed.
+    """
     cdef uint64_t row
     if part._file is None:
         return 0

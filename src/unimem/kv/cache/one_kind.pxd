@@ -10,7 +10,7 @@ cdef class OneKindCache(KVStorage):
     cdef public object _snapshot
     # The KVSpec that it was made of.
     cdef object _spec
-    # See KVCache.
+    # As those of KVCache.
     cdef int append_rows(self, uint32_t layer, const void *k, const void *v, um.um_dtype type,
                          uint64_t n) except -1 nogil
     cdef void *lane(self, uint32_t layer, bint v, uint32_t stream=*) noexcept nogil

@@ -1,5 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""KV caches whose layers are alike: their appends, views and copies."""
+"""KV caches whose layers are alike: appends, views and copies of their rows.
+
+An append checks its arguments, then calls the core. If the core has no row for it, the storage
+makes room, and the call is tried again. Rows that a file maps are touched under the guard.
+"""
 import numpy as np
 
 from unimem.base.arguments import flag
@@ -24,21 +28,21 @@ from unimem._core.tape cimport Tape
 
 cnp.import_array()
 
-# Giving the interpreter's lock up and taking it again costs more than copying a few rows.
+# Releasing the interpreter's lock costs more than copying this many rows.
 cdef enum:
     FEW_ROWS = 64
 
 
 @cython.nonecheck(False)
 cdef inline bint _is_ready(KVStorage kv) noexcept nogil:
-    """Whether `begin_change` would pass, without the lock."""
+    """Return whether `begin_change` would pass; without the interpreter's lock."""
     if kv._closed or kv._writing:
         return False
     return kv.tape._region is not None if kv._region is None else kv._region.block.base != NULL
 
 
-# Calls that touch rows: with `mapped`, which is a block that has pages of a file here, under the
-# guard, since these may be lost; NULL: all pages are the cache's own.
+# Calls that touch rows. If pages are mapped from a file, `mapped` is their block, and the call runs
+# under the guard, since they may be lost; NULL: all pages are the cache's own.
 
 cdef enum:
     ALL_LAYERS = 0xffffffff
@@ -137,9 +141,9 @@ cdef class OneKindCache(KVStorage):
 
     @cython.final
     cdef bint append_few(self, layer, k, v) noexcept:
-        """Append float16 or float32 in NumPy's own arrays, if there is room; else change nothing.
+        """Append NumPy's own arrays of float16 or float32 if there is room, or change nothing.
 
-        It is `append_tokens` for what most calls bring: each check is of C alone.
+        This is the part of `append_tokens` that most calls need, with checks in C alone.
         """
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef um.um_error err
@@ -187,8 +191,8 @@ cdef class OneKindCache(KVStorage):
         index = layer_number(layer, s.n_layers, "layer")
         check_tokens(&given, ka, va, self.given_blocks(), self._batch, self._heads, s.head_dim,
                      self._v_head_dim, "KVCache.append")
-        # From here on nothing of Python's runs, and so nobody else; without the interpreter's lock
-        # somebody may, who closes the tape.
+        # From here on no Python code runs. Without the interpreter's lock another thread may close
+        # the tape.
         if NO_GIL:
             _held = self.open_region()
         if not _is_ready(self):
@@ -198,7 +202,7 @@ cdef class OneKindCache(KVStorage):
             if self._file is not None:
                 mapped = self.mapped(self.next_row(index), given.n)
             if given.n > FEW_ROWS:
-                _held = self.open_region()  # nobody closes the cache meanwhile
+                _held = self.open_region()  # no other thread closes the cache meanwhile
                 self._n_busy += 1
                 self._writing = True
                 with nogil:
@@ -241,7 +245,7 @@ cdef class OneKindCache(KVStorage):
                 self.fail(&err, "append_all")
 
     cdef um.um_dtype given_blocks(self) noexcept:
-        """The type whose blocks K and V may be; where they have two, that of floats."""
+        """Return the type whose blocks are accepted; float32 if K and V have two types."""
         cdef um.um_kv_spec *s = &self.kv.spec
         return s.type if s.type == s.v_type else um.UM_F32
 
@@ -262,7 +266,7 @@ cdef class OneKindCache(KVStorage):
                 with gil:
                     mapped = self.mapped(self.next_row(layer), n)
             self._writing = True
-            # No layer has the number that stands for all of them.
+            # ALL_LAYERS is never a valid layer index.
             status = _append(&self.kv, mapped, min(layer, <uint32_t>ALL_LAYERS - 1), k, v, &given,
                              &err)
             self._writing = False
@@ -287,7 +291,7 @@ cdef class OneKindCache(KVStorage):
 
     @cython.critical_section
     def _append_token(self, layer, uintptr_t k, uintptr_t v):
-        """Append a token that is stored as it is given, and return its row.
+        """Append a token of the cache's dtype, and return its row.
 
         k and v are addresses of ``[batch, n_kv_heads, 1, head_dim]``.
 
@@ -304,17 +308,16 @@ cdef class OneKindCache(KVStorage):
 
     @cython.critical_section
     def _all_rows(self, i):
-        """Views of all rows of a layer that can be written now; of a ring, of both images.
+        """View all usable rows of a layer; of a ring, in both images.
 
-        They hold the memory as those of `layer` do. A growing cache has more rows once it has
-        grown.
+        The views hold the memory as those of `layer` do. A growing cache gets more rows later.
         """
         cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers, "i")
         cdef uint64_t n = self.kv.usable_rows * (1 if self.kv.spec.window == 0 else 2)
         return self._view(layer, False, 0, n), self._view(layer, True, 0, n)
 
     cdef uint64_t next_row(self, uint32_t layer):
-        """The row behind the last token of a layer."""
+        """Return the row behind the last token of a layer."""
         cdef uint64_t first = 0, n = um.um_kv_layer_len(&self.kv, layer, &first)
         return um.um_kv_row(&self.kv, first + n)
 
@@ -376,7 +379,7 @@ cdef class OneKindCache(KVStorage):
         cdef um.um_block *mapped = self.mapped(um.um_kv_row(&self.kv, first), n)
         cdef Read job
         cdef cnp.ndarray target = out
-        cdef Region _held = self.open_region()  # nobody closes the cache meanwhile
+        cdef Region _held = self.open_region()  # no other thread closes the cache meanwhile
         is_native = out.dtype.isnative and out.dtype.itemsize <= 4
         kind = out.dtype if is_native else dtype_of("float32")
         if kind != out.dtype or not cnp.PyArray_ISCARRAY(out):
@@ -440,14 +443,13 @@ cdef class OneKindCache(KVStorage):
         Parameters
         ----------
         fields : dict
-            Of a `KVSpec`; of these `grow` and `window` are not used.
+            The fields of a `KVSpec`; `grow` and `window` are ignored.
         fd, path : int, str
-            The file, which may be closed afterwards, and what errors call it.
+            The file, which may be closed afterwards, and its name for errors.
         offsets : list of int
-            Of each lane the byte in the file where its rows begin, in whole pages, and whole pages
-            of rows follow.
+            Where the rows of each lane begin in the file, in whole pages, and fill whole pages.
         n, next_position : int
-            How many tokens there are, and the position behind the last.
+            The number of tokens, and the position behind the last.
         """
         cdef OneKindCache cache = OneKindCache(KVSpec(**fields)._replace(
             grow=True, window=None, spare_rows=0, placement={"pages": "4k"}))
@@ -461,7 +463,7 @@ cdef class OneKindCache(KVStorage):
 
     @property
     def _pieces(self):
-        """All that has memory, as of a cache whose layers differ."""
+        """All objects that have memory: this one."""
         return (self,)
 
     def check_open(self):
@@ -472,5 +474,5 @@ cdef class OneKindCache(KVStorage):
         self.check_whole("save")
 
     cdef bint is_left_open(self):
-        """Whether it was neither closed nor lies on a tape of the user's."""
+        """Return whether storage of its own was never closed."""
         return not self._closed and self._region is not None

@@ -1,5 +1,14 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""Rows and positions of a KV cache, wherever its memory is."""
+"""Rows and positions of a KV cache, wherever its memory is.
+
+      lane (K or V of a layer and a stream)
+      | dropped |  token  |  token  | reserved |  free  |
+                ^ first_row                    ^ end_row
+
+The core keeps the positions (`um_kv`). A lane holds the tokens of one layer and stream; with
+``order="head"`` each head of a stream is a lane. A subclass knows the memory: it makes room
+(`take_rows`), moves tokens, and says whether views lie over rows.
+"""
 import os
 import weakref
 
@@ -25,7 +34,7 @@ cdef enum:
 
 
 cdef int _fill_spec(um.um_kv_spec *spec, object wanted, tuple dtypes) except -1:
-    """Check a KVSpec, and write it as the core takes it."""
+    """Check a KVSpec, and fill the core's."""
     cdef bint rotate = flag(wanted.rotate, "rotate")
     n_kv_heads, head_dim, max_seq_len = wanted.n_kv_heads, wanted.head_dim, wanted.max_seq_len
     window, v_head_dim = wanted.window, wanted.v_head_dim
@@ -80,11 +89,11 @@ cdef int refuse_views(str name, Py_ssize_t n_users) except -1:
 
 
 cdef size_t pair_bytes(uint64_t n_rows, size_t row, size_t v_row):
-    """The bytes of a lane of K and one of V."""
+    """Return the bytes of a lane of K and one of V."""
     return rounded(n_rows * row, LANE_ALIGN) + rounded(n_rows * v_row, LANE_ALIGN)
 
 
-# A fork may come while another thread is in the middle of a call, which never ends in the child.
+# A process may fork while another thread is in a call, which never ends in the child.
 cdef object _caches = weakref.WeakSet()
 
 
@@ -107,7 +116,7 @@ def for_dims(kind, dims, max_seq_len, options):
 
 
 cdef class KVRows:
-    """The rows and positions of a cache, in whatever memory: nothing here touches that."""
+    """The rows and positions of a cache. Nothing here touches the memory."""
 
     def __dealloc__(self):
         um.um_kv_free(&self.kv)
@@ -192,9 +201,9 @@ cdef class KVRows:
         dims : ModelDims
             The model's dimensions.
         max_seq_len : int, optional
-            ``dims.max_seq_len`` by default.
+            By default ``dims.max_seq_len``.
         **options
-            As for the class.
+            Arguments of the class.
 
         Returns
         -------
@@ -210,8 +219,8 @@ cdef class KVRows:
         Returns
         -------
         int
-            For each layer and stream K and V, each rounded up to 64 bytes; with ``order="head"``
-            each head of these.
+            The sum of K and V of each layer and stream, each rounded up to 64 bytes; with
+            ``order="head"`` each head is rounded.
 
         Raises
         ------
@@ -271,7 +280,7 @@ cdef class KVRows:
     cdef int move_to(self, uint64_t row) except -1:
         cdef um.um_error err
         cdef um.um_status status
-        # A device's driver lets others run; in main memory nobody else has the interpreter's lock.
+        # A device's driver releases the interpreter's lock; a move in main memory does not.
         cdef Region _held = self.open_region()  # a tape may be closed meanwhile
         self._writing = True
         status = um.um_kv_move(&self.kv, row, &err)
@@ -285,7 +294,7 @@ cdef class KVRows:
             self.fail(err, doing)
 
     cdef int make_rows(self, uint64_t row, uint64_t n) except -1:
-        # A view that goes meanwhile gives nothing back, and another thread that writes is refused.
+        # Meanwhile no memory is given back, and writes of other threads are refused.
         self._n_busy += 1
         self._writing = True
         try:
@@ -300,14 +309,14 @@ cdef class KVRows:
         if err.detail != um.UM_KV_ROWS:
             return False
         self.make_rows(err.used, n)
-        self.begin_change()  # others may have run meanwhile
+        self.begin_change()  # another thread may have run meanwhile
         return True
 
     cdef int check_movable(self, list ranges) except -1:
-        # One call is busy: the one that asks for rows.
+        # One of the busy calls is the one that asks for rows.
         if self._n_busy > 1 or self.has_views(ranges):
             raise BufferError(f"KVCache '{self.name}': views, or another thread that copies, use "
-                              "rows that the tokens have to move to, or away from: drop them first")
+                              "rows that tokens have to move to or from: drop them first")
         return 0
 
     @cython.final
@@ -346,12 +355,12 @@ cdef class KVRows:
         cdef bint found = False
         for first, end in ranges:
             if first < end:
-                # A buffer is of all of the block.
+                # A buffer covers the whole block.
                 found = found or region.n_buffers > 0 or self.n_windows(region, first, end) > 0
         return found
 
     cdef Py_ssize_t n_windows(self, Region region, size_t first, size_t end) except -1:
-        """Windows over rows of all lanes."""
+        """Return how many windows lie over rows of any lane."""
         cdef size_t batch = self.kv.spec.batch, n_layers = self.kv.spec.n_layers, stream
         cdef size_t of_k = self.kv.lane_stride, of_v = self.kv.v_lane_stride
         cdef size_t row = self.kv.row_bytes, v_row = self.kv.v_row_bytes
@@ -377,16 +386,16 @@ cdef class KVRows:
         Parameters
         ----------
         layer : int
-            Which layer.
+            The layer's number.
         part : {"k", "v"}
-            Which part.
+            The part.
 
         Returns
         -------
         int
-            Row r of the first stream begins `row_bytes` (of V, `v_row_bytes`) times r behind it;
-            with ``order="head"`` that of its first head ``row_bytes / n_kv_heads`` times r. It
-            never changes.
+            An address that never changes. Row r of the first stream begins ``r * row_bytes`` (of V,
+            ``r * v_row_bytes``) behind it; with ``order="head"`` row r of its first head begins
+            ``r * row_bytes / n_kv_heads`` behind it.
         """
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
         cdef bint v = is_v(part)
@@ -394,15 +403,15 @@ cdef class KVRows:
         return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
 
     def row_of(self, position, layer=0):
-        """Return the row of the token of a position, which the cache holds or will.
+        """Return the row of the token at a position, which the cache holds or will hold.
 
-        Trimming a plain cache and appending may move its tokens: the row is that of now. It is the
-        same in all layers that keep the same.
+        If a cache is no ring, an append after a trim may move its tokens to other rows. The row is
+        the same in all layers of one kind.
 
         Raises
         ------
         ValueError
-            The token was dropped from a plain cache, and its row may be another's.
+            The token was dropped, and another token may have its row.
         """
         cdef uint64_t wanted = size_of(position, "position")
         layer_number(layer, self.kv.spec.n_layers, "layer")
@@ -417,20 +426,21 @@ cdef class KVRows:
 
     @cython.critical_section
     def reserve(self, n):
-        """Reserve n rows in every layer, to be written by the caller.
+        """Reserve n rows in every layer, for the caller to write.
 
         Returns
         -------
-        int
-            The first row; of a ring, they go on in its mirror, or modulo `n_rows`. The tokens are
-            seen only after `commit`.
+        int or tuple
+            The first row. The rows of a ring continue in its mirror, or modulo `n_rows`. If layers
+            differ, a tuple with the first row of each; None for a layer that keeps a state. The
+            tokens are visible only after `commit`.
 
         Raises
         ------
         CacheFull, CapacityError, BufferError
-            There is no room, as for `append`; a ring has fewer rows.
+            There is no room, as for `append`, or a ring has fewer rows.
         RuntimeError
-            Rows are reserved already, or layers differ in length; FrozenError as for `append`.
+            Rows are already reserved, or layers differ in length; FrozenError as for `append`.
         """
         cdef um.um_error err
         cdef uint64_t row = 0, count = size_of(n, "n")
@@ -443,14 +453,16 @@ cdef class KVRows:
 
     @cython.critical_section
     def commit(self, n):
-        """Make the first n reserved rows tokens of all layers at once; the rest is dropped.
+        """Make the first n reserved rows tokens of all layers at once, and drop the rest.
+
+        A cache with states needs all that is reserved: its states have advanced as far.
 
         Raises
         ------
         RuntimeError
             Nothing is reserved.
         ValueError
-            More than was reserved.
+            Fewer rows are reserved; with states, more.
         """
         cdef um.um_error err
         cdef uint64_t count = size_of(n, "n")
@@ -464,7 +476,11 @@ cdef class KVRows:
 
     @cython.critical_section
     def rollback(self):
-        """Drop what is reserved, and tokens that not all layers hold."""
+        """Drop reserved rows, and tokens that not all layers hold.
+
+        If a window has overwritten tokens that it would show again, all layers drop the tokens
+        before these; `spare_rows` keeps that many. States need a checkpoint at the new end.
+        """
         self.begin_change()
         self._most_bytes = self.most_bytes()
         um.um_kv_rollback(&self.kv)
@@ -482,14 +498,15 @@ cdef class KVRows:
     def crop(self, n):
         """Keep the first n tokens.
 
-        `next_position` goes back by as many as are dropped. A ring then shows the tokens of its
-        window before that position, older ones among them.
+        `next_position` goes back by the number of dropped tokens. A ring then shows its window
+        before that position, with older tokens again. States go back to the checkpoint at that
+        position, which has to exist; reserved rows and incomplete tokens are then dropped, too.
 
         Raises
         ------
         ValueError
-            There are fewer; or a ring has overwritten what it would have to show: the message says
-            how far back it can go.
+            There are fewer tokens, or a ring has overwritten tokens that it would have to show, or
+            a checkpoint is missing; the message says how far back the cache can go.
         RuntimeError
             Rows are reserved, or layers differ in length.
         """
@@ -515,9 +532,9 @@ cdef class KVRows:
     def trim_to(self, n, *, keep_first=0):
         """Keep the last n tokens, and the first `keep_first`.
 
-        No byte is moved, but for those of the first ones, which are copied to before the last.
-        Positions do not change. Pages that hold nothing any more are given back, with the last
-        view over them.
+        No byte moves, except that the first tokens are copied to the rows before the last ones.
+        Positions do not change. Pages that hold no token are given back, with the last view over
+        them. If layers differ, only those that keep all tokens keep the first ones.
 
         Returns
         -------
@@ -527,13 +544,13 @@ cdef class KVRows:
         Raises
         ------
         ValueError
-            `keep_first` of a ring.
+            `keep_first` of a ring, or with an n below the largest window.
         RuntimeError
             Rows are reserved, or layers differ in length.
         BufferError
-            Views lie over the rows that the first tokens would be copied to. Nothing was dropped.
+            Views lie over the rows that the first tokens go to. Nothing was dropped.
         OSError
-            Rows are mapped from a file that has become shorter. Nothing was dropped.
+            The file that rows are mapped from has become shorter. Nothing was dropped.
         """
         cdef um.um_error err
         cdef um.um_status status
@@ -569,9 +586,9 @@ cdef class KVRows:
 
     @cython.critical_section
     def clear(self):
-        """Forget all tokens, and what is reserved; the next position is 0.
+        """Drop all tokens and reserved rows; the next position is 0.
 
-        The memory stays, but for that of a growing cache.
+        Only a growing cache gives memory back.
         """
         self.begin_change()
         self._most_bytes = self.most_bytes()
@@ -581,21 +598,21 @@ cdef class KVRows:
         self._dropped = 0
         self.settle()
 
-    # ---- states, of layers that keep no tokens ----
+    # ---- states of layers that keep no tokens ----
 
     def state(self, layer):
-        """View the state that a layer keeps, of a cache made of layers.
+        """View the state that a layer keeps.
 
         Parameters
         ----------
         layer : int
-            One that is a `LayerState`.
+            The number of a `LayerState`.
 
         Returns
         -------
         numpy.ndarray
-            ``[batch, *shape]``, at an address that never changes; zeros at first, and after
-            `clear`. Its writer changes it in place, and it is that behind the last token.
+            ``[batch, *shape]``, at an address that never changes; zeros at first and after `clear`.
+            Its writer changes it in place; it is the state behind the last token.
 
         Raises
         ------
@@ -606,17 +623,17 @@ cdef class KVRows:
                          "with a LayerState has states")
 
     def checkpoint(self):
-        """Keep a copy of all states, which `crop` can go back to; the oldest one makes room.
+        """Copy all states, for `crop` to go back to; if need be in place of the oldest copy.
 
         Returns
         -------
         int
-            Its position: `next_position`. One that was there of that position is replaced.
+            Its position, `next_position`. An older checkpoint at that position is replaced.
 
         Raises
         ------
         ValueError
-            No layer keeps a state, or the cache was made with no room for checkpoints.
+            No layer keeps a state, or the cache was made without room for checkpoints.
         RuntimeError
             Rows are reserved, or layers differ in length.
         """
@@ -625,31 +642,31 @@ cdef class KVRows:
 
     @property
     def checkpoints(self):
-        """Positions that states can go back to: a tuple of int."""
+        """Positions that `crop` can take states back to, in order: a tuple of int."""
         return ()
 
     # ---- restoring ----
 
     def _lanes(self):
-        """All lanes in the order of the storage, as (layer, part, stream): see Snapshot.lanes."""
+        """Return all lanes in the order of the storage, as (layer, part, stream)."""
         s = self.kv.spec
         return [(layer, part, stream) for layer in range(s.n_layers) for part in "kv"
                 for stream in range(s.batch)]
 
     def _begin_restore(self, next_position, n):
-        """Empty the cache, and make room for n tokens up to a position."""
+        """Clear the cache, and make room for n tokens up to a position."""
         cdef uint64_t count = n, most = self.kv.spec.window or self.kv.spec.max_seq_len
         self.clear()
         if count > most:
             raise CacheFull(f"KVCache '{self.name}': {n} tokens do not fit into {most}", most, 0, n)
         if self.kv.spec.window == 0 and (self.first_row() != 0 or self.mapped(0, count) != NULL):
-            raise BufferError(f"KVCache '{self.name}': views hold memory that was to be given "
+            raise BufferError(f"KVCache '{self.name}': views hold memory that is to be given "
                               "back: drop them first")
         if self.kv.spec.window == 0 and count > self.kv.usable_rows:
             self.make_rows(0, count)
 
     def _finish_restore(self, next_position, n):
-        """The tokens are there."""
+        """Count the tokens that were written."""
         cdef um.um_error err
         if um.um_kv_adopt(&self.kv, next_position, n, &err) != um.UM_OK:
             raise_status(err.status, &err, f"KVCache '{self.name}'")
@@ -687,7 +704,7 @@ cdef class KVRows:
 
     @property
     def memory_usage_bytes(self):
-        """Bytes of the tokens that are there, over all layers, K and V."""
+        """Bytes of the tokens in all layers, K and V, and of states."""
         self.open_region()
         return self.used_bytes()
 
@@ -698,24 +715,24 @@ cdef class KVRows:
 
     @property
     def layers(self):
-        """What each layer keeps: a tuple of `LayerKV`."""
+        """What each layer keeps: a tuple of `LayerKV` and `LayerState`."""
         layer = LayerKV(self._heads, self.kv.spec.head_dim, self._v_head_dim, window=self.window,
                         dtype=kv_name(self.dtype, self.v_dtype))
         return (layer,) * self.kv.spec.n_layers
 
     @property
     def n_kv_heads(self):
-        """KV heads of a layer."""
+        """KV heads of a layer; if layers differ, a tuple: of each, 0 for a state."""
         return self._heads
 
     @property
     def head_dim(self):
-        """Elements of a head."""
+        """Elements of a head; if layers differ, of each."""
         return self.kv.spec.head_dim
 
     @property
     def v_head_dim(self):
-        """Elements of a head of V; 0: there is no V."""
+        """Elements of a head of V, 0 without V; if layers differ, of each."""
         return self._v_head_dim
 
     @property
@@ -735,39 +752,39 @@ cdef class KVRows:
 
     @property
     def n_rows(self):
-        """Rows of a lane: of a ring those that positions are counted modulo."""
+        """Rows of a lane; a ring counts positions modulo this number. If layers differ, of each."""
         return self.kv.n_rows
 
     @property
     def row_bytes(self):
-        """Bytes of one token's K in one layer of one stream, all heads."""
+        """Bytes of one token's K in one layer and stream, all heads; if layers differ, of each."""
         return self.kv.row_bytes * self.heads_apart()
 
     @property
     def v_row_bytes(self):
-        """Bytes of one token's V, likewise."""
+        """Bytes of one token's V, as `row_bytes`."""
         return self.kv.v_row_bytes * self.heads_apart()
 
     @cython.final
     cdef uint32_t heads_apart(self) noexcept:
-        # With order="head", what the core knows as a row is of one head.
+        # With order="head", a row of the core has one head.
         return 1 if self.kv.spec.n_kv_heads == self._heads else self._heads
 
     @property
     def capacity_bytes(self):
-        """Bytes of memory that back the cache: of a growing one, what is committed."""
+        """Bytes of memory that back the cache; of a growing one, the committed bytes."""
         return self._storage_bytes
 
     # ---- the end ----
 
     @cython.critical_section
     def close(self):
-        """Close the cache; storage of its own is given back. Closing twice is no error.
+        """Close the cache, and give back storage of its own. Closing it twice is no error.
 
         Raises
         ------
         BufferError
-            Views still use it; nothing is closed then.
+            Views still use it, and it stays open.
         """
         if not self._closed:
             n_users = self.n_users()

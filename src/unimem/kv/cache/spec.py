@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from unimem.kv.layer_specs import Layer
 from unimem.system.placement import PlacementOptions
 
-__all__ = ["SIGNATURE", "KVSpec", "LayersSpec", "spec_of"]
+__all__ = ["KVSpec", "LayersSpec", "signature", "spec_of"]
 
 _PLACEMENT = tuple(PlacementOptions.__annotations__)
 _DIMS = "n_layers n_kv_heads head_dim max_seq_len".split()
@@ -57,7 +57,8 @@ class LayersSpec(NamedTuple):
     placement: Mapping[str, Any] = MappingProxyType({})
 
 
-def _signature() -> inspect.Signature:
+def signature() -> inspect.Signature:
+    """Return the signature of `KVCache`, whether its layers are alike or differ."""
     by_position = [
         inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
         for name in _DIMS
@@ -70,10 +71,6 @@ def _signature() -> inspect.Signature:
     ]
     rest = inspect.Parameter("placement", inspect.Parameter.VAR_KEYWORD)
     return inspect.Signature([*by_position, *by_name, rest])
-
-
-#: Of `KVCache`, whether its layers are alike or differ.
-SIGNATURE = _signature()
 
 
 def spec_of(dims: tuple[Any, ...], options: dict[str, Any]) -> KVSpec | LayersSpec:
@@ -102,21 +99,22 @@ def spec_of(dims: tuple[Any, ...], options: dict[str, Any]) -> KVSpec | LayersSp
     if twice := given.keys() & options.keys():
         raise TypeError(f"KVCache: got {', '.join(sorted(twice))} by position and by name")
     given |= {name: value for name, value in options.items() if name != "layers"}
+    fields = _sorted(given, KVSpec, "")
     if missing := [name for name in _DIMS if name not in given]:
         raise TypeError(
             f"KVCache: expected {', '.join(_DIMS)} (or layers= and max_seq_len=), got no "
             f"{', '.join(missing)}"
         )
-    return KVSpec(**_sorted(given, KVSpec, ""))
+    return KVSpec(**fields)
 
 
 def _sorted(options: dict[str, Any], kind: type[Any], where: str) -> dict[str, Any]:
-    """Return the options with those of placement together; refuse what is neither."""
+    """Return the options with those of placement together; refuse unknown ones."""
     own = {name: value for name, value in options.items() if name in kind._fields}
     placement = {name: value for name, value in options.items() if name not in own}
-    for name in placement.keys() - set(_PLACEMENT):
+    if unknown := [repr(name) for name in placement if name not in _PLACEMENT]:
         raise TypeError(
-            f"KVCache: unexpected option {name!r}{where}; expected one of "
-            f"{', '.join(kind._fields[4:-1])}; placement is {', '.join(_PLACEMENT)}"
+            f"KVCache: unexpected option {', '.join(unknown)}{where}; expected "
+            f"{', '.join(kind._fields[:-1])}; placement is {', '.join(_PLACEMENT)}"
         )
     return own | {"placement": placement}

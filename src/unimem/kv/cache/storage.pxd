@@ -16,42 +16,42 @@ cdef class KVStorage(KVRows):
     cdef readonly Tape tape
     cdef readonly Block block
     cdef Region _region
-    # Held while that is taken or changes.
+    # Held while `_region` is taken or changed.
     cdef Lock _guard
-    # None, or a weak reference to the cache whose part this is, and whose critical section counts.
+    # None, or a weak reference to the layered cache that holds this: its critical section counts.
     cdef object _whole
-    # Of a growing cache, the rows that are committed in all lanes.
+    # The rows of a growing cache that are committed in all lanes.
     cdef uint64_t _low, _high
     cdef Settler _settler
     cdef bint _waiting, _left_behind, _frozen
-    # Of a ring, or None: caches of other layers, which have room before it forgets for a token.
+    # None, or caches of other layers that must have room before this ring overwrites a token.
     cdef tuple _beside
 
-    # The region under it, which stays mapped while the caller holds it; None: it is closed.
+    # The region, which stays mapped while the caller holds it; None: the cache is closed.
     cdef Region held(self)
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1
     cdef int place_growing(self, um.um_kv_spec *spec, dict placement) except -1
     cdef int place_ring(self, um.um_kv_spec *spec, uint64_t spare_rows, dict placement) except -1
-    # Each lane of a growing cache begins with n rows of a file, at these offsets.
+    # Maps n rows of a file at the beginning of each lane, from these offsets.
     cdef int overlay(self, int fd, str path, list offsets, uint64_t n) except -1
-    # Lanes by number, in the order of the storage: where one begins in the block, and its rows.
+    # Lanes by number, in the order of the storage: where a lane begins, and the bytes of its rows.
     cdef size_t lane_offset(self, size_t lane) noexcept
     cdef size_t lane_row(self, size_t lane) noexcept
-    # Ranges are of rows. Those of a ring, which may wrap, in both of its images.
+    # Ranges of rows in both images of a ring, where they may wrap.
     cdef list images(self, first, end)
-    # All rows but those of the last n tokens.
+    # Ranges of all rows but those of the last n tokens.
     cdef list ranges_but(self, uint64_t n)
-    # Raises where a view, or a call, uses any of that.
+    # Raises BufferError if a view or a call uses any of these.
     cdef int check_droppable(self, uint64_t n) except -1
-    # Rows that hold no tokens, of fixed storage; and those that a growing cache gives back.
+    # Ranges without tokens in fixed storage and rings; and those that a growing cache gives back.
     cdef list dead_ranges(self)
     cdef list spare_ranges(self, bint exactly)
-    # Makes room up to a position in these, or raises; and notes how far there is room.
+    # Makes room up to a position in `_beside`, or raises; and notes how far there is room.
     cdef int take_beside(self, uint64_t end) except -1
     cdef int limit_end(self) except -1
     cdef int _grow_to(self, uint64_t rows) except -1
     cdef int _set_usable(self) except -1
-    # Which rows lie whole in the steps of others, and where these steps are.
+    # Rows that lie wholly in the steps of other rows, and these steps.
     cdef uint64_t whole_from(self, uint64_t row) noexcept
     cdef uint64_t whole_to(self, uint64_t row) noexcept
     cdef uint64_t first_whole(self, uint64_t row, size_t nbytes) noexcept

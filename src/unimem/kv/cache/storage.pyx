@@ -1,5 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
-"""The memory under a KV cache: where its lanes lie, how they grow, and what is given back."""
+"""The memory under a KV cache: where its lanes lie, how they grow, and what is given back.
+
+      fixed    | K of layer 0 | V of layer 0 | K of layer 1 | ...        one piece, taken at once
+      growing  | K: [given back][committed   ][reserved      ] | V: ...  rows _low to _high
+      ring     | K | K again | V | V again | ...                         each memfd mapped twice
+
+A growing cache commits whole steps (pages) of each lane; all lanes have the same rows. Memory under
+a view stays until the view has gone: a `Settler` waits for it.
+"""
 import math
 import weakref
 
@@ -32,7 +40,7 @@ cdef enum:
     HUGE_BYTES = 2 << 20
     # The most that a growing cache takes of a lane in advance, and keeps when it becomes shorter.
     MOST_SPARE_BYTES = 2 << 20
-# No process has so much address space.
+# More address space than a process has.
 cdef object MOST_BYTES = 1 << 47
 
 
@@ -49,7 +57,7 @@ cdef void _run_move(void *context) noexcept nogil:
 
 cdef um.um_status _move_guarded(void *context, void *to, const void *from_,
                                 size_t nbytes) noexcept:
-    """The mover of a cache that lies, in parts, on pages of a file."""
+    """Move rows under the guard: pages of a file may be lost."""
     cdef um.um_block *block = <um.um_block *>context
     cdef Move move
     move.to, move.from_, move.nbytes = to, from_, nbytes
@@ -57,7 +65,7 @@ cdef um.um_status _move_guarded(void *context, void *to, const void *from_,
 
 
 cdef size_t least_row(size_t row, size_t v_row) noexcept:
-    """The bytes of the smaller row, of K or V; there may be no V."""
+    """Return the bytes of the smaller row of K and V; there may be no V."""
     return row if v_row == 0 else min(row, v_row)
 
 
@@ -78,7 +86,7 @@ cdef object bytes_in(list ranges):
 
 
 cdef class Settler(Watcher):
-    """Gives memory back once no view lies over it."""
+    """What a region calls when a view has gone: memory may be given back."""
 
     cdef int window_ended(self) except -1:
         cdef KVStorage cache = self.cache()
@@ -91,13 +99,13 @@ cdef class Settler(Watcher):
             try:
                 if not cache.closed:
                     cache.settle()
-            except Exception:  # a view goes whether or not memory can be given back
+            except Exception:  # the view goes even if memory cannot be given back
                 return 0
         return 0
 
 
 cdef class KVStorage(KVRows):
-    """The storage of rows in main memory: fixed, growing or a ring, and what it gives back."""
+    """The storage of rows in main memory: fixed, growing or a ring."""
 
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1:
         cdef um.um_kv_storage storage
@@ -119,24 +127,24 @@ cdef class KVStorage(KVRows):
         cdef um.um_kv_storage storage
         cdef um.um_error err
         cdef size_t row = self.check_row(spec), v_row = self._v_row, step
-        # Twice the tokens, so that trimming and appending in turn seldom moves any.
+        # Twice the tokens, so that trims and appends in turn seldom move any.
         cdef uint64_t n_rows = 2 * spec.max_seq_len
         cdef object n_pairs = self._n_lanes // 2
         pages = placement.get("pages", "auto")
         huge_bytes = HUGE_BYTES * <object>self._n_lanes
         if pages == "auto" and (<object>n_rows * least_row(row, v_row) < HUGE_BYTES or (
                 self.budget_bytes is not None and self.budget_bytes < 4 * huge_bytes)):
-            pages = "4k"  # huge pages would be larger than the lanes, or too few for the budget
+            pages = "4k"  # huge pages are larger than the lanes, or the budget has too few
         unit = {"4k": um.um_page_bytes(), "1g": 1 << 30}.get(
             pages, max(um.um_huge_page_bytes(), HUGE_BYTES))
         lane, v_lane = [-(-<object>n_rows * size // unit) * unit for size in (row, v_row)]
         reserve = n_pairs * (lane + v_lane)
         if reserve >= MOST_BYTES:
-            raise ValueError(f"KVCache: {format_bytes(reserve)} of address space for "
-                             f"{spec.max_seq_len} tokens are more than there is: a smaller "
+            raise ValueError(f"KVCache: {spec.max_seq_len} tokens need {format_bytes(reserve)} of "
+                             "address space, more than a process has: expected a smaller "
                              "max_seq_len")
         placement = placement | {"pages": pages}
-        # The first step comes with the block. It goes back: all lanes grow alike.
+        # A block begins with one step. It is given back, since all lanes grow alike.
         self.block = Block(1, name=self.name, category="kv", reserve=reserve, **placement)
         self.block._is_part = True
         self._region = self.block.region()
@@ -163,7 +171,7 @@ cdef class KVStorage(KVRows):
         cdef uint64_t n_rows
         if (<object>spec.window + spare_rows) * token >= MOST_BYTES // 2:
             raise ValueError(f"KVCache: a ring of {spec.window} rows and {spare_rows} to spare is "
-                             "more than there can be: fewer of them")
+                             "too large: expected fewer of them")
         n_rows = ring_rows(row, v_row, spec.window + spare_rows,
                            placement.get("pages", "auto"))
         total = n_rows * token
@@ -172,7 +180,7 @@ cdef class KVStorage(KVRows):
                             f"bytes, and budget_bytes is {self.budget_bytes}", self.budget_bytes,
                             0, total)
         if placement.get("pages") == "thp":
-            # Shared memory gets huge pages by collapsing what is in RAM.
+            # Shared memory gets huge pages only by collapsing pages in RAM.
             placement = {"warm": True} | placement
         other = 0 if row == v_row else n_rows * v_row
         self.block = Block._mirrored(total, n_rows * row, other_bytes=other, run=spec.batch,
@@ -186,7 +194,6 @@ cdef class KVStorage(KVRows):
         return self.start(spec, &storage)
 
     cdef int overlay(self, int fd, str path, list offsets, uint64_t n) except -1:
-        """Begin each lane of a growing cache with rows of a file."""
         cdef um.um_error err
         cdef um.um_block *block = &self.open_region().block
         cdef size_t lane, begin, nbytes
@@ -197,7 +204,7 @@ cdef class KVStorage(KVRows):
         self._file = self._region.file = path
         um.um_kv_set_mover(&self.kv, _move_guarded, block)
         for lane in range(self._n_lanes):
-            if self.lane_row(lane) == 0:  # there may be no V
+            if self.lane_row(lane) == 0:  # there is no V
                 continue
             begin = self.lane_offset(lane)
             nbytes = rounded(n * self.lane_row(lane), block.step_nbytes)
@@ -216,7 +223,7 @@ cdef class KVStorage(KVRows):
 
     @cython.final
     cdef size_t lane_offset(self, size_t lane) noexcept:
-        """Where the rows of a lane begin in the block."""
+        """Return where the rows of a lane begin in the block."""
         cdef size_t batch = self.kv.spec.batch
         cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, lane // batch % 2,
                                                 lane % batch)
@@ -224,7 +231,7 @@ cdef class KVStorage(KVRows):
 
     @cython.final
     cdef size_t lane_row(self, size_t lane) noexcept:
-        """Bytes of a row of a lane."""
+        """Return the bytes of a row of a lane."""
         return self.kv.row_bytes if lane // self.kv.spec.batch % 2 == 0 else self.kv.v_row_bytes
 
     # ---- what is there ----
@@ -265,8 +272,8 @@ cdef class KVStorage(KVRows):
                 self.tape.check_open()
             raise ClosedError(f"KVCache '{self.name}' is closed")
         if region.block.base == NULL:
-            raise ClosedError(f"KVCache '{self.name}' is shared memory, which is left out of a "
-                              "forked child: make or restore a cache there")
+            raise ClosedError(f"KVCache '{self.name}' is shared memory, which a forked child does "
+                              "not have: make or restore a cache there")
         return region
 
     cdef list images(self, first, end):
@@ -291,7 +298,7 @@ cdef class KVStorage(KVRows):
         cdef uint64_t oldest, held, first, whole = self.kv.n_rows
         if self.kv.spec.window == 0:
             return [(0, self.first_row()), (self.end_row(), whole)]
-        # What a crop may bring back into the window is held, too.
+        # Tokens that a crop may bring back into the window are kept, too.
         oldest = min(um.um_kv_oldest_position(&self.kv), self.end_position())
         held = min(self.end_position() + self._reserved - oldest, self.kv.n_rows)
         first = um.um_kv_row(&self.kv, oldest)
@@ -301,32 +308,34 @@ cdef class KVStorage(KVRows):
 
     @cython.final
     cdef uint64_t whole_from(self, uint64_t row) noexcept:
-        """The first row that lies whole in the steps of rows from `row` on."""
+        """Return the first row that lies wholly in the steps of rows from `row` on."""
         return max(self.first_whole(row, self.kv.row_bytes),
                    self.first_whole(row, self.kv.v_row_bytes))
 
     @cython.final
     cdef uint64_t first_whole(self, uint64_t row, size_t nbytes) noexcept:
-        """The same of lanes whose rows have so many bytes."""
+        """As `whole_from`, in lanes with rows of `nbytes` bytes."""
         cdef size_t step = self._region.block.step_nbytes
         return 0 if nbytes == 0 else (row * nbytes // step * step + nbytes - 1) // nbytes
 
     @cython.final
     cdef uint64_t whole_to(self, uint64_t row) noexcept:
-        """The row behind the last that lies whole in the steps of rows up to `row`."""
+        """Return the row behind the last that lies wholly in the steps of rows up to `row`."""
         return min(self.kv.n_rows, min(self.end_whole(row, self.kv.row_bytes),
                                        self.end_whole(row, self.kv.v_row_bytes)))
 
     @cython.final
     cdef uint64_t end_whole(self, uint64_t row, size_t nbytes) noexcept:
-        """The same of lanes whose rows have so many bytes."""
+        """As `whole_to`, in lanes with rows of `nbytes` bytes."""
         cdef size_t step = self._region.block.step_nbytes
         return self.kv.n_rows if nbytes == 0 else rounded(row * nbytes, step) // nbytes
 
     @cython.final
     cdef list steps_of(self, uint64_t first, uint64_t end, uint64_t but_first, uint64_t but_end):
-        """The steps of rows in each lane, but for those of other rows, which lie at one end of
-        them: offsets in the block, and bytes."""
+        """Return the steps of each lane that cover rows [first, end) and not [but_first, but_end).
+
+        The latter lie at one end of the former. A step is an offset in the block, and bytes.
+        """
         cdef size_t step = self._region.block.step_nbytes, lane, row, begin, stop
         cdef list found = []
         for lane in range(self._n_lanes if first < end else 0):
@@ -345,15 +354,15 @@ cdef class KVStorage(KVRows):
         cdef size_t row = max(self.kv.row_bytes, self.kv.v_row_bytes)
         cdef uint64_t first = self.first_row(), end = self.end_row(), high, spare
         if first == end:
-            # Nothing is held. What is at the beginning is kept for what comes next, unless it is a
-            # file's.
+            # There are no tokens. Memory at the beginning is kept for the next ones, unless it is
+            # mapped from a file.
             exactly = exactly or self.mapped(0, self.kv.n_rows) != NULL
             spare = max(step // row, <size_t>1)
             high = min(spare, self._high) if self._low == 0 and not exactly else self._low
             return [(self._low, self._low), (high, self._high)]
         spare = min((end - first) * row // 4, <size_t>MOST_SPARE_BYTES) // step * step + step
         spare = 0 if exactly else (spare + row - 1) // row
-        # A little more or less does not give back what the next token takes again.
+        # Twice the spare memory may stay, or the next token would take it again.
         high = self._high if self._high <= self.whole_to(end + 2 * spare) else (
             self.whole_to(end + spare))
         return [(self._low, self.whole_from(first)), (high, self._high)]
@@ -381,7 +390,7 @@ cdef class KVStorage(KVRows):
         except (CapacityError, PlacementError):
             if wanted == needed:
                 raise
-            wanted = needed  # nothing in advance
+            wanted = needed  # no memory in advance
             self._commit_rows(self._high, wanted)
         self._high = wanted
         self._set_usable()
@@ -394,7 +403,7 @@ cdef class KVStorage(KVRows):
         return 0
 
     cdef int _commit_rows(self, uint64_t first, uint64_t end) except -1:
-        """Commit rows of each lane, and bring them into RAM; all of them, or nothing."""
+        """Commit rows of all lanes, and bring them into RAM, or change nothing."""
         cdef Region region = self.open_region()
         cdef list lanes = self.steps_of(first, end, self._low, self._high)
         asked = bytes_in(lanes)
@@ -403,10 +412,10 @@ cdef class KVStorage(KVRows):
         if self._frozen:
             raise FrozenError(f"KVCache '{self.name}': {asked} bytes more would have to be "
                               "committed, and the layout is frozen: thaw() it, or let the cache "
-                              "grow before")
+                              "grow first")
         if self.budget_bytes is not None and self.capacity_bytes + asked > self.budget_bytes:
-            raise CacheFull(f"KVCache '{self.name}': budget_bytes={self.budget_bytes}, of which "
-                            f"{self.capacity_bytes} are used, and {asked} more are needed",
+            raise CacheFull(f"KVCache '{self.name}': {asked} bytes more are needed, and "
+                            f"{self.capacity_bytes} of budget_bytes={self.budget_bytes} are used",
                             self.budget_bytes, self.capacity_bytes, asked)
         self.block.commit_ranges(lanes)
         try:
@@ -442,7 +451,7 @@ cdef class KVStorage(KVRows):
 
     cdef int take_rows(self, uint64_t row, uint64_t n) except -1:
         if self._beside is not None:
-            return self.take_beside(row + n)  # of a ring, the position where it ends
+            return self.take_beside(row + n)  # the position where the ring will end
         if self.grow and n <= self.kv.n_rows - row:
             return self._grow_to(row + n)
         return KVRows.take_rows(self, row, n)
@@ -457,7 +466,7 @@ cdef class KVStorage(KVRows):
         self.check_movable(ranges)
         self._commit_rows(0, target)
         try:
-            self.check_movable(ranges)  # others may have run meanwhile
+            self.check_movable(ranges)  # another thread may have run meanwhile
             self.move_to(0)
         except BaseException:
             self._release(self.steps_of(0, target, self._low, self._high))
@@ -472,7 +481,7 @@ cdef class KVStorage(KVRows):
     # ---- giving back ----
 
     cdef int _release(self, list ranges) except -1:
-        """Give steps back. What the system refuses stays committed, unused."""
+        """Give steps back. Those that the system refuses stay committed, unused."""
         cdef size_t begin, nbytes
         for begin, nbytes in ranges:
             if self._region.release_unused(begin, nbytes, 0, NULL, NULL) != um.UM_OK:
@@ -487,14 +496,14 @@ cdef class KVStorage(KVRows):
             self._postponed = True
             return 0
         if self._frozen and not exactly:
-            # What is in RAM stays there: tokens to come must not fault, and cannot commit.
+            # Memory stays in RAM: new tokens must not fault, and cannot commit.
             self._stay_inside()
             return 0
         if not self.grow and not exactly and self._dropped < region.block.step_nbytes:
             return 0
         ranges = self.spare_ranges(exactly) if self.grow else self.dead_ranges()
         if not self.grow and not exactly and self.kv.spec.window == 0:
-            ranges = ranges[:1]  # what is behind the tokens was never dropped
+            ranges = ranges[:1]  # no token behind the last was dropped
         if self.has_views(ranges):
             if not self._waiting:
                 self._waiting = True
@@ -502,14 +511,14 @@ cdef class KVStorage(KVRows):
                     self._settler = Settler.__new__(Settler)
                     self._settler.cache = weakref.ref(self)
                 region.watch(self._settler)
-            # Making the watch may have collected the last of them.
+            # Making the watch may have collected the last view.
             if self.has_views(ranges):
                 self._stay_inside()
                 return 0
         if self.grow:
             self._shrink(ranges)
         else:
-            # Of a ring the first image: the other is the same memory.
+            # Only the first image of a ring: the second is the same memory.
             ranges = [(first, min(end, self.kv.n_rows)) for first, end in ranges]
             for lane in range(self._n_lanes):
                 for first, end in ranges:
@@ -517,17 +526,17 @@ cdef class KVStorage(KVRows):
                         found = self.discard(region, lane, first, end)
                         status = status or found
             if status == um.UM_OK:
-                self._dropped = 0  # else the next call tries again
+                self._dropped = 0  # or the next call tries again
         return 0
 
     cdef um.um_status discard(self, Region region, size_t lane, uint64_t first,
                               uint64_t end) noexcept:
-        """Give back rows of a lane."""
+        """Give back the pages under rows of a lane."""
         cdef size_t batch = self.kv.spec.batch, row = self.lane_row(lane)
         cdef um.um_status status
         cdef char *rows = <char *>um.um_kv_lane(&self.kv, lane // batch // 2, lane // batch % 2,
                                                 lane % batch)
-        if row == 0 or first == end:  # there may be no V
+        if row == 0 or first == end:  # there is no V, or no row
             return um.UM_OK
         hold(&region.lock)
         status = um.um_block_discard(&region.block, rows - <char *>region.block.base + first * row,
@@ -555,7 +564,7 @@ cdef class KVStorage(KVRows):
         return 0
 
     cdef int _stay_inside(self) except -1:
-        """An empty growing cache goes on inside of what is committed."""
+        """Let an empty growing cache continue in committed rows."""
         cdef uint64_t first = self.first_row()
         cdef bint inside = self._low <= first <= self._high
         if self.grow and not inside and first == self.end_row():
@@ -564,28 +573,28 @@ cdef class KVStorage(KVRows):
 
     @cython.critical_section
     def give_back(self):
-        """Give back memory that holds no tokens; none of them is lost, and no address changes.
+        """Give back memory that holds no tokens. No token is lost, and no address changes.
 
-        A growing cache gives back all that it has to spare, and commits it again as tokens come.
-        Other storage gives back its pages before and behind the tokens; the tokens to come fault
-        them in again.
+        A growing cache gives back all spare memory, and commits it again when it needs it. Fixed
+        storage and a ring give back the pages before and behind the tokens; new tokens fault them
+        in again.
 
         Returns
         -------
         int
-            Bytes that it has less of. 0 where there is nothing to give back, where the memory is
-            locked, of hugetlb pages or under views, where another thread writes, and for a cache
-            that is closed, or attached to a frozen layout.
+            The bytes that were given back: 0 if there are none, if the memory is locked, in hugetlb
+            pages or under views, if another thread writes, or if the cache is closed or attached to
+            a frozen layout.
         """
         if self.closed or self._frozen or self._writing or self._n_busy:
             return 0
         before = self.capacity_bytes if self.grow else self.resident_bytes
         if self.closed or self._frozen or self._writing or self._n_busy:
-            return 0  # others may have run meanwhile
+            return 0  # another thread may have run meanwhile
         self.settle(True)
         return max(0, before - (self.capacity_bytes if self.grow else self.resident_bytes))
 
-    # ---- rows that are a file's ----
+    # ---- rows that are mapped from a file ----
 
     cdef um.um_block *mapped(self, uint64_t row, uint64_t n) noexcept:
         cdef um.um_block *block
@@ -593,7 +602,7 @@ cdef class KVStorage(KVRows):
         if self._file is None:
             return NULL
         block = &self._region.block
-        for lane in (0, self.kv.spec.batch):  # all lanes of K are alike, and all of V
+        for lane in (0, self.kv.spec.batch):  # a lane of K, and one of V
             if um.um_block_is_overlaid(block, self.lane_offset(lane) + row * self.lane_row(lane),
                                        n * self.lane_row(lane)):
                 return block
@@ -607,7 +616,7 @@ cdef class KVStorage(KVRows):
         cdef cnp.ndarray kept
         if self.mapped(0, self.kv.n_rows) == NULL or row == 0:
             return um.um_kv_trim(&self.kv, n, keep_first, err)
-        # A lane may be lost when others are moved already: their tokens come back.
+        # A lane may be lost when other lanes have moved: the tokens are restored.
         kept = np.empty((self._n_lanes, nbytes), np.uint8)
         for lane in range(self._n_lanes):
             size = self.lane_row(lane)
@@ -637,10 +646,10 @@ cdef class KVStorage(KVRows):
         return new_array(data, 1, &nbytes, NULL, dtype_of("uint8"), window, True)
 
     cdef int copy_rows(self, out, rows) except -1:
-        """Copy bytes that `_rows` has given, under the guard where they may be a file's."""
+        """Copy rows that `_rows` returned, under the guard if they may be mapped from a file."""
         if out.nbytes != rows.nbytes:
-            raise RuntimeError(f"KVCache '{self.name}': another thread has changed it while it was "
-                               "copied: copy it again")
+            raise RuntimeError(f"KVCache '{self.name}': another thread changed it during the copy: "
+                               "copy it again")
         if self._file is None:
             np.copyto(out, rows)
         else:
@@ -649,19 +658,19 @@ cdef class KVStorage(KVRows):
 
     @cython.critical_section
     def _rows(self, layer, part, stream):
-        """The bytes of the tokens that all layers hold, of one lane."""
+        """View the bytes of one lane, of the tokens that all layers hold."""
         cdef uint64_t first = um.um_kv_first_position(&self.kv)
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, first),
                                um.um_kv_seq_len(&self.kv))
 
     @cython.critical_section
     def _rows_at(self, layer, part, stream, position, n):
-        """The bytes of n tokens from a position on, of one lane, which are there or are to come."""
+        """View the bytes of one lane, of n present or future tokens from a position on."""
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, position), n)
 
     @cython.critical_section
     def _restore_rows(self, layer, part, stream, n, next_position):
-        """Where the n tokens up to a position go, of one lane."""
+        """View where n tokens up to a position go, in one lane."""
         row = 0 if self.kv.spec.window == 0 else (next_position - n) % self.kv.n_rows
         return self._lane_rows(layer, part, stream, row, n)
 
@@ -669,7 +678,7 @@ cdef class KVStorage(KVRows):
 
     @property
     def capacity_bytes(self):
-        """Bytes of memory that back the cache: of a growing one, what is committed."""
+        """Bytes of memory that back the cache; of a growing one, the committed bytes."""
         if self.grow and not self.closed:
             return self._region.block.committed_nbytes
         return self._storage_bytes
@@ -685,7 +694,7 @@ cdef class KVStorage(KVRows):
 
     @property
     def granted(self):
-        """How the memory under the cache is placed, as the kernel says."""
+        """The placement of the memory, as the kernel reports it."""
         self.open_region()
         return (self.block if self.tape is None else self.tape.block).granted
 
@@ -698,7 +707,7 @@ cdef class KVStorage(KVRows):
 
     @cython.critical_section
     def warm(self, threads=None):
-        """Bring the storage into RAM, as `Block.warm`; of a growing cache what is committed."""
+        """Bring the storage into RAM, as `Block.warm`; of a growing cache, the committed memory."""
         cdef Region region = self.open_region()
         if self.tape is not None:
             self.tape.block._warm_range(self._begin, self._storage_bytes, threads)
@@ -714,11 +723,11 @@ cdef class KVStorage(KVRows):
                 self.end_busy()
 
     def _freeze(self, bint frozen):
-        """Refuse, or allow again, to commit memory and to give it back unasked."""
+        """Forbid, or allow again, to commit memory and to give it back unasked."""
         self._frozen = frozen
 
     cdef Py_ssize_t n_users(self):
-        # The block and this cache hold the region; everybody else is a view.
+        # The block and this cache hold the region; all other references are views.
         return 0 if self._region is None else n_references(<PyObject *>self._region) - 2
 
     cdef object end(self):
@@ -754,11 +763,11 @@ cdef class KVStorage(KVRows):
 
     @cython.critical_section
     def _append_end(self, layer, n):
-        """Show the n tokens of `_append_begin`, which were written."""
+        """Count the n tokens of `_append_begin`, which were written."""
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
         self.begin_change()
         um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
 
     def _oldest_position(self):
-        """The first position of which every layer still has a row, whatever a ring shows."""
+        """Return the first position that still has a row in every layer, visible or not."""
         return um.um_kv_oldest_position(&self.kv)

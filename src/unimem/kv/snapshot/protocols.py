@@ -110,17 +110,17 @@ class CacheOfLayers(Protocol):
 
 
 class HeldCache(Protocol):
-    """A cache of users', which holds one of the others."""
+    """The cache that users see, which holds a `Cache` or `CacheOfLayers`."""
 
     _body: Any
 
 
-#: A cache as a user has it.
+#: Any cache that a user has.
 AnyCache: TypeAlias = Cache | CacheOfLayers | HeldCache
 
 
 def body_of(kv: AnyCache) -> Cache | CacheOfLayers:
-    """Return the cache that a user's cache holds, or is."""
+    """Return the cache that a user's cache holds, or itself."""
     return cast(Cache | CacheOfLayers, getattr(kv, "_body", kv))
 
 
