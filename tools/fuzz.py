@@ -304,7 +304,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--minimize", action="store_true", help="afterwards, what is kept")
-    parser.add_argument("--record", action="store_true", help="add the figures to docs/fuzzing.md")
+    parser.add_argument("--record", action="store_true", help="add the figures to the page")
     parser.add_argument("targets", nargs="*", help="some of the targets; by default all")
     arguments = parser.parse_args()
     known = (*IN_C, *IN_PYTHON)

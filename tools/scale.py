@@ -245,7 +245,7 @@ def lines(parts: dict[str, float], load: float) -> Iterator[str]:
 def main() -> None:
     """Measure, add up, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="put the tables into docs/scale.md")
+    parser.add_argument("--page", action="store_true", help="put the tables into the page")
     parser.add_argument("--folder", help="on the disk to measure")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:

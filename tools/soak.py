@@ -327,7 +327,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2, help="seconds between samples")
     parser.add_argument("--folder", type=Path, help="where the processes work; a temporary one")
     parser.add_argument("--record", type=Path, help="where the samples are written, as JSON")
-    parser.add_argument("--page", action="store_true", help="put the result into docs/soak.md")
+    parser.add_argument("--page", action="store_true", help="put the result into the page")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder, ignore_cleanup_errors=True) as name:
         run = soak(given.seconds, Path(name), given.every)

@@ -1,4 +1,4 @@
-"""`tools/fuzz.py` where it cannot do its work, and what it keeps: `make fuzz` runs the rest."""
+"""`tools/fuzz.py` names what it lacks, and keeps its figures; `make fuzz` runs the rest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_PYTHON = ("snapshot", "ledger", "note", "process", "image", "index")
 
 @pytest.fixture(scope="module")
 def tools() -> Iterator[Any]:
-    """The tools of the fuzzers, by their names."""
+    """Import the fuzzing tools by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOOL.parent))
         yield importlib.import_module

@@ -1,4 +1,4 @@
-"""Each module of unimem has a test file of its name in the folder of its room."""
+"""Each module of unimem has a test file with its name in the folder of its room."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE, TESTS = ROOT / "src/unimem", ROOT / "tests"
 
 
 def modules() -> Iterator[Path]:
-    """Yield the files of modules, relative to the package; faces and entry points have no name."""
+    """Yield the files of modules, relative to the package, without faces and entry points."""
     for path in sorted(PACKAGE.rglob("*")):
         if path.suffix in {".py", ".pyx"} and not path.stem.startswith("__"):
             yield path.relative_to(PACKAGE)

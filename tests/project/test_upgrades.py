@@ -1,4 +1,4 @@
-"""What earlier versions have left behind is read, or refused with the version that it has."""
+"""Files of earlier versions are read, or refused with their version."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ by_version = pytest.mark.parametrize("folder", VERSIONS, ids=lambda folder: fold
 
 @pytest.fixture(scope="module")
 def tool() -> Iterator[Any]:
-    """What writes the files."""
+    """Import the program that writes the files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "tools"))
         yield importlib.import_module("upgrade_files")
@@ -60,7 +60,7 @@ def check_refused(folder: Path, error: ValueError) -> None:
 
 @contextmanager
 def read_or_refused(folder: Path) -> Iterator[None]:
-    """A later version may refuse, and names the version; this one reads its own files."""
+    """Check that a file is read, or, by a later version, refused with its version."""
     try:
         yield
     except FormatError as error:
@@ -122,7 +122,7 @@ def test_a_chunk_of_a_store_is_restored(folder: Path, tool: Any, tmp_path: Path)
         tool.make_cache("fixed") as kv,
     ):
         n = store.restore_into(kv, contents["tokens"], model=contents["model"])
-        if folder.name == um.__version__ or n:  # the identity of a chunk has its version in it
+        if folder.name == um.__version__ or n:  # a chunk's identity contains the version
             assert n == size
             assert tool.rows_of(kv) == said["rows"]
 
@@ -142,7 +142,7 @@ def test_an_image_is_read(folder: Path, tmp_path: Path) -> None:
 @by_version
 def test_the_note_of_a_stage_is_read(folder: Path) -> None:
     said, note = contents_of(folder)["stage"], json.loads(raw_of(folder, "stage"))
-    if note["schema"] != keeper.SCHEMA:  # which is passed over, since it is another version's
+    if note["schema"] != keeper.SCHEMA:  # another version's note is ignored
         assert folder.name != um.__version__
         return
     found = keeper._held(os.getpid(), 0, note)

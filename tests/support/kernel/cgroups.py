@@ -1,4 +1,4 @@
-"""Small cgroups for tests, made below the own one and removed afterwards."""
+"""Small cgroups for tests, made below this process's one and removed afterwards."""
 
 from __future__ import annotations
 
@@ -19,27 +19,19 @@ from unimem.system.cgroups import cgroups_above
 
 LIMIT_BYTES = 512 << 20
 
-# The child is moved before the interpreter of the script starts, so that all it takes is counted.
+# The shell enters the cgroup before the interpreter starts, so that all its memory counts.
 _ENTER = 'echo $$ > "$1/cgroup.procs" && exec "$2" -c "$3"'
 
 
 @dataclass(frozen=True, slots=True)
 class SmallCgroup:
-    """A cgroup whose memory is limited.
-
-    Attributes
-    ----------
-    name : str
-        What `limits` calls it: "cgroup /a/b".
-    folder : Path
-        Where its files are.
-    """
+    """A cgroup with a limit on memory: its name in `limits` ("cgroup /a/b"), and its folder."""
 
     name: str
     folder: Path
 
     def run(self, script: str) -> str:
-        """Run a Python script in the cgroup and give what it prints; fail when it fails."""
+        """Run a Python script in the cgroup and return its output; fail if it fails."""
         ended = subprocess.run(
             ["sh", "-c", _ENTER, "sh", str(self.folder), sys.executable, script],
             capture_output=True,
@@ -47,7 +39,7 @@ class SmallCgroup:
             timeout=600,
             check=False,
         )
-        # A kill by the kernel shows as -9.
+        # The status is -9 after a kill by the kernel.
         assert ended.returncode == 0, f"status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
@@ -55,7 +47,8 @@ class SmallCgroup:
 def _make(limit_bytes: int) -> tuple[SmallCgroup, Callable[[], None]]:
     own = f"unimem-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     refusal = "no memory controller is mounted"
-    # Below the own cgroup where that may have children with limits, else at the root of the tree.
+    # Below this process's cgroup if that may have children with limits, else at the root of the
+    # tree.
     places = list(cgroups_above("memory"))
     for above in [*places[:1], *places[-1:]]:
         folder = Path(above.folder) / own
@@ -78,7 +71,7 @@ def _make(limit_bytes: int) -> tuple[SmallCgroup, Callable[[], None]]:
 
 @contextmanager
 def small_cgroup(limit_bytes: int = LIMIT_BYTES) -> Iterator[SmallCgroup]:
-    """Make a cgroup of so much memory, and remove it at the end."""
+    """Make a cgroup with a limit on memory, and remove it at the end."""
     if SANITIZED:
         pytest.skip("AddressSanitizer's shadow memory has no room in a small cgroup")
     if os.geteuid() != 0:
@@ -87,7 +80,7 @@ def small_cgroup(limit_bytes: int = LIMIT_BYTES) -> Iterator[SmallCgroup]:
     try:
         yield cgroup
     finally:
-        # The kernel may still be taking leave of the last process.
+        # The kernel may still hold the last process.
         end = time.monotonic() + 60
         while cgroup.folder.exists():
             with suppress(OSError):
