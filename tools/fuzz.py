@@ -290,12 +290,6 @@ def _sums(page: str) -> list[str]:
     return lines
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
-
-
 def main() -> int:
     """Run the targets."""
     parser = argparse.ArgumentParser(
@@ -319,7 +313,9 @@ def main() -> int:
     ready = prepare(names)
     if not ready:
         return UNAVAILABLE
-    commit = _commit()
+    from recorded import short_commit  # -I keeps this folder out of the path
+
+    commit = short_commit()
     n_at_once = min(len(ready), len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(n_at_once) as pool:
         found = list(pool.map(lambda name: run(name, arguments.seconds), ready))

@@ -37,7 +37,7 @@ BEGIN, END = "<!-- made by make kills -->\n", "<!-- end of the kills -->"
 SHM = "/dev/shm"
 MODEL = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
 TOKENS = list(range(256))
-# How often the duration of the work is measured again.
+# A child of this many finishes its work, to measure its duration.
 LET_THROUGH = 25
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from recorded import put
+from recorded import put, short_commit
 from soak_work import KINDS, MARK, NAME, children_of
 
 ROOT = Path(__file__).parent.parent
@@ -314,12 +314,6 @@ def draw(run: Run, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Run everything at once, and say what grows.")
@@ -335,7 +329,7 @@ def main() -> int:
             for path in sorted(Path(name, "logs").iterdir()):
                 print(f"{path.name}:", *path.read_text().splitlines()[-20:], sep="\n")
     found = growths(run)
-    made = list(lines(run, found, _commit()))
+    made = list(lines(run, found, short_commit()))
     print(*made[2:], sep="\n")
     if given.record is not None:
         given.record.write_text(json.dumps({"schema": SCHEMA, **run._asdict()}) + "\n")

@@ -25,7 +25,7 @@ def tools() -> Iterator[Any]:
         yield importlib.import_module
 
 
-def test_a_python_that_cannot_write_the_seeds_is_told() -> None:
+def test_a_python_without_numpy_cannot_fuzz() -> None:
     bare = [sys.executable, "-I", "-S"]  # without the packages that are installed
     ended = subprocess.run([*bare, str(TOOL)], check=False, capture_output=True, text=True)
     assert ended.returncode == 69
@@ -34,7 +34,7 @@ def test_a_python_that_cannot_write_the_seeds_is_told() -> None:
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_target_that_is_not_there_is_told() -> None:
+def test_an_unknown_target_is_refused() -> None:
     command = [sys.executable, str(TOOL), "gguf", "mp3"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 2

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from support.kernel.cgroups import SmallCgroup, small_cgroup
+from unimem_bench.cgroup import entering
 
 MIB = 1 << 20
 SPARE_BYTES = 140 * MIB
@@ -86,9 +87,8 @@ sys.stdin.readline()
 
 def start(cgroup: SmallCgroup, script: str, *arguments: str) -> subprocess.Popen[str]:
     """Start Python in a cgroup."""
-    enter = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
     return subprocess.Popen(
-        ["sh", "-c", enter, "sh", str(cgroup.folder), sys.executable, "-c", script, *arguments],
+        entering(cgroup.folder, [sys.executable, "-c", script, *arguments]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
