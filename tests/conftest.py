@@ -1,4 +1,4 @@
-"""The state that all tests begin from, their two tiers, fixtures, and what a run did not test."""
+"""The state and tiers of all tests, their fixtures, and a summary of skipped tests."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over what a worker knows: each has seen all tests."""
+    """Take the count of slow tests from a worker, which has seen all tests."""
     tiers.n_left_out = getattr(node, "workeroutput", {}).get("n_left_out", 0)
 
 
-# Fixtures that take what all processes of the machine share, or look at it; and modules that do.
+# Fixtures and modules that use a resource of the whole machine.
 MACHINE = {"cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages", "leaves_nothing"}
 MACHINE_MODULES = {
     "_core/test_block_cgroup",
@@ -75,10 +75,10 @@ MACHINE_MODULES = {
     "weights/test_residency",
 }
 
-# What tests lock at most that are marked `locks`; the usual limit of a user.
+# The most memory that a test marked `locks` locks; the usual limit of a user.
 LOCKED_BYTES = 8 << 20
 
-# Modules whose tests reserve huge pages by themselves.
+# Modules whose tests reserve huge pages without a fixture.
 POOL_MODULES = {
     "_core/test_block_pages",
     "bench/test_bench_decoders",
@@ -86,7 +86,7 @@ POOL_MODULES = {
     "bench/test_bench_suites_load",
 }
 
-# Folders that are in the larger tier as a whole: what they import takes longer than most tests.
+# Folders of the larger tier: their imports take longer than most tests.
 SLOW_FOLDERS = {ROOT / "tests/transformers"}
 
 
@@ -103,14 +103,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     known_state.begin()
-    # Where pytest-xdist is not installed, as on a machine that is lent for its GPU.
+    # A machine with a GPU may lack pytest-xdist.
     config.addinivalue_line("markers", "xdist_group(name): in one worker, one after the other")
     config.addinivalue_line("markers", "locks: locks some MiB of memory")
     config.addinivalue_line("markers", "slow: not in the fast tier; make test-all runs it")
     config.addinivalue_line("markers", "uncounted: fails where `make coverage` counts lines")
     tiers.everything = config.getoption("--all") or config.getoption("--explore")
     random = config.getoption("--explore")
-    # The same examples in each run: what was red is red again, and what is green stays so.
+    # Each run uses the same examples, so that a failure repeats.
     hypothesis.settings.register_profile(
         "unimem", derandomize=not random, deadline=None, database=None, print_blob=True
     )
@@ -140,9 +140,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Leave out of collections what is there for good: modules, and the tests themselves.
+    """Exclude all existing objects, hundreds of thousands, from garbage collection.
 
-    Many tests collect, and each collection would look at hundreds of thousands of objects.
+    Many tests collect garbage.
     """
     gc.collect()
     gc.freeze()
@@ -160,14 +160,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def pool_of_huge_pages(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nobody else takes the huge pages that a test reserves."""
+    """Keep other tests away from the huge pages that a test reserves."""
     with sharing_the_pool(alone=module_of(request.node.path) in POOL_MODULES):
         yield
 
 
 @pytest.fixture(autouse=True)
 def cpus_of_the_process() -> Iterator[None]:
-    """Benchmarks pin their thread; the tests behind them run on all CPUs again."""
+    """Undo the pinning of benchmarks after each test."""
     before = os.sched_getaffinity(0)
     yield
     os.sched_setaffinity(0, before)
@@ -175,14 +175,13 @@ def cpus_of_the_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def in_the_checkout() -> None:
-    """Relative paths mean the same wherever pytest was started."""
+    """Run in the root of the checkout, for relative paths."""
     os.chdir(ROOT)
 
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """For tests that compare `counters`, which are the process's: nothing is unmapped meanwhile
-    that an earlier test has left in a cycle."""
+    """Switch garbage collection off for tests that compare `counters` of the whole process."""
     gc.disable()
     yield
     gc.enable()
@@ -190,7 +189,7 @@ def no_collection() -> Iterator[None]:
 
 @pytest.fixture
 def gives_memory_back() -> Iterator[None]:
-    """What a test maps is unmapped at its end."""
+    """Check that a test unmaps all of its memory."""
 
     def mapped() -> dict[Any, tuple[int, int]]:
         host = {name: (row["n_mappings"], row["mapped_bytes"]) for name, row in ledger().items()}
@@ -199,18 +198,18 @@ def gives_memory_back() -> Iterator[None]:
         }
         return host | device
 
-    published.publish()  # what a process shows others begins with its first engine, and stays
+    published.publish()  # the first engine would publish it, and it stays
     before = mapped()
     yield
     if mapped() != before:
-        gc.collect()  # which takes longer than most tests
-    # Less than before is what an earlier test had left to the collector.
+        gc.collect()  # slower than most tests
+    # There may be less than before, if an earlier test had left garbage.
     assert {key: row for key, row in mapped().items() if row > before.get(key, (0, 0))} == {}
 
 
 @pytest.fixture
 def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A driver over main memory in the place of device 0: tests/support/gpu/host_gpu.py."""
+    """Install a driver over main memory as device 0: tests/support/gpu/host_gpu.py."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     from support.gpu import host_gpu
 
@@ -219,7 +218,7 @@ def host_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def cuda(host_gpu: Any) -> Any:
-    """`unimem.cuda` over that driver."""
+    """Return `unimem.cuda` over that driver."""
     from unimem import cuda
 
     return cuda
@@ -227,10 +226,10 @@ def cuda(host_gpu: Any) -> Any:
 
 @pytest.fixture(params=["host", "cuda"])
 def device(request: pytest.FixtureRequest) -> Any:
-    """Main memory, then a GPU's: tests/support/gpu/devices.py."""
+    """Return main memory, then a GPU's: tests/support/gpu/devices.py."""
     from support.gpu import devices
 
-    gc.collect()  # memory that earlier tests have left
+    gc.collect()  # garbage of earlier tests
     if request.param == "host":
         return devices.Host()
     return devices.Gpu(request.getfixturevalue("host_gpu"))

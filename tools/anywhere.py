@@ -88,7 +88,7 @@ RUNS = (
 
 def what_is_missing(run: Run) -> str:
     """Say why this machine cannot provide a state; "" if it can."""
-    try:  # a name may be there that runs nothing, as pyenv has it
+    try:  # with pyenv, a name may run nothing
         subprocess.run([run.python, "--version"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return f"there is no {run.python}"
@@ -166,7 +166,7 @@ def try_run(run: Run, folder: Path, times: int, at_once: int) -> tuple[bool, str
     took = [round(seconds) for _, seconds in done]
     clock = " to ".join(f"{s // 60} min {s % 60} s" for s in sorted({min(took), max(took)}))
     passed = all(status == 0 for status, _ in done)
-    if passed and len(said) == 1:  # else the logs say what was different
+    if passed and len(said) == 1:  # otherwise the logs show the difference
         shutil.rmtree(folder)
     return passed, f"{text}, {clock}"
 

@@ -129,7 +129,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def _say(line: str) -> None:
-    # A path is not broken: a reader may copy it.
+    # A path stays in one line, so that a reader can copy it.
     for part in textwrap.wrap(line, _WIDTH, subsequent_indent="   ", break_long_words=False):
         print(part, flush=True)
 
@@ -170,7 +170,7 @@ def _own_model(stack: ExitStack, say: Callable[[str], None]) -> Path:
 def _plan(model: Path, say: Callable[[str], None]) -> um.Plan:
     say(f"1. What will it need?  unimem plan {model.name}")
     plan = um.plan(model)
-    # The verdict and the tables; what stands between is of the file, which was just made.
+    # The verdict and the tables; the lines between describe the invented file.
     verdict, _, *tables = str(plan).split("\n\n")
     for line in [verdict, *(line for table in tables for line in table.splitlines())]:
         say(f"   {line}")

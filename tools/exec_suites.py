@@ -26,7 +26,7 @@ from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
 CPYTHON = ("mmap", "array", "bytes", "threading", "subprocess")
-# Of multiprocessing, by the way that it starts processes. Some Pythons lack these three files.
+# Tests of multiprocessing, by start method. Some Pythons lack these three files.
 STARTS = ("fork", "spawn", "forkserver")
 NUMPY = tuple(
     """
@@ -38,11 +38,11 @@ SHIM = """
 from test._test_multiprocessing import install_tests_in_module_dict as install
 install(globals(), {!r})
 """
-# Not those that read long lists: of elements of 20 KB they take hours.
+# Tests that read long lists are left out: with elements of 20 KB they take hours.
 REDIS = "ping,set,get,incr,lpush,rpush,lpop,rpop,sadd,hset,spop,zadd,zpopmin,mset"
-REDIS_BYTES = 20000  # of a value
+REDIS_BYTES = 20000  # per value
 MODEL = Path(__file__).parent.parent / "src/unimem/engine/models/tiny.gguf"
-# That of cyllama 0.2.18 leaves a chat's tokens in the cache, and answers no second one.
+# The server of cyllama 0.2.18 leaves a chat's tokens in the cache, and answers only once.
 SERVER = """
 import sys
 from cyllama.llama.server import __main__, python
@@ -75,7 +75,7 @@ def cpython(python: str, name: str, prefix: list[str]) -> dict[str, str]:
         )
     matches = (RESULT.match(line) for line in done.stderr.splitlines())
     found = {match[1]: match[2] for match in matches if match}
-    # Tests that print or take long have their results in the summary alone.
+    # Only the summary has the results of tests that print or are slow.
     for kind, test in re.findall(r"^(FAIL|ERROR): (\w+ \([\w.]+\))", done.stderr, re.M):
         found[test] = kind
     return found | {"exit code": str(done.returncode)}
@@ -91,7 +91,7 @@ def numpy(python: str, name: str, prefix: list[str]) -> dict[str, str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=folder,
-            # Some of NumPy's tests take all the memory that there is, and as many minutes as GB.
+            # Some of NumPy's tests take all memory, and a minute for each GB.
             env=os.environ | {"NPY_AVAILABLE_MEM": "2 GB"},
             check=False,
             timeout=7200,

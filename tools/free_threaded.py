@@ -27,19 +27,19 @@ from support.project.apt_packages import UnavailableError, apt
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / "build/free-threaded"
-# NumPy has wheels for 3.13 without the lock; the source is that of Debian 13.
+# NumPy has wheels for a 3.13 without the lock; Debian 13 has the source.
 SOURCE, SUITE = "python3.13", "trixie"
 UNAVAILABLE = 69
 
 BUILDERS = ("scikit-build-core>=0.11", "cython>=3.1", "numpy>=2", "cmake", "ninja")
 NEEDED = ("ml_dtypes", "psutil", "xxhash")
 TESTERS = ("pytest>=8,<9.2", "pytest-timeout", "hypothesis", "jsonschema", "pytest-run-parallel")
-# What some tests compare with, or lend their arrays: those that lack it are skipped, and say so.
+# Packages that some tests need; without them the tests are skipped, and say so.
 WANTED = ("gguf", "safetensors", "fsspec")
 
 # Folders tested in several threads; tests/support/project/in_threads.py keeps some tests in one.
 TESTED = ("tests/_core", "tests/kv", "tests/buffers")
-# In several threads on this Python, where the extras are that they need.
+# Folders tested in several threads on this Python, which has the extras.
 TESTED_HERE = (*TESTED, "tests/weights", "tests/accounting", "tests/system")
 THREADS = 4
 
@@ -119,7 +119,7 @@ def fetch_source() -> Path:
     shutil.rmtree(fetched, ignore_errors=True)
     fetched.mkdir(parents=True)
     before = os.getcwd()
-    os.chdir(fetched)  # apt-get downloads to where it is
+    os.chdir(fetched)  # apt-get downloads to the working directory
     try:
         apt(*options, "source", "--download-only", "--tar-only", SOURCE)
     finally:
@@ -165,7 +165,7 @@ def environment(python: Path) -> tuple[Path, dict[str, str]]:
     """Return a Python of an environment with unimem, and the variables to run it with."""
     venv, site = CACHE / "venv", CACHE / "site"
     inside = venv / "bin/python"
-    # What has no wheel for this Python in its newest version is taken from an older one.
+    # If the newest version has no wheel for this Python, an older one is taken.
     pip = [str(inside), "-m", "pip", "install", "--quiet", "--prefer-binary"]
     if not (venv / ".done").exists():
         run([python, "-m", "venv", "--clear", venv])
@@ -186,7 +186,7 @@ def environment(python: Path) -> tuple[Path, dict[str, str]]:
         env=os.environ | {"PATH": path},
     )
     variables = os.environ | {"PATH": path, "PYTHONPATH": str(site)}
-    variables.pop("PYTHON_GIL", None)  # nobody says that the lock stays off, but the modules
+    variables.pop("PYTHON_GIL", None)  # only the modules keep the lock off
     return inside, variables
 
 

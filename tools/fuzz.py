@@ -34,23 +34,23 @@ BUILD = ROOT / "build/fuzz"
 PAGE = ROOT / "docs/fuzzing.md"
 IN_C = ("gguf", "safetensors", "paged", "proc")
 IN_PYTHON = ("snapshot", "ledger", "note", "process", "image", "index")
-# Whose dictionary a target takes, where it is not its own.
+# Targets that use another target's dictionary.
 WORDS = {"process": "proc"}
 PACKAGES = ("clang", "libclang-rt-dev")
-# What the tests import that write the seeds.
+# Modules of the tests that write the seeds.
 MODULES = ("gguf", "hypothesis", "numpy", "pytest", "unimem", "xxhash")
-# What a target in C is built with, the part of the time that is its own, and options of CMake.
+# The builds of a target in C: their share of the time, and options of CMake.
 FENCES, SANITIZERS, ATHERIS = "fences", "sanitizers", "Atheris"
 SHARES = {FENCES: 0.75, SANITIZERS: 0.25}
 BUILDS = {
     FENCES: (BUILD / FENCES, "-DUNIMEM_SANITIZE=OFF"),
     SANITIZERS: (BUILD, "-DUNIMEM_SANITIZE=ON"),
 }
-# A larger input than the tests', and a smaller one than a vocabulary.
+# Inputs may be larger than the tests', and are smaller than a vocabulary.
 MAX_NBYTES = 4096
-# A longer program of calls only takes longer.
+# A longer program of calls is only slower.
 MAX_NBYTES_OF = {"paged": 400}
-# Kept in the repository: small ones, which are also replayed in each test run.
+# The repository has small inputs, which each test run replays.
 MAX_KEPT_NBYTES = 2048
 
 UNAVAILABLE = 69  # EX_UNAVAILABLE
@@ -212,7 +212,7 @@ def _run(name: str, build: str, seconds: int) -> Figures | None:
     command = target(
         name,
         build,
-        f"-max_total_time={max(seconds, 1)}",  # 0 is for ever
+        f"-max_total_time={max(seconds, 1)}",  # 0 would never end
         f"-max_len={MAX_NBYTES_OF.get(name, MAX_NBYTES)}",
         "-print_final_stats=1",
         folder("inputs", name),
@@ -255,7 +255,7 @@ def minimize(name: str) -> None:
 # ---- the page ----
 
 _RUNS, _SUMS, _END = "<!-- runs -->", "<!-- sums -->", "<!-- end -->"
-# Of a run: target, executions, edges.
+# The fields of a run: target, executions, edges.
 _ROW = re.compile(
     r"^\| \S+ \| \S+ \| (\w+) \| \w+ \| ([\d,]+) \| [\d,]+ \| [\d,]+ \| (\d+) \|$", re.MULTILINE
 )
@@ -290,12 +290,6 @@ def _sums(page: str) -> list[str]:
     return lines
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
-
-
 def main() -> int:
     """Run the targets."""
     parser = argparse.ArgumentParser(
@@ -304,7 +298,7 @@ def main() -> int:
     )
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
     parser.add_argument("--minimize", action="store_true", help="afterwards, what is kept")
-    parser.add_argument("--record", action="store_true", help="add the figures to docs/fuzzing.md")
+    parser.add_argument("--record", action="store_true", help="add the figures to the page")
     parser.add_argument("targets", nargs="*", help="some of the targets; by default all")
     arguments = parser.parse_args()
     known = (*IN_C, *IN_PYTHON)
@@ -319,7 +313,9 @@ def main() -> int:
     ready = prepare(names)
     if not ready:
         return UNAVAILABLE
-    commit = _commit()
+    from recorded import short_commit  # -I keeps this folder out of the path
+
+    commit = short_commit()
     n_at_once = min(len(ready), len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(n_at_once) as pool:
         found = list(pool.map(lambda name: run(name, arguments.seconds), ready))

@@ -31,7 +31,7 @@ Run = Callable[[bytes], None]
 
 SOURCES = Path(__file__).parent.parent / "src"
 PAGE = 4096
-MOST_BYTES = 1 << 20  # of a file that an input stands for
+MOST_BYTES = 1 << 20  # of a file made from an input
 _REPAIRS = 12
 _EXPECTED = re.compile(r"(\w+): expected (\d+)(?: to \d+)?, got ")
 _OTHER_SIZE = re.compile(r"cut off|longer than|too long")
@@ -120,7 +120,7 @@ class _Snapshots:
     def check_section(self, section: Any) -> int:
         """Check that chunks cover the data, and return where it ends."""
         at, n_chunks = section.base + section.data_offset, 0
-        if not len(section.checksums):  # of a million lanes without tokens
+        if not len(section.checksums):  # a million lanes without tokens
             return int(at)
         for n_chunks, chunk in enumerate(section.chunks(), 1):
             assert (chunk.number, chunk.offset) == (n_chunks - 1, at)

@@ -39,7 +39,7 @@ def gguf_files() -> Iterator[bytes]:
     """Yield files that are read, in full and cut, and those for each way to break a rule."""
     yield from halved(import_module("test_gguf_mutation").VALID)
     yield from (raw for _, _, (raw, _) in import_module("test_gguf").RULES)
-    # What the least slip in a bound would let pass.
+    # Files that a small error in a bound would let pass.
     gf = import_module("support.files.gguf_files")
     i8, iq1_s = 24, 19
     for kind, ne, nbytes in ((i8, (256,), 255), (iq1_s, (2**63,), 256), (gf.F32, (1,) * 5, 256)):
@@ -54,7 +54,7 @@ def safetensors_files() -> Iterator[bytes]:
     files = import_module("support.files.safetensors_files")
     yield from halved([files.everything(), files.everything(pad=3), files.write({})])
     yield from (case.raw for case in import_module("test_safetensors").RULES.values())
-    # What the least slip in a bound would let pass.
+    # Files that a small error in a bound would let pass.
     for dtype, dim in (("F4", 1), ("F6_E2M3", 1), ("F6_E3M2", 3)):
         yield files.write({"t": (dtype, (dim,))})
     for text in (r"\udc00\udc00", r"\ud800\ud800", r"\udbff\udfff", r"\ue000", "\x7f"):
@@ -217,7 +217,9 @@ def main() -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for raw in TARGETS[arguments.target]():
         if len(raw) <= MAX_NBYTES:
-            name = hashlib.sha1(raw, usedforsecurity=False).hexdigest()  # as libFuzzer names them
+            name = hashlib.sha1(
+                raw, usedforsecurity=False
+            ).hexdigest()  # the name that libFuzzer gives
             (arguments.folder / f"{name}.{arguments.target}").write_bytes(raw)
     return 0
 

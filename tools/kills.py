@@ -37,18 +37,15 @@ BEGIN, END = "<!-- made by make kills -->\n", "<!-- end of the kills -->"
 SHM = "/dev/shm"
 MODEL = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
 TOKENS = list(range(256))
-# How long it takes that is killed, from time to time.
+# A child of this many finishes its work, to measure its duration.
 LET_THROUGH = 25
 
 
 class Case(ABC):
-    """What processes are killed in; made in this process, which has one thread, and forks.
+    """A kind of work to kill, made in this process, which has one thread, and forks.
 
-    Attributes
-    ----------
-    n_kills, n_inside, n_left : int
-        Kills; those that came before the work was done; those that left something for the next
-        start.
+    `n_kills` counts the kills, `n_inside` those before the work was done, and `n_left` those that
+    left something for the next start.
     """
 
     name: str
@@ -124,7 +121,7 @@ class _Stage(Case):
         return unkept("unimem-stage-")
 
     def check(self, number: int, *, done: bool) -> None:
-        pass  # what is staged goes with its process
+        pass  # staged memory ends with its process
 
     def begin_anew(self) -> None:
         sweep()
@@ -231,7 +228,7 @@ def unkept(prefix: str) -> list[str]:
     found = []
     for name in os.listdir(SHM):
         if name.startswith(prefix):
-            with suppress(OSError):  # it is locked, gone, or another user's
+            with suppress(OSError):  # locked, gone, or another user's
                 fd = os.open(f"{SHM}/{name}", os.O_RDONLY | os.O_CLOEXEC)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

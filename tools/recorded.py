@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-__all__ = ["commit", "put"]
+__all__ = ["commit", "put", "short_commit"]
 
 
 def commit() -> str:
@@ -14,6 +14,14 @@ def commit() -> str:
     root = Path(__file__).parent
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def short_commit() -> str:
+    """Return the commit that is checked out, or "unknown"."""
+    command = ["git", "rev-parse", "--short=8", "HEAD"]
+    root = Path(__file__).parent
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def put(page: Path, begin: str, text: str, end: str) -> None:

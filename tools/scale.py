@@ -37,10 +37,10 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "scale.md"
 BEGIN, END = "<!-- made by tools/scale.py --page -->", "<!-- end -->"
 N_NODES, WEIGHT_BYTES, N_CHUNKS = 1000, 600e9, 1e9
-# Of a model of that size, grouped attention.
+# A model of that size, with grouped attention.
 CHUNK = ChunkShape(EqualLayers(61, 8, 128, "f16", "f16").groups[0], 256)
 PROMPT_TOKENS = 131072
-# Of the network and the store, which no machine here has: bytes a second, and seconds.
+# The assumed network and store: bytes a second, and seconds.
 ASSUMED = {
     "a node's network": (12.5e9, "GB/s", "100 Gbit/s"),
     "a store, all nodes together": (200e9, "GB/s", "an object store of some dozen servers"),
@@ -49,7 +49,7 @@ ASSUMED = {
 }
 ROUNDS = 5
 FEW, MANY = 10_000, 100_000
-FILE_TENSORS = 8  # of 64 MiB
+FILE_TENSORS = 8  # 64 MiB each
 MIB = 1 << 20
 
 
@@ -245,7 +245,7 @@ def lines(parts: dict[str, float], load: float) -> Iterator[str]:
 def main() -> None:
     """Measure, add up, print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--page", action="store_true", help="put the tables into docs/scale.md")
+    parser.add_argument("--page", action="store_true", help="put the tables into the page")
     parser.add_argument("--folder", help="on the disk to measure")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:

@@ -30,7 +30,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from recorded import put
+from recorded import put, short_commit
 from soak_work import KINDS, MARK, NAME, children_of
 
 ROOT = Path(__file__).parent.parent
@@ -40,15 +40,15 @@ SCHEMA = "unimem.soak/1"
 MIB = 1 << 20
 
 WARM_UP = 0.25  # of the run
-MOST_PAIRS = 400  # samples of a series that slopes are taken of
-# What may grow by chance in a whole run, at least; and of the middle of a series, this part.
+MOST_PAIRS = 400  # the most samples of a series for its slope
+# The growth allowed in a whole run: at least this, or this part of the middle of a series.
 SLACK = {"rss_bytes": 4 * MIB, "descriptors": 4, "mappings": 24, "threads": 2}
 LEFT_SLACK = {"shm_bytes": 8 * MIB, "store_bytes": 8 * MIB, "cache_bytes": 8 * MIB}
 LEFT_SLACK |= {"shm_names": 4, "temporary_files": 4, "processes": 2}
 SLACK_PART = 0.05
 
 
-# ---- what is looked at ----
+# ---- the samples ----
 
 
 def look_at(pid: int) -> dict[str, int]:
@@ -77,7 +77,7 @@ def _files(folder: Path, pattern: str = "**/*") -> Iterator[os.stat_result]:
 
 def look_at_folders(folder: Path) -> dict[str, int]:
     """Return the contents of shared memory and of the folders of a run."""
-    shm = Path("/dev/shm")  # where others have names, too
+    shm = Path("/dev/shm")  # other programs have names there, too
     found = {"shm_bytes": sum(info.st_blocks * 512 for info in _files(shm, "unimem-*/**/*"))}
     found["shm_names"] = len(list(shm.glob("unimem-*")))
     for name in ("store", "cache"):
@@ -118,7 +118,7 @@ class Worker:
         """End it by a signal, and return its exit status."""
         self.process.send_signal(number)
         try:
-            return self.process.wait(300)  # on a machine that does much else
+            return self.process.wait(300)  # the machine may be busy
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -166,7 +166,7 @@ def soak(seconds: float, folder: Path, every: float) -> Run:
             time.sleep(every)
     finally:
         ended = [(worker, worker.end(signal.SIGTERM)) for worker in workers]
-    # One that has just been started does not know of the signal yet.
+    # A worker that has just started cannot handle the signal yet.
     fine = 0, -signal.SIGTERM
     run.failures.extend(f"{worker.name} ended with {n}" for worker, n in ended if n not in fine)
     run.failures.extend(_left(folder))
@@ -181,7 +181,7 @@ def _sample(run: Run, at: float, workers: Sequence[Worker], folder: Path) -> Non
             found |= {f"{worker.name}: {what}": value for what, value in mine.items()}
     if not run.series:
         run.series.update({name: [] for name in found})
-    if set(found) == set(run.series):  # or a worker has just ended
+    if set(found) == set(run.series):  # otherwise a worker has just ended
         run.times.append(at)
         for name, value in found.items():
             run.series[name].append(value)
@@ -209,13 +209,13 @@ def _left(folder: Path) -> list[str]:
 def _counts(folder: Path) -> dict[str, int]:
     total: dict[str, int] = {}
     for path in (folder / "counts").iterdir():
-        with suppress(ValueError):  # of one that was killed while it wrote
+        with suppress(ValueError):  # its writer was killed
             for name, n in json.loads(path.read_text()).items():
                 total[name] = total.get(name, 0) + n
     return dict(sorted(total.items()))
 
 
-# ---- what grows ----
+# ---- growth ----
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> float:
@@ -289,7 +289,7 @@ def draw(run: Run, path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
-    mpl.rcParams["svg.hashsalt"] = "unimem"  # the same picture of the same run
+    mpl.rcParams["svg.hashsalt"] = "unimem"  # the same run gives the same picture
     from matplotlib import pyplot
 
     panels = [*SLACK, *LEFT_SLACK]
@@ -314,12 +314,6 @@ def draw(run: Run, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=8", "HEAD"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return answer.stdout.strip() or "unknown"
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Run everything at once, and say what grows.")
@@ -327,7 +321,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2, help="seconds between samples")
     parser.add_argument("--folder", type=Path, help="where the processes work; a temporary one")
     parser.add_argument("--record", type=Path, help="where the samples are written, as JSON")
-    parser.add_argument("--page", action="store_true", help="put the result into docs/soak.md")
+    parser.add_argument("--page", action="store_true", help="put the result into the page")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.folder, ignore_cleanup_errors=True) as name:
         run = soak(given.seconds, Path(name), given.every)
@@ -335,7 +329,7 @@ def main() -> int:
             for path in sorted(Path(name, "logs").iterdir()):
                 print(f"{path.name}:", *path.read_text().splitlines()[-20:], sep="\n")
     found = growths(run)
-    made = list(lines(run, found, _commit()))
+    made = list(lines(run, found, short_commit()))
     print(*made[2:], sep="\n")
     if given.record is not None:
         given.record.write_text(json.dumps({"schema": SCHEMA, **run._asdict()}) + "\n")

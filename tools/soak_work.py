@@ -29,7 +29,7 @@ Work = Callable[[Path, random.Random], Iterator[str]]
 
 MARK, NAME = "UNIMEM_SOAK", "UNIMEM_SOAK_NAME"
 _COUNT_SECONDS = 1
-# What is large takes no pages of the hugetlb pool: tests that run beside a soak reserve some there.
+# Large memory avoids the hugetlb pool, since tests beside a soak reserve pages there.
 PAGES: Any = ("4k", "thp")
 
 
@@ -80,7 +80,7 @@ def engine(folder: Path, rng: random.Random) -> Iterator[str]:
             elif what == "resume":
                 if session.exists():
                     snapshot.check(session)
-                    # The other engine may save between the two looks that this takes at the file.
+                    # The other engine may save between these two reads of the file.
                     with suppress(SnapshotError):
                         decoder.resume(session)
             elif what == "trim":
@@ -166,7 +166,7 @@ def stage(folder: Path, rng: random.Random) -> Iterator[str]:
     def run(*words: str, check: bool = True) -> None:
         subprocess.run([*command, *words], check=check, capture_output=True)
 
-    if was_killed:  # what was staged by the command is kept until somebody drops it
+    if was_killed:  # the command's staged model stays until it is dropped
         run("--drop", str(model), check=False)
     try:
         while True:

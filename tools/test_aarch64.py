@@ -1,4 +1,4 @@
-"""Compare identities and bytes of chunks on an emulated aarch64: ``make test-aarch64``.
+"""Compare identities and bytes of chunks on an emulated aarch64: ``tools/test_aarch64.py``.
 
 Python for aarch64 is Debian's, unpacked in build/pythons and never installed, with wheels of NumPy
 and xxhash; QEMU runs it as a user program. Ends with status 1 if a chunk differs there, and with 69

@@ -12,7 +12,7 @@ from pathlib import Path
 from unimem.system.cgroups import cgroups_above
 from unimem_bench.suite import NotMeasured
 
-_END_S = 10.0  # that the kernel has to remove the last process
+_END_S = 60.0  # that the kernel has to remove the last process
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def test_passes_that_differ_make_the_interval_wider() -> None:
     (1, 20, 0.0), (3, 10, 0.03), pytest.param(5, 15, 0.03, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_second_run_lies_in_the_interval(n_passes: int, n_rounds: int, between: float) -> None:
-    """The purpose of intervals, on 100 invented pairs of runs with heavy tails."""
+    """This is the purpose of intervals; 100 invented pairs of runs have heavy tails."""
     rng = np.random.default_rng(3)
 
     def run() -> stats.Ratio:
@@ -113,7 +113,7 @@ def test_a_second_run_lies_in_the_interval(n_passes: int, n_rounds: int, between
 
 @pytest.mark.parametrize(("freedom", "expected"), [(2, 4.303), (4, 2.776), (30, 2.042)])
 def test_student(freedom: float, expected: float) -> None:
-    """Beside any table of t at 97.5 %: an expansion is short by 3 % for two passes or three."""
+    """Compare with any table of t at 97.5 %: an expansion is 3 % short for two or three passes."""
     assert stats.student_t(freedom) == pytest.approx(expected, rel=0.04)
 
 
@@ -183,7 +183,7 @@ def test_an_exponent_is_judged_by_its_interval() -> None:
 
 
 def test_the_best_peer_is_chosen_by_rounds_that_do_not_judge_it() -> None:
-    """By the even rounds A is best; in the odd ones it takes twice as long as unimem."""
+    """A is best in the even rounds; in the odd ones it takes twice as long as unimem."""
     a, b = side("A", [2.0, 0.5] * 3), side("B", [1.5] * 6)
     limit = side("memcpy", [0.1] * 6, role="limit")
     found = verdict(faster_than_best(0.9, issue=6), ours([1.0] * 6), a, b, limit)

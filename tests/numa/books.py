@@ -1,4 +1,4 @@
-"""What the kernel says of nodes and pages, asked in other ways than unimem asks; and moving pages.
+"""The kernel's figures of nodes and pages, by other ways than unimem's; and moves of pages.
 
 A range is the address of its first byte and its size.
 """
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 NODES = Path("/sys/devices/system/node")
 _MOVE_PAGES = 279  # number of the system call on x86-64
 _MPOL_MF_MOVE = 2
-_NOT_THERE = -2  # the status of a page that was never touched: ENOENT
+_NOT_THERE = -2  # ENOENT: the page was never touched
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def node_bytes(address: int, nbytes: int) -> dict[int, int]:
-    """Resident bytes of a range on each node, by numa_maps, for mappings that begin in it."""
+    """Return a range's resident bytes on each node, by numa_maps, for mappings that begin in it."""
     found: Counter[int] = Counter()
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
         start, _policy, *words = line.split()
@@ -37,7 +37,7 @@ def node_bytes(address: int, nbytes: int) -> dict[int, int]:
 
 
 def page_nodes(address: int, nbytes: int, step: int) -> NDArray[np.int32]:
-    """The node of each page of a range, `step` bytes apart; -2 where none was touched."""
+    """Return the node of each page of a range, `step` bytes apart; -2 for an untouched page."""
     return _move_pages(address, nbytes, step, None)
 
 
@@ -48,7 +48,7 @@ def move(address: int, nbytes: int, step: int, node: int) -> None:
 
 
 def drop_page_tables(address: int, nbytes: int) -> None:
-    """Let a range of shared memory be mapped by nobody here; it stays in RAM."""
+    """Remove a range of shared memory from the page tables of this process; it stays in RAM."""
     dontneed = 4
     if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), dontneed) != 0:
         raise OSError(ctypes.get_errno(), "madvise")
@@ -72,13 +72,13 @@ def _move_pages(address: int, nbytes: int, step: int, node: int | None) -> NDArr
 
 
 def numastat(node: int) -> dict[str, int]:
-    """Pages that were given on a node, to threads on its CPUs ("local_node") and to others."""
+    """Return the pages given on a node, to threads on its CPUs ("local_node") and to others."""
     lines = (NODES / f"node{node}/numastat").read_text().splitlines()
     return {name: int(count) for name, count in (line.split() for line in lines)}
 
 
 def meminfo(node: int) -> dict[str, int]:
-    """Fields of a node's meminfo, in bytes; counts of pages as they are."""
+    """Return the fields of a node's meminfo, in bytes; counts of pages stay counts."""
     found = {}
     for line in (NODES / f"node{node}/meminfo").read_text().splitlines():
         _, _, name, value, *unit = line.split()

@@ -1,4 +1,4 @@
-"""The tests of this folder run in the machine of vm.py, and nowhere else."""
+"""Settings for this folder, whose tests run only in the machine of vm.py."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ IN_MACHINE = os.environ.get("UNIMEM_NUMA_VM") == "1"
 
 @pytest.fixture(autouse=True)
 def several_nodes() -> None:
-    """Skip where there are not the nodes that the tests are written for."""
+    """Skip the tests unless this machine has their nodes."""
     if not IN_MACHINE:
         pytest.skip("needs several NUMA nodes: make test-numa")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In the machine nothing is missing, so that a test that skips there has failed."""
+    """Turn a skip into a failure in the machine, which lacks nothing."""
     report = yield
     if IN_MACHINE and report.skipped:
         report.outcome = "failed"

@@ -1,4 +1,4 @@
-"""The benchmarks of several nodes: that memory lies where a side says, and not how fast it is."""
+"""The benchmarks of several nodes put their memory where each side says."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_cpus_of_one_node_read_all(tmp_path: Path, monkeypatch: pytest.Monke
     case = next(case.values[0] for case in cases_of("numa") if case.id == "numa/one-node")
     record = run_case(case, tmp_path, monkeypatch)
     home = record.facts["cpus of node"]
-    assert home in {0, 1}  # the third one has none
+    assert home in {0, 1}  # the third node has no CPUs
     assert names(record) == {"bind:0", "bind:1", "bind:2", "interleave"}
     assert record.sides[0].name == f"bind:{home}"
 

@@ -1,4 +1,4 @@
-"""Cgroups of version 2, which not every machine has where tests run: a governed process in one."""
+"""Processes in cgroups of version 2, a governed one among them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.kernel.lowered_limit import lower, start, used_bytes
 
 MIB = 1 << 20
 TINY = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
-# Most of it are prefixes that nobody uses; one sequence is in use. (ggml is built for the host's
-# CPU, which the emulated one is not, so nothing is decoded.)
+# Most of its memory holds unused prefixes; one sequence is in use. It decodes nothing, since ggml
+# is built for the host's CPU, not for the emulated one.
 CHILD = """
 import json, sys
 import numpy as np
@@ -52,7 +52,7 @@ for _ in sys.stdin:
     except um.CapacityError as error:
         print("refused", error, flush=True)
 """
-# Keeps a model in shared memory, as `unimem stage` does.
+# Keeps a model in shared memory like `unimem stage`.
 HOLDER = f"""
 import sys
 import unimem as um
@@ -86,7 +86,7 @@ def test_a_governed_process_lives_while_its_limit_is_lowered() -> None:
 
 
 def ask(child: subprocess.Popen[str]) -> str:
-    """Tell a child to go on, and return the line that it says."""
+    """Let a child go on, and return its next line."""
     assert child.stdin is not None
     assert child.stdout is not None
     child.stdin.write("\n")
@@ -95,7 +95,7 @@ def ask(child: subprocess.Popen[str]) -> str:
 
 
 def high_events(cgroup: SmallCgroup) -> int:
-    """How often processes were slowed down since they were past `memory.high`."""
+    """Count how often processes were slowed down because they were past `memory.high`."""
     events = (cgroup.folder / "memory.events").read_text()
     return int(dict(line.split() for line in events.splitlines())["high"])
 
@@ -112,7 +112,7 @@ def test_what_memory_high_has_no_room_for_is_refused_and_the_limit_is_read_anew(
         told = re.search(rf"raise it with: echo (\d+) > {cgroup.folder}/memory\.high\n", refused)
         assert told is not None
         assert int(told[1]) > 256 * MIB
-        # Nothing was taken, so that the process was not slowed down either.
+        # Nothing was taken, so the process was not slowed down.
         assert high_events(cgroup) == before
         (cgroup.folder / "memory.high").write_text("max")
         assert ask(child) == granted

@@ -1,4 +1,4 @@
-"""`unimem exec` on several nodes: each function's memory lies where the policy says."""
+"""`unimem exec` on several nodes puts each function's memory where the policy says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import unimem_exec as launch
 MIB = 1 << 20
 NBYTES = 24 * MIB
 MAIN = "import sys; from unimem_command import main; sys.exit(main())"
-# What each function gave, and where its pages are, as move_pages says. Run on node 0.
+# Prints the node of each function's pages, by move_pages. It runs on node 0.
 PROGRAM = """
 import ctypes, json, mmap, os
 os.sched_setaffinity(0, {0})

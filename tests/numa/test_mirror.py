@@ -1,4 +1,4 @@
-"""Mirrored weights, and pages of the page cache that were moved to nodes, page by page."""
+"""Mirrored weights, and pages of the page cache moved between nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def nodes_of(block: um.Block) -> dict[int, int]:
-    """Bytes on each node, by move_pages."""
+    """Return the bytes on each node, by move_pages."""
     found = Counter(page_nodes(block.address, block.nbytes, PAGE).tolist())
     return {node: n * PAGE for node, n in sorted(found.items())}
 
@@ -45,7 +45,7 @@ def nodes_of(block: um.Block) -> dict[int, int]:
     ("numa", "nodes"), [("mirror", (0, 1)), ("mirror:0-2", (0, 1, 2)), ("mirror:1", (1,))]
 )
 def test_each_node_has_a_copy(model: Path, pages: Pages, numa: str, nodes: Any) -> None:
-    """Without nodes, those with CPUs: the third is memory alone, and nobody reads from there."""
+    """By default these are the nodes with CPUs; the third has memory alone."""
     with um.open_weights(model, numa=numa, pages=pages, strict=True) as weights:
         assert tuple(weights.copies) == nodes
         assert len(weights.blocks) == len(nodes)
@@ -61,7 +61,7 @@ def test_each_node_has_a_copy(model: Path, pages: Pages, numa: str, nodes: Any) 
 
 
 def on_node(node: int, work: Any) -> Any:
-    """What a thread says that runs on the CPUs of a node."""
+    """Return the result of a call in a thread on a node's CPUs."""
     said = []
 
     def run() -> None:
@@ -81,7 +81,7 @@ def test_threads_read_the_copy_of_their_node(model: Path) -> None:
             at = [tensors[name].address for name in tensors]
             assert at == [each.address for each in weights.copies[node].tensors.values()]
             assert on_node(node, weights.on) is weights.copies[node]
-        assert weights.on(2) is weights.copies[1]  # which the machine says is nearer
+        assert weights.on(2) is weights.copies[1]  # it is nearer
     with um.open_weights(model, numa="mirror:2", strict=True) as weights:
         assert on_node(1, weights.on) is weights.copies[2]
 
@@ -131,7 +131,7 @@ def test_a_stage_on_each_node(model: Path) -> None:
 
 @pytest.fixture
 def full_node() -> Iterator[int]:
-    """A node with room for 32 to 48 MB."""
+    """Leave a node 32 to 48 MB of room."""
     room = limits.nodes()[2].available_bytes
     nbytes = (room - 40 * MB) // (2 * MB) * (2 * MB)
     with um.Block(nbytes, pages="thp", numa="bind:2", warm=2):
@@ -152,7 +152,7 @@ def test_a_node_without_room_is_refused_before_anything_is_read(
             model, numa="mirror:0,2", pages="4k", strict=True, progress=lambda *n: read.append(n)
         )
     assert read == []
-    # Where it need not be as asked, the others have theirs, and the plan says so.
+    # Without `strict` the other nodes get their copies, and the plan says so.
     plan = um.plan(model, numa="mirror:0,2", pages="4k")
     with pytest.warns(um.PlacementWarning, match=named):
         weights = um.open_weights(model, numa="mirror:0,2", pages="4k")
@@ -167,7 +167,7 @@ def test_a_node_without_room_is_refused_before_anything_is_read(
 
 @pytest.fixture(params=["memory", "9p"])
 def mapped(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model in a file system that lies in memory, and one on a disk, which here is 9p."""
+    """Write a model to a file system in memory, and one to a disk, here 9p."""
     if request.param == "memory":
         return write(tmp_path / "model.gguf", *SIZES)
     assert TINY.stat().st_size > 8 * PAGE
@@ -185,7 +185,7 @@ def test_pages_of_the_page_cache_are_moved(mapped: Path, numa: str) -> None:
             assert len(set(nodes.tolist())) == 2
         assert set(weights.residency().nodes) <= wanted
         check(weights)
-    # They are the file's, whoever maps it.
+    # The pages belong to the file, for every process.
     with um.Block.map(mapped) as block:
         block.warm()
         assert (page_nodes(block.address, block.nbytes, PAGE) == nodes).all()
@@ -226,7 +226,7 @@ def test_a_mapping_has_no_copies(model: Path) -> None:
 
 
 def test_a_copy_of_a_copied_model_is_told_by_its_nodes(tmp_path: Path) -> None:
-    """Of the model in the package as well, which is read past the page cache."""
+    """The model in the package, read past the page cache, is tried too."""
     model = shutil.copy(TINY, tmp_path)
     with um.open_weights(model, load="copy", numa="mirror", strict=True) as weights:
         blocks = weights.blocks

@@ -1,4 +1,4 @@
-"""Models, plans and reports on several nodes: where each tensor and each row of a report is."""
+"""Models, plans and reports on several nodes name the node of each tensor and row."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_each_tensor_of_a_mapped_file(model: Path) -> None:
         (block,) = weights.blocks
         check_each_tensor(weights)
         kernel, ours = node_bytes(block.address, block.nbytes), weights.residency().nodes
-        # The kernel counts the file's last page whole.
+        # The kernel counts all of the file's last page.
         assert set(kernel) == {node for node, nbytes in ours.items() if nbytes}
         assert sum(kernel.values()) - sum(ours.values()) == -block.nbytes % PAGE
 
 
-# ---- staged models, whoever maps them ----
+# ---- staged models ----
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_each_tensor_of_a_mapped_file(model: Path) -> None:
     ("numa", "expected"),
     [
         ("bind:1", {1: 8 * MB}),
-        ("bind:2", {2: 8 * MB}),  # which is memory alone
+        ("bind:2", {2: 8 * MB}),  # a node without CPUs
         ("interleave:0,1", {0: 4 * MB, 1: 4 * MB}),
         ("weighted:0,2", {0: 4 * MB, 2: 4 * MB}),
         ("preferred:1", {1: 8 * MB}),
@@ -96,7 +96,7 @@ def test_pages_are_where_they_were_asked_for(
 
 
 def nodes_of_process() -> Counter[int]:
-    """Bytes on each node, by numa_maps."""
+    """Return the bytes on each node, by numa_maps."""
     found: Counter[int] = Counter()
     for line in Path("/proc/self/numa_maps").read_text().splitlines():
         size = re.search(r" kernelpagesize_kB=(\d+)", line)

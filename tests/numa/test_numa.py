@@ -1,4 +1,4 @@
-"""Placement on several NUMA nodes, checked against what the kernel says of the pages."""
+"""Placement on several NUMA nodes is what the kernel says of the pages."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from unimem.system.placement import Pages, PlacementOptions
 MB = 1 << 20
 PAGES: tuple[Pages, ...] = ("4k", "thp", "2m")
 UNIT = {"4k": 4096, "thp": 2 * MB, "2m": 2 * MB}  # memory that lies on one node
-# An odd number of units, so that two nodes cannot have the same.
+# Two nodes cannot share an odd number of units evenly.
 NBYTES = {"4k": 16 * MB + 4096, "thp": 18 * MB, "2m": 18 * MB}
 WEIGHTS = Path("/sys/kernel/mm/mempolicy/weighted_interleave")
 
 
 def nodes_of(block: um.Block) -> dict[int, int]:
-    """Resident bytes on each node, for which unimem and the kernel must have the same figures."""
+    """Return resident bytes on each node, after unimem and the kernel agree on them."""
     nodes = node_bytes(block.address, block.reserved_bytes)
     assert block.verify().nodes == nodes
     assert sum(nodes.values()) == block.verify().resident_bytes
@@ -33,7 +33,7 @@ def nodes_of(block: um.Block) -> dict[int, int]:
 
 
 def made(pages: Pages, numa: str, *, shared: bool = False) -> um.Block:
-    """A warm block that has just what it asked for."""
+    """Make a warm block that has exactly its requested placement."""
     nbytes = NBYTES[pages]
     block = um.Block(nbytes, pages=pages, numa=numa, shared=shared, warm=True, strict=True)
     placement = block.verify()
@@ -52,7 +52,7 @@ def fallen_back(match: str, nbytes: int, **options: Unpack[PlacementOptions]) ->
 
 
 def is_even(nodes: dict[int, int], among: set[int], unit: int) -> bool:
-    """Whether each of these nodes has the same, but for one unit, and no other node anything."""
+    """Tell whether these nodes have the same, up to one unit, and the others nothing."""
     return set(nodes) == among and max(nodes.values()) - min(nodes.values()) <= unit
 
 
@@ -122,7 +122,7 @@ def test_any_of_several_nodes(pages: Pages, numa: str, among: set[int]) -> None:
 
 @pytest.fixture
 def three_to_one() -> Iterator[None]:
-    """Weights of the kernel: 3 for node 0, and 1 for the others."""
+    """Set the kernel's weights to 3 for node 0, and to 1 for the others."""
     before = {file: file.read_text() for file in WEIGHTS.iterdir() if file.name != "auto"}
     assert len(before) == 3
     try:
@@ -205,14 +205,14 @@ def test_repair(pages: Pages, shared: bool, numa: str) -> None:
         before = page_nodes(block.address, nbytes, unit)
         balance = nodes_of(block)
 
-        # A part of it: each page comes back to where it was.
+        # Repair moves each page of a part back.
         wrong = 2 if numa != "interleave:0-2" else 0
         move(block.address + unit, 5 * unit, unit, wrong)
         assert nodes_of(block) != balance
         assert block.repair().nodes == nodes_of(block) == balance
         assert (page_nodes(block.address, nbytes, unit) == before).all()
 
-        # All of it: where the pattern begins is free.
+        # If everything moved, the pattern may begin anywhere.
         move(block.address, nbytes, unit, wrong)
         assert nodes_of(block) == {wrong: nbytes}
         placement = block.repair()
@@ -234,7 +234,7 @@ def test_repair_by_weights() -> None:
 
 @pytest.mark.parametrize(("numa", "among"), [("bind:1", {1}), ("interleave:0,1", {0, 1})])
 def test_huge_pages_of_shared_memory(numa: str, among: set[int]) -> None:
-    # They are made of small pages that are there, by collapse.
+    # `collapse` joins existing small pages.
     with um.Block(16 * MB, pages="thp", numa=numa, shared=True, warm=True, strict=True) as block:
         assert block.verify().huge_bytes == 16 * MB
         assert is_even(nodes_of(block), among, 2 * MB)
@@ -248,7 +248,7 @@ def test_huge_pages_of_shared_memory(numa: str, among: set[int]) -> None:
 @pytest.mark.parametrize("numa", ["bind:1", "interleave:0,1", "interleave:0-2"])
 @pytest.mark.parametrize("pages", PAGES)
 def test_memory_that_is_mapped_twice(pages: Pages, numa: str) -> None:
-    """Its policy is the file's; what lies elsewhere is moved, although it is mapped twice."""
+    """Its policy is the file's; pages elsewhere are moved although they are mapped twice."""
     piece, unit = 4 * MB, UNIT[pages]
     among = {1} if numa == "bind:1" else {0, 1} if numa == "interleave:0,1" else {0, 1, 2}
     with um.Block._mirrored(
@@ -266,7 +266,7 @@ def test_memory_that_is_mapped_twice(pages: Pages, numa: str) -> None:
         assert block.repair().nodes == block.granted.nodes
         assert is_even(block.granted.nodes, among, unit)
         assert block.granted.huge_bytes == (0 if pages == "4k" else 3 * piece)
-        # There again, through both images.
+        # Touch the pages again, through both mappings.
         assert (page_nodes(block.address, block.nbytes, unit) >= 0).all()
         assert (images[::2].ravel() == np.arange(images[::2].size)).all()
         assert (images[::2] == images[1::2]).all()
@@ -297,7 +297,7 @@ def test_repair_says_what_it_could_not_move() -> None:
 
 @pytest.fixture
 def full_node() -> Iterator[int]:
-    """A node with room for 32 to 48 MB."""
+    """Leave a node 32 to 48 MB of room."""
     room = limits.nodes()[2].available_bytes
     filler = um.Block((room - 40 * MB) // (2 * MB) * (2 * MB), pages="thp", numa="bind:2", warm=2)
     with filler:
@@ -336,7 +336,7 @@ def test_a_node_that_is_full_when_memory_is_touched() -> None:
         um.Block(2 * MB, reserve=nbytes, pages="thp", numa="bind:2", strict=True) as third,
     ):
         first.warm()
-        # The kernel would end this process.
+        # The kernel would kill this process.
         with pytest.raises(um.PlacementError, match="node 2"):
             second.warm()
         with pytest.raises(um.PlacementError, match="node 2"):
@@ -395,7 +395,7 @@ def test_warming_threads_run_on_the_node(node: int) -> None:
 
 
 def test_warming_threads_are_spread_over_the_nodes() -> None:
-    # A page that may lie on either node comes to that of the thread which touches it.
+    # A page that may lie on both nodes goes to the node of the touching thread.
     with um.Block(32 * MB, pages="4k", numa="bind:0,1", strict=True) as block:
         block.warm(threads=2)
         assert is_even(nodes_of(block), {0, 1}, 4 * MB)

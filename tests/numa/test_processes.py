@@ -24,7 +24,7 @@ TESTS = Path(__file__).parent.parent
 
 
 def run(script: str, *arguments: str, cgroup: Path | None = None, fd: int | None = None) -> Any:
-    """What the script prints, as JSON; it runs in the cgroup and has the descriptor."""
+    """Return the JSON that a script prints; it runs in the cgroup and has the descriptor."""
     enter = f"echo $$ >{cgroup}/cgroup.procs && " if cgroup else ""
     ended = subprocess.run(
         ["sh", "-c", enter + 'exec "$@"', "sh", sys.executable, "-c", script, *arguments],
@@ -80,7 +80,7 @@ def test_a_shared_block_is_placed_whoever_touches_it() -> None:
         block.close()
 
 
-# Makes blocks with each of the policies, and tells what came of it.
+# Makes blocks with each policy, and prints the results.
 MAKE = """
 import json, sys, warnings
 import unimem as um
@@ -105,7 +105,7 @@ print(json.dumps({"allowed": list(allowed.values()), "found": found}))
 
 @pytest.fixture
 def cpuset_of_node_0() -> Iterator[Path]:
-    """A cgroup that may have memory of node 0 alone."""
+    """Make a cgroup that may use memory of node 0 alone."""
     folder = Path(f"/sys/fs/cgroup/unimem-numa-{os.getpid()}")
     folder.mkdir()
     try:
@@ -129,7 +129,7 @@ def test_nodes_that_the_cpuset_forbids_are_named(cpuset_of_node_0: Path) -> None
         assert attempt == {"nodes": [0], "warnings": []}
 
 
-# As the seccomp filter of a container without the capability: mbind gives EPERM.
+# A container's seccomp filter makes mbind fail with EPERM.
 FORBID = """
 import ctypes, struct
 
@@ -152,7 +152,7 @@ def test_a_container_without_the_capability() -> None:
     assert len(taken["warnings"]) == 1
 
 
-# Blocks that fit, and what would pass the limit of the cgroup: making, warming and growing.
+# Some blocks fit; others would pass the cgroup's limit while they are made, warmed or grown.
 OUTGROW = """
 import json
 import unimem as um

@@ -1,11 +1,11 @@
-"""A throw-away virtual machine with several NUMA nodes: runs one command in it.
+"""A throw-away virtual machine with several NUMA nodes that runs one command.
 
-The guest is emulated (QEMU without hardware help), so that it runs wherever QEMU does. It sees the
-host's files, read-only, under a layer that vanishes with it; working directory and environment are
-the caller's. What the command writes comes out here, and its exit status is the one of this script.
+The guest is emulated (QEMU without hardware help), so it runs wherever QEMU does. It sees the
+host's files, read-only, under a layer that vanishes with it, and has the caller's working directory
+and environment. The command's output and exit status are those of this script.
 
-Everything is kept in build/numa: a Debian kernel, which is unpacked there and never installed, and
-busybox. Both are fetched by apt; QEMU is installed when it is missing and this is root.
+Everything is kept in build/numa: a Debian kernel, unpacked there and never installed, and busybox.
+apt fetches both; a missing QEMU is installed if this is root.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # where this is run as a pro
 from support.project.apt_packages import UnavailableError, apt, install, update_lists
 
 CACHE = Path(__file__).parent.parent.parent / "build/numa"
-# The first one that apt knows is taken; linux-image-amd64 is 6.12 in Debian 13. No -cloud kernel:
-# those lack 9p. Weighted interleave came with 6.9.
+# The first package that apt knows; linux-image-amd64 is 6.12 in Debian 13. The -cloud kernels lack
+# 9p. Weighted interleave needs 6.9.
 KERNELS = ("linux-image-6.12-amd64", "linux-image-amd64")
 OLDEST_KERNEL = (6, 9)
-# Modules of the guest that may not be built in; those that they need are found from them.
+# Modules that may not be built into the guest's kernel; their dependencies are found.
 MODULES = ("virtio_pci", "virtio_console", "9pnet_virtio", "9p", "overlay")
 QEMU = "qemu-system-x86_64"
 TOOLS = {QEMU: "qemu-system-x86", "xz": "xz-utils", "zstd": "zstd"}
 
-# What the machine looks like: the last node has memory but no CPUs.
+# The nodes of the machine; the last one has memory but no CPUs.
 NODE_MB = (1024, 1024, 512)
 NODE_CPUS = (2, 2, 0)
 DISTANCES = {(0, 1): 20, (0, 2): 30, (1, 2): 25}
 HUGE_PAGES = "hugepages=0:32,1:32,2:32"
 
-# Exit statuses that are not the command's. 69 is EX_UNAVAILABLE, 124 that of timeout(1).
+# Exit statuses of this script: EX_UNAVAILABLE, and that of timeout(1).
 UNAVAILABLE = 69
 NO_ANSWER = 70
 TIMED_OUT = 124
@@ -56,7 +56,7 @@ TIMED_OUT = 124
 
 
 def check_host() -> None:
-    """Raise when nothing that could be installed would help."""
+    """Raise an error if no package could make this host work."""
     if platform.machine() != "x86_64" or sys.platform != "linux":
         raise UnavailableError(
             f"it is an x86-64 machine for now and runs this Python, which is for"
@@ -70,7 +70,7 @@ def unpack(package: str, folder: Path) -> Path:
     """Fetch a package and unpack it below the folder, without installing it."""
     fetched = folder / package
     fetched.mkdir()
-    with contextlib.chdir(fetched):  # apt-get downloads to where it is
+    with contextlib.chdir(fetched):  # apt-get downloads to the working directory
         apt("download", package)
     root = fetched / "root"
     archive = next(fetched.glob("*.deb"))
@@ -79,7 +79,7 @@ def unpack(package: str, folder: Path) -> Path:
 
 
 def kernel_package() -> str:
-    """The kernel that a meta package stands for, such as linux-image-6.12.9-amd64."""
+    """Return the kernel of a meta package, such as linux-image-6.12.9-amd64."""
     for meta in KERNELS:
         answer = subprocess.run(
             ["apt-cache", "depends", meta], capture_output=True, text=True, check=False
@@ -94,11 +94,11 @@ def kernel_package() -> str:
 
 
 def uncompressed(image: bytes) -> bytes:
-    """The kernel inside of a boot image, which QEMU starts 3 s sooner; the image if not found."""
+    """Return the kernel inside a boot image, which starts 3 s sooner, or else the image."""
     for magic, tool in ((b"\xfd7zXZ\0", "xz"), (b"\x28\xb5\x2f\xfd", "zstd")):
-        # The bytes of the magic may also be a part of something else.
+        # Other data may contain the magic bytes.
         for match in re.finditer(re.escape(magic), image) if shutil.which(tool) else ():
-            # What follows the compressed part is an error to the tools, after their output.
+            # The tools report the bytes after the compressed part as an error, after their output.
             answer = subprocess.run(
                 [tool, "-dcq"], input=image[match.start() :], capture_output=True, check=False
             )
@@ -113,7 +113,7 @@ def read_module(path: Path) -> bytes:
 
 
 def collect_modules(root: Path) -> dict[str, bytes]:
-    """The modules that the guest needs, in the order of loading; what is built in is no file."""
+    """Return the files of the modules that the guest needs, in the order of loading."""
     paths = {path.name.split(".")[0].replace("-", "_"): path for path in root.rglob("*.ko*")}
     found: dict[str, bytes] = {}
 
@@ -162,7 +162,7 @@ def set_up() -> None:
 
 
 def cpio(entries: dict[str, tuple[int, bytes]]) -> bytes:
-    """An archive in the format of initial RAM disks ("newc"): names to modes and contents."""
+    """Return an archive in the format of initial RAM disks ("newc") of named modes and contents."""
     parts = []
     trailer = ("TRAILER!!!", (0, b""))
     for number, (name, (mode, content)) in enumerate([*entries.items(), trailer], 1):
@@ -175,7 +175,7 @@ def cpio(entries: dict[str, tuple[int, bytes]]) -> bytes:
 
 
 def job(command: list[str]) -> str:
-    """The script that runs the command where and as this process would."""
+    """Return the script that runs the command with this working directory and environment."""
     lines = [
         f"export {name}={shlex.quote(value)}"
         for name, value in (os.environ | {"UNIMEM_NUMA_VM": "1"}).items()
@@ -185,7 +185,7 @@ def job(command: list[str]) -> str:
 
 
 def ram_disk(command: list[str]) -> bytes:
-    """What the guest starts from: busybox, the modules, the first process, the job."""
+    """Return the guest's first files: busybox, the modules, the first process, the job."""
     script = stat.S_IFREG | 0o755
     folder = (stat.S_IFDIR | 0o755, b"")
     entries = dict.fromkeys(("bin", "dev", "modules", "proc", "sys"), folder)
@@ -199,7 +199,7 @@ def ram_disk(command: list[str]) -> bytes:
 
 
 def nodes() -> list[str]:
-    """QEMU's options for the nodes, their CPUs and distances."""
+    """Return QEMU's options for the nodes, their CPUs and distances."""
     options = []
     ends = list(itertools.accumulate(NODE_CPUS))
     for node, (mb, n_cpus, end) in enumerate(zip(NODE_MB, NODE_CPUS, ends, strict=True)):
@@ -212,7 +212,7 @@ def nodes() -> list[str]:
 
 
 def qemu_command(folder: Path, output: int) -> list[str]:
-    """QEMU's command line; `output` is the descriptor that the guest's output goes to."""
+    """Return QEMU's command line; `output` is the descriptor for the guest's output."""
     boot = f"console=ttyS0 quiet panic=-1 mitigations=off numa_balancing=disable {HUGE_PAGES}"
     return [
         QEMU,
@@ -221,7 +221,7 @@ def qemu_command(folder: Path, output: int) -> list[str]:
         "-no-reboot",
         "-display",
         "none",
-        # In one thread: with a thread for each CPU one kernel in 30 died while it patched itself.
+        # One thread: with one per CPU, one kernel in 30 died while it patched itself.
         "-machine",
         "pc",
         "-accel",
@@ -259,7 +259,7 @@ def qemu_command(folder: Path, output: int) -> list[str]:
 
 
 def copy_output(source: int) -> None:
-    """Write on what the guest writes, as it comes."""
+    """Copy the guest's output as it arrives."""
     while chunk := os.read(source, 65536):
         sys.stdout.buffer.write(chunk)
         sys.stdout.buffer.flush()

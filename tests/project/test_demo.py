@@ -1,4 +1,4 @@
-"""The demo, as a person starts it: what it says is what the kernel says, and nothing is left."""
+"""The demo prints what the kernel says, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ needs_llama_cpp = pytest.mark.skipif(
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module."""
+    """Import the script as a module."""
     monkeypatch.syspath_prepend(DEMO.parent)
     return importlib.import_module("demo")
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """One of some 10 MB, so that there is room for huge pages."""
+    """Write a model of about 10 MB, large enough for huge pages."""
     return write_model(tmp_path / "small.gguf", shape=small(layers=10))
 
 
@@ -56,13 +56,13 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     before = children()
     yield
     assert children() == before
-    # Others on this machine may stage models of theirs meanwhile.
+    # Other processes may stage models meanwhile.
     folder = tmp_path.resolve()
     assert not [held for held in holders() if Path(held.source).resolve().is_relative_to(folder)]
 
 
 def mapped(pid: int, inodes: set[int]) -> dict[str, int]:
-    """Figures of smaps of all that a process maps of files, in bytes."""
+    """Sum up a process's mappings of files in smaps, in bytes."""
     found = dict.fromkeys(FIELDS, 0)
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -95,7 +95,7 @@ def test_what_is_said_is_what_the_kernel_says(
         inodes = {os.stat(path).st_ino for path in facts.staged.paths}
         there = [mapped(pid, inodes) for pid in pids]
         assert facts.plan.fits
-        # Small pages that the kernel joins at this moment are for a while in nobody's table.
+        # Small pages that the kernel is joining are in no page table for a moment.
         joined = 0 if kind == "hugetlb" else huge_page_bytes()
         for pid, parts, each, granted in zip(
             pids, facts.models, there, facts.placements, strict=True
@@ -112,7 +112,7 @@ def test_what_is_said_is_what_the_kernel_says(
                 (granted.resident_bytes, each["Rss"]),
             ):
                 assert abs(said - (by_kernel + hugetlb)) <= joined
-            # What was staged so, which takes memory that is not fragmented, is mapped so.
+            # Staging in huge pages needs unfragmented memory; mappings then have them too.
             if facts.staged.backing == "tmpfs" and facts.staged.granted.huge_bytes:
                 assert granted.huge_bytes > 0
                 assert granted.page_bytes == huge_page_bytes()
@@ -145,7 +145,7 @@ def assert_is_one_screen(lines: list[str], model: Path) -> None:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run the demo as a person does."""
+    """Run the demo as a command."""
     command = [sys.executable, str(DEMO), *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -158,7 +158,7 @@ def test_the_demo_is_one_screen(model: Path) -> None:
     assert_is_one_screen(done.stdout.splitlines(), model)
 
 
-# The demo, but the model that it writes is a small one.
+# The demo, with a small model in the place of its own.
 SMALL_DEMO = f"""
 import sys
 sys.path[:0] = {[str(DEMO.parent), str(ROOT / "tests")]!r}
@@ -175,7 +175,7 @@ sys.exit(demo.main())
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_an_interrupt_leaves_nothing(tmp_path: Path, model: Path, number: signal.Signals) -> None:
-    """Once both processes have the model, which one time is the demo's own."""
+    """The signal is sent when both processes have the model; SIGINT tries the demo's own model."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     is_own = number == signal.SIGINT
@@ -196,11 +196,11 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, model: Path, number: signal
                 if found := re.fullmatch(r"   processes (\d+) and (\d+)\n", line):
                     pids = [int(found[1]), int(found[2])]
                     assert bool(os.listdir(folder)) == is_own
-                    # As a terminal does: all of them.
+                    # A terminal signals the whole group.
                     os.killpg(process.pid, number)
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)  # which it clears up after
+                os.killpg(process.pid, signal.SIGTERM)  # it cleans up
     assert (process.returncode, len(pids)) == (130, 2)
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The paths that documents name are there, and the map of docs/design.md is whole."""
+"""Documents name existing paths, and the table of docs/design.md is complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDERS = "src|native|bench|tests|tools|docs|examples"
 
 
 def rows_of_the_map() -> list[list[str]]:
-    """For each row of the table "To change X, open Y", its paths."""
+    """Return the paths in each row of the table "To change X, open Y"."""
     text = (ROOT / "docs/design.md").read_text()
     table = text.partition("\n## To change X, open Y\n")[2].partition("\n## ")[0]
     rows = table.partition("|---|---|\n")[2].strip().splitlines()
@@ -46,7 +46,7 @@ def test_every_path_of_a_document_exists(document: Path) -> None:
 
 
 def anchors(document: Path) -> set[str]:
-    """What links to headings of a document end in."""
+    """Return the anchors of a document's headings."""
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
     heads = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}

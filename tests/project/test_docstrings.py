@@ -1,4 +1,4 @@
-"""The examples in docstrings run, in Python and in Cython modules, and say what they print."""
+"""Examples in docstrings, of Python and Cython modules, run and print what they show."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from support.project.doc_examples import check_example
 MISSING: dict[str, str] = {}
 
 
-# The examples of the twin need a GPU: tests/gpu, and some of them in test_cuda_docs.py. That of
-# transformers, which takes seconds to import, is in tests/transformers; vLLM is not installed.
+# Tests elsewhere run the examples of unimem.cuda, which need a GPU, and those of transformers,
+# which takes seconds to import; vLLM is not installed.
 ELSEWHERE = {"unimem.cuda", "unimem.transformers", "unimem.vllm"}
 
 
@@ -31,7 +31,7 @@ def modules(package: ModuleType = unimem) -> Iterator[ModuleType]:
         try:
             module = importlib.import_module(info.name)
         except ImportError as error:
-            # An extra that is not installed; what needs none is always there.
+            # An extra is not installed; modules without one are always there.
             if not info.name.startswith(("unimem.cli", "unimem.engine")):
                 raise
             MISSING[info.name] = str(error)
@@ -40,7 +40,7 @@ def modules(package: ModuleType = unimem) -> Iterator[ModuleType]:
 
 
 def documented(module: ModuleType) -> Iterator[tuple[str, Any]]:
-    """The module, its classes and functions, and their methods: what has a docstring."""
+    """Yield everything with a docstring: the module, its classes, functions and methods."""
     yield module.__name__, module
     for name, thing in vars(module).items():
         if getattr(thing, "__module__", None) != module.__name__:

@@ -1,4 +1,4 @@
-"""The example of a forward pass: the engine's numbers, in memory that is taken once."""
+"""The example of a forward pass computes the engine's numbers in memory taken once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from unimem.engine import Decoder, embedded_model
 
 EXAMPLE = ROOT / "examples" / "numpy_forward.py"
 N = 30
-# Of all 30 tokens after it, the likeliest is never in doubt by less than 0.07 deviations.
+# The likeliest of each of the next 30 tokens leads by at least 0.07 deviations.
 PROMPT = "Sam went to the park"
 
 
@@ -55,7 +55,7 @@ def llama(example: Any) -> Iterator[Any]:
 
 
 def float32_copy(path: Path, tied: bool) -> Path:
-    """Write the embedded model with its values as float32, and perhaps without an output matrix."""
+    """Write the embedded model as float32, optionally without an output matrix."""
     source = gguf.GGUFReader(embedded_model())
     copy = gguf.GGUFWriter(path, "llama")
     for name, field in source.fields.items():
@@ -79,10 +79,10 @@ def prompt_of(text: str = PROMPT) -> list[int]:
 
 # ---- the numbers ----
 
-# Before it multiplies by q8_0, the engine rounds activations to q8_0, too: to 8 bits, four times a
-# layer. The example rounds nothing, and neither does the engine when the same values are in the
-# file as float32; what is left then is the order of sums. Measured, as the largest difference of a
-# logit in standard deviations of the logits: 0.10, and 0.000006 (`pytest -s` prints them).
+# The engine rounds activations to q8_0 before it multiplies by q8_0, four times a layer. The
+# example rounds nothing, and neither does the engine with a float32 file; then only the order of
+# sums differs. The largest measured difference of a logit, in standard deviations of the logits, is
+# 0.10, and 0.000006 (`pytest -s` prints it).
 BOUNDS = {"embedded": 0.25, "float32": 1e-4, "float32 tied": 1e-4}
 
 
@@ -175,7 +175,7 @@ def test_every_value_is_on_its_tape(llama: Any) -> None:
     assert weights.used_bytes == weights.total_bytes
     for array in (llama.embedding, llama.output, llama.turns, llama.eps, llama.layers[0]["attn_q"]):
         assert weights.owns(array)
-    for array in (llama.last_norm, llama.layers[0]["attn_norm"]):  # where the file is mapped
+    for array in (llama.last_norm, llama.layers[0]["attn_norm"]):  # in the mapped file
         assert not weights.owns(array)
         assert not array.flags.owndata
         assert not array.flags.writeable
@@ -186,7 +186,7 @@ def test_every_value_is_on_its_tape(llama: Any) -> None:
 
 
 class _Handler(ctypes.Structure):
-    """NumPy's `PyDataMem_Handler`: the four functions that its arrays' values come from and go to.
+    """NumPy's `PyDataMem_Handler`: the four functions that manage the values of arrays.
 
     https://numpy.org/doc/stable/reference/c-api/data_memory.html
     """
@@ -263,7 +263,7 @@ def test_allocations_are_counted(counting: Counting) -> None:
         counted.sizes.clear()
         np.add(row, row, out=out)
         assert counted.sizes == []
-        (row + row).sum(out=out[0, ...])  # a temporary that is gone at once
+        (row + row).sum(out=out[0, ...])  # a short-lived temporary
         assert 4000 in counted.sizes
         counted.sizes.clear()
         np.multiply(row, 0.5, out=out)  # a number becomes an array

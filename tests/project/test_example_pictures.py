@@ -1,4 +1,4 @@
-"""The examples of pictures: the notebook runs and shows, the dashboard asks for what there is."""
+"""The notebook runs and shows its results; the dashboard's queries exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def run_cells(notebook: Any) -> Iterator[tuple[Any, str]]:
-    """Run the cells in order; give the value that ends each, and its HTML, as Jupyter does."""
+    """Run the cells in order; return the last value of each, and its HTML, as Jupyter does."""
     names: dict[str, Any] = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] != "code":

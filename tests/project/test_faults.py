@@ -1,4 +1,4 @@
-"""Each call of the system fails once, in each operation: nothing is lost."""
+"""Each system call of each operation fails once, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ import faults
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler builds the shim")
 
 
-# `make faults` tries all of them, with every error that a call may have.
+# `make faults` tries all operations and all errors.
 SOME = ("Block", "KVCache", "Snapshot", "KVStore", "ledger")
 
 
 def test_the_tests_of_surroundings_are_there() -> None:
-    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (ROOT / "docs" / "hardening.md").read_text())
+    page = (ROOT / "docs" / "hardening.md").read_text()
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", page)
     assert len(named) > 20
     for path, test in named:
         assert f"\ndef {test}(" in (ROOT / path).read_text(), f"{path}::{test}"

@@ -1,4 +1,4 @@
-"""`tools/fuzz.py` where it cannot do its work, and what it keeps: `make fuzz` runs the rest."""
+"""`tools/fuzz.py` names what it lacks, and keeps its figures; `make fuzz` runs the rest."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ IN_PYTHON = ("snapshot", "ledger", "note", "process", "image", "index")
 
 @pytest.fixture(scope="module")
 def tools() -> Iterator[Any]:
-    """The tools of the fuzzers, by their names."""
+    """Import the fuzzing tools by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(TOOL.parent))
         yield importlib.import_module
 
 
-def test_a_python_that_cannot_write_the_seeds_is_told() -> None:
+def test_a_python_without_numpy_cannot_fuzz() -> None:
     bare = [sys.executable, "-I", "-S"]  # without the packages that are installed
     ended = subprocess.run([*bare, str(TOOL)], check=False, capture_output=True, text=True)
     assert ended.returncode == 69
@@ -34,7 +34,7 @@ def test_a_python_that_cannot_write_the_seeds_is_told() -> None:
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_target_that_is_not_there_is_told() -> None:
+def test_an_unknown_target_is_refused() -> None:
     command = [sys.executable, str(TOOL), "gguf", "mp3"]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.returncode == 2

@@ -1,4 +1,4 @@
-"""The state that all tests begin from, and what a run says at its end that it did not test."""
+"""The state that all tests begin from, and the list of skipped tests at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 
 import conftest
-from support.kernel import known_state
+from support.project import tiers
 from support.project.checkout import ROOT
 
-# Prints the handlers of a process that begins as all tests do, and how its children end of them.
+# Begins as all tests do, then prints its state and the exit codes of children with signals.
 BEGIN = """
 import json, os, resource, signal, subprocess, sys
 from support.kernel import known_state
@@ -34,16 +34,15 @@ print(json.dumps({
     "environment": dict(os.environ),
 }))
 """
-# As in `nohup make test &` of a script, whose shell has the background ignore interrupts.
+# A background job of a script, as in `nohup make test &`, ignores interrupts.
 IN_THE_BACKGROUND = "trap '' INT HUP TERM; umask 077; ulimit -S -l 0; exec \"$@\""
 
 
 def test_tests_begin_alike_in_the_background() -> None:
-    folder = os.path.dirname(known_state.__file__)
     strange = {"TERM": "dumb", "LC_ALL": "C", "NO_COLOR": "1", "UNIMEM_CACHE": "/nowhere"}
     done = subprocess.run(
         ["sh", "-c", IN_THE_BACKGROUND, "sh", sys.executable, "-S", "-c", BEGIN],
-        env=os.environ | strange | {"PYTHONPATH": folder},
+        env=os.environ | strange | {"PYTHONPATH": str(ROOT / "tests")},
         capture_output=True,
         text=True,
         check=True,
@@ -60,7 +59,7 @@ def test_tests_begin_alike_in_the_background() -> None:
     assert "NO_COLOR" not in variables
 
 
-def test_what_was_not_tested_is_told_once_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_tests_are_listed_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = [
         Mock(nodeid=f"tests/{name}", longrepr=("tests/a.py", 1, f"Skipped: {reason}"))
         for name, reason in (
@@ -72,7 +71,7 @@ def test_what_was_not_tested_is_told_once_a_reason(monkeypatch: pytest.MonkeyPat
     ]
     reporter = Mock()
     reporter.getreports.side_effect = lambda kind: skipped if kind == "skipped" else []
-    monkeypatch.setattr("tiers.everything", True)
+    monkeypatch.setattr(tiers, "everything", True)
     conftest.pytest_terminal_summary(reporter)
     assert [call.args[0] for call in reporter.write_line.call_args_list] == [
         "needs a GPU: tests/b.py::one and 2 more",

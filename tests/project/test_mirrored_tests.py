@@ -1,8 +1,9 @@
-"""Each module of unimem has a test file of its name in the folder of its room."""
+"""Each module of unimem has a test file with its name in the folder of its room."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ PACKAGE, TESTS = ROOT / "src/unimem", ROOT / "tests"
 
 
 def modules() -> Iterator[Path]:
-    """Yield the files of modules, relative to the package; faces and entry points have no name."""
+    """Yield the files of modules, relative to the package, without faces and entry points."""
     for path in sorted(PACKAGE.rglob("*")):
         if path.suffix in {".py", ".pyx"} and not path.stem.startswith("__"):
             yield path.relative_to(PACKAGE)
@@ -40,3 +41,18 @@ def test_helpers_are_imported_from_their_package() -> None:
                 names = [node.module or "."]
             found += [f"{path.name}: {name}" for name in names if name.split(".")[0] in helpers]
     assert found == []
+
+
+def test_tools_name_tests_that_are_there() -> None:
+    table = (ROOT / "tools/mutants/table.py").read_text()
+    patterns = set(re.findall(r"tests/[\w/*]+\.py", table))
+    assert len(patterns) > 10
+    assert sorted(each for each in patterns if not list(ROOT.glob(each))) == []
+    lost = []
+    for line in (ROOT / "tools/wheels/not_emulated.txt").read_text().splitlines():
+        path, _, name = line.partition("::")
+        if not line.startswith("#"):
+            text = (ROOT / path).read_text() if (ROOT / path).is_file() else ""
+            if f"def {name}" not in text:
+                lost.append(line)
+    assert lost == []

@@ -1,4 +1,4 @@
-"""What docs/native.md shows is built and run, word for word, against an empty prefix."""
+"""Programs and commands of docs/native.md run word for word with an empty prefix."""
 
 from __future__ import annotations
 

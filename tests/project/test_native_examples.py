@@ -1,4 +1,4 @@
-"""The examples in C, C++ and Cython: the decoder's tokens, and memory that is taken once."""
+"""The examples in C, C++ and Cython compute the decoder's tokens in memory taken once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from unimem.engine import Decoder, embedded_model
 
 EXAMPLES = ROOT / "examples"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror"]
-# Of all 30 tokens after it, the likeliest is never in doubt by less than 0.07 deviations.
+# The likeliest of each of the next 30 tokens leads by at least 0.07 deviations.
 PROMPT = "Sam went to the park"
 N = 30
 
@@ -36,7 +36,7 @@ def flags() -> list[str]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example in C."""
+    """Build the example in C."""
     program = tmp_path_factory.mktemp("llama") / "llama"
     sources = sorted((EXAMPLES / "c").glob("*.c"))
     options = ["-std=c17", "-D_GNU_SOURCE", "-O2", "-Wconversion", *WARNINGS]
@@ -79,7 +79,7 @@ def test_tokens_in_c_are_those_of_the_decoder(llama: Path, tmp_path: Path, kind:
 
 
 def test_more_tokens_make_no_more_allocations(llama: Path, tmp_path: Path) -> None:
-    """Of anybody's in the process: the C library's included."""
+    """All allocations of the process count, those of the C library included."""
     shim = tmp_path / "shim.so"
     source = ROOT / "tests" / "support" / "kernel" / "shim" / "total_alloc.c"
     run(tool("cc"), "-O2", "-shared", "-fPIC", source, "-o", shim)
@@ -162,7 +162,7 @@ def test_cython_is_built_by(tmp_path: Path, name: str, backend: str) -> None:
     prefix = run(sys.executable, "-m", "unimem", "--prefix").strip()
     environment = {
         **os.environ,
-        "CMAKE_PREFIX_PATH": prefix,  # an editable install is no folder that an entry point names
+        "CMAKE_PREFIX_PATH": prefix,  # no entry point names the folder of an editable install
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "OMP_WAIT_POLICY": "passive",

@@ -1,4 +1,4 @@
-"""A type of elements has the same names in every call that takes one."""
+"""An element type has the same names in every call that takes one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from unimem.kv.types import kv_type
 
 
 def torch_dtype(name: str) -> Any:
-    """What torch's dtypes show of themselves, without torch."""
+    """Imitate a dtype of torch."""
     members = {"__module__": "torch", "__repr__": lambda self: f"torch.{name}"}
     return type("dtype", (), members)()
 
 
-# By NumPy's name: what all calls take for it.
+# The spellings that all calls accept, by NumPy's name.
 NAMES: dict[str, tuple[Any, ...]] = {
     "float16": ("f16", "float16", "half", np.float16, np.dtype("float16"), torch_dtype("float16")),
     "float32": ("f32", "float32", np.float32, np.dtype("float32"), torch_dtype("float32")),
@@ -35,7 +35,7 @@ NAMES: dict[str, tuple[Any, ...]] = {
     ),
 }
 SHORT = {"float16": "f16", "float32": "f32", "bfloat16": "bf16"}
-# Calls that take a dtype; each returns NumPy's name of what came of it.
+# Calls that take a dtype; each returns NumPy's name of the result.
 CALLS: dict[str, Callable[[Things, Any], str]] = {
     "Block.as_array": lambda t, d: t.block().as_array(d, 2).dtype.name,
     "Cell.as_array": lambda t, d: t.grid().take().as_array(d, 2).dtype.name,
@@ -111,6 +111,6 @@ def test_what_is_no_type(dtype: Any, tmp_path: Path) -> None:
         for calls in (CALLS, KV_CALLS):
             for name, call in calls.items():
                 if dtype is None and name == "KVCache.layer":
-                    continue  # which gives views
+                    continue  # it returns views
                 with pytest.raises((TypeError, ValueError), match=r"dtype: expected|in raw memory"):
                     call(things, dtype)

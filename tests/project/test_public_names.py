@@ -1,4 +1,4 @@
-"""Public names are those of the list: what others wrote against them goes on working."""
+"""The public names are those of the recorded list, so that users' code keeps working."""
 
 from __future__ import annotations
 

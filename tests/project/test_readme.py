@@ -70,7 +70,7 @@ OF_TORCH = [name for name, text in EXAMPLES.items() if "import torch\n" in text]
 def test_example_runs(name: str, tmp_path: Path) -> None:
     if name in OF_TORCH:
         pytest.importorskip("torch", reason="torch (extra torch) is not installed")
-    if name == "README.md-0":  # as a reader starts it
+    if name == "README.md-0":  # in a new interpreter, as a reader does
         command = [sys.executable, "-W", "error", "-c", EXAMPLES[name]]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     else:
@@ -153,8 +153,8 @@ def test_the_two_commands_run_in_a_fresh_clone(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
     ours = ("MAKE", "PYTEST", "PYTHON", "UNIMEM", "VIRTUAL_ENV")
     new = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    new |= {"PYTEST_ADDOPTS": "--collect-only"}  # the tests are running already: here
-    leave_the_pool()  # those in C take it
+    new |= {"PYTEST_ADDOPTS": "--collect-only"}  # the tests themselves run here already
+    leave_the_pool()  # C tests need it
     with run_group(["bash", "-eu", "-c", commands], cwd=clone, env=new) as shell:
         out, err = shell.communicate(timeout=1500)
     assert shell.returncode == 0, f"{out[-5000:]}\n{err[-5000:]}"

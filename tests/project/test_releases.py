@@ -1,4 +1,4 @@
-"""What `make release-check` refuses, and the bill of materials of a wheel.
+"""`make release-check` refuses incomplete releases, and a wheel has its bill of materials.
 
 The checks that build take minutes: `make release-check` runs them, and tests/project/test_wheel.py
 looks into a wheel.
@@ -103,7 +103,7 @@ def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 def write_wheel(folder: Path, without: str = "", **changed: str) -> Path:
-    """Write a wheel of metadata alone, which lacks a file, or has another text in it."""
+    """Write a wheel of metadata alone, optionally without a file or with another text in it."""
     path = folder / f"unimem_llm-{VERSION}-cp311-cp311-linux_x86_64.whl"
     info = f"unimem_llm-{VERSION}.dist-info"
     files = {

@@ -1,4 +1,4 @@
-"""The rooms of the package: imports run one way, and a newcomer sees few doors.
+"""Imports between the rooms of the package run one way, and a newcomer sees few doors.
 
 Every import counts: those inside functions, those for types only, and those of Cython.
 """
@@ -17,8 +17,7 @@ import pytest
 from support.project.checkout import ROOT
 
 PACKAGES = {"unimem": ROOT / "src/unimem", "unimem_bench": ROOT / "bench/unimem_bench"}
-# From the ground up. A room is a folder, or a file at the top; it imports rooms of lines above its
-# own, and rooms of one line know nothing of each other.
+# A room is a folder, or a file at the top. It imports only rooms in lines above its own.
 FLOORS = (
     {"errors"},
     {"base"},
@@ -34,7 +33,7 @@ FLOORS = (
     {"engine", "transformers", "ray", "vllm"},
     {"cli", "__main__"},
 )
-# The same of the benchmarks, but those of one line may know each other.
+# The benchmarks; modules in one line may import each other.
 BENCH_FLOORS = (
     {"record", "stats", "plain", "files", "run_folder", "empty_call"},
     {"rounds", "suite"},
@@ -63,7 +62,7 @@ def name_of(path: Path, package: str) -> str:
 
 
 def sources(package: str) -> dict[str, list[Path]]:
-    """The files of each module: a module in Cython has up to three."""
+    """Return the files of each module; a module in Cython has up to three."""
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGES[package].rglob("*")):
         if path.suffix in {".py", ".pyi", ".pyx", ".pxd"}:
@@ -72,7 +71,7 @@ def sources(package: str) -> dict[str, list[Path]]:
 
 
 def imported(path: Path) -> Iterator[tuple[str, str]]:
-    """Each module that a file imports from, with a name that it imports, or an empty one."""
+    """Yield each module that a file imports from, with an imported name, or an empty one."""
     text = path.read_text(encoding="utf-8")
     if path.suffix in {".py", ".pyi"}:
         for node in ast.walk(ast.parse(text)):
@@ -90,7 +89,7 @@ def imported(path: Path) -> Iterator[tuple[str, str]]:
 
 @cache
 def graph(package: str) -> dict[str, set[str]]:
-    """The modules that each module imports, within the package."""
+    """Map each module to its imports within the package."""
     modules = sources(package)
     found: dict[str, set[str]] = {}
     for name, paths in modules.items():
@@ -142,7 +141,7 @@ def test_no_import_runs_upwards(product: dict[str, set[str]]) -> None:
     for name, targets in product.items():
         here = room_of(name)
         for target in targets - {"unimem"}:
-            there = room_of(target) if here else ""  # the face has all rooms below it
+            there = room_of(target) if here else ""  # the face may import all rooms
             if here != there and FLOOR[there] >= FLOOR[here]:
                 found.append(f"{name} imports {target}")
     assert sorted(found) == []

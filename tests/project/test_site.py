@@ -1,4 +1,4 @@
-"""The site has every public name, function of C and command, and fits a phone and a desktop."""
+"""The site has all public names, C functions and commands, and fits a phone and a desktop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.project.apt_packages import UnavailableError
 from support.project.checkout import ROOT
 from support.terminal.chromium import find_chromium, look_at
 
-# Building takes ten seconds, a browser seconds more; two workers would build in one folder.
+# The build takes ten seconds and uses one folder, so one worker runs all of these.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("site")]
 
 PHONE, DESKTOP = 390, 1280
@@ -36,7 +36,7 @@ def site() -> Path:
 
 
 def names_of(page: Path) -> set[str]:
-    """What a page explains: the targets of links."""
+    """Return the targets of links on a page."""
     return set(re.findall(r'<dt class="sig[^>]* id="([^"]+)"', page.read_text()))
 
 
@@ -72,7 +72,7 @@ def test_every_command_is_shown(site: Path) -> None:
 
 def test_search_finds_every_page(site: Path) -> None:
     index = (site / "searchindex.js").read_text()
-    # What the browser is shown has its width in its name.
+    # The width is in the name of the shown file.
     pages = {path for path in site.rglob("*.html") if "." not in path.stem}
     listed = re.search(r'"?docnames"?:(\[.*?\])', index)
     assert listed

@@ -1,4 +1,4 @@
-"""`make soak`: what grows is found, what only varies is not, and a short run works."""
+"""`make soak` tells growth from variation, and a short run works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strangers try from Python: wrong and unusual calls, and the answer that each one gets.
+"""Wrong and unusual calls from Python, and the answer to each.
 
 `test_wrong_arguments.py` passes the same wrong values to every argument of every public call.
 """
@@ -84,7 +84,7 @@ def other_fork(use: Callable[[], Any]) -> bool:
     return in_child(attempt)
 
 
-# Calls, and what each ends with: "fine" if it gives something that is true.
+# Calls and their outcomes; "fine" means that the call returns a true value.
 TABLE = r"""
 # ---- sizes and options
 um.Block(0) -> ValueError: nbytes: expected an integer from 1
@@ -305,7 +305,7 @@ def test_a_stranger_gets_an_answer(things: Things, row: str) -> None:
     error = eval(kind, names)
     with pytest.raises(error, match=words) as caught:
         eval(call, names)
-    # A bare error of Python's own would not help a caller.
+    # A bare Python error does not help a caller.
     assert len(str(caught.value)) > 10
     if error in {TypeError, ValueError}:
         assert type(caught.value) in {TypeError, ValueError, um.SnapshotError}

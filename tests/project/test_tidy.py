@@ -67,7 +67,7 @@ def lines(suffixes: set[str]) -> Iterator[tuple[str, str]]:
 def places(pattern: str, suffixes: set[str] = TEXT) -> list[str]:
     """Return the places where a pattern is found."""
     wanted = re.compile(pattern, re.M)
-    # Searching line by line is slow, so only files that match are searched so.
+    # Line by line is slow, so this searches only files that match.
     found = []
     for path in files(suffixes):
         if wanted.search(text_of(path)):
@@ -93,7 +93,7 @@ def test_the_repository_is_found() -> None:
     "pattern",
     [
         r"\b(TODO|FIXME|XXX)\b",
-        r"pip install\b.*\bunimem\b",  # no package index has it: a checkout, or a wheel's file
+        r"pip install\b.*\bunimem\b",  # it is on no package index
         r"(?<![\w.])/(work|home|Users)/",
     ],
     ids=["a note of work to do", "a package that no index has", "a path of one machine"],
@@ -107,7 +107,7 @@ def test_lines_are_short() -> None:
 
 
 def statements(nodes: list[Any]) -> Iterator[ast.AST]:
-    """Yield statements and the statements in them, but no expressions, which are most of a tree."""
+    """Yield statements and nested statements, without expressions, most of a tree."""
     for node in nodes:
         yield node
         for field in ("body", "orelse", "handlers", "finalbody", "cases"):
@@ -115,9 +115,9 @@ def statements(nodes: list[Any]) -> Iterator[ast.AST]:
 
 
 def function_bodies(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the functions of a Python file, with their numbers of lines without the docstring.
+    """Yield the functions of a Python file and their line counts without docstrings.
 
-    A body of one statement is data, however long it is.
+    A body of one statement is data, and may be long.
     """
     for node in statements(ast.parse(text_of(path)).body):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -136,7 +136,7 @@ def test_functions_are_short() -> None:
     assert found == []
 
 
-# These write a whole file or record of invented data, one statement for each part.
+# Writers of a whole invented file or record, with a statement for each part.
 WRITERS = {"sample_record", "write_model"}
 
 
@@ -157,7 +157,7 @@ def test_functions_in_c_are_short() -> None:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    """Except classes of the GPU twin and for transformers, and `Node`."""
+    """Twins for GPUs and transformers may share names, and `Node`."""
     where: dict[str, list[str]] = {}
     for folder in ("src/unimem", "bench/unimem_bench"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -171,7 +171,7 @@ def test_no_two_classes_share_a_name() -> None:
 
 
 def test_no_code_is_commented_out() -> None:
-    """In Cython and C; ruff checks Python."""
+    """This checks Cython and C; ruff checks Python."""
     found = []
     for place, line in lines({".pyx", ".pxd"}):
         comment = line.strip().removeprefix("#").strip()

@@ -60,7 +60,7 @@ def check_refused(folder: Path, error: ValueError) -> None:
 
 @contextmanager
 def read_or_refused(folder: Path) -> Iterator[None]:
-    """A later version may refuse, and names the version; this one reads its own files."""
+    """Check that a file is read, or, by a later version, refused with its version."""
     try:
         yield
     except FormatError as error:
@@ -124,7 +124,7 @@ def test_a_chunk_of_a_store_is_restored(folder: Path, tool: Any, tmp_path: Path)
         tool.make_cache("fixed") as kv,
     ):
         n = store.restore_into(kv, contents["tokens"], model=contents["model"])
-        if folder.name == um.__version__ or n:  # the identity of a chunk has its version in it
+        if folder.name == um.__version__ or n:  # a chunk's identity contains the version
             assert n == size
             assert tool.rows_of(kv) == said["rows"]
 

@@ -1,4 +1,4 @@
-"""What is published is whole and small: the wheel works where nothing of the checkout is found."""
+"""The wheel is complete and small, and works without the checkout."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from support.project.checkout import ROOT
 from support.project.native_page import IN_CHECKOUT, MODEL, PRINTED, blocks, runs, write_programs
 from unimem._core.status import VERSION
 
-# Building it takes more than a minute; that all of it is there without the checkout, nothing else
-# shows.
+# The build takes more than a minute. Nothing else shows that the wheel works without the checkout.
 pytestmark = pytest.mark.slow
 
 NEEDED = {
@@ -50,7 +49,7 @@ MOST_WHEEL_BYTES = 3_050_000
 MOST_SDIST_BYTES = 3_300_000
 BACKEND = "from scikit_build_core.build import build_sdist; print(build_sdist({folder!r}))"
 
-# -S keeps .pth files out, and with them the editable install; what the wheel needs comes by path.
+# -S excludes .pth files, and so the editable install; the dependencies are on the path.
 PROGRAM = """
 import sys
 sys.path[:0] = [{target!r}, {site!r}]
@@ -141,7 +140,7 @@ def test_the_sdist_has_the_sources_and_no_records(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and what it needs, and with what builds a Cython module."""
+    """Make an environment with the wheel, its dependencies, and tools to build a Cython module."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", folder)
     run(folder / "bin/pip", "install", "--quiet", wheel, "cython>=3.1", "setuptools>=77")
@@ -149,7 +148,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_in(environment: Path, *arguments: str | Path) -> str:
-    """Run Python there, which finds nothing of the checkout."""
+    """Run Python there, out of reach of the checkout."""
     return run("env", "-u", "PYTHONPATH", environment / "bin/python", *arguments)
 
 
@@ -167,7 +166,7 @@ def test_an_empty_environment_passes_the_smoke_test(environment: Path) -> None:
 
 @pytest.mark.uncounted
 def test_the_page_on_c_runs_with_the_wheel(environment: Path, tmp_path: Path) -> None:
-    """All that docs/native.md does with an installed prefix, word for word."""
+    """The commands of docs/native.md for an installed prefix run word for word."""
     for name in ("gcc", "g++", "cmake", "pkg-config"):
         tool(name)
     home, checkout = tmp_path / "home", tmp_path / "checkout"

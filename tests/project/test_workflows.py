@@ -1,4 +1,4 @@
-"""The workflows run what there is, and may do no more than they need to."""
+"""The workflows run existing commands with the fewest permissions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGETS = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), r
 
 
 def commands(script: str) -> Iterator[list[str]]:
-    """The commands of a script, each as its words, without what gives it root."""
+    """Return the commands of a script as words, without their prefixes for root."""
     for line in script.splitlines():
         words = shlex.split(line, comments=True)
         if words[:2] == ["sudo", "env"]:
@@ -34,7 +34,7 @@ def commands(script: str) -> Iterator[list[str]]:
 
 
 def used(job: str) -> list[str]:
-    """The actions of a job, without their versions."""
+    """Return the actions of a job, without their versions."""
     return [step["uses"].split("@")[0] for step in JOBS[job]["steps"] if "uses" in step]
 
 

@@ -1,4 +1,4 @@
-"""Each argument of each public call, given wrongly: the error names it and what was expected."""
+"""Each argument of each public call gets wrong values: the error names it and the expected one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KV: dict[str, Any] = {"n_layers": 1, "n_kv_heads": 2, "head_dim": 8, "max_seq_le
 NAMES = {"DIMS": DIMS, "KV": KV, "MODEL": MODEL, "PLACEMENT": PLACEMENT, "ROWS": ROWS}
 NAMES |= {"TOKEN": TOKEN, "np": np, "os": os, "snapshot": snapshot, "um": um}
 
-# The name of each call, and the call with arguments that are right.
+# The name of each call, and a correct call.
 TABLE = """
 Block: um.Block(nbytes=4096, shared=False, reserve=None, name='b', category='other', **PLACEMENT)
 Block.advise: t.block().advise(advice='willneed')
@@ -190,7 +190,7 @@ ENGINE_CALLS: dict[str, Callable[[Things], Call]] = {
     "Decoder.save_session": of_decoder("save_session", path=lambda t: t.folder / "session"),
     "Decoder.tokenize": of_decoder("tokenize", text="a", add_bos=False, special=False),
 }
-# Made by other calls, or from plain values that are not checked.
+# Other calls make these, or they hold plain values without checks.
 DATA = set(
     """
     Machine Measured Placement PlacementOptions Report Stage Stat Tensor Weights Plan Cell
@@ -221,9 +221,9 @@ def test_each_public_call_has_a_row(room: str, rows: Collection[str]) -> None:
 
 @pytest.fixture
 def things(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Things]:
-    monkeypatch.chdir(tmp_path)  # where `save` writes to strange paths
+    monkeypatch.chdir(tmp_path)  # `save` writes to strange paths there
     with ExitStack() as undo, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of placement, and of unclosed objects
+        warnings.simplefilter("ignore")  # about placement and unclosed objects
         yield Things(tmp_path, undo)
 
 

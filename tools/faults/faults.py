@@ -26,8 +26,8 @@ SWEEP = Path(__file__).parent / "sweep.py"
 PAGE = ROOT / "docs" / "hardening.md"
 BEGIN, END = "<!-- made by make faults -->\n", "<!-- end of the faults -->"
 N_NAMED = 5
-# Neither malloc nor the interpreter maps memory of its own: what is mapped more than before is
-# unimem's. All threads share the heap.
+# Neither malloc nor the interpreter maps memory, so any new mapping is unimem's. All threads share
+# the heap.
 QUIET = {
     "PYTHONMALLOC": "malloc",
     "MALLOC_ARENA_MAX": "1",

@@ -86,7 +86,7 @@ def _block(**options: Any) -> Callable[[Path], Iterator[Call]]:
     def prepare(_: Path) -> Iterator[Call]:
         def run() -> int:
             with um.Block(64 * PAGE, **options) as block:
-                some = block.as_array(shape=64 * PAGE)  # a huge page may be more
+                some = block.as_array(shape=64 * PAGE)  # a huge page may be larger
                 some[:] = 1
                 return int(some.sum())
 
@@ -274,7 +274,7 @@ def _(folder: Path) -> Iterator[Call]:
         def undo() -> None:
             path.write_bytes(old)
 
-        # Where only the last step fails, the new one is there.
+        # If only the last step fails, the new file exists.
         yield Call(run, undo, lambda: um.KVCache.restore(path, mode="copy").close())
 
 
@@ -449,7 +449,7 @@ def _opening_store(**tiers: Any) -> Callable[[Path], Iterator[Call]]:
                 return len(store.stat().tiers)
 
         run()
-        yield Call(run, in_parts=True)  # an empty folder of shared memory goes with the next
+        yield Call(run, in_parts=True)  # the next call removes an empty folder of shared memory
 
     return prepare
 
@@ -464,7 +464,7 @@ def _putting(**tiers: int) -> Callable[[Path], Iterator[Call]]:
                     path.unlink()
 
             def run() -> bool:
-                # Fewer where there is no room.
+                # There may be fewer without room.
                 return store.put(kv, TOKENS, model="m") in (0, 16, 32)
 
             yield Call(run, undo, in_parts=True)
@@ -478,7 +478,7 @@ def _getting(**tiers: int) -> Callable[[Path], Iterator[Call]]:
             _fill(kv, 40)
 
             def run() -> bool:
-                # None of a chunk that cannot be read.
+                # An unreadable chunk has no tokens.
                 return store.restore_into(kv, TOKENS, model="m") in (0, 16, 32)
 
             def undo() -> None:
@@ -515,7 +515,7 @@ def _(folder: Path) -> Iterator[Call]:
     with _decoder() as decoder:
 
         def run() -> tuple[int, int]:
-            # A resume that fails leaves a new conversation.
+            # A failed resume leaves a new conversation.
             decoder.reset()
             decoder.prefill([1, 5, 9])
             decoder.save_session(folder / "session")
@@ -558,7 +558,7 @@ def _(_: Path) -> Iterator[Call]:
         published._unpublish()
         published.publish()
         published.published(os.getpid())
-        # Where it cannot be shown, it is said why.
+        # The ledger says why it cannot be shown.
         return published._shared is not None or published.failure() is not None
 
     was_shown = published._shared is not None

@@ -33,14 +33,14 @@ from unimem.accounting import published
 
 #: The number of errors of a call; each is tried in a round of its own.
 N_ROUNDS = 3
-# What differs once may be the C library's: a stack that it keeps. What is lost, is lost each time.
+# A single difference may be a stack that the C library keeps. A real loss repeats each time.
 _TRIES = 3
 
 _SYSTEM, _MAPPINGS, _ALLOCATIONS = 1, 2, 4
-# By their own folder: a checkout may be called unimem, and have an environment with others' in it.
+# A folder identifies them, since a checkout may be called unimem and contain an environment.
 _OURS = re.compile(rf"^{re.escape(str(Path(status.__file__).parents[1]))}/.*\.so|/libunimem\.so")
 _PYTHON = re.compile(r"/(lib)?python3[^/]*$")
-# The interpreter's own modules that ask the system for something.
+# The interpreter's modules that make system calls.
 _MODULES = re.compile(r"/(fcntl|mmap|_socket|_posixsubprocess|select)\.[^/]*\.so$")
 
 
@@ -71,7 +71,7 @@ class Shim:
 
     def begin(self, name: str = "", nth: int = 0, round_: int = 0) -> None:
         """Start counting, and fail the nth call of a function with its error of a round."""
-        self._name = name.encode()  # which the library goes on reading
+        self._name = name.encode()  # the library keeps reading it
         self._library.fail_begin(self._name, nth, round_)
 
     def end(self) -> None:
@@ -175,13 +175,13 @@ class Sweep:
         losses: dict[str, str] = {}
         sys.unraisablehook = lambda found: self._unraisable.append(repr(found.exc_value))
         with self._operation.prepare(self._folder) as call:
-            # Modules are imported, and threads have stacks.
+            # This imports modules, and gives threads their stacks.
             for _ in range(2):
                 expected = call.run()
                 call.undo()
             self._shim.find_callers()
             names: list[str] = []
-            for _ in range(2):  # the first one knows what the second one looks up
+            for _ in range(2):  # the first run fills caches for the second
                 self._shim.begin()
                 assert call.run() == expected, "it does not give the same each time"
                 self._shim.end()
@@ -231,7 +231,7 @@ class Sweep:
             gc.collect()
         failed = shim.failure()
         if raised:
-            # What could not be unmapped is given back with what goes next.
+            # The next release retries mappings that could not be unmapped.
             if not call.in_parts and name != "munmap":
                 losses += differences(before, state(self._folder))
             if call.facts() != facts:
@@ -276,9 +276,9 @@ def main() -> None:
     given = parser.parse_args()
     shim = Shim()
     rows = []
-    # What is asked of each other process is the same, and there may be any number of them.
+    # All other processes are read in the same way, and their number varies.
     psutil.pids = lambda: [os.getpid()]
-    published.publish()  # what a process shows begins with its first decoder, and stays
+    published.publish()  # the first decoder would publish it, and it stays
     gc.freeze()
     for operation in operations.OPERATIONS:
         if given.names and not any(name in operation.name for name in given.names):
@@ -291,7 +291,7 @@ def main() -> None:
             row["losses"] += [
                 f"at the end: {text}"
                 for text in differences(before, state(folder))
-                # Libraries were loaded, and the folder was made ready.
+                # This loads libraries and prepares the folder.
                 if not text.startswith(("mappings", "files"))
             ]
         except operations.Absent as absent:

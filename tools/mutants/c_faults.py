@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import tree_sitter
 import tree_sitter_c
 
-# Before the file, on its first line, and behind it.
+# Code before the file, on its first line, and after it.
 _BEGIN = "static int um_fault; "
 _END = """
 #include <stdlib.h>
@@ -33,7 +33,7 @@ _OPERATORS = dict(
         strict=True,
     )
 )
-# Constants of the language, and what is evaluated when it is compiled.
+# Constants of the language, and expressions that the compiler evaluates.
 _CONSTANT = set(
     """
     array_declarator bitfield_clause case_statement enumerator preproc_def preproc_function_def
@@ -166,7 +166,8 @@ def _after(text: bytes, node: tree_sitter.Node) -> list[str]:
     if node.type == "number_literal" and source(node).isdigit():
         return [str(int(source(node)) + 1)]
     if node.type == "expression_statement" and node.named_children:
-        # What is left out is not needed for the compiler: a call, or a change of a value.
+        # Only statements that the compiler can do without are left out: a call, or a change of a
+        # value.
         kinds = {"call_expression", "assignment_expression", "update_expression"}
         parent = node.parent
         if node.named_children[0].type in kinds and parent and parent.type == "compound_statement":

@@ -15,7 +15,7 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
 
 ROOT = Path(__file__).parents[2]
-# A mutation that breaks what is read when the module is loaded, or types, which nothing reads.
+# Mutations of type hints, or that break the import of the module.
 _LEFT_OUT = ("RemoveDecorator", "ReplaceBinaryOperator_BitOr", "ExceptionReplacer")
 
 Place = tuple[int, int, str, int]
@@ -104,7 +104,7 @@ def _place(item: WorkItem) -> Place:
 
 def _is_left_out(item: WorkItem) -> bool:
     mutation = item.mutations[0]
-    # What stands outside of functions is constants and types.
+    # Code outside functions is constants and types.
     return mutation.definition_name is None or any(
         part in mutation.operator_name for part in _LEFT_OUT
     )

@@ -35,9 +35,9 @@ ALIVE = Path(__file__).parent / "alive.toml"
 RESULT = Path(__file__).parent / "result.json"
 PAGE = ROOT / "docs" / "testing.md"
 BEGIN, END = "<!-- made by make mutants -->", "<!-- end of the mutants -->"
-# The least shares of faults that are noticed: by the fast tier, and by both.
+# The required shares of noticed faults: by the fast tier, and by both.
 FAST, BOTH = 0.90, 0.95
-# A run that takes this much longer than one without a fault loops or waits: it has noticed it.
+# A run that takes this much longer than one without a fault loops or waits: it noticed the fault.
 TIMES_LONGER, SECONDS_LONGER, C_SECONDS, GREEN_SECONDS = 3.0, 20.0, 60.0, 2400.0
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider")
 EVERY = [*C_FILES, *PYTHON_FILES]
@@ -75,7 +75,7 @@ def prepare_c(names: Iterable[str], n: int) -> dict[int, c_faults.Fault]:
     for name in ("native", "cmake", "CMakeLists.txt"):
         source = ROOT / name
         if source.is_dir():
-            # Without the times of the files: one that had faults in the run before is built again.
+            # Without the files' times, a file that had faults in the last run is built again.
             shutil.copytree(source, tree / name, copy_function=shutil.copy)
         else:
             shutil.copy(source, tree / name)
@@ -162,7 +162,7 @@ def try_c(
         return any(program.fails(environment) for program in programs)
 
     def python_fails(*options: str) -> bool:
-        # The package finds the library with the fault before its own.
+        # The package finds the faulty library before its own.
         library = environment | {"LD_LIBRARY_PATH": str(FOLDER / "c")}
         return fails([*PYTEST, *tests_of(fault.file), *options], seconds, library)
 
@@ -182,7 +182,7 @@ def tests_of(name: str) -> list[str]:
         if not paths:
             raise SystemExit(f"{pattern}, which {name} names in table.py, matches no test")
         found += paths
-    # First those that are called like the file: most faults end there.
+    # Programs with the file's name first: most faults end there.
     stem = Path(name).stem
     return sorted(found, key=lambda path: (not Path(path).name.startswith(f"test_{stem}"), path))
 
@@ -198,7 +198,7 @@ def fails(command: Sequence[str | Path], seconds: float, environment: dict[str, 
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    # A fault may ask for all memory there is: then this process is the one to go.
+    # A fault may ask for all memory; the kernel kills this process first.
     Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
     try:
         return process.wait(seconds) != 0

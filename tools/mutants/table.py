@@ -1,15 +1,15 @@
-"""The files that faults are put into, and the tests that must notice them."""
+"""The files that get faults, and the tests that must notice them."""
 
 from __future__ import annotations
 
-# Files of native/src, and the Python tests of what they do. The C tests are those of their name,
-# then all others.
+# Files of native/src and their tests in Python. The C tests with their name run first, then all
+# others.
 C_FILES = {
     "tape.c": ("tests/_core/test_tape.py", "tests/test_layout.py"),
-    "kv.c": ("tests/kv/test_kv*.py",),
+    "kv.c": ("tests/kv/cache/test_*.py",),
     "paged.c": ("tests/kv/test_paged*.py",),
-    "gguf.c": ("tests/_core/test_gguf*.py", "tests/weights/test_opened.py"),
-    "safetensors.c": ("tests/_core/test_safetensors*.py",),
+    "gguf.c": ("tests/weights/test_gguf*.py", "tests/weights/test_opened.py"),
+    "safetensors.c": ("tests/weights/test_safetensors*.py",),
     "placement.c": ("tests/_core/test_block*.py",),
     "grow.c": ("tests/_core/test_block_grow.py", "tests/kv/cache/test_storage_grow.py"),
 }

@@ -24,7 +24,7 @@ import sbom
 from sbom import ROOT, settings, version
 
 DIST = ROOT / "build" / "release"
-# Bounds of size, in bytes. What is larger has got something that does not belong there.
+# Bounds of size, in bytes. A larger file contains something by mistake.
 MOST_SDIST_BYTES = 3_300_000
 MOST_WHEEL_BYTES = 3_600_000
 HEADING = re.compile(r"^## (\S+) \((unreleased|\d{4}-\d{2}-\d{2})\)$", re.M)

@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "tools" / "release" / "sbom.cdx.json"
 MODEL = "unimem/engine/models/tiny.gguf"
-# Extras for work on the project, which nobody needs who runs it.
+# Extras for work on the project only.
 FOR_WORK = {"test", "check", "docs", "worth", "release"}
 # Code of these packages goes into the compiled modules.
 COMPILED_IN = ("cython", "numpy")
@@ -34,7 +34,7 @@ class Need(NamedTuple):
     """A distribution that is installed beside the package, or compiled into it."""
 
     requirement: Requirement
-    extras: tuple[str, ...]  # of unimem; none is always installed
+    extras: tuple[str, ...]  # of unimem; a distribution without one is always installed
     is_compiled_in: bool
 
     @property
@@ -140,7 +140,7 @@ def bill(of: Mapping[str, str]) -> str:
         document.components.add(part)
     document.register_dependency(root, parts)
     made = json.loads(JsonV1Dot6(document).output_as_string())
-    del made["metadata"]["timestamp"]  # the same of the same
+    del made["metadata"]["timestamp"]  # the same input gives the same file
     return json.dumps(made, indent=2, sort_keys=True) + "\n"
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 OWN = Path(__file__).parent
 FOLDER = ROOT / "build" / "site"
 SOURCE, HTML = FOLDER / "source", FOLDER / "html"
-# From each document to its page on the site. Those of docs/ keep their names, without folders.
+# The page of each document on the site. Documents in docs/ keep their names, without folders.
 PAGES = {
     ROOT / "README.md": "index.md",
     ROOT / "bench" / "README.md": "harness.md",

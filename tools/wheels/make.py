@@ -29,18 +29,18 @@ BUILD = ROOT / "build/wheels"
 DIST = ROOT / "dist"
 VERSIONS = ("3.11", "3.12", "3.13", "3.13t", "3.14", "3.14t")
 MACHINES = ("x86_64", "aarch64")
-# Beside what [build-system] names.
+# Packages that [build-system] does not name.
 TOOLS = ("cmake>=3.24", "ninja>=1.11", "auditwheel>=6", "ziglang>=0.13")
 SDIST = "from scikit_build_core.build import build_sdist; print(build_sdist({folder!r}))"
 TESTED = ("tests/_core", "tests/kv")
-# Of these, tests that ask the kernel: QEMU answers for it.
+# Tests that ask the kernel are left out: QEMU answers for it.
 NOT_EMULATED = Path(__file__).with_name("not_emulated.txt")
 UNAVAILABLE = 69
 GLIBC_MINOR = int(GLIBC.split(".")[1])
 
 
 class FailedError(Exception):
-    """A bad wheel; the text says why."""
+    """A bad wheel; the message says why."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Row:
 
 def run(*command: str | Path, **environment: str) -> str:
     """Run a command; return its output, or raise FailedError."""
-    # An environment of ours must not find the checkout.
+    # The environment must not find the checkout.
     own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         command, cwd=ROOT, env=own | environment, capture_output=True, text=True, check=False
@@ -118,7 +118,7 @@ def build(version: str, machine: str, programs: Path) -> Path:
 
 
 def judge(wheel: Path, programs: Path) -> str:
-    """Return the oldest glibc that auditwheel finds sufficient for a wheel."""
+    """Return the oldest glibc that suffices for a wheel, by auditwheel."""
     text = run(programs / "auditwheel", "show", wheel)
     found = re.search(r'following platform tag:\s*"manylinux_2_(\d+)_', text)
     if found is None or int(found[1]) > GLIBC_MINOR:
@@ -129,11 +129,11 @@ def judge(wheel: Path, programs: Path) -> str:
 def install(
     target: Path, wheel: Path, version: str, machine: str, programs: Path, *needs: str
 ) -> None:
-    """Install a wheel and what it needs into an empty folder, for a Python that may not be here."""
+    """Install a wheel and its dependencies into an empty folder, for any Python."""
     shutil.rmtree(target, ignore_errors=True)
     options = ["--quiet", "--no-compile", f"--target={target}"]
     if (python := pythons.local(version, machine)) is not None:
-        # What has no wheel for this Python in its newest version is taken from an older one.
+        # If the newest version has no wheel for this Python, an older one is taken.
         run(python, "-m", "pip", "install", "--prefer-binary", *options, wheel, *needs)
         return
     options += ["--only-binary=:all:", "--implementation=cp", f"--abi={pythons.abi(version)}"]
@@ -144,7 +144,7 @@ def install(
 
 
 def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
-    """Use the installed wheel; return the Python that did, and the vector code that it chose."""
+    """Use the installed wheel; return the Python that ran, and the vector code that it chose."""
     python = pythons.executable(version, machine)
     found = json.loads(run(python, "-I", "-S", Path(__file__).parent / "smoke.py", target))
     how = ", emulated" if pythons.is_emulated(machine) else ""
@@ -153,7 +153,7 @@ def smoke(version: str, machine: str, target: Path) -> tuple[str, str]:
 
 
 def test(wheel: Path, version: str, machine: str, programs: Path) -> str:
-    """Run the tests of the memory layer with the wheel; return how it ended."""
+    """Run the tests of the memory layer with the wheel; return their result."""
     target = BUILD / "tested" / wheel.stem
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [

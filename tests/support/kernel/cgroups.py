@@ -1,14 +1,12 @@
-"""Small cgroups for tests, made below the own one and removed afterwards."""
+"""Small cgroups for tests, made below this process's one and removed afterwards."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,85 +14,48 @@ import pytest
 
 from support.processes.forks import SANITIZED
 from unimem.system.cgroups import cgroups_above
+from unimem_bench.cgroup import entering, limited_cgroup
+from unimem_bench.suite import NotMeasured
 
 LIMIT_BYTES = 512 << 20
-
-# The child is moved before the interpreter of the script starts, so that all it takes is counted.
-_ENTER = 'echo $$ > "$1/cgroup.procs" && exec "$2" -c "$3"'
 
 
 @dataclass(frozen=True, slots=True)
 class SmallCgroup:
-    """A cgroup whose memory is limited.
-
-    Attributes
-    ----------
-    name : str
-        What `limits` calls it: "cgroup /a/b".
-    folder : Path
-        Where its files are.
-    """
+    """A cgroup with a limit on memory: its name in `limits` ("cgroup /a/b"), and its folder."""
 
     name: str
     folder: Path
 
     def run(self, script: str) -> str:
-        """Run a Python script in the cgroup and give what it prints; fail when it fails."""
+        """Run a Python script in the cgroup and return its output; fail if it fails."""
         ended = subprocess.run(
-            ["sh", "-c", _ENTER, "sh", str(self.folder), sys.executable, script],
+            entering(self.folder, [sys.executable, "-c", script]),
             capture_output=True,
             text=True,
             timeout=600,
             check=False,
         )
-        # A kill by the kernel shows as -9.
+        # The status is -9 after a kill by the kernel.
         assert ended.returncode == 0, f"status {ended.returncode}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
 
-def _make(limit_bytes: int) -> tuple[SmallCgroup, Callable[[], None]]:
-    own = f"unimem-test-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    refusal = "no memory controller is mounted"
-    # Below the own cgroup where that may have children with limits, else at the root of the tree.
-    places = list(cgroups_above("memory"))
-    for above in [*places[:1], *places[-1:]]:
-        folder = Path(above.folder) / own
-        file = folder / ("memory.max" if above.version == 2 else "memory.limit_in_bytes")
-        try:
-            folder.mkdir()
-            try:
-                if above.version == 2 and not file.exists():
-                    (Path(above.folder) / "cgroup.subtree_control").write_text("+memory")
-                file.write_text(str(limit_bytes))
-            except OSError:
-                folder.rmdir()
-                raise
-        except OSError as error:
-            refusal = str(error)
-            continue
-        return SmallCgroup(f"cgroup {above.name.rstrip('/')}/{own}", folder), folder.rmdir
-    pytest.skip(f"a cgroup with a limit on memory cannot be made: {refusal}")
-
-
 @contextmanager
 def small_cgroup(limit_bytes: int = LIMIT_BYTES) -> Iterator[SmallCgroup]:
-    """Make a cgroup of so much memory, and remove it at the end."""
+    """Make a cgroup with a limit on memory, and remove it at the end."""
     if SANITIZED:
         pytest.skip("AddressSanitizer's shadow memory has no room in a small cgroup")
     if os.geteuid() != 0:
         pytest.skip("making a cgroup needs root")
-    cgroup, remove = _make(limit_bytes)
-    try:
-        yield cgroup
-    finally:
-        # The kernel may still be taking leave of the last process.
-        end = time.monotonic() + 60
-        while cgroup.folder.exists():
-            with suppress(OSError):
-                remove()
-                break
-            assert time.monotonic() < end, f"{cgroup.folder} is left behind"
-            time.sleep(0.02)
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(limited_cgroup(limit_bytes))
+        except NotMeasured as reason:
+            pytest.skip(str(reason))
+        (above,) = (each for each in cgroups_above("memory") if Path(each.folder) == folder.parent)
+        yield SmallCgroup(f"cgroup {above.name.rstrip('/')}/{folder.name}", folder)
+    assert not folder.exists(), f"{folder} is left behind"
 
 
 @pytest.fixture

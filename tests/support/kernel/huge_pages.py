@@ -1,4 +1,4 @@
-"""Reserved huge pages for tests: borrowed from the machine, and given back."""
+"""Reserved huge pages for tests, given back at the end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POOL = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 
 
 def count(name: str) -> int:
-    """A figure of the pool, such as free_hugepages."""
+    """Return a figure of the pool, such as free_hugepages."""
     return int((POOL / name).read_text())
 
 
 @contextmanager
 def all_held() -> Iterator[None]:
-    """Let no page of the pool be free: what the machine has is held meanwhile."""
+    """Take all free pages of the pool."""
     free = count("free_hugepages") - count("resv_hugepages") if POOL.exists() else 0
     if free == 0:
         yield
@@ -36,13 +36,13 @@ def all_held() -> Iterator[None]:
         yield
 
 
-# Everybody may open these two, whoever runs the tests. native/tests/huge_pool.h has them, too.
+# Every user may open these files. native/tests/huge_pool.h uses them, too.
 LOCK, GATE = POOL / "free_hugepages", POOL / "resv_hugepages"
 _lock: TextIO | None = None
 
 
 def _take(kind: int) -> None:
-    """Take the pool, behind whoever waits to have it alone: else many who share it go first."""
+    """Lock the pool, after any process that waits to have it alone."""
     assert _lock is not None
     fcntl.flock(_lock, fcntl.LOCK_UN)
     with GATE.open() as gate:
@@ -51,7 +51,7 @@ def _take(kind: int) -> None:
 
 
 def leave_the_pool() -> None:
-    """Let others have it: tests that a test starts would wait for it to end."""
+    """Unlock the pool for the tests that a test starts, which would wait otherwise."""
     if _lock is not None:
         fcntl.flock(_lock, fcntl.LOCK_UN)
 
@@ -60,8 +60,7 @@ def leave_the_pool() -> None:
 def sharing_the_pool(*, alone: bool) -> Iterator[None]:
     """Share the pool with other workers, or have it alone.
 
-    A block with ``pages="auto"`` takes pages from it, whoever has reserved them. `reserved` has it
-    alone in any case.
+    A block with ``pages="auto"`` takes any free pages. `reserved` always has the pool alone.
     """
     global _lock  # noqa: PLW0603 - one for each worker
     if not LOCK.exists():
@@ -72,20 +71,20 @@ def sharing_the_pool(*, alone: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            leave_the_pool()  # closing does not, where a child of the test has the file open too
+            leave_the_pool()  # a child of the test may still have the file open
             _lock = None
 
 
 @contextmanager
 def reserved(n_pages: int) -> Iterator[None]:
-    """Let the pool have n_pages that are free, and as many pages as before at the end."""
+    """Leave n_pages of the pool free, and restore its size at the end."""
     if _lock is not None:
         _take(fcntl.LOCK_EX)
     if not POOL.exists():
         pytest.skip("this kernel has no hugetlb pages of 2m")
     if os.geteuid() != 0:
         pytest.skip("reserving huge pages needs root")
-    # Gives them back also where this process is killed.
+    # This also gives the pages back if this process is killed.
     from unimem_bench import huge_pages
     from unimem_bench.suite import NotMeasured
 
@@ -102,7 +101,7 @@ def reserved(n_pages: int) -> Iterator[None]:
 
 
 def _n_mapped() -> int:
-    """Count what this process has of them: others may take, and keep, what it reserved."""
+    """Count the pages that this process has mapped; others may have taken reserved ones."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if "_Hugetlb:" in line) // PAGE_BYTES
 

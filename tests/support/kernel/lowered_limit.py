@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from support.kernel.cgroups import SmallCgroup, small_cgroup
+from unimem_bench.cgroup import entering
 
 MIB = 1 << 20
 SPARE_BYTES = 140 * MIB
@@ -86,9 +87,8 @@ sys.stdin.readline()
 
 def start(cgroup: SmallCgroup, script: str, *arguments: str) -> subprocess.Popen[str]:
     """Start Python in a cgroup."""
-    enter = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
     return subprocess.Popen(
-        ["sh", "-c", enter, "sh", str(cgroup.folder), sys.executable, "-c", script, *arguments],
+        entering(cgroup.folder, [sys.executable, "-c", script, *arguments]),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -96,17 +96,17 @@ def start(cgroup: SmallCgroup, script: str, *arguments: str) -> subprocess.Popen
 
 
 def used_bytes(cgroup: SmallCgroup) -> int:
-    """Return what a cgroup uses, without files that can be dropped."""
+    """Return the bytes that a cgroup uses, without files that can be dropped."""
     stat = (cgroup.folder / "memory.stat").read_text()
     fields = dict(line.split() for line in stat.splitlines())
     return int(fields["total_rss"] if "total_rss" in fields else fields["anon"])
 
 
 def lower(cgroup: SmallCgroup, nbytes: int, child: subprocess.Popen[str], seconds: float) -> bool:
-    """Lower the limit as an operator does; return whether the kernel took it.
+    """Lower the limit as an operator does; return whether the kernel accepted it.
 
-    Version 1 refuses what it cannot reclaim, and is asked again. Of version 2 ``memory.high`` goes
-    first: past ``memory.max`` the kernel kills at once.
+    Version 1 refuses a limit that it cannot reclaim, and is asked again. In version 2
+    ``memory.high`` comes first, since the kernel kills processes past ``memory.max`` at once.
     """
     end = time.monotonic() + seconds
     high, most = cgroup.folder / "memory.high", cgroup.folder / "memory.max"
@@ -138,7 +138,7 @@ def run_once(*, governed: bool, neighbour: bool = False, seconds: float = 20.0) 
             assert child.stdin is not None
             assert child.stdout is not None
             assert child.stdout.readline() == "ready\n"
-            # There is just room for it.
+            # This leaves just enough room.
             limit = int(used_bytes(cgroup) * 1.05)
             assert lower(cgroup, limit, child, seconds)
             child.stdin.write("\n")
@@ -152,7 +152,7 @@ def run_once(*, governed: bool, neighbour: bool = False, seconds: float = 20.0) 
             else:
                 done = lower(cgroup, limit * 7 // 10, child, seconds)
             took = time.monotonic() - begin
-            time.sleep(0.5)  # tokens with the limit that there is now
+            time.sleep(0.5)  # decode with the earlier limit
             with suppress(OSError):
                 child.stdin.write("\n")
                 child.stdin.flush()

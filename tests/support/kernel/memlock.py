@@ -1,6 +1,6 @@
-"""A script that loses the right to lock more than its limit, which root would be spared."""
+"""A prelude that limits locked memory, even for root."""
 
-# The limit holds for processes without CAP_IPC_LOCK.
+# The limit applies to processes without CAP_IPC_LOCK.
 DROP_LOCK = """
 import ctypes, os, resource, warnings
 import unimem as um

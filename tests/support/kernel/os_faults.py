@@ -1,5 +1,7 @@
-"""Makes a system call of libunimem fail, in this process: the functions through which it takes
-memory are replaced in the table by which the library finds them."""
+"""Failing system calls of libunimem in this process.
+
+The functions that take memory are replaced in the table by which the library finds them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from typing import Any
 _SHT_RELA = 4
 _RELA_BYTES = _SYMBOL_BYTES = 24
 _FAILED = 2**64 - 1  # -1, and MAP_FAILED
-# The words that each takes, and what it answers when it fails.
+# The number of each function's arguments, and its result on failure.
 _FUNCTIONS = {
     "mmap": (6, _FAILED),
     "munmap": (2, _FAILED),
@@ -30,7 +32,7 @@ _FUNCTIONS = {
 
 
 def _slots(path: Path) -> dict[str, int]:
-    """Where the addresses of the functions are kept, in bytes from the library's base on."""
+    """Return the places of the functions' addresses, in bytes from the library's base."""
     elf = path.read_bytes()
     (table,) = struct.unpack_from("<Q", elf, 40)
     entry_bytes, n_entries = struct.unpack_from("<HH", elf, 58)
@@ -53,7 +55,7 @@ def _slots(path: Path) -> dict[str, int]:
 
 
 def _library() -> tuple[Path, int]:
-    """Return which libunimem this process has, and where; `make mutants` puts in another one."""
+    """Return the libunimem of this process, and its address; `make mutants` loads another one."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         place, _, offset, *_ = line.split()
         if re.search(r"/libunimem\.so[.\d]*$", line) and int(offset, 16) == 0:
@@ -64,12 +66,7 @@ def _library() -> tuple[Path, int]:
 class OsFaults:
     """Lets the nth call fail.
 
-    Attributes
-    ----------
-    n_calls : int
-        Calls since `arm`.
-    failed : str or None
-        The function that failed.
+    `n_calls` counts the calls since `arm`, and `failed` names the function that failed.
     """
 
     def __init__(self) -> None:
@@ -83,11 +80,11 @@ class OsFaults:
         self.n_calls, self.failed, self._nth, self._errno = 0, None, nth, error
 
     def disarm(self) -> None:
-        """Let every call be made."""
+        """Let every call pass."""
         self._nth = 0
 
     def fails(self, name: str) -> bool:
-        """Count a call; whether it is the one."""
+        """Count a call; return whether it fails."""
         self.n_calls += 1
         if self.n_calls != self._nth:
             return False
@@ -103,13 +100,13 @@ def _replacement(faults: OsFaults, name: str, libc: ctypes.CDLL) -> Any:
     return kind(lambda *words: failure if faults.fails(name) else real(*words))
 
 
-# Of two threads that replace them, the second one would put back what the first one has freed.
+# The second of two threads would restore pointers that the first has freed.
 _replacing = threading.Lock()
 
 
 @contextmanager
 def os_faults() -> Iterator[OsFaults]:
-    """Replace the functions until the end, which are the whole process's: one thread at a time."""
+    """Replace the functions of the whole process until the end, in one thread at a time."""
     assert _replacing.acquire(blocking=False), "the functions are replaced already"
     try:
         with _replaced() as faults:
@@ -125,7 +122,7 @@ def _replaced() -> Iterator[OsFaults]:
     replacements = []
     for name, offset in _slots(path).items():
         place = base + offset
-        # A linker may have asked for the table to be read-only once it is filled.
+        # The linker may have made the table read-only.
         page = ctypes.c_void_p(place & -mmap.PAGESIZE)
         assert libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
         slot = ctypes.c_void_p.from_address(place)

@@ -1,5 +1,4 @@
-"""What the kernel says of this process's memory: read here anew, so that unimem is not its own
-witness."""
+"""The kernel's figures of this process's memory, read without unimem."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ _KERNEL_PAGE = re.compile(r" kernelpagesize_kB=(\d+)")
 
 @dataclass
 class Mapping:
-    """One entry of smaps; its fields in bytes, and the two-letter words of VmFlags."""
+    """One entry of smaps: its fields in bytes, and the two-letter words of VmFlags."""
 
     start: int
     end: int
@@ -32,7 +31,7 @@ class Mapping:
 
 
 def mappings(address: int, nbytes: int = 1, pid: int | str = "self") -> list[Mapping]:
-    """Every mapping with a byte in the range, of this process or another."""
+    """Return every mapping with a byte in the range, of this process or another."""
     found: list[Mapping] = []
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -49,13 +48,13 @@ def mappings(address: int, nbytes: int = 1, pid: int | str = "self") -> list[Map
 
 
 def numa_lines(address: int, nbytes: int) -> list[str]:
-    """What numa_maps has of the mappings that begin in the range."""
+    """Return the lines of numa_maps for mappings that begin in the range."""
     lines = Path("/proc/self/numa_maps").read_text().splitlines()
     return [line for line in lines if address <= int(line.split(" ", 1)[0], 16) < address + nbytes]
 
 
 def nodes(address: int, nbytes: int) -> dict[int, int]:
-    """Bytes on each node, of the mappings that begin in the range."""
+    """Return the bytes on each node, for mappings that begin in the range."""
     found: dict[int, int] = {}
     for line in numa_lines(address, nbytes):
         size = _KERNEL_PAGE.search(line)
@@ -66,22 +65,22 @@ def nodes(address: int, nbytes: int) -> dict[int, int]:
 
 
 def policies(address: int, nbytes: int) -> set[str]:
-    """The NUMA policies of the mappings that begin in the range, as the kernel writes them."""
+    """Return the NUMA policies of the mappings that begin in the range, in the kernel's words."""
     return {line.split()[1] for line in numa_lines(address, nbytes)}
 
 
 def hugetlb_bytes(part: Mapping) -> int:
-    """What a mapping has of hugetlb pages, which no other field counts."""
+    """Return a mapping's hugetlb pages, which no other field counts."""
     return part.fields.get("Private_Hugetlb", 0) + part.fields.get("Shared_Hugetlb", 0)
 
 
 def assert_granted(block: um.Block, granted: um.Placement | None = None) -> None:
-    """A placement is what smaps and numa_maps say of all that the block reserves."""
+    """Check a placement against smaps and numa_maps for the whole reserved range of a block."""
     granted = granted or block.granted
     parts = [
         part
         for part in mappings(block.address, block.reserved_bytes)
-        if part.access[0] == "r"  # not the gaps
+        if part.access[0] == "r"  # without the gaps
     ]
     hugetlb = sum(map(hugetlb_bytes, parts))
     assert granted.resident_bytes == sum(part.fields["Rss"] for part in parts) + hugetlb
@@ -103,7 +102,7 @@ def assert_granted(block: um.Block, granted: um.Placement | None = None) -> None
 
 
 def total(address: int, nbytes: int, name: str) -> int:
-    """The sum of one field over the range, which must be whole mappings."""
+    """Return the sum of one field over the range, which must be whole mappings."""
     parts = mappings(address, nbytes)
     assert parts, "not mapped"
     assert parts[0].start == address, "begins inside of a mapping"
@@ -112,10 +111,10 @@ def total(address: int, nbytes: int, name: str) -> int:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether the byte can be read, and is a block's: guard pages and holes cannot.
+    """Tell whether a byte can be read and belongs to a block.
 
-    A block's mappings lie between inaccessible pages. Others do not, and may come to lie where a
-    block was: AddressSanitizer maps what reading these lines takes.
+    A block lies between inaccessible pages. Other mappings, such as those of AddressSanitizer, may
+    take a closed block's place.
     """
     entries = []
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -137,7 +136,7 @@ def is_mapped(address: int) -> bool:
 
 
 def huge_page_bytes() -> int:
-    """The size of a transparent huge page; 0 where the kernel gives none to those who ask."""
+    """Return the size of a transparent huge page; 0 if the kernel gives none."""
     folder = Path("/sys/kernel/mm/transparent_hugepage")
     if not folder.exists() or "[never]" in (folder / "enabled").read_text():
         return 0
@@ -145,5 +144,5 @@ def huge_page_bytes() -> int:
 
 
 def address_of(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """The address of an array's first byte."""
+    """Return the address of an array's first byte."""
     return int(array.__array_interface__["data"][0])

@@ -1,4 +1,4 @@
-"""Calls in several threads at once, which change places often."""
+"""Calls in several threads at once, with frequent switches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def switching_often(seconds: float = 1e-6) -> Iterator[None]:
-    """Let the interpreter go from thread to thread all the time."""
+    """Let the interpreter switch threads after every microsecond."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:
@@ -21,7 +21,7 @@ def switching_often(seconds: float = 1e-6) -> Iterator[None]:
 
 
 def at_once(n_threads: int, work: Callable[[int], object]) -> None:
-    """Call ``work(0)``, ``work(1)`` and so on, each in a thread, and raise what one has raised."""
+    """Call ``work(0)``, ``work(1)`` and so on, each in a thread, and raise their first error."""
     start = threading.Barrier(n_threads)
 
     def begin(number: int) -> None:

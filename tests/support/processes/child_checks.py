@@ -1,4 +1,4 @@
-"""What scripts of tests begin with: what a call must raise or warn of, and that nothing is left."""
+"""A prelude of test scripts: checks of errors, of warnings, and of what they leave behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forked child finds."""
+"""Forked children."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 import unimem as um
 
-# A thread that ends at the moment of a fork may hold a lock of the allocator, and the child waits
-# for it for ever. glibc takes its locks before a fork; the AddressSanitizer of GCC 12 does not.
+# A thread that ends during a fork may hold a lock of the allocator, and the child would wait for
+# ever. glibc takes its locks before a fork; the AddressSanitizer of GCC 12 does not.
 SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")
 NO_FORKS = "a fork beside other threads is not for the AddressSanitizer of GCC 12"
 needs_fork = pytest.mark.skipif(SANITIZED, reason=NO_FORKS)
@@ -24,12 +24,12 @@ def fork() -> int:
     if SANITIZED:
         pytest.skip(NO_FORKS)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads, of NumPy
+        warnings.simplefilter("ignore", DeprecationWarning)  # NumPy has threads
         return os.fork()
 
 
 def in_child(use: Callable[[], Any]) -> bool:
-    """Whether it is so in a forked child; False also when that dies."""
+    """Tell whether a call returns true in a forked child; False if the child dies."""
     child = fork()
     if child == 0:
         try:
@@ -41,7 +41,7 @@ def in_child(use: Callable[[], Any]) -> bool:
 
 
 def refuses(use: Callable[[], Any], *parts: str) -> bool:
-    """Whether a call says that the memory is left out of a child."""
+    """Tell whether a call raises `ClosedError` because a forked child lacks the memory."""
     try:
         use()
     except um.ClosedError as error:

@@ -1,4 +1,4 @@
-"""Interrupts before every line that some code runs, and which threads still run some code."""
+"""Interrupts before every line of some code, and threads that run it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 
 
 class Interrupt(KeyboardInterrupt):
-    """What a signal's handler might raise."""
+    """An interrupt, as a signal handler might raise it."""
 
 
 def at_each_line(call: Callable[[], object], *files: str) -> Iterator[None]:
-    """Call again and again, each time interrupted one line later, until no line is left.
+    """Repeat a call, each time interrupted one line later, until it ends.
 
-    Of the lines in files whose paths have one of these in them.
+    Lines count if the path of their file contains one of `files`.
     """
     for n in itertools.count(1):
         if not is_interrupted(call, n, *files):
@@ -27,7 +27,7 @@ def at_each_line(call: Callable[[], object], *files: str) -> Iterator[None]:
 
 
 def is_interrupted(call: Callable[[], object], n: int, *files: str) -> bool:
-    """Call, interrupted before the nth line of such files; whether it got so far."""
+    """Call, with an interrupt before the nth line; return whether the call reached it."""
     n_lines = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -52,22 +52,22 @@ def is_interrupted(call: Callable[[], object], n: int, *files: str) -> bool:
 
 
 def _is_at_a_nop(frame: FrameType) -> bool:
-    """Whether nothing is done here, and no signal handled, as at the line of a `try`.
+    """Tell whether the line does nothing and handles no signal, as a `try`.
 
-    Python 3.11 takes it for outside of the `try` around it, whose `finally` would not run.
+    Python 3.11 takes it for outside the `try`, and would not run its `finally`.
     """
     return frame.f_code.co_code[frame.f_lasti] == dis.opmap["NOP"]
 
 
 def _is_of_an_end(frame: FrameType | None) -> bool:
-    """Whether an object is going, in which nothing can be raised."""
+    """Tell whether a finalizer runs, which cannot raise."""
     while frame is not None and frame.f_code.co_name != "__del__":
         frame = frame.f_back
     return frame is not None
 
 
 def others_in(module: ModuleType) -> list[int]:
-    """Other threads that run code of a module."""
+    """Return the other threads that run code of a module."""
     found = []
     for ident, frame in sys._current_frames().items():
         here: FrameType | None = frame

@@ -1,4 +1,4 @@
-"""A process of a script, which has something to show until the end of a test."""
+"""A process that runs a script until the end of a test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def running(script: str, *arguments: object) -> Iterator[int]:
-    """Start a script that writes "ready" and then waits; end it in any case."""
+    """Start a script that writes "ready" and then waits; kill it at the end."""
     words = [sys.executable, "-c", script, *map(str, arguments)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:

@@ -1,4 +1,4 @@
-"""Staged models: fixtures of files, readers in other processes, and what is left behind."""
+"""Fixtures for staged models, readers in other processes, and checks for remains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def may_mount() -> bool:
 
 
 def left() -> tuple[list[str], list[str], set[str]]:
-    """Open descriptors, what lies in /dev/shm and is nobody's, children."""
+    """Return open descriptors, abandoned names in /dev/shm, and children."""
     fds = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -67,7 +67,7 @@ def leaves_nothing() -> Iterator[None]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model of a little more than three huge pages, which ends inside of a page."""
+    """Write a model of a little more than three huge pages that ends inside a page."""
     path = tmp_path / "model.gguf"
     shutil.copy(TINY, path)
     os.truncate(path, 6 * MIB + 12345)
@@ -89,7 +89,7 @@ def split(tmp_path: Path) -> list[Path]:
 
 @pytest.fixture
 def indexed(tmp_path: Path) -> Path:
-    """A safetensors model of two files and an index."""
+    """Write a safetensors model of two files and an index."""
     numpy = pytest.importorskip("safetensors.numpy", reason="safetensors (extra test) is missing")
     where = {}
     for i in range(2):
@@ -102,7 +102,7 @@ def indexed(tmp_path: Path) -> Path:
 
 
 def read_elsewhere(path: str) -> bytes:
-    """What another process reads there."""
+    """Read a file in another process."""
     return subprocess.run(["cat", path], capture_output=True, check=True).stdout
 
 
@@ -125,7 +125,7 @@ for line in sys.stdin:
 
 
 def start_reader(path: str) -> subprocess.Popen[str]:
-    """A process that knows nothing of unimem, and has mapped and touched the file."""
+    """Start a process without unimem that maps the file and touches its pages."""
     reader = subprocess.Popen(
         [sys.executable, "-I", "-c", READER, path],
         stdin=subprocess.PIPE,
@@ -138,7 +138,7 @@ def start_reader(path: str) -> subprocess.Popen[str]:
 
 
 def look(reader: subprocess.Popen[str]) -> dict[str, int]:
-    """What smaps says of its mapping, once it has read all of it again."""
+    """Let the reader read everything again, and return its mapping's fields in smaps."""
     assert reader.stdin is not None
     assert reader.stdout is not None
     reader.stdin.write("\n")

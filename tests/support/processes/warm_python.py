@@ -1,7 +1,6 @@
-"""Scripts in processes of their own, which begin with the imports made.
+"""Scripts in processes forked from an interpreter that has made the imports.
 
-An interpreter that imports unimem anew takes longer than most scripts. One that has it is forked
-for each script; it has made nothing of unimem's.
+Importing unimem takes longer than most scripts. The interpreter has no objects of unimem.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ exec(compile(asked["script"], "<string>", "exec"), {"__name__": "__main__"})
 """
 
 
-_turn = threading.Lock()  # it answers one after the other
+_turn = threading.Lock()  # the interpreter serves one call at a time
 
 
 @cache
@@ -64,7 +63,7 @@ def _host() -> subprocess.Popen[str]:
 
 
 def start() -> None:
-    """Start that interpreter, if it is not there: before a test counts what it leaves behind."""
+    """Start the interpreter, so that a test does not count it among its remains."""
     _host()
 
 
@@ -77,22 +76,10 @@ def run_script(
     err: str | None = None,
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script in a process of its own.
+    """Run a script, which may be indented, in a process and a folder of its own.
 
-    Parameters
-    ----------
-    script : str
-        What ``python -c`` would run; it may be indented.
-    arguments : str
-        The words behind it.
-    folder : Path or str, optional
-        Where it runs.
-    strict : bool, optional
-        Whether warnings are errors.
-    out, err : str, optional
-        Files that it writes to; by default what it writes is returned.
-    environment : dict, optional
-        Its environment; by default that of this process.
+    With `strict`, warnings are errors. `out` and `err` are files for its output, which is returned
+    otherwise. The environment is by default that of this process.
     """
     with _turn:
         host = _host()

@@ -1,4 +1,4 @@
-"""Cases of the benchmarks, run once each: what they measure, and not how fast that is."""
+"""Cases of the benchmarks, run once each, without regard to their speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unimem_bench.suite import Case, Measure
 
 
 def cases_of(*names: str, slow: Collection[str] = ()) -> list[Any]:
-    """Return the cases of some suites as parameters of a test, named as tables name them."""
+    """Return the cases of suites as parameters of a test, with their names in tables as ids."""
     cases = [case for name in names for case in suites.load_suite(name).cases]
     named = {f"{case.suite}/{case.name}": case for case in cases}
     return [
@@ -48,7 +48,7 @@ def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseR
         return Rounds({name: [side()] for name, side in sides.items()}, 0, 0)
 
     monkeypatch.setattr(suite, "alternate", once)
-    if not tiers.everything:  # its import takes longer than all cases
+    if not tiers.everything:  # its import is slower than all cases
         uninstall(monkeypatch, "torch")
     measure = Measure(case, quick=True, folder=folder)
     cpus = os.sched_getaffinity(0)
@@ -63,9 +63,9 @@ def run_case(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> CaseR
 def check_case(case: Case, record: CaseRecord) -> None:
     """Check that a case has measured what it declares.
 
-    One of its sides is unimem's; a size is given where, and only where, the case has an x axis; a
-    side that is measured at several sizes has one role; all sides of a size have as many rounds;
-    and each target is of sides that are there, or of a peer that is left out with a reason.
+    One of its sides is unimem's. Sides have sizes if and only if the case has an x axis, one role
+    at all sizes, and the same number of rounds. Each target names existing sides, or a peer left
+    out with a reason.
     """
     assert (record.suite, record.name) == (case.suite, case.name)
     roles = {side.name: side.role for side in record.sides}
@@ -91,7 +91,7 @@ def check_case(case: Case, record: CaseRecord) -> None:
 
 
 def uninstall(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """Make `Measure.installed` believe that some packages are not there."""
+    """Make `Measure.installed` report packages as missing."""
     find_spec = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> Any:

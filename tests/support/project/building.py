@@ -1,4 +1,4 @@
-"""Compilers and other programs that tests build with."""
+"""Compilers and other build tools for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def tool(name: str) -> str:
-    """The path of a program; without it the test is skipped."""
+    """Return the path of a program, or skip the test."""
     found = shutil.which(name)
     if found is None:
         pytest.skip(f"no {name} on this machine")
@@ -18,7 +18,7 @@ def tool(name: str) -> str:
 
 
 def run(*command: str | Path) -> str:
-    """Run a program that must do well, and give what it prints."""
+    """Run a program that must succeed, and return its output."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

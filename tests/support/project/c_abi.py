@@ -1,9 +1,8 @@
-"""The binary interface of the C library, as text: what a program that is compiled has to rely on.
+"""The binary interface of the C library, as text.
 
 ``PYTHONPATH=tests python -m support.project.c_abi`` prints it; with ``--record`` it is written to
-native/abi, in the file of UM_SOVERSION. What that file has already stays: a program may have been
-built with it. An interface that is changed, and not only added to, has another UM_SOVERSION, and so
-another file.
+native/abi, in the file of UM_SOVERSION. Recorded lines must stay, since programs rely on them: a
+changed interface, unlike a larger one, needs another UM_SOVERSION and so another file.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RECORDS = ROOT / "native" / "abi"
 
 
 def headers_of(folder: Path) -> str:
-    """The text of the headers, without comments."""
+    """Return the text of the headers, without comments."""
     text = "".join((folder / name).read_text() for name in HEADERS)
     return re.sub(r"/\*.*?\*/", "", text, flags=re.S)
 
@@ -34,7 +33,7 @@ def soversion_of(headers: str) -> int:
 
 
 def functions_of(headers: str) -> Iterator[tuple[str, str]]:
-    """Name and declaration of each function that is exported."""
+    """Yield the name and declaration of each exported function."""
     for text in re.findall(r"^UM_API (?:UM_CHECKED )?([^;]*);", headers, re.M):
         declared = re.sub(r"\s+", " ", text)
         name = re.search(r"\b(um_\w+)\(", declared)
@@ -43,7 +42,7 @@ def functions_of(headers: str) -> Iterator[tuple[str, str]]:
 
 
 def structs_of(headers: str) -> dict[str, list[str]]:
-    """The fields of each struct whose memory is the caller's."""
+    """Return the fields of each struct that callers allocate."""
     found = {}
     for body, name in re.findall(r"^typedef struct \w+ \{(.*?)^\} (\w+);", headers, re.M | re.S):
         parts = (part for line in body.split(";") for part in line.split(",") if part.strip())
@@ -53,7 +52,7 @@ def structs_of(headers: str) -> dict[str, list[str]]:
 
 
 def constants_of(headers: str) -> list[str]:
-    """The names of enumerators, and of macros that are numbers."""
+    """Return the names of enumerators, and of macros that are numbers."""
     enums = re.findall(r"\benum(?: \w+)? \{(.*?)\}", headers, re.S)
     named = [name for body in enums for name in re.findall(r"\b(UM_[A-Z0-9_]+)\b", body)]
     macros = re.findall(r"^#define (UM_(?!VERSION)\w+) \d+$", headers, re.M)
@@ -61,13 +60,7 @@ def constants_of(headers: str) -> list[str]:
 
 
 def describe(folder: Path) -> list[str]:
-    """Describe the interface that the headers of a folder declare, as this compiler lays it out.
-
-    Returns
-    -------
-    list of str
-        A line for each function, struct and constant.
-    """
+    """Return a line for each function, struct and constant of the headers in a folder."""
     headers = headers_of(folder)
     lines = [f"function {declared}" for _, declared in sorted(functions_of(headers))]
     callbacks = re.findall(r"^typedef \w+ um_\w+\([^;]*\);", headers, re.M)
@@ -96,7 +89,7 @@ def record_of(soversion: int) -> Path:
 
 
 def lost(recorded: list[str], found: list[str]) -> list[str]:
-    """The lines of a record that no longer hold."""
+    """Return the lines of a record that no longer hold."""
     return sorted(set(recorded) - set(found))
 
 

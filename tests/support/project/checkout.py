@@ -1,4 +1,4 @@
-"""Where the files of the project are."""
+"""The root of the checkout."""
 
 from __future__ import annotations
 

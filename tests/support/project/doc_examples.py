@@ -1,4 +1,4 @@
-"""Examples in docstrings, run."""
+"""Examples in docstrings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tests that pytest-run-parallel may run in threads: `tools/free_threaded.py --here`.
 
-A test runs there on one set of fixtures, in all threads. One that takes an object from a fixture
-runs in one thread, and so does one that looks at what is the whole process's, or changes it.
+All threads share the fixtures of a test. A test with an object from a fixture runs in one thread,
+and so does one that looks at the whole process, or changes it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from typing import Any
 
 __all__ = ["why_in_one_thread"]
 
-# Fixtures that threads may share: each thread has a `tmp_path` of its own, some are functions that
-# make something, and some look at what there is before the test, and behind it.
+# Fixtures that threads may share: each thread has its own `tmp_path`, some are functions, and some
+# only compare the state before and after a test.
 SHARED = set(
     """
     check_quantized codes cpus_of_the_process gives_memory_back in_the_checkout
     leaves_no_thread pool_of_huge_pages reference request tmp_path
 """.split()
 )
-# What tests call that counts, sums up, or replaces something for all threads, or that names
-# something by the number of the process, as NAME does.
+# Functions that count or replace something for all threads, or use the process number in a name.
 OF_THE_PROCESS = set(
     """
     catch_warnings counters counts device_ledger getpid ledger mappings measure mock os_faults
     patch report setrlimit setswitchinterval NAME signal tracemalloc
 """.split()
 )
-# Tests that name shared memory or a pool for the whole process, or fork, or count its calls, or
-# look at all of its regions, or parse Python, where CPython 3.11 counts the depth of all threads.
+# Tests that name shared memory or a pool for the whole process, fork, count its calls, look at all
+# of its regions, or parse Python, since CPython 3.11 adds up the depth of all threads.
 ALONE = set(
     """
     test_growing_moves_nothing test_a_pool_that_is_used_up test_the_path_of_memory
@@ -44,7 +43,7 @@ ALONE = set(
 
 
 def why_in_one_thread(item: Any) -> str:
-    """Say why a test runs in one thread; empty where several may run it."""
+    """Explain why a test runs in one thread; "" if several threads may run it."""
     if getattr(item, "originalname", None) in ALONE:
         return "uses what the process has once"
     objects = set(getattr(item, "fixturenames", ())) - _params(item) - SHARED
@@ -59,7 +58,7 @@ def why_in_one_thread(item: Any) -> str:
 
 
 def _params(item: Any) -> set[str]:
-    """Return the parameters of a test that are not handed on to a fixture."""
+    """Return the parameters of a test that are not passed to a fixture."""
     found: set[str] = set()
     for mark in item.iter_markers("parametrize"):
         if not mark.kwargs.get("indirect"):
@@ -69,7 +68,7 @@ def _params(item: Any) -> set[str]:
 
 
 def _names(function: FunctionType, seen: set[FunctionType]) -> Iterator[str]:
-    """Yield what a function names, and what those name that it calls of the tests' own."""
+    """Yield the names in a function, and in the functions of the tests that it calls."""
     seen.add(function)
     codes: list[CodeType] = [function.__code__]
     while codes:
@@ -78,7 +77,7 @@ def _names(function: FunctionType, seen: set[FunctionType]) -> Iterator[str]:
         for name in code.co_names:
             yield name
             called = function.__globals__.get(name)
-            called = getattr(called, "__wrapped__", called)  # of a context manager
+            called = getattr(called, "__wrapped__", called)  # a context manager
             if not isinstance(called, FunctionType) or called in seen:
                 continue
             if "/tests/" in called.__code__.co_filename:

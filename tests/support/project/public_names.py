@@ -1,8 +1,8 @@
-"""What others build on: names, members, options, C prototypes and fields of JSON documents.
+"""The public names: Python names, members, options, C prototypes and fields of JSON documents.
 
-``PYTHONPATH=tests python -m support.project.public_names`` prints the lists as JSON, and
-tests/project/test_public_names.py holds the package against them: who changes a public name changes
-the list in the same commit.
+``PYTHONPATH=tests python -m support.project.public_names`` prints the lists as JSON.
+tests/project/test_public_names.py compares the package with the recorded lists: a change of a
+public name changes the record in the same commit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 from unittest import mock
 
 ROOT: Final = Path(__file__).parents[3]
-# Documented modules, by what they are called now.
+# Documented modules, by their current names.
 MODULES: Final = (
     "unimem",
     "unimem.accounting.published",
@@ -41,15 +41,15 @@ CYTHON: Final = (
 
 
 def members(thing: Any) -> list[str]:
-    """Public attributes of a class, and what it inherits from unimem."""
+    """Return the public attributes of a class, with those inherited from unimem."""
     ours = [base for base in thing.__mro__ if base.__module__.startswith("unimem")]
     names = {name for base in ours for name in vars(base)}
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def python_names() -> dict[str, dict[str, list[str]]]:
-    """Public names of the documented modules; classes with their members."""
-    # What is looked at here needs no device.
+    """Return the public names of the documented modules, and the members of classes."""
+    # This needs no device.
     with mock.patch.object(importlib.import_module("unimem.backends.cuda_driver"), "require"):
         modules = {name: importlib.import_module(name) for name in MODULES}
     return {
@@ -68,7 +68,7 @@ def without_comments(text: str) -> str:
 
 
 def c_names() -> list[str]:
-    """Prototypes, types and constants of the C headers, without comments and attributes."""
+    """Return prototypes, types and constants of the C headers, without comments and attributes."""
     found = set()
     for path in sorted((ROOT / "native/include").glob("*.h")):
         text = without_comments(path.read_text())
@@ -82,7 +82,7 @@ def c_names() -> list[str]:
 
 
 def pxd_text(name: str) -> str:
-    """Return the declarations of a module, or of the modules that a package takes them from."""
+    """Return a module's declarations, or those of the modules that a package imports them from."""
     path = ROOT / "src" / name.replace(".", "/")
     if path.is_dir():
         sources = re.findall(r"^from ([\w.]+) cimport", (path / "__init__.pxd").read_text(), re.M)
@@ -91,7 +91,7 @@ def pxd_text(name: str) -> str:
 
 
 def cython_names() -> dict[str, list[str]]:
-    """Classes for ``cimport``, by module, and the C functions that the bindings declare."""
+    """Return the classes for ``cimport`` by module, and the C functions of the bindings."""
     texts = {name: pxd_text(name) for name in (*CYTHON, "unimem._core.native")}
     found = {name: sorted(re.findall(r"^cdef class (\w+)", texts[name], re.M)) for name in CYTHON}
     native = re.findall(r"\b(um_\w+)\(", texts["unimem._core.native"])
@@ -99,7 +99,7 @@ def cython_names() -> dict[str, list[str]]:
 
 
 def options() -> dict[str, list[str]]:
-    """Arguments and options of every command, as ``--help`` names them."""
+    """Return arguments and options of every command, as in ``--help``."""
     import typer
 
     command: Any = typer.main.get_command(importlib.import_module("unimem.cli")._app())
@@ -110,7 +110,7 @@ def options() -> dict[str, list[str]]:
 
 
 def fields(schema: Any, path: str = "") -> Iterator[str]:
-    """Every property that a JSON schema names, by its path."""
+    """Yield the path of every property in a JSON schema."""
     if isinstance(schema, dict):
         for key, value in schema.items():
             if key == "properties":
@@ -128,7 +128,7 @@ def fields(schema: Any, path: str = "") -> Iterator[str]:
 
 
 def schemas() -> dict[str, list[str]]:
-    """Fields of the JSON documents whose schemas are published."""
+    """Return the fields of the JSON documents with published schemas."""
     return {
         path.stem: sorted(set(fields(json.loads(path.read_text()))))
         for path in sorted((ROOT / "docs/schemas").glob("*.json"))
@@ -146,7 +146,7 @@ def public_names() -> dict[str, Any]:
 
 
 def as_lines(value: Any) -> str:
-    """Write the lists as JSON, with as many names in a line as fit."""
+    """Write the lists as JSON, with several names in a line."""
     if isinstance(value, dict):
         rows = [f"{json.dumps(key)}: {as_lines(value[key])}" for key in sorted(value)]
         return "{\n" + ",\n".join(rows) + "}"

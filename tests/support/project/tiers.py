@@ -1,7 +1,7 @@
-"""The two tiers of the tests: `make test` is the fast one, and `make test-all` has everything.
+"""The two tiers of the tests: `make test` runs the fast one, `make test-all` both.
 
-A test that takes long and whose behaviour another one shows is marked ``slow``. A search takes
-fewer examples in the fast tier.
+A long test is marked ``slow`` if another test shows its behaviour. A search tries fewer examples in
+the fast tier.
 """
 
 from __future__ import annotations
