@@ -456,8 +456,9 @@ class Layout(Lifetimes[Tape]):
             before.require_fits(strict=strict)
             repacks, mapped = before.load == "repack", placement.copy()
             if repacks and not remote:  # these options are for the repacked tensors
-                for option in ("pages", "numa", "warm"):
-                    mapped.pop(option, None)
+                mapped.pop("pages", None)
+                mapped.pop("numa", None)
+                mapped.pop("warm", None)
                 if placement.get("lock"):
                     mapped["lock"] = "onfault"
             if load == "repack":
