@@ -370,9 +370,7 @@ class KVCache(Cache):  # type: ignore[misc]
         if model is None and self._model is not None:
             model = self._model()
         if model is None:
-            raise ValueError(
-                f"KVCache.{call}: expected model=, which identifies a conversation"
-            )
+            raise ValueError(f"KVCache.{call}: expected model=, which identifies a conversation")
         return model
 
     @classmethod
