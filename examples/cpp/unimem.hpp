@@ -81,8 +81,8 @@ class Tape {
     um_tape tape_;
 };
 
-// Memory for containers of std::pmr. Deallocated memory stays taken until the tape is cleared, which
-// must be after the end of the containers. A full tape throws std::bad_alloc.
+// Memory for containers of std::pmr. Deallocated memory stays taken until the tape is cleared,
+// which must be after the end of the containers. A full tape throws std::bad_alloc.
 class TapeResource : public std::pmr::memory_resource {
   public:
     explicit TapeResource(Tape &tape) : tape_(&tape) {}

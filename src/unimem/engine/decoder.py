@@ -19,7 +19,7 @@ from unimem.engine.forward import ForwardPass
 from unimem.engine.graph import Arrays, Graph, Headers, view
 from unimem.engine.history import History
 from unimem.engine.memory_report import list_parts, make_report
-from unimem.engine.model_memory import ModelMemory, Options
+from unimem.engine.model_memory import DecoderOptions, ModelMemory
 from unimem.engine.sampling import Sampling
 from unimem.engine.stored_prefixes import Prefixes
 from unimem.engine.thread_count import ThreadCount
@@ -111,12 +111,8 @@ class Decoder:
 
     Attributes
     ----------
-    weights : Weights
-        The opened model.
-    layout : Layout
-        Its memory.
-    dims : ModelDims
-        Its dimensions.
+    weights, layout, dims : Weights, Layout, ModelDims
+        The opened model, its memory and its dimensions.
     kv : KVCache
         The conversation so far. It may be cropped, trimmed or cleared between calls: attention
         sees the tokens that it holds, each at its own position.
@@ -153,7 +149,7 @@ class Decoder:
         self._turn = Turn()
         self._owns_layout = layout is None
         self.window = window
-        asked = Options(ctx, kv_dtype, rotate, window, threads, layout, numa)
+        asked = DecoderOptions(ctx, kv_dtype, rotate, window, threads, layout, numa)
         self._memory = ModelMemory(path_or_weights, load, progress, asked)
         self.weights, needed = self._memory.weights, self._memory.plan
         own_layout = None
@@ -193,7 +189,7 @@ class Decoder:
         ledger.enter(self, ledger.sizes_of(self._parts))
         publish()
 
-    def _set_up(self, asked: Options, scratch_bytes: int, progress: Progress | None) -> None:
+    def _set_up(self, asked: DecoderOptions, scratch_bytes: int, progress: Progress | None) -> None:
         scratch, history = self.layout.scratch, self.layout.history
         if scratch.available_bytes < scratch_bytes:
             raise TapeFull(

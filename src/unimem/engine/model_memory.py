@@ -33,13 +33,13 @@ from unimem.weights.repack.repack import repack_and_warm
 from unimem.weights.repack.repacked import Repacked
 from unimem.weights.tensors import Contents, Tensor, headers_of
 
-__all__ = ["ModelMemory", "Options", "Reader"]
+__all__ = ["DecoderOptions", "ModelMemory", "Reader"]
 
 _READERS: WeakKeyDictionary[WeightsCopy, WeakSet[Reader]] = WeakKeyDictionary()
 
 
-class Options(NamedTuple):
-    """The options of a `Decoder` that its plan depends on."""
+class DecoderOptions(NamedTuple):
+    """The options of a decoder that its plan depends on."""
 
     ctx: int | None
     kv_dtype: str
@@ -51,7 +51,10 @@ class Options(NamedTuple):
 
 
 def _check_model(
-    weights: Contents, planned: str | os.PathLike[str] | Weights, load: EngineLoad, asked: Options
+    weights: Contents,
+    planned: str | os.PathLike[str] | Weights,
+    load: EngineLoad,
+    asked: DecoderOptions,
 ) -> tuple[Model, Plan]:
     """Check that the engine runs a model with these options, and that its plan fits."""
     layout, numa = asked.layout, asked.numa
@@ -162,7 +165,7 @@ class ModelMemory:
         path_or_weights: str | os.PathLike[str] | Weights,
         load: EngineLoad,
         progress: Progress | None,
-        asked: Options,
+        asked: DecoderOptions,
     ) -> None:
         check_load(load, for_engine=True)
         self.repacked: Repacked | None = None
