@@ -211,7 +211,7 @@ def graph_uses(arch: str, dims: um.ModelDims, n_tokens: int) -> tuple[um.BufferU
     from unimem.engine.graph import Arrays, Graph, Headers
     from unimem.engine.model import Model, Rope
 
-    model = Model(arch, dims, 1e-5, Rope(0, 10000.0, 1.0, 0.0, 1.0, CTX), None)
+    model = Model(arch, dims, 1e-5, Rope("normal", 10000.0, 1.0, 0.0, 1.0, CTX), None)
     hidden, inner, q, kv = dims.hidden_size, dims.intermediate_size, dims.q_size, dims.kv_size
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": (hidden, dims.vocab_size),

@@ -15,7 +15,7 @@ from unimem._core.load import load, move_pages
 WITHOUT = {"Cell", "ClosedError", "FrozenError", "PlacementError", "PlacementWarning"}
 WITHOUT |= {"PlacementOptions"}
 CALLS = {name: getattr(um, name) for name in um.__all__ if callable(getattr(um, name))}
-CONSTRUCTORS = {name: call for name, call in CALLS.items() if inspect.isclass(call)}
+CONSTRUCTORS: dict[str, Any] = {name: call for name, call in CALLS.items() if inspect.isclass(call)}
 
 
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - WITHOUT))
@@ -59,7 +59,7 @@ def test_a_missing_argument_of_a_constructor_is_named(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(CONSTRUCTORS.keys() - WITHOUT))
 def test_an_unknown_argument_of_a_constructor_is_named(name: str) -> None:
     given = dict.fromkeys(required(CONSTRUCTORS[name]), 1)
-    with pytest.raises(TypeError, match="'surprise'|Expected an object|expected"):
+    with pytest.raises(TypeError, match=r"'surprise'|expected"):
         CONSTRUCTORS[name](**given, surprise=1)
 
 
@@ -70,8 +70,8 @@ def test_an_unknown_argument_of_a_constructor_is_named(name: str) -> None:
         (um.Grid, (64,), {}, r"missing argument 'n_cells'$"),
         (um.Grid, (), {"cell_bytes": 64}, r"missing argument 'n_cells'$"),
         (um.Grid, (64, 2, 3), {}, r"expected at most 2 positional arguments, got 3$"),
-        (um.Grid, (64, 2), {"cell_bytes": 3}, r"^Grid\(.*\): two values for argument 'cell_bytes'$"),
-        (um.Grid, (64, 2), {"pagse": "4k"}, r"^Block\(.*pages='auto'.*: unexpected argument 'pagse'$"),
+        (um.Grid, (64, 2), {"cell_bytes": 3}, r"^Grid\(.*: two values for argument 'cell_bytes'$"),
+        (um.Grid, (64, 2), {"pagse": "4k"}, r"^Block\(.*='auto'.*: unexpected argument 'pagse'$"),
         (um.PagedKVCache, (1, 1, 8), {}, r"^PagedKVCache\(.*\): missing argument 'n_blocks'$"),
         (um.KVCache, (), {"n_heads": 2}, r"^KVCache\(n_layers, .*missing argument 'n_layers'$"),
         (um.Block.map, (), {}, r"^Block.map\(path, .*missing argument 'path'$"),
