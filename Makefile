@@ -14,8 +14,8 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 # Sources whose change needs a new build; Python files are used in place.
 NATIVE := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] bench/native/*.[ch]) \
-          $(wildcard src/unimem/*/*.pyx src/unimem/*/*.pxd) \
-          CMakeLists.txt $(wildcard cmake/*) pyproject.toml
+          $(wildcard src/unimem/*/*.p[yx][xd] src/unimem/*/*/*.p[yx][xd] bench/unimem_bench/*.pyx) \
+          tools/stubs.py CMakeLists.txt $(wildcard cmake/*) pyproject.toml
 C_FILES := $(wildcard native/include/*.h native/src/*/*.[ch] native/exec/*.[ch] native/tests/*.[ch]) \
            $(wildcard native/fuzz/*.[ch]) \
            $(wildcard bench/native/*.[ch] tests/support/kernel/shim/*.c) \
@@ -97,7 +97,7 @@ check: $(VENV)/.checkers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/zizmor --offline --quiet .github/workflows
-	$(BIN)/cython-lint src/unimem/_core src/unimem/kv src/unimem/engine
+	$(BIN)/cython-lint src/unimem bench/unimem_bench
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 	$(BIN)/python -m pytest -q --all tests/project/test_tidy.py
 

@@ -35,8 +35,8 @@ MODULES = {
     "contextlib": "AbstractContextManager contextmanager",
     "os": "PathLike",
     "types": "ModuleType TracebackType",
-    "typing": "Any ClassVar Generic Literal Protocol Self TypeAlias TypedDict TypeVar Unpack "
-    "overload",
+    "typing": "Any ClassVar Generic Literal Protocol Self SupportsIndex TypeAlias TypedDict TypeVar "
+    "Unpack overload",
     "numpy.typing": "ArrayLike DTypeLike NDArray",
     "typing_extensions": "Buffer",
 }

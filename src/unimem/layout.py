@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from os import PathLike
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from unimem._core.block import Block
@@ -259,17 +258,12 @@ class Lifetimes(Generic[TapeT]):
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exc_info: Any) -> None:
         # Live arrays keep their memory until the last of them goes.
         self.history.__exit__()
         self.scratch.__exit__()
         if self._owns_weights:
-            self.weights.__exit__(kind, error, trace)
+            self.weights.__exit__(*exc_info)
         self._closed = True
 
     def __repr__(self) -> str:

@@ -288,7 +288,7 @@ def test_private_memory_is_forgotten(pages: Any) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A file of eight pages, the ith of which is full of i + 1."""
+    """A file of eight pages; page i is full of i + 1."""
     path = tmp_path / "rows"
     path.write_bytes(b"".join(bytes([i + 1]) * PAGE for i in range(8)))
     return path

@@ -46,7 +46,7 @@ QUANTIZED = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
 NARROW = ("f16", "bf16")
 ON_X86 = pytest.mark.skipif(
     platform.machine() != "x86_64",
-    reason="C leaves a cast that does not fit open: what ggml makes of it is told for x86",
+    reason="C does not define a cast that does not fit: the expected values are those of x86",
 )
 
 Check = Callable[..., None]

@@ -153,7 +153,7 @@ def test_every_region_is_entered_once(make: Callable[[], Any]) -> None:
     assert check().keys() - before or isinstance(thing, um.Stage)
     thing.close()
     check()
-    del thing  # and what of a model's headers it had
+    del thing  # and its part of a model's headers
     assert check().keys() == before
 
 
@@ -285,7 +285,7 @@ def test_a_forked_child() -> None:
 
 
 def test_entries_while_others_make_and_close_blocks() -> None:
-    """Nobody who closes is told of users that there are none, and no torn entry is seen."""
+    """No close reports users that do not exist, and no torn entry is seen."""
     ended = threading.Event()
 
     def work(n: int) -> None:

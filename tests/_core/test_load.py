@@ -1,4 +1,4 @@
-"""Loading files into blocks: what memory holds, what is told, and what an early end leaves."""
+"""Loading files into blocks: contents of memory, progress and errors, and early ends."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_direct_leaves_the_page_cache_as_it_was(file: Path) -> None:
             assert cached_pages(plain) == -(-size // PAGE)
 
 
-# ---- what is told ----
+# ---- progress and errors ----
 
 
 def test_progress_ends_with_the_total(file: Path) -> None:

@@ -71,7 +71,7 @@ def test_packing(sizes: dict[str, int]) -> None:
     offsets = pack(sizes)
     assert list(offsets) == list(sizes)
     end = 0
-    # Among those of one power of two, of which 256 is the largest, the order is the given one.
+    # Sizes with the same power of two, up to 256, keep the given order.
     for name in sorted(sizes, key=lambda name: -bs.power_of_two(sizes[name])):
         assert offsets[name] == end
         end += sizes[name]

@@ -305,7 +305,7 @@ LISTED = {name: config for name, (_, config) in CONFIGS.items()} | SLIDING
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LISTED)
 def test_transformers_keeps_the_same(name: str) -> None:
-    """As its configuration lists the layers, of which `DynamicCache` makes its own."""
+    """As its configuration lists the layers, from which `DynamicCache` makes its own."""
     # Without it, `transformers` is the folder of that name beside this one.
     pytest.importorskip("transformers.cache_utils", reason="pip install '.[transformers]'")
     import transformers

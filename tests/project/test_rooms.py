@@ -122,7 +122,8 @@ def test_every_room_has_its_floor() -> None:
 
 
 def test_every_room_of_the_benchmarks_has_its_floor() -> None:
-    rooms = {path.stem for path in PACKAGES["unimem_bench"].iterdir() if path.suffix in {"", ".py"}}
+    there = PACKAGES["unimem_bench"].iterdir()
+    rooms = {path.stem for path in there if path.suffix in {"", ".py", ".pyx"}}
     assert rooms - {"__init__", "__pycache__"} == set(BENCH_FLOOR)
 
 

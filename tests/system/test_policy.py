@@ -320,7 +320,7 @@ def granted(pages: Any, resident: int, **options: Any) -> Placement:
 
 
 def asked(pages: Any, *, choice: Any = None, **options: Any) -> tuple[Request, PlacementChoice]:
-    """What was asked for, and what of it was chosen: by default all."""
+    """A request and the choice for it, by default all of it."""
     request = Request(nbytes=8, pages=pages, **options)
     return request, PlacementChoice(choice or pages, request.numa, request.lock)
 

@@ -145,7 +145,7 @@ cdef size_t size_of(object n, str what, object least=0) except? 0:
     return exact
 
 
-def checked_size(n: int, str what, object least: int = 0) -> int:
+def checked_size(n: SupportsIndex, str what, object least: int = 0) -> int:
     """Return an integer from `least` to 2**63 - 1; `what` names it in the ValueError otherwise."""
     return size_of(n, what, least)
 

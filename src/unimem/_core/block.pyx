@@ -32,6 +32,9 @@ from unimem._core.block_html import block_html
 from unimem._core.status import row_name
 
 #: from unimem.system.placement import Lock, Pages, Placement, PlacementOptions
+#: Advice: TypeAlias = Literal[
+#:     "willneed", "sequential", "random", "dontneed", "hugepage", "nohugepage"
+#: ]
 #: class Requested(TypedDict):
 #:     nbytes: int
 #:     pages: Pages
@@ -699,9 +702,7 @@ cdef class Block:
         self.note_granted(None)
         overlay_range(region, first, fd, start, size)
 
-    def advise(self,
-               advice: Literal["willneed", "sequential", "random", "dontneed", "hugepage",
-                   "nohugepage"]) -> None:
+    def advise(self, advice: Advice) -> None:
         """Advise the kernel how the memory will be used.
 
         Parameters
@@ -815,6 +816,7 @@ cdef class Block:
         state = "closed" if self.closed else f"{format_bytes(self.nbytes)}, {self.granted}"
         return f"Block('{self.name}', {state})"
 
+    #: def _repr_html_(self) -> str: ...
     _repr_html_ = block_html
 
 

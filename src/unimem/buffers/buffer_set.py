@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
@@ -240,12 +239,7 @@ class BufferSet:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         # Live views keep the memory until the last of them goes.
         if self._range is not None:
             self._drop()

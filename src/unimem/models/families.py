@@ -18,7 +18,6 @@ from unimem.models.fields import Fields, Kind, UnknownError
 
 __all__ = [
     "FAMILIES",
-    "GRAPH_KINDS",
     "Family",
     "GraphKind",
     "KeptLayer",
