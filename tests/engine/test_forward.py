@@ -97,7 +97,8 @@ def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
         last=last.ctypes.data,
     )
     ids = np.zeros(300, np.int32)
-    made_of: Any = (graph, graph, decoder.kv, [decoder.kv], inputs, decoder.logits, ids)
+    parts = [decoder.kv._body]
+    made_of: Any = (graph, graph, decoder.kv, parts, inputs, decoder.logits, ids)
     forward = ForwardPass(
         *made_of,
         windows=[300],
