@@ -97,7 +97,7 @@ def test_another_thread_runs_meanwhile(decoder: Decoder) -> None:
         last=last.ctypes.data,
     )
     ids = np.zeros(300, np.int32)
-    history = SimpleNamespace(kv=decoder.kv, parts=(decoder.kv,), windows=(300,))
+    history = SimpleNamespace(kv=decoder.kv, parts=(decoder.kv._body,), windows=(300,))
     made_of: Any = (graph, graph, history, inputs, decoder.logits, ids)
     forward = ForwardPass(*made_of, threads=ThreadCount(1, adapts=False), turn=decoder._turn)
     forward.tally = decoder._tally

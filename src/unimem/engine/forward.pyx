@@ -582,5 +582,6 @@ cdef class ForwardPass:
             memcpy(<int32_t *>cnp.PyArray_DATA(self._ids) + position, tokens, 4 * n)
             self.n_ids = end
         for cache in self._caches:
-            (<OneKindCache>cache)._lowest_end = end  # before they are committed; a rollback lowers it
+            # Before they are committed; a rollback lowers it.
+            (<OneKindCache>cache)._lowest_end = end
         return 0

@@ -2,7 +2,7 @@
 """Scratchpads: append-only rows of one width, in one piece or in blocks.
 
 `_Rows` checks and counts, and touches no memory. `_HostRows` appends in main memory: `Scratchpad`
-to one buffer, `PagedScratchpad` to blocks of a pool. `DeviceScratchpad` queues on a device's stream.
+to one buffer, `PagedScratchpad` to blocks of a pool. `DeviceScratchpad` queues on a CUDA stream.
 """
 import numpy as np
 

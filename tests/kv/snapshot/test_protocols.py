@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import unimem as um
-from unimem.kv.snapshot.protocols import Cache, CacheOfLayers, HostCache
+from unimem.kv.snapshot.protocols import Cache, CacheOfLayers, HostCache, body_of
 
 
 def members(protocol: type) -> set[str]:
@@ -21,12 +21,22 @@ def test_a_cache_of_equal_layers_has_them(options: dict[str, Any]) -> None:
     asked = members(Cache) | members(HostCache)
     assert {"_rows", "_begin_restore", "_mapped", "next_position"} <= asked
     with um.KVCache(1, 2, 32, 8, pages="4k", **options) as kv:
-        assert [name for name in sorted(asked) if not hasattr(kv, name)] == []
-        assert not isinstance(kv, CacheOfLayers)
+        assert [name for name in sorted(asked) if not hasattr(body_of(kv), name)] == []
+        assert not isinstance(body_of(kv), CacheOfLayers)
 
 
 def test_a_cache_of_layers_that_differ_has_them() -> None:
     layers = [um.LayerKV(2, 32), um.LayerKV(2, 32, window=4)]
     with um.KVCache(layers=layers, max_seq_len=8, pages="4k") as kv:
-        assert isinstance(kv, CacheOfLayers)
-        assert [name for name in members(CacheOfLayers) if not hasattr(kv, name)] == []
+        assert isinstance(body_of(kv), CacheOfLayers)
+        assert [name for name in members(CacheOfLayers) if not hasattr(body_of(kv), name)] == []
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_body_tells_whether_layers_differ(differ: bool) -> None:
+    layers = [um.LayerKV(2, 32), um.LayerKV(1, 64)]
+    made = um.KVCache(layers=layers, max_seq_len=8) if differ else um.KVCache(2, 2, 32, 8)
+    with made as kv:
+        body = body_of(kv)
+        assert body_of(body) is body
+        assert isinstance(body, CacheOfLayers) == differ

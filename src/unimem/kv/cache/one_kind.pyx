@@ -11,8 +11,7 @@ from unimem.kv.cache.spec import KVSpec
 
 cimport cython
 cimport numpy as cnp
-from cpython.exc cimport PyErr_Clear
-from cpython.long cimport PyLong_AsSsize_t, PyLong_CheckExact
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from unimem._core cimport native as um
@@ -148,8 +147,8 @@ cdef class OneKindCache(KVStorage):
         cdef um.um_kv_spec *s = &self.kv.spec
         cdef um.um_error err
         cdef cnp.npy_intp *sizes
-        cdef Py_ssize_t index
-        cdef int number
+        cdef long index
+        cdef int number, overflow
         if NO_GIL or not (cnp.PyArray_CheckExact(k) and cnp.PyArray_CheckExact(v)
                           and PyLong_CheckExact(layer)):
             return False
@@ -165,9 +164,8 @@ cdef class OneKindCache(KVStorage):
                 or not cnp.PyArray_CompareLists(sizes, cnp.PyArray_DIMS(<cnp.ndarray>v), 3)
                 or self._file is not None or not _is_ready(self)):
             return False
-        index = PyLong_AsSsize_t(layer)
+        index = PyLong_AsLongAndOverflow(layer, &overflow)  # -1: too large
         if not 0 <= index < s.n_layers:
-            PyErr_Clear()
             return False
         return um.um_kv_append(
             &self.kv, <uint32_t>index, cnp.PyArray_DATA(<cnp.ndarray>k),

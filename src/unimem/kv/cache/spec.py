@@ -81,8 +81,9 @@ def spec_of(dims: tuple[Any, ...], options: dict[str, Any]) -> KVSpec | LayersSp
     TypeError
         An argument is missing, unknown or given twice; the message names it.
     """
-    if options.get("layers") is not None:
-        if dims or options.keys() & set(_DIMS[:3]):
+    has_dims = bool(dims) or not options.keys().isdisjoint(_DIMS[:3])
+    if options.get("layers") is not None or ("layers" in options and not has_dims):
+        if has_dims:
             raise TypeError(
                 "KVCache: expected n_layers, n_kv_heads, head_dim and max_seq_len, or layers= and "
                 "max_seq_len=, got both"

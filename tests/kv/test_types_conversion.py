@@ -1,4 +1,4 @@
-"""What is stored of the numbers that are given: every dtype, views of it and converted copies."""
+"""The numbers that each stored type keeps: conversion, views and converted copies."""
 
 from __future__ import annotations
 

@@ -1,0 +1,35 @@
+"""The one check of token ids, for sequences, snapshots and the store."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unimem.kv.token_ids import token_ids
+
+
+@pytest.mark.parametrize("given", [[], (0, 2**31 - 1), range(3), np.arange(4, dtype="u8")[::2]])
+def test_ids_are_a_new_array_of_int32(given: Any) -> None:
+    ids = token_ids(given)
+    assert ids.dtype == np.int32
+    assert ids.tolist() == list(given)
+    assert ids.flags.owndata
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (7, TypeError),
+        ([1.5], TypeError),
+        ([True], TypeError),
+        ([[1, 2]], ValueError),
+        ([-1], ValueError),
+        ([2**31], ValueError),
+        ([[1], [2, 3]], ValueError),
+    ],
+)
+def test_other_things_are_refused_by_the_arguments_name(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"^ids: expected"):
+        token_ids(given, "ids")
