@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Turns native failures into Python exceptions: the only place that does."""
+"""The exceptions of native failures, which are made here alone; the ledger and the counters."""
 import errno
 import os
 
@@ -75,7 +75,7 @@ SOVERSION = um.UM_SOVERSION
 
 
 def counters() -> CallCounters:
-    """What the native library has cost this process since it was loaded.
+    """Return what the native library has cost this process since it was loaded.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def counters() -> CallCounters:
 
 
 def row_name(str category) -> str:
-    """How rows of plans and reports call a category of the ledger.
+    """Return the name of a category in rows of plans and reports.
 
     A runtime's history is its KV cache, which is what users look for.
 
@@ -102,7 +102,7 @@ def row_name(str category) -> str:
 
 
 def ledger() -> dict[str, LedgerRow]:
-    """What is mapped now, by category.
+    """Return the present mappings, by category.
 
     Returns
     -------
@@ -125,7 +125,7 @@ def ledger() -> dict[str, LedgerRow]:
 cdef class Marks:
     """The most that is mapped in each category from now on, until this object goes.
 
-    Any thread may read it. In a forked child it goes on with what the child maps.
+    Any thread may read it. In a forked child it counts the child's mappings.
 
     Raises
     ------
@@ -147,7 +147,7 @@ cdef class Marks:
             um.um_marks_end(self._number)
 
     def read(self) -> list[int]:
-        """The most so far.
+        """Return the most so far.
 
         Returns
         -------
@@ -175,8 +175,8 @@ os.register_at_fork(after_in_child=_device_rows.clear)
 cdef class DeviceEntry:
     """Memory of a device, in the ledger for as long as this object lives.
 
-    It comes and goes in one step: no signal's handler runs in between. A forked child, which has no
-    memory of a device, begins with an empty ledger.
+    No handler of a signal runs while it is made or goes. A forked child has no memory of a device,
+    and begins with an empty ledger.
 
     Parameters
     ----------
@@ -220,7 +220,7 @@ cdef class DeviceEntry:
 
 
 def device_ledger() -> dict[tuple[str, str], DeviceRow]:
-    """What is allocated on devices now, by device and category.
+    """Return the present allocations on devices, by device and category.
 
     Returns
     -------
