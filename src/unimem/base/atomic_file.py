@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from unimem.base.arguments import file_path
 from unimem.base.descriptors import Descriptors
 
-__all__ = ["TEMPORARY", "NewFile", "remove_unlocked", "write_text"]
+__all__ = ["NewFile", "remove_unlocked", "write_text"]
 
 TEMPORARY = ".unimem-tmp"
 """The end of the names of temporary files."""

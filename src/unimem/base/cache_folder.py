@@ -13,7 +13,6 @@ from typing import NamedTuple
 from unimem.base.atomic_file import remove_unlocked
 
 __all__ = [
-    "OTHERS_WRITE",
     "BudgetFolder",
     "CachedFile",
     "cache_folder",

@@ -14,10 +14,12 @@ import pytest
 
 import unimem as um
 from support.files.prefix_stores import bytes_of, large_cache
-from support.kernel.huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
+from support.kernel.huge_pages import PAGE_BYTES, count, eight_huge_pages, no_huge_pages
 from unimem.kv.store import huge_tier
 from unimem.kv.store.store import KVStore
 from unimem.system import limits
+
+__all__ = ["eight_huge_pages", "no_huge_pages"]  # fixtures
 
 MODEL, CHUNK = "tiny", 512
 # A chunk of 4 MiB with its header takes three huge pages and the cost of its file.
@@ -39,7 +41,7 @@ def opened(folder: Path, **options: Any) -> Iterator[KVStore]:
 
 
 @pytest.fixture
-def hugetlbfs(tmp_path: Path, eight_huge_pages: None) -> Iterator[Path]:  # noqa: F811
+def hugetlbfs(tmp_path: Path, eight_huge_pages: None) -> Iterator[Path]:
     """A hugetlbfs, mounted at a path with a blank."""
     path = tmp_path / "huge pages"
     path.mkdir()

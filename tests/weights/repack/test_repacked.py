@@ -25,7 +25,9 @@ def test_tensors_and_types_are_described(model: Path) -> None:
         for tensor in repacked.tensors.values():
             source = weights.tensors[tensor.name]
             assert (tensor.type, tensor.ne, tensor.ggml_type) == (kind, source.ne, KINDS[0])
-            assert tensor.nbytes == ggml_orders.find_order(KINDS[0], source.ne).nbytes  # type: ignore[union-attr]
+            order = ggml_orders.find_order(KINDS[0], source.ne)
+            assert order is not None
+            assert tensor.nbytes == order.nbytes
         assert repr(repacked) == (
             f"Repacked('{model}', 3 tensors, bytes: {kind} {repacked.nbytes:,})"
         )
