@@ -184,9 +184,6 @@ def add_files(model: ModelFiles, path: str) -> None:
         raise
 
 
-# ---- one file -------------------------------------------------------------------------------
-
-
 def version_of(info: os.stat_result) -> Version:
     """Return a tuple that changes when a file is replaced or written to."""
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
@@ -265,9 +262,6 @@ def read_header(fd: int, nbytes: int, path: str) -> Header:
     return GGUFHeader(fd, nbytes, path)
 
 
-# ---- split GGUF -----------------------------------------------------------------------------
-
-
 def _add_parts(model: ModelFiles, first: ModelFile) -> None:
     """Open the parts beside a part, if the model is split."""
     count, number = _split(first)
@@ -326,9 +320,6 @@ def _integer(file: ModelFile, key: str) -> int:
 
 def _refuse_part(part: ModelFile, why: str) -> NoReturn:
     raise GGUFError(f"a part of another model: {why}", path=part.path)
-
-
-# ---- several safetensors ----------------------------------------------------------------------
 
 
 def _add_indexed(model: ModelFiles, path: str) -> None:
