@@ -18,7 +18,7 @@ from unimem.planning.plan import plans_of
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
 from unimem.system.limits import Limit
-from unimem.weights.files import open_model
+from unimem.weights.remote_files import open_files
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
 GIB, MIB = 1 << 30, 1 << 20
@@ -179,8 +179,8 @@ def test_many_machines_are_planned_with_the_model_opened_once(
     options: dict[str, Any] = {"ctx": 64, "kv_dtype": "f16", "load": "copy", "sessions": 3}
     machines: list[Any] = [{"memory": "1G"}, {"memory": "2M"}, um.doctor()]
     expected = [um.plan(path, machine=machine, **options) for machine in machines]
-    opened = Mock(wraps=open_model)
-    monkeypatch.setattr("unimem.planning.plan.open_model", opened)
+    opened = Mock(wraps=open_files)
+    monkeypatch.setattr("unimem.planning.plan.open_files", opened)
     with plans_of(path) as of:
         found = [of(machine, **options) for machine in machines]
     assert opened.call_count == 1

@@ -157,9 +157,6 @@ class Server(ABC):
     _remove: Callable[[str], None]
 
 
-# ---- stores, by obstore -----------------------------------------------------------------------
-
-
 class _StreamAnswer(Answer):
     """An answer from a stream of buffers."""
 
@@ -317,9 +314,6 @@ def _aws_options() -> dict[str, Any]:
     return found | {"credential_provider": provide}
 
 
-# ---- the fallback: other file systems, by fsspec ----------------------------------------------
-
-
 class _FsspecServer(Server):
     """A file system that fsspec knows."""
 
@@ -370,9 +364,6 @@ class _FsspecServer(Server):
     def _remove(self, path: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._name(path))
-
-
-# ---- the web ----------------------------------------------------------------------------------
 
 
 class _HttpAnswer(Answer):
@@ -511,9 +502,6 @@ class _HfServer(_HttpServer):
         return ""  # the hub has sent it, or has none
 
     escape, unescape = Server.escape, Server.unescape
-
-
-# ---- which of them ----------------------------------------------------------------------------
 
 
 def open_server(url: str, wait_s: float = 0.0) -> tuple[Server, str]:

@@ -141,9 +141,6 @@ def _check_version(answer: Answer, path: str, version: Version | None, end: int)
         )
 
 
-# ---- many ranges ------------------------------------------------------------------------------
-
-
 class _HashedPart:
     """Bytes of one file that are hashed together, in their order, as they arrive.
 

@@ -105,23 +105,13 @@ class ModelFiles:
 
     def add(self, path: str) -> ModelFile:
         """Open a file, and read and check its header."""
-        absolute_path = os.path.abspath(path)
         fd, info = _open_regular(path, self.fds)
         # Without reading ahead: how the data will be loaded is not known yet.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         header = read_header(fd, info.st_size, path)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
-        self.files.append(
-            ModelFile(
-                path,
-                absolute_path,
-                version_of(info),
-                info.st_size,
-                header,
-                _is_in_memory(fd),
-                info.st_ctime_ns,
-            )
-        )
+        where = path, os.path.abspath(path), version_of(info), info.st_size
+        self.files.append(ModelFile(*where, header, _is_in_memory(fd), info.st_ctime_ns))
         return self.files[-1]
 
     def beside(self, path: str, name: str) -> str:
@@ -130,13 +120,10 @@ class ModelFiles:
 
     def read_start(self, path: str, nbytes: int) -> bytes:
         """Read at most `nbytes` from the start of a file that is not a part of the model."""
-        fds = _Descriptors()
-        try:
+        with _Descriptors() as fds:
             fd, _ = _open_regular(path, fds)
             with open(fd, "rb", closefd=False) as file:
                 return file.read(nbytes)
-        finally:
-            fds.close()
 
     def name_of(self, path: str) -> str:
         """Return the name of a file, unique in the model."""
@@ -197,9 +184,6 @@ def add_files(model: ModelFiles, path: str) -> None:
         raise
 
 
-# ---- one file -------------------------------------------------------------------------------
-
-
 def version_of(info: os.stat_result) -> Version:
     """Return a tuple that changes when a file is replaced or written to."""
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
@@ -237,8 +221,7 @@ def _is_in_memory(fd: int) -> bool:
 @contextmanager
 def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
     """Open a model's file anew for reading, if it was neither replaced nor written to."""
-    fds = _Descriptors()
-    try:
+    with _Descriptors() as fds:
         try:
             fd = fds.open(file.absolute_path, flags)
         except OSError as error:
@@ -246,8 +229,6 @@ def reopen(file: ModelFile, flags: int = 0) -> Iterator[int]:
             raise
         check_version(file, os.fstat(fd))
         yield fd
-    finally:
-        fds.close()
 
 
 def _open_regular(path: str, fds: _Descriptors) -> tuple[int, os.stat_result]:
@@ -279,9 +260,6 @@ def read_header(fd: int, nbytes: int, path: str) -> Header:
     if is_safetensors and head[:4] != b"GGUF":
         return SafetensorsHeader(fd, nbytes, path)
     return GGUFHeader(fd, nbytes, path)
-
-
-# ---- split GGUF -----------------------------------------------------------------------------
 
 
 def _add_parts(model: ModelFiles, first: ModelFile) -> None:
@@ -342,9 +320,6 @@ def _integer(file: ModelFile, key: str) -> int:
 
 def _refuse_part(part: ModelFile, why: str) -> NoReturn:
     raise GGUFError(f"a part of another model: {why}", path=part.path)
-
-
-# ---- several safetensors ----------------------------------------------------------------------
 
 
 def _add_indexed(model: ModelFiles, path: str) -> None:

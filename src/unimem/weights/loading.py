@@ -249,9 +249,6 @@ def way_of(path: object, load: EngineLoad) -> EngineLoad:
     return "direct" if load == "auto" and is_url(path) else load
 
 
-# ---- the choice -------------------------------------------------------------------------------
-
-
 def check_load(load: object, *, for_engine: bool = False) -> None:
     """Raise ValueError for anything but a `Load`, or an `EngineLoad` for the engine."""
     one_of(load, "load", get_args(EngineLoad if for_engine else Load))
@@ -384,9 +381,6 @@ def copy_bytes(model: ModelFiles) -> int:
     return _layout_of(model)[1]
 
 
-# ---- mapped -----------------------------------------------------------------------------------
-
-
 def unloaded_memory(model: ModelFiles) -> tuple[LoadMemory, ...]:
     """Return empty memory for files whose headers alone are read."""
     lifetime = Lifetime(model.files[0].path)
@@ -423,9 +417,6 @@ def _check_mapping_placement(model: ModelFiles, placement: PlacementOptions) -> 
             "the page cache's: load='copy' or 'direct' puts a copy in place"
         )
         _raise_or_warn(text, placement)
-
-
-# ---- read -------------------------------------------------------------------------------------
 
 
 class _Slot(NamedTuple):

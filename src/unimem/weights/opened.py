@@ -291,9 +291,7 @@ class Weights(Contents):
 
         Parameters
         ----------
-        threads : int, optional
-            Number of threads; by default the physical cores that this process may use.
-        progress : callable, optional
+        threads, progress
             As for `content_hash`.
 
         Raises

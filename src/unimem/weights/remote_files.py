@@ -332,9 +332,6 @@ def _read_header(file: _FileStart) -> Header:
             wanted = min(2 * wanted, MOST_BYTES)
 
 
-# ---- the start of a file --------------------------------------------------------------------
-
-
 class _FileStart:
     """The bytes that were read from the start of a file on a server. For one thread."""
 

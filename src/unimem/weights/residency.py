@@ -265,9 +265,6 @@ def evict(contents: Contents) -> int:
     )
 
 
-# ---- one file -----------------------------------------------------------------------------------
-
-
 class _Scan:
     """The state of the pages under one file's data at one moment.
 
@@ -357,9 +354,6 @@ class _TensorResidencies(Mapping[str, Residency]):
         return len(self._names)
 
 
-# ---- warming ------------------------------------------------------------------------------------
-
-
 def require_room(
     contents: Contents,
     *,
@@ -403,9 +397,6 @@ def _pieces(ranges: Iterable[tuple[ModelPart, int, int]]) -> Iterator[tuple[Mode
     for part, begin, end in ranges:
         for offset in range(begin, end, _WARM_BYTES):
             yield part, offset, min(_WARM_BYTES, end - offset)
-
-
-# ---- the page cache -----------------------------------------------------------------------------
 
 
 def write_back(fd: int) -> None:
