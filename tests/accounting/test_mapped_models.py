@@ -118,7 +118,7 @@ def blob(kind: str, nbytes: int = MIB) -> bytes:
     return st.write({"t": ("F16", (nbytes // 2,))})
 
 
-def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps: Maps) -> None:
+def test_every_byte_of_a_model_has_gguf_py_s_type(model: Path, maps: Maps) -> None:
     import gguf
 
     expected = ["weights:padding"] * (model.stat().st_size + PAGE)
@@ -141,7 +141,7 @@ def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps:
     ("x.safetensors", st.everything(), ("safetensors", None, "file")),
     ("x.gguf", g.everything(), ("GGUF", "none", "file")),
 ], ids=["safetensors", "GGUF"])  # fmt: skip
-def test_every_tensor_has_its_type_and_one_without_bytes_is_no_part(
+def test_every_tensor_has_its_type_and_an_empty_one_is_no_part(
     mapped: Mapped, name: str, raw: bytes, known: tuple[str, str | None, str]
 ) -> None:
     path = mapped(name, raw)
@@ -167,7 +167,7 @@ def test_the_name_is_the_one_in_the_file(mapped: Mapped) -> None:
     assert {part.category for part in one.parts(one.areas[0])} == {"weights:padding"}
 
 
-def test_each_part_of_a_split_model_is_one_of_its_own(model: Path, maps: Maps) -> None:
+def test_each_file_of_a_split_model_is_separate(model: Path, maps: Maps) -> None:
     parts = g.split(model, 9)
     assert len(parts) > 1
     model.unlink()
@@ -180,7 +180,7 @@ def test_each_part_of_a_split_model_is_one_of_its_own(model: Path, maps: Maps) -
         um.open_weights(parts[1])
 
 
-def test_a_long_table_is_read_once_while_the_file_stays(mapped: Mapped, monkeypatch: Patch) -> None:
+def test_a_long_table_is_read_once_per_file(mapped: Mapped, monkeypatch: Patch) -> None:
     n = 20_000
     tensors = [g.tensor(f"t{i}", (32,), g.F32, 128 * i) for i in range(n)]
     path = mapped("long.gguf", g.with_data(g.head(n, 0), *tensors, nbytes=128 * n)[0])
@@ -205,7 +205,7 @@ def test_few_files_are_remembered(tmp_path: Path, mapped: Mapped, monkeypatch: P
 
 
 @pytest.mark.parametrize("kind", ["GGUF", "safetensors"])
-def test_blobs_are_known_by_what_they_begin_with(mapped: Mapped, kind: str) -> None:
+def test_blobs_are_recognized_by_their_first_bytes(mapped: Mapped, kind: str) -> None:
     path = mapped("sha256-" + "0" * 64, blob(kind))
     one = only(path)
     assert (one.format, one.path, one.state) == (kind, str(path), "file")
@@ -272,7 +272,7 @@ def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: Patch) ->
 
 
 @pytest.mark.parametrize("name", ["a b.gguf", "a\nb.gguf", "a\\012b.gguf", "x.gguf (deleted)"])
-def test_names_that_the_kernel_escapes(model: Path, maps: Maps, name: str) -> None:
+def test_names_escaped_by_the_kernel(model: Path, maps: Maps, name: str) -> None:
     path = model.with_name(name)
     model.rename(path)
     maps(path)
@@ -280,7 +280,7 @@ def test_names_that_the_kernel_escapes(model: Path, maps: Maps, name: str) -> No
     assert (one.path, one.state, one.format) == (str(path), "file", "GGUF")
 
 
-def test_a_model_that_was_deleted(model: Path, maps: Maps) -> None:
+def test_a_deleted_model(model: Path, maps: Maps) -> None:
     maps(model)
     model.unlink()
     one = only(model)
@@ -289,7 +289,7 @@ def test_a_model_that_was_deleted(model: Path, maps: Maps) -> None:
         assert (one.format, one.architecture) == ("GGUF", "llama")
 
 
-def test_a_model_that_was_replaced_by_what_must_not_be_opened(model: Path, maps: Maps) -> None:
+def test_a_model_replaced_by_a_file_that_must_not_be_opened(model: Path, maps: Maps) -> None:
     maps(model)
     model.unlink()
     os.mkfifo(model)
@@ -378,7 +378,7 @@ def test_a_stage_is_in_the_report_of_its_process(backing: Any, model: Path) -> N
     assert staging_bytes() == before
 
 
-def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) -> None:
+def test_staged_models_in_separate_file_systems(tmp_path: Path, maps: Maps) -> None:
     """Their files have the same inodes there, and here the same names."""
     if not may_mount():
         pytest.skip("this process may not mount a tmpfs")
@@ -456,7 +456,7 @@ def program(path: Path, backing: Any) -> Iterator[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize("backing", ["tmpfs", "memfd", "shm"])
-def test_a_program_that_stages_is_as_the_command(backing: Any, model: Path) -> None:
+def test_a_staging_program_is_reported_like_the_command(backing: Any, model: Path) -> None:
     if backing == "tmpfs" and not may_mount():
         pytest.skip("this process may not mount a tmpfs")
     large = write_model(model.with_name("large.gguf"))

@@ -99,12 +99,12 @@ def parsed(text: str) -> dict[str, list[Any]]:
     (("unimem_room_bytes", *WHO), 296 * MIB),
     (("unimem_report_age_seconds", *WHO), 0.0),
 ])  # fmt: skip
-def test_what_is_told(key: tuple[str, ...], value: float) -> None:
+def test_metrics_have_the_report_s_values(key: tuple[str, ...], value: float) -> None:
     assert values(4711)[key] == value
 
 
 @pytest.mark.usefixtures("invented")
-def test_sizes_of_pages_add_up_to_what_is_in_ram() -> None:
+def test_page_sizes_add_up_to_resident_memory() -> None:
     found = {key[-1]: x for key, x in values(4711).items() if key[0] == "unimem_memory_page_bytes"}
     placed = [mapping.granted for mapping in NOW.report.mappings]
     assert found["thp"] == sum(each.huge_bytes for each in placed) > 0
@@ -146,7 +146,7 @@ def test_names_of_llama_cpp() -> None:
 
 
 @pytest.mark.parametrize("why", [ProcessLookupError(), PermissionError(), ValueError()])
-def test_a_process_that_cannot_be_read_is_not_up(invented: dict[int, Any], why: Any) -> None:
+def test_an_unreadable_process_is_not_up(invented: dict[int, Any], why: Any) -> None:
     invented[7] = why
     found = values(4711, 7)
     assert (found["unimem_process_up", "7"], found["unimem_process_up", "4711"]) == (0.0, 1.0)
@@ -187,12 +187,12 @@ def served_text() -> str:
 
 
 @pytest.mark.usefixtures("invented")
-def test_what_is_served_is_what_is_written() -> None:
+def test_the_served_text_equals_the_written_file() -> None:
     assert parsed(served_text()) == parsed(write_metrics(MetricsCollector(lambda: [4711])))
 
 
 @pytest.mark.usefixtures("invented")
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_taken_port_is_named() -> None:
     server, _ = serve(MetricsCollector(lambda: []), 0)
     try:
         assert server.server_address[0] == "127.0.0.1"
@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         server.server_close()
 
 
-def test_scrapes_of_several_threads() -> None:
+def test_scrapes_from_several_threads() -> None:
     collector = MetricsCollector(lambda: [os.getpid()])
     texts: list[str] = []
     threads = [
@@ -217,7 +217,7 @@ def test_scrapes_of_several_threads() -> None:
     assert len([text for text in texts if "unimem_memory_bytes{" in text]) == 4
 
 
-def test_this_process_is_as_its_report() -> None:
+def test_metrics_of_this_process_match_its_report() -> None:
     with um.Block(MIB, category="scratch", warm=True):
         found = values(os.getpid())
         made = um.report()
@@ -243,7 +243,7 @@ def test_a_scrape_costs_the_process_nothing(waiting: int) -> None:
     assert spent(waiting) == before
 
 
-def test_a_process_that_computes_waits_for_no_scrape() -> None:
+def test_a_computing_process_does_not_wait_for_a_scrape() -> None:
     def scraped() -> list[Any]:
         before = spent(pid)
         assert values(pid)["unimem_process_up", str(pid)] == 1.0

@@ -283,7 +283,7 @@ with (
     pytest.param("map", "auto", None, marks=pytest.mark.slow),
     pytest.param("direct", "thp", None, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_process_with_one_decoder_has_what_was_planned_and_no_more(
+def test_a_process_with_one_decoder_has_just_what_was_planned(
     make_model: Any, load: str, pages: str, window: int | None
 ) -> None:
     path, tests = str(make_model("llama", "q8_0", "small")), str(ROOT / "tests")

@@ -136,7 +136,7 @@ def test_limits_and_pressure() -> None:
     assert "Limits" not in HtmlPage(report_page(replace(one, limits=()))).text
 
 
-def test_growth_is_drawn_where_it_was_watched() -> None:
+def test_growth_of_a_watch_is_drawn() -> None:
     points = [
         GrowthPoint(10.0, {"kv": MIB, "files": MIB}),
         GrowthPoint(14.0, {"kv": 3 * MIB, "files": MIB, "scratch": KIB}),

@@ -103,7 +103,7 @@ def test_a_link_stays_a_link(tmp_path: Path, page: Any) -> None:
         assert target.read_bytes() == page.tobytes()
 
 
-def test_permissions_are_those_of_the_old_file_or_of_any_new_one(tmp_path: Path, page: Any) -> None:
+def test_permissions_are_kept_or_are_those_of_a_new_file(tmp_path: Path, page: Any) -> None:
     path = tmp_path / "file"
     mask = os.umask(0o027)
     try:
@@ -127,7 +127,7 @@ def test_any_name(name: str, tmp_path: Path, page: Any, monkeypatch: pytest.Monk
 # ---- what another writer left behind, or is writing ----
 
 
-def test_what_a_killed_writer_left_is_removed(tmp_path: Path, page: Any) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(tmp_path: Path, page: Any) -> None:
     path = tmp_path / "file"
     pid = fork()
     if pid == 0:
@@ -144,7 +144,7 @@ def test_what_a_killed_writer_left_is_removed(tmp_path: Path, page: Any) -> None
     assert len(os.listdir(tmp_path)) == 4
 
 
-def test_what_is_being_written_is_left_alone(tmp_path: Path, page: Any) -> None:
+def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path, page: Any) -> None:
     path = tmp_path / "file"
     with NewFile(str(path)) as slow:
         write(path, page)
@@ -156,7 +156,7 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path, page: Any) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_writer_begins_anew(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_starts_over(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one comes between open and flock, and once it is still at it."""
     true = fcntl.flock
     held: list[int] = []
@@ -221,7 +221,7 @@ def flags_at_each_write(patch: pytest.MonkeyPatch) -> list[int]:
     return flags
 
 
-def test_the_page_cache_is_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_cache_is_bypassed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not takes_direct(tmp_path):
         pytest.skip("the file system has no O_DIRECT")
     flags = flags_at_each_write(monkeypatch)
@@ -262,14 +262,14 @@ def test_a_direct_write_that_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(refused) >= takes_direct(tmp_path)
 
 
-def test_short_writes_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_writes_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal or a quota cuts a write; what is left may not be what O_DIRECT takes."""
     true = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: true(fd, data[:1000], at))
     check_save(tmp_path / "session")
 
 
-def test_a_write_of_nothing(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_write(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="Input/output error"):
         write(tmp_path / "file", page)
@@ -281,7 +281,7 @@ def test_a_write_of_nothing(tmp_path: Path, page: Any, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("there", [False, True], ids=["a new file", "over an old one"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EINVAL])
-def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
+def test_any_failed_call_leaves_the_old_file_or_the_new_one(
     number: int, there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "session"
@@ -329,7 +329,9 @@ def test_each_call_that_fails_leaves_the_old_file_or_the_new_one(
         assert n_raised >= (5 if number == errno.EINVAL else 8)
 
 
-def test_a_failure_ends_the_other_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_cancels_the_other_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has not begun when a write fails is not begun any more."""
     writes: list[None] = []
 
@@ -367,7 +369,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
+def test_a_file_size_limit(tmp_path: Path) -> None:
     path = tmp_path / "session"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with cache(40) as small, cache(2000, 2000) as large:
@@ -384,7 +386,7 @@ def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["session"]
 
 
-def test_a_folder_that_cannot_be_written(page: Any) -> None:
+def test_an_unwritable_folder(page: Any) -> None:
     with tempfile.TemporaryDirectory() as name:  # as the folder of the test is closed to others
         folder = Path(name)
         (folder / "file").write_bytes(OLD)
@@ -402,7 +404,7 @@ def test_a_folder_that_cannot_be_written(page: Any) -> None:
         folder.chmod(0o755)
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+def test_only_files_are_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with cache(3) as kv:
         for path in (tmp_path / "fifo", "/dev/null"):
@@ -419,7 +421,9 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_room_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_space_is_reserved_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     with NewFile(str(tmp_path / "there")) as file:
         file.allocate(3 * 4096)
         if file._direct:

@@ -77,7 +77,7 @@ def test_one_copy_for_all_calls(store: ObjectServer) -> None:
     assert kept() == []
 
 
-def test_a_replaced_object_is_staged_anew(store: ObjectServer) -> None:
+def test_a_replaced_object_is_staged_again(store: ObjectServer) -> None:
     path, _ = staged(URL)
     data = bytearray(TINY.read_bytes())
     data[-1] ^= 1
@@ -89,7 +89,7 @@ def test_a_replaced_object_is_staged_anew(store: ObjectServer) -> None:
     assert len(kept()) == 1
 
 
-def test_a_load_that_was_broken_off_goes_on(store: ObjectServer) -> None:
+def test_an_interrupted_load_continues(store: ObjectServer) -> None:
     good = iter(range(6))
     store.choose_fault = lambda *_: "" if next(good, None) is not None else "503"
     failed = show("stage", URL)
@@ -109,7 +109,7 @@ def test_a_load_that_was_broken_off_goes_on(store: ObjectServer) -> None:
     assert [one.path for one in kept()] == [path]
 
 
-def test_what_is_left_can_be_dropped(store: ObjectServer) -> None:
+def test_leftovers_can_be_dropped(store: ObjectServer) -> None:
     good = iter(range(6))
     store.choose_fault = lambda *_: "" if next(good, None) is not None else "503"
     assert show("stage", URL).code == 1
@@ -118,7 +118,7 @@ def test_what_is_left_can_be_dropped(store: ObjectServer) -> None:
     assert kept() == []
 
 
-def test_a_hash_that_is_none(store: ObjectServer) -> None:
+def test_an_invalid_hash(store: ObjectServer) -> None:
     store.add(PATH, TINY.read_bytes(), "0" * 32)
     failed = show("stage", URL)
     assert failed.code == 1
@@ -141,7 +141,7 @@ def test_wrong_usage(store: ObjectServer, words: tuple[str, ...], text: str) -> 
     assert text in " ".join(screen.err.replace("│", " ").split())
 
 
-def test_without_an_etag_each_call_stages_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_etag_each_call_stages_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving() as server:
@@ -169,7 +169,7 @@ def test_run(store: ObjectServer) -> None:
     assert document["model"]["load"] == "direct"
 
 
-def test_run_refuses_what_it_cannot_before_data_is_read(store: ObjectServer) -> None:
+def test_run_refuses_unsupported_models_before_reading_data(store: ObjectServer) -> None:
     store.add(PATH, TINY.read_bytes().replace(b"llama", b"camel"))
     screen = show("run", URL, "-p", "x")
     assert screen.code == 1

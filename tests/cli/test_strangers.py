@@ -210,13 +210,13 @@ def test_strangers(folder: Path, arguments: list[str], code: int, words: str) ->
         check(show(*arguments, *more), code, words)
 
 
-def test_the_table_is_long_and_names_no_row_twice() -> None:
+def test_the_table_is_long_and_has_unique_names() -> None:
     table: list[tuple[Any, ...]] = [*USAGE, *FILES, *RUNS]
     rows = [" ".join(map(str, row[0])) for row in table]
     assert len(set(rows)) == len(rows) >= 60
 
 
-def test_the_first_process_is_read_or_refused_in_words() -> None:
+def test_process_1_is_read_or_refused_in_words() -> None:
     """Whether it may be read depends on who asks, and where."""
     screen = show("report", 1)
     assert screen.code in (0, 1)
@@ -266,16 +266,16 @@ def test_a_reader_that_is_gone() -> None:
     (">&-", ["plan"], 1, "standard output is closed: there is nowhere to write to"),
     ("2>&-", ["plan", "none.gguf"], 1, ""),
 ])  # fmt: skip
-def test_a_stream_that_is_closed(closed: str, arguments: list[Any], code: int, words: str) -> None:
+def test_a_closed_stream(closed: str, arguments: list[Any], code: int, words: str) -> None:
     check(run(*arguments, shell=f'exec "$@" {closed}'), code, words)
 
 
-def test_a_name_that_is_no_text(folder: Path) -> None:
+def test_a_name_that_is_not_text(folder: Path) -> None:
     screen = run("plan", b"none\xff\n.gguf", cwd=folder, env=os.environ | {"LC_ALL": "C"})
     check(screen, 1, "unimem: none?\\n.gguf: No such file or directory")
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     screen = run("stage", "m.gguf", shell='rmdir ../gone && exec "$@"', cwd=tmp_path / "gone")
     check(screen, 1, "unimem: ")

@@ -94,7 +94,7 @@ def test_unknown_figures_are_marked() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 250])
-def test_lines_fit_and_are_printable_whatever_names_say(width: int) -> None:
+def test_lines_fit_and_are_printable_for_any_name(width: int) -> None:
     odd = replace(
         NOW,
         report=report(GROWN | {HOSTILE: (5 * MIB, 4096, 1)}, command=HOSTILE, problem=HOSTILE),
@@ -203,7 +203,7 @@ def test_a_closed_terminal_ends_it(decoder: int) -> None:
     assert (watch.process.returncode, errors) == (128 + signal.SIGHUP, "")
 
 
-def test_no_colours_where_none_are_wanted(decoder: int) -> None:
+def test_unwanted_colours_are_left_out(decoder: int) -> None:
     watch = Watch(decoder, NO_COLOR="1")
     watch.until("total")
     os.write(watch.ours, b"\x03")
@@ -222,7 +222,7 @@ def test_the_watch_ends_with_the_process() -> None:
     assert "libraries" in watch.seen
 
 
-def test_a_read_that_never_ends_can_be_interrupted(decoder: int) -> None:
+def test_an_endless_read_can_be_interrupted(decoder: int) -> None:
     # A process that holds the lock of its memory blocks readers.
     broken = (
         "import sys, time; from unimem.accounting import samples; from unimem.cli import main; "

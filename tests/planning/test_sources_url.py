@@ -85,7 +85,7 @@ def escaped_files(server: ModelServer, paths: list[Path]) -> str:
 @pytest.mark.parametrize("options", [
     {}, {"load": "copy", "ctx": 100, "sessions": 2}, {"load": "direct", "kv_dtype": "q8_0"},
 ])  # fmt: skip
-def test_a_plan_as_of_the_file(
+def test_a_plan_equals_that_of_the_file(
     server: ModelServer, options: dict[str, Any], gives_memory_back: None
 ) -> None:
     url = server.add(Path(TINY))
@@ -228,9 +228,7 @@ WRONG: dict[str, tuple[Callable[[ModelServer], object], type[Exception], str]] =
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_servers_do_wrong(
-    server: ModelServer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_faulty_servers(server: ModelServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     change, kind, text = WRONG[name]
     monkeypatch.setattr(client, "WAIT_S", 0.5)
     server.files[M] = Path(TINY).read_bytes()
@@ -258,7 +256,7 @@ def test_no_server(server: ModelServer) -> None:
     "text",
     ["replaced while its header was read: try again, or download the file", "sends no ranges"],
 )
-def test_a_server_that_changes_meanwhile(
+def test_a_file_that_changes_on_the_server(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
@@ -346,7 +344,7 @@ def test_files_of_s3(server: ModelServer, s3_url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_s3_refuses(server: ModelServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_refusals(server: ModelServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     # Public files need no credentials.

@@ -12,7 +12,7 @@ from support.kernel.invented_machine import CGROUP_MEMORY, GIB, MEMLOCK, QUOTA, 
 from support.project.checkout import ROOT
 
 
-def test_the_document_is_plain_and_whole(machine: Invented) -> None:
+def test_the_document_is_plain_and_complete(machine: Invented) -> None:
     CGROUP_MEMORY(machine)
     facts(memlock=MEMLOCK)(machine)
     found = um.doctor()
