@@ -1,4 +1,4 @@
-"""Areas of the kernel become rows whose sums are the kernel's, to the byte."""
+"""Attribution of kernel areas to rows, whose sums equal the kernel's to the byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASE = 0x7F00_0000_0000
 
 @dataclass(frozen=True)
 class Invented(Process):
-    """A process whose page tables are `present`: pages that are in RAM."""
+    """A process whose page tables list the pages in RAM as `present`."""
 
     present: frozenset[int] = frozenset()
 
@@ -63,7 +63,7 @@ def area(start: int, n_pages: int, in_ram: int = 0, path: str = "", **fields: An
 
 
 def figures(placements: Iterable[Placement]) -> Counter[Any]:
-    """Sum up every field, with each node's."""
+    """Sum up every field, including each node's."""
     sums: Counter[Any] = Counter()
     for placement in placements:
         for name in ("resident", "pss", "huge", "locked", "swapped"):
@@ -73,7 +73,7 @@ def figures(placements: Iterable[Placement]) -> Counter[Any]:
 
 
 def of_areas(areas: Iterable[Area]) -> Counter[Any]:
-    """The same, as the kernel says."""
+    """Return the same sums from the kernel's areas."""
     sums: Counter[Any] = Counter()
     for each in areas:
         sums["resident"] += each.rss_bytes + each.hugetlb_bytes
@@ -102,7 +102,7 @@ def assert_adds_up(process: Process, mappings: Sequence[Mapping], rows: Sequence
 
 @st.composite
 def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
-    """Areas with holes between them, and entries that begin and end anywhere in areas."""
+    """Draw areas with gaps, and entries that begin and end anywhere in them."""
     areas, present = [], []
     page = 0
     for _ in range(draw(st.integers(1, 8))):
@@ -145,7 +145,7 @@ def test_sums_are_the_kernel_s(known: tuple[Invented, list[Entry]]) -> None:
 
 
 def test_a_swapped_out_area_without_access_counts() -> None:
-    """Found by a search: one page without access, all of it swapped out, and an entry of a byte."""
+    """A search found this case: an inaccessible, swapped-out page and an entry of one byte."""
     process = invented([area(0, 1, 0, access="---p", swapped_bytes=PAGE)], [])
     one = Entry("kv", "kv", BASE, 1, 1, parts=(Part("a", BASE, 1),))
     assert_sums_are_the_kernel_s(process, [one])
@@ -178,7 +178,7 @@ def in_ram(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
-    """Make one at `BASE`, of parts that follow each other."""
+    """Make an entry at `BASE` of consecutive parts."""
     known: dict[str, Any] = {"category": "kv", "name": "", "address": BASE, "path": None}
     nbytes = sum(size for _, size in parts)
     start = fields.get("address", BASE)
@@ -386,14 +386,14 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[int]:
-    """A process that has a model file, shared memory and anonymous memory, and waits."""
+    """Start a waiting process with a model file, shared memory and anonymous memory."""
     model = ROOT / "src/unimem/engine/models/tiny.gguf"
     with running(CHILD, model) as pid:
         yield pid
 
 
 def kernel_sum(pid: int, *names: str) -> int:
-    """Sum up lines of smaps, read here anew."""
+    """Sum up lines of a fresh reading of smaps."""
     text = Path(f"/proc/{pid}/smaps").read_text()
     fields = (line.split() for line in text.splitlines())
     return sum(int(words[1]) * 1024 for words in fields if words[0].rstrip(":") in names)

@@ -1,4 +1,4 @@
-"""What the library of `unimem exec` shows: read whole, or refused with a reason."""
+"""The table published by `unimem exec`: read completely, or refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models among what processes map: found by name and content, their types held against gguf-py."""
+"""Mapped models, found by name and content; their types are checked against gguf-py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Mapped = Callable[[str, bytes], Path]
 
 
 def may_follow_areas() -> bool:
-    """Whether this process may open what is mapped and has no path."""
+    """Return whether this process may open mapped files without a path."""
     folder = Path("/proc/self/map_files")
     try:
         next(folder.iterdir()).stat()
@@ -61,7 +61,7 @@ def _nothing_is_known_yet() -> None:
 
 @pytest.fixture
 def maps() -> Iterator[Maps]:
-    """Map a file until the end of the test, all or from an offset on."""
+    """Map a file, whole or from an offset, until the end of the test."""
     with ExitStack() as stack:
 
         def act(path: Path | str, nbytes: int = 0, offset: int = 0) -> mmap.mmap:
@@ -324,7 +324,7 @@ def test_devices_are_no_models(maps: Maps) -> None:
 
 @contextmanager
 def kept(path: Path, **options: Any) -> Iterator[stage_held.Held]:
-    """A staged model that a process of its own keeps, as the command has it."""
+    """Stage a model that a separate process keeps, as the command does."""
     asked = {"lock": False} | options
     with stage_held.hold(um.stage(path, **options), str(path), asked, []) as held:
         pass
@@ -379,7 +379,7 @@ def test_a_stage_is_in_the_report_of_its_process(backing: Any, model: Path) -> N
 
 
 def test_staged_models_in_separate_file_systems(tmp_path: Path, maps: Maps) -> None:
-    """Their files have the same inodes there, and here the same names."""
+    """Their files have equal inodes there and equal names here."""
     if not may_mount():
         pytest.skip("this process may not mount a tmpfs")
     with ExitStack() as stack:
@@ -394,7 +394,7 @@ def test_staged_models_in_separate_file_systems(tmp_path: Path, maps: Maps) -> N
 
 
 def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
-    """The device of a btrfs, and of an overlayfs, is another one in smaps than in stat."""
+    """smaps and stat name different devices for btrfs and overlayfs."""
     maps(model)
     (area,) = only(model).areas
     info = os.stat(model)
@@ -429,7 +429,7 @@ def test_a_model_in_memory_without_a_name(maps: Maps) -> None:
 
 @contextmanager
 def program(path: Path, backing: Any) -> Iterator[tuple[int, int, str]]:
-    """A process that calls `um.stage`, a forked child of it, and the path that it would print."""
+    """Start a process that calls `um.stage`; return it, its forked child, and the path."""
     said, says = os.pipe()
     ends, end = os.pipe()
     child = fork()
@@ -481,7 +481,7 @@ def test_a_staging_program_is_reported_like_the_command(backing: Any, model: Pat
 
 
 def test_a_stage_of_this_process(model: Path, maps: Maps) -> None:
-    """The ledger says what it keeps; what else it maps of that, it reads as others do."""
+    """The ledger names the memory that the process keeps; other mappings of it count as reads."""
     large = write_model(model.with_name("large.gguf"))
     with um.stage(large, backing="memfd") as staged, um.stage(large, backing="shm") as other:
         paths = [held.path for held in stage_held.holders_of(os.getpid())]
@@ -499,7 +499,7 @@ def test_a_stage_of_this_process(model: Path, maps: Maps) -> None:
 
 
 def test_a_process_with_other_mounts(model: Path) -> None:
-    """As in a container: under the same path we have another file, a model of another name."""
+    """As in a container, the same path leads to a different model here."""
     unshare = shutil.which("unshare")
     if unshare is None or not Path("/proc/self/ns/mnt").exists():
         pytest.skip("needs unshare and mount namespaces")

@@ -1,4 +1,4 @@
-"""What `um.measure` says, held against what was done."""
+"""Figures of `um.measure`, checked against the actions measured."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_blocks_within_blocks_each_have_their_own_peaks() -> None:
 
 
 def test_concurrent_threads_are_seen_by_all_measurements() -> None:
-    """Four threads hold a block each at the same moment, and each measures."""
+    """Four threads each hold a block at the same moment and measure."""
     together = threading.Barrier(4)
 
     def run(_: int) -> int:
@@ -143,7 +143,7 @@ def test_time_runs_until_the_end() -> None:
 
 
 def test_measuring_takes_nothing() -> None:
-    """In a loop: no fault, no call, no memory, not even in the first rounds."""
+    """A loop of measurements has no faults, calls or memory, even in its first rounds."""
     gc.collect()
 
     def rounds() -> um.Measured:

@@ -1,4 +1,4 @@
-"""Metrics of processes for Prometheus, which read no more than they show."""
+"""Process metrics for Prometheus, and the cost of reading them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMPUTE = "print('ready', flush=True)\nwhile True: pass"
 
 @pytest.fixture
 def invented(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    """Invented processes: samples, or the error of reading one."""
+    """Invent processes: samples, or an error when one is read."""
     there: dict[int, Any] = {4711: NOW}
 
     class Invented:
@@ -67,7 +67,7 @@ def values(*pids: int, **options: Any) -> dict[tuple[str, ...], float]:
 
 
 def parsed(text: str) -> dict[str, list[Any]]:
-    """The metrics of a text, as Prometheus's own parser reads them, by name."""
+    """Parse metrics by Prometheus's own parser; return them by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
     families = text_string_to_metric_families(text)
@@ -234,7 +234,7 @@ def waiting() -> Iterator[int]:
 
 
 def test_a_scrape_costs_the_process_nothing(waiting: int) -> None:
-    """Neither time on a CPU, nor a fault, nor a signal: it sleeps on."""
+    """The sleeping process gets no CPU time, no fault and no signal."""
     while spent(waiting)["state"] != "S":
         time.sleep(0.001)
     before = spent(waiting)
@@ -258,7 +258,7 @@ def test_a_computing_process_does_not_wait_for_a_scrape() -> None:
 
 
 def spent(pid: int) -> dict[str, Any]:
-    """What the kernel has counted of a process."""
+    """Return the kernel's counts for a process."""
     with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/status") as status:
         fields = stat.read().rpartition(")")[2].split()
         switches = dict(re.findall(r"(\w+ctxt_switches):\s+(\d+)", status.read()))

@@ -1,4 +1,4 @@
-"""What a process shows of its ledger: seen by another process, and read as what anybody wrote."""
+"""Published ledgers: visible to other processes, and read as untrusted input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def told() -> list[str]:
 
 @contextmanager
 def other(script: str, *command: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process: it says one line when it is ready, and ends when its input does."""
+    """Start a process that prints a line when it is ready and ends with its input."""
     program = f"""
 import os, sys
 import unimem as um
@@ -165,7 +165,7 @@ def test_a_process_in_a_container_is_known_by_its_outer_pid() -> None:
 
 
 def test_nothing_is_left_at_exit(run_python: Run) -> None:
-    """No warning, and an engine that ends later than the interpreter begins to."""
+    """No warning appears, even if an engine ends during the interpreter's shutdown."""
     done = run_python(
         """
         import atexit
@@ -211,7 +211,7 @@ def test_a_refresh_writes_only_possible_changes(monkeypatch: Patch) -> None:
 
 
 def test_a_close_during_a_write_causes_another_write(monkeypatch: Patch) -> None:
-    """As a collection does, which may come anywhere."""
+    """A garbage collection can close a tally at any point."""
     tallies, blocks = [shown.Tally()], []
 
     def collected(text: bytes) -> int:
@@ -240,7 +240,7 @@ def test_the_next_refresh_completes_an_interrupted_write(monkeypatch: Patch) -> 
 
 
 def test_a_cache_that_gave_memory_back_is_shown() -> None:
-    """What it once held is more than it has room for now."""
+    """Its high-water mark exceeds its current size."""
     token = np.ones((2, 4, 64), "float32")
     with um.KVCache(2, 4, 64, 4096, grow=True, pages="4k", name="mine") as kv:
         for _ in range(1000):
@@ -428,7 +428,7 @@ def test_a_python_without_memfds_shows_nothing(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize(("field", "is_known"), [("NSpid", True), ("mnt_id", False)])
 def test_kernels_without_the_needed_fields(monkeypatch: Patch, field: str, is_known: bool) -> None:
-    """Without containers a process has one number; what may be no memfd is not opened."""
+    """Without containers a process has one PID; a file that may not be a memfd is not opened."""
 
     def without_it(text: str) -> dict[str, str]:
         return {name: value for name, value in parse_fields(text).items() if name != field}
@@ -441,7 +441,7 @@ def test_kernels_without_the_needed_fields(monkeypatch: Patch, field: str, is_kn
 
 @pytest.mark.parametrize("n_more", range(3))
 def test_descriptors_run_out(n_more: int) -> None:
-    """Two are needed at a time, to learn when the process began, and for the memory."""
+    """Two descriptors are needed at a time: for the process's start time and for the memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open("/dev/null", os.O_RDONLY)
     os.close(lowest)
@@ -498,7 +498,7 @@ def fake(data: bytes, name: str = NAME) -> Iterator[int]:
 
 
 def image(change: Change | None = None, text: bytes | None = None, **head: Any) -> bytes:
-    """What this process would show, with something changed."""
+    """Return this process's published bytes with a change."""
     with um.Block(MIB, name="mine"):
         shown.publish()
         assert shown._shared is not None
@@ -551,7 +551,7 @@ def test_a_short_ledger_is_refused(nbytes: int) -> None:
 
 
 def test_reads_are_bounded() -> None:
-    """A fake of a terabyte costs no more than a ledger."""
+    """A fake ledger of a terabyte costs no more than a real one."""
     with fake(image()) as fd:
         os.ftruncate(fd, 1 << 40)
         with um.measure() as m:
@@ -648,7 +648,7 @@ def test_a_half_written_ledger_is_waited_for(monkeypatch: Patch) -> None:
 
 
 def test_only_memfds_are_opened(tmp_path: Path) -> None:
-    """A file of that name may be a file system's that never answers; a FIFO waits for a writer."""
+    """A file of that name may lie in a hanging file system, and a FIFO waits for a writer."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").write_bytes(image())
     folder = os.open(tmp_path, os.O_RDONLY)

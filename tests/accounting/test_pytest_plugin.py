@@ -1,4 +1,4 @@
-"""The fixture `unimem_steady_state`, in runs of pytest of its own."""
+"""The fixture `unimem_steady_state`, in separate runs of pytest."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def run_pytest(folder: Path, *options: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where plugins are not loaded by themselves: of our tests, and of the document's example."""
+    """Return the output of our tests and of the page's example, without plugin autoload."""
     folder = tmp_path_factory.mktemp("pytest")
     (example,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/measure.md").read_text(), re.S)
     (folder / "test_example.py").write_text(example)

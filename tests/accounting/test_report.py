@@ -1,4 +1,4 @@
-"""Reports: rows that add up, as a table and as JSON."""
+"""Reports: rows add up, as a table and as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report as text, and as the document of its schema."""
+"""A report as text and as JSON that follows its schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that replace others: whatever fails, the old file stays, and nothing else."""
+"""Atomic file replacement: any failure leaves the old file and nothing else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write(path: Path, page: Any) -> None:
 
 
 def failing(number: int) -> Callable[..., Any]:
-    """A system call that fails with this error."""
+    """Return a system call that fails with this error."""
 
     def fail(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))
@@ -54,7 +54,7 @@ def failing(number: int) -> Callable[..., Any]:
 
 
 def check_save(path: Path) -> None:
-    """What is saved there comes back."""
+    """Check that saved data can be read back."""
     with cache(40) as kv:
         kv.save(path)
         with um.KVCache.restore(path, mode="copy") as restored:
@@ -62,7 +62,7 @@ def check_save(path: Path) -> None:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the file system of a folder knows O_DIRECT."""
+    """Return whether the folder's file system supports O_DIRECT."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         try:
             fcntl.fcntl(file.fileno(), fcntl.F_SETFL, os.O_DIRECT)
@@ -157,7 +157,7 @@ def test_a_file_that_is_being_written_is_left_alone(tmp_path: Path, page: Any) -
 
 
 def test_a_writer_starts_over(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one comes between open and flock, and once it is still at it."""
+    """The other writer acts between open and flock; once it is still writing."""
     true = fcntl.flock
     held: list[int] = []
 
@@ -263,7 +263,7 @@ def test_a_direct_write_that_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_short_writes_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A signal or a quota cuts a write; what is left may not be what O_DIRECT takes."""
+    """A signal or quota shortens a write; O_DIRECT may refuse the rest."""
     true = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: true(fd, data[:1000], at))
     check_save(tmp_path / "session")
@@ -332,7 +332,7 @@ def test_any_failed_call_leaves_the_old_file_or_the_new_one(
 def test_a_failure_cancels_the_other_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has not begun when a write fails is not begun any more."""
+    """Pending writes do not start after one has failed."""
     writes: list[None] = []
 
     def fail(name: str, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Descriptors that are closed whatever comes in between."""
+"""Descriptors are closed despite errors and interrupts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML that is made by hand: all is escaped, and each tag is closed."""
+"""Handmade HTML: all text is escaped and each tag is closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is missing is installed from a checkout or from a wheel's file: no index has unimem."""
+"""Install hints name a checkout or a wheel file, since no index has unimem."""
 
 from __future__ import annotations
 

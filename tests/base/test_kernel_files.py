@@ -1,4 +1,4 @@
-"""Small files of the kernel: how they are read, and the formats of their figures."""
+"""Small kernel files: reading them, and the formats of their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sizes, names and lines are written."""
+"""Sizes, names and lines as text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work in several threads, interrupted at each line: it has ended when the call is over."""
+"""Work in several threads ends before the call returns, even if interrupted at any line."""
 
 from __future__ import annotations
 

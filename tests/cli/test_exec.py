@@ -1,4 +1,4 @@
-"""`unimem exec`: what it places, shows and refuses, and how a program ends under it."""
+"""`unimem exec`: placed allocations, reports, refusals and exit codes."""
 
 # ruff: noqa: F811 - fixtures that are imported, and asked for by their names
 
@@ -75,7 +75,7 @@ def start(script: str, *options: str, **rest: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def holding(script: str, *options: str) -> Iterator[int]:
-    """A process under exec that has run the script, and is still there."""
+    """Start a script under exec that has run and still exists."""
     with start(script + HOLD, *options) as process:
         try:
             assert process.stdout is not None
@@ -86,7 +86,7 @@ def holding(script: str, *options: str) -> Iterator[int]:
 
 
 def of_script(script: str, *options: str, **rest: Any) -> str:
-    """What a script prints that ends well."""
+    """Return the output of a script that succeeds."""
     with start(script, *options, **rest) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
@@ -187,7 +187,7 @@ def test_a_fork_server_answers_from_its_children_s_memory() -> None:
 
 
 def without_the_right_to_lock(nbytes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does who may lock so much."""
+    """Run a command as a user with this limit on locked memory."""
     hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:

@@ -1,4 +1,4 @@
-"""The report that an ending program waits for: a document in a file, or a page."""
+"""The report at a program's end: a document in a file, or a page."""
 
 from __future__ import annotations
 

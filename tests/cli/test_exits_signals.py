@@ -40,7 +40,7 @@ sys.exit(main(["stage", "--backing", "shm", {str(model)!r}]))
 
 
 def test_a_command_keeps_ignored_signals_ignored(model: Path) -> None:
-    """As with nohup."""
+    """A command under nohup starts like this."""
     script = f"""
 import os, signal, sys
 from unimem.cli import main, terminal

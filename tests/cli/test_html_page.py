@@ -1,4 +1,4 @@
-"""`unimem report --html`: one file, also of a watch, whole or not at all."""
+"""`unimem report --html`: one file, also from a watch, whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unimem inspect`: its pages, its picture of what is in RAM, and its document."""
+"""`unimem inspect`: its pages, its picture of residency, and its document."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unimem metrics`: served until a signal comes, or written once."""
+"""`unimem metrics`: served until a signal, or written once."""
 
 from __future__ import annotations
 

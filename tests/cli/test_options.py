@@ -1,4 +1,4 @@
-"""Options that take numbers, with units."""
+"""Numeric options with units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unimem plan`: what it shows of a plan, and which plan it makes."""
+"""`unimem plan`: its page, and the options of the plan."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ Planned = Callable[[Plan], dict[str, Any]]
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """Have the command get this plan; gives what it was asked for."""
+    """Make the command get this plan; return its request."""
 
     def give(made: Plan) -> dict[str, Any]:
         asked: dict[str, Any] = {}

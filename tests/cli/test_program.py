@@ -1,6 +1,4 @@
-"""What all commands share: the version, help that is whole, completion, and sizes as people write
-them.
-"""
+"""Parts common to all commands: version, complete help, shell completion and readable sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +35,7 @@ def test_the_version() -> None:
 @pytest.mark.parametrize("columns", [80, None], ids=["terminal", "pipe"])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0] if words else "unimem")
 def test_help_is_complete_at_80_columns(command: tuple[str, ...], columns: int | None) -> None:
-    """No word is cut or broken, and each option has its whole text."""
+    """No word is cut or broken, and each option has its full text."""
     screen = show(*command, "--help", columns=columns, COLUMNS="80")
     assert (screen.code, screen.err) == (0, "")
     assert screen.widest <= 80

@@ -1,4 +1,4 @@
-"""`unimem report`: which processes it finds, and what it shows of one."""
+"""`unimem report`: the list of processes, and the page of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unimem run`: text, tables and documents; sessions; and how it ends when something goes wrong."""
+"""`unimem run`: text, tables, documents, sessions, and failures."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def row_of(document: dict[str, Any], category: str, of: str = "report") -> dict[
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights, whose tokens are mostly single bytes."""
+    """Write a model with random weights, whose tokens are mostly single bytes."""
     return write_model(tmp_path_factory.mktemp("run") / "random.gguf", shape=TINY, kind="f32")
 
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of zero weights with a chat template; its likeliest token, 0, ends a text."""
+    """Write a zero model with a chat template; its likeliest token, 0, ends a text."""
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     added = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": template}
     folder = tmp_path_factory.mktemp("chat")

@@ -1,4 +1,4 @@
-"""`unimem stage`: what it prints, and the small processes that keep what it has staged."""
+"""`unimem stage`: its output, and the small processes that keep staged models."""
 
 # ruff: noqa: F811 - fixtures that are imported, and asked for by their names
 
@@ -81,7 +81,7 @@ def stage(*arguments: object) -> str:
 
 
 def kept(folder: Path) -> list[Held]:
-    """What is staged of the models in a folder: others of this user are not ours to end."""
+    """Return the stages of a folder's models, and leave the user's other stages alone."""
     return [held for held in holders() if held.source.startswith(f"{folder}/")]
 
 
@@ -108,7 +108,7 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Another process reads it before and after this, and reads the same."""
+    """Check that another process reads the same before and after the block."""
     reader = start_reader(path)
     try:
         yield
@@ -275,7 +275,7 @@ def test_the_lock_is_the_holder_s(options: tuple[str, ...], model: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_huge_pages")
 def test_pool_pages_need_no_lock(model: Path, tmp_path: Path) -> None:
-    """Where users have a limit on locked memory, they would not get a model into the pool."""
+    """A limit on locked memory must not keep a model out of the pool."""
     stage(model, "--backing", "hugetlb")
     held = only(tmp_path)
     assert held.granted.locked_bytes >= model.stat().st_size
@@ -437,7 +437,7 @@ def test_an_interrupt_ends_the_holder(model: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_a_lock_refused_to_the_holder(tmp_path: Path) -> None:
-    """Asked for by a process that may lock nothing."""
+    """A process that may lock nothing asks for the lock."""
     script = (
         "import os, resource, runpy, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); "
         "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -499,7 +499,7 @@ def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed
 
 @contextmanager
 def with_descriptor(fd: int, *command: str) -> Iterator[int]:
-    """Another process that has a descriptor."""
+    """Start another process with a descriptor."""
     words, pipe = [*command, "sh", "-c", "echo ready; read line"], subprocess.PIPE
     with subprocess.Popen(words, pass_fds=[fd], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
@@ -523,7 +523,7 @@ def test_only_our_sealed_note_counts(options: dict[str, Any], listed: bool) -> N
 
 
 def test_a_reader_of_a_note_is_no_holder() -> None:
-    """At this moment it has the same memory open, and `--drop` would end it."""
+    """It has the same memory open, and `--drop` would end it."""
     with (
         open(note(), "rb") as file,
         open(f"/proc/self/fd/{file.fileno()}", "rb") as looked_at,
@@ -635,7 +635,7 @@ def test_closed_standard_streams(closed: str, model: Path, tmp_path: Path) -> No
 
 
 def test_a_note_may_be_long(model: Path) -> None:
-    """Longer than an argument of a command line may be, as of an index with hundreds of files."""
+    """An index with hundreds of files has a note longer than a command-line argument may be."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 3100:
         pytest.skip("a note of 3,000 files needs as many descriptors (ulimit -n)")
     with cli_stage.make_stage(model) as staged:
@@ -649,7 +649,7 @@ def test_a_note_may_be_long(model: Path) -> None:
 
 
 def test_a_child_with_an_unreadable_pipe_is_waited_for(model: Path, monkeypatch: Patch) -> None:
-    """Its pipe cannot be read, when it runs already."""
+    """The child already runs when its pipe cannot be read."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text()
     fails = Mock(side_effect=OSError(errno.EIO, "no answer"))
@@ -675,7 +675,7 @@ def test_a_process_with_a_reused_pid_is_left_alone(model: Path, tmp_path: Path) 
 
 @contextmanager
 def descriptors_left(n: int) -> Iterator[None]:
-    """Let this process open n files more."""
+    """Let this process open n more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(n + 1)]
     try:
@@ -736,7 +736,7 @@ def test_a_waiting_command_names_the_other_one(model: Path) -> None:
     "pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
 ]))  # fmt: skip
 def test_another_user_cannot_make_a_command_wait(listens: str, model: Path) -> None:
-    """Neither with a lock of the model file, nor with the name that commands of this user take."""
+    """Neither locking the model file nor taking a command's socket name has an effect."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv")
     script = (
@@ -776,7 +776,7 @@ def test_a_holder_removes_only_its_own_folder(model: Path, tmp_path: Path) -> No
 
 
 def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
-    """What is printed is the path in that /proc, and a drop ends the process that it is of."""
+    """The printed path is in that /proc, and a drop ends the process it belongs to."""
     script = f'path=$("$0" -c "{MAIN}" stage "$1") && cat "$path" | cmp - "$1" && ' + (
         f'"$0" -c "{MAIN}" stage --drop "$1" && ! test -e "$path"'
     )

@@ -1,4 +1,4 @@
-"""`unimem stage`, `run` and `plan` of a model on a server: nothing of it lies on a disk."""
+"""`unimem stage`, `run` and `plan` of a model on a server, without a copy on disk."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def staged(*words: str) -> tuple[str, Screen]:
 
 
 def n_ranges(store: ObjectServer) -> int:
-    """Ranges of data that were asked for since the last time."""
+    """Return the number of data ranges requested since the last call."""
     asked = [wanted for _, _, wanted in store.asked if wanted != HEADER]
     store.asked.clear()
     return len(asked)

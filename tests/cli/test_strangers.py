@@ -1,7 +1,6 @@
-"""What strangers type: wrong and unusual arguments, names and streams.
+"""Wrong and unusual arguments, names and streams.
 
-Each ends with the exit code that docs/cli.md gives it, and with words that say what was wrong; none
-with a traceback.
+Each command ends with its exit code from docs/cli.md and an explanation, without a traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NO_PROCESS = 2**22 + 1  # beyond the most that Linux gives
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of every kind, which rows name by relative paths."""
+    """Make files of every kind, which rows name by relative paths."""
     made = tmp_path_factory.mktemp("strangers")
     model = embedded_model().read_bytes()
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
@@ -217,7 +216,7 @@ def test_the_table_is_long_and_has_unique_names() -> None:
 
 
 def test_process_1_is_read_or_refused_in_words() -> None:
-    """Whether it may be read depends on who asks, and where."""
+    """Permission to read it depends on the user and the container."""
     screen = show("report", 1)
     assert screen.code in (0, 1)
     assert not BARE.search(screen.err)
@@ -230,7 +229,7 @@ MAIN = "import sys; from unimem_command import main; sys.exit(main())"
 
 
 def run(*arguments: Any, shell: str = 'exec "$@"', **options: Any) -> Screen:
-    """Run the command in a process, as a shell starts it."""
+    """Run the command in a process, as a shell does."""
     words = [
         sys.executable,
         "-P",  # as its script starts: what lies in the current folder is not imported

@@ -1,4 +1,4 @@
-"""Text that flows in lines of a terminal."""
+"""Text wrapped to the lines of a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unimem report PID --watch`: figures of an invented process, and a decoder on a terminal."""
+"""`unimem report PID --watch` of an invented process, and of a decoder on a terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MADE = re.compile(r"[1-9][\d.]* made, [\d.]+ read")
 
 
 def lines_of(before: Sample | None, now: Sample, surface: Surface = Surface()) -> dict[str, str]:  # noqa: B008
-    """Lines by their first word."""
+    """Return lines by their first word."""
     lines = sample_lines(surface, BEFORE.report, before, now)
     return {line.split()[0]: line for line in reversed([*lines]) if line}
 
@@ -146,7 +146,7 @@ def decoder() -> Iterator[int]:
 
 
 class Watch:
-    """A watch on a terminal of 80x24 that is its own."""
+    """A watch on its own 80x24 terminal."""
 
     def __init__(self, pid: int, *, code: str = MAIN, **environment: str) -> None:
         self.ours, theirs = os.openpty()
@@ -167,7 +167,7 @@ class Watch:
             self.seen += os.read(self.ours, 4096).decode(errors="replace")
 
     def end(self, code: int) -> str:
-        """Return what is shown from the last refresh on."""
+        """Return the output from the last refresh on."""
         with suppress(OSError):  # EIO: the other side is closed
             while part := os.read(self.ours, 4096):
                 self.seen += part.decode(errors="replace")

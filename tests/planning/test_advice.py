@@ -1,4 +1,4 @@
-"""Advice on plans that do not fit, in rooms of invented sizes."""
+"""Advice on plans that do not fit, with invented amounts of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU's arithmetic: whole pages, and where each file's data goes."""
+"""GPU arithmetic: whole pages, and the place of each file's data."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plans for other machines: figures, what `doctor` found, cgroups; nothing of this one counts."""
+"""Plans for other machines, from figures, `doctor` documents and cgroups, without this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = ("memory_limits", "huge_pools", "nodes", "memlock", "node_weights", "thr
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail what asks this machine."""
+    """Fail every question to this machine."""
     for name in (*ASKED, "available_bytes", "require"):
         asked = Mock(side_effect=AssertionError(f"{name} of this machine"))
         monkeypatch.setattr(limits, name, asked)

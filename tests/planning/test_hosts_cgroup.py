@@ -1,4 +1,4 @@
-"""Hosts that are a cgroup of this machine, on an invented tree."""
+"""Cgroups of this machine as hosts, on an invented tree."""
 
 from __future__ import annotations
 

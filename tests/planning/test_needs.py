@@ -1,4 +1,4 @@
-"""What is planned of one block, of any architecture's cache, and of what strangers write."""
+"""Planned needs of a block, of any architecture's cache, and of foreign configurations."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_need_covers_only_its_own_memory() -> None:
 
 
 def write(path: Path, arch: str, keys: dict[str, Any], n_tensors: int = 8) -> Path:
-    """Write a model of n small tensors; a list is an array of unsigned integers."""
+    """Write a model with n small tensors; lists become arrays of unsigned integers."""
     import numpy as np
 
     writer = gguf.GGUFWriter(path, arch)
@@ -217,7 +217,7 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
 
 @pytest.mark.parametrize("name", SCRATCH)
 def test_each_term_of_planned_scratch(name: str) -> None:
-    """That they bound what is taken is shown by tests/engine/test_graph.py."""
+    """tests/engine/test_graph.py shows that the terms bound the memory taken."""
     given, parts = SCRATCH[name]
     assert scratch_parts(*given) == parts
 

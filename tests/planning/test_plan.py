@@ -1,4 +1,4 @@
-"""Plans: what will be needed, whether it fits, and how long a context may be."""
+"""Plans: the memory needed, whether it fits, and the longest context."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_context_is_the_longest_that_fits(available: Any) -> None:
 
 
 def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
-    """What cannot stay in RAM is read again; what has to be there fits, or does not."""
+    """A mapped file may be read again; memory that must stay in RAM has to fit."""
     whole = um.plan(DIMS, ctx=3000, pages="4k")
     assert whole.load == "map"
     assert whole.required_bytes == whole.total_bytes - weights_bytes(whole)

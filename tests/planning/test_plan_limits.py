@@ -1,4 +1,4 @@
-"""Plans against limits: a cgroup smaller than the model, pools, locks, nodes; and advice."""
+"""Plans against limits (small cgroups, pools, locks, nodes), and their advice."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def check_of(plan: um.Plan, name: str) -> Any:
 
 @pytest.fixture
 def large_model(tmp_path: Path) -> Path:
-    """A model of 2 GB."""
+    """Write a model of 2 GB."""
     return write_hole(tmp_path / "large.gguf", "F32", inner=21504, vocab=32000)
 
 
 def write_hole(path: Path, kind: str, *, inner: int, vocab: int) -> Path:
-    """A model with nothing but its header on the disk."""
+    """Write a sparse model: only its header is on the disk."""
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
     import gguf
     import numpy as np
@@ -192,7 +192,7 @@ print("ran", layout.plan.load)
 
 @pytest.mark.uncounted
 def test_a_repacked_model_may_fill_most_of_a_cgroup(tmp_path: Path) -> None:
-    """Of the file, nothing that is repacked stays beside the result, whatever is asked for."""
+    """Repacked parts of the file never stay beside the result."""
     pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
     from unimem.backends import ggml_orders
 

@@ -1,4 +1,4 @@
-"""Which models gain by repacking, and what a plan says of it."""
+"""Models that gain by repacking, and what their plans say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one bisection: what it finds, and how often it asks."""
+"""The bisection: its results and its number of questions."""
 
 import pytest
 

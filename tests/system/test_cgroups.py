@@ -1,4 +1,4 @@
-"""Cgroups: the limits of their files, and those above a process."""
+"""Cgroups: limits in their files, and limits above a process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the machine and the cgroups above a process leave to it, and their memory pressure: on
-invented trees, on this machine, and in a real cgroup.
+"""Room left to a process by the machine and its cgroups, and their memory pressure.
+
+The tests use invented trees, this machine and a real cgroup.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The facts of a machine as a document, whose keys are documented."""
+"""The document of a machine's facts, and the documentation of its keys."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_key_is_documented(machine: Invented) -> None:
 
 
 def keys(value: Any) -> set[str]:
-    """Names of all keys; those of nodes, sizes of pools and governors are data."""
+    """Return the names of all keys, except nodes, pool sizes and governors, which are data."""
     if isinstance(value, list):
         return set().union(*map(keys, value))
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A machine as text: short lines, and names that a terminal does not obey."""
+"""A machine as text: short lines, and names without control characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory with a name: found by its name in a process, and only a memfd of the process's own."""
+"""Named memory: only a process's own memfd is found by its name."""
 
 from __future__ import annotations
 

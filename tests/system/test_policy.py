@@ -1,4 +1,4 @@
-"""What is asked of the kernel, decided on machines that are invented."""
+"""Placement requests to the kernel, decided on invented machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class Machine:
-    """Facts that are made up; what is not, may not be asked."""
+    """Invented facts; any other question fails."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ def granted(pages: Any, resident: int, **options: Any) -> Placement:
 
 
 def asked(pages: Any, *, choice: Any = None, **options: Any) -> tuple[Request, PlacementChoice]:
-    """What was asked for, and what of it was chosen: by default all."""
+    """Return a request and the part of it that was chosen, by default all."""
     request = Request(nbytes=8, pages=pages, **options)
     return request, PlacementChoice(choice or pages, request.numa, request.lock)
 

@@ -1,4 +1,4 @@
-"""What is read of processes, against a second reading of smaps and against what children did."""
+"""Process figures, checked against a second reading of smaps and the actions of children."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Python = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    """Start a program, which is killed at the end."""
+    """Start a program and kill it at the end."""
     with ExitStack() as ends:
 
         def start(*command: str) -> Running:
@@ -53,7 +53,7 @@ def child() -> Iterator[Child]:
 
 @pytest.fixture
 def idle(child: Child) -> Running:
-    """A small process that waits."""
+    """Start a small process that waits."""
     one = child("cat")
     assert answer(one, "ready") == "ready"
     return one
@@ -61,7 +61,7 @@ def idle(child: Child) -> Running:
 
 @pytest.fixture
 def python(child: Child) -> Python:
-    """Start a script that says something in a line of JSON, and waits; returns its PID and that."""
+    """Start a script that prints one line of JSON and waits; return its PID and the value."""
 
     def start(script: str, *arguments: str) -> tuple[int, Any]:
         code = f"import ctypes, json, mmap, os, sys\n{SAYING}{textwrap.dedent(script)}"
@@ -82,7 +82,7 @@ def say(*values):
 
 
 def answer(one: Running, *lines: str) -> str:
-    """Write lines to a process, and return the line that it writes then."""
+    """Write lines to a process and return its answer."""
     assert one.stdin is not None
     assert one.stdout is not None
     one.stdin.write("".join(f"{line}\n" for line in lines))
@@ -153,7 +153,7 @@ def test_areas_without_their_usage(idle: Running) -> None:
 
 
 def test_mappings_of_children_are_found(python: Python, tmp_path: Path) -> None:
-    """A file whose name has blanks and a line of its own, a memfd, locked memory, and a gap."""
+    """The children map an oddly named file, a memfd and locked memory, with a gap."""
     path = tmp_path / "a model (deleted)\nof mine: 1"
     path.write_bytes(bytes(16 * PAGE))
     pid, addresses = python(
@@ -350,7 +350,7 @@ def test_pages_of_a_process_that_ended(idle: Running) -> None:
 def test_a_process_that_ends_before_a_look_has_ended(
     idle: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel lets only root look at what waits for its parent, and refuses others."""
+    """Only root may look at a process that waits for its parent; other users are refused."""
     found = read_process(idle.pid)
 
     def refuse(_folder: int, name: str) -> Any:
