@@ -1,4 +1,4 @@
-"""Areas of the kernel become rows whose sums are the kernel's, to the byte."""
+"""Attribution of kernel areas to rows, whose sums equal the kernel's to the byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASE = 0x7F00_0000_0000
 
 @dataclass(frozen=True)
 class Invented(Process):
-    """A process whose page tables are `present`: pages that are in RAM."""
+    """A process whose page tables list the pages in RAM as `present`."""
 
     present: frozenset[int] = frozenset()
 
@@ -63,7 +63,7 @@ def area(start: int, n_pages: int, in_ram: int = 0, path: str = "", **fields: An
 
 
 def figures(placements: Iterable[Placement]) -> Counter[Any]:
-    """Sum up every field, with each node's."""
+    """Sum up every field, including each node's."""
     sums: Counter[Any] = Counter()
     for placement in placements:
         for name in ("resident", "pss", "huge", "locked", "swapped"):
@@ -73,7 +73,7 @@ def figures(placements: Iterable[Placement]) -> Counter[Any]:
 
 
 def of_areas(areas: Iterable[Area]) -> Counter[Any]:
-    """The same, as the kernel says."""
+    """Return the same sums from the kernel's areas."""
     sums: Counter[Any] = Counter()
     for each in areas:
         sums["resident"] += each.rss_bytes + each.hugetlb_bytes
@@ -102,7 +102,7 @@ def assert_adds_up(process: Process, mappings: Sequence[Mapping], rows: Sequence
 
 @st.composite
 def processes(draw: st.DrawFn) -> tuple[Invented, list[Entry]]:
-    """Areas with holes between them, and entries that begin and end anywhere in areas."""
+    """Draw areas with gaps, and entries that begin and end anywhere in them."""
     areas, present = [], []
     page = 0
     for _ in range(draw(st.integers(1, 8))):
@@ -144,8 +144,8 @@ def test_sums_are_the_kernel_s(known: tuple[Invented, list[Entry]]) -> None:
     assert_sums_are_the_kernel_s(*known)
 
 
-def test_an_area_without_access_counts_where_it_was_swapped_out() -> None:
-    """Found by a search: one page without access, all of it swapped out, and an entry of a byte."""
+def test_a_swapped_out_area_without_access_counts() -> None:
+    """A search found this case: an inaccessible, swapped-out page and an entry of one byte."""
     process = invented([area(0, 1, 0, access="---p", swapped_bytes=PAGE)], [])
     one = Entry("kv", "kv", BASE, 1, 1, parts=(Part("a", BASE, 1),))
     assert_sums_are_the_kernel_s(process, [one])
@@ -178,7 +178,7 @@ def in_ram(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
-    """Make one at `BASE`, of parts that follow each other."""
+    """Make an entry at `BASE` of consecutive parts."""
     known: dict[str, Any] = {"category": "kv", "name": "", "address": BASE, "path": None}
     nbytes = sum(size for _, size in parts)
     start = fields.get("address", BASE)
@@ -188,7 +188,7 @@ def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
     return Entry(**(known | fields))
 
 
-def test_parts_have_what_of_them_is_in_ram() -> None:
+def test_parts_count_their_own_pages_in_ram() -> None:
     # Of four pages, the first and the third are there.
     process = invented([area(0, 4, 2)], [BASE // PAGE, BASE // PAGE + 2])
     # Of f32 all but 100 bytes are in the first page; of q8_0 100 bytes are in the third.
@@ -207,14 +207,14 @@ def test_parts_have_what_of_them_is_in_ram() -> None:
     assert (mapping.name, mapping.path, mapping.category) == ("w", "/m.gguf", "weights:padding")
 
 
-def test_what_is_swapped_out_is_where_nothing_is_in_ram() -> None:
+def test_swapped_memory_belongs_to_parts_outside_ram() -> None:
     process = invented([area(0, 4, 1, swapped_bytes=3 * PAGE)], [BASE // PAGE])
     _, rows = attribute(process, [entry(("scratch", PAGE), ("kv", 3 * PAGE))])
     swapped = {row.category: row.granted.swapped_bytes for row in rows if row.granted}
     assert swapped == {"kv": 3 * PAGE, "scratch": 0}
 
 
-def test_nothing_is_asked_of_pagemap_without_need() -> None:
+def test_pagemap_is_read_only_when_needed() -> None:
     class Silent(Invented):
         def pages_in_ram(self, start: int, end: int) -> NDArray[np.bool_]:
             raise AssertionError
@@ -229,7 +229,7 @@ def test_nothing_is_asked_of_pagemap_without_need() -> None:
     assert in_ram(rows) == {"kv": 2 * PAGE - 9, "a": 9, "anonymous": PAGE}
 
 
-def test_what_is_in_use_and_what_was_asked_for() -> None:
+def test_active_and_requested_bytes() -> None:
     parts = (
         Part("scratch", BASE, 1000, active_bytes=600),
         Part("logits", BASE + 1000, 400, active_bytes=400),
@@ -267,7 +267,7 @@ def test_pieces_of_a_growing_block_are_one_mapping() -> None:
     assert mapping.granted.resident_bytes == 2 * PAGE
 
 
-def test_entries_that_are_unmapped_by_now_are_left_out() -> None:
+def test_unmapped_entries_are_left_out() -> None:
     gone = entry(("kv", PAGE))
     empty = Entry("scratch", "only reserved", BASE + 64 * PAGE, 0, 64 * PAGE)
     mappings, rows = attribute(invented([area(8, 1, 1)]), [gone, empty])
@@ -275,7 +275,7 @@ def test_entries_that_are_unmapped_by_now_are_left_out() -> None:
     assert sizes(rows) == {"anonymous": PAGE, "scratch": 0}
 
 
-def test_what_is_not_mapped_is_no_memory_whatever_an_entry_says() -> None:
+def test_an_entry_counts_only_mapped_memory() -> None:
     huge = 1 << 50
     parts = (Part("kv", BASE, huge, active_bytes=huge), Part("logits", BASE + huge, PAGE, PAGE))
     known = entry(nbytes=huge + PAGE, reserved_bytes=huge + PAGE, parts=parts)
@@ -285,7 +285,7 @@ def test_what_is_not_mapped_is_no_memory_whatever_an_entry_says() -> None:
     assert mapping.nbytes == 3 * PAGE
 
 
-def test_work_grows_with_what_there_is_and_not_with_its_square(monkeypatch: Patch) -> None:
+def test_work_grows_linearly(monkeypatch: Patch) -> None:
     class Counted(list[Any]):
         n_read = 0
 
@@ -313,7 +313,7 @@ def test_work_grows_with_what_there_is_and_not_with_its_square(monkeypatch: Patc
     ({"hugetlb_bytes": 2 << 20, "page_bytes": 2 << 20}, ("2m", 2 << 20)),
     ({"page_bytes": 1 << 30}, ("1g", 1 << 30)),
 ])  # fmt: skip
-def test_the_pages_are_those_that_are_there(fields: Any, pages: tuple[str, int]) -> None:
+def test_page_sizes_are_the_kernel_s(fields: Any, pages: tuple[str, int]) -> None:
     process = invented([area(0, 1024, **fields)])
     (mapping,), (row,) = attribute(process, [entry(("kv", 1 << 22))])
     for thing in (mapping, row):
@@ -347,7 +347,7 @@ def test_kinds(access: str, category: str) -> None:
     )
 
 
-def test_all_areas_of_a_file_with_code_are_a_library_s() -> None:
+def test_every_area_of_a_file_with_code_is_a_library() -> None:
     areas = [
         area(0, 1, 1, "/usr/lib/libm.so.6", access="r--p"),
         area(1, 1, 1, "/usr/lib/libm.so.6", access="r-xp"),
@@ -365,7 +365,7 @@ def test_all_areas_of_a_file_with_code_are_a_library_s() -> None:
 
 
 @given(st.integers(0, 10**12), st.lists(st.integers(0, 10**9), min_size=1).filter(any))
-def test_shares_sum_up_and_are_within_one_of_exact(total: int, weights: list[int]) -> None:
+def test_shares_add_up_and_are_off_by_at_most_one(total: int, weights: list[int]) -> None:
     shares = apportion(total, weights)
     assert sum(shares) == total
     for share, weight in zip(shares, weights, strict=True):
@@ -386,20 +386,20 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[int]:
-    """A process that has a model file, shared memory and anonymous memory, and waits."""
+    """Start a waiting process with a model file, shared memory and anonymous memory."""
     model = ROOT / "src/unimem/engine/models/tiny.gguf"
     with running(CHILD, model) as pid:
         yield pid
 
 
 def kernel_sum(pid: int, *names: str) -> int:
-    """Sum up lines of smaps, read here anew."""
+    """Sum up lines of a fresh reading of smaps."""
     text = Path(f"/proc/{pid}/smaps").read_text()
     fields = (line.split() for line in text.splitlines())
     return sum(int(words[1]) * 1024 for words in fields if words[0].rstrip(":") in names)
 
 
-def test_another_process_adds_up_to_what_the_kernel_says(child: int) -> None:
+def test_another_process_adds_up_to_the_kernel_s_sums(child: int) -> None:
     process = read_process(child)
     mappings, rows = attribute(process, (), models(process))
     assert_adds_up(process, mappings, rows)

@@ -1,4 +1,4 @@
-"""What the library of `unimem exec` shows: read whole, or refused with a reason."""
+"""The table published by `unimem exec`: read completely, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -98,24 +98,24 @@ def test_a_table_is_read(fd: int) -> None:
         table([(64 * MIB, 4 * MIB, MIB, 0, 0), (66 * MIB, 4 * MIB, MIB, 0, 0)]),
     ],
 )
-def test_what_the_library_never_writes_is_refused(fd: int, data: bytes) -> None:
+def test_an_invalid_table_is_refused(fd: int, data: bytes) -> None:
     with pytest.raises(ValueError, match="its "):
         read(fd, data)
 
 
-def test_a_table_that_is_being_written_is_read_later(fd: int) -> None:
+def test_a_table_under_update_is_read_later(fd: int) -> None:
     assert read(fd, table(n_changes=5)) is None
     os.pwrite(fd, table(n_changes=6), 0)
     assert exec_table.read_table(fd, table(n_changes=4)[:8192]) is None
 
 
-def test_options_of_others_do_no_harm(fd: int) -> None:
+def test_foreign_options_are_harmless(fd: int) -> None:
     found = read(fd, table(text=b"1 min=many pages=\x1b[2J nonsense"))
     assert found is not None
     assert (found.facts["min_bytes"], found.facts["pages"]) == (None, "?[2J")
 
 
-def test_engines_and_exec_are_put_together() -> None:
+def test_tables_of_engines_and_exec_are_merged() -> None:
     def entry(address: int, name: str) -> Entry:
         return Entry("x", name, address, MIB, MIB, None, None, (Part("x", address, MIB),))
 

@@ -1,4 +1,4 @@
-"""Models among what processes map: found by name and content, their types held against gguf-py."""
+"""Mapped models, found by name and content; their types are checked against gguf-py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Mapped = Callable[[str, bytes], Path]
 
 
 def may_follow_areas() -> bool:
-    """Whether this process may open what is mapped and has no path."""
+    """Return whether this process may open mapped files without a path."""
     folder = Path("/proc/self/map_files")
     try:
         next(folder.iterdir()).stat()
@@ -62,7 +62,7 @@ def _nothing_is_known_yet() -> None:
 
 @pytest.fixture
 def maps() -> Iterator[Maps]:
-    """Map a file until the end of the test, all or from an offset on."""
+    """Map a file, whole or from an offset, until the end of the test."""
     with ExitStack() as stack:
 
         def act(path: Path | str, nbytes: int = 0, offset: int = 0) -> mmap.mmap:
@@ -119,7 +119,7 @@ def blob(kind: str, nbytes: int = MIB) -> bytes:
     return st.write({"t": ("F16", (nbytes // 2,))})
 
 
-def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps: Maps) -> None:
+def test_every_byte_of_a_model_has_gguf_py_s_type(model: Path, maps: Maps) -> None:
     import gguf
 
     expected = ["weights:padding"] * (model.stat().st_size + PAGE)
@@ -142,7 +142,7 @@ def test_every_byte_of_a_model_has_the_type_that_gguf_py_says(model: Path, maps:
     ("x.safetensors", st.everything(), ("safetensors", None, "file")),
     ("x.gguf", g.everything(), ("GGUF", "none", "file")),
 ], ids=["safetensors", "GGUF"])  # fmt: skip
-def test_every_tensor_has_its_type_and_one_without_bytes_is_no_part(
+def test_every_tensor_has_its_type_and_an_empty_one_is_no_part(
     mapped: Mapped, name: str, raw: bytes, known: tuple[str, str | None, str]
 ) -> None:
     path = mapped(name, raw)
@@ -168,7 +168,7 @@ def test_the_name_is_the_one_in_the_file(mapped: Mapped) -> None:
     assert {part.category for part in one.parts(one.areas[0])} == {"weights:padding"}
 
 
-def test_each_part_of_a_split_model_is_one_of_its_own(model: Path, maps: Maps) -> None:
+def test_each_file_of_a_split_model_is_separate(model: Path, maps: Maps) -> None:
     parts = g.split(model, 9)
     assert len(parts) > 1
     model.unlink()
@@ -181,7 +181,7 @@ def test_each_part_of_a_split_model_is_one_of_its_own(model: Path, maps: Maps) -
         um.open_weights(parts[1])
 
 
-def test_a_long_table_is_read_once_while_the_file_stays(mapped: Mapped, monkeypatch: Patch) -> None:
+def test_a_long_table_is_read_once_per_file(mapped: Mapped, monkeypatch: Patch) -> None:
     n = 20_000
     tensors = [g.tensor(f"t{i}", (32,), g.F32, 128 * i) for i in range(n)]
     path = mapped("long.gguf", g.with_data(g.head(n, 0), *tensors, nbytes=128 * n)[0])
@@ -206,7 +206,7 @@ def test_few_files_are_remembered(tmp_path: Path, mapped: Mapped, monkeypatch: P
 
 
 @pytest.mark.parametrize("kind", ["GGUF", "safetensors"])
-def test_blobs_are_known_by_what_they_begin_with(mapped: Mapped, kind: str) -> None:
+def test_blobs_are_recognized_by_their_first_bytes(mapped: Mapped, kind: str) -> None:
     path = mapped("sha256-" + "0" * 64, blob(kind))
     one = only(path)
     assert (one.format, one.path, one.state) == (kind, str(path), "file")
@@ -273,7 +273,7 @@ def test_files_with_code_are_libraries_and_are_not_opened(monkeypatch: Patch) ->
 
 
 @pytest.mark.parametrize("name", ["a b.gguf", "a\nb.gguf", "a\\012b.gguf", "x.gguf (deleted)"])
-def test_names_that_the_kernel_escapes(model: Path, maps: Maps, name: str) -> None:
+def test_names_escaped_by_the_kernel(model: Path, maps: Maps, name: str) -> None:
     path = model.with_name(name)
     model.rename(path)
     maps(path)
@@ -281,7 +281,7 @@ def test_names_that_the_kernel_escapes(model: Path, maps: Maps, name: str) -> No
     assert (one.path, one.state, one.format) == (str(path), "file", "GGUF")
 
 
-def test_a_model_that_was_deleted(model: Path, maps: Maps) -> None:
+def test_a_deleted_model(model: Path, maps: Maps) -> None:
     maps(model)
     model.unlink()
     one = only(model)
@@ -290,7 +290,7 @@ def test_a_model_that_was_deleted(model: Path, maps: Maps) -> None:
         assert (one.format, one.architecture) == ("GGUF", "llama")
 
 
-def test_a_model_that_was_replaced_by_what_must_not_be_opened(model: Path, maps: Maps) -> None:
+def test_a_model_replaced_by_a_file_that_must_not_be_opened(model: Path, maps: Maps) -> None:
     maps(model)
     model.unlink()
     os.mkfifo(model)
@@ -325,7 +325,7 @@ def test_devices_are_no_models(maps: Maps) -> None:
 
 @contextmanager
 def kept(path: Path, **options: Any) -> Iterator[Held]:
-    """A staged model that a process of its own keeps, as the command has it."""
+    """Stage a model that a separate process keeps, as the command does."""
     asked = {"lock": False} | options
     with stage_held.hold(um.stage(path, **options), str(path), asked, []) as held:
         pass
@@ -379,8 +379,8 @@ def test_a_stage_is_in_the_report_of_its_process(backing: Any, model: Path) -> N
     assert staging_bytes() == before
 
 
-def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) -> None:
-    """Their files have the same inodes there, and here the same names."""
+def test_staged_models_in_separate_file_systems(tmp_path: Path, maps: Maps) -> None:
+    """Their files have equal inodes there and equal names here."""
     if not may_mount():
         pytest.skip("this process may not mount a tmpfs")
     with ExitStack() as stack:
@@ -395,7 +395,7 @@ def test_staged_models_in_file_systems_of_their_own(tmp_path: Path, maps: Maps) 
 
 
 def test_files_in_layers(model: Path, maps: Maps, monkeypatch: Patch) -> None:
-    """The device of a btrfs, and of an overlayfs, is another one in smaps than in stat."""
+    """smaps and stat name different devices for btrfs and overlayfs."""
     maps(model)
     (area,) = only(model).areas
     info = os.stat(model)
@@ -430,7 +430,7 @@ def test_a_model_in_memory_without_a_name(maps: Maps) -> None:
 
 @contextmanager
 def program(path: Path, backing: Any) -> Iterator[tuple[int, int, str]]:
-    """A process that calls `um.stage`, a forked child of it, and the path that it would print."""
+    """Start a process that calls `um.stage`; return it, its forked child, and the path."""
     said, says = os.pipe()
     ends, end = os.pipe()
     child = fork()
@@ -457,7 +457,7 @@ def program(path: Path, backing: Any) -> Iterator[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize("backing", ["tmpfs", "memfd", "shm"])
-def test_a_program_that_stages_is_as_the_command(backing: Any, model: Path) -> None:
+def test_a_staging_program_is_reported_like_the_command(backing: Any, model: Path) -> None:
     if backing == "tmpfs" and not may_mount():
         pytest.skip("this process may not mount a tmpfs")
     large = write_model(model.with_name("large.gguf"))
@@ -482,7 +482,7 @@ def test_a_program_that_stages_is_as_the_command(backing: Any, model: Path) -> N
 
 
 def test_a_stage_of_this_process(model: Path, maps: Maps) -> None:
-    """The ledger says what it keeps; what else it maps of that, it reads as others do."""
+    """The ledger names the memory that the process keeps; other mappings of it count as reads."""
     large = write_model(model.with_name("large.gguf"))
     with um.stage(large, backing="memfd") as staged, um.stage(large, backing="shm") as other:
         paths = [held.path for held in holders_of(os.getpid())]
@@ -500,7 +500,7 @@ def test_a_stage_of_this_process(model: Path, maps: Maps) -> None:
 
 
 def test_a_process_with_other_mounts(model: Path) -> None:
-    """As in a container: under the same path we have another file, a model of another name."""
+    """As in a container, the same path leads to a different model here."""
     unshare = shutil.which("unshare")
     if unshare is None or not Path("/proc/self/ns/mnt").exists():
         pytest.skip("needs unshare and mount namespaces")

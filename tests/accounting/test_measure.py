@@ -1,4 +1,4 @@
-"""What `um.measure` says, held against what was done."""
+"""Figures of `um.measure`, checked against the actions measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def take(n: int, category: str = "scratch") -> None:
     um.Block(n * MIB, pages="4k", category=category).close()
 
 
-def test_peaks_are_of_the_block_and_not_of_the_process() -> None:
+def test_peaks_belong_to_the_block_not_the_process() -> None:
     take(64)
     with um.measure() as m:
         take(3)
@@ -37,7 +37,7 @@ def test_peaks_are_of_the_block_and_not_of_the_process() -> None:
     assert not any(m.growth.values())
 
 
-def test_what_was_there_before_is_in_peaks_and_not_in_what_was_taken() -> None:
+def test_earlier_memory_is_in_peaks_but_not_in_taken() -> None:
     with um.Block(2 * MIB, category="staging"), um.measure() as m:
         block = um.Block(MIB, category="staging")
     assert m.peaks["staging"] - m.taken["staging"] >= 2 * MIB
@@ -45,7 +45,7 @@ def test_what_was_there_before_is_in_peaks_and_not_in_what_was_taken() -> None:
     block.close()
 
 
-def test_growth_is_negative_where_memory_was_given_back() -> None:
+def test_growth_is_negative_after_memory_is_given_back() -> None:
     block = um.Block(3 * MIB, pages="4k", category="staging")
     with um.measure() as m:
         block.close()
@@ -70,8 +70,8 @@ def test_blocks_within_blocks_each_have_their_own_peaks() -> None:
     assert (outer.taken["scratch"], inner.taken["scratch"]) == (6 * MIB, 2 * MIB)
 
 
-def test_threads_that_map_meanwhile_are_seen_by_all() -> None:
-    """Four threads hold a block each at the same moment, and each measures."""
+def test_concurrent_threads_are_seen_by_all_measurements() -> None:
+    """Four threads each hold a block at the same moment and measure."""
     together = threading.Barrier(4)
 
     def run(_: int) -> int:
@@ -125,7 +125,7 @@ def test_calls_and_allocations_of_unimem_are_counted() -> None:
     assert m.n_os_calls >= 3
 
 
-def test_malloc_is_seen_in_small_pieces_and_large_ones() -> None:
+def test_small_and_large_mallocs_are_counted() -> None:
     with um.measure() as m:
         kept = [bytearray(100_000), bytearray(50_000_000)]
         if m.malloc_bytes is None:
@@ -135,7 +135,7 @@ def test_malloc_is_seen_in_small_pieces_and_large_ones() -> None:
         assert 0 <= m.malloc_bytes < 100_000
 
 
-def test_time_goes_on_until_the_end() -> None:
+def test_time_runs_until_the_end() -> None:
     with um.measure() as m:
         first = m.seconds
         assert 0 < first < m.seconds
@@ -143,7 +143,7 @@ def test_time_goes_on_until_the_end() -> None:
 
 
 def test_measuring_takes_nothing() -> None:
-    """In a loop: no fault, no call, no memory, not even in the first rounds."""
+    """A loop of measurements has no faults, calls or memory, even in its first rounds."""
     gc.collect()
 
     def rounds() -> um.Measured:
@@ -207,7 +207,7 @@ def test_a_method_is_measured() -> None:
     assert taken(Engine.step) == 2 * MIB
 
 
-def test_a_function_that_calls_itself_has_its_outermost_call_last() -> None:
+def test_a_recursive_function_reports_its_outermost_call() -> None:
     @um.measure()
     def down(n: int) -> None:
         take(n)
@@ -235,7 +235,7 @@ def test_a_coroutine_is_measured_from_its_first_step_to_its_last() -> None:
     assert taken(fetch) == 2 * MIB
 
 
-def test_generators_are_refused_as_their_bodies_do_not_run_in_their_calls() -> None:
+def test_generators_are_refused() -> None:
     def rows() -> Iterator[int]:
         yield 1
 
@@ -249,7 +249,7 @@ def test_generators_are_refused_as_their_bodies_do_not_run_in_their_calls() -> N
         um.measure()(3)  # type: ignore[arg-type]
 
 
-def test_what_has_not_begun_has_no_figures() -> None:
+def test_a_measurement_before_its_start_has_no_figures() -> None:
     m = um.measure()
     figures = ("peaks", "taken", "growth", "minor_faults", "n_os_calls", "seconds", "__str__")
     for name in (*figures, "thread_minor_faults"):
@@ -265,7 +265,7 @@ def test_it_is_entered_once() -> None:
         m.__enter__()
 
 
-def test_more_than_64_at_once_are_refused_and_others_go_on() -> None:
+def test_the_65th_measurement_is_refused_and_the_rest_continue() -> None:
     with um.measure() as first:
         others = []
         with pytest.raises(um.CapacityError, match="64 of 64 are used"):  # noqa: PT012
@@ -279,7 +279,7 @@ def test_more_than_64_at_once_are_refused_and_others_go_on() -> None:
     assert first.taken["scratch"] == 2 * MIB
 
 
-def test_a_forked_child_reads_what_had_ended_and_nothing_else() -> None:
+def test_a_forked_child_reads_only_ended_measurements() -> None:
     done = run_script("""
         import os, sys
         import unimem as um

@@ -1,4 +1,4 @@
-"""Metrics of processes for Prometheus, which read no more than they show."""
+"""Process metrics for Prometheus, and the cost of reading them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COMPUTE = "print('ready', flush=True)\nwhile True: pass"
 
 @pytest.fixture
 def invented(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
-    """Invented processes: samples, or the error of reading one."""
+    """Invent processes: samples, or an error when one is read."""
     there: dict[int, Any] = {4711: NOW}
 
     class Invented:
@@ -67,7 +67,7 @@ def values(*pids: int, **options: Any) -> dict[tuple[str, ...], float]:
 
 
 def parsed(text: str) -> dict[str, list[Any]]:
-    """The metrics of a text, as Prometheus's own parser reads them, by name."""
+    """Parse metrics by Prometheus's own parser; return them by name."""
     from prometheus_client.parser import text_string_to_metric_families
 
     families = text_string_to_metric_families(text)
@@ -99,12 +99,12 @@ def parsed(text: str) -> dict[str, list[Any]]:
     (("unimem_room_bytes", *WHO), 296 * MIB),
     (("unimem_report_age_seconds", *WHO), 0.0),
 ])  # fmt: skip
-def test_what_is_told(key: tuple[str, ...], value: float) -> None:
+def test_metrics_have_the_report_s_values(key: tuple[str, ...], value: float) -> None:
     assert values(4711)[key] == value
 
 
 @pytest.mark.usefixtures("invented")
-def test_sizes_of_pages_add_up_to_what_is_in_ram() -> None:
+def test_page_sizes_add_up_to_resident_memory() -> None:
     found = {key[-1]: x for key, x in values(4711).items() if key[0] == "unimem_memory_page_bytes"}
     placed = [mapping.granted for mapping in NOW.report.mappings]
     assert found["thp"] == sum(each.huge_bytes for each in placed) > 0
@@ -146,7 +146,7 @@ def test_names_of_llama_cpp() -> None:
 
 
 @pytest.mark.parametrize("why", [ProcessLookupError(), PermissionError(), ValueError()])
-def test_a_process_that_cannot_be_read_is_not_up(invented: dict[int, Any], why: Any) -> None:
+def test_an_unreadable_process_is_not_up(invented: dict[int, Any], why: Any) -> None:
     invented[7] = why
     found = values(4711, 7)
     assert (found["unimem_process_up", "7"], found["unimem_process_up", "4711"]) == (0.0, 1.0)
@@ -187,12 +187,12 @@ def served_text() -> str:
 
 
 @pytest.mark.usefixtures("invented")
-def test_what_is_served_is_what_is_written() -> None:
+def test_the_served_text_equals_the_written_file() -> None:
     assert parsed(served_text()) == parsed(write_metrics(MetricsCollector(lambda: [4711])))
 
 
 @pytest.mark.usefixtures("invented")
-def test_a_port_that_is_taken_is_named() -> None:
+def test_a_taken_port_is_named() -> None:
     server, _ = serve(MetricsCollector(lambda: []), 0)
     try:
         assert server.server_address[0] == "127.0.0.1"
@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_is_named() -> None:
         server.server_close()
 
 
-def test_scrapes_of_several_threads() -> None:
+def test_scrapes_from_several_threads() -> None:
     collector = MetricsCollector(lambda: [os.getpid()])
     texts: list[str] = []
     threads = [
@@ -217,7 +217,7 @@ def test_scrapes_of_several_threads() -> None:
     assert len([text for text in texts if "unimem_memory_bytes{" in text]) == 4
 
 
-def test_this_process_is_as_its_report() -> None:
+def test_metrics_of_this_process_match_its_report() -> None:
     with um.Block(MIB, category="scratch", warm=True):
         found = values(os.getpid())
         made = um.report()
@@ -234,7 +234,7 @@ def waiting() -> Iterator[int]:
 
 
 def test_a_scrape_costs_the_process_nothing(waiting: int) -> None:
-    """Neither time on a CPU, nor a fault, nor a signal: it sleeps on."""
+    """The sleeping process gets no CPU time, no fault and no signal."""
     while spent(waiting)["state"] != "S":
         time.sleep(0.001)
     before = spent(waiting)
@@ -243,7 +243,7 @@ def test_a_scrape_costs_the_process_nothing(waiting: int) -> None:
     assert spent(waiting) == before
 
 
-def test_a_process_that_computes_waits_for_no_scrape() -> None:
+def test_a_computing_process_does_not_wait_for_a_scrape() -> None:
     def scraped() -> list[Any]:
         before = spent(pid)
         assert values(pid)["unimem_process_up", str(pid)] == 1.0
@@ -258,7 +258,7 @@ def test_a_process_that_computes_waits_for_no_scrape() -> None:
 
 
 def spent(pid: int) -> dict[str, Any]:
-    """What the kernel has counted of a process."""
+    """Return the kernel's counts for a process."""
     with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/status") as status:
         fields = stat.read().rpartition(")")[2].split()
         switches = dict(re.findall(r"(\w+ctxt_switches):\s+(\d+)", status.read()))

@@ -1,4 +1,4 @@
-"""What a process shows of its ledger: seen by another process, and read as what anybody wrote."""
+"""Published ledgers: visible to other processes, and read as untrusted input."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def told() -> list[str]:
 
 @contextmanager
 def other(script: str, *command: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process: it says one line when it is ready, and ends when its input does."""
+    """Start a process that prints a line when it is ready and ends with its input."""
     program = f"""
 import os, sys
 import unimem as um
@@ -114,7 +114,7 @@ def test_another_process_sees_entries_and_counters() -> None:
     assert published(process.pid) is None
 
 
-def test_nobody_else_can_write_to_it_or_cut_it_off() -> None:
+def test_other_processes_cannot_write_or_truncate_it() -> None:
     with other("shown.publish()") as process:
         folder = Path(f"/proc/{process.pid}/fd")
         (path,) = (fd for fd in folder.iterdir() if NAME in os.readlink(fd))
@@ -129,7 +129,7 @@ def test_nobody_else_can_write_to_it_or_cut_it_off() -> None:
             os.close(fd)
 
 
-def test_a_process_that_shows_nothing_or_is_not_there_has_none() -> None:
+def test_a_silent_or_missing_process_has_no_ledger() -> None:
     said: list[str] = []
     with other("") as process:
         assert published(process.pid, said) is None
@@ -155,7 +155,7 @@ def test_a_process_of_another_user_cannot_be_read() -> None:
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare (util-linux) is not installed")
-def test_a_process_in_a_container_is_known_by_its_number_out_here() -> None:
+def test_a_process_in_a_container_is_known_by_its_outer_pid() -> None:
     command = ["unshare", "--pid", "--fork", "--kill-child"]
     if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this user may not make namespaces of process numbers")
@@ -164,8 +164,8 @@ def test_a_process_in_a_container_is_known_by_its_number_out_here() -> None:
         assert [entry.name for entry in look(int(children)).entries] == [NAME]
 
 
-def test_nothing_is_left_at_the_end(run_python: Run) -> None:
-    """No warning, and an engine that ends later than the interpreter begins to."""
+def test_nothing_is_left_at_exit(run_python: Run) -> None:
+    """No warning appears, even if an engine ends during the interpreter's shutdown."""
     done = run_python(
         """
         import atexit
@@ -185,7 +185,7 @@ def test_nothing_is_left_at_the_end(run_python: Run) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_entries_are_those_of_the_last_time_they_were_published() -> None:
+def test_entries_are_the_last_published_ones() -> None:
     shown.publish()
     with um.Block(MIB, name="mine"):
         assert "mine" not in names()
@@ -195,7 +195,7 @@ def test_entries_are_those_of_the_last_time_they_were_published() -> None:
     assert "mine" not in names()
 
 
-def test_a_refresh_writes_only_where_memory_may_have_changed(monkeypatch: Patch) -> None:
+def test_a_refresh_writes_only_possible_changes(monkeypatch: Patch) -> None:
     shown.refresh()
     assert published(os.getpid()) is None  # nobody has asked for it to be shown
     shown.publish()
@@ -210,8 +210,8 @@ def test_a_refresh_writes_only_where_memory_may_have_changed(monkeypatch: Patch)
     assert written.call_count == 1
 
 
-def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: Patch) -> None:
-    """As a collection does, which may come anywhere."""
+def test_a_close_during_a_write_causes_another_write(monkeypatch: Patch) -> None:
+    """A garbage collection can close a tally at any point."""
     tallies, blocks = [shown.Tally()], []
 
     def collected(text: bytes) -> int:
@@ -228,7 +228,7 @@ def test_who_is_closed_in_the_middle_is_written_once_more(monkeypatch: Patch) ->
     blocks[0].close()
 
 
-def test_what_was_interrupted_is_written_by_the_next_refresh(monkeypatch: Patch) -> None:
+def test_the_next_refresh_completes_an_interrupted_write(monkeypatch: Patch) -> None:
     shown.publish()
     with um.Block(4096, name="mine"):
         with monkeypatch.context() as patch:
@@ -240,7 +240,7 @@ def test_what_was_interrupted_is_written_by_the_next_refresh(monkeypatch: Patch)
 
 
 def test_a_cache_that_gave_memory_back_is_shown() -> None:
-    """What it once held is more than it has room for now."""
+    """Its high-water mark exceeds its current size."""
     token = np.ones((2, 4, 64), "float32")
     with um.KVCache(2, 4, 64, 4096, grow=True, pages="4k", name="mine") as kv:
         for _ in range(1000):
@@ -267,7 +267,7 @@ def test_counting_costs_no_fault_and_no_call() -> None:
     assert 0 in faults
 
 
-def test_engines_add_up_and_what_they_counted_stays() -> None:
+def test_engine_counters_add_up_and_outlive_engines() -> None:
     first, second = shown.Tally(), shown.Tally()
     first.count(10, 1)
     first.hold(1000, 11)
@@ -283,7 +283,7 @@ def test_engines_add_up_and_what_they_counted_stays() -> None:
     assert counted() == [130, 13, 2000, 22]
 
 
-def test_each_engine_says_what_its_own_cache_holds() -> None:
+def test_each_engine_publishes_its_own_cache() -> None:
     def held() -> list[tuple[int | None, int | None]]:
         parts = {part.address: part for entry in look().entries for part in entry.parts}
         found = [parts[kv.address(0, "k")] for kv in caches]
@@ -310,7 +310,7 @@ def test_each_engine_says_what_its_own_cache_holds() -> None:
             kv.close()
 
 
-def test_a_tally_that_is_forgotten_gives_its_row_back() -> None:
+def test_a_collected_tally_frees_its_row() -> None:
     tally = shown.Tally()
     tally.hold(1000, 10)
     del tally
@@ -318,7 +318,7 @@ def test_a_tally_that_is_forgotten_gives_its_row_back() -> None:
     assert len(shown._shared.free_rows) == shown._N_ROWS  # type: ignore[union-attr]
 
 
-def test_engines_that_find_no_row_are_not_counted() -> None:
+def test_engines_without_a_free_row_are_not_counted() -> None:
     tallies = [shown.Tally() for _ in range(shown._N_ROWS + 2)]
     for tally in tallies:
         tally.count(1, 0)
@@ -364,7 +364,7 @@ def test_a_decoder_counts_its_tokens() -> None:
     assert scratch not in {entry.address for entry in look().entries}
 
 
-def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to() -> None:
+def test_a_forked_child_publishes_only_on_request() -> None:
     done = run_script("""
         import os
         import unimem as um
@@ -397,7 +397,7 @@ def test_a_forked_child_shows_and_writes_nothing_until_it_asks_to() -> None:
     assert done.stdout == "[2, 2, 0, 0]\n"
 
 
-def test_without_memory_for_it_nothing_is_shown_and_nothing_fails(monkeypatch: Patch) -> None:
+def test_without_memory_nothing_is_published_and_nothing_fails(monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         refused = OSError(errno.EPERM, os.strerror(errno.EPERM))
         patch.setattr(os, "memfd_create", Mock(side_effect=refused))
@@ -427,8 +427,8 @@ def test_a_python_without_memfds_shows_nothing(monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize(("field", "is_known"), [("NSpid", True), ("mnt_id", False)])
-def test_kernels_that_do_not_say_it(monkeypatch: Patch, field: str, is_known: bool) -> None:
-    """Without containers a process has one number; what may be no memfd is not opened."""
+def test_kernels_without_the_needed_fields(monkeypatch: Patch, field: str, is_known: bool) -> None:
+    """Without containers a process has one PID; a file that may not be a memfd is not opened."""
 
     def without_it(text: str) -> dict[str, str]:
         return {name: value for name, value in parse_fields(text).items() if name != field}
@@ -441,7 +441,7 @@ def test_kernels_that_do_not_say_it(monkeypatch: Patch, field: str, is_known: bo
 
 @pytest.mark.parametrize("n_more", range(3))
 def test_descriptors_run_out(n_more: int) -> None:
-    """Two are needed at a time, to learn when the process began, and for the memory."""
+    """Two descriptors are needed at a time: for the process's start time and for the memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.open("/dev/null", os.O_RDONLY)
     os.close(lowest)
@@ -463,7 +463,7 @@ def entry_of(i: int, nbytes: int, **fields: Any) -> Entry:
     )
 
 
-def test_of_more_entries_than_have_room_the_largest_are_kept(monkeypatch: Patch) -> None:
+def test_the_largest_entries_are_kept(monkeypatch: Patch) -> None:
     sizes = [4096 * (1 + i * 7919 % 5000) for i in range(5000)]
     entries = tuple(entry_of(i, nbytes) for i, nbytes in enumerate(sizes))
     monkeypatch.setattr("unimem._core.ledger.entries", lambda: entries)
@@ -476,7 +476,7 @@ def test_of_more_entries_than_have_room_the_largest_are_kept(monkeypatch: Patch)
     assert list(found.entries) == [entry for entry in entries if entry.nbytes >= kept[-1]]
 
 
-def test_names_that_a_terminal_would_obey_are_shown_without_that(monkeypatch: Patch) -> None:
+def test_control_characters_in_names_are_replaced(monkeypatch: Patch) -> None:
     entry = entry_of(0, 4096, name="\x1b[2Jname\n", path="/a\udcff\r/ü.gguf")
     monkeypatch.setattr("unimem._core.ledger.entries", lambda: (entry,))
     shown.publish()
@@ -498,7 +498,7 @@ def fake(data: bytes, name: str = NAME) -> Iterator[int]:
 
 
 def image(change: Change | None = None, text: bytes | None = None, **head: Any) -> bytes:
-    """What this process would show, with something changed."""
+    """Return this process's published bytes with a change."""
     with um.Block(MIB, name="mine"):
         shown.publish()
         assert shown._shared is not None
@@ -517,7 +517,7 @@ def image(change: Change | None = None, text: bytes | None = None, **head: Any) 
     return bytes(data[:NBYTES])
 
 
-def test_an_image_that_nobody_has_changed_is_read() -> None:
+def test_an_unchanged_image_is_read() -> None:
     with fake(image()):
         assert "mine" in names()
 
@@ -536,7 +536,7 @@ def test_an_image_that_nobody_has_changed_is_read() -> None:
     ({"started": 1}, None),
     ({"magic": bytes(8)}, None),
 ], ids=str)  # fmt: skip
-def test_headers_that_are_broken_are_told(head: dict[str, Any], reason: str | None) -> None:
+def test_broken_headers_are_refused(head: dict[str, Any], reason: str | None) -> None:
     with fake(image(**head)):
         said = told()
     expected = f"process {os.getpid()} publishes an unusable ledger: "
@@ -545,13 +545,13 @@ def test_headers_that_are_broken_are_told(head: dict[str, Any], reason: str | No
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, NBYTES - 1])
-def test_one_that_is_too_short_is_told(nbytes: int) -> None:
+def test_a_short_ledger_is_refused(nbytes: int) -> None:
     with fake(bytes(nbytes)):
         assert f"it has {nbytes} bytes, not {NBYTES}" in told()[0]
 
 
-def test_no_more_is_read_than_there_can_be() -> None:
-    """A fake of a terabyte costs no more than a ledger."""
+def test_reads_are_bounded() -> None:
+    """A fake ledger of a terabyte costs no more than a real one."""
     with fake(image()) as fd:
         os.ftruncate(fd, 1 << 40)
         with um.measure() as m:
@@ -563,7 +563,7 @@ def test_no_more_is_read_than_there_can_be() -> None:
 @pytest.mark.parametrize("text", [
     b"", b"null", b"[]", b"{}", b"\xff", b"[" * 200_000, b'{"counters":' + b"9" * 200_000 + b"}",
 ], ids=lambda text: repr(text[:12]))  # fmt: skip
-def test_texts_that_are_none_of_ours_are_told(text: bytes) -> None:
+def test_foreign_texts_are_refused(text: bytes) -> None:
     with fake(image(text=text)):
         (said,) = told()
     assert len(said) < 200
@@ -629,7 +629,7 @@ def test_the_ledger_is_found_behind_fakes_and_other_files() -> None:
         assert NAME in names()
 
 
-def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: Patch) -> None:
+def test_many_incomplete_ledgers_share_one_wait(monkeypatch: Patch) -> None:
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     torn = image(sum=1)
@@ -640,15 +640,15 @@ def test_many_that_are_never_whole_are_not_waited_for_each(monkeypatch: Patch) -
     assert len(waited) <= shown._TRIES + shown._MOST_FOUND
 
 
-def test_what_is_half_written_is_waited_for(monkeypatch: Patch) -> None:
+def test_a_half_written_ledger_is_waited_for(monkeypatch: Patch) -> None:
     whole, torn = image(), image(sum=1)
     with fake(torn) as fd:
         monkeypatch.setattr(time, "sleep", lambda _: os.pwrite(fd, whole, 0))
         assert published(os.getpid()) is not None
 
 
-def test_nothing_is_opened_but_memfds(tmp_path: Path) -> None:
-    """A file of that name may be a file system's that never answers; a FIFO waits for a writer."""
+def test_only_memfds_are_opened(tmp_path: Path) -> None:
+    """A file of that name may lie in a hanging file system, and a FIFO waits for a writer."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "file").write_bytes(image())
     folder = os.open(tmp_path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The fixture `unimem_steady_state`, in runs of pytest of its own."""
+"""The fixture `unimem_steady_state`, in separate runs of pytest."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def run_pytest(folder: Path, *options: str, **environment: str) -> str:
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where plugins are not loaded by themselves: of our tests, and of the document's example."""
+    """Return the output of our tests and of the page's example, without plugin autoload."""
     folder = tmp_path_factory.mktemp("pytest")
     (example,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs/measure.md").read_text(), re.S)
     (folder / "test_example.py").write_text(example)
@@ -178,7 +178,7 @@ def test_steady_tests_pass_and_others_fail(output: str) -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_the_message_says_what_was_taken(output: str, name: str) -> None:
+def test_the_message_names_what_was_taken(output: str, name: str) -> None:
     section = re.search(rf"^_+ (?:\w+\.)?{name} _+$(.*?)^(_|=)\2+ ", output, re.M | re.S)
     assert section is not None
     assert "the steady state took memory:" in section[1]
@@ -188,7 +188,7 @@ def test_the_message_says_what_was_taken(output: str, name: str) -> None:
     assert "pytest_unimem/" not in section[1]
 
 
-def test_an_error_of_the_test_itself_is_the_one_that_is_told(output: str) -> None:
+def test_the_test_s_own_error_is_reported(output: str) -> None:
     section = re.search(r"^_+ test_raise _+$(.*?)^(_|=)\2+ ", output, re.M | re.S)
     assert section is not None
     assert "KeyError: 'mine'" in section[1]
@@ -210,14 +210,14 @@ def test_imported(unimem_steady_state):
 
 
 @pytest.mark.uncounted
-def test_pytest_finds_it_and_does_not_import_unimem_at_its_start(tmp_path: Path) -> None:
+def test_pytest_finds_the_plugin_without_importing_unimem(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(IMPORTS)
     output = run_pytest(tmp_path)
     assert outcomes(output, "PASSED") == {"test_not_imported", "test_imported"}, output
 
 
 @pytest.mark.slow  # a docstring
-def test_the_fixture_is_listed_with_what_it_is_for(tmp_path: Path) -> None:
+def test_the_fixture_is_listed_with_its_purpose(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, "--fixtures")
     assert re.search(r"unimem_steady_state.*\n\s+Fail the test when unimem takes", output)
 

@@ -1,4 +1,4 @@
-"""Reports: rows that add up, as a table and as JSON."""
+"""Reports: rows add up, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def test_a_block_is_in_the_row_of_its_category(category: str, name: str) -> None
     {"pages": "thp", "warm": True},
     {"pages": "2m", "strict": True},
 ], ids=str)  # fmt: skip
-def test_a_mapping_is_as_its_block(options: dict[str, Any], request: pytest.FixtureRequest) -> None:
+def test_a_mapping_matches_its_block(
+    options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     if options["pages"] == "thp" and not huge_page_bytes():
         pytest.skip("this kernel gives no transparent huge pages")
     if options["pages"] == "2m":
@@ -132,7 +134,7 @@ def test_the_sums_are_the_kernel_s_and_the_ledger_s() -> None:
         cache.close()
 
 
-def test_what_malloc_has() -> None:
+def test_memory_of_malloc() -> None:
     has = um.report().facts["malloc_bytes"]
     assert has["arenas"] + has["mmapped"] == has["in_use"] + has["free"]
     libc = ctypes.CDLL(None)
@@ -147,7 +149,7 @@ def test_what_malloc_has() -> None:
     assert now.in_use - before.in_use >= 256 << 20
 
 
-def test_threads_may_map_and_unmap_meanwhile() -> None:
+def test_threads_may_map_and_unmap_during_a_report() -> None:
     ended = threading.Event()
 
     def come_and_go() -> None:
@@ -233,7 +235,7 @@ def test_a_process_that_shows_nothing() -> None:
     check(report)
 
 
-def test_processes_that_are_none() -> None:
+def test_missing_and_invalid_pids() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     with pytest.raises(ProcessLookupError, match="no process"):
@@ -261,7 +263,7 @@ def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:
     assert (row.high_water_bytes or 0) >= 3 << 20
 
 
-def test_a_decoder_s_report_is_such_a_document() -> None:
+def test_a_decoder_s_report_follows_the_schema() -> None:
     engine = pytest.importorskip(
         "unimem.engine", reason="the engine needs ggml: pip install '.[run]'", exc_type=ImportError
     )

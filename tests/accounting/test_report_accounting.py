@@ -1,4 +1,4 @@
-"""What was planned is what a decoder reports, and what the kernel says of its mappings."""
+"""Planned, reported and mapped memory of a decoder are equal."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def parts_of(block: um.Block) -> list[proc_maps.Mapping]:
 
 
 def smaps_sizes(blocks: list[um.Block]) -> int:
-    """What the kernel maps for these blocks: of what is mapped twice, half."""
+    """Return the kernel's sizes for these blocks, half of a double mapping."""
     total = 0
     for block in blocks:
         parts = [part for part in parts_of(block) if part.access[0] == "r"]
@@ -283,7 +283,7 @@ with (
     pytest.param("map", "auto", None, marks=pytest.mark.slow),
     pytest.param("direct", "thp", None, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_process_with_one_decoder_has_what_was_planned_and_no_more(
+def test_a_process_with_one_decoder_has_just_what_was_planned(
     make_model: Any, load: str, pages: str, window: int | None
 ) -> None:
     path, tests = str(make_model("llama", "q8_0", "small")), str(ROOT / "tests")

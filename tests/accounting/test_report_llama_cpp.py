@@ -1,4 +1,4 @@
-"""Reports of other programs that have a model in memory, against what smaps says of them."""
+"""Reports of other programs with a model in memory, checked against smaps."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ def file_of(path: Path) -> tuple[str, int]:
 
 
 def smaps(pid: int, files: list[Path]) -> Sums:
-    """What the kernel says of each file, by device and inode: read here anew.
+    """Return the kernel's figures for each file, by device and inode, from a fresh reading.
 
-    Of libraries and the kernel's pages without Pss, which changes with every process that others
-    start.
+    Libraries and kernel pages have no Pss here, since each process that starts changes it.
     """
     steady = {_ANONYMOUS, *map(file_of, files)}
     sums: Sums = defaultdict(lambda: defaultdict(int))
@@ -50,7 +49,7 @@ def smaps(pid: int, files: list[Path]) -> Sums:
 
 
 def read(pid: int, *files: Path) -> tuple[Report, Sums]:
-    """Report on a process, and read smaps of it, while nothing changes."""
+    """Report on a process and read its smaps while nothing changes."""
     for _ in range(20):
         before, report = smaps(pid, [*files]), um.report(pid)
         if smaps(pid, [*files]) == before:
@@ -67,7 +66,7 @@ def rss(rows: list[Row]) -> int:
 
 
 def assert_is_the_kernel_s(report: Report, sums: Sums, files: list[Path]) -> None:
-    """Compare the process, and its rows of weights, with smaps: to the byte."""
+    """Compare the process and its rows of weights with smaps, to the byte."""
     whole = sum(map(Counter, sums.values()), Counter())
     facts = report.facts
     assert facts["rss_bytes"] == rss(list(report.rows)) == whole["Rss"] + whole["Hugetlb"]

@@ -1,4 +1,4 @@
-"""A report as HTML: its sums are the kernel's, and it stays small."""
+"""A report as HTML: its sums equal the kernel's, and it stays small."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def invented(**more: Any) -> HtmlPage:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What smaps said each time that it was read.
+    """Record every reading of smaps.
 
-    A second reading would differ: whoever maps a library meanwhile changes all shares of it.
+    A second reading would differ, since any process that maps a library changes all its shares.
     """
     texts: list[bytes] = []
     plain = system_process._read_smaps
@@ -63,7 +63,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def check_sums(page: HtmlPage, smaps: bytes) -> None:
-    """The tables add up, to what the kernel says."""
+    """Check that the tables add up to the kernel's figures."""
     memory, held = page.table("memory", "in RAM", "most"), page.table("memory", "Rss")
     for table, name, field in (
         (memory, "in RAM", "Pss"), (held, "Rss", "Rss"), (held, "swapped out", "Swap")
@@ -136,7 +136,7 @@ def test_limits_and_pressure() -> None:
     assert "Limits" not in HtmlPage(report_page(replace(one, limits=()))).text
 
 
-def test_growth_is_drawn_where_it_was_watched() -> None:
+def test_growth_of_a_watch_is_drawn() -> None:
     points = [
         GrowthPoint(10.0, {"kv": MIB, "files": MIB}),
         GrowthPoint(14.0, {"kv": 3 * MIB, "files": MIB, "scratch": KIB}),

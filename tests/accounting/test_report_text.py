@@ -1,4 +1,4 @@
-"""A report as text, and as the document of its schema."""
+"""A report as text and as JSON that follows its schema."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_table_and_json() -> None:
     assert document["facts"] == {"cpu_features": ["avx2", "fma"], "threads": 2}
 
 
-def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() -> None:
+def test_unknown_columns_are_left_out_and_lines_are_short() -> None:
     model = {
         "path": "/" + "very/" * 30 + "long-name-of-a-model.gguf", "nbytes": 4096,
         "rss_bytes": 1536, "staged_from": None, "state": "file", "problem": None,
@@ -105,7 +105,7 @@ def test_columns_of_which_nothing_is_known_are_left_out_and_lines_are_short() ->
     ]
 
 
-def test_names_of_others_do_nothing_to_a_terminal() -> None:
+def test_foreign_names_cannot_control_a_terminal() -> None:
     report = Report((), {"name": "a\x1b[2J", "command": "b\nc\udcff"})
     assert str(report).splitlines()[-2:] == ["name      a\\x1b[2J", "command   b\\nc?"]
     assert json.loads(report.to_json())["facts"] == report.facts

@@ -1,4 +1,4 @@
-"""Rows of plans and reports: found by their category, or refused by name."""
+"""Rows of plans and reports: found by category, or refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates between samples, and the few evenly spaced points that a watch keeps."""
+"""Rates between samples, and the evenly spaced points that a watch keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of arguments: values that pass are converted, others are refused by name."""
+"""Argument checks: valid values are converted, invalid ones are refused by name."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def write(path: Path, page: Any) -> None:
 
 
 def failing(number: int) -> Callable[..., Any]:
-    """A system call that fails with this error."""
+    """Return a system call that fails with this error."""
 
     def fail(*_: Any) -> Any:
         raise OSError(number, os.strerror(number))
@@ -63,7 +63,7 @@ def check_save(path: Path) -> None:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the file system of a folder knows O_DIRECT."""
+    """Return whether the folder's file system supports O_DIRECT."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         try:
             fcntl.fcntl(file.fileno(), fcntl.F_SETFL, os.O_DIRECT)

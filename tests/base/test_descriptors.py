@@ -1,4 +1,4 @@
-"""Descriptors that are closed whatever comes in between."""
+"""Descriptors are closed despite errors and interrupts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_open(fd: int) -> bool:
     return os.path.exists(f"/proc/self/fd/{fd}")
 
 
-def test_all_are_closed_though_one_cannot_be() -> None:
+def test_one_failed_close_does_not_stop_the_others() -> None:
     with Descriptors() as fds:
         opened = [fds.add(os.open, os.devnull, os.O_RDONLY) for _ in range(3)]
         assert fds == opened
@@ -25,7 +25,7 @@ def test_all_are_closed_though_one_cannot_be() -> None:
     assert fds == []
 
 
-def test_interrupted_at_each_line_nothing_stays_open() -> None:
+def test_an_interrupt_at_any_line_leaves_nothing_open() -> None:
     opened = []
 
     def opens() -> int:

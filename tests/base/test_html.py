@@ -1,4 +1,4 @@
-"""HTML that is made by hand: all is escaped, and each tag is closed."""
+"""Handmade HTML: all text is escaped and each tag is closed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(*parts: str) -> HtmlPage:
     table((EVIL, EVIL), [(EVIL, EVIL)], foot=[(EVIL, EVIL)], spare=(EVIL,)),
     stack([(EVIL, 3, "red"), (EVIL, 4, "red")]), chart((0, 1), [(EVIL, (1, 2), "red")], 2),
 ])  # fmt: skip
-def test_no_name_is_obeyed(made: Html) -> None:
+def test_names_are_escaped(made: Html) -> None:
     assert "<script" not in made
     assert not CONTROL.search(made)
     read = HtmlPage(page(EVIL, fragment(made)))
@@ -42,7 +42,7 @@ def test_no_name_is_obeyed(made: Html) -> None:
     assert not [name for name, _ in read.attributes if name.startswith("on")]
 
 
-def test_a_page_asks_for_nothing() -> None:
+def test_a_page_loads_nothing() -> None:
     text = page("a title", fragment(heading("one")))
     assert "http" not in text.replace("http-equiv", "")
     assert not set(HtmlPage(text).tags) & {"script", "link", "img", "iframe", "object"}
@@ -61,16 +61,16 @@ def test_sizes_are_exact_for_programs() -> None:
     assert "1.5 KiB" in read.text
 
 
-def test_what_is_very_long_is_cut() -> None:
+def test_very_long_text_is_cut() -> None:
     assert len(markup("x" * 10_000)) == 400
 
 
 @pytest.mark.parametrize(("share", "width"), [(-1.0, "0.0%"), (0.25, "25.0%"), (2.0, "100.0%")])
-def test_no_bar_leaves_its_column(share: float, width: str) -> None:
+def test_bars_stay_in_their_column(share: float, width: str) -> None:
     assert f"width:{width}" in bar(share, "red")
 
 
-def test_the_smallest_of_very_many_are_one_piece() -> None:
+def test_the_smallest_pieces_are_merged() -> None:
     made = stack([(f"n{i}", i, "red") for i in range(20)])
     assert made.count("<li>") == 10
     assert "10 others" in made  # the one of 0 bytes is not there
@@ -78,7 +78,7 @@ def test_the_smallest_of_very_many_are_one_piece() -> None:
     assert stack([]).count("<li>") == 0
 
 
-def test_a_chart_stacks_what_it_draws() -> None:
+def test_a_chart_stacks_its_rows() -> None:
     made = chart((10.0, 20.0), [("a", (0, 50), "red"), ("b", (100, 50), "blue")], 100)
     assert 'points="0.0,200.0 1000.0,100.0 1000.0,200.0 0.0,200.0"' in made
     assert 'points="0.0,0.0 1000.0,0.0 1000.0,100.0 0.0,200.0"' in made

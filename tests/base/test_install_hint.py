@@ -1,4 +1,4 @@
-"""What is missing is installed from a checkout or from a wheel's file: no index has unimem."""
+"""Install hints name a checkout or a wheel file, since no index has unimem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.project.checkout import ROOT
 from unimem.base.install_hint import install_hint
 
 
-def test_both_ways_are_said() -> None:
+def test_hints_name_both_ways() -> None:
     assert install_hint("run") == (
         "install unimem-llm with the extra 'run': "
         "pip install '.[run]' in a checkout, or pip install './FILE.whl[run]' of its wheel"
@@ -20,7 +20,7 @@ def test_both_ways_are_said() -> None:
     )
 
 
-def test_messages_take_the_words_from_here_and_name_extras_that_there_are() -> None:
+def test_messages_use_the_hint_and_name_existing_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named: set[str] = set()
     literal = []

@@ -1,4 +1,4 @@
-"""Small files of the kernel: how they are read, and the formats of their figures."""
+"""Small kernel files: reading them, and the formats of their figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from unimem.base import kernel_files
 
 
-def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
+def test_unreadable_files_are_none(tmp_path: Path) -> None:
     absent = str(tmp_path / "absent")
     assert kernel_files.read_text(absent) is None
     assert kernel_files.read_text(str(tmp_path)) is None
@@ -56,7 +56,7 @@ def test_fields(tmp_path: Path) -> None:
     assert found == {"MemTotal": "5 kB", "MemFree": "4 kB"}
 
 
-def test_names_that_are_no_utf8_are_kept(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"0::/\xff\n")
     found = kernel_files.read_text(str(tmp_path / "file"))
     assert found is not None
@@ -78,6 +78,6 @@ def test_lists(text: str, numbers: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "1,", "3-1", "-1", "1-", "0x1", "0-99999999", "1 2"])
-def test_lists_that_are_none(text: str) -> None:
+def test_invalid_lists(text: str) -> None:
     with pytest.raises(ValueError, match="expected a list of numbers"):
         kernel_files.parse_list(text)

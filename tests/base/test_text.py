@@ -1,4 +1,4 @@
-"""How sizes, names and lines are written."""
+"""Sizes, names and lines as text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_figures() -> None:
     assert counts == ["0 tokens", "1 token", "1,000 tokens"]
 
 
-def test_width_is_that_of_a_terminal() -> None:
+def test_the_width_is_the_terminal_s() -> None:
     assert text_width("漢字") == 4
     assert text_width("e\u0301") == 1
     assert shorten("漢字漢字漢字", 8) == "漢...字"
@@ -53,13 +53,13 @@ def test_width_is_that_of_a_terminal() -> None:
     assert shorten("漢字", 0) == ""
 
 
-def test_a_word_that_no_line_has_room_for_is_cut_or_stays_whole() -> None:
+def test_a_word_longer_than_a_line_is_cut_or_kept_whole() -> None:
     assert wrap("see /a/very/long/path now", 9) == ["see", "/a/...ath", "now"]
     assert wrap("see /a/very/long/path now", 9, cuts=False) == ["see", "/a/very/long/path", "now"]
     assert wrap("", 9) == [""]
 
 
-def test_colours_are_for_surfaces_that_show_them() -> None:
+def test_colours_appear_only_where_they_can_be_shown() -> None:
     plain, colored = Surface(20), Surface(20, is_colored=True)
     for style, code in (("heading", 1), ("dim", 2), ("good", 32), ("bad", 33), ("tint", 36)):
         assert getattr(plain, style)("x") == "x"
@@ -75,12 +75,12 @@ def test_colours_are_for_surfaces_that_show_them() -> None:
     assert list(item_lines(plain, "1.", "words that need a line more")) == lines
 
 
-def test_names_of_facts_have_room() -> None:
+def test_fact_names_have_room() -> None:
     lines = fact_lines(Surface(), [("cpu_features", "avx2"), ("threads", "2")])
     assert list(lines) == ["cpu_features  avx2", "threads       2"]
 
 
-def test_a_table_that_must_not_be_cut_is_not() -> None:
+def test_an_uncut_table_stays_whole() -> None:
     name = "a/name/" * 20
     lines = table_lines(Surface(40), ("name", "n"), [(name, "1")], cuts=False)
     assert list(lines) == [f"name{' ' * (len(name) - 4)}  n", f"{name}  1"]

@@ -1,4 +1,4 @@
-"""Work in several threads, interrupted at each line: it has ended when the call is over."""
+"""Work in several threads ends before the call returns, even if interrupted at any line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_thread_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(begun) == len(done) > 2
 
 
-def test_of_several_interrupts_the_last_is_raised_at_the_end() -> None:
+def test_the_last_of_several_interrupts_is_raised_at_the_end() -> None:
     asked: list[None] = []
 
     def holds() -> bool:
@@ -55,7 +55,7 @@ def test_of_several_interrupts_the_last_is_raised_at_the_end() -> None:
     assert len(asked) == 6
 
 
-def test_where_no_thread_can_be_started_the_limits_are_named(
+def test_a_failed_thread_start_names_the_limits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[None] = []

@@ -1,4 +1,4 @@
-"""`unimem cache`: what it shows, removes and checks."""
+"""`unimem cache`: listing, removing and checking images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(folder: Path, name: str) -> str:
-    """An image of a model that is there; returns its key."""
+    """Keep an image of an existing model; return its key."""
     model = folder.parent / name
     model.touch()
     identity = {"files": [list(identity_of(os.stat(model)))]}

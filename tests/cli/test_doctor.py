@@ -44,7 +44,7 @@ def test_without_a_terminal_it_is_plain_text_of_80_columns() -> None:
     assert "Nothing to change." in out or "To change, the greatest effect first:" in out
 
 
-def test_the_document_is_that_of_the_library() -> None:
+def test_the_document_is_the_library_s() -> None:
     code, out, err = show("doctor", "--json")
     assert (code, err, out.count("\n")) == (0, "", 1)
     document, here = json.loads(out), um.doctor().to_dict()
@@ -65,7 +65,7 @@ def test_findings_do_not_change_the_exit_code() -> None:
     assert "Optional:\n\n2. It is small\n" in out
 
 
-def test_colours_are_for_terminals_that_want_them(amiss: um.Machine, monkeypatch: Patch) -> None:
+def test_only_willing_terminals_get_colours(amiss: um.Machine, monkeypatch: Patch) -> None:
     screen = show("doctor", columns=80)
     assert "\x1b[2mkernel    \x1b[0mLinux" in screen.out
     assert "1. \x1b[33mIt is slow\x1b[0m" in screen.out

@@ -1,4 +1,4 @@
-"""`unimem exec`: what it places, shows and refuses, and how a program ends under it."""
+"""`unimem exec`: placed allocations, reports, refusals and exit codes."""
 
 # ruff: noqa: F811 - fixtures that are imported, and asked for by their names
 
@@ -75,7 +75,7 @@ def start(script: str, *options: str, **rest: Any) -> subprocess.Popen[str]:
 
 @contextmanager
 def holding(script: str, *options: str) -> Iterator[int]:
-    """A process under exec that has run the script, and is still there."""
+    """Start a script under exec that has run and still exists."""
     with start(script + HOLD, *options) as process:
         try:
             assert process.stdout is not None
@@ -86,7 +86,7 @@ def holding(script: str, *options: str) -> Iterator[int]:
 
 
 def of_script(script: str, *options: str, **rest: Any) -> str:
-    """What a script prints that ends well."""
+    """Return the output of a script that succeeds."""
     with start(script, *options, **rest) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err
@@ -128,7 +128,7 @@ def test_large_memory_is_placed_and_seen() -> None:
     assert "exec" in str(report)
 
 
-def test_a_program_works_as_without() -> None:
+def test_a_program_works_as_without_exec() -> None:
     script = textwrap.dedent("""
     at = fill(c.malloc(20 * MIB), 20 * MIB)
     at = c.realloc(at, 90 * MIB)
@@ -170,7 +170,7 @@ print(ctypes.string_at(shared, 20 * MIB) == b"\\7" * (20 * MIB))
 """
 
 
-def test_a_fork_server_answers_from_memory_of_its_children() -> None:
+def test_a_fork_server_answers_from_its_children_s_memory() -> None:
     with start(FORK_SERVER, "--min-bytes", "4096") as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
@@ -187,7 +187,7 @@ def test_a_fork_server_answers_from_memory_of_its_children() -> None:
 
 
 def without_the_right_to_lock(nbytes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user does who may lock so much."""
+    """Run a command as a user with this limit on locked memory."""
     hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
@@ -213,14 +213,14 @@ print(locked() <= 8)
 """
 
 
-def test_a_user_locks_as_much_as_is_allowed() -> None:
+def test_a_user_may_lock_up_to_the_limit() -> None:
     words = [sys.executable, "-c", MAIN, "exec", "--lock", "--", *PYTHON, C + LOCKS]
     done = without_the_right_to_lock(8 * MIB, *words)
     assert (done.returncode, done.stdout) == (0, "4\nTrue\n"), done.stderr
     assert done.stderr.count("the limit on locked memory was reached (ulimit -l)") == 1
 
 
-def test_a_lock_that_is_not_allowed_is_refused() -> None:
+def test_a_forbidden_lock_is_refused() -> None:
     done = without_the_right_to_lock(
         64 << 10, sys.executable, "-c", MAIN, "exec", "--lock", "--", "true"
     )
@@ -242,7 +242,7 @@ def test_children_are_placed_too() -> None:
         (["--", "/etc/passwd"], 126, "Permission denied"),
     ],
 )
-def test_the_exit_code_is_the_programs(words: list[str], code: int, said: str) -> None:
+def test_the_exit_code_is_the_program_s(words: list[str], code: int, said: str) -> None:
     screen = run_anew("exec", *words, code=MAIN)
     assert (screen.code, screen.out) == (code, "")
     assert said in screen.err
@@ -260,7 +260,7 @@ def test_the_exit_code_is_the_programs(words: list[str], code: int, said: str) -
         ([], 2, "COMMAND"),
     ],
 )
-def test_what_is_refused_never_starts(
+def test_a_refused_program_never_starts(
     monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, said: str
 ) -> None:
     monkeypatch.setattr(cli_exec, "become", never)
@@ -284,9 +284,7 @@ def test_signals_reach_the_program() -> None:
     assert subprocess.run(words, check=False).returncode == -signal.SIGPIPE
 
 
-def test_a_pool_that_is_empty_is_refused(
-    monkeypatch: pytest.MonkeyPatch, no_huge_pages: None
-) -> None:
+def test_an_empty_pool_is_refused(monkeypatch: pytest.MonkeyPatch, no_huge_pages: None) -> None:
     monkeypatch.setattr(cli_exec, "become", never)
     screen = show("exec", "--pages", "2m", "--", "true")
     assert screen.code == 3
@@ -303,7 +301,7 @@ def test_a_pool_that_is_empty_is_refused(
         ("weighted:1", "6:2"),
     ],
 )
-def test_policies_are_the_kernels_numbers(numa: str, text: str) -> None:
+def test_policies_are_the_kernel_s_numbers(numa: str, text: str) -> None:
     policy = parse_numa(numa)
     assert policy is not None
     assert cli_exec._policy_text(policy) == text
@@ -342,7 +340,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("dynamic", None),
     ],
 )
-def test_what_cannot_be_loaded_into_is_said(
+def test_programs_that_cannot_load_the_library_are_named(
     programs: dict[str, Path], name: str, said: str | None
 ) -> None:
     found = launch.obstacle(str(programs[name]))
@@ -472,7 +470,7 @@ def test_models_among_the_arguments_are_staged() -> None:
         (["--", "no-such-program"], False),
     ],
 )
-def test_the_quick_way_is_for_what_needs_no_machine(
+def test_the_fast_path_serves_options_without_machine_checks(
     monkeypatch: pytest.MonkeyPatch, words: list[str], is_quick: bool
 ) -> None:
     monkeypatch.delenv("LD_PRELOAD", raising=False)
@@ -504,7 +502,7 @@ def test_the_table_has_all_options_of_the_command() -> None:
     }
 
 
-def test_unimem_is_not_imported_for_it() -> None:
+def test_exec_does_not_import_unimem() -> None:
     script = "import os, sys\nos.execve = lambda *_: sys.exit(str('unimem' in sys.modules))\n"
     script += "sys.argv[1:] = ['exec', '--', 'true']\nfrom unimem_command import main\nmain()"
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
@@ -540,7 +538,7 @@ print("RESULT", json.dumps([tokens, sums]))
 
 @pytest.mark.slow  # servers are started, with it and without
 @pytest.mark.parametrize(("name", "needs"), [("redis", "redis-benchmark"), ("server", "cyllama")])
-def test_servers_of_others_answer_the_same(name: str, needs: str) -> None:
+def test_foreign_servers_answer_the_same(name: str, needs: str) -> None:
     if shutil.which(needs) is None and importlib.util.find_spec(needs) is None:
         pytest.skip(f"{needs} is not installed")
     words = [name, "--requests", "500", "--chats", "5"]
@@ -556,7 +554,7 @@ def test_servers_of_others_answer_the_same(name: str, needs: str) -> None:
 
 @pytest.mark.uncounted
 @pytest.mark.slow  # a model of 0.7 GB is written, and read twice
-def test_llama_cpp_says_the_same_in_huge_pages(tmp_path: Path) -> None:
+def test_llama_cpp_writes_the_same_text_in_huge_pages(tmp_path: Path) -> None:
     pytest.importorskip("cyllama", reason="cyllama (extra test) is the peer: pip install '.[test]'")
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
     if not HAS_THP:

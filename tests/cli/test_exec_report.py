@@ -1,4 +1,4 @@
-"""The report that an ending program waits for: a document in a file, or a page."""
+"""The report at a program's end: a document in a file, or a page."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_document_or_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert err.startswith(f"process   {os.getpid()} ")
 
 
-def test_a_process_that_has_ended_has_no_report(tmp_path: Path) -> None:
+def test_an_ended_process_has_no_report(tmp_path: Path) -> None:
     with pytest.raises(ProcessLookupError):
         main(2**22 + 1, str(tmp_path / "report.json"))
     assert list(tmp_path.iterdir()) == []

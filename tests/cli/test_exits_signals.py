@@ -24,7 +24,7 @@ def _commands_can_be_run() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
-def test_a_command_that_a_signal_ends_leaves_nothing(number: signal.Signals, model: Path) -> None:
+def test_a_command_ended_by_a_signal_leaves_nothing(number: signal.Signals, model: Path) -> None:
     script = f"""
 import os, sys
 from contextlib import contextmanager
@@ -39,8 +39,8 @@ sys.exit(main(["stage", "--backing", "shm", {str(model)!r}]))
     assert not list(stale())
 
 
-def test_a_command_leaves_alone_what_somebody_ignores(model: Path) -> None:
-    """As with nohup."""
+def test_a_command_keeps_ignored_signals_ignored(model: Path) -> None:
+    """A command under nohup starts like this."""
     script = f"""
 import os, signal, sys
 from unimem.cli import main, terminal
@@ -74,7 +74,7 @@ sys.exit(main())
     "unimem", "unimem.cli.plan",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("unimem._core.block", "typer")),
 ])  # fmt: skip
-def test_an_interrupt_while_it_imports_ends_a_command_without_a_word(module: str) -> None:
+def test_an_interrupt_during_imports_ends_a_command_quietly(module: str) -> None:
     script = INTERRUPTED.replace("MODULE", module).replace("BEFORE", "")
     assert run_anew(code=script) == (130, "", "")
 
@@ -90,12 +90,12 @@ _signal.signal = interrupt
 """
 
 
-def test_an_interrupt_before_the_command_begins_ends_it_without_a_word() -> None:
+def test_an_interrupt_before_the_command_begins_ends_it_quietly() -> None:
     script = INTERRUPTED.replace("MODULE", "none").replace("BEFORE", AT_THE_HANDOVER)
     assert run_anew(code=script) == (130, "", "")
 
 
-def test_interrupts_that_somebody_ignores_end_nothing() -> None:
+def test_ignored_interrupts_end_nothing() -> None:
     ignore = "_signal.signal(_signal.SIGINT, _signal.SIG_IGN)"
     script = INTERRUPTED.replace("MODULE", "unimem").replace("BEFORE", ignore)
     ended = run_anew(code=script)

@@ -1,4 +1,4 @@
-"""`unimem report --html`: one file, also of a watch, whole or not at all."""
+"""`unimem report --html`: one file, also from a watch, whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_page_of_a_process(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["a.html"]
 
 
-def test_a_watch_ends_with_a_page_of_what_has_grown(tmp_path: Path) -> None:
+def test_a_watch_ends_with_a_page_of_the_growth(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     options = ("--watch", "--interval", 0.1, "--json", "--html", path)
     with running(HOLD) as pid, start_command("report", pid, *options) as process:
@@ -47,14 +47,14 @@ def test_a_watch_ends_with_a_page_of_what_has_grown(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["a.html"]
 
 
-def test_no_watch_is_in_vain(tmp_path: Path) -> None:
+def test_a_watch_with_an_unwritable_page_is_refused_first(tmp_path: Path) -> None:
     path = tmp_path / "none" / "a.html"
     screen = show("report", os.getpid(), "--watch", "--html", path)
     assert (screen.code, screen.out) == (1, "")
     assert "none/a.html: No such file or directory" in screen.err
 
 
-def test_of_no_process_there_is_no_page(tmp_path: Path) -> None:
+def test_a_missing_process_has_no_page(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     with subprocess.Popen(["true"]) as process:
         pass

@@ -1,4 +1,4 @@
-"""`unimem inspect`: its pages, its picture of what is in RAM, and its document."""
+"""`unimem inspect`: its pages, its picture of residency, and its document."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_whole_values(model: Path) -> None:
     assert run(model, "--metadata", "eps", "--metadata", "tokem") == (1, "", said)
 
 
-def test_a_split_model_is_one(split: list[Path]) -> None:
+def test_a_split_model_is_one_model(split: list[Path]) -> None:
     out = page_of(split[1], "--tensors", "--residency")
     assert all(f"{path} (3.0 MiB)" in out for path in split)
     assert_lines(out, r"total +6  6\.0 MiB", r"all files: .* of 6\.0 MiB in RAM.*")
@@ -248,7 +248,7 @@ def test_cells() -> None:
     assert [cell(1, 0, 9), cell(0, 0, 10), cell(0, 0, 0)] == ["part", "unknown", "none"]
 
 
-def test_looking_brings_nothing_in(half_in_ram: Path) -> None:
+def test_looking_loads_no_pages(half_in_ram: Path) -> None:
     with um.open_weights(half_in_ram, load="map") as weights:
         before = weights.residency().resident_bytes
         page_of(half_in_ram, "--residency")
@@ -312,7 +312,7 @@ def test_failures(tmp_path: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("header", [GGUFHeader, SafetensorsHeader])
-def test_a_header_that_cannot_be_read_is_of_a_file(header: Any) -> None:
+def test_an_unreadable_header_names_its_file(header: Any) -> None:
     with open("/proc/self/mem", "rb") as file, pytest.raises(OSError, match="header") as caught:
         header(file.fileno(), 100, "the path")
     assert (caught.value.errno, caught.value.filename) == (errno.EIO, "the path")
@@ -337,7 +337,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_a_bar_of_what_the_library_tells(model: Path) -> None:
+def test_a_bar_follows_the_library_s_progress(model: Path) -> None:
     bar = run(model, "--content-hash", "--json", columns=80).err
     assert "hashing" in bar
     assert re.search(r"\d/3\.0 (MiB|MB)|3\.0/3\.0 MiB", bar), bar
@@ -345,7 +345,7 @@ def test_a_bar_of_what_the_library_tells(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("_impatient")
-def test_the_bar_has_bytes_rate_and_what_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_has_bytes_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stderr", stream)

@@ -1,4 +1,4 @@
-"""`unimem metrics`: served until a signal comes, or written once."""
+"""`unimem metrics`: served until a signal, or written once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _umask() -> int:
     return mask
 
 
-def test_it_serves_until_a_signal_comes() -> None:
+def test_it_serves_until_a_signal() -> None:
     with running(HOLD) as pid, start_command("metrics", pid, "--port", 0) as process:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
@@ -62,7 +62,9 @@ def test_it_serves_until_a_signal_comes() -> None:
     assert set(re.findall(r"^(unimem_\w+)", text, re.M)) <= set(FAMILIES)
 
 
-def test_without_numbers_all_with_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pids_all_processes_with_a_model_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one = ModelProcess(7, "a", "a", (), True, 1, 1)
     seen = Mock(side_effect=[Processes((one,), 0), Processes((), 0)])
     now = [100.0]
@@ -75,7 +77,7 @@ def test_without_numbers_all_with_a_model(monkeypatch: pytest.MonkeyPatch) -> No
     assert seen.call_count == 2
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_taken_port() -> None:
     from prometheus_client import start_http_server
 
     server, _ = start_http_server(0, addr="127.0.0.1")

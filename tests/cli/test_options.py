@@ -1,4 +1,4 @@
-"""Options that take numbers, with units."""
+"""Numeric options with units."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_numbers_as_people_write_them(text: str, value: int) -> None:
     "", " ", "0", "-1", "-8k", "nan", "inf", "1e3", "k", "8kk", "8 k", "1.5", "0.3k", "1.", "2t",
     "\uff10", "+8", "0x10", "9" * 5000, "8" + "0" * 17 + "t",
 ], ids=lambda text: text[:8])  # fmt: skip
-def test_what_is_no_number_is_refused_with_examples(text: str) -> None:
+def test_invalid_numbers_are_refused_with_examples(text: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
         number_parser(1, 1 << 40, "512M or 16G")(text)
     said = str(refused.value)

@@ -1,4 +1,4 @@
-"""`unimem plan`: what it shows of a plan, and which plan it makes."""
+"""`unimem plan`: its page, and the options of the plan."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ Planned = Callable[[Plan], dict[str, Any]]
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
-    """Have the command get this plan; gives what it was asked for."""
+    """Make the command get this plan; return its request."""
 
     def give(made: Plan) -> dict[str, Any]:
         asked: dict[str, Any] = {}
@@ -131,7 +131,7 @@ def test_the_page(planned: Planned) -> None:
     assert (wide.widest, wide.lines[0]) == (120, PAGE.splitlines()[0])
 
 
-def test_colours_are_for_terminals_that_want_them(planned: Planned) -> None:
+def test_only_willing_terminals_get_colours(planned: Planned) -> None:
     planned(PLAN)
     screen = show("plan", "some/mistral.gguf", columns=80)
     assert screen.plain == PAGE
@@ -161,7 +161,7 @@ def test_what_does_not_fit(planned: Planned) -> None:
     assert f"\x1b[33m{screen.lines[0]}\x1b[0m" in screen.out
 
 
-def test_a_command_that_helps_is_a_line_of_its_own(planned: Planned) -> None:
+def test_a_helpful_command_is_on_its_own_line(planned: Planned) -> None:
     command = "echo max > /sys/fs/cgroup/" + "a/" * 40 + "memory.max"
     check = Check("cgroup /a", 2 * GIB, GIB, GIB, command)
     advice = Advice(f"1.0 GiB more in cgroup /a: {command}", 0, {}, False)
@@ -171,7 +171,7 @@ def test_a_command_that_helps_is_a_line_of_its_own(planned: Planned) -> None:
     assert lines[number + 1 : number + 3] == ["   " + command, ""]
 
 
-def test_a_long_name_is_cut_where_it_leaves_room(planned: Planned) -> None:
+def test_a_long_name_is_cut_to_leave_room(planned: Planned) -> None:
     check = Check("cgroup /" + "x" * 200, 2 * GIB, GIB, GIB, "more")
     planned(replace(TOO_LARGE, checks=(check,)))
     screen = show("plan", "m.gguf", columns=80)
@@ -223,13 +223,13 @@ def test_a_page_without_figures(planned: Planned) -> None:
      ["Not as asked for: locked memory (memlock). Memory falls back to what is available."]),
     ({"ctx": 40_000}, ["40,000 tokens (beyond the model's own: 32,768, fits: 22,528)"]),
 ], ids=["asked", "spills", "falls back", "beyond the model"])  # fmt: skip
-def test_what_is_said_of_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:
+def test_messages_about_a_plan(planned: Planned, changes: dict[str, Any], said: list[str]) -> None:
     planned(replace(PLAN, **changes))
     text = " ".join(show("plan", "m.gguf").plain.split())
     assert all(each in text for each in said)
 
 
-def test_a_gpu_has_a_total_of_its_own(planned: Planned) -> None:
+def test_a_gpu_has_its_own_total(planned: Planned) -> None:
     planned(ON_GPU)
     page = show("plan", "m.gguf").plain
     assert re.search(r"^weights:q4_k on cuda:0 +3\.0 GiB  █+", page, re.M)
@@ -256,7 +256,7 @@ def test_the_first_line(planned: Planned, made: Plan, line: str) -> None:
 
 @pytest.mark.parametrize("columns", [None, 60, 80, 120, 240])
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_no_line_is_wide_or_obeyed(planned: Planned, columns: int | None, encoding: str) -> None:
+def test_lines_are_short_and_escaped(planned: Planned, columns: int | None, encoding: str) -> None:
     check = Check(f"cgroup /{HOSTILE}", 4 * GIB, GIB, GIB, HOSTILE)
     planned(replace(
         TOO_LARGE, rows=(*PLAN.rows, Row("weights:" + "y" * 100, 1), *ON_GPU.rows[:1]),
@@ -274,7 +274,7 @@ def test_no_line_is_wide_or_obeyed(planned: Planned, columns: int | None, encodi
     assert screen.lines[0].endswith("). No context fits.")
 
 
-def test_options_are_those_of_the_library(planned: Planned) -> None:
+def test_options_reach_the_library(planned: Planned) -> None:
     asked = planned(PLAN)
     show("plan", "m.gguf")
     assert asked == {
@@ -314,7 +314,7 @@ def test_the_answer_is_about_the_other_machine() -> None:
         assert (small.code, small.lines[0].partition(":")[0]) == (code, verdict)
 
 
-def test_options_mean_what_they_mean_for_run() -> None:
+def test_options_mean_the_same_as_for_run() -> None:
     import typer
 
     commands = typer.main.get_command(_app()).commands  # type: ignore[attr-defined]
@@ -325,7 +325,7 @@ def test_options_mean_what_they_mean_for_run() -> None:
         assert plan[name].default == run[name].default
 
 
-def test_the_document_is_that_of_the_library(planned: Planned) -> None:
+def test_the_document_is_the_library_s(planned: Planned) -> None:
     for made in (PLAN, SPILLS, FALLS_BACK, TOO_LARGE):
         planned(made)
         screen = show("plan", "m.gguf", "--json", columns=80)
@@ -351,7 +351,7 @@ def test_the_model_in_the_package() -> None:
     assert re.match(r"Fits: \d\.\d MiB of .*iB\. Largest context 512\.\n\nmodel     unimem-", page)
 
 
-def test_of_any_architecture(tmp_path: Path) -> None:
+def test_any_architecture_can_be_planned(tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     kvs = [g.kv("general.architecture", g.STRING, g.string("no\x1b[2Jne"))]
     tensors = [g.tensor("one", (64,), g.Q8_0, 0)]
@@ -364,14 +364,14 @@ def test_of_any_architecture(tmp_path: Path) -> None:
     assert screen.lines[0].endswith(" Largest context unknown.")
 
 
-def test_what_cannot_fit_ends_with_3() -> None:
+def test_a_model_that_cannot_fit_ends_with_3() -> None:
     screen = show("plan", "--ctx", 2**30, "--kv-dtype", "f32", "--batch", 2**10)
     assert (screen.code, screen.err) == (3, "")
     assert "What helps, the cheapest first:" in screen.lines
     assert screen.lines[0].startswith("Does not fit: ")
 
 
-def test_a_path_that_is_no_text(tmp_path: Path) -> None:
+def test_a_path_that_is_not_text(tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\n.gguf")
     shutil.copy(embedded_model(), path)
     env = os.environ | {"PYTHONIOENCODING": "ascii"}

@@ -1,4 +1,4 @@
-"""The processes that `unimem report` lists."""
+"""Processes listed by `unimem report`."""
 
 from __future__ import annotations
 

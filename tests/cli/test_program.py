@@ -1,6 +1,4 @@
-"""What all commands share: the version, help that is whole, completion, and sizes as people write
-them.
-"""
+"""Parts common to all commands: version, complete help, shell completion and readable sizes."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ def test_the_version() -> None:
 
 @pytest.mark.parametrize("columns", [80, None], ids=["terminal", "pipe"])
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0] if words else "unimem")
-def test_help_is_whole_at_80_columns(command: tuple[str, ...], columns: int | None) -> None:
-    """No word is cut or broken, and each option has its whole text."""
+def test_help_is_complete_at_80_columns(command: tuple[str, ...], columns: int | None) -> None:
+    """No word is cut or broken, and each option has its full text."""
     screen = show(*command, "--help", columns=columns, COLUMNS="80")
     assert (screen.code, screen.err) == (0, "")
     assert screen.widest <= 80
@@ -64,7 +62,7 @@ echo "${COMPREPLY[@]}"
 """
 
 
-def test_bash_completes_what_the_command_says(tmp_path: Path) -> None:
+def test_bash_completes_the_command_s_suggestions(tmp_path: Path) -> None:
     program = tmp_path / "unimem"
     program.write_text(
         f"#!{sys.executable}\nimport sys\nfrom unimem_command import main\nsys.exit(main())\n"
@@ -122,7 +120,7 @@ ENGINE = ("ggml", "ggml-python", "tokenizers", "sentencepiece", "jinja2")
     (ENGINE, "run", "run"),
     (("ggml", "ggml-python"), "run", "run"),
 ]))  # fmt: skip
-def test_what_is_not_installed_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_its_extra(
     missing: tuple[str, ...], command: str, extra: str
 ) -> None:
     screen = run_anew(command, code=WITHOUT.replace("MISSING", repr(missing)))
@@ -140,7 +138,7 @@ def test_what_is_not_installed_is_named_with_its_extra(
     (["run", "-n", "1", "--ctx", "9"], "text 1 token (the limit)"),
     (["run", "-n", "1", "--threads", "1"], "4 layers, KV f16, 1 thread "),
 ])  # fmt: skip
-def test_what_is_one_is_not_called_several(arguments: list[str], words: str) -> None:
+def test_single_things_are_named_in_the_singular(arguments: list[str], words: str) -> None:
     screen = show(*arguments)
     assert screen.code == 0
     assert words in " ".join(screen.out.split())

@@ -1,4 +1,4 @@
-"""`unimem report`: which processes it finds, and what it shows of one."""
+"""`unimem report`: the list of processes, and the page of one."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_mappings_have_a_line_each() -> None:
 
 
 @pytest.mark.usefixtures("invented")
-def test_colours_are_for_terminals_that_want_them() -> None:
+def test_only_willing_terminals_get_colours() -> None:
     screen = show("report", 1234, columns=80)
     assert screen.plain == PAGE
     assert set(re.findall(r"\x1b\[(\d+)m", screen.out)) == {"0", "1", "2", "36"}
@@ -173,7 +173,7 @@ def test_colours_are_for_terminals_that_want_them() -> None:
     assert show("report", 1234, columns=80, TERM="dumb").out == PAGE
 
 
-def test_what_is_odd_about_a_model_is_said(monkeypatch: Patch) -> None:
+def test_oddities_of_a_model_are_named(monkeypatch: Patch) -> None:
     models = [
         model("/a", nbytes=1 * GIB, rss_bytes=MIB, state="deleted"),
         model("/b", nbytes=2 * GIB, rss_bytes=0, state="replaced", problem="no header"),
@@ -195,7 +195,7 @@ def test_what_is_odd_about_a_model_is_said(monkeypatch: Patch) -> None:
     ]
 
 
-def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: Patch) -> None:
+def test_rows_of_a_gpu_have_their_own_total(monkeypatch: Patch) -> None:
     made = replace(REPORT, rows=(*REPORT.rows, Row("kv", GIB, device="cuda:0")))
     monkeypatch.setattr(command, "make_report", lambda pid: made)
     page = show("report", 1234).plain
@@ -205,7 +205,9 @@ def test_rows_of_a_gpu_have_a_total_of_their_own(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("columns", [None, 40, 64, 80, 120, 240])
-def test_no_line_is_wide_or_obeyed(monkeypatch: Patch, columns: int | None, encoding: str) -> None:
+def test_lines_are_short_and_escaped(
+    monkeypatch: Patch, columns: int | None, encoding: str
+) -> None:
     odd = model(f"/{HOSTILE}", staged_from=HOSTILE, problem=HOSTILE)
     mapped = Mapping("weights", "", 2**64 - 4096, 1, placed(0), path=f"/{HOSTILE}/{HOSTILE}")
     made = Report(
@@ -234,7 +236,7 @@ def test_a_real_process(holder: tuple[int, Path]) -> None:
     assert re.search(r"^ *[0-9a-f]+ .* 4k  weights:q8_0 \+2 +held\.gguf$", lines, re.M)
 
 
-def test_the_document_is_that_of_the_library(holder: tuple[int, Path]) -> None:
+def test_the_document_is_the_library_s(holder: tuple[int, Path]) -> None:
     pid, path = holder
     screen = show("report", pid, "--json", columns=80)
     assert (screen.code, screen.err, screen.out.count("\n")) == (0, "", 1)
@@ -280,7 +282,7 @@ def test_the_list() -> None:
     }  # fmt: skip
 
 
-def test_an_empty_list_says_how_to_go_on(monkeypatch: Patch) -> None:
+def test_an_empty_list_names_the_next_step(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "find", lambda: Processes((), 1))
     screen = show("report")
     assert (screen.code, screen.err) == (0, "")
@@ -296,7 +298,7 @@ def test_no_such_process() -> None:
     assert show("report", process.pid) == (1, "", said)
 
 
-def test_a_process_of_somebody_else(monkeypatch: Patch) -> None:
+def test_a_process_of_another_user(monkeypatch: Patch) -> None:
     said = "Process 1 (x) is of user 'root': run this as root"
     monkeypatch.setattr(command, "make_report", Mock(side_effect=PermissionError(13, said)))
     assert show("report", 1) == (1, "", f"unimem: {said}\n")

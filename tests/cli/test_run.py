@@ -1,4 +1,4 @@
-"""`unimem run`: text, tables and documents; sessions; and how it ends when something goes wrong."""
+"""`unimem run`: text, tables, documents, sessions, and failures."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def row_of(document: dict[str, Any], category: str, of: str = "report") -> dict[
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights, whose tokens are mostly single bytes."""
+    """Write a model with random weights, whose tokens are mostly single bytes."""
     return write_model(tmp_path_factory.mktemp("run") / "random.gguf", shape=TINY, kind="f32")
 
 
 @pytest.fixture(scope="module")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of zero weights with a chat template; its likeliest token, 0, ends a text."""
+    """Write a zero model with a chat template; its likeliest token, 0, ends a text."""
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     added = {"tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": template}
     folder = tmp_path_factory.mktemp("chat")
@@ -153,7 +153,7 @@ def test_the_document_has_every_fact_and_sizes_in_bytes(model: Path) -> None:
     assert document["ggml"]["tinyblas"] in (True, False)
 
 
-def test_without_a_model_it_is_the_one_in_the_package() -> None:
+def test_the_default_model_is_in_the_package() -> None:
     document = run_json()
     assert document["model"]["embedded"]
     assert document["prompt"]["text"] == "Once upon a time"
@@ -182,14 +182,14 @@ def test_after_eight_tokens_a_token_costs_nothing(model: Path) -> None:
     assert document["buffers"]["count"] >= 2 * TINY.layers + 1  # K and V of each layer, logits
 
 
-def test_a_steady_state_that_was_not_reached_is_not_reported(model: Path) -> None:
+def test_an_unreached_steady_state_is_not_reported(model: Path) -> None:
     document = run_json(model, "-n", "8")
     assert document["steady_state"] is None
     assert document["prompt"] == {"text": "", "tokens": [1]}  # which begins a text
     assert "it was not reached" in page_of(model, "-n", "8")
 
 
-def test_what_a_terminal_would_obey_is_written_out(model: Path) -> None:
+def test_control_characters_are_written_out(model: Path) -> None:
     chance = ("-p", "Hi", "-n", "200", "--temperature", "20", "--top-k", "0", "--seed", "2")
     text = run_json(model, *chance)["output"]["text"]
     assert CONTROL.search(text)
@@ -199,7 +199,7 @@ def test_what_a_terminal_would_obey_is_written_out(model: Path) -> None:
     assert out.startswith(f"Hi{visible}\n\ntext ")
 
 
-def test_a_seed_that_was_drawn_is_told_and_repeats_the_text(model: Path) -> None:
+def test_a_drawn_seed_is_shown_and_repeats_the_text(model: Path) -> None:
     chance = ("-p", "Hi", "-n", "40", "--temperature", "1.5", "--top-k", "0")
     first = run_json(model, *chance)
     again = run_json(model, *chance, "--seed", str(first["options"]["seed"]))
@@ -219,7 +219,7 @@ def test_kv_dtype_and_pages(model: Path) -> None:
     assert {row_of(huge, name)["granted"]["pages"] for name in ("kv", "scratch")} == {"thp"}
 
 
-def test_the_model_comes_into_memory_as_asked_for(model: Path) -> None:
+def test_the_model_is_loaded_as_requested(model: Path) -> None:
     loads = ("map", "copy", "direct")
     documents = [run_json(model, "-p", "Hello", "-n", "9", "--load", load) for load in loads]
     for load, document in zip(loads, documents, strict=True):
@@ -258,7 +258,7 @@ def test_the_default_number_of_tokens_ends_with_the_context(model: Path) -> None
     assert len(document["output"]["tokens"]) == 32 - n_prompt
 
 
-def test_chat_writes_the_message_as_the_template_says(chat_model: Path) -> None:
+def test_chat_formats_the_message_by_the_template(chat_model: Path) -> None:
     document = run_json(chat_model, "--chat", "-p", "Hello", "-n", "5")
     assert document["prompt"]["text"] == "<|im_start|>Hello<|im_end|>"
     plain = run_json(chat_model, "-p", "<|im_start|>Hello<|im_end|>", "-n", "5")
@@ -352,7 +352,7 @@ def test_a_session_needs_no_prefill(model: Path, session: Path, options: tuple[s
     assert again[0] + again[1] == then["output"]["tokens"]
 
 
-def test_a_prompt_that_a_store_knows_is_taken_from_there(model: Path, tmp_path: Path) -> None:
+def test_a_stored_prompt_is_taken_from_the_store(model: Path, tmp_path: Path) -> None:
     prompt = "1234" * 100
     options = (model, "-p", prompt, "-n", "4", "--store", tmp_path / "store")
     first, then = run_json(*options), run_json(*options)
@@ -388,7 +388,7 @@ def test_a_prompt_follows_the_session_s_text(model: Path, session: Path) -> None
     assert f"{used} used" in facts
 
 
-def test_a_chat_goes_on_without_beginning_anew(tmp_path: Path, session: Path) -> None:
+def test_a_chat_continues_without_starting_over(tmp_path: Path, session: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
     added = {"tokenizer.ggml.add_bos_token": False, "tokenizer.chat_template": template}
     path = write_constant_model(tmp_path / "chat.gguf", spm_vocab().metadata | added)
@@ -424,7 +424,7 @@ def test_a_fallback_is_one_line_and_cuts_nothing(monkeypatch: Patch, words: str,
 
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
-def test_what_a_run_reads_from_disk_is_what_its_plan_says(monkeypatch: Patch) -> None:
+def test_a_run_reads_as_much_from_disk_as_planned(monkeypatch: Patch) -> None:
     plan = um.plan(embedded_model(), ctx=100, threads=1)
     room = plan.total_bytes - plan["other"].nbytes - (256 << 10)  # the header is copied by then
     limit = Limit("memory of the machine", 2 * room, room, "take less")
@@ -440,7 +440,7 @@ def test_what_a_run_reads_from_disk_is_what_its_plan_says(monkeypatch: Patch) ->
     assert json.loads(planned.out)["spilled_bytes"] == 256 << 10
 
 
-def test_a_context_beyond_the_model_s_own_is_said() -> None:
+def test_a_context_beyond_the_model_s_own_is_mentioned() -> None:
     page = page_of("--ctx", "600", "-n", "1")
     assert "600 tokens (as asked for, beyond what it was made for; the model's is 512)" in " ".join(
         page.split()
@@ -501,7 +501,7 @@ def test_a_session_must_fit(sessions: Path, arguments: list[str], code: int, sai
     ("loop", "loop: Too many levels of symbolic links"),
     ("dangling", "nowhere/file: No such file or directory"),
 ], ids=lambda value: value[:30])  # fmt: skip
-def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, target: str, said: str) -> None:
+def test_an_unsavable_session_is_refused_at_once(tmp_path: Path, target: str, said: str) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
@@ -517,7 +517,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path, target: str, sa
     (MemoryError("no room for it"), 3, "no room for it"),
     (KeyboardInterrupt(), 130, ""),
 ], ids=["disk", "memory", "Ctrl-C"])  # fmt: skip
-def test_when_saving_fails_what_was_made_is_shown(
+def test_a_failed_save_still_shows_the_text(
     model: Path, session: Path, error: BaseException, code: int, said: str, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(Decoder, "save_session", Mock(side_effect=error))
@@ -560,14 +560,14 @@ for name in {PACKAGES}:
 """
 
 
-def test_so_is_one_that_the_model_needs(chat_model: Path) -> None:
+def test_a_remedy_that_the_model_needs_is_shown(chat_model: Path) -> None:
     screen = run_command("run", chat_model, "--chat", "-p", "Hello", code=MISSING)
     assert screen.lines == ["1"] * len(PACKAGES)
     for name, said in zip(PACKAGES, screen.err.splitlines(), strict=True):
         assert re.fullmatch(remedy(name), said)
 
 
-def test_help_and_commands_that_there_are_not() -> None:
+def test_help_and_unknown_commands() -> None:
     screen = show()
     assert screen.code == 2
     assert "run" in screen.out + screen.err
@@ -683,7 +683,7 @@ for load in ("copy", "direct"):
 """
 
 
-def test_ctrl_c_while_it_is_loaded_leaves_nothing(model: Path) -> None:
+def test_ctrl_c_during_loading_leaves_nothing(model: Path) -> None:
     screen = run_command("run", model, *ONE_THREAD, code=INTERRUPTED_LOAD)
     assert screen == (0, "130 [] 0\n" * 2, "")
 

@@ -1,4 +1,4 @@
-"""`unimem run` of an unsupported model: the commands that it names, which work."""
+"""`unimem run` of an unsupported model names commands that work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unimem.base.text import format_bytes
 
 
 def named(*arguments: object) -> tuple[list[str], list[str]]:
-    """What standard error has of another architecture: sentences, and commands."""
+    """Return the sentences and commands on standard error for another architecture."""
     code, out, err = show("run", *arguments)
     assert (code, out) == (1, "")
     lines = err.splitlines()
@@ -57,7 +57,7 @@ def test_an_unknown_cache_is_explained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands_work(model: Path, tmp_path: Path) -> None:
-    """Run each in a shell; the runtime is a program that opens its argument."""
+    """Each runs in a shell; the runtime is a program that opens its argument."""
     _, commands = named(model)
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -1,4 +1,4 @@
-"""`unimem stage`: what it prints, and the small processes that keep what it has staged."""
+"""`unimem stage`: its output, and the small processes that keep staged models."""
 
 # ruff: noqa: F811 - fixtures that are imported, and asked for by their names
 
@@ -82,7 +82,7 @@ def stage(*arguments: object) -> str:
 
 
 def kept(folder: Path) -> list[Held]:
-    """What is staged of the models in a folder: others of this user are not ours to end."""
+    """Return the stages of a folder's models, and leave the user's other stages alone."""
     return [held for held in holders() if held.source.startswith(f"{folder}/")]
 
 
@@ -109,7 +109,7 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Another process reads it before and after this, and reads the same."""
+    """Check that another process reads the same before and after the block."""
     reader = start_reader(path)
     try:
         yield
@@ -153,7 +153,7 @@ def test_only_the_path_goes_to_standard_output(model: Path, tmp_path: Path) -> N
     assert read_elsewhere(held.path) == model.read_bytes()
 
 
-def test_a_shell_passes_it_on_whatever_its_name(model: Path, tmp_path: Path) -> None:
+def test_a_shell_can_pass_any_path_on(model: Path, tmp_path: Path) -> None:
     name = os.fsencode(tmp_path) + b"/caf\xe9.gguf"
     os.rename(model, name)
     script = 'path=$("$0" -c "$2" stage "$1") && echo "$path" && cat "$path"'
@@ -163,7 +163,7 @@ def test_a_shell_passes_it_on_whatever_its_name(model: Path, tmp_path: Path) -> 
     assert text == Path(os.fsdecode(name)).read_bytes()
 
 
-def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
+def test_the_holder_is_small_and_alone(model: Path, tmp_path: Path) -> None:
     stage(model, "--backing", "memfd")
     held = only(tmp_path)
     assert held.pid == os.getsid(held.pid) == os.getpgid(held.pid), "no terminal's"
@@ -182,7 +182,7 @@ def test_what_keeps_it_is_small_and_alone(model: Path, tmp_path: Path) -> None:
     assert um.get_library() not in maps
 
 
-def test_what_llama_cpp_does_not_share_is_told(model: Path, monkeypatch: Patch) -> None:
+def test_memory_that_llama_cpp_does_not_share_is_named(model: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(cli_stage, "find_repacked", lambda *_: RepackedByLlamaCpp(3 * MIB, 4 * MIB))
     for _ in range(2):  # what was staged already, too
         code, out, err = run(model)
@@ -204,7 +204,7 @@ def test_a_second_start_reads_nothing(model: Path) -> None:
     assert stage(os.path.relpath(model)) == path
 
 
-def test_a_changed_model_is_staged_anew(model: Path, tmp_path: Path) -> None:
+def test_a_changed_model_is_staged_again(model: Path, tmp_path: Path) -> None:
     old = stage(model)
     with reading(old):
         with model.open("r+b") as file:
@@ -263,7 +263,7 @@ def test_json(model: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--backing", "memfd"), ("--page-cache",)])
-def test_the_lock_is_the_holders(options: tuple[str, ...], model: Path, tmp_path: Path) -> None:
+def test_the_lock_is_the_holder_s(options: tuple[str, ...], model: Path, tmp_path: Path) -> None:
     if limits.memlock() is not None:
         pytest.skip("the limit on locked memory is too small")
     stage(model, "--lock", *options)
@@ -275,8 +275,8 @@ def test_the_lock_is_the_holders(options: tuple[str, ...], model: Path, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_huge_pages")
-def test_pages_of_a_pool_need_no_lock(model: Path, tmp_path: Path) -> None:
-    """Where users have a limit on locked memory, they would not get a model into the pool."""
+def test_pool_pages_need_no_lock(model: Path, tmp_path: Path) -> None:
+    """A limit on locked memory must not keep a model out of the pool."""
     stage(model, "--backing", "hugetlb")
     held = only(tmp_path)
     assert held.granted.locked_bytes >= model.stat().st_size
@@ -382,7 +382,7 @@ def test_only_a_terminal_is_asked(monkeypatch: Patch) -> None:
         monkeypatch.setattr(sys, name, stream)
 
 
-def test_a_holder_that_is_stuck_is_killed(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
+def test_a_stuck_holder_is_killed(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(stage_held, "_PATIENCE_SECONDS", 0.1)
     path = stage(model, "--backing", "shm")
     held = only(tmp_path)
@@ -393,7 +393,7 @@ def test_a_holder_that_is_stuck_is_killed(model: Path, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("backing", ["auto", "memfd", "shm"])
-def test_a_holder_that_was_killed(backing: str, model: Path, tmp_path: Path) -> None:
+def test_a_killed_holder(backing: str, model: Path, tmp_path: Path) -> None:
     path = stage(model, "--backing", backing)
     pid = only(tmp_path).pid
     with reading(path):
@@ -437,8 +437,8 @@ def test_an_interrupt_ends_the_holder(model: Path, tmp_path: Path, monkeypatch: 
     assert kept(tmp_path) == []
 
 
-def test_a_lock_that_the_holder_is_refused(tmp_path: Path) -> None:
-    """Asked for by a process that may lock nothing."""
+def test_a_lock_refused_to_the_holder(tmp_path: Path) -> None:
+    """A process that may lock nothing asks for the lock."""
     script = (
         "import os, resource, runpy, sys; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); "
         "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -500,7 +500,7 @@ def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed
 
 @contextmanager
 def with_descriptor(fd: int, *command: str) -> Iterator[int]:
-    """Another process that has a descriptor."""
+    """Start another process with a descriptor."""
     words, pipe = [*command, "sh", "-c", "echo ready; read line"], subprocess.PIPE
     with subprocess.Popen(words, pass_fds=[fd], stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdout is not None
@@ -523,8 +523,8 @@ def test_only_our_sealed_note_counts(options: dict[str, Any], listed: bool) -> N
         assert (pid in {held.pid for held in holders()}) is listed
 
 
-def test_who_looks_at_a_note_is_no_holder() -> None:
-    """At this moment it has the same memory open, and `--drop` would end it."""
+def test_a_reader_of_a_note_is_no_holder() -> None:
+    """It has the same memory open, and `--drop` would end it."""
     with (
         open(note(), "rb") as file,
         open(f"/proc/self/fd/{file.fileno()}", "rb") as looked_at,
@@ -555,7 +555,7 @@ def test_a_setuid_program_of_another_user_is_no_holder() -> None:
             process.kill()
 
 
-def test_what_a_program_has_staged_is_listed_and_stays(model: Path) -> None:
+def test_stages_of_a_program_are_listed_and_stay(model: Path) -> None:
     with um.stage(model, backing="memfd") as staged:
         goes = f"{staged.path} goes with process {os.getpid()}, which has staged it"
         listed = run("--list").out
@@ -572,7 +572,7 @@ def test_what_a_program_has_staged_is_listed_and_stays(model: Path) -> None:
         assert read_elsewhere(staged.path) == model.read_bytes()
 
 
-def test_what_is_gone_is_staged_anew(model: Path, tmp_path: Path) -> None:
+def test_a_vanished_stage_is_staged_again(model: Path, tmp_path: Path) -> None:
     path = stage(model, "--backing", "shm")
     shutil.rmtree(os.path.dirname(path))
     assert f"; {path}: No such file or directory\n" in run("--list").out
@@ -596,7 +596,7 @@ def test_the_only_copy_stays_when_the_model_is_gone(model: Path) -> None:
 
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
-def test_what_was_not_granted_is_told_each_time(model: Path, monkeypatch: Patch) -> None:
+def test_ungranted_requests_are_reported_each_time(model: Path, monkeypatch: Patch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(policy, "pool_shortfall", lambda *_: "the pool has no room")
         first = run(model, "--pages", "2m")
@@ -609,7 +609,7 @@ def test_what_was_not_granted_is_told_each_time(model: Path, monkeypatch: Patch)
     assert json.loads(run(model, "--pages", "2m", "--json").out)["warnings"] == [warning]
 
 
-def test_standard_output_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+def test_an_unwritable_standard_output(model: Path, tmp_path: Path) -> None:
     done = run_command("stage", model, "--backing", "shm", stdout="/dev/full")
     assert done.code == 1
     assert "standard output" in done.err
@@ -618,7 +618,7 @@ def test_standard_output_that_cannot_be_written(model: Path, tmp_path: Path) -> 
     assert kept(tmp_path) == []
 
 
-def test_standard_error_that_cannot_be_written(model: Path, tmp_path: Path) -> None:
+def test_an_unwritable_standard_error(model: Path, tmp_path: Path) -> None:
     done = run_command("stage", model, stderr="/dev/full")
     assert done.code == 0
     assert done.out == f"{only(tmp_path).path}\n"
@@ -627,7 +627,7 @@ def test_standard_error_that_cannot_be_written(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "closed", ["<&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", "2>&-"))]
 )
-def test_standard_streams_that_are_closed(closed: str, model: Path, tmp_path: Path) -> None:
+def test_closed_standard_streams(closed: str, model: Path, tmp_path: Path) -> None:
     lock = "" if limits.memlock() is not None else "--lock"
     script = f'"$0" -c "$1" stage "$2" --backing memfd {lock} {closed}'
     path = subprocess.check_output(["sh", "-c", script, sys.executable, MAIN, model], text=True)
@@ -636,7 +636,7 @@ def test_standard_streams_that_are_closed(closed: str, model: Path, tmp_path: Pa
 
 
 def test_a_note_may_be_long(model: Path) -> None:
-    """Longer than an argument of a command line may be, as of an index with hundreds of files."""
+    """An index with hundreds of files has a note longer than a command-line argument may be."""
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 3100:
         pytest.skip("a note of 3,000 files needs as many descriptors (ulimit -n)")
     with cli_stage.make_stage(model) as staged:
@@ -649,8 +649,8 @@ def test_a_note_may_be_long(model: Path) -> None:
         drop(held)
 
 
-def test_a_process_that_cannot_be_started_is_waited_for(model: Path, monkeypatch: Patch) -> None:
-    """Its pipe cannot be read, when it runs already."""
+def test_a_child_with_an_unreadable_pipe_is_waited_for(model: Path, monkeypatch: Patch) -> None:
+    """The child already runs when its pipe cannot be read."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     before = children.read_text()
     fails = Mock(side_effect=OSError(errno.EIO, "no answer"))
@@ -663,7 +663,7 @@ def test_a_process_that_cannot_be_started_is_waited_for(model: Path, monkeypatch
     assert children.read_text() == before
 
 
-def test_a_process_that_has_come_to_the_number_is_left_alone(model: Path, tmp_path: Path) -> None:
+def test_a_process_with_a_reused_pid_is_left_alone(model: Path, tmp_path: Path) -> None:
     stage(model)
     with subprocess.Popen(["sleep", "60"]) as other:
         held = only(tmp_path)
@@ -676,7 +676,7 @@ def test_a_process_that_has_come_to_the_number_is_left_alone(model: Path, tmp_pa
 
 @contextmanager
 def descriptors_left(n: int) -> Iterator[None]:
-    """Let this process open n files more."""
+    """Let this process open n more files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(n + 1)]
     try:
@@ -693,9 +693,7 @@ def descriptors_left(n: int) -> Iterator[None]:
             os.close(fd)
 
 
-def test_who_keeps_a_model_is_not_taken_for_gone_when_it_cannot_be_seen(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_holder_that_cannot_be_seen_is_not_taken_for_gone(model: Path, tmp_path: Path) -> None:
     path = stage(model, "--backing", "memfd")
     held = only(tmp_path)
     for n in range(2):
@@ -721,7 +719,7 @@ def name_of(model: Path) -> str:
     return f"\0unimem-stage-{os.geteuid()}-{key}"
 
 
-def test_who_waits_says_for_whom(model: Path) -> None:
+def test_a_waiting_command_names_the_other_one(model: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(name_of(model))
         other.listen()
@@ -738,8 +736,8 @@ def test_who_waits_says_for_whom(model: Path) -> None:
 @pytest.mark.parametrize("listens", slow_after(1, [
     "pass", "s.listen()", "s.listen(0); c = socket.socket(socket.AF_UNIX); c.connect(n)",
 ]))  # fmt: skip
-def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
-    """Neither with a lock of the model file, nor with the name that commands of this user take."""
+def test_another_user_cannot_make_a_command_wait(listens: str, model: Path) -> None:
+    """Neither locking the model file nor taking a command's socket name has an effect."""
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         pytest.skip("needs root and setpriv")
     script = (
@@ -762,7 +760,7 @@ def test_another_user_keeps_nobody_waiting(listens: str, model: Path) -> None:
         other.communicate("\n")
 
 
-def test_a_holder_removes_its_own_folder_alone(model: Path, tmp_path: Path) -> None:
+def test_a_holder_removes_only_its_own_folder(model: Path, tmp_path: Path) -> None:
     folder = os.path.dirname(stage(model, "--backing", "shm"))
     other = tmp_path / "other"
     other.mkdir()
@@ -779,7 +777,7 @@ def test_a_holder_removes_its_own_folder_alone(model: Path, tmp_path: Path) -> N
 
 
 def test_a_proc_of_an_outer_namespace(model: Path, tmp_path: Path) -> None:
-    """What is printed is the path in that /proc, and a drop ends the process that it is of."""
+    """The printed path is in that /proc, and a drop ends the process it belongs to."""
     script = f'path=$("$0" -c "{MAIN}" stage "$1") && cat "$path" | cmp - "$1" && ' + (
         f'"$0" -c "{MAIN}" stage --drop "$1" && ! test -e "$path"'
     )

@@ -1,4 +1,4 @@
-"""`unimem stage`, `run` and `plan` of a model on a server: nothing of it lies on a disk."""
+"""`unimem stage`, `run` and `plan` of a model on a server, without a copy on disk."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def staged(*words: str) -> tuple[str, Screen]:
 
 
 def n_ranges(store: ObjectServer) -> int:
-    """Ranges of data that were asked for since the last time."""
+    """Return the number of data ranges requested since the last call."""
     asked = [wanted for _, _, wanted in store.asked if wanted != HEADER]
     store.asked.clear()
     return len(asked)
@@ -78,7 +78,7 @@ def test_one_copy_for_all_calls(store: ObjectServer) -> None:
     assert kept() == []
 
 
-def test_a_replaced_object_is_staged_anew(store: ObjectServer) -> None:
+def test_a_replaced_object_is_staged_again(store: ObjectServer) -> None:
     path, _ = staged(URL)
     data = bytearray(TINY.read_bytes())
     data[-1] ^= 1
@@ -90,7 +90,7 @@ def test_a_replaced_object_is_staged_anew(store: ObjectServer) -> None:
     assert len(kept()) == 1
 
 
-def test_a_load_that_was_broken_off_goes_on(store: ObjectServer) -> None:
+def test_an_interrupted_load_continues(store: ObjectServer) -> None:
     good = iter(range(6))
     store.choose_fault = lambda *_: "" if next(good, None) is not None else "503"
     failed = show("stage", URL)
@@ -110,7 +110,7 @@ def test_a_load_that_was_broken_off_goes_on(store: ObjectServer) -> None:
     assert [one.path for one in kept()] == [path]
 
 
-def test_what_is_left_can_be_dropped(store: ObjectServer) -> None:
+def test_leftovers_can_be_dropped(store: ObjectServer) -> None:
     good = iter(range(6))
     store.choose_fault = lambda *_: "" if next(good, None) is not None else "503"
     assert show("stage", URL).code == 1
@@ -119,7 +119,7 @@ def test_what_is_left_can_be_dropped(store: ObjectServer) -> None:
     assert kept() == []
 
 
-def test_a_hash_that_is_none(store: ObjectServer) -> None:
+def test_an_invalid_hash(store: ObjectServer) -> None:
     store.add(PATH, TINY.read_bytes(), "0" * 32)
     failed = show("stage", URL)
     assert failed.code == 1
@@ -142,7 +142,7 @@ def test_wrong_usage(store: ObjectServer, words: tuple[str, ...], text: str) -> 
     assert text in " ".join(screen.err.replace("│", " ").split())
 
 
-def test_without_an_etag_each_call_stages_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_etag_each_call_stages_again(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiohttp", reason="aiohttp reads URLs: pip install '.[remote]'")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving() as server:
@@ -170,7 +170,7 @@ def test_run(store: ObjectServer) -> None:
     assert document["model"]["load"] == "direct"
 
 
-def test_run_refuses_what_it_cannot_before_data_is_read(store: ObjectServer) -> None:
+def test_run_refuses_unsupported_models_before_reading_data(store: ObjectServer) -> None:
     store.add(PATH, TINY.read_bytes().replace(b"llama", b"camel"))
     screen = show("run", URL, "-p", "x")
     assert screen.code == 1

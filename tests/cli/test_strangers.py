@@ -1,7 +1,6 @@
-"""What strangers type: wrong and unusual arguments, names and streams.
+"""Wrong and unusual arguments, names and streams.
 
-Each ends with the exit code that docs/cli.md gives it, and with words that say what was wrong; none
-with a traceback.
+Each command ends with its exit code from docs/cli.md and an explanation, without a traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ NO_PROCESS = 2**22 + 1  # beyond the most that Linux gives
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of every kind, which rows name by relative paths."""
+    """Make files of every kind, which rows name by relative paths."""
     made = tmp_path_factory.mktemp("strangers")
     model = embedded_model().read_bytes()
     header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
@@ -210,14 +209,14 @@ def test_strangers(folder: Path, arguments: list[str], code: int, words: str) ->
         check(show(*arguments, *more), code, words)
 
 
-def test_the_table_is_long_and_names_no_row_twice() -> None:
+def test_the_table_is_long_and_has_unique_names() -> None:
     table: list[tuple[Any, ...]] = [*USAGE, *FILES, *RUNS]
     rows = [" ".join(map(str, row[0])) for row in table]
     assert len(set(rows)) == len(rows) >= 60
 
 
-def test_the_first_process_is_read_or_refused_in_words() -> None:
-    """Whether it may be read depends on who asks, and where."""
+def test_process_1_is_read_or_refused_in_words() -> None:
+    """Permission to read it depends on the user and the container."""
     screen = show("report", 1)
     assert screen.code in (0, 1)
     assert not BARE.search(screen.err)
@@ -230,7 +229,7 @@ MAIN = "import sys; from unimem_command import main; sys.exit(main())"
 
 
 def run(*arguments: Any, shell: str = 'exec "$@"', **options: Any) -> Screen:
-    """Run the command in a process, as a shell starts it."""
+    """Run the command in a process, as a shell does."""
     words = [
         sys.executable,
         "-P",  # as its script starts: what lies in the current folder is not imported
@@ -266,16 +265,16 @@ def test_a_reader_that_is_gone() -> None:
     (">&-", ["plan"], 1, "standard output is closed: there is nowhere to write to"),
     ("2>&-", ["plan", "none.gguf"], 1, ""),
 ])  # fmt: skip
-def test_a_stream_that_is_closed(closed: str, arguments: list[Any], code: int, words: str) -> None:
+def test_a_closed_stream(closed: str, arguments: list[Any], code: int, words: str) -> None:
     check(run(*arguments, shell=f'exec "$@" {closed}'), code, words)
 
 
-def test_a_name_that_is_no_text(folder: Path) -> None:
+def test_a_name_that_is_not_text(folder: Path) -> None:
     screen = run("plan", b"none\xff\n.gguf", cwd=folder, env=os.environ | {"LC_ALL": "C"})
     check(screen, 1, "unimem: none?\\n.gguf: No such file or directory")
 
 
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+def test_a_missing_folder(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
     screen = run("stage", "m.gguf", shell='rmdir ../gone && exec "$@"', cwd=tmp_path / "gone")
     check(screen, 1, "unimem: ")

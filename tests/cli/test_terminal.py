@@ -1,4 +1,4 @@
-"""Text that flows in lines of a terminal."""
+"""Text wrapped to the lines of a terminal."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def test_text_flows_in_lines_of_eight_columns(pieces: list[str], lines: list[str
     assert [line.rstrip() for line in shown.split("\n")] == lines
 
 
-def test_a_long_word_is_shown_as_it_comes() -> None:
+def test_a_long_word_is_shown_as_it_arrives() -> None:
     assert terminal.Flow(8).push("abcdefghij") == "abcdefgh"

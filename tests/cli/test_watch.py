@@ -1,4 +1,4 @@
-"""`unimem report PID --watch`: figures of an invented process, and a decoder on a terminal."""
+"""`unimem report PID --watch` of an invented process, and of a decoder on a terminal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MADE = re.compile(r"[1-9][\d.]* made, [\d.]+ read")
 
 
 def lines_of(before: Sample | None, now: Sample, surface: Surface = Surface()) -> dict[str, str]:  # noqa: B008
-    """Lines by their first word."""
+    """Return lines by their first word."""
     lines = sample_lines(surface, BEFORE.report, before, now)
     return {line.split()[0]: line for line in reversed([*lines]) if line}
 
@@ -94,7 +94,7 @@ def test_unknown_figures_are_marked() -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 250])
-def test_lines_fit_and_are_printable_whatever_names_say(width: int) -> None:
+def test_lines_fit_and_are_printable_for_any_name(width: int) -> None:
     odd = replace(
         NOW,
         report=report(GROWN | {HOSTILE: (5 * MIB, 4096, 1)}, command=HOSTILE, problem=HOSTILE),
@@ -146,7 +146,7 @@ def decoder() -> Iterator[int]:
 
 
 class Watch:
-    """A watch on a terminal of 80x24 that is its own."""
+    """A watch on its own 80x24 terminal."""
 
     def __init__(self, pid: int, *, code: str = MAIN, **environment: str) -> None:
         self.ours, theirs = os.openpty()
@@ -167,7 +167,7 @@ class Watch:
             self.seen += os.read(self.ours, 4096).decode(errors="replace")
 
     def end(self, code: int) -> str:
-        """Return what is shown from the last refresh on."""
+        """Return the output from the last refresh on."""
         with suppress(OSError):  # EIO: the other side is closed
             while part := os.read(self.ours, 4096):
                 self.seen += part.decode(errors="replace")
@@ -203,7 +203,7 @@ def test_a_closed_terminal_ends_it(decoder: int) -> None:
     assert (watch.process.returncode, errors) == (128 + signal.SIGHUP, "")
 
 
-def test_no_colours_where_none_are_wanted(decoder: int) -> None:
+def test_unwanted_colours_are_left_out(decoder: int) -> None:
     watch = Watch(decoder, NO_COLOR="1")
     watch.until("total")
     os.write(watch.ours, b"\x03")
@@ -222,7 +222,7 @@ def test_the_watch_ends_with_the_process() -> None:
     assert "libraries" in watch.seen
 
 
-def test_a_read_that_never_ends_can_be_interrupted(decoder: int) -> None:
+def test_an_endless_read_can_be_interrupted(decoder: int) -> None:
     # A process that holds the lock of its memory blocks readers.
     broken = (
         "import sys, time; from unimem.accounting import samples; from unimem.cli import main; "

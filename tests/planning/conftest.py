@@ -1,4 +1,4 @@
-"""Fixtures of this room: machines with invented room."""
+"""Fixtures for this room: machines with invented amounts of memory."""
 
 from support.kernel.cgroup_tree import tree
 from support.models.plans import available, memory, room

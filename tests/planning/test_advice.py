@@ -1,4 +1,4 @@
-"""Advice on plans that do not fit, in rooms of invented sizes."""
+"""Advice on plans that do not fit, with invented amounts of memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ jsonschema = pytest.importorskip(
         {"load": "direct", "ctx": 300, "window": 300, "threads": 1},
     ],
 )
-def test_advice_is_what_planning_with_it_says(memory: Any, options: dict[str, Any]) -> None:
+def test_advice_matches_a_plan_that_follows_it(memory: Any, options: dict[str, Any]) -> None:
     memory(64 * GIB)
     whole = um.plan(DIMS, **options)
     assert whole.advice == ()
@@ -36,7 +36,7 @@ def test_advice_is_what_planning_with_it_says(memory: Any, options: dict[str, An
         validated(plan)
 
 
-def test_what_costs_least_comes_first(room: Any) -> None:
+def test_the_cheapest_advice_comes_first(room: Any) -> None:
     options: dict[str, Any] = {"ctx": 8000, "load": "copy", "sessions": 2, "pages": "4k"}
     whole = um.plan(DIMS, **options)
     room(whole.total_bytes - 4096)

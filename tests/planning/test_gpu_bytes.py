@@ -1,4 +1,4 @@
-"""A GPU's arithmetic: whole pages, and where each file's data goes."""
+"""GPU arithmetic: whole pages, and the place of each file's data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_an_allocation_takes_whole_pages(nbytes: int, rounded: int) -> None:
     assert round_to_pages(nbytes) == rounded
 
 
-def test_all_tensors_lie_in_what_is_transferred(tmp_path: Path) -> None:
+def test_all_tensors_lie_in_the_transferred_range(tmp_path: Path) -> None:
     with um.open_weights(write_model(tmp_path / "m.gguf", shape=TINY)) as weights:
         transfers = {transfer.file.path: transfer for transfer in list_transfers(weights)}
         assert list(transfers) == list(weights.files)
@@ -50,7 +50,7 @@ def test_without_a_gpu_a_plan_for_one_says_what_is_missing(monkeypatch: pytest.M
         um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512), device="cuda:0")
 
 
-def test_what_sessions_take_of_a_gpu_and_how_long_they_can_be(host_gpu: Any) -> None:
+def test_sessions_on_a_gpu_and_their_longest_context(host_gpu: Any) -> None:
     dims = um.ModelDims(64, 172, 8, 4, 8, 512, 5, 8192)
     token = 2 * 5 * 4 * 8 * 2  # K and V, in two bytes
     n = 100  # so that they take more than the reserve

@@ -1,4 +1,4 @@
-"""Plans for other machines: figures, what `doctor` found, cgroups; nothing of this one counts."""
+"""Plans for other machines, from figures, `doctor` documents and cgroups, without this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ASKED = ("memory_limits", "huge_pools", "nodes", "memlock", "node_weights", "thr
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail what asks this machine."""
+    """Fail every question to this machine."""
     for name in (*ASKED, "available_bytes", "require"):
         asked = Mock(side_effect=AssertionError(f"{name} of this machine"))
         monkeypatch.setattr(limits, name, asked)
@@ -83,7 +83,7 @@ def test_mirrored_weights_need_room_on_each_node() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_node_that_has_no_room_for_a_copy() -> None:
+def test_a_node_without_room_for_a_copy() -> None:
     copy = um.plan(DIMS, load="copy", pages="4k", ctx=64, machine={"memory": "64G"})
     nbytes = sum(row.nbytes for row in copy.rows if row.category.startswith("weights:"))
     options: dict[str, Any] = {"load": "copy", "pages": "4k", "ctx": 64, "numa": "mirror"}
@@ -110,7 +110,7 @@ def test_the_verdict_is_about_the_other_machine(memory: str, verdict: str) -> No
     assert plan.available_bytes == parse_bytes(memory)
 
 
-def test_a_machine_that_was_looked_at() -> None:
+def test_a_machine_from_a_doctor_document() -> None:
     here = um.doctor()
     limit = Limit("memory of the machine", 8 * GIB, 5 * GIB, "less")
     locks = Limit("locked memory (memlock)", MIB, 0, "ulimit")
@@ -128,7 +128,7 @@ def test_a_machine_that_was_looked_at() -> None:
     assert found["hugetlb pool of 1g pages"] == (0, 0)
 
 
-def test_what_a_file_has_in_memory_here_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_cached_here_do_not_count_there(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = um.plan(embedded_model(), machine={"memory": "1G"})
     needed = plan["other"].nbytes  # the copy of the header, which is read here
     assert plan.checks[0].available_bytes == GIB
@@ -154,12 +154,12 @@ def test_what_a_file_has_in_memory_here_is_not_there(monkeypatch: pytest.MonkeyP
         ("", "machine: expected the folder of a cgroup"),
     ],
 )  # fmt: skip
-def test_what_is_no_machine(machine: Any, said: str) -> None:
+def test_invalid_machines(machine: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         um.plan(DIMS, machine=machine)
 
 
-def test_what_is_only_here_is_not_planned_for_another_machine() -> None:
+def test_local_options_are_refused_for_another_machine() -> None:
     for wrong in (16, object(), ["16G"]):
         with pytest.raises(TypeError, match=r"machine: expected the result of unimem\.doctor"):
             um.plan(DIMS, machine=wrong)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_what_is_only_here_is_not_planned_for_another_machine() -> None:
         um.plan(weights, machine={"memory": "1G"})
 
 
-def test_many_machines_are_planned_with_the_model_opened_once(
+def test_many_machines_are_planned_with_one_opened_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = str(embedded_model())
@@ -202,7 +202,7 @@ def test_a_cgroup_of_this_machine(cgroup_512mb: SmallCgroup) -> None:  # noqa: F
     assert cgroup_512mb.name not in checks_of(um.plan(DIMS, ctx=4096))
 
 
-def test_the_own_cgroup_is_what_a_plan_asks_without() -> None:
+def test_the_own_cgroup_is_the_default() -> None:
     own = next(cgroups_above("memory"), None)
     if own is None or not Path(own.folder).is_dir():
         pytest.skip("no memory controller is mounted")
@@ -211,7 +211,7 @@ def test_the_own_cgroup_is_what_a_plan_asks_without() -> None:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_sessions_take_of_a_pool_what_those_before_have_left() -> None:
+def test_sessions_share_what_is_left_of_a_pool() -> None:
     def in_pool(sessions: int, n_pages: int) -> int:
         machine = {"memory": "16G", "pools": {"2m": n_pages}}
         plan = um.plan(DIMS, machine=machine, ctx=5000, load="copy", sessions=sessions)

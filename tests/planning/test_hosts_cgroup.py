@@ -1,4 +1,4 @@
-"""Hosts that are a cgroup of this machine, on an invented tree."""
+"""Cgroups of this machine as hosts, on an invented tree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_limits_of_a_process_in_another_cgroup(tree: Write, tmp_path: Path) -> N
     assert names() == ["cgroup /own"]
 
 
-def test_a_cgroup_of_version_1_is_one_path_in_each_tree(tree: Write, tmp_path: Path) -> None:
+def test_a_version_1_cgroup_has_the_same_path_in_each_tree(tree: Write, tmp_path: Path) -> None:
     tree("cgroup/memory/a/memory.limit_in_bytes", 4000)
     tree("cgroup/memory/a/memory.usage_in_bytes", 1000)
     tree("cgroup/cpu/a/cpu.cfs_quota_us", 200)
@@ -46,7 +46,7 @@ def test_a_cgroup_of_version_1_is_one_path_in_each_tree(tree: Write, tmp_path: P
 
 
 @pytest.mark.parametrize("folder", ["/cg/none", "/elsewhere", "", "/cg/memory.max"])
-def test_what_is_no_cgroup(tree: Write, folder: str) -> None:
+def test_invalid_cgroups(tree: Write, folder: str) -> None:
     tree("cgroup/memory.max", "max")
     tree("elsewhere/memory.max", "max")
     with pytest.raises(ValueError, match=r"expected the folder of a cgroup \(trees .*/cg"):

@@ -1,4 +1,4 @@
-"""What is planned of one block, of any architecture's cache, and of what strangers write."""
+"""Planned needs of a block, of any architecture's cache, and of foreign configurations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_blocks_of_a_plan_share_one_pool() -> None:
     assert {need.ram_bytes == 0 for need in planned} == {True, False}
 
 
-def test_what_is_promised_of_a_pool_counts_in_its_cgroups_too(
+def test_promised_pool_pages_count_in_cgroups_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     group = limits.Limit("hugetlb cgroup /a", 40 * MIB, 9 * MIB, "-")
@@ -82,7 +82,7 @@ def test_what_is_promised_of_a_pool_counts_in_its_cgroups_too(
     assert budget.copy().huge_pools() == budget.huge_pools()
 
 
-def test_a_need_is_of_nothing_but_what_it_says() -> None:
+def test_a_need_covers_only_its_own_memory() -> None:
     need = Need({"kv": 3, "logits": 4})
     assert (need.nbytes, need.room_bytes, need.ram_bytes, need.file_bytes) == (7, 0, 0, 0)
     assert (need.unread_bytes, need.kept_bytes, need.lock_bytes, need.taken_bytes) == (0, 0, 0, 0)
@@ -92,7 +92,7 @@ def test_a_need_is_of_nothing_but_what_it_says() -> None:
 
 
 def write(path: Path, arch: str, keys: dict[str, Any], n_tensors: int = 8) -> Path:
-    """Write a model of n small tensors; a list is an array of unsigned integers."""
+    """Write a model with n small tensors; lists become arrays of unsigned integers."""
     import numpy as np
 
     writer = gguf.GGUFWriter(path, arch)
@@ -145,7 +145,7 @@ def in_pages(nbytes: int) -> int:
         ({"attention.causal": False}, 0),
     ],
 )
-def test_the_cache_of_an_architecture_that_the_engine_does_not_run(
+def test_the_cache_of_an_unsupported_architecture(
     tmp_path: Path, keys: dict[str, Any], values_of_a_token: int
 ) -> None:
     path = write(tmp_path / "m.gguf", "gemma9", BASE | keys)
@@ -163,7 +163,7 @@ def test_the_cache_of_an_architecture_that_the_engine_does_not_run(
         assert plan.history_bytes == um.KVCache.storage_bytes(4, 2, 32, 1000, batch=3)
 
 
-def test_states_take_whole_lanes_of_each_stream(tmp_path: Path) -> None:
+def test_states_take_whole_lanes_for_each_stream(tmp_path: Path) -> None:
     ssm = {"ssm.conv_kernel": 4, "ssm.inner_size": 5, "ssm.state_size": 3, "ssm.time_step_rank": 4}
     keys = {"block_count": 4, "embedding_length": 64, "context_length": 512} | ssm
     plan = um.plan(write(tmp_path / "m.gguf", "mamba", keys), pages="4k", batch=300)
@@ -216,8 +216,8 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", SCRATCH)
-def test_each_term_of_the_scratch_that_is_planned(name: str) -> None:
-    """That they bound what is taken is shown by tests/engine/test_graph.py."""
+def test_each_term_of_planned_scratch(name: str) -> None:
+    """tests/engine/test_graph.py shows that the terms bound the memory taken."""
     given, parts = SCRATCH[name]
     assert scratch_parts(*given) == parts
 
@@ -250,7 +250,7 @@ NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("arch", "keys"), NOTHING_KNOWN)
-def test_what_is_not_known_is_said_and_is_no_figure(
+def test_unknown_needs_are_named_without_a_figure(
     tmp_path: Path, arch: str, keys: dict[str, Any]
 ) -> None:
     path = write(tmp_path / "m.gguf", arch, keys)
@@ -266,7 +266,7 @@ def test_what_is_not_known_is_said_and_is_no_figure(
         um.Layout.for_model(path)
 
 
-def test_huge_but_possible_sizes_are_no_error(tmp_path: Path) -> None:
+def test_huge_but_possible_sizes_are_accepted(tmp_path: Path) -> None:
     keys = BASE | {"attention.key_length": 2**30, "context_length": 2**31 - 1}
     path = write(tmp_path / "m.gguf", "gemma9", keys)
     plan = um.plan(path, ctx=2**31 - 1, batch=2**20)
@@ -274,7 +274,7 @@ def test_huge_but_possible_sizes_are_no_error(tmp_path: Path) -> None:
     assert plan.max_ctx is not None
 
 
-def test_a_long_array_in_metadata_is_not_walked(tmp_path: Path) -> None:
+def test_a_long_metadata_array_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     n = 10_000_000
     path.write_bytes(
@@ -360,7 +360,7 @@ def test_configs(config: dict[str, Any], cache: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '{"a": 1e999}', "x" * (5 << 20)])
-def test_a_config_that_is_none(safetensors: Path, text: str) -> None:
+def test_invalid_configs(safetensors: Path, text: str) -> None:
     safetensors.with_name("config.json").write_text(text)
     assert any("config.json" in sentence for sentence in um.plan(safetensors).unknown)
 
@@ -398,6 +398,6 @@ def test_a_gpu(cuda: Any, host_gpu: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:x", "cpu", 0, "cuda:0:1"])
-def test_devices_that_are_none(device: Any) -> None:
+def test_invalid_devices(device: Any) -> None:
     with pytest.raises(ValueError, match="device"):
         um.plan(um.ModelDims(64, 172, 8, 4, 8, 512, 5, 512), device=device)

@@ -1,4 +1,4 @@
-"""Plans: what will be needed, whether it fits, and how long a context may be."""
+"""Plans: the memory needed, whether it fits, and the longest context."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_dims() -> None:
 
 
 @pytest.mark.usefixtures("available")
-def test_options_change_what_they_should() -> None:
+def test_each_option_changes_its_figures() -> None:
     base = rows(um.plan(DIMS, ctx=1000, threads=2, pages="4k"))
     for options in ({"kv_dtype": "f32"}, {"batch": 2}, {"ctx": 2000}):
         asked: Any = {"ctx": 1000, "threads": 2, "pages": "4k"} | options
@@ -110,7 +110,7 @@ def test_types_of_the_cache() -> None:
         ("q8_0,q4_0", 1000, 5000),
     ],
 )
-def test_a_window_is_planned_as_its_ring_will_be(kv_dtype: str, window: int, ctx: int) -> None:
+def test_a_window_is_planned_as_its_ring(kv_dtype: str, window: int, ctx: int) -> None:
     dims = replace(DIMS, num_layers=2, num_attention_heads=9, num_kv_heads=3)
     plan = um.plan(dims, ctx=ctx, window=window, kv_dtype=kv_dtype, threads=2)
     spare = min(ctx, PREFILL_BATCH)
@@ -152,7 +152,7 @@ def test_a_window_fits_where_a_context_does_not(available: Any) -> None:
         um.plan(DIMS, window=500, **options)
 
 
-def test_the_context_is_what_fits(available: Any) -> None:
+def test_the_context_is_the_longest_that_fits(available: Any) -> None:
     options: dict[str, Any] = {"pages": "4k", "load": "copy"}
     whole = um.plan(DIMS, ctx=3000, **options)
     available(whole.total_bytes)
@@ -181,7 +181,7 @@ def test_the_context_is_what_fits(available: Any) -> None:
 
 
 def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
-    """What cannot stay in RAM is read again; what has to be there fits, or does not."""
+    """A mapped file may be read again; memory that must stay in RAM has to fit."""
     whole = um.plan(DIMS, ctx=3000, pages="4k")
     assert whole.load == "map"
     assert whole.required_bytes == whole.total_bytes - weights_bytes(whole)
@@ -209,7 +209,7 @@ def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
 
 
 @pytest.mark.usefixtures("available")
-def test_a_remedy_makes_room_for_files_where_the_rest_has_it(
+def test_a_remedy_makes_room_for_files_if_the_rest_fits(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def limit_of(room: int) -> Limit:
@@ -270,7 +270,7 @@ LOADS: Any = ["auto", "map", "copy", "direct"]
 
 @pytest.mark.parametrize("pages", ["auto", "4k", "thp"])
 @pytest.mark.parametrize("load", LOADS)
-def test_what_is_planned_of_a_file_is_what_it_takes(model: Path, load: Any, pages: Any) -> None:
+def test_a_file_takes_what_was_planned(model: Path, load: Any, pages: Any) -> None:
     for path in (model, gf.split(model, 7)[0]):
         check_planned(path, load, pages)
 
@@ -295,9 +295,7 @@ def check_planned(path: Path, load: Any, pages: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"load": "copy"}, pytest.param({"lock": True}, marks=pytest.mark.locks)]
 )
-def test_what_is_in_memory_for_good_need_not_fit_once_more(
-    model: Path, available: Any, options: Any
-) -> None:
+def test_permanent_memory_need_not_fit_again(model: Path, available: Any, options: Any) -> None:
     with um.open_weights(model, **options) as weights:
         before = um.plan(weights, ctx=100)
         taken = sum(block.granted.resident_bytes for block in weights.blocks)
@@ -309,7 +307,7 @@ def test_what_is_in_memory_for_good_need_not_fit_once_more(
         assert not um.plan(weights, ctx=100).fits
 
 
-def test_pages_of_a_file_are_dropped_where_they_must(model: Path, available: Any) -> None:
+def test_file_pages_are_dropped_when_needed(model: Path, available: Any) -> None:
     with um.open_weights(model, load="map", warm=True) as weights:
         needed = um.plan(weights, ctx=100).required_bytes
         available(needed)
@@ -330,7 +328,7 @@ def test_planning_reads_headers_only(model: Path) -> None:
 
 
 @pytest.mark.usefixtures("not_read")
-def test_what_does_not_fit_is_not_read(model: Path, available: Any) -> None:
+def test_a_model_that_does_not_fit_is_not_read(model: Path, available: Any) -> None:
     available(1 << 16)
     for load in LOADS:
         with pytest.raises(um.CapacityError, match="memory of the machine"):
@@ -339,7 +337,7 @@ def test_what_does_not_fit_is_not_read(model: Path, available: Any) -> None:
 
 
 @pytest.mark.usefixtures("gives_memory_back")
-def test_a_layout_has_the_weights_as_they_are_asked_for(model: Path) -> None:
+def test_a_layout_has_the_requested_weights(model: Path) -> None:
     told: list[tuple[int, int]] = []
     for load in ("copy", "direct"):
         options: Any = {"ctx": 100, "load": load, "pages": "4k"}
@@ -361,7 +359,7 @@ def test_a_layout_has_the_weights_as_they_are_asked_for(model: Path) -> None:
         assert layout.weights.blocks[0].requested["numa"] == "preferred:0"
 
 
-def test_a_layout_is_what_was_planned(model: Path) -> None:
+def test_a_layout_matches_its_plan(model: Path) -> None:
     plan = um.plan(model, ctx=200)
     with um.Layout.for_model(model, ctx=200) as layout:
         assert layout.scratch.total_bytes == plan.scratch_bytes

@@ -1,4 +1,4 @@
-"""Plans against limits: a cgroup smaller than the model, pools, locks, nodes; and advice."""
+"""Plans against limits (small cgroups, pools, locks, nodes), and their advice."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def check_of(plan: um.Plan, name: str) -> Any:
 
 @pytest.fixture
 def large_model(tmp_path: Path) -> Path:
-    """A model of 2 GB."""
+    """Write a model of 2 GB."""
     return write_hole(tmp_path / "large.gguf", "F32", inner=21504, vocab=32000)
 
 
 def write_hole(path: Path, kind: str, *, inner: int, vocab: int) -> Path:
-    """A model with nothing but its header on the disk."""
+    """Write a sparse model: only its header is on the disk."""
     pytest.importorskip("gguf", reason="gguf (extra test) writes the models: pip install '.[test]'")
     import gguf
     import numpy as np
@@ -129,7 +129,7 @@ print("refused", len(makers))
 """
 
 
-def test_a_copy_that_a_cgroup_cannot_hold_is_refused_before_anything_is_taken(
+def test_a_copy_too_large_for_a_cgroup_is_refused_first(
     cgroup_1gb: SmallCgroup,  # noqa: F811
     large_model: Path,
 ) -> None:
@@ -152,7 +152,7 @@ print(in_ram)
 """
 
 
-def test_a_mapped_model_that_spills_is_not_warmed_and_runs(
+def test_a_spilling_mapped_model_runs_unwarmed(
     cgroup_1gb: SmallCgroup,  # noqa: F811
     large_model: Path,
 ) -> None:
@@ -191,8 +191,8 @@ print("ran", layout.plan.load)
 
 
 @pytest.mark.uncounted
-def test_most_of_a_cgroup_holds_a_model_that_is_repacked(tmp_path: Path) -> None:
-    """Of the file, nothing that is repacked stays beside the result, whatever is asked for."""
+def test_a_repacked_model_may_fill_most_of_a_cgroup(tmp_path: Path) -> None:
+    """Repacked parts of the file never stay beside the result."""
     pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")
     from unimem.backends import ggml_orders
 
@@ -207,9 +207,7 @@ def test_most_of_a_cgroup_holds_a_model_that_is_repacked(tmp_path: Path) -> None
 # ---- limits that are invented -------------------------------------------------------------------
 
 
-def test_a_cgroup_holds_files_that_others_have_read(
-    memory: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cgroup_holds_files_read_by_others(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = um.plan(DIMS, ctx=100, pages="4k")
     rest = plan.required_bytes
     file = plan.total_bytes - rest
@@ -223,7 +221,7 @@ def test_a_cgroup_holds_files_that_others_have_read(
         assert um.plan(DIMS, ctx=100, pages="4k").spilled_bytes == spilled
 
 
-def test_a_plan_and_the_load_ask_the_same(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_and_a_load_request_the_same(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = um.plan(DIMS, load="copy", ctx=100)
     needed = plan.required_bytes
     mapped = um.plan(DIMS, load="map", ctx=100)
@@ -343,9 +341,7 @@ def test_nodes(
         assert {"numa": "preferred:1"} in [advice.options for advice in plan.advice]
 
 
-def test_a_node_that_is_not_there_is_not_preferred_instead(
-    room: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_node_is_not_advised(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = {0: Node(0, 8 * GIB, 8 * GIB, 8 * GIB, (0,), (10,), True)}
     monkeypatch.setattr(limits, "nodes", lambda: nodes)
     plan = um.plan(DIMS, ctx=100, pages="4k", numa="bind:99", load="copy")
@@ -387,7 +383,7 @@ def test_a_fallback_does_not_cut_the_context(
 
 
 @pytest.mark.parametrize("options", [{"pages": "2m"}, {"numa": "bind:99"}])
-def test_a_layout_falls_back_with_all_of_the_context(
+def test_a_layout_falls_back_with_the_whole_context(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'")

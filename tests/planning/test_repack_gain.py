@@ -1,4 +1,4 @@
-"""Which models gain by repacking, and what a plan says of it."""
+"""Models that gain by repacking, and what their plans say."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arrangement(source_bytes: int) -> Any:
     (31 * MIB, False, 31 * MIB, False),
     (100 * MIB, True, 60 * MIB, False),  # each process would have a copy
 ])  # fmt: skip
-def test_large_models_of_such_types_gain(
+def test_large_models_of_repackable_types_gain(
     monkeypatch: pytest.MonkeyPatch, nbytes: int, in_memory: bool, source_bytes: int, gains: bool
 ) -> None:
     monkeypatch.setattr(repack_gain, "arrange", lambda _: arrangement(source_bytes))

@@ -1,4 +1,4 @@
-"""The one bisection: what it finds, and how often it asks."""
+"""The bisection: its results and its number of questions."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_the_largest_good_number_is_found(most: int, least: int) -> None:
         assert find_largest(most, limit.__ge__, least=least) == max(least, min(most, limit))
 
 
-def test_where_none_is_good_the_least_is_returned_and_never_asked_for() -> None:
+def test_without_a_good_number_the_least_is_returned_untested() -> None:
     asked: list[int] = []
 
     def is_good(n: int) -> bool:
@@ -27,7 +27,7 @@ def test_where_none_is_good_the_least_is_returned_and_never_asked_for() -> None:
     assert find_largest(9, lambda _: False) == 0
 
 
-def test_it_asks_once_where_the_most_is_good_and_seldom_else() -> None:
+def test_a_good_maximum_is_asked_once_and_others_seldom() -> None:
     asked: list[int] = []
 
     def fits(n: int) -> bool:
@@ -43,7 +43,7 @@ def test_it_asks_once_where_the_most_is_good_and_seldom_else() -> None:
     assert len(asked) <= 33
 
 
-def test_what_is_asked_for_may_lie_above_the_most() -> None:
+def test_the_request_may_exceed_the_maximum() -> None:
     for asked, found in ((50, 20), (15, 20), (70, 20), (30, 30)):
         assert find_largest(20, lambda n: n <= 40, asked=asked) == found
     assert find_largest(20, lambda n: n <= 10, asked=30) == 10

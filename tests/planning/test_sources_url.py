@@ -1,4 +1,4 @@
-"""Plans of models on a server: of ranges, as of a file, and what servers do wrong."""
+"""Plans of models on a server: fetched ranges, equality with local plans, and faulty servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelServer]:
 
 
 def said(plan: um.Plan) -> dict[str, Any]:
-    """What a plan says that does not change from moment to moment, nor with the place."""
+    """Return the parts of a plan that depend on neither the moment nor the model's location."""
     found = plan.to_dict()
     for name in ("checks", "available_bytes", "spilled_bytes", "fits", "advice"):
         del found[name]
@@ -53,7 +53,7 @@ def said(plan: um.Plan) -> dict[str, Any]:
 
 
 def long_header(path: Path) -> Path:
-    """A GGUF file whose header, with a vocabulary, has about 50 kB."""
+    """Write a GGUF file whose header, with a vocabulary, has about 50 kB."""
     words = [g.string(f"word {i}") for i in range(3000)]
     kvs = [
         g.kv("general.architecture", g.STRING, g.string("odd")),
@@ -65,7 +65,7 @@ def long_header(path: Path) -> Path:
 
 
 def safetensors_of_two(folder: Path) -> list[Path]:
-    """An index with two files beside it, one with a name that URLs escape, and a config."""
+    """Write an index, a config and two files, one with a name that URLs escape."""
     names = {"a": "first part #1.safetensors", "b": "second.safetensors"}
     for tensor, name in names.items():
         (folder / name).write_bytes(st.write({tensor: ("F32", (64, 64))}))
@@ -85,7 +85,7 @@ def escaped_files(server: ModelServer, paths: list[Path]) -> str:
 @pytest.mark.parametrize("options", [
     {}, {"load": "copy", "ctx": 100, "sessions": 2}, {"load": "direct", "kv_dtype": "q8_0"},
 ])  # fmt: skip
-def test_a_plan_as_of_the_file(
+def test_a_plan_equals_that_of_the_file(
     server: ModelServer, options: dict[str, Any], gives_memory_back: None
 ) -> None:
     url = server.add(Path(TINY))
@@ -228,9 +228,7 @@ WRONG: dict[str, tuple[Callable[[ModelServer], object], type[Exception], str]] =
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_servers_do_wrong(
-    server: ModelServer, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_faulty_servers(server: ModelServer, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     change, kind, text = WRONG[name]
     monkeypatch.setattr(client, "WAIT_S", 0.5)
     server.files[M] = Path(TINY).read_bytes()
@@ -258,7 +256,7 @@ def test_no_server(server: ModelServer) -> None:
     "text",
     ["replaced while its header was read: try again, or download the file", "sends no ranges"],
 )
-def test_a_server_that_changes_meanwhile(
+def test_a_file_that_changes_on_the_server(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
@@ -321,7 +319,7 @@ def test_files_of_hugging_face(server: ModelServer, monkeypatch: pytest.MonkeyPa
 
 @pytest.fixture
 def s3_url(server: ModelServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """A file with a long header in a bucket, which is read with credentials."""
+    """Serve a file with a long header from a bucket that needs credentials."""
     pytest.importorskip("obstore", reason="obstore is for s3://: pip install '.[remote]'")
     for name, value in {
         "AWS_ENDPOINT_URL": server.url, "AWS_DEFAULT_REGION": "us-east-1",
@@ -346,7 +344,7 @@ def test_files_of_s3(server: ModelServer, s3_url: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_s3_refuses(server: ModelServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_refusals(server: ModelServer, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     # Public files need no credentials.

@@ -1,4 +1,4 @@
-"""Fixtures of this room: an invented machine, and an invented tree of cgroups."""
+"""Fixtures for this room: an invented machine and an invented cgroup tree."""
 
 from support.kernel.cgroup_tree import tree
 from support.kernel.invented_machine import machine

@@ -1,4 +1,4 @@
-"""Cgroups: the limits of their files, and those above a process."""
+"""Cgroups: limits in their files, and limits above a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unimem.system import limits
 from unimem.system.cgroups import Cgroup, cgroups_above
 
 
-def test_a_container_sees_a_part_of_the_tree(tree: Write) -> None:
+def test_a_container_sees_part_of_the_tree(tree: Write) -> None:
     tree("proc/self/mountinfo", r"30 20 0:25 /docker/x /c\040g ro - cgroup2 cgroup2 rw")
     for folder, room in (("c g/s", 4000), ("c g", 3000)):
         tree(f"{folder}/memory.max", room)
@@ -25,7 +25,7 @@ def test_a_container_sees_a_part_of_the_tree(tree: Write) -> None:
         assert limits.available_bytes() == 3000
 
 
-def test_the_least_limit_of_the_files_of_its_version(tmp_path: Path) -> None:
+def test_the_lowest_limit_in_the_version_s_files(tmp_path: Path) -> None:
     old, new = Cgroup(str(tmp_path), "/a", 1), Cgroup(str(tmp_path), "/a", 2)
     assert new.read_limit("old", "max", "high") is None
     for name, text in (("old", "7"), ("max", "5\n"), ("high", "3\n")):
@@ -39,7 +39,7 @@ def test_the_least_limit_of_the_files_of_its_version(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["max", "-1", str(2**63 - 4096), ""])
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_is_no_limit(tmp_path: Path, text: str, version: int) -> None:
+def test_values_that_mean_no_limit(tmp_path: Path, text: str, version: int) -> None:
     for name in ("old", "max"):
         (tmp_path / name).write_text(text)
     cgroup = Cgroup(str(tmp_path), "/a", 1 if version == 1 else 2)
@@ -47,7 +47,7 @@ def test_what_is_no_limit(tmp_path: Path, text: str, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_own_cgroups_are_found_from_the_own_one_up(version: int) -> None:
+def test_own_cgroups_are_listed_from_the_process_upwards(version: int) -> None:
     found = [cgroup for cgroup in cgroups_above("memory") if cgroup.version == version]
     for below, above in pairwise(found):
         assert Path(above.folder) == Path(below.folder).parent

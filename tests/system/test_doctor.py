@@ -42,7 +42,7 @@ def test_it_describes_the_machine(machine: Invented) -> None:
         assert re.search(f"^{line}", shown, re.M), line
 
 
-def test_an_arm_machine_whose_affinity_narrows_the_cores(machine: Invented) -> None:
+def test_an_arm_machine_with_a_narrow_affinity(machine: Invented) -> None:
     machine.status(CapEff="0", Cpus_allowed_list="0-1,4-5")
     machine.write("/proc/cpuinfo", "processor : 0\nFeatures : fp asimd asimddp i8mm sve")
     cpu = um.doctor().cpu
@@ -77,7 +77,7 @@ def number(path: str) -> int | None:
     return None if text is None else int(text)
 
 
-def test_the_real_machine_is_as_the_kernel_says() -> None:
+def test_the_real_machine_matches_the_kernel() -> None:
     found = um.doctor()
     assert found.kernel.release == os.uname().release
     assert ".".join(map(str, found.kernel.version)) in os.uname().release

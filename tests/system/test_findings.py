@@ -38,7 +38,7 @@ from support.kernel.invented_machine import (
 from unimem.system import limits
 
 
-def test_a_machine_that_serves_well_has_nothing_to_change(machine: Invented) -> None:
+def test_a_good_machine_has_nothing_to_change(machine: Invented) -> None:
     found = um.doctor()
     assert found.findings == ()
     assert str(found).endswith("\n\nNothing to change.")
@@ -112,7 +112,7 @@ OPTIONAL: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", [*NEEDED, *OPTIONAL])
-def test_one_thing_amiss_is_one_finding(machine: Invented, name: str) -> None:
+def test_each_fault_is_one_finding(machine: Invented, name: str) -> None:
     change, what, run = (NEEDED | OPTIONAL)[name]
     change(machine)
     found = um.doctor()
@@ -151,12 +151,12 @@ HARMLESS: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_does_no_harm_is_no_finding(machine: Invented, name: str) -> None:
+def test_harmless_settings_are_no_finding(machine: Invented, name: str) -> None:
     HARMLESS[name](machine)
     assert um.doctor().findings == ()
 
 
-def test_kernels_lack_what_came_later(machine: Invented) -> None:
+def test_old_kernels_lack_later_features(machine: Invented) -> None:
     without(WEIGHTS)(machine)
     since = ["5.14", "6.1", "6.7", "6.9"]
     for i, release in enumerate(("5.13.0", "5.14.0", "6.1.0", "6.7.0")):
@@ -165,7 +165,7 @@ def test_kernels_lack_what_came_later(machine: Invented) -> None:
         assert re.findall(r"\((\d\.\d+)\)", finding.why) == since[i:]
 
 
-def test_large_pages_are_proposed_to_large_machines(machine: Invented) -> None:
+def test_large_pages_are_proposed_on_large_machines(machine: Invented) -> None:
     machine.pools = {"2m": pool(2 << 20, 0), "1g": pool(1 << 30, 0)}
     found = um.doctor().findings
     assert [finding.is_optional for finding in found] == [True, True]
@@ -177,7 +177,7 @@ def test_large_pages_are_proposed_to_large_machines(machine: Invented) -> None:
     assert um.doctor().findings[0].run.startswith("echo 512 >")
 
 
-def test_findings_come_by_their_effect(machine: Invented) -> None:
+def test_findings_are_sorted_by_effect(machine: Invented) -> None:
     names = (
         "memory of a cgroup",
         "overcommit",

@@ -1,4 +1,4 @@
-"""The interpreter's own heap is warm: the objects of a loop touch no new page."""
+"""The interpreter's warm heap: objects created in a loop touch no new page."""
 
 from __future__ import annotations
 

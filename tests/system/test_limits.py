@@ -1,5 +1,6 @@
-"""What the machine and the cgroups above a process leave to it, and their memory pressure: on
-invented trees, on this machine, and in a real cgroup.
+"""Room left to a process by the machine and its cgroups, and their memory pressure.
+
+The tests use invented trees, this machine and a real cgroup.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def test_without_proc(tree: Write, tmp_path: Path) -> None:
     assert machine.limit_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_version_2_takes_the_least_room_above(tree: Write) -> None:
+def test_version_2_takes_the_tightest_ancestor(tree: Write) -> None:
     tree("self", "0::/a/b")
     memory(tree, "/a/b", "max", 100)
     memory(tree, "/a", 5000, 2000, stat="anon 1200\ninactive_file 300\nslab 7")
@@ -95,7 +96,7 @@ def test_version_1(tree: Write) -> None:
         ("inactive_file 9000", 5000),
     ],
 )
-def test_clean_pages_of_files_are_room(tree: Write, stat: str, room: int) -> None:
+def test_clean_file_pages_are_room(tree: Write, stat: str, room: int) -> None:
     pairs = [line.split() for line in stat.splitlines()]
     tree("self", "0::/a")
     lines = [f"{name} {int(n) * MIB}" for name, n in pairs]
@@ -110,7 +111,7 @@ def test_clean_pages_of_files_are_room(tree: Write, stat: str, room: int) -> Non
     assert limits.memory_limits()[1].room_bytes == room * MIB
 
 
-def test_files_make_room_for_files_though_they_are_dirty(tree: Write) -> None:
+def test_dirty_files_still_make_room_for_files(tree: Write) -> None:
     tree("proc/meminfo", "MemTotal: 9000000 kB\nMemAvailable: 9000000 kB")
     tree("self", "0::/a")
     stat = f"active_file {3000 * MIB}\ninactive_file {500 * MIB}\nfile_dirty {800 * MIB}"
@@ -153,7 +154,7 @@ def test_the_commit_limit_counts_in_mode_2_only(tree: Write) -> None:
     assert limits.tightest().name == "commit limit (overcommit_memory=2)"
 
 
-def test_require_names_the_least_room(tree: Write) -> None:
+def test_require_names_the_tightest_limit(tree: Write) -> None:
     tree("self", "0::/a")
     memory(tree, "/a", 4096, 3072, stat="inactive_file 2048")
     limits.require(2048, "block 'kv'")
@@ -249,7 +250,7 @@ def test_nodes(tree: Write) -> None:
     }
 
 
-def test_the_only_node_with_memory_has_the_machine_s(tree: Write) -> None:
+def test_the_only_node_with_memory_has_the_machine_s_room(tree: Write) -> None:
     tree("sys/devices/system/node/online", "0-1")
     for node, total in ((0, 0), (1, 100)):
         folder = f"sys/devices/system/node/node{node}"
@@ -279,7 +280,7 @@ def test_this_machine() -> None:
     assert any(node.allowed for node in limits.nodes().values())
 
 
-def test_files_that_are_cached_need_no_room_again(tree: Write) -> None:
+def test_cached_files_need_no_more_room(tree: Write) -> None:
     tree("self", "0::/a")
     memory(tree, "/a", 9 << 10, 4 << 10)
     limits.require_cached(5 << 10, 0, "a model")
@@ -292,7 +293,7 @@ def test_files_that_are_cached_need_no_room_again(tree: Write) -> None:
         limits.require_cached(11 << 10, 11 << 10, "a model")
 
 
-def test_what_another_cgroup_pays_for_needs_no_room(tree: Write) -> None:
+def test_memory_charged_to_another_cgroup_needs_no_room(tree: Write) -> None:
     tree("self", "0::/a")
     memory(tree, "/a", 9 << 10, 4 << 10, stat="inactive_file 1024")
 
@@ -305,7 +306,7 @@ def test_what_another_cgroup_pays_for_needs_no_room(tree: Write) -> None:
     assert unasked == (6 << 10, 6 << 10)
 
 
-def test_files_take_nothing_of_the_commit_limit(tree: Write) -> None:
+def test_files_do_not_count_against_the_commit_limit(tree: Write) -> None:
     tree("proc/sys/vm/overcommit_memory", 2)
     tree("proc/meminfo", f"{MEMINFO}\nCommitLimit: 4 kB\nCommitted_AS: 4 kB")
     limits.require_cached(10 << 10, 0, "a model")
@@ -329,7 +330,7 @@ print(json.dumps([found, refused]))
 """
 
 
-def test_what_passes_the_cgroup_is_refused_by_name(cgroup_512mb: SmallCgroup) -> None:
+def test_a_request_beyond_the_cgroup_is_refused_by_name(cgroup_512mb: SmallCgroup) -> None:
     found, (text, limit, used, asked) = json.loads(cgroup_512mb.run(REFUSED))
     by_name = {name: (limit, used) for name, limit, used in found}
     assert by_name[cgroup_512mb.name][0] == LIMIT_BYTES
@@ -342,12 +343,12 @@ def test_what_passes_the_cgroup_is_refused_by_name(cgroup_512mb: SmallCgroup) ->
     assert str(cgroup_512mb.folder) in text
 
 
-def test_a_script_that_fails_in_the_cgroup_is_seen(cgroup_512mb: SmallCgroup) -> None:
+def test_a_failed_script_in_the_cgroup_is_reported(cgroup_512mb: SmallCgroup) -> None:
     with pytest.raises(AssertionError, match="status 3"):
         cgroup_512mb.run("raise SystemExit(3)")
 
 
-def test_what_is_read_of_a_file_is_room(cgroup_512mb: SmallCgroup) -> None:
+def test_file_pages_read_once_are_room(cgroup_512mb: SmallCgroup) -> None:
     cgroup_512mb.run("""
 import os, tempfile
 from unimem.system import limits
@@ -387,18 +388,18 @@ with tempfile.TemporaryFile(dir="/var/tmp") as file:
 """
 
 
-def test_what_was_read_twice_of_a_file_is_room(cgroup_512mb: SmallCgroup) -> None:
+def test_file_pages_read_twice_are_room(cgroup_512mb: SmallCgroup) -> None:
     name, folder = cgroup_512mb.name, str(cgroup_512mb.folder)
     cgroup_512mb.run(READ_TWICE.format(name=name, folder=folder))
 
 
-def test_shm_that_is_too_small_is_named() -> None:
+def test_a_small_shm_is_named() -> None:
     limits.require_shm(1, "block 'kv'")
     with pytest.raises(CapacityError, match=r"block 'kv' of .*/dev/shm has room for .*remount"):
         limits.require_shm(2**60, "block 'kv'")
 
 
-def test_how_large_shm_has_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_needed_size_of_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(f_frsize=4096, f_blocks=3, f_bavail=1)
     monkeypatch.setattr(os, "statvfs", lambda _: found)
     with pytest.raises(CapacityError, match=f"size={5 * 4096} /dev/shm"):

@@ -1,4 +1,4 @@
-"""The facts of a machine as a document, whose keys are documented."""
+"""The document of a machine's facts, and the documentation of its keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.kernel.invented_machine import CGROUP_MEMORY, GIB, MEMLOCK, QUOTA, 
 from support.project.checkout import ROOT
 
 
-def test_the_document_is_plain_and_whole(machine: Invented) -> None:
+def test_the_document_is_plain_and_complete(machine: Invented) -> None:
     CGROUP_MEMORY(machine)
     facts(memlock=MEMLOCK)(machine)
     found = um.doctor()
@@ -41,7 +41,7 @@ def test_every_key_is_documented(machine: Invented) -> None:
 
 
 def keys(value: Any) -> set[str]:
-    """Names of all keys; those of nodes, sizes of pools and governors are data."""
+    """Return the names of all keys, except nodes, pool sizes and governors, which are data."""
     if isinstance(value, list):
         return set().union(*map(keys, value))
     if not isinstance(value, dict):

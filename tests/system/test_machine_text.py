@@ -1,4 +1,4 @@
-"""A machine as text: short lines, and names that a terminal does not obey."""
+"""A machine as text: short lines, and names without control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_long_lists_of_cpus_are_counted(machine: Invented) -> None:
     assert re.search(r"^0     64 of them  128", str(um.doctor()), re.M)
 
 
-def test_names_cannot_command_a_terminal(machine: Invented) -> None:
+def test_names_cannot_control_a_terminal(machine: Invented) -> None:
     machine.more_limits = [limits.Limit("cgroup /a\x1b[2J", GIB, 0, "echo 1 > /a\x1b[2J\nb")]
     shown = str(um.doctor())
     assert "\x1b" not in shown

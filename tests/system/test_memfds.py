@@ -1,4 +1,4 @@
-"""Memory with a name: found by its name in a process, and only a memfd of the process's own."""
+"""Named memory: only a process's own memfd is found by its name."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def test_a_memfd_is_found_by_its_name_while_it_is_open() -> None:
     os.close(reader)
 
 
-def test_a_file_that_looks_like_one_is_not(tmp_path: Path) -> None:
+def test_a_lookalike_file_is_no_memfd(tmp_path: Path) -> None:
     path = tmp_path / f"memfd:{NAME}"
     with path.open("w+b"):
         path.unlink()
         assert found(NAME) == []
 
 
-def test_kernels_without_the_newest_flag_make_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_without_the_newest_flag_work(monkeypatch: pytest.MonkeyPatch) -> None:
     real, flags = os.memfd_create, []
 
     def create(name: str, given: int) -> int:

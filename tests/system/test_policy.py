@@ -1,4 +1,4 @@
-"""What is asked of the kernel, decided on machines that are invented."""
+"""Placement requests to the kernel, decided on invented machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 class Machine:
-    """Facts that are made up; what is not, may not be asked."""
+    """Invented facts; any other question fails."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ def test_numa_grammar_errors_show_the_grammar(text: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-def test_copies_on_nodes_are_of_weights_alone() -> None:
+def test_only_weights_are_copied_to_nodes() -> None:
     for text, nodes in (("mirror", ()), ("mirror:0,2-3", (0, 2, 3))):
         wanted = policy.parse_numa(text, mirror=True)
         assert wanted is not None
@@ -271,7 +271,7 @@ SHORT: list[tuple[Machine, int, dict[str, Any], tuple[object, ...], tuple[str, .
 @pytest.mark.parametrize(
     ("machine", "nbytes", "options", "chosen", "told"), [*((*row, ()) for row in GRANTED), *SHORT]
 )
-def test_what_is_short(machine: Machine, nbytes: int, options: Any, chosen: Any, told: Any) -> None:
+def test_shortfalls(machine: Machine, nbytes: int, options: Any, chosen: Any, told: Any) -> None:
     choice = decide(machine, nbytes, **options)
     assert (choice.pages, choice.numa and str(choice.numa), choice.lock) == chosen
     assert len(choice.shortfalls) == bool(told)
@@ -279,7 +279,7 @@ def test_what_is_short(machine: Machine, nbytes: int, options: Any, chosen: Any,
         tells(text, *told)
 
 
-def test_all_shortfalls_come_together() -> None:
+def test_all_shortfalls_are_reported_together() -> None:
     machine = Machine(EMPTY, NODES, MEMLOCK)
     choice = decide(machine, 64 * MIB, pages="2m", numa="bind:9", lock=True)
     assert (choice.pages, choice.numa, choice.lock) == ("thp", None, False)
@@ -365,7 +365,7 @@ def test_few_huge_pages() -> None:
     assert policy.huge_page_message("b", granted("4k", 5 * MIB), 0) == ""
 
 
-def test_what_repair_left() -> None:
+def test_pages_left_after_repair() -> None:
     text = policy.misplaced_message("b", BIND, MIB, granted("4k", 8, nodes={0: MIB, 1: GIB}))
     tells(text, "1.0 MiB could not be moved", "1.0 MiB on node 0")
     spread = NumaPolicy("interleave", (0, 1))
@@ -376,7 +376,7 @@ def test_what_repair_left() -> None:
 # ---- CPUs that warm ----
 
 
-def test_threads_go_round_the_nodes_of_the_policy() -> None:
+def test_threads_cycle_through_the_policy_s_nodes() -> None:
     nodes = {0: node(0, cpus=(0, 1)), 1: node(1, cpus=(2, 3)), 2: node(2, cpus=())}
     every = {0, 1, 2, 3}
 

@@ -1,4 +1,4 @@
-"""Memory pressure: its figures, and the watches that announce it."""
+"""Memory pressure: its figures and the watches that announce it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_pressure_of_the_machine_and_of_the_own_cgroup(
 
 @pytest.mark.parametrize("own", ["0::/\n", "0::/a/b\n", "4:memory:/a\n", ""])
 def test_pressure_of_the_machine_alone(tree: Write, own: str) -> None:
-    """The root's is the machine's; with cgroup.pressure at 0 there is no file."""
+    """The root cgroup has the machine's pressure; with cgroup.pressure at 0 the file is missing."""
     tree("proc/pressure/memory", psi("0.00", "0.00"))
     tree("cgroup/memory.pressure", psi("0.00", "0.00"))
     tree("proc/self/cgroup", own)

@@ -52,7 +52,7 @@ def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         watch.close()
 
 
-def test_what_may_not_be_used_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_watches_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory.pressure").mkdir()  # which not even root can open for writing
     monkeypatch.setattr(pressure, "_MACHINE", str(tmp_path / "none"))
     group = Cgroup(str(tmp_path), "/a", 2)

@@ -1,4 +1,4 @@
-"""What is read of processes, against a second reading of smaps and against what children did."""
+"""Process figures, checked against a second reading of smaps and the actions of children."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Python = Callable[..., tuple[int, Any]]
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    """Start a program, which is killed at the end."""
+    """Start a program and kill it at the end."""
     with ExitStack() as ends:
 
         def start(*command: str) -> Running:
@@ -53,7 +53,7 @@ def child() -> Iterator[Child]:
 
 @pytest.fixture
 def idle(child: Child) -> Running:
-    """A small process that waits."""
+    """Start a small process that waits."""
     one = child("cat")
     assert answer(one, "ready") == "ready"
     return one
@@ -61,7 +61,7 @@ def idle(child: Child) -> Running:
 
 @pytest.fixture
 def python(child: Child) -> Python:
-    """Start a script that says something in a line of JSON, and waits; returns its PID and that."""
+    """Start a script that prints one line of JSON and waits; return its PID and the value."""
 
     def start(script: str, *arguments: str) -> tuple[int, Any]:
         code = f"import ctypes, json, mmap, os, sys\n{SAYING}{textwrap.dedent(script)}"
@@ -82,7 +82,7 @@ def say(*values):
 
 
 def answer(one: Running, *lines: str) -> str:
-    """Write lines to a process, and return the line that it writes then."""
+    """Write lines to a process and return its answer."""
     assert one.stdin is not None
     assert one.stdout is not None
     one.stdin.write("".join(f"{line}\n" for line in lines))
@@ -105,7 +105,7 @@ def area_at(pid: int, address: int) -> Area:
 # ---- smaps --------------------------------------------------------------------------------------
 
 
-def test_every_area_is_what_smaps_says(idle: Running) -> None:
+def test_every_area_matches_smaps(idle: Running) -> None:
     # Pss of a library changes with every process that starts or ends.
     before: Any = None
     after: Any = []
@@ -152,8 +152,8 @@ def test_areas_without_their_usage(idle: Running) -> None:
     assert (maps.started, maps.command) == (whole.started, whole.command)
 
 
-def test_what_children_map_is_found(python: Python, tmp_path: Path) -> None:
-    """A file whose name has blanks and a line of its own, a memfd, locked memory, and a gap."""
+def test_mappings_of_children_are_found(python: Python, tmp_path: Path) -> None:
+    """The children map an oddly named file, a memfd and locked memory, with a gap."""
     path = tmp_path / "a model (deleted)\nof mine: 1"
     path.write_bytes(bytes(16 * PAGE))
     pid, addresses = python(
@@ -186,7 +186,7 @@ def test_what_children_map_is_found(python: Python, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("eight_huge_pages")
-def test_hugetlb_pages_count_in_whole(python: Python) -> None:
+def test_hugetlb_pages_count_in_full(python: Python) -> None:
     pid, (address,) = python(
         """
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40000 | 21 << 26
@@ -244,7 +244,7 @@ VmFlags:
 """
 
 
-def test_lines_that_are_new_or_missing_are_no_obstacle() -> None:
+def test_new_or_missing_lines_are_accepted() -> None:
     file, named, shared, last = process._areas(TEXT)
     assert (file.offset, file.device, file.inode) == (0x1000, (0xFE, 0x0A), 77)
     assert file.path == "/a/b c\\012d (deleted)"
@@ -258,7 +258,7 @@ def test_lines_that_are_new_or_missing_are_no_obstacle() -> None:
     assert process._areas(b"") == []
 
 
-def test_an_area_that_was_joined_between_two_reads_counts_once() -> None:
+def test_an_area_merged_between_two_reads_counts_once() -> None:
     joined = TEXT + b"30000-80000000 rw-p 00000000 00:00 0 \nRss:  4 kB\n"
     found = [(area.start, area.rss_bytes) for area in process._areas(joined)]
     assert found == [(0x10000, 8192), (0x20000, 12288), (0x30000, 4096)]
@@ -270,7 +270,7 @@ def test_smaps_longer_than_the_first_buffer(idle: Running, monkeypatch: pytest.M
     assert [area.end for area in read_process(idle.pid).areas] == [a.end for a in whole.areas]
 
 
-def test_nodes_are_those_of_numa_maps(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_match_numa_maps(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/proc/self/numa_maps").exists():
         pytest.skip("this kernel knows no nodes (CONFIG_NUMA)")
     (first, *_) = limits.nodes().values()
@@ -301,7 +301,7 @@ def test_a_line_of_numa_maps_is_counted_in_its_own_pages() -> None:
 # ---- pagemap ------------------------------------------------------------------------------------
 
 
-def test_pages_in_ram_are_those_that_were_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touched_pages_are_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_PAGEMAP_ENTRIES", 16)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, 64 * PAGE, flags) as memory:
@@ -328,7 +328,7 @@ def test_pages_in_ram_are_those_that_were_touched(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("start", "end"), [(PAGE, 0), (-PAGE, PAGE)])
-def test_a_range_has_to_be_one(start: int, end: int) -> None:
+def test_invalid_ranges(start: int, end: int) -> None:
     with pytest.raises(ValueError, match="expected a range of addresses"):
         read_process().in_ram(start, end)
 
@@ -347,10 +347,10 @@ def test_pages_of_a_process_that_ended(idle: Running) -> None:
         found.in_ram(area.start, area.end)
 
 
-def test_what_ends_before_it_is_looked_at_has_ended(
+def test_a_process_that_ends_before_a_look_has_ended(
     idle: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel lets only root look at what waits for its parent, and refuses others."""
+    """Only root may look at a process that waits for its parent; other users are refused."""
     found = read_process(idle.pid)
 
     def refuse(_folder: int, name: str) -> Any:
@@ -383,7 +383,7 @@ def test_counters_count_faults() -> None:
     assert found.started == after.started
 
 
-def test_counters_are_as_the_kernel_names_them(idle: Running) -> None:
+def test_counters_match_the_kernel_s_names(idle: Running) -> None:
     found = counters(idle.pid)
     lines = Path(f"/proc/{idle.pid}/io").read_text().splitlines()
     assert f"read_bytes: {found.read_bytes}" in lines
@@ -394,7 +394,9 @@ def test_counters_are_as_the_kernel_names_them(idle: Running) -> None:
     assert found.cpu_seconds == ticks / os.sysconf("SC_CLK_TCK")
 
 
-def test_counters_without_right_to_read_io(idle: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_without_permission_to_read_io(
+    idle: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = kernel_files.read_bytes
 
     def refuse(name: str, folder: int | None = None) -> bytes:
@@ -416,7 +418,7 @@ def test_a_name_may_have_parentheses(child: Child, tmp_path: Path) -> None:
     assert counters(one.pid).n_threads == 1
 
 
-def test_processes_are_listed_by_psutil_which_loads_where_it_is_used(run_python: Run) -> None:
+def test_processes_are_listed_by_psutil_loaded_on_first_use(run_python: Run) -> None:
     ended = run_python("""
         import os, sys
         import unimem
@@ -445,7 +447,7 @@ def test_processes_are_listed_by_psutil_which_loads_where_it_is_used(run_python:
         (1 << 90, ProcessLookupError, "There is no process"),
     ],
 )
-def test_numbers_of_no_process(read: Any, pid: Any, kind: Any, text: str) -> None:
+def test_pids_of_no_process(read: Any, pid: Any, kind: Any, text: str) -> None:
     with pytest.raises(kind, match=text):
         read(pid)
 
@@ -519,7 +521,7 @@ def test_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("reaped", [False, True])
 @pytest.mark.parametrize("when", ["_stat", "read_bytes", "_read_smaps", "_areas"])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_process_that_ends_while_it_is_read(
+def test_a_process_that_ends_during_a_read(
     idle: Running, monkeypatch: pytest.MonkeyPatch, when: str, first: bool, reaped: bool
 ) -> None:
     module = kernel_files if when == "read_bytes" else process

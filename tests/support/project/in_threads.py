@@ -37,7 +37,7 @@ ALONE = set(
     test_a_forked_child_has_its_own_copy_but_of_a_ring
     test_a_region_that_is_about_to_go_is_left_out test_every_class_that_is_closed_is_among_them
     test_the_ledger_is_read_while_memory_comes_and_goes
-    test_messages_take_the_words_from_here_and_name_extras_that_there_are
+    test_messages_use_the_hint_and_name_existing_extras
 """.split()
 )
 
