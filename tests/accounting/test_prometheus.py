@@ -116,7 +116,7 @@ def test_each_name_has_its_labels_and_follows_the_rules() -> None:
     text = write_metrics(MetricsCollector(lambda: [4711], llama_names=True))
     found = parsed(text)
     known = FAMILIES | LLAMA_FAMILIES
-    # What unimem asked for is known of no row of this process.
+    # No row of this process has known requested bytes.
     assert set(known) - set(found) == {"unimem_memory_requested_bytes"}
     assert set(found) <= set(known)
     for name, samples in found.items():
@@ -251,7 +251,7 @@ def test_a_computing_process_does_not_wait_for_a_scrape() -> None:
         names = ("faults", "voluntary_ctxt_switches")
         return [(name, before[name], after[name]) for name in names if before[name] != after[name]]
 
-    # The kernel may have a reason of its own, as when it moves pages between nodes.
+    # The kernel may cause faults itself, for example when it moves pages between nodes.
     with running(COMPUTE) as pid:
         seen = [scraped() for _ in range(5)]
     assert [] in seen, seen

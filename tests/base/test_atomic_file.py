@@ -225,7 +225,7 @@ def test_the_page_cache_is_bypassed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if not takes_direct(tmp_path):
         pytest.skip("the file system has no O_DIRECT")
     flags = flags_at_each_write(monkeypatch)
-    # Lanes that are no whole pages, and begin at none.
+    # Lanes that are not whole pages and do not begin at one.
     with cache(40) as kv:
         kv.trim_to(39)
         kv.save(tmp_path / "session")

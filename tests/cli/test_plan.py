@@ -154,7 +154,7 @@ def test_what_does_not_fit(planned: Planned) -> None:
         r"1\. Map the file instead of copying it \(saves 3\.0 GiB, then it fits\):\n   --load map",
         r"2\. A KV cache of q8_0 \(saves 240\.0 MiB\):\n   --kv-dtype q8_0 --ctx 512",
         r"3\. A smaller model",
-        # What would end the process comes before what is only asked for.
+        # Hard limits come before limits of requested options.
         r"Does not fit: 4\.1 of 1\.0 GiB \(cgroup /llm\)\. No context fits\.",
     ):
         assert re.search(f"^{line}$", page, re.M), f"{line}\n{page}"
