@@ -153,7 +153,7 @@ def test_an_unreadable_process_is_not_up(invented: dict[int, Any], why: Any) -> 
     assert not [key for key in found if key[1] == "7" and key[0] != "unimem_process_up"]
 
 
-def test_another_process_with_the_same_number_is_read_anew(invented: dict[int, Any]) -> None:
+def test_a_reused_pid_is_read_again(invented: dict[int, Any]) -> None:
     collector = MetricsCollector(lambda: [4711])
     collector.values()
     first = collector._watched[4711].sampler

@@ -248,7 +248,7 @@ def test_without_o_direct(tmp_path: Path, page: Any, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "file").read_bytes() == page.tobytes()
 
 
-def test_a_direct_write_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_direct_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true, refused = os.pwrite, []
 
     def pwrite(fd: int, data: Any, offset: int) -> int:

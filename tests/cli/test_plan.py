@@ -142,7 +142,7 @@ def test_only_willing_terminals_get_colours(planned: Planned) -> None:
     assert show("plan", "some/mistral.gguf", columns=80, TERM="dumb").out == PAGE
 
 
-def test_what_does_not_fit(planned: Planned) -> None:
+def test_a_plan_that_does_not_fit(planned: Planned) -> None:
     planned(TOO_LARGE)
     screen = show("plan", "m.gguf", columns=80)
     assert (screen.code, screen.err) == (3, "")

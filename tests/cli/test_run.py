@@ -448,7 +448,7 @@ def test_a_context_beyond_the_model_s_own_is_mentioned() -> None:
 
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
-def test_a_model_that_spills_runs_and_says_so(model: Path, monkeypatch: Patch) -> None:
+def test_a_spilling_model_runs_with_a_message(model: Path, monkeypatch: Patch) -> None:
     def refuse(*_: object, **_options: object) -> None:
         raise CapacityError("warming it does not fit", 1, 1, 2)
 

@@ -251,7 +251,7 @@ def test_a_full_disk_behind_standard_output(command: str) -> None:
         check(run(command, stdout=full), 1, "No space left on device")
 
 
-def test_a_reader_that_is_gone() -> None:
+def test_a_vanished_reader() -> None:
     read, write = os.pipe()
     os.close(read)
     try:

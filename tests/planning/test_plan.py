@@ -142,7 +142,7 @@ def test_a_window_takes_the_same_for_every_context() -> None:
         um.plan(DIMS, ctx=499, window=500)
 
 
-def test_a_window_fits_where_a_context_does_not(available: Any) -> None:
+def test_a_window_fits_if_a_context_does_not(available: Any) -> None:
     options: dict[str, Any] = {"pages": "4k", "load": "copy"}
     available(um.plan(DIMS, ctx=1000, **options).total_bytes)
     assert um.plan(DIMS, **options).ctx == 1000
@@ -180,7 +180,7 @@ def test_the_context_is_the_longest_that_fits(available: Any) -> None:
     assert "none fits" in str(nothing)
 
 
-def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
+def test_an_oversized_mapped_file_spills(available: Any) -> None:
     """A mapped file may be read again; memory that must stay in RAM has to fit."""
     whole = um.plan(DIMS, ctx=3000, pages="4k")
     assert whole.load == "map"

@@ -161,7 +161,7 @@ def test_a_server_without_ranges_does_not_send_a_model(
     assert server.sent_bytes < len(server.files["/long.gguf"])
 
 
-def test_a_header_that_does_not_end(
+def test_an_endless_header(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)

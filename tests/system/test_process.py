@@ -347,7 +347,7 @@ def test_pages_of_a_process_that_ended(idle: Running) -> None:
         found.in_ram(area.start, area.end)
 
 
-def test_a_process_that_ends_before_a_look_has_ended(
+def test_a_process_that_ends_before_it_is_read(
     idle: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only root may look at a process that waits for its parent; other users are refused."""
