@@ -155,7 +155,7 @@ def assert_sums_are_the_kernel_s(process: Invented, entries: list[Entry]) -> Non
     mappings, rows = attribute(process, entries)
     assert_adds_up(process, mappings, rows)
     known_at = {entry.address: entry for entry in entries}
-    # What was written to is in RAM or in swap, whatever access there is to it now.
+    # Written memory is in RAM or swap, whatever its access now.
     there = [
         each for each in process.areas if each.is_accessible or each.rss_bytes or each.swapped_bytes
     ]
@@ -189,9 +189,9 @@ def entry(*parts: tuple[str, int], **fields: Any) -> Entry:
 
 
 def test_parts_count_their_own_pages_in_ram() -> None:
-    # Of four pages, the first and the third are there.
+    # The first and third of four pages are in RAM.
     process = invented([area(0, 4, 2)], [BASE // PAGE, BASE // PAGE + 2])
-    # Of f32 all but 100 bytes are in the first page; of q8_0 100 bytes are in the third.
+    # The first page has all but 100 bytes of f32; the third has 100 bytes of q8_0.
     known = entry(
         ("weights:padding", 100),
         ("weights:f32", PAGE),

@@ -93,7 +93,7 @@ def test_each_page_touched_is_a_fault() -> None:
         array[:: 2 * PAGE] = 1
         with um.measure() as m:
             array[::PAGE] = 1
-        # The kernel may take a page for a moment: seldom, and never less than were touched anew.
+        # The kernel may rarely add a fault, but never counts fewer than the pages touched.
         assert 32 <= m.minor_faults < 40
         assert 32 <= (m.thread_minor_faults or 0) <= m.minor_faults
         assert m.major_faults == m.thread_major_faults == 0
@@ -154,7 +154,7 @@ def test_measuring_takes_nothing() -> None:
                 assert m.n_os_calls == 0
         return outer
 
-    # The kernel may take a page for a moment, to move it: seldom.
+    # The kernel may move a page, which rarely adds a fault.
     tries = [rounds() for _ in range(4)]
     assert 0 in [m.thread_minor_faults for m in tries]
     for m in tries:

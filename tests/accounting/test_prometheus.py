@@ -116,7 +116,7 @@ def test_each_name_has_its_labels_and_follows_the_rules() -> None:
     text = write_metrics(MetricsCollector(lambda: [4711], llama_names=True))
     found = parsed(text)
     known = FAMILIES | LLAMA_FAMILIES
-    # What unimem asked for is known of no row of this process.
+    # No row of this process has known requested bytes.
     assert set(known) - set(found) == {"unimem_memory_requested_bytes"}
     assert set(found) <= set(known)
     for name, samples in found.items():
@@ -153,7 +153,7 @@ def test_an_unreadable_process_is_not_up(invented: dict[int, Any], why: Any) -> 
     assert not [key for key in found if key[1] == "7" and key[0] != "unimem_process_up"]
 
 
-def test_another_process_with_the_same_number_is_read_anew(invented: dict[int, Any]) -> None:
+def test_a_reused_pid_is_read_again(invented: dict[int, Any]) -> None:
     collector = MetricsCollector(lambda: [4711])
     collector.values()
     first = collector._watched[4711].sampler
@@ -251,7 +251,7 @@ def test_a_computing_process_does_not_wait_for_a_scrape() -> None:
         names = ("faults", "voluntary_ctxt_switches")
         return [(name, before[name], after[name]) for name in names if before[name] != after[name]]
 
-    # The kernel may have a reason of its own, as when it moves pages between nodes.
+    # The kernel may cause faults itself, for example when it moves pages between nodes.
     with running(COMPUTE) as pid:
         seen = [scraped() for _ in range(5)]
     assert [] in seen, seen

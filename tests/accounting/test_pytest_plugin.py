@@ -27,7 +27,7 @@ HEAD = """
         kv.append_all(token, token)
         return kv
 """
-# One run has them all: by the first letter of a name, what is expected of it.
+# One run has all tests; the first letter of a name is its expected result.
 TESTS = """
     def test_pass_append(unimem_steady_state):
         with cache() as kv:
@@ -72,7 +72,7 @@ TESTS = """
         array = block.as_array()
         pages = iter(range(0, 64 << 10, 4096))
         def step():
-            # As a page that the kernel has moved: it faults once.
+            # Like a page moved by the kernel, it faults once.
             array[next(pages, 0)] = 1
         unimem_steady_state.run(step, times=5, tries=4)
         del array, step
@@ -184,7 +184,7 @@ def test_the_message_names_what_was_taken(output: str, name: str) -> None:
     assert "the steady state took memory:" in section[1]
     for line in MESSAGES[name]:
         assert re.search(rf"^(E\s+)?\s*{line}", section[1], re.M), section[1]
-    # What is shown is the test, and not how the fixture works.
+    # The output shows the test, not the fixture's internals.
     assert "pytest_unimem/" not in section[1]
 
 

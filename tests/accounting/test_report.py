@@ -206,7 +206,7 @@ sys.stdin.read()
 """
 
 
-def test_a_process_that_shows_its_ledger() -> None:
+def test_a_process_that_publishes_its_ledger() -> None:
     with running(CHILD, "shows") as pid:
         report = um.report(pid)
     assert report.facts["pid"] == pid
@@ -223,7 +223,7 @@ def test_a_process_that_shows_its_ledger() -> None:
     check(report)
 
 
-def test_a_process_that_shows_nothing() -> None:
+def test_a_process_that_publishes_nothing() -> None:
     with running(CHILD, "hides") as pid:
         report = um.report(pid)
     assert report.facts["source"] == "kernel"
@@ -246,7 +246,7 @@ def test_missing_and_invalid_pids() -> None:
         um.report("1")  # type: ignore[arg-type]
 
 
-def test_memory_of_a_gpu_has_rows_and_a_total_of_its_own(cuda: Any) -> None:
+def test_gpu_memory_has_its_own_rows_and_total(cuda: Any) -> None:
     before = um.report()
     with cuda.Block(3 << 20, category="history"), um.Block(1 << 20, category="history"):
         report = um.report()

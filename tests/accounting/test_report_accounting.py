@@ -27,12 +27,12 @@ from unimem.engine import Decoder
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
-# With the heads that blocks of 32 values fit into.
+# Heads that blocks of 32 values fit into.
 WIDE = Shape(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocab=320, ctx=2000, head_dim=64)
 SHAPES = {"tiny": TINY, "small": SMALL, "wide": WIDE, "deep": replace(WIDE, hidden=256, layers=7)}
 
 # Architecture, type and shape of the model, and options of the decoder.
-# Fast are those that have each architecture, type, shape, size and option once.
+# The fast tier has each architecture, type, shape, size and option once.
 DECODERS: list[tuple[str, str, str, dict[str, Any]]] = [
     ("llama", "bf16", "tiny", {"ctx": 1}),
     ("gemma3", "q8_0", "deep", {"ctx": 500, "kv_dtype": "q8_0,q4_0"}),
@@ -123,7 +123,7 @@ def weights_of(layout: um.Layout) -> um.Weights:
 def assert_is_planned(plan: um.Plan, decoder: Decoder) -> None:
     report = decoder.report()
     assert rows_of(report) == rows_of(plan)
-    # The rest lies in no block of the decoder's: see what a process has that runs nothing else.
+    # The rest is in no block of the decoder; another test checks a process with nothing else.
     rows = [row for row in report.rows if row.category not in BESIDE]
     assert report.total_bytes == plan.total_bytes
     assert sum(row.nbytes for row in rows) == smaps_sizes(blocks_of(decoder))
@@ -166,7 +166,7 @@ def test_on_a_layout_of_other_pages(make_model: Any, load: Any, pages: Any, wind
 @pytest.mark.usefixtures("eight_huge_pages")
 @pytest.mark.parametrize("pages", ["auto", "2m"])
 def test_on_reserved_pages(make_model: Any, pages: Any) -> None:
-    # Of eight pages the weights take two; for all that comes after it is enough, too.
+    # The weights take two of eight pages, and the rest is enough for everything else.
     path = make_model("llama", "q8_0", "small")
     options: dict[str, Any] = {"ctx": 640, "threads": 1, "load": "copy"}
     plan = um.plan(path, pages=pages, **options)

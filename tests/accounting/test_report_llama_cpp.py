@@ -102,11 +102,11 @@ def test_llama_cpp(model: Path) -> None:
     assert f"{model.name} (" in " ".join(str(report).split())
     with um.open_weights(model, load="map") as weights:
         sizes = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
-    # All of them were needed for the token, and are in RAM, byte by byte.
+    # The token needed all of them, so every byte is in RAM.
     rows = {row.category: row for row in report.rows}
     assert {name: rss([rows[name]]) for name in sizes} == sizes
     assert {name: rows[name].nbytes for name in sizes} == sizes
-    # What llama.cpp allocates by itself: its KV cache and what it computes with.
+    # llama.cpp's own allocations: its KV cache and compute buffers.
     assert (rows["anonymous"].resident_bytes or 0) > 1 << 20
 
 
@@ -116,7 +116,7 @@ def test_two_llama_cpp_share_one_copy(model: Path) -> None:
     for report, sums in (read_first, read_second):
         assert_is_the_kernel_s(report, sums, [model])
         (known,) = report.facts["models"]
-        # Pages that n map count 1/n, and the kernel rounds that down for each page and area.
+        # A page shared by n processes counts 1/n; the kernel rounds down for each page and area.
         assert known["rss_bytes"] / 2 - 4096 <= known["pss_bytes"] <= known["rss_bytes"] / 2
 
 

@@ -26,7 +26,7 @@ from unimem.system import process as system_process
 from unimem.system.pressure import Pressure
 
 MOST_BYTES = 300_000
-# Neighbours that differ in access are mappings of their own.
+# Neighbours with different access are separate mappings.
 MANY = """
 import ctypes, mmap, sys
 n, page = int(sys.argv[1]), mmap.PAGESIZE
@@ -177,7 +177,7 @@ def test_ten_thousand_mappings_stay_small(name: str) -> None:
     assert "10,000 mappings" in page.text
     shown = page.table("address").rows
     assert len(shown) > 50
-    # Those with most in RAM are shown, and the others are added up.
+    # The mappings with most in RAM are shown, and the rest are added up.
     assert shown[0][2] == 9_999 * KIB
     n, sizes = 10_000 - len(shown), sum(range(10_000 - len(shown))) * KIB
     assert f"and {n:,} more mappings" in page.text

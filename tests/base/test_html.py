@@ -47,7 +47,7 @@ def test_a_page_loads_nothing() -> None:
     assert "http" not in text.replace("http-equiv", "")
     assert not set(HtmlPage(text).tags) & {"script", "link", "img", "iframe", "object"}
     assert "default-src &#x27;none&#x27;" in text
-    # Light and dark are the reader's; so are the colours of texts.
+    # The reader's settings choose light or dark, and the colours of text.
     assert "color-scheme:light dark" in text
     assert 'name="viewport"' in text
 

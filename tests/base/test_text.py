@@ -25,7 +25,7 @@ def test_names_cannot_fake_lines() -> None:
     assert escape("a\nb\tc\x1b", keeps_lines=True) == "a\nb\tc\\x1b"
     for turn in ("\u202a", "\u202e", "\u2066", "\u2069", "\u2028", "\u2029"):
         assert escape(turn, keeps_lines=True) == escape(turn) == f"\\u{ord(turn):04x}"
-    # Arabic, and emoji that are joined of several, are shown as they are.
+    # Arabic and combined emoji are shown unchanged.
     for text in ("\u0645\u0631\u062d\u0628\u0627", "\U0001f469\u200d\U0001f680"):
         assert escape(text) == text
     assert escape("not UTF-8: \udcff").encode() == b"not UTF-8: ?"

@@ -17,7 +17,7 @@ from unimem.system.machine import Finding
 Patch = pytest.MonkeyPatch
 command = importlib.import_module("unimem.cli.doctor")
 
-# The machine that the tests run on may have nothing to change, or something.
+# The test machine may or may not have something to change.
 FINDINGS = (
     Finding("It is slow", "Because it is so.", "make it fast", "it is fast"),
     Finding("It is small", "Because it is so.", "make it large", "it is large", True),
@@ -36,7 +36,7 @@ def test_without_a_terminal_it_is_plain_text_of_80_columns() -> None:
     assert (code, err) == (0, "")
     assert not CONTROL.search(out)
     long = [line for line in out.splitlines() if len(line) > 80]
-    # Only a path that no line can hold may be longer.
+    # Only an overlong path may exceed the width.
     assert [line for line in long if len(max(line.split(), key=len)) <= 60] == []
     for name in ("kernel", "cpu", "memory", "limits", "pages", "hugetlb", "numa"):
         assert re.search(f"^{name:<10}\\S", out, re.M), name

@@ -47,7 +47,7 @@ PYTHON = (sys.executable, "-I", "-S", "-c")
 TINY = ROOT / "src/unimem/engine/models/tiny.gguf"
 HAS_THP = launch._thp_bytes() != 0
 
-# The C library's functions, as a program has them that never heard of unimem.
+# The C library's functions, called as by a program unaware of unimem.
 C = """
 import ctypes, mmap, os, sys
 c = ctypes.CDLL(None)
@@ -279,7 +279,7 @@ def test_signals_reach_the_program() -> None:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait() == -signal.SIGTERM
-    # Python ignores this one, and a program that is started from it must not.
+    # Python ignores this signal; a program started from it must not.
     words = [sys.executable, "-c", MAIN, "exec", "--", "sh", "-c", "kill -PIPE $$"]
     assert subprocess.run(words, check=False).returncode == -signal.SIGPIPE
 
@@ -381,7 +381,7 @@ def test_another_allocator_keeps_the_small_allocations(tmp_path: Path) -> None:
 # ---- the report at the end ----------------------------------------------------------------------
 
 
-# A library that begins before this one, and places memory.
+# A library that starts before unimem's and places memory.
 EARLY = """
 #include <stdlib.h>
 void *volatile kept;

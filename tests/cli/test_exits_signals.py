@@ -54,7 +54,7 @@ sys.exit(main(["inspect", {str(model)!r}]))
     assert "fingerprint" in ended.out
 
 
-# Interrupts the process when it imports a module, as Ctrl-C may.
+# Interrupts the process during an import, as Ctrl-C may.
 INTERRUPTED = """
 import _signal, importlib.abc, os, sys
 class Finder(importlib.abc.MetaPathFinder):
@@ -79,7 +79,7 @@ def test_an_interrupt_during_imports_ends_a_command_quietly(module: str) -> None
     assert run_anew(code=script) == (130, "", "")
 
 
-# Interrupts the process as soon as it takes interrupts as others do.
+# Interrupts the process as soon as it installs the default interrupt handler.
 AT_THE_HANDOVER = """
 set_handler = _signal.signal
 def interrupt(number, handler):

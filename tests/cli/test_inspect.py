@@ -113,7 +113,7 @@ def half_in_ram(tmp_path: Path) -> Iterator[Path]:
         if weights.residency().resident_bytes:
             pytest.skip(f"the file system of {tmp_path} keeps files in memory")
         block._warm_range(0, block.nbytes // 2 // PAGE * PAGE)
-        # What is mapped stays.
+        # Mapped pages stay.
         yield path
 
 
@@ -210,7 +210,7 @@ def test_the_picture_shows_what_is_in_ram(half_in_ram: Path) -> None:
     cells = "".join(lines)
     n_pages = -(-half_in_ram.stat().st_size // PAGE)
     assert len(cells) == min(640, n_pages)
-    # The header was read at the beginning, and readahead may have brought more of it than is asked.
+    # Reading the header may have triggered readahead beyond the requested range.
     assert re.fullmatch("[▓█]+▒?·+[▓▒]*", cells), cells
     assert abs(cells.count("·") - len(cells) / 2) < len(cells) / 8
     assert "▓ in RAM" in key or "█ in RAM, in huge pages" in key

@@ -142,7 +142,7 @@ def test_only_willing_terminals_get_colours(planned: Planned) -> None:
     assert show("plan", "some/mistral.gguf", columns=80, TERM="dumb").out == PAGE
 
 
-def test_what_does_not_fit(planned: Planned) -> None:
+def test_a_plan_that_does_not_fit(planned: Planned) -> None:
     planned(TOO_LARGE)
     screen = show("plan", "m.gguf", columns=80)
     assert (screen.code, screen.err) == (3, "")
@@ -154,7 +154,7 @@ def test_what_does_not_fit(planned: Planned) -> None:
         r"1\. Map the file instead of copying it \(saves 3\.0 GiB, then it fits\):\n   --load map",
         r"2\. A KV cache of q8_0 \(saves 240\.0 MiB\):\n   --kv-dtype q8_0 --ctx 512",
         r"3\. A smaller model",
-        # What would end the process comes before what is only asked for.
+        # Hard limits come before limits of requested options.
         r"Does not fit: 4\.1 of 1\.0 GiB \(cgroup /llm\)\. No context fits\.",
     ):
         assert re.search(f"^{line}$", page, re.M), f"{line}\n{page}"

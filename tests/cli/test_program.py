@@ -52,7 +52,7 @@ def test_help_is_complete_at_80_columns(command: tuple[str, ...], columns: int |
 
 # ---- completion ---------------------------------------------------------------------------------
 
-# What bash does after `eval "$(unimem --show-completion)"` and a press of the tabulator.
+# Completion in bash after `eval "$(unimem --show-completion)"` and the Tab key.
 COMPLETE = """
 eval "$(_UNIMEM_COMPLETE=source_bash unimem)"
 complete -p unimem
@@ -101,7 +101,7 @@ def test_completion_can_be_installed() -> None:
 
 # ---- extras -------------------------------------------------------------------------------------
 
-# A command without some packages: what it said, and that nothing but a sentence was said.
+# A command without some packages: its message, and nothing but a sentence.
 WITHOUT = """
 import importlib.metadata, sys
 sys.modules |= dict.fromkeys(MISSING)

@@ -311,7 +311,7 @@ def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     show("report", 7, "--watch")
     show("report", "--watch", "--interval", 0.5, "--count", 3, "--json")
     assert asked == [(7, 1.0, None, False, None), (1234, 0.5, 3, True, None)]
-    # One that keeps a model for others is watched unasked only if it computes with it, too.
+    # A holder is watched by default only if it also computes with its model.
     both = [replace(FOUND.found[-1], has_ledger=computes) for computes in (False, True)]
     monkeypatch.setattr(command, "find", lambda: Processes(tuple(both), 0))
     show("report", "--watch")

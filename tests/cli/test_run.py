@@ -43,12 +43,12 @@ from unimem.system import limits
 from unimem.system.limits import Limit
 from unimem.weights import residency
 
-# What llama.cpp writes, greedily, after "Once upon a time".
+# llama.cpp's greedy continuation of "Once upon a time".
 STORY = (
     ", there was a little girl named Lily. She loved to play outside in the park. One day, she saw "
     "a big, red ball. She wanted to play with it, but it was too high."
 )
-# A row of ggml's threads that wait for each other takes long where other processes compute, too.
+# ggml's threads wait for each other, which is slow while other processes compute.
 ONE_THREAD = ("--threads", "1")
 PAGE = mmap.PAGESIZE
 Patch = pytest.MonkeyPatch
@@ -157,7 +157,7 @@ def test_the_default_model_is_in_the_package() -> None:
     document = run_json()
     assert document["model"]["embedded"]
     assert document["prompt"]["text"] == "Once upon a time"
-    # Readable: a story of sentences, in words.
+    # The text is readable: a story in sentences.
     words = re.findall(r"[A-Za-z']+", document["output"]["text"])
     assert len(words) > 40
     assert len({"the", "and", "was", "a"} & set(words)) >= 3
@@ -166,10 +166,10 @@ def test_the_default_model_is_in_the_package() -> None:
 
 
 def test_after_eight_tokens_a_token_costs_nothing(model: Path) -> None:
-    # The kernel may take a page for a moment, to move it, and its return counts as a fault: seldom.
-    # What a token costs by itself would show in every run.
+    # The kernel may move a page, which rarely adds a fault.
+    # The cost of a token itself would appear in every run.
     for _ in range(4):
-        # In a process of its own, whose faults are those of the command.
+        # A separate process has only the faults of the command.
         words = ("run", model, "-p", "Hello", "-n", "72", "--json", *ONE_THREAD)
         document = json.loads(run_anew(*words).out)
         if document["steady_state"]["minor_faults"] == 0:
@@ -262,7 +262,7 @@ def test_chat_formats_the_message_by_the_template(chat_model: Path) -> None:
     document = run_json(chat_model, "--chat", "-p", "Hello", "-n", "5")
     assert document["prompt"]["text"] == "<|im_start|>Hello<|im_end|>"
     plain = run_json(chat_model, "-p", "<|im_start|>Hello<|im_end|>", "-n", "5")
-    # In a prompt without --chat, what looks like a special token is text.
+    # Without --chat, a special token in the prompt is plain text.
     assert len(plain["prompt"]["tokens"]) > len(document["prompt"]["tokens"])
 
 
@@ -346,7 +346,7 @@ def test_a_session_needs_no_prefill(model: Path, session: Path, options: tuple[s
     assert then["speed"]["prefill_tokens_per_second"] is None
     resumed = {"resumed": str(session), "restored_tokens": held, "saved": None}
     assert then["session"] | resumed == then["session"]
-    # The file is as it was, and it can be replaced by what follows on it.
+    # The file is unchanged, and its continuation may replace it.
     both = ("--resume", session, "--save-session", session)
     again = [run_json(model, "-n", "10", *both, *options)["output"]["tokens"] for _ in range(2)]
     assert again[0] + again[1] == then["output"]["tokens"]
@@ -448,7 +448,7 @@ def test_a_context_beyond_the_model_s_own_is_mentioned() -> None:
 
 
 @pytest.mark.filterwarnings("always::unimem.PlacementWarning")
-def test_a_model_that_spills_runs_and_says_so(model: Path, monkeypatch: Patch) -> None:
+def test_a_spilling_model_runs_with_a_message(model: Path, monkeypatch: Patch) -> None:
     def refuse(*_: object, **_options: object) -> None:
         raise CapacityError("warming it does not fit", 1, 1, 2)
 
@@ -507,7 +507,7 @@ def test_an_unsavable_session_is_refused_at_once(tmp_path: Path, target: str, sa
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "dangling").symlink_to("nowhere/file")
     before = sorted(os.listdir(tmp_path))
-    # Before the model, even, which is not there.
+    # The check precedes opening the model, which is missing here.
     assert_fails(tmp_path, 1, said, "none.gguf", "--save-session", target)
     assert sorted(os.listdir(tmp_path)) == before
 
@@ -577,7 +577,7 @@ def test_help_and_unknown_commands() -> None:
     assert "walk" in err
 
 
-# It makes twelve tokens, and waits for a line before it makes more.
+# Generates twelve tokens, then waits for a line before more.
 GATED = f"""
 import sys
 from unimem.engine import Decoder
@@ -706,7 +706,7 @@ def test_on_a_terminal(model: Path) -> None:
     for shown in (screen.out, page_of(*arguments, columns=80)):
         assert shown.startswith("\x1b[2mHello\x1b[0m")
         assert "\x1b[1mmemory " in shown
-        # Nothing but these (bars are cyan): not from the model either.
+        # Only these sequences appear (bars are cyan), and none from the model.
         used = {"\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[36m"}
         assert set(re.findall(r"\x1b[^m]*m?", shown)) == used
     for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):

@@ -64,7 +64,7 @@ NOBODY = ("setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups")
 
 pytestmark = [
     pytest.mark.usefixtures("gives_memory_back", "nothing_is_left"),
-    # Of processes that have threads, which Python warns of.
+    # Python warns about forks of processes with threads.
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
 ]
 
@@ -667,7 +667,7 @@ def test_a_process_with_a_reused_pid_is_left_alone(model: Path, tmp_path: Path) 
     stage(model)
     with subprocess.Popen(["sleep", "60"]) as other:
         held = only(tmp_path)
-        # As one that kept a model before: processes of one tick cannot have one number.
+        # Like an earlier holder: processes started in the same tick cannot share a PID.
         drop(replace(held, pid=other.pid, began=held.began - 1))
         assert other.poll() is None
         other.kill()

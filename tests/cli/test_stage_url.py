@@ -22,7 +22,7 @@ from unimem.weights.staged import Held, holders
 
 URL, PATH = f"s3://{BUCKET}/tiny.gguf", f"/{BUCKET}/tiny.gguf"
 HEADER = "0-262143"
-# Of processes that have threads, which Python warns of.
+# Python warns about forks of processes with threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 

@@ -23,7 +23,7 @@ pytest.importorskip("ggml", reason="the engine needs ggml: pip install '.[run]'"
 from support.terminal.screens import Screen, show
 from unimem.engine import embedded_model
 
-# An exception that got through without a sentence of its own.
+# An exception that escaped without an explanation.
 BARE = re.compile(r"Traceback|\b(Attribute|Key|Index|Type|UnboundLocal)Error\b|object has no attr")
 LONG = "x" * 5000
 NO_PROCESS = 2**22 + 1  # beyond the most that Linux gives
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-# Arguments, the exit code, and words on standard error; with none, it works and says nothing there.
+# Arguments, exit code, and words on standard error; without words, it must be empty.
 # fmt: off
 USAGE = [
     ([], 2, "Usage: unimem"),
@@ -251,7 +251,7 @@ def test_a_full_disk_behind_standard_output(command: str) -> None:
         check(run(command, stdout=full), 1, "No space left on device")
 
 
-def test_a_reader_that_is_gone() -> None:
+def test_a_vanished_reader() -> None:
     read, write = os.pipe()
     os.close(read)
     try:

@@ -28,7 +28,7 @@ from unimem.base.text import Surface
 from unimem.cli.watch import document, sample_lines
 from unimem.system.pressure import Pressure
 
-# It sleeps, so that it leaves time for other tests.
+# It sleeps to leave CPU time to other tests.
 DECODER_CODE = """
 import time
 from unimem.engine import Decoder, embedded_model
@@ -223,7 +223,7 @@ def test_the_watch_ends_with_the_process() -> None:
 
 
 def test_an_endless_read_can_be_interrupted(decoder: int) -> None:
-    # A process that holds the lock of its memory blocks readers.
+    # A process that holds its memory lock blocks readers.
     broken = (
         "import sys, time; from unimem.accounting import samples; from unimem.cli import main; "
         "samples.report = lambda pid: (print('waiting', flush=True), time.sleep(1000)); "

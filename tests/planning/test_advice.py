@@ -64,7 +64,7 @@ def test_advice_counts_conversations_and_streams_in_words(memory: Any) -> None:
 def test_changes_that_fit_together(memory: Any) -> None:
     options: dict[str, Any] = {"ctx": 8000, "kv_dtype": "f32", "sessions": 4, "pages": "4k"}
     changes: dict[str, Any] = {"sessions": 1, "kv_dtype": "q8_0"}
-    # Where these are not enough, the context is as long as it can be with them.
+    # If these are not enough, the context is the longest possible with them.
     for ctx, change in ((8000, changes), (3000, changes | {"ctx": 3000})):
         memory(um.plan(DIMS, ctx=ctx, kv_dtype="q8_0", pages="4k").total_bytes)
         plan = um.plan(DIMS, **options)

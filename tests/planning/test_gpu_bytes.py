@@ -68,7 +68,7 @@ def test_sessions_on_a_gpu_and_their_longest_context(host_gpu: Any) -> None:
     assert needed == sum(rows.values())
     batched = figures(ctx=4096, batch=8)[0].scratch_bytes
     assert batched == DecodeBuffers.bytes_needed(replace(dims, max_batch_size=8))
-    # Without a context, the usual one, beside a reserve for others.
+    # Without a context, the default one, beside a reserve for other programs.
     chosen, rows, needed = figures()
     assert (chosen.ctx, chosen.max_ctx, rows["kv"]) == (4096, 8192, n * 4 * MIB)
     assert needed == sum(rows.values()) + RESERVE_BYTES

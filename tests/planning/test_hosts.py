@@ -184,7 +184,7 @@ def test_many_machines_are_planned_with_one_opened_model(
     with plans_of(path) as of:
         found = [of(machine, **options) for machine in machines]
     assert opened.call_count == 1
-    # What the machine has free changes meanwhile.
+    # The machine's free memory changes meanwhile.
     assert [plan.rows for plan in found] == [plan.rows for plan in expected]
     assert found[:2] == expected[:2]
     assert [plan.verdict for plan in found] == ["fits", "does not fit", "fits"]

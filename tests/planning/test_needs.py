@@ -158,7 +158,7 @@ def test_the_cache_of_an_unsupported_architecture(
     assert bound == ("ssm.state_size" in keys or "attention.sliding_window" in keys)
     assert plan.max_ctx == 8192
     assert um.plan(path).ctx == 4096
-    # One that is alike in all layers is what a cache takes.
+    # If all layers are alike, the plan has the size of a cache.
     if not keys:
         assert plan.history_bytes == um.KVCache.storage_bytes(4, 2, 32, 1000, batch=3)
 
@@ -236,7 +236,7 @@ NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("t5", BASE),
     ("clip", {"has_vision_encoder": True}),
     ("qwen3next", BASE | {"ssm.state_size": 16}),
-    # What no model has.
+    # Values that no model has.
     *(("gemma9", BASE | {"block_count": n}) for n in (2**31, -4, 2**40)),
     ("gemma9", BASE | {"block_count": "four"}),
     *(
@@ -331,7 +331,7 @@ UNKNOWN_CONFIGS: list[dict[str, Any]] = [
     {"num_hidden_layers": "3"},
     {"num_attention_heads": 10**30},
     {"layer_types": ["linear_attention", "full_attention"]},
-    # Fields of their own, no cache, or what is left out since it is the default.
+    # Special fields, no cache, or omitted defaults.
     {"model_type": "falcon", "multi_query": True},
     {"model_type": "dbrx", "attn_config": {"kv_n_heads": 8}},
     {"model_type": "qwen3_next", "full_attention_interval": 4},

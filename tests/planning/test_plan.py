@@ -142,7 +142,7 @@ def test_a_window_takes_the_same_for_every_context() -> None:
         um.plan(DIMS, ctx=499, window=500)
 
 
-def test_a_window_fits_where_a_context_does_not(available: Any) -> None:
+def test_a_window_fits_if_a_context_does_not(available: Any) -> None:
     options: dict[str, Any] = {"pages": "4k", "load": "copy"}
     available(um.plan(DIMS, ctx=1000, **options).total_bytes)
     assert um.plan(DIMS, **options).ctx == 1000
@@ -180,7 +180,7 @@ def test_the_context_is_the_longest_that_fits(available: Any) -> None:
     assert "none fits" in str(nothing)
 
 
-def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
+def test_an_oversized_mapped_file_spills(available: Any) -> None:
     """A mapped file may be read again; memory that must stay in RAM has to fit."""
     whole = um.plan(DIMS, ctx=3000, pages="4k")
     assert whole.load == "map"
@@ -197,7 +197,7 @@ def test_a_mapped_file_that_is_too_large_spills(available: Any) -> None:
     assert spills.max_ctx is not None
     assert 2990 < spills.max_ctx < 3000
     assert spills.advice
-    # Of a file that spills anyway, the longest context is what fits.
+    # For a file that spills anyway, the longest context is the longest that fits.
     available(whole.required_bytes)
     least = um.plan(DIMS, pages="4k", ctx=3000)
     assert least.fits
@@ -235,11 +235,11 @@ def test_a_remedy_makes_room_for_files_if_the_rest_fits(
 @pytest.mark.usefixtures("available")
 def test_a_short_model_bounds_the_context() -> None:
     assert um.plan(replace(DIMS, max_seq_len=300)).ctx == 300
-    # More than the model was made for may be asked for, and is said.
+    # A context beyond the model's own is allowed and marked.
     plan = um.plan(replace(DIMS, max_seq_len=300), ctx=400)
     assert (plan.ctx, plan.max_ctx, plan.model_ctx) == (400, 400, 300)
     assert "400 tokens (beyond the model's own: 300, fits: 400)" in str(plan)
-    # Where it does not fit, the model's own is what one looks for.
+    # If it does not fit, the search ends at the model's own context.
     assert um.plan(replace(DIMS, max_seq_len=300), ctx=2**31 - 1, load="copy").max_ctx == 300
 
 
@@ -250,7 +250,7 @@ def test_a_file(model: Path) -> None:
         assert um.plan(weights, threads=2).rows == plan.rows
         types = {f"weights:{kind}": nbytes for kind, nbytes in weights.by_type().items()}
         assert {k: v for k, v in rows(plan).items() if k in types} == types
-    # What is mapped is the file.
+    # The mapping is the file.
     assert weights_bytes(plan) == in_pages(model.stat().st_size)
     assert plan.ctx == 1024
     assert plan.unknown == ()
@@ -279,7 +279,7 @@ def check_planned(path: Path, load: Any, pages: Any) -> None:
     before = ledger()
     planned = um.plan(path, load=load, pages=pages)
     assert ledger()["weights"]["mapped_bytes"] == before["weights"]["mapped_bytes"]
-    # Which a mapping has not, and says so.
+    # A mapping lacks these, and says so.
     given: Any = {} if load == "map" and pages == "thp" else {"pages": pages}
     with um.open_weights(path, load=load, **given) as weights:
         sizes = [path.stat().st_size for path in map(Path, weights.files)]
@@ -287,7 +287,7 @@ def check_planned(path: Path, load: Any, pages: Any) -> None:
         nbytes = sum(map(in_pages, sizes)) if mapped else weights.mapped_bytes
         assert weights_bytes(planned) == nbytes
         assert weights_bytes(planned) - rows(planned)["weights:padding"] == weights.nbytes
-        # What lies in memory already counts neither twice nor as missing.
+        # Memory already taken counts neither twice nor as missing.
         again = um.plan(weights, pages=pages)
         assert again.rows == planned.rows
 
@@ -313,7 +313,7 @@ def test_file_pages_are_dropped_when_needed(model: Path, available: Any) -> None
         available(needed)
         plan = um.plan(weights, ctx=100)
         assert plan.fits
-        # The header's copy is there already.
+        # The header's copy already exists.
         assert plan.spilled_bytes == weights_bytes(plan) - rows(plan)["other"]
 
 
@@ -352,7 +352,7 @@ def test_a_layout_has_the_requested_weights(model: Path) -> None:
             assert layout.plan.rows == um.plan(model, **options).rows
             assert told[-1][0] == told[-1][1] >= weights.nbytes
         assert weights.closed
-    # Memory that a mapping cannot be is a reason to copy.
+    # Requests that a mapping cannot meet are a reason to copy.
     with um.Layout.for_model(model, ctx=100, numa="preferred:0") as layout:
         assert isinstance(layout.weights, um.Weights)
         assert layout.weights.load != "map"
@@ -375,7 +375,7 @@ def test_small_models_take_few_threads(monkeypatch: pytest.MonkeyPatch, model: P
     for dims, expected in ((wide, 1), (replace(wide, num_layers=3), 2), (DIMS, 16)):
         assert um.plan(dims).threads == expected
     assert um.plan(wide, threads=7).threads == 7
-    # The same rule wherever a model comes from.
+    # The rule is the same for every source of a model.
     with um.open_weights(model) as weights, um.Layout.for_model(model) as layout:
         assert layout.plan is not None
         assert um.plan(model).threads == um.plan(weights).threads == layout.plan.threads == 1

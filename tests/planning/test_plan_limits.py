@@ -214,7 +214,7 @@ def test_a_cgroup_holds_files_read_by_others(memory: Any, monkeypatch: pytest.Mo
     for group, spilled in (
         (Limit("cgroup /a", GIB * 9, GIB * 9 - rest - file, ""), 0),
         (Limit("cgroup /a", GIB * 9, GIB * 9 - rest - file + 4096, ""), 4096),
-        # File pages that were used lately are dropped for others.
+        # Recently used file pages are dropped for other files.
         (Limit("cgroup /a", GIB * 9, GIB * 9 - rest - file + 4096, "", 4096, 4096), 0),
     ):
         memory(64 * GIB, group)
@@ -279,7 +279,7 @@ def test_locked_memory(room: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         plan.require_fits()
     assert {"lock": False} in [advice.options for advice in plan.advice]
     assert_true(plan, DIMS, pages="4k", lock=True)
-    # What is locked cannot be dropped.
+    # Locked memory cannot be dropped.
     monkeypatch.setattr(limits, "memlock", lambda: None)
     free = um.plan(DIMS, ctx=100, pages="4k", lock=True)
     assert free.required_bytes == free.total_bytes
@@ -297,7 +297,7 @@ def test_a_pool_of_huge_pages(room: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "nr_hugepages" in check.remedy
     assert {"pages": "thp"} in [advice.options for advice in plan.advice]
     assert_true(plan, DIMS, pages="2m", load="copy")
-    # What is in the pool is not taken of other memory.
+    # Pool pages do not count against other memory.
     small = replace(DIMS, num_layers=1, vocab_size=512, hidden_size=64, intermediate_size=64)
     inside = um.plan(small, ctx=100, pages="2m", load="copy")
     assert inside.fits
@@ -329,7 +329,7 @@ def test_nodes(
     for check, share in zip(checks, needed, strict=True):
         assert check.needed_bytes == pytest.approx(share * placed, abs=8)
         assert not check.is_hard
-    # What is only preferred is no limit, and what will lie elsewhere is said.
+    # A preferred node is no limit, and the plan states the amount outside it.
     assert ("numa" in plan.facts) == numa.startswith("preferred")
     if numa.startswith("preferred"):
         assert plan.fits
@@ -372,7 +372,7 @@ def test_a_fallback_does_not_cut_the_context(
         assert (plan.verdict, plan.fits) == ("fits", True)
         assert [check.name for check in plan.checks if not check.fits] == [missed]
         assert f"Not as asked for: {missed}." in " ".join(str(plan).split())
-        # What helps is what the limit wants; the plan fits as it is.
+        # The advice serves the soft limit; the plan itself fits.
         assert {len(advice.options) for advice in plan.advice} <= {0, 1}
         assert not {"ctx", "kv_dtype", "window"} & {k for a in plan.advice for k in a.options}
         validated(plan)

@@ -119,7 +119,7 @@ def test_all_parts_of_a_split_model(server: ModelServer, tmp_path: Path) -> None
     server.add(*parts)
     plan = um.plan(f"{server.url}/{parts[1].name}?download=true")
     assert said(plan) == said(um.plan(parts[1]))
-    # Each part once, with the query that the one had.
+    # Each part is fetched once, with the original query.
     assert sorted(path for _, path, _ in server.asked) == [
         f"/{p.name}?download=true" for p in parts
     ]
@@ -138,7 +138,7 @@ def test_an_index_of_safetensors_and_its_config(server: ModelServer, tmp_path: P
     assert plan.scratch_bytes > 0, "the config was read"
     assert plan.facts["read_bytes"] == sum(path.stat().st_size for path in paths)
     assert len(server.asked) == 4
-    # Without a config, the plan says so, and what it still knows.
+    # Without a config, the plan says so and keeps the known parts.
     del server.files["/config.json"]
     plan = um.plan(server.url + "/model.safetensors.index.json")
     assert any("config.json: The server has no such file" in text for text in plan.unknown)
@@ -161,7 +161,7 @@ def test_a_server_without_ranges_does_not_send_a_model(
     assert server.sent_bytes < len(server.files["/long.gguf"])
 
 
-def test_a_header_that_does_not_end(
+def test_an_endless_header(
     server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_files, "FIRST_BYTES", 10_000)
@@ -185,7 +185,7 @@ def test_a_model_of_too_many_files(
     text: str,
 ) -> None:
     paths = safetensors_of_two(tmp_path)
-    # The index and one file pass it together.
+    # Together, the index and one file exceed it.
     monkeypatch.setattr(remote_files, limit, paths[0].stat().st_size + 1)
     seconds = iter([0, 1, 1 << 30])
     monkeypatch.setattr(remote_files, "monotonic", lambda: next(seconds))
@@ -238,7 +238,7 @@ def test_faulty_servers(server: ModelServer, monkeypatch: pytest.MonkeyPatch, na
         um.plan(url)
     assert url in str(caught.value)
     assert caught.value.__cause__ is None
-    # Nothing more is read where the first bytes say enough.
+    # Nothing more is read if the first bytes are enough.
     assert server.sent_bytes <= 262_144 or not server.has_ranges
 
 

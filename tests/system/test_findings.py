@@ -46,7 +46,7 @@ def test_a_good_machine_has_nothing_to_change(machine: Invented) -> None:
         found.findings = ()  # type: ignore[misc]
 
 
-# What is changed, what is found, and what to run, by their effect.
+# The change, its finding and its command, by effect.
 NEEDED: dict[str, tuple[Change, str, str]] = {
     "memory of a cgroup": (CGROUP_MEMORY,
         "cgroup /a holds the process to 8.0 GiB", f"echo 256G > {CG}/a/memory.max"),

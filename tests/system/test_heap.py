@@ -27,7 +27,7 @@ SCRIPT = """
 
 
 def test_objects_of_a_loop_touch_no_new_page(run_python: Run) -> None:
-    # The kernel may take a page for a moment, to move it, and its return is a fault: seldom.
+    # The kernel may move a page, which rarely adds a fault.
     for _ in range(4):
         done = run_python(SCRIPT)
         assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ def test_version_1(tree: Write) -> None:
     limit = limits.tightest()
     limit_file = limit.path
     assert limit_file.endswith("memory/a/memory.limit_in_bytes")
-    # In version 1, -1 takes the limit away; how much more is said as a figure.
+    # In version 1, -1 removes the limit; for a larger need, the remedy names a figure.
     assert limit.remedy == f"echo -1 > {limit_file}  # -1: no limit"
     assert limit.remedy_for(2750) == limit.remedy
     assert limit.remedy_for(8000) == f"echo 12288 > {limit_file}"
@@ -90,9 +90,9 @@ def test_version_1(tree: Write) -> None:
         ("active_file 300\ninactive_file 200\nfile_dirty 150\nfile_writeback 50", 1292),
         ("active_file 300\nfile_dirty 400", 1000),
         ("active_file 8\ninactive_file 2", 1005),  # half of a little
-        # Of these, none is in the two sums of file pages.
+        # None of these is in the two sums of file pages.
         ("file 900\nshmem 500\nunevictable 400\nfile_mapped 300\nslab_reclaimable 200", 1000),
-        # The counters are behind what was charged, or before it.
+        # The counters may lag behind the charges, or run ahead of them.
         ("inactive_file 9000", 5000),
     ],
 )
@@ -102,7 +102,7 @@ def test_clean_file_pages_are_room(tree: Write, stat: str, room: int) -> None:
     lines = [f"{name} {int(n) * MIB}" for name, n in pairs]
     memory(tree, "/a", 5000 * MIB, 4000 * MIB, stat="\n".join(["anon 1200", *lines]))
     assert limits.memory_limits()[1].room_bytes == room * MIB
-    # Version 1 has the same counters twice: of the cgroup alone, and with those below it.
+    # Version 1 has each counter twice: for the cgroup alone, and including its children.
     tree("self", "7:memory:/b")
     tree("cgroup/memory/b/memory.limit_in_bytes", 5000 * MIB)
     tree("cgroup/memory/b/memory.usage_in_bytes", 4000 * MIB)
@@ -269,7 +269,7 @@ def test_a_kernel_without_numa_has_one_node(tree: Write) -> None:
 
 def test_the_cpu_of_a_thread_whatever_its_name(tree: Write) -> None:
     assert limits.current_cpu() is None
-    # As proc(5) counts the fields: the 39th is the CPU.
+    # proc(5) has the CPU as the 39th field.
     tree("proc/thread-self/stat", "1 (a b) c) R " + " ".join(str(n) for n in range(4, 53)))
     assert limits.current_cpu() == 39
 
@@ -288,7 +288,7 @@ def test_cached_files_need_no_more_room(tree: Write) -> None:
     with pytest.raises(CapacityError, match=r"cgroup /a has room for 5\.0 KiB") as raised:
         limits.require_cached(9 << 10, (4 << 10) - 1, "a model")
     assert (raised.value.used, raised.value.asked) == (4 << 10, (5 << 10) + 1)
-    # What the machine could drop may be the file itself: all of it has to fit.
+    # The droppable pages may be the file itself, so the whole file has to fit.
     with pytest.raises(CapacityError, match=r"memory of the machine has room for 10\.0 KiB"):
         limits.require_cached(11 << 10, 11 << 10, "a model")
 
@@ -334,7 +334,7 @@ def test_a_request_beyond_the_cgroup_is_refused_by_name(cgroup_512mb: SmallCgrou
     found, (text, limit, used, asked) = json.loads(cgroup_512mb.run(REFUSED))
     by_name = {name: (limit, used) for name, limit, used in found}
     assert by_name[cgroup_512mb.name][0] == LIMIT_BYTES
-    # The interpreter is counted, and is small.
+    # The count includes the small interpreter.
     assert 0 < by_name[cgroup_512mb.name][1] < LIMIT_BYTES // 2
     assert (limit, asked) == (LIMIT_BYTES, 600 << 20)
     assert 0 < used < LIMIT_BYTES // 2

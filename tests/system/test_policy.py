@@ -199,7 +199,7 @@ FULL_WITH_POOL = Machine({"2m": pool(2 * MIB, 2048, nodes={1: (2048, 2048)})}, F
 LOCKED_TWICE = {"lock": True, "shared": True, "mirror": (4096, 0, 1)}
 MIRROR = {"shared": True, "mirror": (2 * MIB, 0, 1)}
 
-# A machine, how many bytes, what else is asked for; the pages, the policy and the lock of it.
+# A machine, a size and other requests; then the granted pages, policy and lock.
 GRANTED: list[tuple[Machine, int, dict[str, Any], tuple[object, ...]]] = [
     *((Machine(), 8 * MIB, {"pages": pages}, (pages, None, False)) for pages in ("4k", "thp")),
     (FIVE, 6 * MIB, {"pages": "2m"}, ("2m", None, False)),
@@ -212,11 +212,11 @@ GRANTED: list[tuple[Machine, int, dict[str, Any], tuple[object, ...]]] = [
     (OF_TWO_NODES, 12 * MIB, {"numa": "bind:1"}, ("auto", "bind:1", False)),
     (OF_TWO_NODES, 16 * MIB, {"pages": "2m", "numa": "interleave"},
      ("2m", "interleave:0-2", False)),
-    # Without nodes, all that can be used.
+    # Without named nodes, all usable nodes count.
     (NO_POOL, 4 * MIB, {"numa": "interleave"}, ("auto", "interleave:0-2", False)),
     (NO_POOL, 4 * MIB, {"numa": "weighted"}, ("auto", "weighted:0-2", False)),
     (Machine({}, FULL), 2 * GIB, {"numa": "bind:1-2"}, ("auto", "bind:1-2", False)),
-    # hugetlb pages come out of the pool, not out of the nodes' free memory; and never leave RAM.
+    # hugetlb pages come from the pool, not from the nodes' free memory, and never leave RAM.
     (FULL_WITH_POOL, 3 * GIB, {"pages": "2m", "numa": "bind:1-2"}, ("2m", "bind:1-2", False)),
     *((Machine(POOLS), 64 * MIB, {"pages": "2m", "lock": lock}, ("2m", None, lock))
       for lock in (True, "onfault")),
@@ -226,12 +226,12 @@ GRANTED: list[tuple[Machine, int, dict[str, Any], tuple[object, ...]]] = [
     (Machine(memlock=MEMLOCK), 3 * MIB, LOCKED_TWICE, ("auto", None, True)),
 ]  # fmt: skip
 
-# The same, and what is said of what is short.
+# The same, and the message about the shortfall.
 SHORT: list[tuple[Machine, int, dict[str, Any], tuple[object, ...], tuple[str, ...]]] = [
     (FIVE, 6 * MIB + 1, {"pages": "2m"}, ("thp", None, False),
      ("needs 4 hugetlb pages of 2.0 MiB", "5 in all, 5 free, 2 of these promised",
       "echo 6 > /", "nr_hugepages")),  # 4 more than are promised
-    # What is too small for huge pages, or shared, falls back to what it can have.
+    # Blocks that are shared or too small for huge pages fall back.
     (Machine(EMPTY), MIB, {"pages": "2m"}, ("4k", None, False), ("needs 1 ",)),
     (Machine(EMPTY), MIB, {"pages": "1g"}, ("4k", None, False), ("needs 1 ",)),
     (Machine(EMPTY), 4 * MIB, {"pages": "2m", "shared": True}, ("auto", None, False), ("needs 2",)),
@@ -252,14 +252,14 @@ SHORT: list[tuple[Machine, int, dict[str, Any], tuple[object, ...], tuple[str, .
       "node 9 is offline", "can use 0-2")),
     *((NO_POOL, MIB, {"numa": f"preferred:{nodes}"}, ("auto", None, False), ("numa=",))
       for nodes in ("3", "4", "9", "3-4,1023")),
-    # A bound node without room is preferred instead.
+    # A bound node without room becomes a preferred one.
     (Machine({}, FULL), 2 * GIB + 1, {"numa": "bind:1-2"}, ("auto", "preferred:1-2", False),
      ("needs 2.0 GiB", "node 1 has 1.0 GiB of 16.0 GiB available", "node 2 has 1.0 GiB")),
     (NO_POOL, MIB, {"numa": "weighted:0-1", "refused": {"weighted": "Linux 6.9 has it"}},
      ("auto", "interleave:0-1", False), ("Linux 6.9",)),
     (NO_POOL, MIB, {"numa": "weighted:0-1", "refused": {"numa": "CAP_SYS_NICE"}},
      ("auto", None, False), ("numa='weighted:0-1': CAP_SYS_NICE",)),
-    # What is mapped twice counts twice.
+    # Double mappings count twice.
     (Machine(memlock=MEMLOCK), 3 * MIB + 4096, LOCKED_TWICE, ("auto", None, False),
      ("needs 6.0 MiB",)),
     *((Machine(memlock=MEMLOCK), 6 * MIB + 1, {"pages": "4k", "lock": lock}, ("4k", None, False),

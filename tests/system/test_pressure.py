@@ -44,7 +44,7 @@ def test_pressure_of_the_machine_alone(tree: Write, own: str) -> None:
     assert pressure.memory_pressure() == (Pressure("machine", 0.0, 0.0),)
 
 
-def test_pages_read_are_bytes_where_the_kernel_counts_them(tree: Write) -> None:
+def test_page_ins_are_bytes_if_the_kernel_counts_them(tree: Write) -> None:
     assert pressure.memory_pressure() == ()
     assert pressure.paged_in_bytes() is None
     tree("proc/vmstat", "nr_free_pages 5\npgpgin 12\npgpgout 9\n")

@@ -35,7 +35,7 @@ def test_version_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watches, refusals = pressure.open_watches()
     trigger, counts = watches
     assert refusals == []
-    # A trigger is what the kernel takes: "some", microseconds of stalling, and of a window.
+    # The kernel's trigger format: "some", microseconds of stalling, microseconds of a window.
     kind, stall, window = (tmp_path / "memory.pressure").read_text().rstrip("\0").split()
     assert (kind, 0 < int(stall) < int(window)) == ("some", True)
     told = trigger.read()

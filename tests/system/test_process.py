@@ -286,7 +286,7 @@ def test_nodes_match_numa_maps(idle: Running, monkeypatch: pytest.MonkeyPatch) -
     for area in found.areas:
         sums.update(area.nodes)
     assert sums == witness
-    # A page of the kernel itself has no node.
+    # Pages of the kernel itself have no node.
     kernels = sum(area.rss_bytes for area in found.areas if area.path == "[vdso]")
     assert sum(sums.values()) == found.rss_bytes - kernels
 
@@ -320,7 +320,7 @@ def test_touched_pages_are_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
             (PAGE - 1, 2 * PAGE + 9, PAGE + 1),
         ):  # fmt: skip
             assert mine.in_ram(start + low, start + high) == nbytes
-        # Memory that was given back is not counted, whatever smaps said before.
+        # Returned memory is not counted, whatever smaps said before.
         memory.madvise(mmap.MADV_DONTNEED)
         assert mine.in_ram(start, end) == 0
     assert mine.in_ram(0, 16 * PAGE) == 0
@@ -336,7 +336,7 @@ def test_invalid_ranges(start: int, end: int) -> None:
 def test_pages_of_a_process_that_ended(idle: Running) -> None:
     found = read_process(idle.pid)
     area = found.areas[0]
-    # Another process that has come to the number is not asked.
+    # A later process with the same PID is not asked.
     with pytest.raises(ProcessLookupError, match="has ended"):
         replace(found, started=found.started + 1).in_ram(area.start, area.end)
     end(idle)
@@ -347,7 +347,7 @@ def test_pages_of_a_process_that_ended(idle: Running) -> None:
         found.in_ram(area.start, area.end)
 
 
-def test_a_process_that_ends_before_a_look_has_ended(
+def test_a_process_that_ends_before_it_is_read(
     idle: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only root may look at a process that waits for its parent; other users are refused."""
@@ -488,7 +488,7 @@ def test_a_process_of_another_user(run_python: Run, idle: Running) -> None:
     of_root, own = ended.stdout.splitlines()
     assert of_root.startswith(f"Process {idle.pid} (cat")
     assert of_root.endswith("is of user 'root': run this as that user, or as root")
-    # Its own memory it may read, but not its page tables: the kernel gave them to root then.
+    # It may read its memory but not its page tables, which then belong to root.
     assert own.endswith("is unreadable, as after a change of users: run this as root")
 
 
@@ -535,7 +535,7 @@ def test_a_process_that_ends_during_a_read(
 
     n_open = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(module, when, act)
-    # One that was a zombie from the start says so.
+    # A process that was a zombie from the start is reported as one.
     zombie = first and not reaped and when in ("_stat", "read_bytes")
     with pytest.raises(ValueError if zombie else ProcessLookupError, match="has ended"):
         read_process(idle.pid)
