@@ -7,6 +7,7 @@ compare type and shape with the cache's, and fill a `Given` for the core.
 import numpy as np
 
 cimport numpy as cnp
+from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
@@ -163,6 +164,12 @@ cdef object on_device(object driver, object x, str what):
 
 
 cdef uint32_t layer_number(object layer, uint32_t n_layers, str what) except? 0xffffffff:
+    cdef int overflow
+    cdef long exact
+    if PyLong_CheckExact(layer):
+        exact = PyLong_AsLongAndOverflow(layer, &overflow)  # -1: too large
+        if 0 <= exact < n_layers:
+            return <uint32_t>exact
     number = index_of(layer, what)
     if not 0 <= number < n_layers:
         raise ValueError(f"{what}: expected a layer from 0 to {n_layers - 1}, got {layer}")

@@ -372,8 +372,10 @@ cdef class LayeredKVCache:
 
     cdef int append_tokens(self, layer, k, v) except -1:
         cdef uint32_t index = layer_number(layer, self.n_layers, "layer")
-        cdef OneKindCache part = self.part_to_append(index)
-        return part.append_tokens(<object>PyTuple_GET_ITEM(self._index_of, index), k, v)
+        if not PyBytes_AS_STRING(self._owns)[index]:
+            self.refuse_append(index)
+        return (<OneKindCache>PyTuple_GET_ITEM(self._part_of, index)).append_tokens(
+            <object>PyTuple_GET_ITEM(self._index_of, index), k, v)
 
     cdef OneKindCache part_to_append(self, uint32_t layer):
         layer_number(layer, self.n_layers, "layer")
