@@ -8,7 +8,9 @@ where it defines the same name. Imports are found by the names that are used.
 from __future__ import annotations
 
 import argparse
+import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +37,8 @@ MODULES = {
     "contextlib": "AbstractContextManager contextmanager",
     "os": "PathLike",
     "types": "ModuleType TracebackType",
-    "typing": "Any ClassVar Generic Literal Protocol Self SupportsIndex TypeAlias TypedDict TypeVar "
-    "Unpack overload",
+    "typing": "Any ClassVar Generic Literal Protocol Self SupportsIndex TypeAlias TypedDict "
+    "TypeVar Unpack overload",
     "numpy.typing": "ArrayLike DTypeLike NDArray",
     "typing_extensions": "Buffer",
 }
@@ -116,6 +118,16 @@ def definitions(text: str) -> Iterator[Definition]:
         yield Definition("", 0, "", number, number, [], comments)
 
 
+def is_code(comments: list[str]) -> bool:
+    """Whether comments are text for a stub, and no sentences about what follows them."""
+    text = textwrap.dedent("\n".join(comments))
+    try:
+        parsed = ast.parse(text + " ..." * text.endswith(":")).body
+    except SyntaxError:
+        return False
+    return not any(isinstance(each, ast.Expr) for each in parsed)
+
+
 def join(lines: list[str], start: int) -> tuple[str, int]:
     """Join the lines of a header, up to its colon; return where the next line is, too."""
     header, number = lines[start].strip(), start + 1
@@ -169,8 +181,9 @@ def body_of(text: str, attributes: dict[str, list[tuple[str, str]]]) -> list[str
     lines: list[str] = []
     for each in definitions(text):
         pad = " " * each.indent
-        lines += each.comments
-        said = re.findall(r"^ *(?:class|def) (\w+)", "\n".join(each.comments), re.M)
+        comments = each.comments if is_code(each.comments) else []
+        lines += comments
+        said = re.findall(r"^ *(?:class|def) (\w+)", "\n".join(comments), re.M)
         if each.is_class:
             if each.name not in said:
                 bases = re.search(r"\(.*\)", each.header)
@@ -186,8 +199,6 @@ def body_of(text: str, attributes: dict[str, list[tuple[str, str]]]) -> list[str
         elif each.name and each.name not in said:
             found, result = arguments(each.header)
             if not result:
-                if not each.name.startswith("_") and each.header.startswith("def"):
-                    raise SystemExit(f"{each.name}: expected a result that is annotated")
                 continue
             lines += [pad + d for d in each.decorators if KEPT_DECORATORS.match(d)]
             written = ", ".join(argument(*each) for each in found)
