@@ -254,11 +254,8 @@ def main() -> None:
     parser.add_argument("--to", type=Path)
     options = parser.parse_args()
     for source in options.sources:
-        written = source.with_suffix(".pyi")
-        is_by_hand = written.exists() and not written.read_text().startswith(HEAD)
-        text = written.read_text() if is_by_hand else stub(source)
         output = (options.to or source.parent) / f"{source.stem}.pyi"
-        output.write_text(text, encoding="utf-8")
+        output.write_text(stub(source), encoding="utf-8")
 
 
 if __name__ == "__main__":

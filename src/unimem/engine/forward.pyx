@@ -24,6 +24,10 @@ from unimem.engine.turns cimport Turn
 from unimem.kv.cache.cache cimport KVCache
 from unimem.kv.cache.one_kind cimport OneKindCache
 
+#: from unimem.accounting.published import Tally
+#: from unimem.engine.graph import Arrays, Graph
+#: from unimem.engine.history import History
+
 cdef extern from "<stdbool.h>":
     ctypedef bint c_bool "bool"
 
@@ -156,6 +160,14 @@ cdef class ForwardPass:
     and of a batch, `inputs` the arrays that they read and write, `logits` float32 [vocab] their
     output, and `ids` int32 [ctx] the ids of tokens by position.
     """
+    #: tally: Tally
+    #: graph_compute_address: int
+    #: @property
+    #: def n_ids(self) -> int: ...
+    #: @property
+    #: def logits_end(self) -> int: ...
+    #: @property
+    #: def compute_ns(self) -> int: ...
     cdef public uintptr_t graph_compute_address  # ggml's function
     cdef public object tally  # of unimem.accounting.published, which counts tokens
     cdef readonly ThreadCount threads
@@ -179,8 +191,9 @@ cdef class ForwardPass:
     cdef int (*_argmax)(void *, cnp.npy_intp, cnp.npy_intp *, void *) noexcept nogil
     cdef bint _is_closed
 
-    def __init__(self, decode, prefill, history, inputs, cnp.ndarray logits not None,
-                 cnp.ndarray ids not None, *, ThreadCount threads not None, Turn turn not None):
+    def __init__(self, decode: Graph, prefill: Graph, history: History, inputs: Arrays,
+                 cnp.ndarray logits not None: NDArray[Any], cnp.ndarray ids not None: NDArray[Any],
+                 *, ThreadCount threads not None, Turn turn not None) -> None:
         cdef OneKindCache cache
         cdef int i
         self._prefill_graph = prefill
@@ -221,24 +234,24 @@ cdef class ForwardPass:
             mask.n_kv = of_part.n_kv
         return 0
 
-    def close(self):
+    def close(self) -> None:
         """Refuse every further computation, as the memory is about to go."""
         self._is_closed = True
 
     @property
-    def ids(self):
+    def ids(self) -> NDArray[Any]:
         """int32 [n_ids]: the ids of the computed tokens, by position."""
         return self._ids[:self.n_ids]
 
     # ---- the parts of the cache ----
 
     @property
-    def windows(self):
+    def windows(self) -> Sequence[int]:
         """For each part, how many tokens a token sees, itself included."""
         return tuple([self._parts[i].window for i in range(self._n_parts)])
 
     @windows.setter
-    def windows(self, windows):
+    def windows(self, windows: Sequence[int]) -> None:
         for i, window in zip(range(self._n_parts), windows, strict=True):
             self._parts[i].window = window
 
@@ -295,7 +308,7 @@ cdef class ForwardPass:
 
     # ---- computing ----
 
-    def require_room(self, int64_t n):
+    def require_room(self, int64_t n) -> None:
         """Raise `CacheFull` unless n more tokens fit."""
         self._require_room(n)
 
@@ -311,7 +324,7 @@ cdef class ForwardPass:
                 self._ctx, used, n)
         return 0
 
-    def next_token(self, temperature, top_k, top_p, seed):
+    def next_token(self, temperature: float, top_k: int, top_p: float, seed: int | None) -> int:
         """Choose a token by the logits and compute it, as `Decoder.generate_next_token`."""
         cdef object options = None
         cdef int64_t token
@@ -327,7 +340,7 @@ cdef class ForwardPass:
             self._turn.leave()
         return token
 
-    def choose(self, options):
+    def choose(self, options: Sampling) -> int:
         """Choose a token by the logits; the same seed continues a sequence until `forget`.
 
         Without logits it raises RuntimeError; otherwise it raises as `sample`.
@@ -338,7 +351,7 @@ cdef class ForwardPass:
         finally:
             self._turn.leave()
 
-    def step(self, int32_t token):
+    def step(self, int32_t token) -> None:
         """Compute one token; if it raises, the token does not count.
 
         No memory is taken, and nothing moves.
@@ -378,7 +391,7 @@ cdef class ForwardPass:
             self._rng, self._seed = np.random.default_rng(options.seed), options.seed
         return sample(self._logits, options, self._rng)
 
-    def step_again(self, int32_t token):
+    def step_again(self, int32_t token) -> None:
         """Compute the last token of the cache again, and rewrite its rows."""
         cdef uint64_t end
         cdef Part *part
@@ -443,7 +456,7 @@ cdef class ForwardPass:
             cell[3] = max(cell[3], um.um_kv_seq_len(&kv.kv))
         return 0
 
-    def prefill(self, tokens):
+    def prefill(self, tokens: NDArray[Any]) -> None:
         """Compute checked tokens in batches, with logits for the last one.
 
         A ring takes at most a batch. It raises as `step`; then none of the tokens counts.
@@ -555,18 +568,18 @@ cdef class ForwardPass:
 
     # ---- ids ----
 
-    def forget(self):
+    def forget(self) -> None:
         """Begin a new conversation."""
         self.n_ids = 0
         self.logits_end = 0
         self._rng = None
 
     @property
-    def n_known(self):
+    def n_known(self) -> int:
         """How many first positions hold tokens that were computed here, with known ids."""
         return min(self.n_ids, self._lowest_end())
 
-    def note_ids(self, int64_t position, tokens):
+    def note_ids(self, int64_t position, tokens: NDArray[Any]) -> None:
         """Note the ids of tokens from `position` on, unless earlier ids are unknown."""
         cdef cnp.ndarray ids = np.ascontiguousarray(tokens, np.int32)
         self.note_tokens(position, <int32_t *>cnp.PyArray_DATA(ids), ids.shape[0])

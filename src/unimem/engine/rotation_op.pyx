@@ -27,10 +27,12 @@ cdef void rotate(char *header, const void *given, int thread, int n_threads,
     cdef um.um_status _ = um.um_rotate(values + first * size, (end - first) * size, size, NULL)
 
 
+# The function for ``ggml_map_custom1``; its `userdata` is the size of a block.
+#: node_address: int
 node_address = <uintptr_t>&rotate
 
 
-def rotation_block(uint32_t head_dim, part):
+def rotation_block(uint32_t head_dim, part: Literal["k", "v"]) -> int:
     """Return how many values of a head are rotated at once; 0 if it cannot be rotated.
 
     `part` is "k" for queries and keys, and "v" for values and the output of attention.

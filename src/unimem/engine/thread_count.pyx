@@ -50,6 +50,7 @@ cdef class ThreadCount:
     >>> count.n
     1
     """
+    #: def __init__(self, most: int, *, adapts: bool) -> None: ...
 
     def __cinit__(self, int most, *, bint adapts):
         if not 1 <= most < 1 << 30:
@@ -68,16 +69,16 @@ cdef class ThreadCount:
         self._patience_more = HASTE
 
     @property
-    def n(self):
+    def n(self) -> int:
         """How many threads compute the next token."""
         return self.next_count()
 
     @property
-    def limit_ns(self):
+    def limit_ns(self) -> int:
         """Nanoseconds after which the next token is given up and computed anew; 0 for never."""
         return self.limit()
 
-    def note(self, int64_t ns, *, bint given_up=False):
+    def note(self, int64_t ns, *, bint given_up=False) -> None:
         """Note the nanoseconds of a token with `n` threads, or those after which it was given up.
 
         A token that is given up is computed anew with `n` threads, which may have changed.

@@ -38,11 +38,11 @@ cdef class Turn:
         _turns.add(self)
 
     @property
-    def n_waiting(self):
+    def n_waiting(self) -> int:
         """The number of waiting threads."""
         return len(self._waiting)
 
-    def take(self, seconds=None):
+    def take(self, seconds: float | None = None) -> bool:
         """Wait for the turn, at most this many seconds; return whether this thread has it.
 
         Signals are handled meanwhile.
@@ -63,18 +63,18 @@ cdef class Turn:
             raise
         return not self.stop_waiting(waiter)
 
-    def give(self):
+    def give(self) -> None:
         """Undo one `take`."""
         self.leave()
 
-    def end(self):
+    def end(self) -> None:
         """Refuse every further computation, and wait for the one in flight."""
         self.is_over = True
         self.take()
         self.leave()
 
     @cython.critical_section
-    def begin_anew(self):
+    def begin_anew(self) -> None:
         """Forget the owner and all waiters, which a forked child does not have."""
         self._depth = 0
         self._waiting = []
@@ -117,10 +117,10 @@ cdef class Turn:
                 self._depth = 1
                 handed.release()
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self.enter()
 
-    def __exit__(self, *_error):
+    def __exit__(self, *_error: object) -> None:
         self.leave()
 
 

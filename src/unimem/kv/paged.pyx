@@ -36,6 +36,13 @@ from unimem.kv.types cimport check_head_dim, kv_types, number_of_type, numpy_typ
 from unimem._core.region cimport Region, enter_holder, new_window, n_references
 from unimem._core.status cimport raise_status
 
+#: from collections.abc import Sequence as AnySequence
+#: from unimem._core.foreign import AnyArray
+#: from unimem.kv.types import DType
+#: from unimem.system.placement import Placement, PlacementOptions
+#: _Pair = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+#: _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
+
 cnp.import_array()
 
 # Releasing the interpreter's lock costs more than copying this many rows.
@@ -103,9 +110,15 @@ cdef class PagedKVCache:
     ...         second.n_cached, pg.n_blocks_in_use
     (32, 2)
     """
+    #: block: Block | None
+    #: dtype: DType
+    #: v_dtype: DType
 
-    def __init__(self, n_layers, n_kv_heads, head_dim, *, n_blocks, block_tokens=16, dtype="f16",
-                 k_dtype=None, v_dtype=None, prefix_cache=True, name=None, **placement):
+    def __init__(self, n_layers: int, n_kv_heads: int, head_dim: int, *, n_blocks: int,
+                 block_tokens: int = 16, dtype: npt.DTypeLike = "f16",
+                 k_dtype: npt.DTypeLike | None = None, v_dtype: npt.DTypeLike | None = None,
+                 prefix_cache: bool = True, name: str | None = None,
+                 **placement: Unpack[PlacementOptions]) -> None:
         cdef um.um_error err
         cdef um.um_paged_spec spec
         cdef size_t nbytes
@@ -165,7 +178,7 @@ cdef class PagedKVCache:
         return self.block.region()
 
     @cython.critical_section
-    def sequence(self, tokens=()):
+    def sequence(self, tokens: AnySequence[int] | npt.NDArray[Any] = ()) -> Sequence:
         """Make a sequence, which begins with the cached blocks that hold its first tokens.
 
         Parameters
@@ -212,18 +225,18 @@ cdef class PagedKVCache:
 
     # ---- for unimem.kv.prefix ----
 
-    def _is_cached(self, uint32_t block):
+    def _is_cached(self, uint32_t block) -> bool:
         return um.um_paged_is_cached(&self.paged, block)
 
-    def _cache(self, uint32_t block):
+    def _cache(self, uint32_t block) -> None:
         cdef um.um_error err
         if um.um_paged_cache(&self.paged, block, &err) != um.UM_OK:
             self.fail(&err)
 
-    def _uncache(self, uint32_t block):
+    def _uncache(self, uint32_t block) -> None:
         um.um_paged_uncache(&self.paged, block)
 
-    def _n_holders(self, uint32_t block):
+    def _n_holders(self, uint32_t block) -> int:
         return um.um_paged_n_holders(&self.paged, block)
 
     # ---- the pool ----
@@ -242,7 +255,7 @@ cdef class PagedKVCache:
         return new_array(data, 4, sizes, strides, kind, window, True)
 
     @cython.critical_section
-    def layer(self, i):
+    def layer(self, i: int) -> _Pair:
         """View K and V of a layer in all blocks, as kernels with block tables take them.
 
         Parameters
@@ -267,80 +280,80 @@ cdef class PagedKVCache:
         return self._view(region, layer, False), self._view(region, layer, True)
 
     @property
-    def n_blocks(self):
+    def n_blocks(self) -> int:
         """Blocks in the pool."""
         return self.paged.spec.n_blocks
 
     @property
     @cython.critical_section
-    def n_blocks_in_use(self):
+    def n_blocks_in_use(self) -> int:
         """Blocks that sequences hold."""
         self.open_region()
         return um.um_paged_n_in_use(&self.paged)
 
     @property
     @cython.critical_section
-    def n_blocks_available(self):
+    def n_blocks_available(self) -> int:
         """Blocks that can be taken: free ones, and cached ones that no sequence holds."""
         self.open_region()
         return self.paged.n_free + self.paged.n_evictable
 
     @property
-    def block_tokens(self):
+    def block_tokens(self) -> int:
         """Tokens of a block."""
         return self.paged.spec.block_tokens
 
     @property
-    def block_bytes(self):
+    def block_bytes(self) -> int:
         """Bytes of a block: K and V of its tokens in all layers, rounded up to 64."""
         return self.paged.block_bytes
 
     @property
-    def n_layers(self):
+    def n_layers(self) -> int:
         """Layers."""
         return self.paged.spec.n_layers
 
     @property
-    def n_kv_heads(self):
+    def n_kv_heads(self) -> int:
         """KV heads of a layer."""
         return self.paged.spec.n_kv_heads
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         """Elements of a head."""
         return self.paged.spec.head_dim
 
     @property
-    def memory_usage_bytes(self):
+    def memory_usage_bytes(self) -> int:
         """Bytes of the blocks that sequences hold."""
         return self.n_blocks_in_use * self.paged.block_bytes
 
     @property
-    def capacity_bytes(self):
+    def capacity_bytes(self) -> int:
         """Bytes of all blocks."""
         return self.paged.spec.n_blocks * self.paged.block_bytes
 
     @property
     @cython.critical_section
-    def resident_bytes(self):
+    def resident_bytes(self) -> int:
         """Bytes of the pool that are in RAM, in whole pages (Pss)."""
         self.open_region()
         return self.block.verify().pss_bytes
 
     @property
     @cython.critical_section
-    def granted(self):
+    def granted(self) -> Placement:
         """The placement of the pool's memory, as the kernel reports it."""
         self.open_region()
         return self.block.granted
 
-    def warm(self, threads=None):
+    def warm(self, threads: int | None = None) -> None:
         """Bring the pool into RAM, as `Block.warm` does."""
         self.open_region()
         self.block.warm(threads)
 
     @cython.critical_section
-    def give_back(self):
+    def give_back(self) -> int:
         """Give back the memory of blocks that no sequence holds, and forget prefixes cached there.
 
         Any thread may call it. The blocks stay in the pool: their pages return when written to.
@@ -376,12 +389,12 @@ cdef class PagedKVCache:
         return max(0, before - held.verify().pss_bytes)
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the cache was closed."""
         return self._region is None
 
     @cython.critical_section
-    def close(self):
+    def close(self) -> None:
         """Close the cache and give its memory back; its sequences can no longer be used.
 
         Raises
@@ -403,12 +416,12 @@ cdef class PagedKVCache:
         if block is not None:
             block.__exit__()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.open_region()
         return self
 
     @cython.critical_section
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         self._release()
 
     def __del__(self):
@@ -489,7 +502,7 @@ cdef class Sequence:
         um.um_paged_append_end(pending)
         return 0
 
-    def append(self, layer, k, v):
+    def append(self, layer: int, k: AnyArray, v: AnyArray) -> None:
         """Append tokens to one layer.
 
         Parameters
@@ -538,7 +551,8 @@ cdef class Sequence:
                     > <uint64_t>self._n_indexed):
                 self.index_blocks()
 
-    def _append_stored(self, layer, const uint8_t[:, ::1] k, const uint8_t[:, ::1] v):
+    def _append_stored(self, layer: int, const uint8_t[:, ::1] k: npt.NDArray[np.uint8],
+                       const uint8_t[:, ::1] v: npt.NDArray[np.uint8]) -> None:
         """Append rows ``[n, row bytes]`` of the stored type to one layer; for kv.store."""
         cdef um.um_error err
         cdef um.um_paged_pending pending
@@ -558,7 +572,7 @@ cdef class Sequence:
             self.finish(&pending, True)
             self.index_blocks()
 
-    def append_all(self, k, v):
+    def append_all(self, k: AnyArray, v: AnyArray) -> None:
         """Append one token to all layers.
 
         Parameters
@@ -588,7 +602,7 @@ cdef class Sequence:
             self.finish(&pending, True)
             self.index_blocks()
 
-    def extend(self, ids):
+    def extend(self, ids: AnySequence[int] | npt.NDArray[Any]) -> None:
         """Tell the ids of the next tokens without known ids, appended or not.
 
         `PagedKVCache.sequence` finds blocks whose ids are known.
@@ -610,7 +624,7 @@ cdef class Sequence:
             self._ids += told
             self.index_blocks()
 
-    def _told_ids(self):
+    def _told_ids(self) -> npt.NDArray[np.int32]:
         """Return the known ids of its first tokens, int32; for kv.store."""
         with cython.critical_section(self.cache):
             self.open_region()
@@ -638,7 +652,7 @@ cdef class Sequence:
                 self._node, self._n_indexed = index.root, 0
         return 0
 
-    def fork(self):
+    def fork(self) -> Sequence:
         """Make a sequence with the same tokens, which shares all blocks.
 
         It costs a copy of the block table. A tail block that is not full is copied by the sequence
@@ -664,7 +678,7 @@ cdef class Sequence:
             s._ids, s._node, s._n_indexed = self._ids[:], self._node, self._n_indexed
             return s
 
-    def crop(self, n):
+    def crop(self, n: int) -> None:
         """Keep the first n tokens and their ids, and return the blocks behind them to the pool.
 
         Raises
@@ -690,7 +704,7 @@ cdef class Sequence:
                 self._node = self._node.parent
                 self._n_indexed -= 1
 
-    def rollback(self):
+    def rollback(self) -> None:
         """Drop tokens that not all layers hold. Their ids stay.
 
         Raises
@@ -704,6 +718,10 @@ cdef class Sequence:
             self.note_use()
             um.um_paged_rollback(&self.seq)
 
+    #: @overload
+    #: def gather(self, layer: int, out: None = None) -> _Pair: ...
+    #: @overload
+    #: def gather(self, layer: int, out: tuple[_ArrayT, _ArrayT]) -> tuple[_ArrayT, _ArrayT]: ...
     def gather(self, layer, out=None):
         """Copy the tokens that a layer holds to contiguous memory.
 
@@ -756,7 +774,7 @@ cdef class Sequence:
         return out
 
     @property
-    def block_table(self):
+    def block_table(self) -> npt.NDArray[np.int32]:
         """The numbers of its blocks in the order of the tokens, as a new int32 array."""
         cdef cnp.ndarray table
         with cython.critical_section(self.cache):
@@ -766,11 +784,11 @@ cdef class Sequence:
             return table
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the sequence, or its cache, was closed."""
         return self._closed or self.cache.closed
 
-    def close(self):
+    def close(self) -> None:
         """Return the blocks to the pool. Closing twice is no error.
 
         Raises
@@ -786,11 +804,11 @@ cdef class Sequence:
                 um.um_paged_seq_clear(&self.seq)
                 self._ids = self._node = None
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.held()
         return self
 
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def __del__(self):
@@ -801,7 +819,7 @@ cdef class Sequence:
         raise TypeError("a Sequence cannot be pickled: it is memory of this process. "
                         "Save what gather() returns")
 
-    def __len__(self):
+    def __len__(self) -> int:
         self.held()
         return um.um_paged_seq_len(&self.seq)
 

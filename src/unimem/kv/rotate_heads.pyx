@@ -11,9 +11,17 @@ from unimem._core.status cimport raise_status
 from unimem.kv.inputs cimport contiguous, shape_of
 from unimem._core.foreign cimport target_of
 
+#: from unimem._core.foreign import AnyArray
+#: _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
+
 cnp.import_array()
 
 
+#: @overload
+#: def rotate_heads(x: AnyArray, part: Literal["k", "v"] = "k", *,
+#:                  out: None = None) -> NDArray[np.float32]: ...
+#: @overload
+#: def rotate_heads(x: AnyArray, part: Literal["k", "v"] = "k", *, out: _ArrayT) -> _ArrayT: ...
 def rotate_heads(x, part="k", *, out=None):
     """Rotate heads as a cache with ``rotate=True`` does when they are appended.
 

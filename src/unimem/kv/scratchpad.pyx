@@ -25,6 +25,11 @@ from unimem._core.region cimport Region, enter_holder
 from unimem._core.status cimport full_text, raise_status
 from unimem._core.tape cimport Bump, Tape
 
+#: from unimem._core.foreign import AnyArray
+#: from unimem._core.tape import DeviceTape
+#: from unimem.system.placement import PlacementOptions
+#: _TapeT = TypeVar("_TapeT")
+
 cnp.import_array()
 
 cdef enum:
@@ -73,8 +78,11 @@ cdef size_t _value_bytes(int type) noexcept nogil:
     return sizeof(double) if type == F64 else um.um_dtype_block_bytes(<um.um_dtype>type)
 
 
+#: class _Rows(Generic[_TapeT]):
 cdef class _Rows:
     """The common part of scratchpads: tokens that are appended, and cropped at the end."""
+    #: tape: _TapeT
+    #: dtype: np.dtype[Any]
 
     cdef size_t prepare(self, object max_tokens, str what, object dim, object dtype,
                         str name) except 0:
@@ -136,7 +144,7 @@ cdef class _Rows:
         return um.UM_OK
 
     @cython.critical_section
-    def crop(self, n):
+    def crop(self, n: int) -> None:
         """Keep the first n tokens.
 
         Raises
@@ -159,22 +167,22 @@ cdef class _Rows:
         if self.give_back(&err) != um.UM_OK:
             self.fail(&err)
 
-    def clear(self):
+    def clear(self) -> None:
         """Drop all tokens. The memory stays."""
         self.crop(0)
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether there is no token."""
         return len(self) == 0
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the pad was closed."""
         return not self._open or self.tape.closed
 
     @cython.critical_section
-    def close(self):
+    def close(self) -> None:
         """Close the pad, and give back memory of its own. Closing it twice is no error.
 
         Raises
@@ -188,15 +196,15 @@ cdef class _Rows:
             self.tape.close()
         self._open = False
 
-    def _freeze(self, frozen):
+    def _freeze(self, frozen: bool) -> None:
         """Do nothing: a pad takes all memory when it is made."""
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.check_open()
         return self
 
     @cython.critical_section
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         # The last live view, if there is one, keeps the memory.
         self._open = False
         if self._owns_tape:
@@ -206,7 +214,7 @@ cdef class _Rows:
         raise TypeError(f"a {type(self).__name__} cannot be pickled: it is memory of this process. "
                         "Save as_array()")
 
-    def __len__(self):
+    def __len__(self) -> int:
         self.check_open()
         return self.n_tokens
 
@@ -218,6 +226,7 @@ cdef class _Rows:
         return f"{name}(closed)" if self.closed else f"{name}({self._figures()})"
 
 
+#: class _HostRows(_Rows[Tape]):
 cdef class _HostRows(_Rows):
     """Rows in main memory."""
 
@@ -244,7 +253,7 @@ cdef class _HostRows(_Rows):
                  self.bytes_of(max(self.most_tokens, self.n_tokens))),)
 
     @cython.critical_section
-    def append(self, vec):
+    def append(self, vec: AnyArray) -> None:
         """Append one token.
 
         Parameters
@@ -275,7 +284,7 @@ cdef class _HostRows(_Rows):
         self.append_rows(vec, 1)
 
     @cython.critical_section
-    def append_batch(self, rows):
+    def append_batch(self, rows: AnyArray) -> None:
         """Append tokens, all of them or none.
 
         Parameters
@@ -371,7 +380,9 @@ cdef class Scratchpad(_HostRows):
     (Scratchpad(len=3, capacity=64, dim=8), (3, 8))
     """
 
-    def __init__(self, max_seq_len, dim, dtype="float32", *, tape=None, name=None, **placement):
+    def __init__(self, max_seq_len: int, dim: int, dtype: npt.DTypeLike = "float32", *,
+                 tape: Tape | None = None, name: str | None = None,
+                 **placement: Unpack[PlacementOptions]) -> None:
         cdef Tape place
         cdef size_t nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
                                           string(name, "name", "scratchpad"))
@@ -412,7 +423,7 @@ cdef class Scratchpad(_HostRows):
         return status
 
     @cython.critical_section
-    def as_array(self):
+    def as_array(self) -> npt.NDArray[Any]:
         """View the tokens.
 
         Returns
@@ -429,6 +440,7 @@ cdef class Scratchpad(_HostRows):
         return array_over(self.base, (self.n_tokens, self.dim), self.dtype, self.region(), True)
 
 
+#: class DeviceScratchpad(_Rows[DeviceTape]):
 cdef class DeviceScratchpad(_Rows):
     """The part of `cuda.Scratchpad` that runs for each token.
 
@@ -436,13 +448,15 @@ cdef class DeviceScratchpad(_Rows):
     driver, and its `RowKernels` for the dtype.
     """
 
-    def _prepare(self, max_seq_len, dim, dtype, name):
+    def _prepare(self, max_seq_len: int, dim: int, dtype: npt.DTypeLike,
+                 name: str | None) -> tuple[int, str]:
         """Check the arguments, and return the pad's bytes and the name of its type for kernels."""
         nbytes = self.prepare(max_seq_len, "max_seq_len", dim, dtype,
                               string(name, "name", "scratchpad"))
         return nbytes, _KERNEL_TYPES[self.type]
 
-    def __init__(self, Bump tape not None, driver, kernels, *, bint owns_tape):
+    def __init__(self, Bump tape not None: DeviceTape, driver: Any, kernels: Any, *,
+                 bint owns_tape) -> None:
         self.base = <uintptr_t>tape.take_raw(<size_t>self.capacity * self.row_bytes, 256)
         self.tape, self._owns_tape = tape, owns_tape
         self._driver = driver
@@ -450,7 +464,7 @@ cdef class DeviceScratchpad(_Rows):
         self._open = True
 
     @cython.critical_section
-    def append(self, vec, *, stream=None):
+    def append(self, vec: Any, *, stream: Any = None) -> None:
         """Queue a copy or a kernel that appends one token.
 
         Parameters
@@ -484,7 +498,7 @@ cdef class DeviceScratchpad(_Rows):
         self.append_rows(rows, 1, stream)
 
     @cython.critical_section
-    def append_batch(self, rows, *, stream=None):
+    def append_batch(self, rows: Any, *, stream: Any = None) -> None:
         """Append tokens, all of them or none.
 
         Parameters
@@ -542,7 +556,7 @@ cdef class DeviceScratchpad(_Rows):
                                   strides), (out, 0, 0, 0, self.row_bytes, 0, n, 0), stream)
 
     @cython.critical_section
-    def as_array(self):
+    def as_array(self) -> Any:
         """View the tokens.
 
         Returns
@@ -613,8 +627,9 @@ cdef class PagedScratchpad(_HostRows):
     (PagedScratchpad(len=17, capacity=64, dim=8, blocks=2/4), (8,))
     """
 
-    def __init__(self, max_tokens, dim, dtype="float32", *, block_tokens=16, name=None,
-                 **placement):
+    def __init__(self, max_tokens: int, dim: int, dtype: npt.DTypeLike = "float32", *,
+                 block_tokens: int = 16, name: str | None = None,
+                 **placement: Unpack[PlacementOptions]) -> None:
         self.prepare(max_tokens, "max_tokens", dim, dtype,
                      string(name, "name", "paged scratchpad"))
         check_placement("PagedScratchpad", placement)
@@ -721,7 +736,7 @@ cdef class PagedScratchpad(_HostRows):
         return um.UM_OK
 
     @cython.critical_section
-    def get_token(self, i):
+    def get_token(self, i: SupportsIndex) -> npt.NDArray[Any]:
         """View one token.
 
         Parameters
@@ -750,7 +765,7 @@ cdef class PagedScratchpad(_HostRows):
                            self.region(), True)
 
     @cython.critical_section
-    def as_array(self):
+    def as_array(self) -> npt.NDArray[Any]:
         """Copy the tokens.
 
         Returns
@@ -777,19 +792,19 @@ cdef class PagedScratchpad(_HostRows):
 
     @property
     @cython.critical_section
-    def block_table(self):
+    def block_table(self) -> npt.NDArray[np.int32]:
         """A copy of the block table, int32: the number in the pool of each block in use."""
         self.check_open()
         return vector_over(self.table, self.n_in_use, dtype_of("int32"), self.region(),
                            False).copy()
 
     @property
-    def n_blocks(self):
+    def n_blocks(self) -> int:
         """Blocks in the pool."""
         return self.grid.n_cells
 
     @property
-    def n_blocks_in_use(self):
+    def n_blocks_in_use(self) -> int:
         """Blocks that hold tokens."""
         self.check_open()
         return self.n_in_use

@@ -23,6 +23,9 @@ from unimem._core.lock cimport hold, let_go
 from unimem._core.region cimport Region, enter_holder, new_window, n_references
 from unimem.kv.types cimport number_of_type, numpy_type, rounded
 
+#: from unimem.kv.layer_specs import LayerState
+#: from unimem.system.placement import PlacementOptions
+
 cnp.import_array()
 
 cdef enum:
@@ -69,8 +72,11 @@ cdef class LayerStates:
     MemoryError, PlacementError
         As `Block`.
     """
+    #: states: tuple[LayerState, ...]
 
-    def __init__(self, tuple states, batch, checkpoints, every, str name, dict placement):
+    def __init__(self, tuple states: tuple[LayerState, ...], batch: int, checkpoints: int,
+                 every: int | None, str name,
+                 dict placement: PlacementOptions | dict[str, Any]) -> None:
         cdef size_t begin = 0
         if size_of(batch, "batch", 1) >= 2**32:
             raise ValueError(f"batch: expected at most 2**32 - 1, got {batch}")
@@ -96,7 +102,7 @@ cdef class LayerStates:
         enter_holder(self)
 
     @staticmethod
-    def storage_bytes(states, batch, checkpoints):
+    def storage_bytes(states: Sequence[LayerState], batch: int, checkpoints: int) -> int:
         """Return the bytes of states, each rounded up to 64, and of their checkpoints."""
         item = {state.dtype: numpy_type(number_of_type(state.dtype)).itemsize for state in states}
         nbytes = [math.prod(state.shape) * batch * item[state.dtype] for state in states]
@@ -150,7 +156,7 @@ cdef class LayerStates:
                          True)
 
     @cython.critical_section
-    def _slot(self, Py_ssize_t slot):
+    def _slot(self, Py_ssize_t slot) -> NDArray[np.uint8]:
         """View the bytes of all states (slot 0), or of a checkpoint."""
         cdef Region region = self.open_region()
         cdef size_t begin = slot * self.state_bytes
@@ -175,12 +181,12 @@ cdef class LayerStates:
 
     @property
     @cython.critical_section
-    def positions(self):
+    def positions(self) -> list[int]:
         """The positions of the checkpoints, the oldest first."""
         return [position for position, _ in self._held]
 
     @cython.critical_section
-    def _slots(self):
+    def _slots(self) -> list[int]:
         """Return the slots in use: that of the states, and those of the checkpoints."""
         return [0] + [slot for _, slot in self._held]
 
@@ -218,7 +224,7 @@ cdef class LayerStates:
         return 0
 
     @cython.critical_section
-    def _adopt(self, positions):
+    def _adopt(self, positions: Sequence[int]) -> None:
         """Declare that slots 1 and on hold checkpoints of these positions, in their order."""
         n = len(positions)
         self._held = list(zip(positions, range(1, n + 1), strict=True))
@@ -239,22 +245,22 @@ cdef class LayerStates:
     # ---- figures and the end ----
 
     @property
-    def capacity_bytes(self):
+    def capacity_bytes(self) -> int:
         """Bytes of memory that back the states and the checkpoints."""
         return self.state_bytes * (1 + self.n_checkpoints)
 
     @property
-    def resident_bytes(self):
+    def resident_bytes(self) -> int:
         """Bytes that are in RAM, in whole pages (Pss)."""
         self.open_region()
         return self.block.verify().pss_bytes
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether it was closed, or never made."""
         return self._region is None
 
-    def warm(self, threads=None):
+    def warm(self, threads: int | None = None) -> None:
         """Bring all of it into RAM, as `Block.warm` does."""
         self.open_region()
         self.block.warm(threads)
@@ -264,7 +270,7 @@ cdef class LayerStates:
         return 0 if self._region is None else n_references(<PyObject *>self._region) - 2
 
     @cython.critical_section
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         self.end()
 
     cdef object end(self):

@@ -1,8 +1,8 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, nonecheck=True
 """The one table of the types that KV memory stores: names, numbers, blocks and NumPy's dtypes.
 
-A row of the table is a type. The core has the sizes (`um_dtype_block_values`); a type's number is
-its index here, in the core and in files. From q8_0 on a type is one of ggml's blocks: 32 values of
+The core has names, sizes and ggml's numbers (`um_dtype_describe`); a type's number is its index
+here, in the core and in files. From q8_0 on a type is one of ggml's blocks: 32 values of
 a head with one scale.
 """
 import typing
@@ -12,34 +12,47 @@ import numpy as np
 from unimem._core cimport native as um
 from unimem._core.arrays cimport dtype_of
 
+#: DType: TypeAlias = Literal["f32", "f16", "bf16",
+#:                            "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl"]
+#: KV_TYPES: tuple[DType, ...]
+#: GGML_TYPES: dict[str, int]
+
 cdef list _NIBBLES = [("qs", "u1", (BLOCK_VALUES // 2,))]
 cdef list _FIFTH_BITS = [("qh", "u1", (BLOCK_VALUES // 8,)), *_NIBBLES]
 cdef list _SCALE = [("d", "<f2")], _SCALE_AND_LEAST = [("d", "<f2"), ("m", "<f2")]
-# In the order of um_dtype: the name, ggml's number, and NumPy's name or the fields of a block.
-cdef list _TYPES = [
-    ("f32", 0, "float32"),
-    ("f16", 1, "float16"),
-    ("bf16", 30, "bfloat16"),
-    ("q8_0", 8, _SCALE + [("qs", "i1", (BLOCK_VALUES,))]),
-    ("q4_0", 2, _SCALE + _NIBBLES),
-    ("q4_1", 3, _SCALE_AND_LEAST + _NIBBLES),
-    ("q5_0", 6, _SCALE + _FIFTH_BITS),
-    ("q5_1", 7, _SCALE_AND_LEAST + _FIFTH_BITS),
-    ("iq4_nl", 20, _SCALE + _NIBBLES),
+# NumPy's name of a float, or the fields of a block, in the order of um_dtype.
+cdef list _NUMPY = [
+    "float32", "float16", "bfloat16",
+    _SCALE + [("qs", "i1", (BLOCK_VALUES,))],
+    _SCALE + _NIBBLES,
+    _SCALE_AND_LEAST + _NIBBLES,
+    _SCALE + _FIFTH_BITS,
+    _SCALE_AND_LEAST + _FIFTH_BITS,
+    _SCALE + _NIBBLES,
 ]
 
+
+cdef tuple _described(int number):
+    """Return the name of a type, and ggml's number of it."""
+    cdef const um.um_dtype_info *info = um.um_dtype_describe(<um.um_dtype>number)
+    return info.name.decode(), info.ggml_type
+
+
+cdef list _TYPES = [_described(i) for i in range(um.UM_DTYPE_COUNT)]
+
 #: The names, in the order of their numbers.
-KV_TYPES = tuple([name for name, _, _ in _TYPES])
+KV_TYPES = tuple([name for name, _ in _TYPES])
 DType = typing.Literal[KV_TYPES]
 #: ggml's number of each.
-GGML_TYPES = {name: number for name, number, _ in _TYPES}
+GGML_TYPES = dict(_TYPES)
 
 cdef dict _NUMBERS = {name: number for number, name in enumerate(KV_TYPES)}
 # Types by NumPy's names, which are those of dtypes.
-cdef dict _FLOATS = {dtype: name for name, _, dtype in _TYPES[:um.UM_Q8_0]}
-cdef list _BLOCKS = [np.dtype(fields) for _, _, fields in _TYPES[um.UM_Q8_0:]]
+cdef dict _FLOATS = dict(zip(_NUMPY[:um.UM_Q8_0], KV_TYPES))
+cdef list _BLOCKS = [np.dtype(fields) for fields in _NUMPY[um.UM_Q8_0:]]
 
 
+#: def kv_type(dtype: object, what: str = "dtype") -> str: ...
 cpdef str kv_type(object dtype, str what="dtype"):
     """Return the name of a KV type, such as ``"f16"`` or ``"q8_0"``.
 
@@ -64,6 +77,7 @@ cpdef str kv_type(object dtype, str what="dtype"):
                          f"of these, got {dtype!r:.60}") from None
 
 
+#: def kv_pair(dtype: object, what: str = "kv_dtype") -> tuple[DType, DType]: ...
 cpdef tuple kv_pair(object dtype, str what="kv_dtype"):
     """Return the types of K and V that one name gives: ``"q8_0,q4_0"``, or one type of both.
 
@@ -78,6 +92,7 @@ cpdef tuple kv_pair(object dtype, str what="kv_dtype"):
     return kv_type(parts[0], what), kv_type(parts[1], what)
 
 
+#: def kv_name(k_dtype: str, v_dtype: str) -> str: ...
 cpdef str kv_name(str k_dtype, str v_dtype):
     """Return the name of a pair of types, as `kv_pair` takes it."""
     return k_dtype if k_dtype == v_dtype else f"{k_dtype},{v_dtype}"
@@ -89,22 +104,24 @@ cdef tuple kv_types(object dtype, object k_dtype, object v_dtype):
             of_v if v_dtype is None else kv_type(v_dtype, "v_dtype"))
 
 
+#: def block_values(name: str) -> int: ...
 cpdef int block_values(str name) except -1:
     """Return the values in a block of a type; 1 for the floats."""
     return um.um_dtype_block_values(number_of_type(name))
 
 
+#: def block_bytes(name: str) -> int: ...
 cpdef int block_bytes(str name) except -1:
     """Return the bytes of a block of a type, or of a float."""
     return um.um_dtype_block_bytes(number_of_type(name))
 
 
-def row_bytes_of(n_kv_heads, head_dim, str dtype):
+def row_bytes_of(n_kv_heads: int, head_dim: int, str dtype) -> int:
     """Return the bytes of one token's K or V in one layer."""
     return n_kv_heads * head_dim // block_values(dtype) * block_bytes(dtype)
 
 
-def round_up(n, step):
+def round_up(n: int, step: int) -> int:
     """Return the smallest multiple of `step` that is not below `n`."""
     return -(-n // step) * step
 

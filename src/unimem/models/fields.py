@@ -23,9 +23,13 @@ MOST = 2**31 - 1  # engines count layers, heads and tokens in 32 bits
 Kind: TypeAlias = Literal["full", "sliding", "state", "both"]
 
 _KINDS: Mapping[str, Kind] = {
-    **{"full_attention": "full", "attention": "full"},
-    **{"sliding_attention": "sliding", "chunked_attention": "sliding"},
-    **{"linear_attention": "state", "mamba": "state", "hybrid": "both"},
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "sliding",
+    "linear_attention": "state",
+    "mamba": "state",
+    "hybrid": "both",
 }
 # Names in a config.json for GGUF's names; the first that exists counts.
 _CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {

@@ -15,6 +15,10 @@ from unimem._core cimport native as um
 from unimem.weights.header_bytes cimport HeaderBytes
 from unimem._core.region cimport Region
 
+#: _Value: TypeAlias = (
+#:     int | float | bool | str | NDArray[np.number[Any] | np.bool_] | list[str] | list[_Value]
+#: )
+
 # Headers without a vocabulary fit into the first read. A longer one is read again from its start.
 cdef enum:
     FIRST_READ_NBYTES = 1 << 18
@@ -32,6 +36,7 @@ cdef class GGUFHeader(HeaderBytes):
     that breaks a rule is a GGUFError; one that cannot be read, or is shorter than `file_nbytes`,
     an OSError.
     """
+    #: def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...
 
     def __cinit__(self, int fd, uint64_t file_nbytes, str path):
         self._file_nbytes = file_nbytes
@@ -44,26 +49,26 @@ cdef class GGUFHeader(HeaderBytes):
         return um.um_gguf_parse(&self._gguf, self._bytes, nbytes, self._file_nbytes, err)
 
     @property
-    def version(self):
+    def version(self) -> int:
         """The version of the format, 2 or 3."""
         return self._gguf.version
 
     @property
-    def alignment(self):
+    def alignment(self) -> int:
         """The alignment of tensor offsets, in bytes."""
         return self._gguf.alignment
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes up to the end of the tensor table."""
         return self._gguf.header_nbytes
 
     @property
-    def data_offset(self):
+    def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
         return self._gguf.data_offset
 
-    def keys(self):
+    def keys(self) -> dict[str, int]:
         """Return the keys of the metadata with their indices, in the order of the file."""
         cdef const um.um_gguf_kv *kv
         cdef uint64_t i
@@ -75,7 +80,7 @@ cdef class GGUFHeader(HeaderBytes):
                                       <Py_ssize_t>kv.key_nbytes, NULL)] = i
         return keys
 
-    def value(self, Py_ssize_t index):
+    def value(self, Py_ssize_t index) -> _Value:
         """Decode a value: arrays of numbers or bools are read-only arrays, other arrays lists."""
         cdef Region _held = self.opened()
         cdef const um.um_gguf_kv *kv = self._kv(index)
@@ -87,7 +92,7 @@ cdef class GGUFHeader(HeaderBytes):
             return self._array(kv.item_type, &at, kv.n_items)
         return self._numbers(kv.type, at, 1).item()
 
-    def raw_value(self, Py_ssize_t index):
+    def raw_value(self, Py_ssize_t index) -> bytes:
         """Return a value of the metadata as bytes that identify its type and content.
 
         They are the number of the type (uint32); for an array also the type (uint32) and the count
@@ -148,7 +153,7 @@ cdef class GGUFHeader(HeaderBytes):
             arrays.append(self._array(<um.um_gguf_type>inner_type, at, inner_n))
         return arrays
 
-    def tensor_names(self):
+    def tensor_names(self) -> dict[str, int]:
         """Return the names of the tensors with their indices, in the order of the file."""
         cdef const um.um_gguf_tensor *tensor
         cdef uint64_t i
@@ -165,7 +170,7 @@ cdef class GGUFHeader(HeaderBytes):
             raise IndexError(f"tensor {index} of {self._gguf.n_tensors}")
         return &self._gguf.tensors[index]
 
-    def tensor(self, Py_ssize_t index):
+    def tensor(self, Py_ssize_t index) -> tuple[tuple[int, ...], str, int, int, int]:
         """Return ne (ggml's order: the contiguous first), type, its number, offset and bytes."""
         cdef const um.um_gguf_tensor *tensor = self._tensor(index)
         ne = tuple([tensor.ne[i] for i in range(tensor.n_dims)])
@@ -181,7 +186,7 @@ cdef class GGUFHeader(HeaderBytes):
         return tensor.offset, tensor.nbytes, name
 
 
-def tensor_type(uint32_t number):
+def tensor_type(uint32_t number) -> tuple[str, int, int]:
     """Return ggml's name of a type by its number, and the values and bytes of a block.
 
     ValueError says that ggml 0.15 has no such type.

@@ -72,28 +72,28 @@ cdef class HeaderBytes:
 
     @property
     @cython.critical_section
-    def address(self):
+    def address(self) -> int:
         """The address of the private copy; 0 without one."""
         return 0 if self._region is None else <uintptr_t>self._region.block.base
 
     @property
     @cython.critical_section
-    def copied_bytes(self):
+    def copied_bytes(self) -> int:
         """Bytes of the private copy; 0 without one."""
         return 0 if self._region is None else self._region.memory_bytes()
 
     @cython.critical_section
-    def close(self):
+    def close(self) -> None:
         """Free the copy with names, metadata and fingerprint; the table stays. Twice is fine."""
         self._region = None
 
-    def fingerprint(self):
+    def fingerprint(self) -> str:
         """Return a hash of the header and the size of the file, in hexadecimal."""
         digest = hashlib.blake2b(memoryview(self.opened())[:self.nbytes], digest_size=16)
         digest.update(int(self._file_nbytes).to_bytes(8, "little"))
         return digest.hexdigest()
 
-    def bytes_by_type(self):
+    def bytes_by_type(self) -> dict[str, int]:
         """Return the total bytes of the tensors of each type, by name."""
         cdef uint64_t i
         totals = {}
@@ -102,7 +102,7 @@ cdef class HeaderBytes:
             totals[kind] = totals.get(kind, 0) + nbytes
         return totals
 
-    def runs(self):
+    def runs(self) -> list[tuple[int, int, str]]:
         """Return offset in the file, bytes and type of each run of adjacent tensors of one type."""
         cdef list runs = []
         cdef uint64_t i, offset, nbytes, end = 0

@@ -29,6 +29,7 @@ cdef class SafetensorsHeader(HeaderBytes):
     that breaks a rule is a SafetensorsError; one that cannot be read, or is shorter than
     `file_nbytes`, an OSError.
     """
+    #: def __init__(self, fd: int, file_nbytes: int, path: str) -> None: ...
 
     def __cinit__(self, int fd, uint64_t file_nbytes, str path):
         self._file_nbytes = file_nbytes
@@ -42,12 +43,12 @@ cdef class SafetensorsHeader(HeaderBytes):
                                        self._file_nbytes, err)
 
     @property
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes of the header: its length, its JSON, and padding."""
         return self._safetensors.header_nbytes
 
     @property
-    def data_offset(self):
+    def data_offset(self) -> int:
         """The offset of the tensor data in the file."""
         return self._safetensors.header_nbytes
 
@@ -64,7 +65,7 @@ cdef class SafetensorsHeader(HeaderBytes):
             return PyUnicode_DecodeUTF8(<const char *>self._bytes + text.offset, text.nbytes, NULL)
         return self._utf8(text).decode()
 
-    def keys(self):
+    def keys(self) -> dict[str, int]:
         """Return the keys of the metadata with their indices, in the order of the file."""
         cdef uint64_t i
         cdef Region _held = self.opened()
@@ -73,12 +74,12 @@ cdef class SafetensorsHeader(HeaderBytes):
             keys[self._text(self._safetensors.kv[i].key)] = i
         return keys
 
-    def value(self, Py_ssize_t index):
+    def value(self, Py_ssize_t index) -> str:
         """Return a value of the metadata."""
         cdef Region _held = self.opened()
         return self._text(self._kv(index).value)
 
-    def raw_value(self, Py_ssize_t index):
+    def raw_value(self, Py_ssize_t index) -> bytes:
         """Return ``b"str\\0"`` and the value as UTF-8, which no value of another type has."""
         cdef Region _held = self.opened()
         return b"str\0" + self._utf8(self._kv(index).value)
@@ -88,7 +89,7 @@ cdef class SafetensorsHeader(HeaderBytes):
             raise IndexError(f"metadata {index} of {self._safetensors.n_kv}")
         return &self._safetensors.kv[index]
 
-    def tensor_names(self):
+    def tensor_names(self) -> dict[str, int]:
         """Return the names of the tensors with their indices, in the order of the header."""
         cdef uint64_t i
         cdef Region _held = self.opened()
@@ -102,7 +103,7 @@ cdef class SafetensorsHeader(HeaderBytes):
             raise IndexError(f"tensor {index} of {self._safetensors.n_tensors}")
         return &self._safetensors.tensors[index]
 
-    def tensor(self, Py_ssize_t index):
+    def tensor(self, Py_ssize_t index) -> tuple[tuple[int, ...], str, int | None, int, int]:
         """Return ne (ggml's order), dtype in lower case, ggml's number or None, offset and bytes.
 
         The data may begin at any byte, even if the dtype needs alignment.

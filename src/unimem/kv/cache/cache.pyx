@@ -21,6 +21,15 @@ from unimem.kv.cache.layered cimport LayeredKVCache
 from unimem.kv.cache.one_kind cimport OneKindCache
 from unimem.kv.cache.rows cimport KVRows
 
+#: from unimem._core.block import Block
+#: from unimem._core.foreign import AnyArray
+#: from unimem._core.tape import Tape
+#: from unimem.kv.cache.rows import ModelDims
+#: from unimem.kv.layer_specs import Layer
+#: from unimem.kv.types import DType
+#: from unimem.system.placement import Pages, Placement, PlacementOptions
+#: _ArrayT = TypeVar("_ArrayT", bound=AnyArray)
+
 
 def _made(spec):
     """Return the body that a KVSpec or a LayersSpec asks for."""
@@ -146,6 +155,82 @@ cdef class KVCache:
     ...     kv.seq_len, k.shape, k.dtype.name
     (3, (1, 4, 3, 8), 'float16')
     """
+    #: name: str
+    #: dtype: DType
+    #: v_dtype: DType
+    #: order: Literal["token", "head"]
+    #: window: int | None
+    #: budget_bytes: int | None
+    #: grow: bool
+    #: rotate: bool
+    #: tape: Tape | None
+    #: block: Block | None
+    #: @overload
+    #: def __new__(cls, *, layers: Sequence[Layer], max_seq_len: int, batch: int = 1,
+    #:             dtype: npt.DTypeLike = "f16", order: Literal["token", "head"] = "token",
+    #:             spare_rows: int = 0, budget_bytes: int | None = None, grow: bool = False,
+    #:             rotate: bool = False, checkpoints: int = 0, checkpoint_every: int | None = None,
+    #:             name: str | None = None, **placement: Unpack[PlacementOptions]) -> Self: ...
+    #: @overload
+    #: def __new__(cls, n_layers: int, n_kv_heads: int, head_dim: int, max_seq_len: int, *,
+    #:             batch: int = 1, dtype: npt.DTypeLike = "f16",
+    #:             k_dtype: npt.DTypeLike | None = None, v_dtype: npt.DTypeLike | None = None,
+    #:             v_head_dim: int | None = None, order: Literal["token", "head"] = "token",
+    #:             window: int | None = None, spare_rows: int = 0, budget_bytes: int | None = None,
+    #:             grow: bool = False, rotate: bool = False, tape: Tape | None = None,
+    #:             name: str | None = None, **placement: Unpack[PlacementOptions]) -> Self: ...
+    #: def address(self, layer: int, part: Literal["k", "v"]) -> int: ...
+    #: def row_of(self, position: int, layer: int = 0) -> int: ...
+    #: def reserve(self, n: int) -> int: ...
+    #: def commit(self, n: int) -> None: ...
+    #: def rollback(self) -> None: ...
+    #: def crop(self, n: int) -> None: ...
+    #: def trim_to(self, n: int, *, keep_first: int = 0) -> bool: ...
+    #: def clear(self) -> None: ...
+    #: def state(self, layer: int) -> npt.NDArray[Any]: ...
+    #: def checkpoint(self) -> int: ...
+    #: @property
+    #: def checkpoints(self) -> tuple[int, ...]: ...
+    #: @property
+    #: def seq_len(self) -> int: ...
+    #: @property
+    #: def next_position(self) -> int: ...
+    #: @property
+    #: def memory_usage_bytes(self) -> int: ...
+    #: @property
+    #: def n_layers(self) -> int: ...
+    #: @property
+    #: def layers(self) -> tuple[Layer, ...]: ...
+    #: @property
+    #: def n_growths(self) -> int: ...
+    #: @property
+    #: def n_kv_heads(self) -> int: ...
+    #: @property
+    #: def head_dim(self) -> int: ...
+    #: @property
+    #: def v_head_dim(self) -> int: ...
+    #: @property
+    #: def batch(self) -> int: ...
+    #: @property
+    #: def max_seq_len(self) -> int: ...
+    #: @property
+    #: def n_rows(self) -> int: ...
+    #: @property
+    #: def row_bytes(self) -> int: ...
+    #: @property
+    #: def v_row_bytes(self) -> int: ...
+    #: def warm(self, threads: int | None = None) -> None: ...
+    #: @property
+    #: def resident_bytes(self) -> int: ...
+    #: @property
+    #: def granted(self) -> Placement: ...
+    #: @property
+    #: def closed(self) -> bool: ...
+    #: def give_back(self) -> int: ...
+    #: def _freeze(self, frozen: bool) -> None: ...
+    #: @property
+    #: def capacity_bytes(self) -> int: ...
+    #: def close(self) -> None: ...
 
     __signature__ = signature()
 
@@ -169,7 +254,7 @@ cdef class KVCache:
         self.kv = NULL if self._one is None else &self._one.kv
 
     @classmethod
-    def for_dims(cls, dims, *, max_seq_len=None, **options):
+    def for_dims(cls, dims: ModelDims, *, max_seq_len: int | None = None, **options: Any) -> Self:
         """Make a cache for a model.
 
         Parameters
@@ -187,6 +272,19 @@ cdef class KVCache:
         """
         return for_dims(cls, dims, max_seq_len, options)
 
+    #: @overload
+    #: @staticmethod
+    #: def storage_bytes(n_layers: int, n_kv_heads: int, head_dim: int, max_seq_len: int, *,
+    #:                   batch: int = 1, dtype: npt.DTypeLike = "f16",
+    #:                   order: Literal["token", "head"] = "token",
+    #:                   k_dtype: npt.DTypeLike | None = None, v_dtype: npt.DTypeLike | None = None,
+    #:                   v_head_dim: int | None = None) -> int: ...
+    #: @overload
+    #: @staticmethod
+    #: def storage_bytes(*, layers: Sequence[Layer], max_seq_len: int, batch: int = 1,
+    #:                   dtype: npt.DTypeLike = "f16", order: Literal["token", "head"] = "token",
+    #:                   spare_rows: int = 0, checkpoints: int = 0,
+    #:                   pages: Pages = "auto") -> int: ...
     @staticmethod
     def storage_bytes(*dims, layers=None, **options):
         """Return the bytes that a cache of fixed memory takes.
@@ -216,7 +314,7 @@ cdef class KVCache:
 
     # ---- appending ----
 
-    def append(self, layer, k, v):
+    def append(self, layer: int, k: AnyArray, v: AnyArray) -> None:
         """Append tokens to one layer.
 
         Parameters
@@ -257,7 +355,7 @@ cdef class KVCache:
             with cython.critical_section(self._layered):
                 self._layered.append_tokens(layer, k, v)
 
-    def append_all(self, k, v):
+    def append_all(self, k: AnyArray, v: AnyArray) -> None:
         """Append one token to all layers (batch 1).
 
         Parameters
@@ -304,6 +402,12 @@ cdef class KVCache:
 
     # ---- reading ----
 
+    #: @overload
+    #: def layer(self, i: int, dtype: npt.DTypeLike | None = None,
+    #:           out: None = None) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
+    #: @overload
+    #: def layer(self, i: int, dtype: npt.DTypeLike,
+    #:           out: tuple[_ArrayT, _ArrayT]) -> tuple[_ArrayT, _ArrayT]: ...
     def layer(self, i, dtype=None, out=None):
         """View the tokens that one layer holds.
 
@@ -341,7 +445,7 @@ cdef class KVCache:
     clear = call(KVRows.clear)
     give_back = call(OneKindCache.give_back)
 
-    def enforce_memory_limit(self, max_bytes):
+    def enforce_memory_limit(self, max_bytes: int) -> bool:
         """Keep as many of the last tokens as fit, and give back the memory of all other tokens.
 
         Parameters
@@ -378,7 +482,7 @@ cdef class KVCache:
 
     # ---- copies and snapshots ----
 
-    def copy(self):
+    def copy(self) -> Self:
         """Return a cache of the same kind with the same tokens, in memory of its own.
 
         Raises
@@ -392,7 +496,9 @@ cdef class KVCache:
         """
         return _around(KVCache, self._body.copy())
 
-    def save(self, path, *, tokens=None, model=None):
+    def save(self, path: str | PathLike[str], *,
+             tokens: Sequence[int] | npt.NDArray[Any] | None = None,
+             model: str | None = None) -> None:
         """Write the tokens to a file, for `restore`.
 
         The file is replaced at once: whenever the process or the machine stops, the old or the new
@@ -424,7 +530,9 @@ cdef class KVCache:
         write(self._body, path, tokens, model)
 
     @classmethod
-    def restore(cls, path, *, mode="map", tokens=None, model=None, verify=None, **placement):
+    def restore(cls, path: str | PathLike[str], *, mode: Literal["map", "copy"] = "map",
+                tokens: Sequence[int] | npt.NDArray[Any] | None = None, model: str | None = None,
+                verify: bool | None = None, **placement: Unpack[PlacementOptions]) -> Self:
         """Make a cache from a file that `save` wrote.
 
         Parameters
@@ -465,7 +573,7 @@ cdef class KVCache:
         return _around(cls, snapshot.restore(_Restored, path, mode, tokens, model, verify,
                                              placement))
 
-    def verify(self):
+    def verify(self) -> None:
         """Compare the data of the file that the cache was restored from with its checksums.
 
         Raises
@@ -515,7 +623,7 @@ cdef class KVCache:
     _pieces = figure(OneKindCache._pieces)
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether there is no token."""
         return self.seq_len == 0
 
@@ -525,11 +633,11 @@ cdef class KVCache:
     close = call(KVRows.close)
     _freeze = call(OneKindCache._freeze)
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self._body.check_open()
         return self
 
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         # The last live view, if there is one, keeps the memory.
         self._body.__exit__()
 
@@ -537,7 +645,7 @@ cdef class KVCache:
         raise TypeError("a KVCache cannot be pickled: it is memory of this process. "
                         "Write it with save() and use KVCache.restore")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self._body.seq_len
 
     def __repr__(self):

@@ -23,6 +23,10 @@ from unimem.kv.cache.rows cimport KVRows, is_v
 from unimem._core.region cimport Region, new_window
 from unimem._core.tape cimport DeviceTape
 
+#: from unimem.kv.cache.spec import KVSpec
+#: from unimem.system.placement import Placement
+#: _T = TypeVar("_T")
+
 cnp.import_array()
 
 # The axes of given arrays that are layers, streams, heads, tokens and values.
@@ -48,13 +52,14 @@ cdef class KVDevice(KVRows):
     ``_write(k, v, given, axes, (n, layer, n_layers, row, row_address), stream)`` writes the rows of
     n tokens of these layers.
     """
+    #: _dtype: np.dtype[Any]
 
-    def _plan(self, wanted):
+    def _plan(self, wanted: KVSpec) -> int:
         """Check a `KVSpec`, and return the bytes of its storage."""
         self.describe(&self._spec, wanted)
         return self.plan_fixed(&self._spec, &self._storage)
 
-    def _place(self, DeviceTape tape not None, driver, *, bint owns_tape):
+    def _place(self, DeviceTape tape not None, driver: Any, *, bint owns_tape) -> None:
         """Take the storage that `_plan` has described."""
         self._storage.base = tape.take_raw(self._storage_bytes, 256)
         self._driver = driver
@@ -172,7 +177,7 @@ cdef class KVDevice(KVRows):
             self._stream = None
 
     @cython.critical_section
-    def append(self, layer, k, v, *, stream=None):
+    def append(self, layer: int, k: Any, v: Any, *, stream: Any = None) -> None:
         """Append tokens to one layer.
 
         Parameters
@@ -247,7 +252,7 @@ cdef class KVDevice(KVRows):
         um.um_kv_append_end(&self.kv, index, given.n)
 
     @cython.critical_section
-    def _append_all(self, k, v, stream):
+    def _append_all(self, k: Any, v: Any, stream: Any) -> None:
         """Append one token of all layers."""
         cdef um.um_error err
         cdef Given given
@@ -283,7 +288,7 @@ cdef class KVDevice(KVRows):
             self.fail(&err, "append_all")
 
     @cython.critical_section
-    def _append_at(self, layer, k, v, row, stream):
+    def _append_at(self, layer: int, k: Any, v: Any, row: Any, stream: Any) -> None:
         """Write tokens of one layer at the row that an int32 on the device holds at that time."""
         cdef Given given
         cdef Bytes k_bytes, v_bytes
@@ -313,7 +318,7 @@ cdef class KVDevice(KVRows):
     # ---- reading ----
 
     @cython.critical_section
-    def _span(self, i):
+    def _span(self, i: int) -> tuple[int, int, int]:
         """Return a layer's number, the row of its first token, and the number of its tokens."""
         cdef uint64_t first = 0, n
         cdef uint32_t layer = layer_number(i, self.kv.spec.n_layers, "i")
@@ -322,7 +327,7 @@ cdef class KVDevice(KVRows):
         return layer, um.um_kv_row(&self.kv, first), n
 
     @cython.critical_section
-    def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n):
+    def _window(self, uint32_t layer, bint v, uint64_t row, uint64_t n) -> tuple[int, object]:
         """Return where n rows of K or V begin, and the objects that a view of them holds."""
         cdef Region region = self.open_region()
         cdef char *data = <char *>um.um_kv_lane(&self.kv, layer, v, 0) + row * self.kv.row_bytes
@@ -331,21 +336,21 @@ cdef class KVDevice(KVRows):
         return <uintptr_t>data, (window, self._tape._memory)
 
     @cython.critical_section
-    def _lane(self, layer, part, stream):
+    def _lane(self, layer: int, part: Literal["k", "v"], stream: int) -> int:
         """Return the address of row 0 of a lane."""
         self.open_region()
         return <uintptr_t>um.um_kv_lane(&self.kv, layer, is_v(part), stream)
 
-    def _first_row(self):
+    def _first_row(self) -> int:
         """Return the row of the first token that all layers hold."""
         return self.first_row()
 
-    def _check_whole(self, str doing):
+    def _check_whole(self, str doing) -> None:
         """Raise unless all layers hold the same tokens, and no row is reserved."""
         self.open_region()
         self.check_whole(doing)
 
-    def _while_held(self, read):
+    def _while_held(self, read: Callable[[], _T]) -> _T:
         """Call a function that reads rows; meanwhile no row moves, and the memory stays."""
         self.open_region()
         _held = self._tape._memory
@@ -355,7 +360,7 @@ cdef class KVDevice(KVRows):
         finally:
             self.end_busy()
 
-    def _wanted(self, dtype):
+    def _wanted(self, dtype: npt.DTypeLike) -> tuple[np.dtype[Any], str]:
         """Return a dtype that rows can be converted to, and its name for kernels."""
         wanted = dtype_of(dtype)
         if wanted.name not in ("float32", "float16", "bfloat16") or not wanted.isnative:
@@ -365,42 +370,42 @@ cdef class KVDevice(KVRows):
     # ---- figures and the end ----
 
     @property
-    def tape(self):
+    def tape(self) -> Any:
         """The tape that was given, or None."""
         return None if self._owns_tape else self._tape
 
     @property
-    def block(self):
+    def block(self) -> Any:
         """The cache's own block, or None if it lies on a tape."""
         return self._tape.block if self._owns_tape else None
 
     @property
-    def lane_stride(self):
+    def lane_stride(self) -> int:
         """Bytes from K or V of one stream to the next, of one layer to V, and of V to the next."""
         return self.kv.lane_stride
 
     @property
-    def resident_bytes(self):
+    def resident_bytes(self) -> int:
         """Bytes of the storage: device memory and pinned memory are always resident."""
         self.open_region()
         return self._storage_bytes
 
     @property
-    def granted(self):
+    def granted(self) -> Placement:
         """The placement of the memory, as `cuda.Block.granted`."""
         self.open_region()
         return self._tape.block.granted
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the cache was closed, or is in a forked child."""
         return self._closed or self._tape is None or not self._tape._open
 
-    def warm(self, threads=None):
+    def warm(self, threads: int | None = None) -> None:
         """Do nothing: the memory is always resident."""
         self.open_region()
 
-    def _freeze(self, bint frozen):
+    def _freeze(self, bint frozen) -> None:
         """Do nothing: all memory is committed at once."""
 
     def __del__(self):

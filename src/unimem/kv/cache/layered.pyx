@@ -39,6 +39,9 @@ from unimem.kv.cache.one_kind cimport OneKindCache
 from unimem.kv.cache.rows cimport refuse_torn, refuse_views
 from unimem.kv.states cimport LayerStates
 
+#: from unimem.kv.cache.spec import LayersSpec
+#: from unimem.kv.layer_specs import Layer
+
 cnp.import_array()
 
 # Rows whose bytes are whole lanes of fixed caches, which are rounded up to 64 bytes.
@@ -114,12 +117,28 @@ cdef class LayeredKVCache:
 
     Its public methods are those of `KVCache`, which documents them.
     """
+    #: _parts: tuple[OneKindCache, ...]
+    #: _states: LayerStates | None
+    #: order: Any
+    #: dtype: tuple[str, ...]
+    #: v_dtype: tuple[str, ...]
+    #: window: tuple[int | None, ...]
+    #: layers: tuple[Layer, ...]
+    #: n_kv_heads: tuple[int, ...]
+    #: head_dim: tuple[int, ...]
+    #: v_head_dim: tuple[int, ...]
+    #: n_rows: tuple[int, ...]
+    #: row_bytes: tuple[int, ...]
+    #: v_row_bytes: tuple[int, ...]
+    #: budget_bytes: int | None
+    #: block: None
+    #: tape: None
 
     def __cinit__(self):
         self._parts = self.layers = self._part_of = ()
         self._closed = True
 
-    def __init__(self, wanted):
+    def __init__(self, wanted: LayersSpec) -> None:
         cdef size_t most = size_of(wanted.max_seq_len, "max_seq_len", 1)
         cdef size_t spare = size_of(wanted.spare_rows, "spare_rows")
         cdef size_t n_checkpoints = size_of(wanted.checkpoints, "checkpoints")
@@ -170,12 +189,15 @@ cdef class LayeredKVCache:
             raise
 
     @staticmethod
-    def of_parts(layers, list parts, max_seq_len, LayerStates states=None):
+    def of_parts(layers: tuple[Layer, ...], list parts: list[OneKindCache], max_seq_len: int,
+                 LayerStates states: LayerStates | None = None) -> LayeredKVCache:
         """Return a cache of the parts and states of a snapshot."""
         cdef LayeredKVCache cache = LayeredKVCache.__new__(LayeredKVCache)
         cache.assemble(layers, parts, max_seq_len, None, states)
         return cache
 
+    #: @staticmethod
+    #: def storage_bytes(layers: Any, max_seq_len: int, **options: Any) -> int: ...
     @staticmethod
     def storage_bytes(layers, max_seq_len, *, batch=1, dtype="f16", order="token", spare_rows=0,
                        checkpoints=0, pages="auto"):
@@ -256,6 +278,7 @@ cdef class LayeredKVCache:
             self._states.begin_change()
         return 0
 
+    #: def check_open(self) -> None: ...
     cpdef int check_open(self) except -1:
         """Raise ClosedError if a part is closed."""
         cdef OneKindCache part
@@ -399,7 +422,7 @@ cdef class LayeredKVCache:
         return (<OneKindCache>self._part_of[layer]).rows(self._index_of[layer], v, out_n, stream)
 
     @cython.critical_section
-    def append_all(self, k, v):
+    def append_all(self, k: Any, v: Any) -> None:
         cdef OneKindCache part
         cdef Given given
         cdef um.um_error err
@@ -437,7 +460,7 @@ cdef class LayeredKVCache:
         self.checkpoint_if_due(end)
 
     @cython.critical_section
-    def reserve(self, n):
+    def reserve(self, n: int) -> tuple[int | None, ...]:
         cdef OneKindCache part
         cdef uint64_t count = size_of(n, "n")
         cdef list rows = []
@@ -464,7 +487,7 @@ cdef class LayeredKVCache:
         return tuple([of_part.get(part) for part in self._part_of])
 
     @cython.critical_section
-    def commit(self, n):
+    def commit(self, n: int) -> None:
         cdef OneKindCache part
         cdef uint64_t count = size_of(n, "n"), end = self.end_of_all()
         self.begin()
@@ -481,7 +504,7 @@ cdef class LayeredKVCache:
             self.checkpoint_if_due(end)
 
     @cython.critical_section
-    def rollback(self):
+    def rollback(self) -> None:
         cdef uint64_t end = self.end_of_all()
         self.begin()
         if self._states is None or not self.is_torn():
@@ -501,7 +524,7 @@ cdef class LayeredKVCache:
     # ---- forgetting ----
 
     @cython.critical_section
-    def crop(self, n):
+    def crop(self, n: int) -> None:
         cdef OneKindCache part
         cdef um.um_error err
         cdef uint64_t count = size_of(n, "n"), held, target, least
@@ -538,7 +561,7 @@ cdef class LayeredKVCache:
         self.limit_ends()
 
     @cython.critical_section
-    def trim_to(self, n, *, keep_first=0):
+    def trim_to(self, n: int, *, keep_first: int = 0) -> bool:
         cdef OneKindCache part
         cdef uint64_t last = size_of(n, "n"), first = size_of(keep_first, "keep_first"), held
         self.begin()
@@ -558,7 +581,7 @@ cdef class LayeredKVCache:
         return True
 
     @cython.critical_section
-    def clear(self):
+    def clear(self) -> None:
         cdef OneKindCache part
         self.begin()
         for part in self._parts:
@@ -569,7 +592,7 @@ cdef class LayeredKVCache:
         self.set_first(0, 0)
 
     @cython.critical_section
-    def enforce_memory_limit(self, max_bytes):
+    def enforce_memory_limit(self, max_bytes: int) -> bool:
         cdef OneKindCache part
         cdef size_t most = size_of(max_bytes, "max_bytes")
         cdef size_t fixed = 0 if self._states is None else self._states.state_bytes
@@ -603,7 +626,7 @@ cdef class LayeredKVCache:
         return n < held
 
     @cython.critical_section
-    def give_back(self):
+    def give_back(self) -> int:
         given_back = sum([part.give_back() for part in self._parts])
         self.limit_ends()
         return given_back
@@ -611,21 +634,21 @@ cdef class LayeredKVCache:
     # ---- reading ----
 
     @cython.critical_section
-    def layer(self, i, dtype=None, out=None):
+    def layer(self, i: int, dtype: Any = None, out: Any = None) -> Any:
         cdef uint32_t index = layer_number(i, self.n_layers, "i")
         return self.part_of(index).layer(self._index_of[index], dtype, out)
 
-    def address(self, layer, part):
+    def address(self, layer: int, part: str) -> int:
         cdef uint32_t index = layer_number(layer, self.n_layers, "layer")
         return self.part_of(index).address(self._index_of[index], part)
 
-    def row_of(self, position, layer=0):
+    def row_of(self, position: int, layer: int = 0) -> int:
         return self.part_of(layer_number(layer, self.n_layers, "layer")).row_of(position)
 
     # ---- copies and snapshots ----
 
     @cython.critical_section
-    def copy(self):
+    def copy(self) -> LayeredKVCache:
         cdef LayeredKVCache other = LayeredKVCache.__new__(LayeredKVCache)
         cdef list parts = []
         cdef LayerStates states = None
@@ -647,12 +670,12 @@ cdef class LayeredKVCache:
             raise
         return other
 
-    def check_saveable(self):
+    def check_saveable(self) -> None:
         self.check_open()
         self.check_whole("save")
 
     @cython.critical_section
-    def _finish_restore(self, next_position, n):
+    def _finish_restore(self, next_position: int, n: int) -> None:
         """Take over tokens that were written into the parts."""
         self._end = next_position
         self.set_first(next_position - n, 0)
@@ -660,7 +683,7 @@ cdef class LayeredKVCache:
     # ---- states ----
 
     @cython.critical_section
-    def state(self, layer):
+    def state(self, layer: int) -> Any:
         cdef uint32_t index = layer_number(layer, self.n_layers, "layer")
         self.check_open()
         if self._part_of[index] is not None:
@@ -670,12 +693,12 @@ cdef class LayeredKVCache:
 
     @property
     @cython.critical_section
-    def checkpoints(self):
+    def checkpoints(self) -> tuple[int, ...]:
         self.check_open()
         return tuple(self.ways_back()) if self._states is not None else ()
 
     @cython.critical_section
-    def checkpoint(self):
+    def checkpoint(self) -> int:
         cdef uint64_t end = self.end_of_all()
         self.begin()
         self.check_whole("checkpoint")
@@ -721,46 +744,46 @@ cdef class LayeredKVCache:
 
     @property
     @cython.critical_section
-    def seq_len(self):
+    def seq_len(self) -> int:
         self.check_open()
         return self.end_of_all() - self.first_of_all()
 
     @property
     @cython.critical_section
-    def next_position(self):
+    def next_position(self) -> int:
         self.check_open()
         return self.end_of_all()
 
     @property
     @cython.critical_section
-    def memory_usage_bytes(self):
+    def memory_usage_bytes(self) -> int:
         fixed = 0 if self._states is None else self._states.state_bytes
         return fixed + sum([part.memory_usage_bytes for part in self._parts])
 
     @property
-    def capacity_bytes(self):
+    def capacity_bytes(self) -> int:
         return sum([piece.capacity_bytes for piece in self._pieces])
 
     @property
-    def resident_bytes(self):
+    def resident_bytes(self) -> int:
         return sum([piece.resident_bytes for piece in self._pieces])
 
     @property
-    def granted(self):
+    def granted(self) -> Any:
         self.check_open()
         return sum_placements([piece.block.granted for piece in self._pieces])
 
     @property
-    def n_growths(self):
+    def n_growths(self) -> int:
         return sum([part.n_growths for part in self._parts])
 
     # ---- the end ----
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         return not self.layers or any([piece.closed for piece in self._pieces])
 
-    def warm(self, threads=None):
+    def warm(self, threads: int | None = None) -> None:
         self.check_open()
         for piece in self._pieces:
             piece.warm(threads)
@@ -787,7 +810,7 @@ cdef class LayeredKVCache:
             self._states.end()
 
     @cython.critical_section
-    def close(self):
+    def close(self) -> None:
         n_users = 0 if self._closed else self.n_users()
         if n_users > 0:
             refuse_views(self.name, n_users)

@@ -109,7 +109,7 @@ cdef class OneKindCache(KVStorage):
     Its public methods are those of `KVCache`, which documents them.
     """
 
-    def __init__(self, wanted):
+    def __init__(self, wanted: KVSpec) -> None:
         cdef um.um_kv_spec spec
         cdef bint is_ring = wanted.window is not None
         cdef dict placement = dict(wanted.placement)
@@ -217,7 +217,7 @@ cdef class OneKindCache(KVStorage):
                 self.fail(&err, "append")
 
     @cython.critical_section
-    def append_all(self, k, v):
+    def append_all(self, k: Any, v: Any) -> None:
         cdef um.um_error err
         cdef um.um_block *mapped
         cdef cnp.ndarray ka = contiguous(k, "k"), va = contiguous(v, "v")
@@ -288,7 +288,7 @@ cdef class OneKindCache(KVStorage):
     # ---- for unimem.transformers: a token, or rows that the caller writes, of one layer ----
 
     @cython.critical_section
-    def _append_token(self, layer, uintptr_t k, uintptr_t v):
+    def _append_token(self, layer: int, uintptr_t k, uintptr_t v) -> int:
         """Append a token of the cache's dtype, and return its row.
 
         k and v are addresses of ``[batch, n_kv_heads, 1, head_dim]``.
@@ -305,7 +305,7 @@ cdef class OneKindCache(KVStorage):
         return um.um_kv_row(&self.kv, first + n - 1)
 
     @cython.critical_section
-    def _all_rows(self, i):
+    def _all_rows(self, i: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """View all usable rows of a layer; of a ring, in both images.
 
         The views hold the memory as those of `layer` do. A growing cache gets more rows later.
@@ -344,7 +344,7 @@ cdef class OneKindCache(KVStorage):
         return new_array(data, 4, sizes, strides, kind, windows, True)
 
     @cython.critical_section
-    def layer(self, i, dtype=None, out=None):
+    def layer(self, i: int, dtype: npt.DTypeLike | None = None, out: Any = None) -> Any:
         cdef uint64_t first = 0, n, row
         layer = layer_number(i, self.kv.spec.n_layers, "i")
         self.open_region()
@@ -396,7 +396,7 @@ cdef class OneKindCache(KVStorage):
         return 0
 
     @cython.critical_section
-    def enforce_memory_limit(self, max_bytes):
+    def enforce_memory_limit(self, max_bytes: int) -> bool:
         cdef size_t most = size_of(max_bytes, "max_bytes")
         cdef size_t token = self._n_lanes // 2 * (self.kv.row_bytes + self.kv.v_row_bytes)
         cdef um.um_error err
@@ -418,7 +418,7 @@ cdef class OneKindCache(KVStorage):
     # ---- copies and snapshots ----
 
     @cython.critical_section
-    def copy(self):
+    def copy(self) -> OneKindCache:
         cdef OneKindCache other
         self.open_region()
         self.check_whole("copy")
@@ -435,7 +435,8 @@ cdef class OneKindCache(KVStorage):
         return other
 
     @staticmethod
-    def mapped_from(fields, int fd, path, list offsets, n, next_position):
+    def mapped_from(fields: dict[str, Any], int fd, path: str, list offsets: list[int], n: int,
+                    next_position: int) -> OneKindCache:
         """Return a growing cache whose first rows are mapped from a file, privately.
 
         Parameters
@@ -464,10 +465,10 @@ cdef class OneKindCache(KVStorage):
         """All objects that have memory: this one."""
         return (self,)
 
-    def check_open(self):
+    def check_open(self) -> None:
         self.open_region()
 
-    def check_saveable(self):
+    def check_saveable(self) -> None:
         self.open_region()
         self.check_whole("save")
 

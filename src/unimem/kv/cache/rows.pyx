@@ -29,6 +29,18 @@ from unimem.kv.types cimport check_head_dim, kv_name, kv_types, number_of_type, 
 from unimem._core.region cimport Region
 from unimem._core.status cimport full_text, raise_file_status, raise_status
 
+#: from unimem.kv.layer_specs import Layer
+#: from unimem.kv.types import DType
+#: class ModelDims(Protocol):
+#:     @property
+#:     def num_layers(self) -> int: ...
+#:     @property
+#:     def num_kv_heads(self) -> int: ...
+#:     @property
+#:     def head_dim(self) -> int: ...
+#:     @property
+#:     def max_seq_len(self) -> int: ...
+
 cdef enum:
     LANE_ALIGN = 64
 
@@ -106,7 +118,7 @@ def _enter_child():
 os.register_at_fork(after_in_child=_enter_child)
 
 
-def for_dims(kind, dims, max_seq_len, options):
+def for_dims(kind: type, dims: ModelDims, max_seq_len: int | None, options: dict[str, Any]) -> Any:
     """Make a cache of a class for a model."""
     try:
         sizes = dims.num_layers, dims.num_kv_heads, dims.head_dim, dims.max_seq_len
@@ -117,6 +129,12 @@ def for_dims(kind, dims, max_seq_len, options):
 
 cdef class KVRows:
     """The rows and positions of a cache. Nothing here touches the memory."""
+    #: dtype: DType
+    #: v_dtype: DType
+    #: order: Literal["token", "head"]
+    #: window: int | None
+    #: budget_bytes: int | None
+    #: _file: str | None
 
     def __dealloc__(self):
         um.um_kv_free(&self.kv)
@@ -193,7 +211,7 @@ cdef class KVRows:
         return 0
 
     @classmethod
-    def for_dims(cls, dims, *, max_seq_len=None, **options):
+    def for_dims(cls, dims: ModelDims, *, max_seq_len: int | None = None, **options: Any) -> Self:
         """Make a cache for a model.
 
         Parameters
@@ -212,8 +230,11 @@ cdef class KVRows:
         return for_dims(cls, dims, max_seq_len, options)
 
     @staticmethod
-    def storage_bytes(n_layers, n_kv_heads, head_dim, max_seq_len, *, batch=1, dtype="f16",
-                      order="token", k_dtype=None, v_dtype=None, v_head_dim=None):
+    def storage_bytes(n_layers: int, n_kv_heads: int, head_dim: int, max_seq_len: int, *,
+                      batch: int = 1, dtype: npt.DTypeLike = "f16",
+                      order: Literal["token", "head"] = "token",
+                      k_dtype: npt.DTypeLike | None = None, v_dtype: npt.DTypeLike | None = None,
+                      v_head_dim: int | None = None) -> int:
         """Return the bytes that a fixed cache of these dimensions takes.
 
         Returns
@@ -380,7 +401,7 @@ cdef class KVRows:
         return refuse_torn(doing, self._reserved > 0,
                            self.end_position() != um.um_kv_next_position(&self.kv))
 
-    def address(self, layer, part):
+    def address(self, layer: int, part: Literal["k", "v"]) -> int:
         """Return where a layer's K or V begins, for an engine that writes rows itself.
 
         Parameters
@@ -402,7 +423,7 @@ cdef class KVRows:
         self.open_region()
         return <uintptr_t>um.um_kv_lane(&self.kv, index, v, 0)
 
-    def row_of(self, position, layer=0):
+    def row_of(self, position: int, layer: int = 0) -> int:
         """Return the row of the token at a position, which the cache holds or will hold.
 
         If a cache is no ring, an append after a trim may move its tokens to other rows. The row is
@@ -425,7 +446,7 @@ cdef class KVRows:
     # ---- rows that the caller writes ----
 
     @cython.critical_section
-    def reserve(self, n):
+    def reserve(self, n: int) -> int:
         """Reserve n rows in every layer, for the caller to write.
 
         Returns
@@ -452,7 +473,7 @@ cdef class KVRows:
         return row
 
     @cython.critical_section
-    def commit(self, n):
+    def commit(self, n: int) -> None:
         """Make the first n reserved rows tokens of all layers at once, and drop the rest.
 
         A cache with states needs all that is reserved: its states have advanced as far.
@@ -475,7 +496,7 @@ cdef class KVRows:
         self._reserved = 0
 
     @cython.critical_section
-    def rollback(self):
+    def rollback(self) -> None:
         """Drop reserved rows, and tokens that not all layers hold.
 
         If a window has overwritten tokens that it would show again, all layers drop the tokens
@@ -495,7 +516,7 @@ cdef class KVRows:
         self._lowest_end = min(self._lowest_end, um.um_kv_next_position(&self.kv))
 
     @cython.critical_section
-    def crop(self, n):
+    def crop(self, n: int) -> None:
         """Keep the first n tokens.
 
         `next_position` goes back by the number of dropped tokens. A ring then shows its window
@@ -529,7 +550,7 @@ cdef class KVRows:
         self.settle()
 
     @cython.critical_section
-    def trim_to(self, n, *, keep_first=0):
+    def trim_to(self, n: int, *, keep_first: int = 0) -> bool:
         """Keep the last n tokens, and the first `keep_first`.
 
         No byte moves, except that the first tokens are copied to the rows before the last ones.
@@ -585,7 +606,7 @@ cdef class KVRows:
         return row
 
     @cython.critical_section
-    def clear(self):
+    def clear(self) -> None:
         """Drop all tokens and reserved rows; the next position is 0.
 
         Only a growing cache gives memory back.
@@ -600,7 +621,7 @@ cdef class KVRows:
 
     # ---- states of layers that keep no tokens ----
 
-    def state(self, layer):
+    def state(self, layer: int) -> npt.NDArray[Any]:
         """View the state that a layer keeps.
 
         Parameters
@@ -622,7 +643,7 @@ cdef class KVRows:
         raise ValueError(f"KVCache.state: layer {layer} keeps tokens and no state: layers=[...] "
                          "with a LayerState has states")
 
-    def checkpoint(self):
+    def checkpoint(self) -> int:
         """Copy all states, for `crop` to go back to; if need be in place of the oldest copy.
 
         Returns
@@ -641,19 +662,19 @@ cdef class KVRows:
                          "checkpoints")
 
     @property
-    def checkpoints(self):
+    def checkpoints(self) -> tuple[int, ...]:
         """Positions that `crop` can take states back to, in order: a tuple of int."""
         return ()
 
     # ---- restoring ----
 
-    def _lanes(self):
+    def _lanes(self) -> list[tuple[int, Literal["k", "v"], int]]:
         """Return all lanes in the order of the storage, as (layer, part, stream)."""
         s = self.kv.spec
         return [(layer, part, stream) for layer in range(s.n_layers) for part in "kv"
                 for stream in range(s.batch)]
 
-    def _begin_restore(self, next_position, n):
+    def _begin_restore(self, next_position: int, n: int) -> None:
         """Clear the cache, and make room for n tokens up to a position."""
         cdef uint64_t count = n, most = self.kv.spec.window or self.kv.spec.max_seq_len
         self.clear()
@@ -665,7 +686,7 @@ cdef class KVRows:
         if self.kv.spec.window == 0 and count > self.kv.usable_rows:
             self.make_rows(0, count)
 
-    def _finish_restore(self, next_position, n):
+    def _finish_restore(self, next_position: int, n: int) -> None:
         """Count the tokens that were written."""
         cdef um.um_error err
         if um.um_kv_adopt(&self.kv, next_position, n, &err) != um.UM_OK:
@@ -674,19 +695,19 @@ cdef class KVRows:
     # ---- figures ----
 
     @property
-    def seq_len(self):
+    def seq_len(self) -> int:
         """Tokens that all layers hold; of a ring, at most its window."""
         self.open_region()
         return um.um_kv_seq_len(&self.kv)
 
     @property
-    def next_position(self):
+    def next_position(self) -> int:
         """The position of the next token, which trimming does not change."""
         self.open_region()
         return um.um_kv_next_position(&self.kv)
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         """Whether there is no token."""
         return self.seq_len == 0
 
@@ -703,65 +724,65 @@ cdef class KVRows:
         return max(self._most_bytes, self.used_bytes())
 
     @property
-    def memory_usage_bytes(self):
+    def memory_usage_bytes(self) -> int:
         """Bytes of the tokens in all layers, K and V, and of states."""
         self.open_region()
         return self.used_bytes()
 
     @property
-    def n_layers(self):
+    def n_layers(self) -> int:
         """Layers."""
         return self.kv.spec.n_layers
 
     @property
-    def layers(self):
+    def layers(self) -> tuple[Layer, ...]:
         """What each layer keeps: a tuple of `LayerKV` and `LayerState`."""
         layer = LayerKV(self._heads, self.kv.spec.head_dim, self._v_head_dim, window=self.window,
                         dtype=kv_name(self.dtype, self.v_dtype))
         return (layer,) * self.kv.spec.n_layers
 
     @property
-    def n_kv_heads(self):
+    def n_kv_heads(self) -> int:
         """KV heads of a layer; if layers differ, a tuple: of each, 0 for a state."""
         return self._heads
 
     @property
-    def head_dim(self):
+    def head_dim(self) -> int:
         """Elements of a head; if layers differ, of each."""
         return self.kv.spec.head_dim
 
     @property
-    def v_head_dim(self):
+    def v_head_dim(self) -> int:
         """Elements of a head of V, 0 without V; if layers differ, of each."""
         return self._v_head_dim
 
     @property
-    def batch(self):
+    def batch(self) -> int:
         """Streams."""
         return self._batch
 
     @property
-    def n_growths(self):
+    def n_growths(self) -> int:
         """How often memory was committed."""
         return self._n_growths
 
     @property
-    def max_seq_len(self):
+    def max_seq_len(self) -> int:
         """Tokens that fit."""
         return self.kv.spec.max_seq_len
 
     @property
-    def n_rows(self):
+    def n_rows(self) -> int:
         """Rows of a lane; a ring counts positions modulo this number. If layers differ, of each."""
         return self.kv.n_rows
 
     @property
-    def row_bytes(self):
+    def row_bytes(self) -> int:
         """Bytes of one token's K in one layer and stream, all heads; if layers differ, of each."""
         return self.kv.row_bytes * self.heads_apart()
 
     @property
-    def v_row_bytes(self):
+    def v_row_bytes(self) -> int:
         """Bytes of one token's V, as `row_bytes`."""
         return self.kv.v_row_bytes * self.heads_apart()
 
@@ -771,14 +792,14 @@ cdef class KVRows:
         return 1 if self.kv.spec.n_kv_heads == self._heads else self._heads
 
     @property
-    def capacity_bytes(self):
+    def capacity_bytes(self) -> int:
         """Bytes of memory that back the cache; of a growing one, the committed bytes."""
         return self._storage_bytes
 
     # ---- the end ----
 
     @cython.critical_section
-    def close(self):
+    def close(self) -> None:
         """Close the cache, and give back storage of its own. Closing it twice is no error.
 
         Raises
@@ -792,12 +813,12 @@ cdef class KVRows:
                 refuse_views(self.name, n_users)
             self.end()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         self.open_region()
         return self
 
     @cython.critical_section
-    def __exit__(self, *exc_info):
+    def __exit__(self, *exc_info: object) -> None:
         # Views that are still alive keep the memory; it goes with the last of them.
         self.end()
 
@@ -805,7 +826,7 @@ cdef class KVRows:
         raise TypeError("a KVCache cannot be pickled: it is memory of this process. "
                         "Write it with save() and use KVCache.restore")
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.seq_len
 
     def __repr__(self):

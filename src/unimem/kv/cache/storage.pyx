@@ -34,6 +34,8 @@ from unimem._core.region cimport Region, Watcher, enter_holder, new_window, n_re
 from unimem._core.status cimport raise_file_status, raise_status
 from unimem._core.tape cimport Tape
 
+#: from unimem.system.placement import Placement
+
 cnp.import_array()
 
 cdef enum:
@@ -69,7 +71,7 @@ cdef size_t least_row(size_t row, size_t v_row) noexcept:
     return row if v_row == 0 else min(row, v_row)
 
 
-def ring_rows(size_t row_bytes, size_t v_row_bytes, uint64_t n, pages):
+def ring_rows(size_t row_bytes, size_t v_row_bytes, uint64_t n, pages: str) -> int:
     """Return the rows of a ring for n tokens: its lanes of K and of V are whole pages."""
     cdef size_t page = um.um_page_bytes()
     if pages == "1g":
@@ -106,6 +108,8 @@ cdef class Settler(Watcher):
 
 cdef class KVStorage(KVRows):
     """The storage of rows in main memory: fixed, growing or a ring."""
+    #: tape: Tape | None
+    #: block: Block | None
 
     cdef int place_fixed(self, um.um_kv_spec *spec, Tape tape, dict placement) except -1:
         cdef um.um_kv_storage storage
@@ -572,7 +576,7 @@ cdef class KVStorage(KVRows):
         return 0
 
     @cython.critical_section
-    def give_back(self):
+    def give_back(self) -> int:
         """Give back memory that holds no tokens. No token is lost, and no address changes.
 
         A growing cache gives back all spare memory, and commits it again when it needs it. Fixed
@@ -657,19 +661,21 @@ cdef class KVStorage(KVRows):
         return 0
 
     @cython.critical_section
-    def _rows(self, layer, part, stream):
+    def _rows(self, layer: int, part: Literal["k", "v"], stream: int) -> npt.NDArray[np.uint8]:
         """View the bytes of one lane, of the tokens that all layers hold."""
         cdef uint64_t first = um.um_kv_first_position(&self.kv)
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, first),
                                um.um_kv_seq_len(&self.kv))
 
     @cython.critical_section
-    def _rows_at(self, layer, part, stream, position, n):
+    def _rows_at(self, layer: int, part: Literal["k", "v"], stream: int, position: int,
+                 n: int) -> npt.NDArray[np.uint8]:
         """View the bytes of one lane, of n present or future tokens from a position on."""
         return self._lane_rows(layer, part, stream, um.um_kv_row(&self.kv, position), n)
 
     @cython.critical_section
-    def _restore_rows(self, layer, part, stream, n, next_position):
+    def _restore_rows(self, layer: int, part: Literal["k", "v"], stream: int, n: int,
+                      next_position: int) -> npt.NDArray[np.uint8]:
         """View where n tokens up to a position go, in one lane."""
         row = 0 if self.kv.spec.window == 0 else (next_position - n) % self.kv.n_rows
         return self._lane_rows(layer, part, stream, row, n)
@@ -677,7 +683,7 @@ cdef class KVStorage(KVRows):
     # ---- figures and the end ----
 
     @property
-    def capacity_bytes(self):
+    def capacity_bytes(self) -> int:
         """Bytes of memory that back the cache; of a growing one, the committed bytes."""
         if self.grow and not self.closed:
             return self._region.block.committed_nbytes
@@ -685,7 +691,7 @@ cdef class KVStorage(KVRows):
 
     @property
     @cython.critical_section
-    def resident_bytes(self):
+    def resident_bytes(self) -> int:
         """Bytes of the storage that are in RAM, in whole pages, once each (Pss)."""
         self.open_region()
         if self.tape is None:
@@ -693,20 +699,20 @@ cdef class KVStorage(KVRows):
         return self.tape.block._resident_range(self._begin, self._storage_bytes)
 
     @property
-    def granted(self):
+    def granted(self) -> Placement:
         """The placement of the memory, as the kernel reports it."""
         self.open_region()
         return (self.block if self.tape is None else self.tape.block).granted
 
     @property
-    def closed(self):
+    def closed(self) -> bool:
         """Whether the cache was closed (or never made), or is a ring in a forked child."""
         if self._closed or self.tape is not None:
             return self._closed or self.tape.closed
         return self._region is None or self._region.block.base == NULL
 
     @cython.critical_section
-    def warm(self, threads=None):
+    def warm(self, threads: int | None = None) -> None:
         """Bring the storage into RAM, as `Block.warm`; of a growing cache, the committed memory."""
         cdef Region region = self.open_region()
         if self.tape is not None:
@@ -722,7 +728,7 @@ cdef class KVStorage(KVRows):
             finally:
                 self.end_busy()
 
-    def _freeze(self, bint frozen):
+    def _freeze(self, bint frozen) -> None:
         """Forbid, or allow again, to commit memory and to give it back unasked."""
         self._frozen = frozen
 
@@ -744,7 +750,7 @@ cdef class KVStorage(KVRows):
     # ---- for unimem.transformers, which writes rows itself ----
 
     @cython.critical_section
-    def _append_begin(self, layer, n):
+    def _append_begin(self, layer: int, n: int) -> int:
         """Make room for n tokens of a layer, and return the row of the first.
 
         Raises
@@ -762,12 +768,12 @@ cdef class KVStorage(KVRows):
         return row
 
     @cython.critical_section
-    def _append_end(self, layer, n):
+    def _append_end(self, layer: int, n: int) -> None:
         """Count the n tokens of `_append_begin`, which were written."""
         cdef uint32_t index = layer_number(layer, self.kv.spec.n_layers, "layer")
         self.begin_change()
         um.um_kv_append_end(&self.kv, index, size_of(n, "n"))
 
-    def _oldest_position(self):
+    def _oldest_position(self) -> int:
         """Return the first position that still has a row in every layer, visible or not."""
         return um.um_kv_oldest_position(&self.kv)
