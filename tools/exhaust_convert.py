@@ -1,9 +1,9 @@
 """Convert every float32 to float16 and bfloat16 and back, and compare with NumPy and ml_dtypes.
 
-It takes minutes, so it is no test: ``tools/exhaust.sh`` runs it. It calls ``um_convert`` of the installed
-library, with the fastest code for this CPU; ``native/tests/exhaust_convert.c``, which that
-script runs as well, compares the other codes. A NaN need only stay a NaN. Ends with status 1 if
-a bit differs.
+It takes minutes, so it is no test: ``tools/exhaust.sh`` runs it. It calls ``um_convert`` of the
+installed library, with the fastest code for this CPU; ``native/tests/exhaust_convert.c``, which
+that script runs as well, compares the other codes. A NaN need only stay a NaN. Ends with status 1
+if a bit differs.
 """
 
 from __future__ import annotations
