@@ -41,9 +41,9 @@ def pytest_testnodedown(node: Any) -> None:
 MACHINE = {"cgroup_1gb", "cgroup_512mb", "eight_huge_pages", "no_huge_pages", "leaves_nothing"}
 MACHINE_MODULES = {
     "_core/test_block_cgroup",
-    "_core/test_block_grow",
     "_core/test_block_lock",
     "_core/test_block_pages",
+    "_core/test_mapping_grow",
     "accounting/test_mapped_models",
     "accounting/test_published",
     "accounting/test_report",
@@ -59,8 +59,12 @@ MACHINE_MODULES = {
     "engine/test_model_memory_images",
     "kv/cache/test_storage",
     "kv/cache/test_storage_grow",
+    "planning/test_hosts_cgroup",
     "planning/test_plan_limits",
     "project/test_demo",
+    "staging/test_backings",
+    "staging/test_keeper",
+    "staging/test_mount_process",
     "staging/test_stage",
     "staging/test_stage_interrupt",
     "staging/test_stage_url",

@@ -61,7 +61,7 @@ def make_cache(kind: str) -> Any:
 def rows_of(kv: Any) -> str:
     """Return a hash of all content of a cache: its stored tokens, and its states."""
     digest = hashlib.sha256()
-    for part in getattr(kv, "_parts", None) or [kv]:
+    for part in _parts_of(kv):
         for lane in part._lanes():
             digest.update(part._rows(*lane).tobytes())
     for i, layer in enumerate(getattr(kv, "layers", None) or ()):
@@ -71,7 +71,7 @@ def rows_of(kv: Any) -> str:
 
 
 def _parts_of(kv: Any) -> list[Any]:
-    return getattr(kv, "_parts", None) or [kv]
+    return getattr(kv._body, "_parts", None) or [kv._body]
 
 
 def _layers_of(kv: Any) -> list[Any]:

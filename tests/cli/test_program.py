@@ -79,7 +79,7 @@ def test_bash_completes_the_command_s_suggestions(tmp_path: Path) -> None:
     assert made.stderr == ""
     how, completions = made.stdout.splitlines()
     assert "-o default" in how  # where there is no completion, names of files
-    assert completions == "f16 f32 bf16 q8_0 q5_1 q5_0 q4_1 q4_0 iq4_nl"
+    assert completions == "f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 iq4_nl"
 
 
 @pytest.mark.parametrize(("words", "completions"), [

@@ -11,7 +11,7 @@ C_FILES = {
     "gguf.c": ("tests/weights/test_gguf*.py", "tests/weights/test_opened.py"),
     "safetensors.c": ("tests/weights/test_safetensors*.py",),
     "placement.c": ("tests/_core/test_block*.py",),
-    "grow.c": ("tests/_core/test_block_grow.py", "tests/kv/cache/test_storage_grow.py"),
+    "grow.c": ("tests/_core/test_mapping_grow.py", "tests/kv/cache/test_storage_grow.py"),
 }
 
 # Modules of src/unimem, and the tests of their rooms.

@@ -39,5 +39,6 @@ def token_ids(tokens: Tokens, what: str = "tokens") -> NDArray[np.int32]:
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"{what}: expected integers, got {given.dtype}")
     if given.size and not 0 <= given.min() <= given.max() < 2**31:
-        raise ValueError(f"{what}: expected 0 to 2**31 - 1, got {given.min()} to {given.max()}")
+        got = f"{given.min()} to {given.max()}"
+        raise ValueError(f"{what}: expected ids from 0 to 2**31 - 1, got {got}")
     return given.astype(np.int32)

@@ -135,7 +135,7 @@ cdef um.um_dtype number_of_type(str name) except *:
 
 
 cdef object numpy_type(um.um_dtype number):
-    return _BLOCKS[number - um.UM_Q8_0] if number >= um.UM_Q8_0 else dtype_of(_TYPES[number][2])
+    return _BLOCKS[number - um.UM_Q8_0] if number >= um.UM_Q8_0 else dtype_of(_NUMPY[number])
 
 
 cdef int check_head_dim(str name, object head_dim) except -1:
