@@ -66,3 +66,9 @@ def test_memory_from_malloc_is_bounded(run_python: Run) -> None:
         GLIBC_TUNABLES="glibc.malloc.tcache_count=0",
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_type_behind_the_last_one_has_no_conversion() -> None:
+    assert ggml.to_float(ggml.Q8_0) is not None
+    assert ggml.to_float(ggml._N_TYPES) is None  # ggml itself would read past its table
+    assert ggml.to_float(1 << 20) is None

@@ -361,9 +361,12 @@ def _check_layout() -> None:
 _check_layout()
 
 
+_N_TYPES = 42  # of ggml 0.15: it reads past its tables for a larger number
+
+
 def _matmul_types() -> dict[int, str]:
     kinds = {}
-    for number in range(42):
+    for number in range(_N_TYPES):
         if _blck_size(number) and _get_type_traits_cpu(number).contents.vec_dot:
             kinds[number] = _type_name(number).decode()
     return kinds
@@ -382,6 +385,8 @@ def to_float(number: int) -> _Function | None:
     It takes the addresses of the blocks and of the values, and the number of values. The
     interpreter's lock is released meanwhile.
     """
+    if number >= _N_TYPES:
+        return None
     address = _get_type_traits(number).contents.to_float
     return _ToFloat(address) if address else None
 

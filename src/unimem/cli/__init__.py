@@ -102,7 +102,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _app() -> typer.Typer:
-    """Collect the commands. A new command is a new file and a line here.
+    """Collect the commands. A new one is a file of this folder, its test, and two lines here.
 
     Another package adds a command by an entry point of the group ``unimem.commands``, as
     ``unimem_bench`` does.

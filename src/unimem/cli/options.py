@@ -1,4 +1,4 @@
-"""Options with the same meaning in every command."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ PATHS = {
 }
 ONE_NODE = all_of(facts(nodes={0: node(0, distances=(10,))}), without(WEIGHTS))
 CONTAINER = status(CapEff="00000000a80425fb", Seccomp="2")
-SWAP = files(meminfo=f"MemTotal: {256 << 20} kB\nSwapTotal: 8388608 kB\nSwapFree: 0 kB")
+SWAP = files(meminfo=f"MemTotal: {256 << 20} kB\nSwapTotal: 8388608 kB\nSwapFree: 8388608 kB")
 SHM_MOUNT = files(mounts="tmpfs /dev/shm tmpfs rw,nosuid,nodev 0 0")
 MEMLOCK = limits.Limit("locked memory (memlock)", 8 << 20, 0, "raise it")
 CGROUP_MEMORY = facts(more_limits=[
