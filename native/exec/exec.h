@@ -118,7 +118,7 @@ typedef struct um__counts {
     uint64_t prefaulted_bytes;      /* of present mappings */
 } um__counts;
 
-/* The table that other processes read: see src/unimem/accounting/exec_table.py. Its first fields are
+/* The table that other processes read (src/unimem/accounting/exec_table.py). Its first fields are
  * those of version 2 of the ledger that engines show (src/unimem/accounting/published.py). */
 typedef struct um__table {
     char magic[8];

@@ -32,8 +32,8 @@ static void decode_numbers(const uint8_t *bytes, um_gguf_type type, uint64_t at,
     }
 }
 
-/* Decodes as weights/gguf.pyx does, which relies on the parser for the bounds. Returns the end of the
- * items. */
+/* Decodes as weights/gguf.pyx does, which relies on the parser for the bounds. Returns where the
+ * items end. */
 static uint64_t decode_items(const uint8_t *bytes, um_gguf_type type, uint64_t at, uint64_t n) {
     if (type != UM_GGUF_STRING && type != UM_GGUF_ARRAY) {
         decode_numbers(bytes, type, at, n);

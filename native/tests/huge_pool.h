@@ -34,8 +34,9 @@ static inline uint64_t huge_pages_available(void) {
 }
 
 /* Tests share the pool, and one that borrows pages has it alone: a block of UM_PAGES_AUTO takes
- * them, whoever has reserved them. tests/support/kernel/huge_pages.py has the same locks, of two files
- * that everybody may open. Who waits to have it alone holds the gate: others wait behind it. */
+ * them, whoever has reserved them. tests/support/kernel/huge_pages.py takes the same locks, on two
+ * files that every user may open. A test that waits for the pool alone holds the gate, and later
+ * ones wait behind it. */
 #define HUGE_POOL_LOCK "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages"
 #define HUGE_POOL_GATE "/sys/kernel/mm/hugepages/hugepages-2048kB/resv_hugepages"
 extern int huge_pool_lock;

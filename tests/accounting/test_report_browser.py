@@ -56,7 +56,7 @@ def process(name: str) -> Iterator[int]:
 
 
 def light(color: str) -> float:
-    """Return the relative luminance of a colour (https://www.w3.org/TR/WCAG21/#dfn-relative-luminance)."""
+    """Return the relative luminance of a colour (WCAG 2.1, relative luminance)."""
     parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
     linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

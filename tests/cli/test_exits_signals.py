@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
-from support.processes.staged_models import leaves_nothing, model, stale  # noqa: F401 - two are fixtures
+from support.processes.staged_models import leaves_nothing, model, stale  # noqa: F401
 from support.processes.warm_python import start
 from support.terminal.screens import run_anew, run_command
 

@@ -54,7 +54,11 @@ NOW = sample(
 MADE = re.compile(r"[1-9][\d.]* made, [\d.]+ read")
 
 
-def lines_of(before: Sample | None, now: Sample, surface: Surface = Surface()) -> dict[str, str]:  # noqa: B008
+def lines_of(
+    before: Sample | None,
+    now: Sample,
+    surface: Surface = Surface(),  # noqa: B008
+) -> dict[str, str]:
     """Return lines by their first word."""
     lines = sample_lines(surface, BEFORE.report, before, now)
     return {line.split()[0]: line for line in reversed([*lines]) if line}

@@ -12,7 +12,6 @@ import pytest
 
 import unimem as um
 from conftest import Run
-from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder  # noqa: F401
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from support.kernel.huge_pages import eight_huge_pages, no_huge_pages  # noqa: F401 - fixtures
 from support.processes.staged_models import read_elsewhere

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import unimem as um
-from support.files.weight_bytes import cached_bytes, drop_from_cache, locked_bytes, open_folder  # noqa: F401
 from support.kernel.cgroups import SmallCgroup, cgroup_512mb  # noqa: F401 - a fixture
 from support.kernel.huge_pages import no_huge_pages
 from support.processes.staged_models import read_elsewhere

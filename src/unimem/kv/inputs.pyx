@@ -11,7 +11,7 @@ from cpython.long cimport PyLong_AsLongAndOverflow, PyLong_CheckExact
 from libc.stdint cimport uint32_t, uintptr_t
 
 from unimem._core cimport native as um
-from unimem._core.arrays cimport dtype_of, index_of
+from unimem._core.arrays cimport index_of
 from unimem._core.foreign cimport array_of, target_of
 from unimem.kv.types cimport BLOCK_VALUES, numpy_type
 

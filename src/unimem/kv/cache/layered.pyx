@@ -55,7 +55,7 @@ cdef Py_ssize_t MOST_NAMED = 8
 def _plain_bytes(kind, n_layers, n_rows, batch, order):
     """Return the bytes of a fixed cache of layers that keep all tokens."""
     return OneKindCache.storage_bytes(n_layers, kind.n_kv_heads, kind.head_dim, n_rows, batch=batch,
-                                 dtype=kind.dtype, order=order, v_head_dim=kind.v_head_dim)
+                                      dtype=kind.dtype, order=order, v_head_dim=kind.v_head_dim)
 
 
 def _ring_bytes(kind, n_layers, spare_rows, batch, order, pages):
@@ -200,7 +200,7 @@ cdef class LayeredKVCache:
     #: def storage_bytes(layers: Any, max_seq_len: int, **options: Any) -> int: ...
     @staticmethod
     def storage_bytes(layers, max_seq_len, *, batch=1, dtype="f16", order="token", spare_rows=0,
-                       checkpoints=0, pages="auto"):
+                      checkpoints=0, pages="auto"):
         layers = check_layers(layers, max_seq_len, dtype)
         kinds = kinds_of(layers)
         states = LayerStates.storage_bytes(states_of(layers), size_of(batch, "batch", 1),

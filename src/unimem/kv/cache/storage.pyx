@@ -80,7 +80,7 @@ def ring_rows(size_t row_bytes, size_t v_row_bytes, uint64_t n, pages: str) -> i
                            and n * least_row(row_bytes, v_row_bytes) >= HUGE_BYTES):
         page = max(um.um_huge_page_bytes(), HUGE_BYTES)
     return rounded(n, math.lcm(page // math.gcd(page, row_bytes),
-                                page // math.gcd(page, v_row_bytes)))
+                               page // math.gcd(page, v_row_bytes)))
 
 
 cdef object bytes_in(list ranges):
