@@ -96,14 +96,43 @@ def make() -> dict[str, list[str]]:
     return found | {"bytes of a chunk": [hashes[0], *hashes[-2:]]}
 
 
+# Values and bytes of a block of each KV type, in the order of their numbers.
+BLOCKS = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q8_0": (32, 34),
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "iq4_nl": (32, 18),
+}
+
+
+def row_bytes_of(n_kv_heads: int, head_dim: int, dtype: str) -> int:
+    """Return the bytes of one token's K or V in one layer."""
+    n_values, nbytes = BLOCKS[dtype]
+    return n_kv_heads * head_dim // n_values * nbytes
+
+
 def main() -> None:
-    """Run without the faces of the packages, whose import loads compiled modules."""
+    """Run without compiled modules, which another machine need not have."""
     import types
 
     for name in ("unimem", "unimem.kv", "unimem.kv.snapshot"):
         package = types.ModuleType(name)
         package.__path__ = [sys.argv[1] + name.removeprefix("unimem").replace(".", "/")]
         sys.modules[name] = package
+    stand_in = types.ModuleType("unimem.kv.types")
+    stand_in.__dict__.update(
+        KV_TYPES=tuple(BLOCKS),
+        DType=str,
+        block_values=lambda name: BLOCKS[name][0],
+        round_up=lambda n, step: -(-n // step) * step,
+        row_bytes_of=row_bytes_of,
+    )
+    sys.modules["unimem.kv.types"] = stand_in
     print(json.dumps(make()))
 
 
