@@ -25,8 +25,8 @@ file(GLOB UNIMEM_PXD CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/unimem/*/*.pxd
 
 # Modules that are called for each token: they are made fast. All others are made small.
 set(UNIMEM_HOT unimem/_core/arrays unimem/_core/grid unimem/_core/region unimem/_core/tape
-  unimem/kv/inputs unimem/kv/paged unimem/kv/types unimem/kv/cache/cache unimem/kv/cache/layered
-  unimem/kv/cache/one_kind unimem/kv/cache/rows unimem/kv/cache/storage unimem/engine/forward)
+  unimem/kv/inputs unimem/kv/paged unimem/kv/types unimem/kv/cache/cache unimem/kv/cache/one_kind
+  unimem/kv/cache/rows)
 
 # Builds one module of a package, such as src/unimem/kv, from its C file, which a target makes.
 function(unimem_add_module package module c_file maker)

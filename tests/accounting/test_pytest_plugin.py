@@ -219,7 +219,7 @@ def test_pytest_finds_the_plugin_without_importing_unimem(tmp_path: Path) -> Non
 @pytest.mark.slow  # a docstring
 def test_the_fixture_is_listed_with_its_purpose(tmp_path: Path) -> None:
     output = run_pytest(tmp_path, "--fixtures")
-    assert re.search(r"unimem_steady_state.*\n\s+Fail the test when unimem takes", output)
+    assert re.search(r"unimem_steady_state.*\n\s+Fail the test if unimem takes", output)
 
 
 def test_a_decoder_is_steady(unimem_steady_state: SteadyState) -> None:

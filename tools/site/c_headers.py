@@ -24,8 +24,14 @@ DECLARATION = re.compile(
 
 
 def text_of(comment: str) -> list[str]:
-    """Return a comment's lines without leading stars; other stars are not emphasis."""
+    """Return a comment's lines without leading stars; other stars are not emphasis.
+
+    reStructuredText wants a blank line before a list, and comments have none there.
+    """
     lines = [re.sub(r"^ ?\* ?", "", line).rstrip() for line in comment.strip().splitlines()]
+    for i in range(len(lines) - 1, 0, -1):
+        if lines[i].startswith("- ") and lines[i - 1] and not lines[i - 1].startswith(("- ", "  ")):
+            lines.insert(i, "")
     return [re.sub(r"(\*|_(?!\w))", r"\\\1", line) for line in lines]
 
 

@@ -67,7 +67,7 @@ KILLS = """
             generation = int(snapshot.describe(path).model)
             for layer in range(2):
                 for part in ("k", "v"):
-                    assert (restored._rows(layer, part, 0) == generation % 251).all()
+                    assert (restored._body._rows(layer, part, 0) == generation % 251).all()
         return generation
 
     kv.save(path, tokens=range(1024), model="0")
