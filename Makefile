@@ -122,7 +122,7 @@ $(VENV)/.python:
 	touch $@
 
 $(TOOLS)/.done: $(VENV)/.python
-	$(PIP) --target $(TOOLS) --upgrade scikit-build-core "cython>=3.1" cmake ninja
+	$(PIP) --target $(TOOLS) --upgrade scikit-build-core "cython==3.3.1" cmake ninja
 	touch $@
 
 # ggml-python is built from source, with tinyBLAS, which makes prefill faster, and never from a

@@ -305,7 +305,7 @@ def test_the_manager_of_vllm_stores_and_promotes_through_it(
     one.tier.drain_jobs()
     stores.on_schedule_end(end)
     stores.on_request_finished(one.request)
-    stores.shutdown()  # releases the memory, of which no view is alive
+    stores.shutdown()  # releases the memory; no view of it is alive
 
     two = Engine(vllm, tmp_path)
     loads = made(two)

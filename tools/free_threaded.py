@@ -31,7 +31,7 @@ CACHE = ROOT / "build/free-threaded"
 SOURCE, SUITE = "python3.13", "trixie"
 UNAVAILABLE = 69
 
-BUILDERS = ("scikit-build-core>=0.11", "cython>=3.1", "numpy>=2", "cmake", "ninja")
+BUILDERS = ("scikit-build-core>=0.11", "cython==3.3.1", "numpy>=2", "cmake", "ninja")
 NEEDED = ("ml_dtypes", "psutil", "xxhash")
 TESTERS = ("pytest>=8,<9.2", "pytest-timeout", "hypothesis", "jsonschema", "pytest-run-parallel")
 # Packages that some tests need; without them the tests are skipped, and say so.

@@ -39,7 +39,7 @@ WHEELS = ROOT / "build/gpu-wheels"
 GIVEN = ("numpy", "cupy", "pip")
 TOOLS = {
     "scikit_build_core": ("scikit-build-core>=0.11", "packaging", "pathspec"),
-    "Cython": ("cython>=3.1",),
+    "Cython": ("cython==3.3.1",),
     "cmake": ("cmake>=3.24",),
     "ninja": ("ninja>=1.5",),
     "pytest": ("pytest>=8", "iniconfig", "packaging", "pluggy", "pygments"),

@@ -108,7 +108,7 @@ class BudgetFolder:
         return found
 
     def sweep(self, names: re.Pattern[str]) -> None:
-        """Remove matching files that nobody has locked: killed processes have left them."""
+        """Remove matching files that no process has locked: killed processes left them."""
         for name in os.listdir(self._folder):
             if names.fullmatch(name):
                 with suppress(OSError):

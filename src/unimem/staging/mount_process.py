@@ -1,8 +1,8 @@
 """A child that mounts a tmpfs in a user namespace of its own, for a process that may not mount.
 
-Run by `places.py` as ``python -I -S FILE LIBRARY NBYTES HUGE SOCKET``. It mounts, and seals when it
-receives a byte. Each answer is an errno of four bytes, 0 for success, and the name of the call that
-failed, for people. The descriptor of the mount comes with the first answer.
+`backings.py` runs it as ``python -I -S FILE LIBRARY NBYTES HUGE SOCKET``. It mounts, and seals when
+it receives a byte. Each answer is an errno of four bytes, 0 for success, and the name of the failed
+call, for people. The descriptor of the mount comes with the first answer.
 """
 
 from __future__ import annotations
