@@ -166,7 +166,7 @@ def test_ten_thousand_mappings_stay_small(name: str) -> None:
         "models": [
             {
                 "path": name * 20, "staged_from": name, "state": "file", "problem": name,
-                "nbytes": 1, "rss_bytes": 1,
+                "nbytes": 1, "rss_bytes": 1, "written_bytes": 0,
             }
         ] * 100,
     }  # fmt: skip

@@ -62,6 +62,7 @@ def test_unknown_columns_are_left_out_and_lines_are_short() -> None:
     model = {
         "path": "/" + "very/" * 30 + "long-name-of-a-model.gguf", "nbytes": 4096,
         "rss_bytes": 1536, "staged_from": None, "state": "file", "problem": None,
+        "written_bytes": 0,
     }  # fmt: skip
     report = Report(
         (Row("files", 2048, resident_bytes=1024), Row("anonymous", 4096, resident_bytes=512)),

@@ -54,7 +54,7 @@ def model(path: str, **more: Any) -> dict[str, Any]:
     return {
         "path": path, "staged_from": None, "state": "file", "format": "GGUF",
         "architecture": "llama", "name": "A model", "problem": None, "nbytes": 4 * GIB,
-        "rss_bytes": 4 * GIB, "pss_bytes": 2 * GIB,
+        "rss_bytes": 4 * GIB, "pss_bytes": 2 * GIB, "written_bytes": 0,
     } | more  # fmt: skip
 
 
