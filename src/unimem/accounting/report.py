@@ -215,14 +215,9 @@ def _describe_model(process: Process, model: MappedModel) -> dict[str, Any]:
         rss_bytes = sum(area.resident_bytes for area in areas) - copied
     else:  # a page that several areas map counts once
         rss_bytes = _count_once(run for area in areas for run in _file_pages(process, area))
-    return {
-        "path": model.path,
+    known = ("path", "state", "format", "architecture", "name", "problem")
+    return {name: getattr(model, name) for name in known} | {
         "staged_from": model.source,
-        "state": model.state,
-        "format": model.format,
-        "architecture": model.architecture,
-        "name": model.name,
-        "problem": model.problem,
         "nbytes": nbytes,
         "rss_bytes": rss_bytes,
         "pss_bytes": max(0, sum(area.pss_bytes + area.hugetlb_bytes for area in areas) - copied),

@@ -21,7 +21,7 @@ from unimem.models.families import KeptLayer, in_words
 from unimem.planning.sources import shape_of
 from unimem.weights.files import ModelFiles, Value
 from unimem.weights.gguf import GGUFHeader
-from unimem.weights.opened import Weights, open_weights
+from unimem.weights.opened import open_weights
 from unimem.weights.remote_files import open_remote
 from unimem.weights.residency import Residency, map_resident
 from unimem.weights.tensors import Contents, headers_of
@@ -73,8 +73,13 @@ def inspect(
         return
     with open_weights(path, load="map") as weights:
         chooses = metadata is not None and not as_json
-        look = _look(weights) if residency and not chooses else None
-        digest = _hash(weights) if content_hash and not chooses else None
+        look = digest = None
+        if residency and not chooses:
+            map_resident(weights)
+            look = weights.residency()
+        if content_hash and not chooses:
+            with terminal.updates("hashing") as update:
+                digest = weights.content_hash(progress=update)
         layers = shape_of(weights, ModelFiles(), None).layers
         _show(weights, layers, metadata, look, digest, tensors=tensors, as_json=as_json)
 
@@ -105,16 +110,6 @@ def _show(
         _show_tensors(weights, look)
     if look is not None:
         _show_residency(look)
-
-
-def _look(weights: Weights) -> Residency:
-    map_resident(weights)
-    return weights.residency()
-
-
-def _hash(weights: Weights) -> str:
-    with terminal.updates("hashing") as update:
-        return weights.content_hash(progress=update)
 
 
 # ---- what is known of a model -------------------------------------------------------------------
@@ -248,7 +243,7 @@ def _brief(value: Value, width: int) -> str:
     if isinstance(value, (list, np.ndarray)):
         text = f"[{_length(value)}]"
         for item in value[:width]:
-            one = f" {_quoted(item) if isinstance(item, str) else _brief(item, width)}"
+            one = f' "{escape(item)}"' if isinstance(item, str) else f" {_brief(item, width)}"
             if len(text) + len(one) > width - len(_CUT):
                 return text + _CUT
             text += one
@@ -276,10 +271,6 @@ def _length(value: Sequence[Any] | np.ndarray[Any, Any]) -> str:
     if isinstance(value, np.ndarray):
         return f"{len(value):,} {value.dtype}"
     return format_count(len(value), "string" if not value or isinstance(value[0], str) else "array")
-
-
-def _quoted(text: str) -> str:
-    return f'"{escape(text)}"'
 
 
 # ---- the picture --------------------------------------------------------------------------------
@@ -361,6 +352,9 @@ def _percent(part: Residency) -> str:
 # ---- the JSON document --------------------------------------------------------------------------
 
 
+_TENSOR = ("name", "type", "nbytes", "offset", "file")
+
+
 def _document(
     weights: Contents,
     layers: Sequence[KeptLayer],
@@ -385,14 +379,7 @@ def _document(
         ],
         "metadata": {key: _plain(value) for key, value in values.items()},
         "tensors": [
-            {
-                "name": tensor.name,
-                "type": tensor.type,
-                "shape": list(tensor.shape),
-                "nbytes": tensor.nbytes,
-                "offset": tensor.offset,
-                "file": tensor.file,
-            }
+            {name: getattr(tensor, name) for name in _TENSOR} | {"shape": list(tensor.shape)}
             for tensor in weights.tensors.values()
         ],
         "fingerprint": weights.fingerprint,
