@@ -460,10 +460,3 @@ def test_another_process_adds_up_to_the_kernel_s_sums(child: int) -> None:
     assert found["shared"] == 1 << 20
     assert found["anonymous"] > 8 << 20
     assert {"allocator", "libraries", "stacks", "kernel"} < set(found)
-
-
-def test_this_process_adds_up() -> None:
-    process = read_process()
-    mappings, rows = attribute(process)
-    assert_adds_up(process, mappings, rows)
-    assert process.rss_bytes > 10 << 20

@@ -403,22 +403,6 @@ def test_staged_models(backing: Any, model: Path, request: pytest.FixtureRequest
         assert (fact["path"], fact["staged_from"]) == (held.path, str(large))
 
 
-@pytest.mark.parametrize("backing", [
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("tmpfs", "memfd")), "shm",
-])  # fmt: skip
-def test_a_stage_is_in_the_report_of_its_process(backing: Any, model: Path) -> None:
-    if backing == "tmpfs" and not may_mount():
-        pytest.skip("this process may not mount a tmpfs")
-
-    def staging_bytes() -> int:
-        return sum(row.nbytes for row in um.report().rows if row.category == "staging")
-
-    before = staging_bytes()
-    with um.stage(write_model(model.with_name("large.gguf")), backing=backing) as staged:
-        assert staging_bytes() - before >= staged.nbytes
-    assert staging_bytes() == before
-
-
 def test_staged_models_in_separate_file_systems(tmp_path: Path, maps: Maps) -> None:
     """Their files have equal inodes there and equal names here."""
     if not may_mount():

@@ -16,7 +16,7 @@ import pytest
 from support.project.checkout import ROOT
 from support.terminal.screens import CONTROL, show
 from unimem.engine import embedded_model
-from unimem.errors import CapacityError, GGUFError
+from unimem.errors import CapacityError
 from unimem.planning.plan import plan
 from unimem.planning.result import Plan
 from unimem.system import limits
@@ -349,16 +349,6 @@ def test_the_document_and_the_page(tmp_path: Path) -> None:
     *_, speed, command = page(spaced)
     assert command == "unimem run '/models/my model.gguf' --pages thp"
     assert "it starts 1.20x" in speed
-
-
-def test_a_bad_model_is_refused_as_everywhere(tmp_path: Path) -> None:
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(b"nothing")
-    with pytest.raises(GGUFError):
-        advise(bad)
-    with pytest.raises(FileNotFoundError):
-        advise(tmp_path / "none.gguf")
-    assert show("bench", "--advise", bad).code == 1
 
 
 @pytest.mark.usefixtures("machine")

@@ -31,7 +31,7 @@ from support.project.bench_records import (
     suite,
 )
 from support.project.checkout import ROOT
-from support.terminal.screens import CONTROL, Screen, show
+from support.terminal.screens import CONTROL, HOSTILE, Screen, show
 from unimem.base.install_hint import install_hint
 from unimem_bench import markdown
 from unimem_bench.answers import answers
@@ -50,7 +50,6 @@ command = importlib.import_module("unimem_bench.cli.run")
 SCHEMA = json.loads((ROOT / "docs/schemas/bench-1.json").read_text())
 CLI = (ROOT / "docs/cli.md").read_text()
 MAIN = [sys.executable, "-c", "import sys; from unimem.cli import main; sys.exit(main())", "bench"]
-HOSTILE = "evil\x1b[2J\nname\u202e " + "x" * 300 + " 日本語" * 30
 SAMPLE = sample_record()
 
 Measured = Callable[[Record], dict[str, Any]]

@@ -100,21 +100,6 @@ def test_verify(folder: Path) -> None:
     assert "cut off" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["drop"], 2, "expected KEY, MODEL, stale or all"),
-        (["list", "--dry-run"], 2, "--dry-run is for drop"),
-        (["remove"], 2, "remove"),
-        (["drop", "none"], 1, "no image is kept under this name"),
-    ],
-)
-def test_usage(arguments: list[str], code: int, said: str, folder: Path) -> None:
-    found = show("cache", *arguments)
-    assert found[0] == code
-    assert said in found[2]
-
-
 def test_without_a_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert show("cache", "list")[1] == f"no image in the cache: {folder}\n"
     folder.chmod(0o777)

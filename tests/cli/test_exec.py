@@ -415,15 +415,6 @@ def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
     assert "libc" in facts["allocator"]
 
 
-@pytest.mark.slow  # two programs in Python: the document above shows the same
-def test_the_report_is_a_page_on_standard_error() -> None:
-    with start("kept = fill(c.malloc(30 * MIB), 30 * MIB)", "--report", "-") as process:
-        out, err = process.communicate()
-    assert (process.returncode, out) == (0, "")
-    assert "placed" in err
-    assert "30.0 MiB" in err
-
-
 # ---- models -------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from support.processes.running import running
 from support.terminal.html_pages import HtmlPage
 from support.terminal.screens import show, start_command
@@ -63,15 +61,3 @@ def test_a_missing_process_has_no_page(tmp_path: Path) -> None:
         assert (screen.code, screen.out) == (1, "")
         assert "There is no process" in screen.err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["--html", "a"], "--html needs PID"),
-    (["1", "--html", ""], "expected the path of a file, got ''"),
-    (["1", "--html", "a", "--mappings"], "the page has them"),
-    (["1", "--html", "a", "--json"], "--json is not for --html"),
-])  # fmt: skip
-def test_wrong_usage(words: list[str], said: str) -> None:
-    screen = show("report", *words)
-    assert (screen.code, screen.out) == (2, "")
-    assert said in " ".join(screen.err.split())

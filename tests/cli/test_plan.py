@@ -364,13 +364,6 @@ def test_any_architecture_can_be_planned(tmp_path: Path) -> None:
     assert screen.lines[0].endswith(" Largest context unknown.")
 
 
-def test_a_model_that_cannot_fit_ends_with_3() -> None:
-    screen = show("plan", "--ctx", 2**30, "--kv-dtype", "f32", "--batch", 2**10)
-    assert (screen.code, screen.err) == (3, "")
-    assert "What helps, the cheapest first:" in screen.lines
-    assert screen.lines[0].startswith("Does not fit: ")
-
-
 def test_a_path_that_is_not_text(tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/m\xff\n.gguf")
     shutil.copy(embedded_model(), path)

@@ -6,7 +6,6 @@ import importlib
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import unimem as um
 from support.processes.running import running
 from support.project.checkout import ROOT
-from support.terminal.screens import CONTROL, HOSTILE, show, show_on_terminal
+from support.terminal.screens import CONTROL, HOSTILE, show
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.cli import watch
 from unimem.cli.processes import ModelProcess, Processes
@@ -291,13 +290,6 @@ def test_an_empty_list_names_the_next_step(monkeypatch: Patch) -> None:
     assert "unimem report PID takes any, and ps -e lists all. 1 process is not ours" in text
 
 
-def test_no_such_process() -> None:
-    with subprocess.Popen(["true"]) as process:
-        pass
-    said = f"unimem: There is no process {process.pid} here: 'ps -e' lists those that are\n"
-    assert show("report", process.pid) == (1, "", said)
-
-
 def test_a_process_of_another_user(monkeypatch: Patch) -> None:
     said = "Process 1 (x) is of user 'root': run this as root"
     monkeypatch.setattr(command, "make_report", Mock(side_effect=PermissionError(13, said)))
@@ -321,12 +313,3 @@ def test_a_watch_gets_its_options(monkeypatch: Patch) -> None:
     assert (screen.code, screen.out) == (1, "")
     assert "3 processes have a model: name one" in screen.err
     assert show("report", 7, "--watch", "--mappings").code == 2
-
-
-def test_on_a_terminal(holder: tuple[int, Path]) -> None:
-    pid, _ = holder
-    screen = show_on_terminal("report", pid)
-    assert screen.code == 0
-    assert "\x1b[1mmemory" in screen.out
-    assert screen.widest <= 80
-    assert len(screen.lines) < 24

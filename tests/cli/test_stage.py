@@ -458,13 +458,7 @@ def test_a_lock_refused_to_the_holder(tmp_path: Path) -> None:
     assert "ulimit -l" in said
 
 
-def test_exit_codes(model: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    bad = tmp_path / "bad.gguf"
-    bad.write_bytes(b"GGUF" + bytes(100))
-    assert run(bad)[:2] == (1, "")
-    code, out, err = run(tmp_path / "none.gguf")
-    assert (code, out) == (1, "")
-    assert "none.gguf: No such file" in err
+def test_a_model_that_does_not_fit_ends_with_3(model: Path, monkeypatch: Patch) -> None:
     does_not_fit = CapacityError("it does not fit", 0, 0, 0)
     monkeypatch.setattr(limits, "require", Mock(side_effect=does_not_fit))
     code, out, err = run(model, "--backing", "memfd")

@@ -133,6 +133,14 @@ USAGE = [
     (["report", "1", "--count", "1"], 2, "--count is for --watch"),
     (["report", "1", "--interval", "2"], 2, "--interval is for --watch"),
     (["report", "--mappings"], 2, "--mappings needs PID"),
+    (["report", "--html", "a"], 2, "--html needs PID"),
+    (["report", "1", "--html", ""], 2, "expected the path of a file, got ''"),
+    (["report", "1", "--html", "a", "--mappings"], 2, "the page has them"),
+    (["report", "1", "--html", "a", "--json"], 2, "--json is not for --html"),
+    (["cache", "drop"], 2, "expected KEY, MODEL, stale or all"),
+    (["cache", "list", "--dry-run"], 2, "--dry-run is for drop"),
+    (["cache", "remove"], 2, "remove"),
+    (["cache", "drop", "none"], 1, "no image is kept under this name"),
     (["stage", ""], 2, "expected the path of a model, got ''"),
     (["stage", "m.gguf", "--list"], 2, "expected one of MODEL, --list and --drop"),
     (["stage", "m.gguf", "--page-cache", "--pages", "2m"], 2, "--page-cache has pages"),
@@ -207,12 +215,6 @@ def test_strangers(folder: Path, arguments: list[str], code: int, words: str) ->
     more = ["--threads", 1] if arguments[:1] == ["run"] else []
     with chdir(folder):
         check(show(*arguments, *more), code, words)
-
-
-def test_the_table_is_long_and_has_unique_names() -> None:
-    table: list[tuple[Any, ...]] = [*USAGE, *FILES, *RUNS]
-    rows = [" ".join(map(str, row[0])) for row in table]
-    assert len(set(rows)) == len(rows) >= 60
 
 
 def test_process_1_is_read_or_refused_in_words() -> None:
