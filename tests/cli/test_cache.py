@@ -80,6 +80,9 @@ def test_drop(folder: Path) -> None:
     code, out, _ = show("cache", "drop", first[:6])
     assert (code, os.listdir(folder)) == (0, [])
     assert out.startswith("dropped")
+    code, out, err = show("cache", "drop", first)
+    assert (code, out) == (1, "")
+    assert "no image is kept under this name" in err
 
 
 def test_verify(folder: Path) -> None:

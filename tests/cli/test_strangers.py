@@ -140,7 +140,6 @@ USAGE = [
     (["cache", "drop"], 2, "expected KEY, MODEL, stale or all"),
     (["cache", "list", "--dry-run"], 2, "--dry-run is for drop"),
     (["cache", "remove"], 2, "remove"),
-    (["cache", "drop", "none"], 1, "no image is kept under this name"),
     (["stage", ""], 2, "expected the path of a model, got ''"),
     (["stage", "m.gguf", "--list"], 2, "expected one of MODEL, --list and --drop"),
     (["stage", "m.gguf", "--page-cache", "--pages", "2m"], 2, "--page-cache has pages"),
