@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import mmap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,9 +158,7 @@ def _chosen(weights: Contents, keys: Iterable[str]) -> dict[str, Value]:
 
 def _counts(weights: Contents) -> dict[str, tuple[int, int]]:
     """Count tensors and bytes of each type, the most bytes first."""
-    counts: dict[str, int] = {}
-    for tensor in weights.tensors.values():
-        counts[tensor.type] = counts.get(tensor.type, 0) + 1
+    counts = Counter(tensor.type for tensor in weights.tensors.values())
     nbytes = weights.by_type()
     return {kind: (counts[kind], nbytes[kind]) for kind in sorted(nbytes, key=lambda k: -nbytes[k])}
 
@@ -322,14 +322,10 @@ def _show_residency(look: Residency) -> None:
 
 def _in_runs(kinds: Sequence[str], sign: int, styles: Mapping[str, Any]) -> str:
     """Write cells, with the style of equal neighbours once."""
-    text = ""
-    first = 0
-    for i in range(1, len(kinds) + 1):
-        if i == len(kinds) or kinds[i] != kinds[first]:
-            run = _CELLS[kinds[first]][sign] * (i - first)
-            text += styles.get(kinds[first], str)(run)
-            first = i
-    return text
+    return "".join(
+        styles.get(kind, str)(_CELLS[kind][sign] * len(list(run)))
+        for kind, run in itertools.groupby(kinds)
+    )
 
 
 def _in_words(whole: Residency) -> str:
@@ -352,6 +348,7 @@ def _percent(part: Residency) -> str:
 # ---- the JSON document --------------------------------------------------------------------------
 
 
+_SIZES = ("nbytes", "resident_bytes", "huge_bytes", "unknown_bytes")
 _TENSOR = ("name", "type", "nbytes", "offset", "file")
 
 
@@ -396,10 +393,7 @@ def _document(
 
 def _sizes(part: Residency) -> dict[str, Any]:
     return {
-        "nbytes": part.nbytes,
-        "resident_bytes": part.resident_bytes,
-        "huge_bytes": part.huge_bytes,
-        "unknown_bytes": part.unknown_bytes,
+        **{name: getattr(part, name) for name in _SIZES},
         "nodes": {str(node): nbytes for node, nbytes in part.nodes.items()},
     }
 

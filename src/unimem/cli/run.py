@@ -516,14 +516,9 @@ def _show(decoder: Decoder, talk: Talk, options: Options, governor: Governor | N
         terminal.show(f"The steady state begins after {WARM_UP} tokens: it was not reached.\n\n")
     else:
         n = talk.n_made - WARM_UP
+        names = "minor faults", "major faults", "allocations by unimem", "system calls by unimem"
         steady = [
-            (name, f"{count / n:.3g}", str(count))
-            for name, count in (
-                ("minor faults", costs.minor_faults),
-                ("major faults", costs.major_faults),
-                ("allocations by unimem", costs.allocations),
-                ("system calls by unimem", costs.system_calls),
-            )
+            (name, f"{count / n:.3g}", str(count)) for name, count in zip(names, costs, strict=True)
         ]
         steady.append(("buffers that moved", "", f"{len(talk.moved)} of {talk.n_buffers}"))
         head = (f"tokens {WARM_UP + 1} to {talk.n_made}", "a token", "in all")
