@@ -199,8 +199,6 @@ if sys.argv[1] == "shows":
     tally.count(7, 3)
     published.publish()
     tally.hold(4096, 2)
-print("ready", flush=True)
-sys.stdin.read()
 """
 
 

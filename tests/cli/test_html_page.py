@@ -12,13 +12,11 @@ from support.processes.running import running
 from support.terminal.html_pages import HtmlPage
 from support.terminal.screens import show, start_command
 
-HOLD = "import sys; print('ready', flush=True); sys.stdin.read()"
-
 
 def test_a_page_of_a_process(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     path.write_text("what was there")
-    with running(HOLD) as pid:
+    with running() as pid:
         assert show("report", pid, "--html", path) == (0, "", "")
     page = HtmlPage(path.read_text())
     assert f"process {pid}" in page.text
@@ -31,7 +29,7 @@ def test_a_page_of_a_process(tmp_path: Path) -> None:
 def test_a_watch_ends_with_a_page_of_the_growth(tmp_path: Path) -> None:
     path = tmp_path / "a.html"
     options = ("--watch", "--interval", 0.1, "--json", "--html", path)
-    with running(HOLD) as pid, start_command("report", pid, *options) as process:
+    with running() as pid, start_command("report", pid, *options) as process:
         assert process.stdout is not None
         n_reports = 0
         while n_reports < 2:  # reading memory has a share of a core, and is not done each time

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 import unimem as um
-from support.processes.running import running
 from support.project.checkout import ROOT
 from support.terminal.screens import CONTROL, HOSTILE, show
 from unimem.accounting.report import Mapping, Report, Row
@@ -30,14 +27,6 @@ command = importlib.import_module("unimem.cli.report")
 
 DOCS = ROOT / "docs"
 MIB, GIB = 2**20, 2**30
-MODEL = Path(um.__file__).parent / "engine" / "models" / "tiny.gguf"
-HOLD = """
-import sys, unimem as um
-with um.open_weights(sys.argv[1], load="map") as weights:
-    weights.warm()
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
 
 
 def schema(name: str) -> Any:
@@ -134,13 +123,6 @@ processes are not ours to look at.
 def invented(monkeypatch: Patch) -> None:
     monkeypatch.setattr(command, "make_report", lambda pid: REPORT)
     monkeypatch.setattr(command, "find", lambda: FOUND)
-
-
-@pytest.fixture(scope="module")
-def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
-    path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
-    with running(HOLD, path) as pid:
-        yield pid, path
 
 
 @pytest.mark.usefixtures("invented")

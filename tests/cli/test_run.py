@@ -471,8 +471,6 @@ def sessions(model: Path, chat_model: Path) -> Path:
 
 
 @pytest.mark.parametrize(("arguments", "code", "said"), [
-    (["--resume", "nowhere"], 1, "nowhere: No such file or directory"),
-    (["--resume", "random.gguf"], 1, "random.gguf: "),
     (["--save-session", "nowhere/file"], 1, "nowhere/file: No such file or directory"),
     (["--resume", "a.session", "--kv-dtype", "f32"], 1, "a.session: the snapshot is of a"),
     (["--resume", "a.session", "--window", "9"], 1, "a.session: the snapshot is of a cache"),

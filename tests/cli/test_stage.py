@@ -466,18 +466,6 @@ def test_a_model_that_does_not_fit_ends_with_3(model: Path, monkeypatch: Patch) 
     assert "does not fit" in err
 
 
-@pytest.mark.parametrize("words", [
-    "", "m.gguf --list", "--list --drop all", "m.gguf --numa everywhere",
-    "m.gguf --pages 8k", "m.gguf --backing disk", "m.gguf --page-cache --backing shm",
-    "m.gguf --page-cache --numa bind:0", "m.gguf --page-cache --pages 2m",
-    "m.gguf --yes", "--list --dry-run",
-])  # fmt: skip
-def test_wrong_usage(words: str) -> None:
-    code, out, err = run(*words.split())
-    assert (code, out) == (2, "")
-    assert "Usage: unimem stage" in err
-
-
 def note(*, owner: int | None = None, seals: int = fcntl.F_SEAL_WRITE, **changed: Any) -> int:
     keeps: dict[str, Any] = {
         "schema": SCHEMA, "path": __file__, "paths": [__file__], "source": f"{__file__}.gguf",
