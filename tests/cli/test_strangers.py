@@ -152,6 +152,9 @@ USAGE = [
             ("m.gguf --numa everywhere", "--numa"), ("m.gguf --pages 8k", "--pages"),
             ("m.gguf --backing disk", "--backing"), ("m.gguf --yes", "--yes is for --drop"),
             ("--list --dry-run", "--dry-run is for --drop"),
+            ("s3://a/m.gguf --repack", "stage the URL first"),
+            ("s3://a/m.gguf --page-cache", "stage the URL first"),
+            ("m.gguf --no-verify", "--no-verify is for the URL"),
         )
     ),
     (["metrics", "0"], 2, "expected PID"),
