@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from support.project.checkout import ROOT
+from support.project.documents import check_document
 from support.terminal.screens import CONTROL, show
 from unimem.engine import embedded_model
 from unimem.errors import CapacityError
@@ -30,7 +30,6 @@ from unimem_bench.stats import Ratio
 from unimem_bench.suite import NotMeasured
 
 Patch = pytest.MonkeyPatch
-SCHEMA = json.loads((ROOT / "docs/schemas/advice-1.json").read_text())
 MODEL = embedded_model()
 
 # By option and value: how many times as fast decode, prefill and start are.
@@ -325,13 +324,10 @@ def test_the_effort_suits_the_speed() -> None:
 
 @pytest.mark.usefixtures("machine")
 def test_the_document_and_the_page(tmp_path: Path) -> None:
-    jsonschema = pytest.importorskip(
-        "jsonschema", reason="jsonschema (extra test) checks documents: pip install '.[test]'"
-    )
     for effects in ({}, THP_DECODES_FASTER):
         advice = make(effects)
         document = json.loads(advice.to_json())
-        jsonschema.Draft202012Validator(SCHEMA).validate(document)
+        check_document(document)
         assert document["flags"] == list(advice.flags)
         assert (document["margin"] is None) == (not advice.flags)
     FakeDecoder.rng = np.random.default_rng(8)

@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 import xxhash
 
-from support.project.checkout import ROOT
+from support.project.documents import check_document
 
 pytest.importorskip("typer", reason="the command line needs typer: pip install '.[run]'")
 
 from support.terminal.screens import show
 from unimem.weights.files import identity_of
 from unimem.weights.repack.image_format import ImageTensor, key_of, pack
-
-jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
-SCHEMA = json.loads((ROOT / "docs/schemas/cache-1.json").read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +46,7 @@ def document(*arguments: str) -> Any:
     code, out, err = show("cache", *arguments, "--json")
     assert (code, err) == (0, ""), err
     found = json.loads(out)
-    jsonschema.Draft202012Validator(SCHEMA).validate(found)
+    check_document(found)
     return found
 
 

@@ -32,6 +32,7 @@ import unimem_exec as launch
 from support.kernel.huge_pages import no_huge_pages  # noqa: F401 -- a fixture
 from support.project.building import run, tool
 from support.project.checkout import ROOT
+from support.project.documents import check_document
 from support.terminal.screens import run_anew, show
 from unimem.system.policy import parse_numa
 
@@ -390,7 +391,6 @@ __attribute__((constructor)) static void begin(void) { kept = malloc(20 << 20); 
 
 
 def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema checks the document")
     source, early, file = tmp_path / "early.c", tmp_path / "libearly.so", tmp_path / "report.json"
     source.write_text(EARLY)
     run(tool("gcc"), "-shared", "-fPIC", "-o", early, source)
@@ -402,7 +402,7 @@ def test_the_report_says_what_was_placed(tmp_path: Path) -> None:
         env=os.environ | {"LD_PRELOAD": str(early)},
     )
     document = json.loads(file.read_text())
-    jsonschema.validate(document, json.loads((ROOT / "docs/schemas/report-1.json").read_text()))
+    check_document(document)
     facts = document["facts"]["exec"]
     (ended,) = (each for each in facts["ended"] if each["requested_bytes"] == 40 * MIB)
     assert (ended["via"], ended["n"]) == ("malloc", 1)

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 import unimem as um
-from support.project.checkout import ROOT
+from support.project.documents import check_document
 from support.terminal.screens import CONTROL, HOSTILE, show
 from unimem.accounting.report import Mapping, Report, Row
 from unimem.cli import watch
@@ -21,16 +21,10 @@ from unimem.cli.processes import ModelProcess, Processes
 from unimem.system.placement import Placement
 
 Patch = pytest.MonkeyPatch
-jsonschema = pytest.importorskip("jsonschema", reason="for documents: pip install '.[test]'")
 
 command = importlib.import_module("unimem.cli.report")
 
-DOCS = ROOT / "docs"
 MIB, GIB = 2**20, 2**30
-
-
-def schema(name: str) -> Any:
-    return json.loads((DOCS / "schemas" / f"{name}-1.json").read_text())
 
 
 def placed(nbytes: int, huge: int = 0, **more: Any) -> Placement:
@@ -223,7 +217,7 @@ def test_the_document_is_the_library_s(holder: tuple[int, Path]) -> None:
     assert (screen.code, screen.err, screen.out.count("\n")) == (0, "", 1)
     document, here = json.loads(screen.out), um.report(pid).to_dict()
     assert list(document) == list(here)
-    jsonschema.validate(document, schema("report"))
+    check_document(document)
     for shown, read in zip(document["rows"], here["rows"], strict=True):
         assert (shown["category"], shown["nbytes"]) == (read["category"], read["nbytes"])
     assert [each["path"] for each in document["facts"]["models"]] == [str(path)]
@@ -234,7 +228,7 @@ def test_the_list() -> None:
     assert show("report") == (0, LIST, "")
     assert "/m/a.gguf and 1 more" in show("report", columns=120).plain
     document = json.loads(show("report", "--json").out)
-    jsonschema.validate(document, schema("processes"))
+    check_document(document)
     assert document == {
         "schema": "unimem.processes/1",
         "processes": [
