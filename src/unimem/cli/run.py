@@ -287,9 +287,7 @@ def run(
             fallbacks.show(plan)
             talk.load_seconds = time.perf_counter() - started
             if resume is not None:
-                start = time.perf_counter()
-                decoder.resume(resume)
-                talk.restore_seconds = time.perf_counter() - start
+                _resume(decoder, talk, resume)
             _generate(decoder, talk, options, quiet=as_json)
             if save_session is not None and not decoder.kv.is_empty:
                 try:
@@ -297,8 +295,7 @@ def run(
                 except (OSError, MemoryError, KeyboardInterrupt) as error:
                     not_saved = error  # the text is shown all the same
             if as_json:
-                document = _document(decoder, plan, talk, options)
-                document["governor"] = _governor_fields(governor)
+                document = _document(decoder, plan, talk, options, governor)
                 terminal.show(json.dumps(document) + "\n")
             else:
                 _show(decoder, talk, options, governor)
@@ -336,6 +333,12 @@ def _sampling(temperature: float, top_k: int, top_p: float, seed: int | None) ->
         return Sampling(temperature, top_k, top_p, seed)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _resume(decoder: Decoder, talk: Talk, path: Path) -> None:
+    start = time.perf_counter()
+    decoder.resume(path)
+    talk.restore_seconds = time.perf_counter() - start
 
 
 def _save(decoder: Decoder, talk: Talk, path: str) -> None:
@@ -600,7 +603,9 @@ _USED = ("ctx", "threads", "kv_dtype", "rotate", "window")
 _PLANNED = "total_bytes available_bytes max_ctx model_ctx verdict spilled_bytes".split()
 
 
-def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dict[str, Any]:
+def _document(
+    decoder: Decoder, plan: Plan, talk: Talk, options: Options, governor: Governor | None
+) -> dict[str, Any]:
     report = decoder.report()
     weights = decoder.weights
     name = weights.metadata.get("general.name")
@@ -646,6 +651,7 @@ def _document(decoder: Decoder, plan: Plan, talk: Talk, options: Options) -> dic
         else {"first_token": WARM_UP + 1, "tokens": talk.n_made - WARM_UP, **costs._asdict()},
         "buffers": {"count": talk.n_buffers, "moved": list(talk.moved)},
         "ggml": ggml,
+        "governor": _governor_fields(governor),
     }
 
 
