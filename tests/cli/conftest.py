@@ -19,7 +19,7 @@ weights.warm()
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def holder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
     """Start a process that has mapped a model; give its number, and the model."""
     path = Path(shutil.copy(MODEL, tmp_path_factory.mktemp("held") / "held.gguf"))
