@@ -13,8 +13,8 @@ import pytest
 import unimem as um
 from support.models.decoders import WIDE_HEADS as SHAPE
 from support.models.decoders import (
-    append_foreign,
     Computation,
+    append_foreign,
     computing_by,
     greedy,
     interrupted,

@@ -182,17 +182,17 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
         },
     ),
     "tiles of attention are": (
-        (um.ModelDims(128, 60, 4, 4, 32, 500, 1, 2048), 1, 5, [1, 7], None),
+        (um.ModelDims(128, 60, 4, 4, 512, 500, 1, 2048), 1, 5, [1, 7], None),
         {
             **{"headers": 368 * 26 + 2 * (56 * 436 + 4096), "inputs": 8 + 204 + 228 + 388},
-            **{"values": 4 * 768 + 4096, "work": 20 * (8192 + 8192) + 384, "logits": 2000},
+            **{"values": 4 * 6528 + 4096, "work": 20 * (131072 + 8192) + 384, "logits": 2000},
         },
     ),
     "partial results are": (
-        (um.ModelDims(64, 60, 2048, 2, 4, 500, 1, 2048), 1, 2, [1], None),
+        (um.ModelDims(64, 60, 2048, 2, 128, 500, 1, 2048), 1, 2, [1], None),
         {
             **{"headers": 368 * 26 + 2 * (56 * 436 + 4096), "inputs": 8 + 204 + 388},
-            **{"values": 4 * (192 + 3 * 8192) + 4096, "work": 8 * (12288 + 12) + 192},
+            **{"values": 4 * (192 + 3 * 262144) + 4096, "work": 8 * (266240 + 384) + 192},
             "logits": 2000,
         },
     ),
@@ -202,6 +202,14 @@ SCRATCH: dict[str, tuple[tuple[Any, ...], dict[str, int]]] = {
             **{"headers": 368 * 44 + 2 * (142 * 436 + 4096), "inputs": 1024 + 52816 + 1184},
             **{"values": 512 * (192 + 560 + 188) + 4096, "logits": 2000},
             "work": 256 * 64 + 8 * (60 * 513 + 4) + 64 * 61 + 128,
+        },
+    ),
+    "a batch, and a tile for each thread": (
+        (um.ModelDims(100, 300, 8, 2, 16, 500, 3, 2048), 1000, 2, [1000], None, True),
+        {
+            **{"headers": 368 * 62 + 2 * (136 * 436 + 4096), "inputs": 1024 + 259216 + 4384},
+            **{"values": 4 * 128 * 1200 + 4096, "work": 256 * 300 + 2 * 524288 + 192},
+            "logits": 2000,
         },
     ),
     "one of wide experts": (

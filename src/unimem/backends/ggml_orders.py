@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from unimem.backends import ggml
 from unimem.backends.ggml_trial import passes_trial
+from unimem.models.shapes import TILED_TYPES
 
 __all__ = [
     "Buffer",
@@ -36,11 +37,6 @@ __all__ = [
 
 _REPACK = "CPU_REPACK"
 _SOUND = frozenset({_REPACK})
-# ggml multiplies these from the file's order in tiles, on CPUs with AVX2: with a batch that takes
-# 0.4 to 0.6 of the time of interleaved rows, and a token takes the same (docs/repack.md).
-_TILED = frozenset(
-    "q2_K q3_K q4_K q5_K q6_K iq4_xs iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m".split()
-)
 _TINY_BYTES = 4096
 _MOST_TENSORS = 4  # in the context of a question: a weight, its input, ids, and the product
 
@@ -104,7 +100,11 @@ def find_order(kind: int, ne: tuple[int, ...]) -> Order | None:
 
 
 def _is_tiled(kind: int) -> bool:
-    return "AVX2" in ggml.features() and ggml.MATMUL_TYPES.get(kind) in _TILED
+    """Return whether ggml multiplies a type tile by tile, from the file's order, on this CPU.
+
+    Batches then take 0.4 to 0.6 of the time of interleaved rows (docs/repack.md).
+    """
+    return "AVX2" in ggml.features() and ggml.MATMUL_TYPES.get(kind) in TILED_TYPES
 
 
 def order_of(buffer_type: BufferType, kind: int, ne: tuple[int, ...]) -> Order | None:

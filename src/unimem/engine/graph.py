@@ -266,9 +266,7 @@ class Graph:
             if tensor.view_src:
                 root = ggml.Tensor.at(tensor.view_src)
                 tensor.data = root.data + tensor.view_offs
-        ggml.plan(
-            self.plan_address, self.address, self._n_threads, self._threadpool, self._work
-        )
+        ggml.plan(self.plan_address, self.address, self._n_threads, self._threadpool, self._work)
 
 
 def _nodes_of(model: Model) -> int:

@@ -28,7 +28,15 @@ from unimem.models.dims import (
 from unimem.models.families import KeptLayer, KeptRows
 from unimem.models.fields import CONFIG, MOST, ConfigFields, MetadataFields, UnknownError
 
-__all__ = ["Layers", "Shape", "from_config", "from_dims", "from_weights", "read_config"]
+__all__ = [
+    "TILED_TYPES",
+    "Layers",
+    "Shape",
+    "from_config",
+    "from_dims",
+    "from_weights",
+    "read_config",
+]
 
 _CONFIG_BYTES_MAX = 4 << 20  # the longest known one has 50 kB
 _EXPERTS = (
@@ -46,6 +54,12 @@ _FEWER = {
 # Model types of a config.json that the engine's formulas fit.
 _DENSE_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+TILED_TYPES = frozenset(
+    "q2_K q3_K q4_K q5_K q6_K iq4_xs iq2_xxs iq2_xs iq2_s iq3_xxs iq3_s iq1_s iq1_m".split()
+)
+"""Types whose matrices ggml 0.26 unpacks tile by tile (``ggml-cpu/tiled/tiled.cpp``)."""
 
 
 class Layers(NamedTuple):
@@ -94,6 +108,8 @@ class Shape:
         The experts of a mixture that the engine runs.
     unknown : tuple of str
         Unknown facts, each with the reason.
+    is_tiled : bool
+        Whether tensors have types that ggml multiplies tile by tile.
     """
 
     arch: str | None
@@ -105,6 +121,7 @@ class Shape:
     slides: int | None = None
     experts: Experts | None = None
     layers: tuple[KeptLayer, ...] = ()
+    is_tiled: bool = False
 
     def longest_ctx(self, window: int | None) -> int:
         """Return the longest context allowed, with or without a window."""
@@ -122,6 +139,10 @@ def from_dims(dims: ModelDims, arch: str | None = None, unknown: tuple[str, ...]
 
 def from_weights(weights: ModelContents) -> Shape:
     """Return the shape of an opened GGUF file of any architecture."""
+    return replace(_from_weights(weights), is_tiled=not TILED_TYPES.isdisjoint(weights.by_type()))
+
+
+def _from_weights(weights: ModelContents) -> Shape:
     arch = weights.metadata.get("general.architecture")
     if not isinstance(arch, str):
         why = "the file does not say its architecture"

@@ -48,6 +48,9 @@ Mode = Literal["map", "copy", "direct", "repack"]
 PREFILL_BATCH = 128
 """Tokens of a prompt that the engine computes at once."""
 
+# What each thread of ggml unpacks a part of a matrix into, for a batch (`TILED_WS_SLOT`).
+_TILE_BYTES = 512 << 10
+
 BYTES_A_THREAD = 32 << 20
 """Bytes of weights for which one more thread computes by default.
 
@@ -407,7 +410,9 @@ class Session:
         if self.shape.dims is None:
             return 0
         n_rows = [self._n_rows(layers, ctx) for layers in self._parts(ctx)]
-        parts = scratch_parts(self.shape.dims, ctx, self.threads, n_rows, self.shape.experts)
+        parts = scratch_parts(
+            self.shape.dims, ctx, self.threads, n_rows, self.shape.experts, self.shape.is_tiled
+        )
         return -(-sum(parts.values()) // _LEAST_BYTES) * _LEAST_BYTES
 
     def needs(self, ctx: int, budget: Budget) -> list[Need]:
@@ -540,7 +545,12 @@ def default_threads(weight_bytes: int, most: int) -> int:
 
 
 def scratch_parts(
-    dims: ModelDims, ctx: int, threads: int, n_rows: Sequence[int], experts: Experts | None = None
+    dims: ModelDims,
+    ctx: int,
+    threads: int,
+    n_rows: Sequence[int],
+    experts: Experts | None = None,
+    tiled: bool = False,
 ) -> dict[str, int]:
     """Bound what the engine takes from the scratch tape.
 
@@ -552,6 +562,8 @@ def scratch_parts(
         Tokens of context, and threads.
     n_rows : sequence of int
         The rows of a lane in each part of the KV cache.
+    tiled : bool
+        Whether ggml may unpack matrices tile by tile: see `Shape`.
 
     Returns
     -------
@@ -574,10 +586,10 @@ def scratch_parts(
         outputs = n_used * hidden
         wide = max(3 * q, 3 * inner + outputs, inner + 2 * outputs) + 3 * n_experts + 2 * n_used
     values = 4 * n * (3 * hidden + wide) + 64 * _ALIGN
-    # A batch of inputs in 16 bits; or, for each thread, four tiles of 64 rows of heads, or partial
-    # results of attention over all heads.
+    # A batch of inputs in 16 bits, and a tile of a matrix for each thread; or, for each thread,
+    # four tiles of 64 rows of heads, or partial results of attention over all heads.
     heads, size = dims.num_attention_heads, dims.head_dim
-    batch_work = 2 * n * max(hidden, q, inner)
+    batch_work = 2 * n * max(hidden, q, inner) + (threads * _TILE_BYTES if tiled else 0)
     if experts is not None:
         # The rows of each expert, and a line of the CPU's caches for each.
         batch_work += 8 * (n_experts * (n * n_used + 1) + 4) + _ALIGN * (n_experts + 1)
