@@ -194,7 +194,7 @@ class Buffer:
         Parameters
         ----------
         tensor : int
-            A header of a type and shape for which `find_order` finds an order of this type.
+            A header of a type and shape for which `order_of` finds an order of this type.
         data : int
             Address of its bytes, a multiple of the type's alignment.
 
@@ -205,8 +205,8 @@ class Buffer:
         """
         header = ggml.Tensor.at(tensor)
         ne = header.ne
-        order = find_order(header.type, ne[: 3 if ne[2] > 1 else 2])
-        if order is None or order.buffer_type != self.buffer_type:
+        order = order_of(self.buffer_type, header.type, ne[: 3 if ne[2] > 1 else 2])
+        if order is None:
             name = ggml.MATMUL_TYPES.get(header.type, f"type {header.type}")
             raise ValueError(
                 f"a tensor of {name}, shape {ne}: {self.buffer_type.name} has no order for it here"
@@ -231,7 +231,7 @@ class Buffer:
         `source` is the address of its bytes in the file's order; `kind` and `ne` are as for
         `find_order`.
         """
-        self.write_as(find_order(kind, ne), kind, ne, source, data)
+        self.write_as(order_of(self.buffer_type, kind, ne), kind, ne, source, data)
 
     def write_as(
         self, order: Order | None, kind: int, ne: tuple[int, ...], source: int, data: int
