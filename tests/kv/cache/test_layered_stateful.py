@@ -397,7 +397,7 @@ class Mixed(RuleBasedStateMachine):
         self.views.clear()
         self.kv.close()
         (self.kv,) = got
-        self.model.forget_unsaved()
+        self.model.forget_unsaved(is_copy=how == "copy")
         self.model.n_rows = self.kv.n_rows
         self.agree()
         self.crop_a_little(back)

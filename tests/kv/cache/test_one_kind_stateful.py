@@ -403,11 +403,9 @@ class CacheAgainstModel(RuleBasedStateMachine):
                 pass
             for held in self.views:
                 held.layer = -1  # nothing writes there any more
-            if not self.model.window:
-                return
-            # What the window does not show was not copied.
-            self.model.first = self.model.first_position
-            self.model.top = list(self.model.end)
+            if self.model.window:  # what it does not show was not copied
+                oldest = self.model.first_position
+                self.model.top = [oldest + self.model.n_rows] * self.N_LAYERS
         else:
             copy.close()
             self.kv, self.addresses = original, addresses
