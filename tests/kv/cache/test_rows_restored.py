@@ -34,7 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def made(kind: str, **options: Any) -> Any:
-    given = {"max_seq_len": 100, "pages": "4k", "spare_rows": 8}
+    given: dict[str, Any] = {"max_seq_len": 100, "pages": "4k", "spare_rows": 8}
     return um.KVCache(**given | KINDS[kind] | options)
 
 

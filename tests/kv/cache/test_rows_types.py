@@ -93,10 +93,9 @@ def test_each_has_rows_of_its_own(
         kv.append_all(*[np.repeat(part[:, :, 10], 2, axis=0) for part in parts])
         check(kv, want, range(11))
         for name, short in (("float32", "f32"), ("float16", "f16")):
-            for copy, blocks, of in zip(
-                kv.layer(1, name), want, (kv.dtype, kv.v_dtype), strict=True
-            ):
-                assert same_bits(copy, stored(floats_of(blocks[:, :, :11], of), short))
+            kinds = kv.dtype, kv.v_dtype
+            for floats, blocks, of in zip(kv.layer(1, name), want, kinds, strict=True):
+                assert same_bits(floats, stored(floats_of(blocks[:, :, :11], of), short))
         view = kv.layer(1)[bool(v_dim)]
         kv.trim_to(4)
         if not grow:  # a growing cache has room for them before they move

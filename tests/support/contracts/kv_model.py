@@ -39,7 +39,11 @@ ALL_DTYPES = NUMPY_DTYPES | {name: np.dtype(fields) for name, (_, fields) in FEW
 # ---- conversion ----
 
 um_convert = ctypes.CDLL(um.get_library()).um_convert
-um_convert.argtypes = [ctypes.c_void_p, ctypes.c_int] * 2 + [ctypes.c_size_t, ctypes.c_void_p]
+um_convert.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_int),
+    *(ctypes.c_void_p, ctypes.c_int),
+    *(ctypes.c_size_t, ctypes.c_void_p),
+)
 
 
 def given(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, scale: float = 8) -> Array:

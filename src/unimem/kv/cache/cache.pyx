@@ -511,7 +511,7 @@ cdef class KVCache:
         tokens : sequence of int, optional
             The ids of all tokens up to `next_position`.
         model : str, optional
-            The model that the cache belongs to, such as ``weights.fingerprint``.
+            The model that the cache belongs to, such as ``weights.content_hash()``.
 
         Raises
         ------

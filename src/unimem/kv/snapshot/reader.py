@@ -96,7 +96,7 @@ def restore(
     tokens : sequence of int, optional
         The beginning of the conversation: the snapshot's tokens have to be a prefix of these.
     model : str, optional
-        The fingerprint that the snapshot has to have.
+        The name of the model that the snapshot has to have.
     verify : bool, optional
         Whether to check the data. By default, read data is checked and mapped data is not.
     placement : PlacementOptions

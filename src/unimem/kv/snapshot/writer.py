@@ -46,7 +46,7 @@ def save(kv: Cache, path: str | os.PathLike[str], tokens: Tokens | None, model: 
     tokens : sequence of int, optional
         The ids of all tokens of the conversation up to `next_position`, trimmed ones included.
     model : str, optional
-        A fingerprint of the model.
+        The name of the model.
 
     Raises
     ------
