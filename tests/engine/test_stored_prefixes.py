@@ -109,7 +109,8 @@ def test_chunks_of_any_size_leave_the_text_as_it_is(
 ) -> None:
     """Prompts that begin alike are restored in whole batches only."""
     options: dict[str, Any] = {"ram_bytes": 0, "disk_bytes": 1 << 28}
-    prompts = [PROMPT[:257], [*PROMPT[:260], *tokens(39, seed=5)], PROMPT[:129], PROMPT]
+    others = [[*PROMPT[:n], *tokens(60, seed=n)] for n in (260, 200, 150)]
+    prompts = [PROMPT[:257], *others, PROMPT[:129], PROMPT]
     with um.KVStore(tmp_path / "s", chunk_tokens=chunk_tokens, **options) as store:
         for prompt in prompts:
             with opened(model, **KINDS[kind]) as decoder:
