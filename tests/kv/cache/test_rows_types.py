@@ -342,7 +342,7 @@ def test_one_name_is_of_both() -> None:
 
 
 @pytest.mark.parametrize("given_dtype", GIVEN_DTYPES)
-@pytest.mark.parametrize("dtype", FEWER_BITS)
+@pytest.mark.parametrize("dtype", [*FEWER_BITS, "q8_0"])
 def test_floats_are_quantized_and_blocks_go_in_as_they_are(dtype: str, given_dtype: str) -> None:
     k = given(np.random.default_rng(0), (1, HEADS, 3, DIM), given_dtype)
     blocks = stored(k, dtype)
