@@ -126,6 +126,11 @@ def test_a_window_that_did_not_come_is_not_shown_short(tmp_path: Path, kind: str
                 with pytest.raises(ValueError, match=said):
                     other.crop(n)
                 assert windows_are_whole(other)
+            for layer, spec in enumerate(other.layers):
+                if isinstance(spec, um.LayerKV) and spec.window:
+                    other.row_of(N - spec.window, layer)
+                    with pytest.raises(ValueError, match=f"from {N - spec.window} on, before"):
+                        other.row_of(N - spec.window - 1, layer)
             # Later tokens can be dropped again, and no more than these.
             append(other, 3)
             other.crop(other.seq_len - 3)

@@ -134,23 +134,6 @@ def test_tokens_do_not_move_over_a_view(plain: um.KVCache, use: str) -> None:
     assert first_row(plain, 0) == 0
 
 
-@pytest.mark.parametrize("kind", ["fixed", "tape"])
-def test_a_layer_that_lags_behind_finds_room(kind: str) -> None:
-    """By moving, though the rows behind the longest layer would not be enough."""
-    with cache(kind, *DIMS) as kv:
-        talk = Talk(kv)
-        talk.append(30)
-        talk.trim_to(25)
-        talk.append(10, layers=[0])  # up to the last row
-        for n, layer in ((12, 1), (3, 1), (5, 0)):
-            talk.append(n, layers=[layer])
-            talk.check()
-        assert kv.seq_len == 40
-        with pytest.raises(um.CacheFull, match=r"1 token.*40 of 40") as caught:
-            ONE_MORE["append"](kv)
-        assert (caught.value.limit, caught.value.used, caught.value.asked) == (40, 40, 1)
-
-
 # ---- views ----
 
 

@@ -59,8 +59,12 @@ def test_the_last_tokens_are_contiguous_after_many_wraps(dtype: str, batch: int)
                 assert proc_maps.address_of(view) == at + first % n_rows * row_bytes
                 assert view.strides[1:3] == (row_bytes // kv.n_kv_heads, row_bytes)
                 del view
-            for position in range(first, end):
+            oldest = max(0, end - n_rows)
+            for position in (oldest, *range(first, end), end, end + n_rows):
                 assert kv.row_of(position) == position % n_rows
+            if oldest:
+                with pytest.raises(ValueError, match=f"position: expected one from {oldest} on"):
+                    kv.row_of(oldest - 1)
         assert kv.seq_len == 5
 
 
