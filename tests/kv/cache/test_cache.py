@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import unimem as um
-from support.contracts.kv_model import GIVEN_DTYPES, NUMPY_DTYPES, Array, same_bits, stored
+from support.contracts.kv_model import NUMPY_DTYPES, Array, same_bits
 from support.kernel import proc_maps
 from unimem._core.status import ledger
 
@@ -45,31 +44,6 @@ def state(kv: um.KVCache) -> tuple[Any, ...]:
 
 
 # ---- appending ----
-
-DTYPE_NAMES: dict[Any, str] = {
-    **{"f16": "f16", "f32": "f32", "bf16": "bf16"},
-    **{"float16": "f16", "float32": "f32", "bfloat16": "bf16"},
-    **{np.float16: "f16", np.dtype("f4"): "f32", ml_dtypes.bfloat16: "bf16"},
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_both_shapes_hold_the_same(dtype: Any) -> None:
-    short = DTYPE_NAMES[dtype]
-    for n, given in itertools.product((0, 1, 8), GIVEN_DTYPES):
-        k, v = tokens(n, dtype=given)
-        with um.KVCache(2, 3, 4, 8, dtype=dtype) as kv:
-            kv.append(0, k, v)
-            kv.append(1, k.transpose(1, 0, 2)[None], v.transpose(1, 0, 2)[None])
-            assert kv.dtype == short
-            for layer in range(2):
-                for part, expected in zip(kv.layer(layer), (k, v), strict=True):
-                    assert part.shape == (1, 3, n, 4)
-                    assert same_bits(part[0].transpose(1, 0, 2), stored(expected, short))
-            assert kv.seq_len == kv.next_position == len(kv) == n
-            assert kv.is_empty == (n == 0)
-            assert kv.memory_usage_bytes == 2 * 2 * n * 12 * part.itemsize
-            del part
 
 
 def test_the_storage_is_batch_seq_heads_dim() -> None:
@@ -112,20 +86,6 @@ def test_the_rows_of_a_head_lie_side_by_side() -> None:
             assert copy.order == "head"
             assert state(copy) == state(kv) == state(other)
         del whole, values
-
-
-def test_one_token_of_all_layers_by_head(kv: um.KVCache) -> None:
-    k, v = tokens(2, seed=3)
-    with um.KVCache(2, 3, 4, 8, order="head") as by_head:
-        for cache in (kv, by_head):
-            cache.append(0, k, v)  # [n, heads, dim]
-            cache.append(1, k, v)
-            cache.append_all(k, v)
-        assert state(kv) == state(by_head)
-    with pytest.raises(ValueError, match="order: expected one of token, head, got 'heads'"):
-        um.KVCache(2, 3, 4, 8, order="heads")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="heads in all streams, got 4294967296"):
-        um.KVCache(1, 1 << 16, 1, 1, batch=1 << 16, order="head")
 
 
 def wrong_calls() -> dict[str, tuple[type[Exception], Callable[[um.KVCache], Any]]]:
@@ -190,6 +150,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_seq_len": 0}, ValueError, "max_seq_len"),
     ({"max_seq_len": 1.5}, TypeError, "integer"),
     ({"batch": 0}, ValueError, "batch"),
+    ({"order": "heads"}, ValueError, "order: expected one of token, head, got 'heads'"),
+    ({"n_kv_heads": 1 << 16, "batch": 1 << 16, "order": "head"}, ValueError, "got 4294967296"),
     ({"n_layers": 2**31, "n_kv_heads": 2**31, "head_dim": 2**31}, ValueError, "KVCache|kv"),
     ({"n_layers": 2**31, "head_dim": 2**31, "batch": 2**31}, ValueError, "KVCache|kv"),
     ({"n_layers": 2**20, "n_kv_heads": 170592, "head_dim": 25781083}, ValueError, "KVCache|kv"),

@@ -13,11 +13,8 @@ from support.contracts.kv_model import (
     KV_DTYPES,
     Array,
     Talk,
-    given,
     memory,
     rows_of_pages,
-    stored,
-    write_rows,
 )
 from support.kernel import proc_maps
 from unimem._core.status import ledger
@@ -143,23 +140,6 @@ def test_trimming_moves_no_byte_and_is_not_undone() -> None:
 
 
 # ---- engines ----
-
-
-@pytest.mark.parametrize("dtype", KV_DTYPES)
-def test_reserved_rows_may_lie_behind_the_end_of_the_ring(dtype: str) -> None:
-    with ring(6, dtype=dtype) as kv:
-        talk, n_rows = Talk(kv), kv.n_rows
-        talk.append(2 * n_rows - 2)
-        assert kv.reserve(5) == n_rows - 2
-        shape = (1, 2, 5, 64)
-        for layer in range(2):
-            parts = [stored(given(talk.rng, shape, "float32"), dtype) for _ in range(2)]
-            for part, rows in enumerate(parts):
-                write_rows(kv, layer, part, n_rows - 2, rows)  # on into the second image
-            talk.model.append(layer, parts[0], parts[1])
-        kv.commit(5)
-        talk.check()
-        assert kv.row_of(2 * n_rows) == 0
 
 
 @pytest.mark.parametrize("spare", [0, 1, 7])
