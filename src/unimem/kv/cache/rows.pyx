@@ -442,12 +442,12 @@ cdef class KVRows:
         ValueError
             The token was dropped, and another token may have its row.
         """
-        cdef uint64_t wanted = size_of(position, "position")
+        cdef uint64_t wanted = size_of(position, "position"), oldest
         layer_number(layer, self.kv.spec.n_layers, "layer")
         self.open_region()
-        if self.window is None and wanted < um.um_kv_first_position(&self.kv):
-            raise ValueError(f"position: expected one from "
-                             f"{um.um_kv_first_position(&self.kv)} on, before which tokens were "
+        oldest = um.um_kv_oldest_position(&self.kv)
+        if wanted < oldest:
+            raise ValueError(f"position: expected one from {oldest} on, before which tokens were "
                              f"dropped, got {position}")
         return um.um_kv_row(&self.kv, wanted)
 
