@@ -3,8 +3,8 @@
 ``python tools/kernel_times.py`` multiplies matrices of 2048 x 5632 of each type, as they lie in a
 file and repacked, with one column (a token) and with 128, 256 and 512 (a batch). ``--attention``
 attends over caches whose rows lie token by token, and head by head. Both print Markdown, in CPU
-time of one thread, so that neighbours count little. ``UNIMEM_GGML_CPU=haswell`` takes the kernels of
-another CPU, if ggml was built for all.
+time of one thread, so that neighbours count little. ``UNIMEM_GGML_CPU=haswell`` takes the kernels
+of another CPU, if ggml was built for all.
 """
 
 from __future__ import annotations
