@@ -133,7 +133,7 @@ def test_rings_of_other_heads_of_v_are_planned(
 ) -> None:
     family = replace(FAMILIES[name], keys=FAMILIES[name].keys | keys)
     path = write_family(tmp_path / "m.gguf", family)
-    plan = um.plan(path, ctx=1000, pages="4k", window=window, kv_dtype="q8_0")
+    plan = um.plan(path, ctx=1000, pages="4k", window=window, kv_dtype="q8_0", engine="unimem")
     layers: Any = plan.cache_layers()
     if window is not None:
         layers = [replace(layer, window=window) for layer in layers]
