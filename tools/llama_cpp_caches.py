@@ -368,7 +368,7 @@ class _Gguf(ctypes.Structure):
 
 
 def _load_library() -> Any:
-    import xllamacpp
+    import xllamacpp  # type: ignore[import-not-found]
 
     lib = ctypes.CDLL(str(next(Path(xllamacpp.__file__).parent.glob("xllamacpp*.so"))))
     lib.llama_model_default_params.restype = _ModelParams
@@ -384,11 +384,11 @@ def child(what: str, path: str, asked: list[list[int]]) -> None:
     """Print llama.cpp's log, and the tensors of a file's model, or a line before each context."""
     lib = _load_library()
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+    @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)  # type: ignore[untyped-decorator]
     def log(_level: int, text: bytes, _data: object) -> None:
         os.write(1, text)
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)  # type: ignore[untyped-decorator]
     def tell(tensor: int, _data: object) -> None:
         ne = list((ctypes.c_int64 * 4).from_address(tensor + 16))
         while len(ne) > 1 and ne[-1] == 1:
@@ -460,7 +460,9 @@ def make(arch: str, path: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any],
     """Write the file of an architecture; return its metadata, tensors, and llama.cpp's log."""
     demanded: list[str] = []
     while True:
-        values = {name: x for name, x in (values_of(arch, demanded) | own).items() if x is not None}
+        values = {
+            name: x for name, x in (values_of(arch, demanded) | dict(own)).items() if x is not None
+        }
         write(path, arch, values)
         lines = _run("tensors", path)
         missing = next((found[1] for line in lines if (found := _NOT_FOUND.search(line))), "")
@@ -473,8 +475,8 @@ def make(arch: str, path: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any],
             demanded += _EXPERTS
         else:
             break
-    found = dict(json.loads(line[7:]) for line in lines if line.startswith("tensor "))
-    tensors = [(name, ne) for name, ne in found.items() if not name.endswith("scale")]
+    named = dict(json.loads(line[7:]) for line in lines if line.startswith("tensor "))
+    tensors = [(name, ne) for name, ne in named.items() if not name.endswith("scale")]
     if tensors:
         write(path, arch, values, tensors)
     return values, len(tensors), lines

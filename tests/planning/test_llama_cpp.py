@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import unimem as um
-from support.project.checkout import ROOT
+from support.models.printed_caches import RECORD, write
 from unimem.models.families import FAMILIES
 from unimem.planning.llama_cpp import MOST_SLOTS, Slots
 
-RECORD = json.loads((ROOT / "tests/planning/data/llama_cpp_caches.json").read_text())
 FILES: dict[str, Any] = RECORD["files"]
 MIB = 1 << 20
-
-_spec = importlib.util.spec_from_file_location("caches", ROOT / "tools/llama_cpp_caches.py")
-assert _spec is not None
-assert _spec.loader is not None
-caches = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(caches)
-
-
-def write(path: Path, arch: str, values: dict[str, Any], n_tensors: int = 80) -> Path:
-    """Write a file of small tensors."""
-    tensors = [(f"t{i}", [1]) for i in range(n_tensors - 1)]
-    caches.write(path, arch, values, [("token_embd.weight", [4, 256]), *tensors])
-    return path
 
 
 @pytest.mark.parametrize("name", FILES)

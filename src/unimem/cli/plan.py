@@ -26,6 +26,7 @@ from unimem.cli.options import (
     value_option,
 )
 from unimem.planning.hosts import find_host
+from unimem.planning.llama_cpp import Engine
 from unimem.planning.plan import MOST_SESSIONS
 from unimem.planning.plan import plan as make_plan
 from unimem.planning.result import Verdict, plan_lines
@@ -76,7 +77,7 @@ def plan(
         ),
     ] = None,
     engine: Annotated[
-        str | None,
+        Engine | None,
         value_option(
             "unimem|llama.cpp",
             "Plan for this engine. [default: unimem for what `unimem run` runs, else llama.cpp]",

@@ -45,6 +45,11 @@ class Companions:
         return self.is_own or (self.draft is not None and self.draft.shape.arch in _READERS)
 
     @property
+    def unknown(self) -> tuple[str, ...]:
+        """Sentences about what the draft keeps."""
+        return () if self.draft is None else self.draft.shape.unknown
+
+    @property
     def is_counted(self) -> bool:
         """Whether all that the draft keeps is known."""
         return self.draft is None or self.draft.shape.is_counted

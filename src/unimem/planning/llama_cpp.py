@@ -18,12 +18,12 @@ from unimem.planning.needs import Budget, Need
 if TYPE_CHECKING:
     from unimem.models.shapes import Layers, Shape
 
-__all__ = ["NO_SCRATCH", "Engine", "LlamaSession", "Slots"]
+__all__ = ["MOST_SLOTS", "NO_SCRATCH", "Engine", "LlamaSession", "Slots"]
 
 Engine: TypeAlias = Literal["unimem", "llama.cpp"]
 """The engine that a plan is for."""
 
-UBATCH = 512
+_UBATCH = 512
 """Tokens of a prompt that llama.cpp computes at once."""
 MOST_SLOTS = 256
 NO_SCRATCH = (
@@ -108,7 +108,7 @@ class LlamaSession:
         shares = not (is_divided or layers.is_divided)
         rows = each
         if layers.window is not None:
-            least = layers.window * (n if shares else 1) + min(UBATCH, ctx)
+            least = layers.window * (n if shares else 1) + min(_UBATCH, ctx)
             rows = -(-min(each, least) // _PAD) * _PAD
         elif layers.every > 1:
             rows = -(-max(1, -(-each // layers.every)) // _PAD) * _PAD

@@ -444,10 +444,10 @@ class _Planner:
         )
 
     def _not_counted(self, options: PlanOptions) -> tuple[str, ...]:
-        """Explain what of the scratch memory no row has."""
+        """Explain what of drafts and of the scratch memory no row has."""
         no_scratch = self._source.shape.no_scratch
         if options.engine == "llama.cpp":
-            return (NO_SCRATCH,)
+            return (*(() if self._beside is None else self._beside.unknown), NO_SCRATCH)
         return (no_scratch,) if no_scratch else ()
 
     def _find_longest(
