@@ -198,3 +198,19 @@ def test_the_engine_is_ours_where_it_runs_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "qwen35", CASES["every fourth"][1])
     assert um.plan(path).engine == "llama.cpp"
     assert um.plan(path, engine="unimem", ctx=100).engine == "unimem"
+
+
+def test_what_slides_in_our_engine_alone_bounds_no_other(tmp_path: Path) -> None:
+    values = attention(2, 8, 8, 8) | slides(64) | {"feed_forward_length": 8}
+    path = write(tmp_path / "m.gguf", "llama", values)
+    assert um.plan(path, engine="unimem").max_ctx == 64
+    assert um.plan(path, engine="llama.cpp").max_ctx == 1 << 18
+
+
+def test_advice_for_llama_cpp_is_what_it_has(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", "qwen35", CASES["every fourth"][1])
+    plan = um.plan(path, ctx=131072, machine={"memory": "600M"}, sessions=2)
+    assert plan.verdict == "does not fit"
+    asked = {name for one in plan.advice for name in one.options}
+    assert {"ctx", "sessions", "kv_dtype"} <= asked
+    assert "window" not in asked

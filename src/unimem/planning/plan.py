@@ -373,7 +373,10 @@ class _Planner:
 
         max_ctx = None
         if session.is_known:
-            most = self._source.shape.longest_ctx(options.window)
+            shape = self._source.shape
+            most = shape.max_ctx or _MOST
+            if options.engine == "unimem":
+                most = shape.longest_ctx(options.window)
             max_ctx = self._find_longest(needs, storage, most, options.ctx or 0)
         ctx = options.ctx
         if ctx is None and max_ctx is not None:
