@@ -75,7 +75,6 @@ DEMANDED: dict[str, Any] = {
     "attention.key_length_swa": 64,
     "attention.kv_lora_rank": 512,
     "attention.kv_lora_rank_swa": 256,
-    "attention.max_alibi_bias": 8.0,
     "attention.output_group_count": 4,
     "attention.output_lora_rank": 32,
     "attention.q_lora_rank": 64,
@@ -119,8 +118,6 @@ DEMANDED: dict[str, Any] = {
     "kda.head_dim": 128,
     "leading_dense_block_count": 1,
     "logit_scale": 1.0,
-    "moe_every_n_layers": 2,
-    "moe_latent_size": 64,
     "posnet.block_count": 2,
     "posnet.embedding_length": HIDDEN,
     "residual_scale": 1.0,
@@ -247,6 +244,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{
         f"{name} sees all": {"attention.sliding_window": 0}
         for name in ("gemma3", "llama4", "afmoe")
+    },
+    "exaone4 of 64": {"block_count": 64},
+    **{
+        f"{name} predicts": _NEXTN | more
+        for name, more in (
+            ("minimax-m3", {}),
+            ("minimax-m2", {}),
+            ("mimo2", {"attention.sliding_window_pattern": [*_SLIDING, 0]}),
+            ("step35", {"attention.sliding_window_pattern": [*_SLIDING, 0]}),
+            ("hy_v4", {}),
+            ("qwen4exp", {}),
+            (
+                "nemotron_h_moe",
+                {
+                    "attention.head_count_kv": [*_FULL_THEN_STATE, 2],
+                    "feed_forward_length": [512, 0] * 4 + [0],
+                },
+            ),
+        )
     },
     "llama by layer": {"attention.head_count_kv": [1, 2, 4, 1, 2, 4, 1, 2]},
     "deepseek2 in full": {

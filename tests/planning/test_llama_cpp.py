@@ -9,6 +9,7 @@ import pytest
 
 import unimem as um
 from support.models.printed_caches import RECORD, write
+from support.project.checkout import ROOT
 from unimem.models.families import FAMILIES
 from unimem.planning.llama_cpp import MOST_SLOTS, Slots
 
@@ -54,6 +55,14 @@ def test_every_architecture_of_llama_cpp_is_in_the_table() -> None:
         if any(sizes["states"] for sizes in one.get("printed", ()))
     }
     assert len(with_states) == 24
+    page = (ROOT / "docs/plan.md").read_text()
+    n_contexts = sum(len(one.get("printed", ())) for one in FILES.values())
+    for line in (
+        f"| loaded, and their sizes printed | {len(printed)}, 24 of them with states",
+        f"| planned as printed | {n_contexts} |",
+        *(f"| `{one['arch']}` | {one['refused']} |" for one in FILES.values() if "refused" in one),
+    ):
+        assert line in page
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if " " not in name])

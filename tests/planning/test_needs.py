@@ -157,6 +157,8 @@ def in_pages(nbytes: int) -> int:
         ("gemma9", INDEX, 4 * (2 * (32 + 32) + 16), 0),
         ("llama", {"attention.sliding_window": 512}, 4 * 2 * (32 + 32), 0),
         ("t5", {}, 4 * 2 * (32 + 32), 0),
+        ("nanbeige", {"num_loops": 3}, 3 * 4 * 2 * (32 + 32), 0),
+        ("gemma9", {"attention.head_count": [8, 4, 2, 1]}, 4 * 2 * (32 + 32), 0),
         ("bert", {}, 0, 0),
         ("clip", {"block_count": "none"}, 0, 0),
     ],
@@ -258,6 +260,8 @@ NOTHING_KNOWN: list[tuple[str, dict[str, Any]]] = [
     ("falcon-h1", BASE | {"ssm.state_size": 16, "ssm.conv_kernel": 4, "ssm.inner_size": -64}),
     ("gemma9", BASE | {"attention.head_count_kv": 2} | STATES),
     ("qwen4exp", BASE | {"ple.layers": [0]}),
+    ("nanbeige", BASE | {"num_loops": 2**31 - 1}),
+    ("gemma9", BASE | {"ple.layers": list(range(100_000))}),
     ("deepseek4", BASE | INDEX | {"attention.compress_ratios": [4, 128]}),
     ("qwen3next", BASE | {"ssm.state_size": 16}),
     # Values that no model has.

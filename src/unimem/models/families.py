@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from unimem.base.text import format_bytes, format_count
@@ -219,6 +219,9 @@ class Family:
         How many layers have rows of their own; the others show those of the last ones before.
     with_predictors : bool
         Whether layers that predict further tokens have rows beside the others.
+    predictors : str
+        If the cache of these layers alone has more than their rows: "indexed" with their indexes,
+        or "all" that the others have.
     goes_back : bool
         Whether llama.cpp keeps earlier states too, if further tokens are predicted.
     is_divided : bool
@@ -238,6 +241,7 @@ class Family:
     indexed: Indexed | None = None
     own_layers: int | None = None
     with_predictors: bool = False
+    predictors: Literal["", "indexed", "all"] = ""
     goes_back: bool = False
     is_divided: bool = False
     config: Mapping[str, str] = field(default_factory=dict)
@@ -302,9 +306,10 @@ FAMILIES: tuple[Family, ...] = (
            config={"attention.key_length_mla": "qk_nope_head_dim+qk_rope_head_dim"}),
     Family(("deepseek32",), compresses=True, indexed="all"),
     Family(("glm-dsa",), compresses=True, indexed="listed or all"),
-    Family(("hy_v4",), compresses=True, indexed="listed or all", with_predictors=True),
+    Family(("hy_v4",), compresses=True, indexed="listed or all", with_predictors=True,
+           predictors="all"),
     Family(("dots3note",), (), _SLIDES_AS_LISTED, compresses=True, indexed="listed or all"),
-    Family(("minimax-m3",), indexed="behind dense"),
+    Family(("minimax-m3",), indexed="behind dense", with_predictors=True, predictors="all"),
     Family(("deepseek4",), (), _all("sliding"), indexed="compressed", is_divided=True,
            with_predictors=True, goes_back=True),
     # States.
@@ -332,7 +337,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(("kimi-k3", "bailingmoe3"), (), _by_heads, compresses=True, with_predictors=True,
            goes_back=True),
     Family(("glm5-next",), (), _by_heads, compresses=True, indexed="listed or all",
-           goes_back=True),
+           predictors="indexed", goes_back=True),
     Family(("qwen35", "qwen35moe"), (), _recurrent(4), goes_back=True),
     Family(("qwen3next",), ("qwen3_next",), _recurrent(4),
            config={"ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -340,7 +345,8 @@ FAMILIES: tuple[Family, ...] = (
                    "ssm.state_size": "linear_key_head_dim",
                    "ssm.group_count": "linear_num_key_heads",
                    "ssm.time_step_rank": "linear_num_value_heads"}),
-    Family(("qwen4exp",), (), _recurrent(4), indexed="all", goes_back=True),
+    Family(("qwen4exp",), (), _recurrent(4), indexed="all", predictors="indexed",
+           goes_back=True),
     Family(("minimax-01",), (), _recurrent(8)),
 )  # fmt: skip
 """All families. A model may be in two rows, since GGUF and a config.json differ."""
@@ -456,14 +462,20 @@ def layers_of(family: Family, fields: Fields, *, predictors: bool = False) -> tu
     n = count_layers(fields)
     n_predict = min(n - 1, fields.number("nextn_predict_layers") or 0)
     trunk, kinds = n - n_predict, family.kinds(fields, n)
-    if predictors:
-        kinds = [*_NOTHING(fields, trunk), *_FULL(fields, n_predict)]
+    if predictors and family.predictors != "all":
+        # A period ends with the other layers.
+        by_list = family.is_divided or fields.kinds(n) is not None
+        ends = kinds[trunk:] if by_list else _FULL(fields, n_predict)
+        family, kinds = replace(family, is_divided=False), [*_NOTHING(fields, trunk), *ends]
     elif not family.with_predictors:
         kinds = [*kinds[:trunk], *_NOTHING(fields, n_predict)]
     rows: Sequence[KeptRows] = ()
     if {"full", "sliding", "both"} & set(kinds):
         rows = _rows(family, fields, kinds)
-    indexes = {} if predictors else _indexes(family, fields, kinds[:trunk], rows)
+    indexes: dict[int, list[KeptLayer]] = {}
+    if not predictors or family.predictors:
+        last = n if family.predictors else trunk
+        indexes = _indexes(family, fields, kinds[:last], rows)
     states = _state_shapes(fields, rows) if {"state", "both"} & set(kinds) else ()
     grams = _gram_shapes(fields)
     found: list[KeptLayer] = []
@@ -532,12 +544,14 @@ def _indexes(
     if family.indexed == "compressed":
         return _compressed(fields, size, rows[: len(kinds)])
     lead = fields.number("leading_dense_block_count") or 0
-    listed = fields.per_layer("attention.indexer.types", len(kinds))
+    n_listed = count_layers(fields) - (fields.number("nextn_predict_layers") or 0)
+    listed = fields.per_layer("attention.indexer.types", n_listed)
     if listed is None:
         # As GLM 5.2 has them.
         is_long = (fields.number("context_length") or 0) >= 1 << 20
         is_shared = family.indexed == "listed or all" and is_long
         listed = [int(not is_shared or i < 2 or i % 4 == 2) for i in range(len(kinds))]
+    listed += [1] * (len(kinds) - len(listed))
     if fields.number("attention.indexer.kpool"):
         size *= 3  # a key, its gate, and the pooled key
     elif family.indexed == "all" and any(fields.listed(_RATIOS) or ()):
@@ -625,8 +639,10 @@ def _with_more(
     fields: Fields, rows: Sequence[KeptRows], layers: Iterable[KeptLayer]
 ) -> tuple[KeptLayer, ...]:
     """Add what passes through the blocks again keep, and the router of adapters."""
-    found = list(layers)
-    for i in range(1, fields.number("num_loops") or 1):
+    found, loops = list(layers), fields.number("num_loops") or 1
+    if loops * len(rows) > MOST_LAYERS:
+        raise UnknownError(f"'num_loops' is {loops}, of {format_count(len(rows), 'layer')}")
+    for i in range(1, loops if rows else 1):
         found += [one._replace(block=one.block + i * len(rows)) for one in found[: len(rows)]]
     if fields.number("adapters.count") and rows:
         found.append(rows[0]._replace(block=len(rows), n_kv_heads=1))

@@ -127,7 +127,9 @@ class MetadataFields:
         """Return the values of one head's key."""
         if self._meta.get("attention.key_length") is not None:
             return self.required("attention.key_length")
-        return _even_share(self.required("embedding_length"), self.required("attention.head_count"))
+        heads = (self.listed("attention.head_count") or [0])[0]
+        heads = heads or self.required("attention.head_count")
+        return _even_share(self.required("embedding_length"), heads)
 
     def _listed(self, name: str, value: Any, n: int) -> list[Any]:
         if len(value) != n:  # checked first, so that no long list is walked
