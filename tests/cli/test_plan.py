@@ -364,7 +364,12 @@ def test_any_architecture_can_be_planned(tmp_path: Path) -> None:
     assert screen.lines[2] == r"model     odd: no\x1b[2Jne, GGUF for llama.cpp"
     assert "Not known:" in screen.lines
     assert re.search(r"^weights:q8_0 +68 B  ", screen.plain, re.M)
-    assert screen.lines[0].endswith(" Largest context unknown.")
+    assert re.match(r"At least 8\.0 KiB of .* is not known\.$", screen.lines[0])
+    document = json.loads(show("plan", path, "--json").out)
+    assert (document["schema"], document["verdict"]) == ("unimem.plan/2", "at least")
+    assert (document["fits"], document["is_counted"]) == (None, False)
+    too_small = show("plan", path, "--memory", "1K")
+    assert too_small.code == 3
 
 
 def test_a_model_that_cannot_fit_ends_with_3() -> None:

@@ -137,8 +137,8 @@ def plan(
     -----
     For the architectures of the engine, each row is exact to the byte: ``other`` has private copies
     of the files' headers, and ``diagnostics`` the memory that a process publishes from its first
-    `Decoder` on, which a `Layout` without one lacks. For other architectures the KV cache follows
-    from the metadata, if possible. `Plan.unknown` lists the rest, which no row has.
+    `Decoder` on, which a `Layout` without one lacks. For llama.cpp the KV cache and the states are
+    what it prints. `Plan.unknown` lists the rest, which no row has.
 
     Examples
     --------
@@ -196,17 +196,7 @@ def plans_of(path: str) -> Iterator[Callable[..., Plan]]:
             sessions: int = 1,
         ) -> Plan:
             options = PlanOptions.from_arguments(
-                ctx=ctx,
-                batch=1,
-                kv_dtype=kv_dtype,
-                window=None,
-                threads=None,
-                load=load,
-                sessions=sessions,
-                device=None,
-                engine=None,
-                slots=None,
-                placement={},
+                ctx=ctx, kv_dtype=kv_dtype, load=load, sessions=sessions
             )
             return _Planner(source, find_host(machine)).plan(options)
 
@@ -231,7 +221,8 @@ class PlanOptions:
 
     @classmethod
     def from_arguments(cls, **given: Any) -> PlanOptions:
-        """Check arguments; an error names the option."""
+        """Check arguments, by default those of `plan`; an error names the option."""
+        given = _DEFAULTS | given
         loading.check_load(given["load"], for_engine=True)
         policy.check_options(given["placement"])
         threads, window, ctx = given["threads"], given["window"], given["ctx"]
@@ -287,6 +278,9 @@ class PlanOptions:
         return replace(self, **own, placement=self.placement | rest)
 
 
+_DEFAULTS: dict[str, Any] = dict.fromkeys(
+    ("ctx", "window", "threads", "device", "engine", "slots")
+) | {"batch": 1, "placement": {}}
 _OWN_OPTIONS = {item.name for item in fields(PlanOptions)} - {"placement"}
 
 

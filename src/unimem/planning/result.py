@@ -504,13 +504,14 @@ def _verdict(surface: Surface, plan: Plan) -> str:
         return start + name + end
     if plan.verdict == "at least":
         known = _of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)
-        start, end = f"At least {known}: the cache of ", f" is not known. {_largest(plan)}"
+        start, end = f"At least {known}: the cache of ", " is not known."
         name = escape(plan.facts.get("architecture") or "this file")
         return start + shorten(name, max(8, surface.width - len(start) - len(end))) + end
     if plan.spilled_bytes:
         again = format_bytes(plan.spilled_bytes)
         return f"Reads from disk: {again} with every token. {_largest(plan)}"
     fits = [_of(plan.total_bytes - plan.unread_bytes, plan.available_bytes)]
+    fits += ["compute buffers not counted"] if plan.engine == "llama.cpp" else []
     devices = {row.device for row in plan.rows}
     fits += [f"{_figures(check)} on {check.name}" for check in plan.checks if check.name in devices]
     return f"Fits: {', '.join(fits)}. {_largest(plan)}"
