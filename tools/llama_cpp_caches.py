@@ -424,10 +424,11 @@ def child(what: str, path: str, asked: list[list[int]]) -> None:
     model = lib.llama_model_load_from_file(path.encode(), params)
     if not model:
         return
-    for n_ctx, n_seq, unified, mtp in asked:
+    for n_ctx, n_seq, unified, mtp, *back in asked:
         os.write(1, f"\ncontext {n_ctx} {n_seq} {unified} {mtp}\n".encode())
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_seq_max, options.kv_unified = n_ctx, n_seq, bool(unified)
+        options.n_rs_seq = sum(back)
         options.ctx_type, options.swa_full = mtp, False  # as llama-server's default
         made = lib.llama_init_from_model(ctypes.c_void_p(model), options)
         if made:
@@ -438,12 +439,14 @@ def child(what: str, path: str, asked: list[list[int]]) -> None:
 # ---- asking it ----------------------------------------------------------------------------------
 
 #: Contexts, conversations, whether they share one cache, and whether it is the predictors' own.
+#: For files with states, one more context can go back by three tokens.
 ASKED = [
     *([n, 1, 0, 0] for n in (4096, 32768, 131072)),
     *([32768, 4, unified, 0] for unified in (1, 0)),
     [4096, 64, 1, 0],
     [32768, 1, 0, 1],
 ]
+BACK = [4096, 4, 0, 0, 3]
 _NOT_FOUND = re.compile(r"key not found in model: (\S+)")
 _FAILED = re.compile(r"GGML_ASSERT|GGML_ABORT|fatal error|error loading model:|what\(\)")
 _EXPERTS = [name for name in DEMANDED if name.startswith("expert_")]
@@ -533,7 +536,10 @@ def record(arch: str, path: Path, own: Mapping[str, Any]) -> dict[str, Any]:
             if not (sizes["kv"] or sizes["states"]):
                 return found | {"refused": sizes["then"]}
         printed.append(sizes)
-    return found | {"printed": printed}
+    found["printed"] = printed
+    if printed[0]["states"]:
+        found["back"] = sizes_of(_run("caches", path, [BACK]))
+    return found
 
 
 def main(names: Sequence[str]) -> None:

@@ -43,6 +43,16 @@ def test_llama_cpp_prints_what_is_planned(tmp_path: Path, name: str) -> None:
         assert (planned == 0) == (not numbers)
 
 
+@pytest.mark.parametrize("name", [name for name, one in FILES.items() if "back" in one])
+def test_a_draft_that_reads_states_makes_more_of_them(tmp_path: Path, name: str) -> None:
+    one, draft = FILES[name], FILES["dflash"]
+    path = write(tmp_path / "m.gguf", one["arch"], one["values"])
+    reader = write(tmp_path / "draft.gguf", draft["arch"], draft["values"])
+    plan = um.plan(path, ctx=4096, slots="4:divided", draft=reader)
+    numbers = one["back"]["kv"] + one["back"]["states"]
+    assert abs(plan["kv"].nbytes / MIB - sum(numbers)) <= 0.005 * len(numbers) + 1e-9
+
+
 def test_every_architecture_of_llama_cpp_is_in_the_table() -> None:
     archs = {one["arch"] for one in FILES.values()}
     assert len(archs) == 156

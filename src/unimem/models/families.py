@@ -19,6 +19,7 @@ from unimem.base.text import format_bytes, format_count
 from unimem.models.fields import Fields, Kind, UnknownError
 
 __all__ = [
+    "COMPRESSED",
     "FAMILIES",
     "Family",
     "GraphKind",
@@ -417,6 +418,10 @@ _STATES = (
     "kda.head_dim",
 )
 _RATIOS = "attention.compress_ratios"
+COMPRESSED = (
+    "keys and values are compressed (multi-head latent attention), and what a runtime keeps of "
+    "them is its choice"
+)
 
 
 def of_architecture(name: str) -> Family | None:
@@ -441,10 +446,7 @@ def by_keys(fields: Fields) -> Family:
         kinds = _by_heads
     compresses = bool(fields.number("attention.kv_lora_rank"))
     if compresses and not fields.number("attention.key_length_mla"):
-        raise UnknownError(
-            "keys and values are compressed (multi-head latent attention), and what a runtime "
-            "keeps of them is its choice"
-        )
+        raise UnknownError(COMPRESSED)
     return Family(kinds=kinds, compresses=compresses, indexed="listed or all")
 
 

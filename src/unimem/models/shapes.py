@@ -341,10 +341,7 @@ def _config_layers(values: Mapping[str, Any], fields: ConfigFields) -> tuple[Kep
     if family is None:
         raise UnknownError(f"what {_named(kind)} keeps of a token is not known to unimem")
     if not family.compresses and fields.number("attention.kv_lora_rank"):
-        raise UnknownError(
-            "keys and values are compressed (multi-head latent attention), and what a runtime "
-            "keeps of them is its choice"
-        )
+        raise UnknownError(families.COMPRESSED)
     return families.layers_of(family, fields)
 
 
