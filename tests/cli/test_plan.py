@@ -76,7 +76,7 @@ CODES = {"fits": 0, "reads from disk": 4, "does not fit": 3}
 PAGE = """\
 Fits: 4.1 of 15.0 GiB. Largest context 22k.
 
-model     Mistral 7B: llama, GGUF
+model     Mistral 7B: llama, GGUF for unimem
 file      some/mistral.gguf
 context   4,096 tokens (model's own: 32,768, fits: 22,528), KV f16, 4 threads
 load      map: a mapping shares the page cache
@@ -278,17 +278,20 @@ def test_options_reach_the_library(planned: Planned) -> None:
     assert asked == {
         "model": Path("m.gguf"), "ctx": None, "batch": 1, "kv_dtype": "f16", "window": None,
         "threads": None, "sessions": 1, "load": "auto", "device": None, "machine": None,
-        "pages": "auto", "numa": None, "lock": False,
+        "pages": "auto", "numa": None, "lock": False, "engine": None, "slots": None,
+        "mmproj": None, "draft": None,
     }  # fmt: skip
     words = (
         "--ctx 8 --batch 2 --kv-dtype q8_0 --window 4 --threads 3 --sessions 5 --load copy "
-        "--device cuda:1 --pages 2m --numa bind:0 --lock"
+        "--device cuda:1 --pages 2m --numa bind:0 --lock --engine llama.cpp --slots 4:divided "
+        "--mmproj p.gguf --draft d.gguf"
     )
     show("plan", *words.split())
     assert asked == {
         "model": embedded_model(), "ctx": 8, "batch": 2, "kv_dtype": "q8_0", "window": 4,
         "threads": 3, "sessions": 5, "load": "copy", "device": "cuda:1", "machine": None,
-        "pages": "2m", "numa": "bind:0", "lock": True,
+        "pages": "2m", "numa": "bind:0", "lock": True, "engine": "llama.cpp",
+        "slots": "4:divided", "mmproj": Path("p.gguf"), "draft": Path("d.gguf"),
     }  # fmt: skip
 
 
@@ -354,11 +357,16 @@ def test_any_architecture_can_be_planned(tmp_path: Path) -> None:
     tensors = [g.tensor("one", (64,), g.Q8_0, 0)]
     path.write_bytes(g.with_data(g.head(1, 1), *kvs, *tensors, nbytes=96)[0])
     screen = show("plan", path)
-    assert (screen.code, screen.err) == (0, "")
-    assert screen.lines[2] == r"model     odd: no\x1b[2Jne, GGUF"
+    assert (screen.code, screen.err) == (5, "")
+    assert screen.lines[2] == r"model     odd: no\x1b[2Jne, GGUF for llama.cpp"
     assert "Not known:" in screen.lines
     assert re.search(r"^weights:q8_0 +68 B  ", screen.plain, re.M)
-    assert screen.lines[0].endswith(" Largest context unknown.")
+    assert re.match(r"At least 8\.0 KiB of .* is not known\.$", screen.lines[0])
+    document = json.loads(show("plan", path, "--json").out)
+    assert (document["schema"], document["verdict"]) == ("unimem.plan/2", "at least")
+    assert (document["fits"], document["is_counted"]) == (None, False)
+    too_small = show("plan", path, "--memory", "1K")
+    assert too_small.code == 3
 
 
 def test_a_path_that_is_not_text(tmp_path: Path) -> None:

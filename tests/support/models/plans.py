@@ -21,7 +21,7 @@ jsonschema = pytest.importorskip(
 
 
 GIB = 1 << 30
-SCHEMA = json.loads((ROOT / "docs/schemas/plan-1.json").read_text())
+SCHEMA = json.loads((ROOT / "docs/schemas/plan-2.json").read_text())
 
 
 DIMS = um.ModelDims(2048, 5632, 32, 4, 64, 32000, 22, 8192)
