@@ -131,17 +131,23 @@ TEST(what_is_not_strict_is_counted) {
     um__large_free(at);
 }
 
+#define HUGETLB_SETTINGS "1 pages=2m page=4096 thp=2097152 min=1048576 threads=3"
+
+/* Whether the pool has no page, or it promises one that a cgroup refuses when it is touched. */
 TEST(a_pool_without_room_is_replaced_unless_strict) {
-    begin_with("1 pages=2m page=4096 thp=2097152 min=1048576");
-    uint64_t before = counts_now().n_fallback;
-    hugetlb_errno = ENOMEM;
-    void *at = um__large_malloc(20 * MIB);
-    CHECK(um__table_find(at) != NULL);
-    CHECK_EQ(counts_now().n_fallback, before + 1);
-    um__large_free(at);
-    begin_with("1 pages=2m page=4096 thp=2097152 min=1048576 strict=1");
-    hugetlb_errno = ENOMEM;
-    CHECK(um__large_malloc(20 * MIB) == NULL);
+    for (int promises = 0; promises < 2; promises++) {
+        begin_with(HUGETLB_SETTINGS);
+        uint64_t before = counts_now().n_fallback;
+        *(promises ? &populate_errno : &hugetlb_errno) = promises ? EFAULT : ENOMEM;
+        unsigned char *at = um__large_malloc(50 * MIB);
+        CHECK(um__table_find(at) != NULL);
+        CHECK_EQ(counts_now().n_fallback, before + 1);
+        memset(at, 1, 50 * MIB);
+        um__large_free(at);
+        begin_with(HUGETLB_SETTINGS " strict=1");
+        *(promises ? &populate_errno : &hugetlb_errno) = promises ? EFAULT : ENOMEM;
+        CHECK(um__large_malloc(50 * MIB) == NULL);
+    }
 }
 
 TEST(a_forked_child_goes_on_by_itself) {

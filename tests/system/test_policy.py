@@ -373,6 +373,25 @@ def test_pages_left_after_repair() -> None:
     assert "3 B on node 0, 5 B on node 1" in text
 
 
+@pytest.mark.parametrize(
+    ("pages", "numa", "lock", "breaks", "touches"),
+    [
+        ("4k", BIND, True, True, False),
+        ("2m", None, False, False, False),
+        ("2m", None, False, True, True),
+        ("2m", None, "onfault", False, False),
+        ("2m", None, True, False, True),
+        ("1g", BIND, False, False, True),
+        ("1g", NumaPolicy("interleave", (0, 1)), False, False, False),
+    ],
+)
+def test_pages_that_could_be_missing_later_are_touched_at_once(
+    pages: Any, numa: Any, lock: Any, breaks: bool, touches: bool
+) -> None:
+    pools = {"2m": pool(2 * MIB, 4, may_break_promises=breaks), "1g": pool(GIB, 4)}
+    assert policy.is_prefaulted(PlacementChoice(pages, numa, lock), Machine(pools)) == touches
+
+
 # ---- CPUs that warm ----
 
 

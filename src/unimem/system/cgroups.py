@@ -11,7 +11,7 @@ from typing import Literal
 
 from unimem.base import kernel_files
 
-__all__ = ["Cgroup", "cgroups_above", "locate"]
+__all__ = ["Cgroup", "cgroups_above", "locate", "sees_all_above"]
 
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
 
@@ -82,6 +82,17 @@ def cgroups_above(
         above = "" if root == "/" or not inside else root
         parts = [part for part in path[len(above) :].split("/") if part]
         yield from _walk_up(where, above, [] if ".." in parts else parts, 1 if names else 2)
+
+
+def sees_all_above(controller: str) -> bool:
+    """Whether no limit above this process is hidden from it, as that of a container's host is."""
+    version, mount = 1, _mounts().get(controller)
+    if mount is None:
+        version, mount = 2, _mounts().get("")
+    if mount is None or mount[1] != "/":
+        return False
+    # In a namespace of cgroups, "/" is its own; the root of version 2 alone has no type.
+    return version == 1 or kernel_files.read_text(f"{mount[0]}/cgroup.type") is None
 
 
 def _walk_up(mount: str, root: str, parts: list[str], version: Literal[1, 2]) -> Iterator[Cgroup]:
