@@ -40,11 +40,10 @@ def missing_cpu_features(needed: Iterable[str]) -> tuple[str, ...]:
     >>> missing_cpu_features(["no such feature"])
     ('no such feature',)
     """
-    has = {_plain(name) for name in cpu_features()}
-    return tuple(
-        name for name in needed if _plain(_KERNELS_NAMES.get(_plain(name), name)) not in has
-    )
+    has = set(map(_plain, cpu_features()))
+    return tuple(name for name in needed if _plain(name) not in has)
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    plain = re.sub(r"[^a-z0-9]", "", name.lower())
+    return _KERNELS_NAMES.get(plain, plain)

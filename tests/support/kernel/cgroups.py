@@ -9,11 +9,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from support.processes.forks import SANITIZED
+from unimem.base.threads import wait_until
 from unimem.system.cgroups import cgroups_above
 from unimem_bench.cgroup import entering, limited_cgroup
 from unimem_bench.suite import NotMeasured
@@ -82,9 +84,15 @@ def hugetlb_cgroup(limit_bytes: int, kind: str = "") -> Iterator[SmallCgroup]:
                 f"hugetlb cgroup {above.name.rstrip('/')}/{folder.name}", folder, kind
             )
         finally:
+            wait_until(partial(_is_empty, folder))
             folder.rmdir()
         return
     pytest.skip("making a cgroup with a limit on hugetlb pages needs root and the controller")
+
+
+def _is_empty(folder: Path) -> bool:
+    # The kernel removes a process a moment after it has ended.
+    return not (folder / "cgroup.procs").read_text()
 
 
 @pytest.fixture
