@@ -96,32 +96,11 @@ def test_numa_grammar(text: str, mode: str, nodes: tuple[int, ...]) -> None:
     assert policy.parse_numa(str(wanted)) == wanted
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "bind",
-        "preferred",
-        "bind:",
-        "interleave:",
-        "bind:1024",
-        "bind:0-1024",
-        "bind:3-1",
-        "bind:-1",
-        "bind:1,",
-        "bind:,1",
-        "bind:1--2",
-        "bind:a",
-        "spread:0",
-        "bind: 0",
-        "bind:0 ",
-        "bind:0\n",
-        "BIND:0",
-        "bind:99999999999999999999",
-        "bind:\u0661",
-        "bind:0x1",
-    ],
-)
+LISTS = ("", "1024", "0-1024", "3-1", "-1", "1,", ",1", "1--2", "a", " 0", "0 ", "0\n", "9" * 20)
+WRONG = ["", "bind", "preferred", "interleave:", "spread:0", "BIND:0", "bind:\u0661", "bind:0x1"]
+
+
+@pytest.mark.parametrize("text", [*WRONG, *(f"bind:{nodes}" for nodes in LISTS)])
 def test_numa_grammar_errors_show_the_grammar(text: str) -> None:
     with pytest.raises(ValueError, match=r"bind:NODES.*interleave.*weighted.*0,2-3") as caught:
         policy.parse_numa(text)
