@@ -9,12 +9,12 @@ import os
 import stat
 from collections.abc import Iterator
 from functools import partial
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem.base.arguments import file_path
+from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 
 __all__ = ["NewFile", "remove_unlocked", "write_text"]
@@ -38,7 +38,7 @@ def _attribute_errors(path: str) -> Iterator[None]:
         raise OSError(number, error.strerror or os.strerror(number), path) from error
 
 
-class NewFile:
+class NewFile(Closing):
     """A file that is written beside the old one and then replaces it.
 
     Leaving the ``with`` without `publish` removes it. Any number of threads may write; all other
@@ -226,12 +226,6 @@ class NewFile:
     def __del__(self) -> None:
         if hasattr(self, "_fds"):
             self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def remove_unlocked(path: str | bytes, *, dir_fd: int | None = None) -> None:
