@@ -180,8 +180,7 @@ static bool map_placed(um__record *record, size_t align, int flags) {
         return false;
     }
     record->address = (uintptr_t)at;
-    bool placed = place(record);
-    bool stalled;
+    bool placed = place(record), stalled;
     if (placed && flags != 0) {
         placed = um__prefault(at, record->nbytes, false, um__settings_now.n_threads, &stalled);
     }

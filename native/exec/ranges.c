@@ -128,16 +128,12 @@ int um__ranges_advise(void *at, size_t nbytes, int advice) {
         return 0;
     }
     int result = um__sys_advise(at, nbytes, advice);
-    if (result == 0 || errno != EINVAL || !gives) {
+    if (result == 0 || errno != EINVAL || !gives || !asked->lock) {
         return result;
     }
     um__record found;
     um__table_lock();
     bool ours = um__table_overlaps((uintptr_t)at, nbytes, &found);
     um__table_unlock();
-    if (asked->lock && ours) {
-        return um__sys_advise(at, nbytes, MADV_DONTNEED_LOCKED);
-    }
-    errno = EINVAL;
-    return -1;
+    return ours ? um__sys_advise(at, nbytes, MADV_DONTNEED_LOCKED) : result;
 }

@@ -47,17 +47,9 @@ class NewFile(Closing):
     The file is locked (``flock``) while it is written. The kernel drops the lock of a process that
     dies, so the next writer of the same path can tell which files to remove.
 
-    Parameters
-    ----------
-    path : str
-        The file to make or to replace. Of a symbolic link, the target is replaced. An existing
-        file keeps its permissions.
-
-    Raises
-    ------
-    OSError
-        Nothing can be written there; IsADirectoryError for a folder, and for a path that ends in a
-        separator. Nothing has changed then.
+    The target of a symbolic link is replaced, and an existing file keeps its permissions. OSError
+    is raised if nothing can be written there, IsADirectoryError for a folder and for a path that
+    ends in a separator; nothing has changed then.
     """
 
     def __init__(self, path: str) -> None:
@@ -198,11 +190,8 @@ class NewFile(Closing):
     def publish(self) -> None:
         """Bring the file to the disk, and replace the old one durably.
 
-        Raises
-        ------
-        OSError
-            It failed. The old file is there as before, unless only the last step failed, which
-            brings the change of the folder to the disk.
+        After an OSError the old file is there as before, unless only the last step failed, which
+        brings the change of the folder to the disk.
         """
         with _attribute_errors(self.path):
             os.fsync(self._fd)

@@ -203,15 +203,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class CpuQuota:
-    """The tightest CPU quota of the cgroups above the process.
-
-    Attributes
-    ----------
-    cpus : float
-        The CPUs' worth of time that it leaves.
-    path : str
-        The file that sets it.
-    """
+    """The tightest CPU quota of the cgroups above: the CPUs that it leaves, and its file."""
 
     cpus: float
     path: str
@@ -650,19 +642,10 @@ def _size_name(nbytes: int) -> str:
 
 
 def limit_reached(nbytes: int) -> str:
-    """Name the limit of its address space that kept this process from taking more bytes.
+    """Name the limit of its address space that kept this process from taking `nbytes` more.
 
-    The kernel's error is ENOMEM, as without free memory.
-
-    Parameters
-    ----------
-    nbytes : int
-        The bytes that were refused.
-
-    Returns
-    -------
-    str
-        The limit, its use, and its remedy; "" if no limit is reached or can be read.
+    The kernel's error is ENOMEM, as without free memory. Return "" if no limit is reached or can be
+    read.
     """
     with suppress(OSError, ValueError, MemoryError):
         return _mappings_reached() or _addresses_reached(nbytes)
