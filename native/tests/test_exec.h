@@ -1,4 +1,4 @@
-/* What the tests of native/exec share: system calls that fail on demand, and a fresh start. */
+/* Helpers for the tests of native/exec: system calls that fail on demand, and a fresh start. */
 #ifndef UM_TEST_EXEC_H
 #define UM_TEST_EXEC_H
 
@@ -14,7 +14,7 @@ um__next um__next_now; /* hooks.c, which is not here, has it in the library */
 
 /* The errno that each call fails with, from now on; 0: none. */
 static _Atomic int map_errno, bind_errno, lock_errno, hugetlb_errno, populate_errno;
-/* What the clock goes on by with each look, and how often memory was touched. */
+/* The step of the clock at each look, and how often the kernel was advised. */
 static _Atomic uint64_t clock_step_ns, n_no_huge, n_advised;
 
 void *__real_um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);

@@ -33,7 +33,7 @@ TEST(memory_that_is_used_again_is_zeroed_for_calloc) {
     CHECK(um__large_calloc(SIZE_MAX, 2) == NULL);
 }
 
-TEST(what_is_freed_is_kept_within_bounds) {
+TEST(freed_memory_is_kept_within_bounds) {
     begin_with(THP_SETTINGS);
     void *all[40];
     for (size_t i = 0; i < COUNT(all); i++) {
@@ -94,7 +94,7 @@ TEST(alignments_are_kept) {
     um__large_free(theirs);
 }
 
-TEST(what_cannot_be_placed_goes_to_the_next_allocator) {
+TEST(allocations_that_cannot_be_placed_go_to_the_next_allocator) {
     begin_with(THP_SETTINGS);
     map_errno = ENOMEM;
     uint64_t before = counts_now().n_passed_on;
@@ -106,7 +106,7 @@ TEST(what_cannot_be_placed_goes_to_the_next_allocator) {
     um__large_free(at);
 }
 
-TEST(strict_memory_is_as_asked_or_not_there) {
+TEST(strict_memory_is_as_asked_or_refused) {
     begin_with(THP_SETTINGS " strict=1 lock=1 policy=2:1");
     static _Atomic int *const refusals[] = {&lock_errno, &bind_errno, &map_errno};
     for (size_t i = 0; i < COUNT(refusals); i++) {
@@ -120,7 +120,7 @@ TEST(strict_memory_is_as_asked_or_not_there) {
     }
 }
 
-TEST(what_is_not_strict_is_counted) {
+TEST(downgrades_are_counted_unless_strict) {
     begin_with(THP_SETTINGS " lock=1 policy=2:1");
     um__counts before = counts_now();
     lock_errno = bind_errno = EPERM;
