@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,7 +97,7 @@ HUGE = (
     + """
 import sys
 from unimem.system import limits
-NAME = next(limit.name for limit in limits.huge_pools()["2m"].cgroups)
+NAME = next((limit.name for limit in limits.huge_pools()["2m"].cgroups), None)
 def strict(n=1, **options):
     return um.Block(n * 2 * MIB, pages="2m", strict=True, **options)
 def fill(*blocks):
@@ -165,6 +166,21 @@ def test_two_processes_that_fit_alone_do_not_fit_together(two_pages: SmallCgroup
         two_pages.run(HUGE + 'refused(um.PlacementError, strict, NAME, "has room for 0 B")')
         holder.communicate("\n")
     assert holder.returncode == 0
+
+
+HIDDEN = """
+held = [strict(), strict()]
+refused(um.PlacementError, strict, "hugetlb.*.max the limits of cgroups")
+fill(*held)
+"""
+
+
+def test_limits_that_a_container_hides_are_kept(two_pages: SmallCgroup) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare on this machine, which begins a namespace of cgroups")
+    command = ["unshare", "--cgroup", sys.executable, "-c", HUGE + HIDDEN]
+    done = subprocess.run(two_pages.entering(command), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_memory_of_another_cgroup_is_attached_as_far_as_it_is_there(
