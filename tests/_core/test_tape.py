@@ -191,54 +191,40 @@ def test_after_clear_the_same_memory_comes_again_as_it_was(device: Device, tape:
     assert (device.seen(again) == 3).all()  # clear zeroes nothing
 
 
-def test_keep_mark_rewind(tape: Any) -> None:
+# `TapeAgainstModel` tries what these do to a tape in any order.
+
+
+def test_marks_that_are_none(tape: Any) -> None:
     tape.take_bytes(256)
-    mark = tape.mark()
-    tape.take_bytes(256)
-    tape.keep()
-    tape.take_bytes(256)
-    late = tape.mark()
-    tape.rewind(mark)
-    assert tape.used_bytes == 512  # it stops at what is kept
-    for bad in (late, -1, 2**70):
+    for bad in (257, -1, 2**70):
         with pytest.raises(ValueError, match="mark"):
             tape.rewind(bad)
     with pytest.raises(TypeError):
         tape.rewind(1.5)
-    assert figures(tape) == (512, 768, 3, 64 * KIB - 512)
+    assert tape.used_bytes == 256
 
 
-def test_frames(tape: Any) -> None:
+def test_a_frame_whose_tape_was_cleared_or_closed_inside(tape: Any) -> None:
     tape.take_bytes(256)
     with tape.frame() as inner:
         assert inner is tape
-        tape.take_bytes(256)
-        with contextlib.suppress(KeyError), tape.frame():
+        with tape.frame():
             tape.take_bytes(256)
-            raise KeyError
-        assert tape.used_bytes == 512
-    assert tape.used_bytes == 256
-    with tape.frame():
+        assert tape.used_bytes == 256
         tape.clear()
     assert tape.used_bytes == 0
     with tape.frame():
         tape.close()
 
 
-def test_freeze_and_thaw(tape: Any) -> None:
-    tape.take_bytes(64)
+def test_a_frozen_tape_says_so(tape: Any) -> None:
     tape.freeze()
-    assert tape.frozen
     assert "frozen" in repr(tape)
-    before = figures(tape)
     for take in (tape.take, tape.take_address, tape.take_bytes):
         for n in (0, 1):
             with pytest.raises(um.FrozenError, match="frozen"):
                 take(n)
-    assert figures(tape) == before
-    tape.clear()  # goes on
     tape.thaw()
-    assert not tape.frozen
     tape.take(1)
 
 
