@@ -172,7 +172,7 @@ size_t um__table_asked(const void *address, size_t *out_nbytes);
 
 /* ---- prefault.c ---- */
 
-/* Touches a range; false: the kernel refused a page. *out_stalled: small pages came at some time. */
+/* Touches a range; false: the kernel refused a page. *out_stalled: some pages are small ones. */
 bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads, bool *out_stalled);
 
 /* ---- place.c ---- */

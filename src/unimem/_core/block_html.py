@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from unimem.base.html import Html, bar, fragment, heading, join, markup, size, table
 from unimem.system.placement import Placement
-
-if TYPE_CHECKING:
-    from unimem._core.block import Block
 
 __all__ = ["block_html"]
 
 _COLOR = "#3b82c4"
 
 
-def block_html(block: Block) -> Html:
+class _Block(Protocol):
+    name: str
+
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def requested(self) -> dict[str, Any]: ...
+    @property
+    def granted(self) -> Placement: ...
+
+
+def block_html(block: _Block) -> Html:
     """Write what a block was asked to be, and how the kernel says that it is placed."""
     if block.closed:
         return fragment(markup(repr(block)))
