@@ -71,7 +71,6 @@ MACHINE_MODULES = {
     "staging/test_unfinished",
     "system/test_limits",
     "system/test_pressure",
-    "system/test_pressure_watches",
     "system/test_process",
     "test_governor",
     "test_governor_cgroup",

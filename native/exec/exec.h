@@ -172,9 +172,8 @@ size_t um__table_asked(const void *address, size_t *out_nbytes);
 
 /* ---- prefault.c ---- */
 
-/* Touches a range. Returns whether the kernel took too long to find huge pages: the rest is in
- * small pages then. */
-bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads);
+/* Touches a range; false: the kernel refused a page. *out_stalled: some pages are small ones. */
+bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads, bool *out_stalled);
 
 /* ---- place.c ---- */
 

@@ -128,8 +128,9 @@ static void prefault(um__record *record) {
         return;
     }
     record->state |= UM__IS_PREFAULTED;
-    bool huge = (record->state & UM__IS_ADVISED) != 0;
-    if (um__prefault(address_of(record), record->nbytes, huge, asked->n_threads)) {
+    bool huge = (record->state & UM__IS_ADVISED) != 0, stalled;
+    um__prefault(address_of(record), record->nbytes, huge, asked->n_threads, &stalled);
+    if (stalled) {
         record->state |= UM__IS_STALLED;
         um__place_say("the kernel was slow in finding huge pages: small ones were taken instead");
     }
@@ -150,7 +151,7 @@ static void count_shortfalls(const um__record *record) {
         um__place_say("the kernel refused the NUMA policy of an allocation");
     } else if ((record->state & UM__IS_FALLBACK) != 0) {
         um__place_say(
-            "the pool of huge pages has no more room: transparent ones were taken instead");
+            "the pool of huge pages has no more room for it: transparent ones were taken instead");
     }
 }
 
@@ -170,8 +171,8 @@ static bool enter(const um__record *record) {
     return done;
 }
 
-/* Maps record->nbytes with these flags, and places them. Bound hugetlb pages are touched at once: a
- * later touch would end the program if their node had none. */
+/* Maps record->nbytes with these flags, and places them. hugetlb pages are touched at once: a later
+ * touch would end the program if the limit of a cgroup, or the node, had no room for one. */
 static bool map_placed(um__record *record, size_t align, int flags) {
     void *at = um__place_map(record->nbytes, align, PROT_READ | PROT_WRITE,
                              MAP_PRIVATE | MAP_ANONYMOUS | flags);
@@ -179,9 +180,9 @@ static bool map_placed(um__record *record, size_t align, int flags) {
         return false;
     }
     record->address = (uintptr_t)at;
-    bool placed = place(record);
-    if (placed && flags != 0 && um__settings_now.numa_mode == UM__MPOL_BIND) {
-        placed = um__sys_advise(at, record->nbytes, MADV_POPULATE_WRITE) == 0;
+    bool placed = place(record), stalled;
+    if (placed && flags != 0) {
+        placed = um__prefault(at, record->nbytes, false, um__settings_now.n_threads, &stalled);
     }
     if (!placed) {
         um__sys_unmap(at, record->nbytes);
@@ -381,9 +382,9 @@ bool um__place_range(void *address, size_t nbytes, bool touch) {
         um__place_say("--strict: a mapping that could not be placed as asked has failed");
         return false;
     }
+    bool huge = (record.state & UM__IS_ADVISED) != 0, stalled;
     if (touch) {
-        um__prefault(address, nbytes, (record.state & UM__IS_ADVISED) != 0,
-                     um__settings_now.n_threads);
+        um__prefault(address, nbytes, huge, um__settings_now.n_threads, &stalled);
     } else if (um__settings_now.prefault_bytes != 0) {
         prefault(&record);
     }

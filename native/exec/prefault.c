@@ -20,7 +20,7 @@ typedef struct part {
     char *at;
     size_t nbytes;
     int cpu; /* -1: anywhere */
-    bool huge, stalled;
+    bool huge, stalled, failed;
 } part;
 
 static void touch(part *own) {
@@ -31,7 +31,8 @@ static void touch(part *own) {
             if (errno == EINTR || errno == EAGAIN) {
                 continue;
             }
-            return; /* the program's own touches will fail */
+            own->failed = true; /* so will the program's own touches */
+            return;
         }
         done += step;
         uint64_t most = PATIENCE_NS + STEP_NS * (done / STEP_BYTES);
@@ -69,14 +70,15 @@ static int next_cpu(const cpu_set_t *allowed, int cpu) {
     return -1;
 }
 
-bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
+bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads, bool *out_stalled) {
     size_t most = nbytes / SHARE_BYTES;
     size_t n = n_threads < most ? n_threads : most;
     n = n > MOST_THREADS ? MOST_THREADS : n;
     if (n < 2) {
         part whole = {.at = at, .nbytes = nbytes, .cpu = -1, .huge = huge};
         touch(&whole);
-        return whole.stalled;
+        *out_stalled = whole.stalled;
+        return !whole.failed;
     }
     /* Parts meet at borders of huge pages. */
     size_t share = (nbytes / n + STEP_BYTES - 1) / STEP_BYTES * STEP_BYTES;
@@ -102,7 +104,7 @@ bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
         runs[i] = pthread_create(&threads[i], NULL, run, &parts[i]) == 0;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    bool stalled = false;
+    bool stalled = false, failed = false;
     for (size_t j = 0; j < i; j++) {
         if (runs[j]) {
             pthread_join(threads[j], NULL);
@@ -110,6 +112,8 @@ bool um__prefault(void *at, size_t nbytes, bool huge, unsigned n_threads) {
             touch(&parts[j]);
         }
         stalled |= parts[j].stalled;
+        failed |= parts[j].failed;
     }
-    return stalled;
+    *out_stalled = stalled;
+    return !failed;
 }

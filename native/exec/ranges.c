@@ -117,26 +117,23 @@ void *um__ranges_remap(void *at, size_t nbytes, size_t new_nbytes, int flags, vo
     return mapped == NULL ? MAP_FAILED : mapped;
 }
 
-/* Does what the kernel refuses only because memory was placed: gives locked pages back, and clears
- * a part of a hugetlb page that the program gives back. */
+/* Gives back locked pages, which the kernel refuses. Clears hugetlb pages that the program gives
+ * back: the kernel would refuse parts, and promise no other page for a whole one. */
 int um__ranges_advise(void *at, size_t nbytes, int advice) {
+    const um__settings *asked = &um__settings_now;
+    bool gives = asked->active && (advice == MADV_DONTNEED || advice == MADV_FREE);
+    bool may_be_hugetlb = asked->pages >= UM__2M && (uintptr_t)at % asked->page_bytes == 0;
+    if (gives && may_be_hugetlb && um__table_is_hugetlb((uintptr_t)at, in_pages(nbytes))) {
+        memset(at, 0, in_pages(nbytes));
+        return 0;
+    }
     int result = um__sys_advise(at, nbytes, advice);
-    bool gives = advice == MADV_DONTNEED || advice == MADV_FREE;
-    if (result == 0 || errno != EINVAL || !gives || !um__settings_now.active) {
+    if (result == 0 || errno != EINVAL || !gives || !asked->lock) {
         return result;
     }
     um__record found;
     um__table_lock();
     bool ours = um__table_overlaps((uintptr_t)at, nbytes, &found);
     um__table_unlock();
-    if (um__settings_now.lock && ours) {
-        return um__sys_advise(at, nbytes, MADV_DONTNEED_LOCKED);
-    }
-    bool aligned = (uintptr_t)at % um__settings_now.page_bytes == 0;
-    if (aligned && um__table_is_hugetlb((uintptr_t)at, in_pages(nbytes))) {
-        memset(at, 0, in_pages(nbytes));
-        return 0;
-    }
-    errno = EINVAL;
-    return -1;
+    return ours ? um__sys_advise(at, nbytes, MADV_DONTNEED_LOCKED) : result;
 }

@@ -344,7 +344,8 @@ typedef struct um_block {
  *   name is longer than 249 bytes; a NUMA mode without nodes, or nodes without a mode; a mirror of
  *   no memfd, or not of whole pages or pieces; a file that is not empty, or has pages of another
  *   size.
- * - UM_E_NOMEM: also if the hugetlb pool is too small.
+ * - UM_E_NOMEM: also if the hugetlb pool is too small. A cgroup or a cpuset may refuse a page of it
+ *   later, at its first touch (SIGBUS): um_block_warm finds out.
  * - UM_E_NOMEM, UM_E_OS, with UM_BLOCK_NO_POLICY: the kernel refused the NUMA policy. */
 UM_API UM_CHECKED um_status um_block_map(um_block *out, size_t nbytes,
                                          const um_block_options *options, um_error *err);

@@ -1,4 +1,4 @@
-/* What the tests of blocks share: blocks, files, and what the kernel reports. */
+/* Helpers for the tests of blocks: blocks, files, and the figures of the kernel. */
 #ifndef UM_BLOCKS_H
 #define UM_BLOCKS_H
 
@@ -13,7 +13,7 @@
 #include "huge_pool.h"
 
 /* Of this machine. huge_page is 0 when the kernel has no huge pages: then a block gets base pages,
- * and says so. `unit` is the larger one that there is. main.c sets them. */
+ * and says so. `unit` is the larger of the two. main.c sets them. */
 extern size_t page, huge_page, unit;
 
 #define OPTIONS(...) (&(um_block_options){__VA_ARGS__})

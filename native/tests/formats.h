@@ -1,4 +1,4 @@
-/* What the tests of headers share: a file that is written field by field, and parsed from bytes
+/* Helpers for the tests of headers: a file that is written field by field, and parsed from bytes
  * that end where an allocation ends, so that a sanitizer sees a read past them. The test says first
  * what HEADER, PARSE and FREE are. */
 #ifndef UM_FORMATS_H

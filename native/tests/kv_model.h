@@ -252,7 +252,7 @@ static inline bool check_model(const kv_model *m) {
     return CHECK(tokens) && ok;
 }
 
-/* What a call that fails must not change, in addition to what check_model compares. */
+/* State that a failed call must not change, in addition to that of check_model. */
 typedef struct kv_picture {
     um_kv kv;
     uint64_t words[2 * MAX_LAYERS];
@@ -279,7 +279,7 @@ static inline kv_picture picture_of(const kv_model *m) {
         check_model(m);                                                                            \
     } while (0)
 
-/* What a call must return. */
+/* The expected result of a call. */
 static inline um_error answer(um_status status) {
     return (um_error){.status = status};
 }

@@ -1,4 +1,4 @@
-/* What the tests of mirrored memory share. */
+/* Helpers for the tests of mirrored memory. */
 #ifndef UM_MIRRORS_H
 #define UM_MIRRORS_H
 

@@ -1,4 +1,4 @@
-/* What the tests of paged KV memory share: a pool, sequences in it, tokens, and a check of the
+/* Helpers for the tests of paged KV memory: a pool, sequences in it, tokens, and a check of the
  * tokens of a sequence. */
 #ifndef UM_PAGED_POOL_H
 #define UM_PAGED_POOL_H

@@ -1,4 +1,4 @@
-/* What stress tests share: many threads that do as they like with one object, for as long as
+/* Helpers for stress tests: many threads that do as they like with one object, for as long as
  * UNIMEM_STRESS_SECONDS says, and for some rounds where it says nothing. They are made for
  * ThreadSanitizer (`make tsan`), and check what they can see themselves. */
 #ifndef UM_STRESS_H

@@ -1,9 +1,8 @@
-/* What the C tests share: checks that count and print, and TEST, which makes a test of a function.
- * The tests of a file are one program.
- *
- * The status checks use one um_error, `test_err`. It is filled with a pattern before the call, so
- * that they also check that a call that succeeds leaves it alone, and that a call that fails fills
- * all that matters. Threads use CHECK with an um_error of their own. */
+/* The harness of the C tests: checks that count and print, and TEST, which makes a test of a
+ * function. The tests of a file are one program. The status checks use one um_error, `test_err`. It
+ * is filled with a pattern before the call, so that they also check that a call that succeeds
+ * leaves it alone, and that a call that fails fills all that matters. Threads use CHECK with an
+ * um_error of their own. */
 #ifndef UM_TEST_H
 #define UM_TEST_H
 
@@ -137,7 +136,7 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
         CHECK_STATUS(expected, fn(__VA_ARGS__, &test_err));                                        \
         CHECK(fn(__VA_ARGS__, NULL) == (expected));                                                \
     } while (0)
-/* What a call that failed for want of room has written to test_err. */
+/* Checks test_err after a call that failed for want of room. */
 #define CHECK_ROOM(limit_, used_, asked_)                                                          \
     do {                                                                                           \
         CHECK_EQ(test_err.limit, limit_);                                                          \
@@ -149,7 +148,7 @@ static inline bool test_status(um_status got, um_status expected, const char *fi
         CHECK_DETAIL(UM_E_FULL, detail_, call);                                                    \
         CHECK_ROOM(limit_, used_, asked_);                                                         \
     } while (0)
-/* What a failed system call has written to test_err. The name is compared only if the errno is
+/* Checks test_err after a failed system call. The name is compared only if the errno is
  * right, since `what` is no valid pointer after a call that succeeded. */
 #define CHECK_OS_ERR(os_errno_, name_)                                                             \
     do {                                                                                           \

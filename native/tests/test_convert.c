@@ -140,7 +140,7 @@ TEST(references) {
     CHECK(memcmp(block.qs, qs, sizeof qs) == 0);
 }
 
-/* What is under test: one code in one mode. */
+/* The subject of a test: one code in one mode. */
 typedef struct way {
     const um__convert_code *code;
     fp_mode mode;
@@ -492,7 +492,7 @@ TEST(refusals) {
     CHECK_SPOILT(out);
 }
 
-/* What is said of a type agrees with the table of ggml's types. */
+/* The description of a type agrees with ggml's table of types. */
 TEST(types) {
     const size_t n_bytes[] = {4, 2, 2, 34, 18, 20, 22, 24, 18};
     for (um_dtype type = UM_F32; type < UM_DTYPE_COUNT; type++) {

@@ -1,8 +1,8 @@
-/* What the CPU has, against what the kernel lists. */
+/* The CPU's features, against those that the kernel lists. */
 #include "fault_os.h"
 #include "os/cpu_features.h"
 
-TEST(as_the_kernel_lists_them) {
+TEST(features_are_those_that_the_kernel_lists) {
 #if defined(__x86_64__)
     static const struct {
         const char *word;

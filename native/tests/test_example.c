@@ -1,4 +1,4 @@
-/* The example of unimem.h: it is the one that stands here, and it runs. */
+/* The example of unimem.h is the one in this file, and it runs. */
 #include "test.h"
 #include "unimem.h"
 

@@ -1,4 +1,4 @@
-/* What the tests of native/exec share: system calls that fail on demand, and a fresh start. */
+/* Helpers for the tests of native/exec: system calls that fail on demand, and a fresh start. */
 #ifndef UM_TEST_EXEC_H
 #define UM_TEST_EXEC_H
 
@@ -13,8 +13,8 @@ um__next um__next_now; /* hooks.c, which is not here, has it in the library */
 #endif
 
 /* The errno that each call fails with, from now on; 0: none. */
-static _Atomic int map_errno, bind_errno, lock_errno, hugetlb_errno;
-/* What the clock goes on by with each look, and how often memory was touched. */
+static _Atomic int map_errno, bind_errno, lock_errno, hugetlb_errno, populate_errno;
+/* The step of the clock at each look, and how often the kernel was advised. */
 static _Atomic uint64_t clock_step_ns, n_no_huge, n_advised;
 
 void *__real_um__sys_map(void *at, size_t nbytes, int protection, int flags, int fd, off_t offset);
@@ -38,12 +38,19 @@ void *__wrap_um__sys_map(void *at, size_t nbytes, int protection, int flags, int
     if (hugetlb_errno != 0 && (flags & MAP_HUGETLB) != 0) {
         return fail_with(hugetlb_errno);
     }
+    if (populate_errno != 0 && (flags & MAP_HUGETLB) != 0) { /* the pool promises, in any case */
+        flags &= MAP_PRIVATE | MAP_ANONYMOUS;
+    }
     return __real_um__sys_map(at, nbytes, protection, flags, fd, offset);
 }
 
 int __wrap_um__sys_advise(void *at, size_t nbytes, int advice) {
     n_no_huge += advice == MADV_NOHUGEPAGE;
     n_advised += advice == MADV_HUGEPAGE;
+    if (populate_errno != 0 && advice == MADV_POPULATE_WRITE) {
+        fail_with(populate_errno);
+        return -1;
+    }
     return __real_um__sys_advise(at, nbytes, advice);
 }
 
@@ -65,7 +72,7 @@ uint64_t __wrap_um__sys_cpu_ns(void) {
 /* Begins with these settings. The table is made once. */
 static inline void begin_with(const char *text) {
     static bool has_begun;
-    map_errno = bind_errno = lock_errno = hugetlb_errno = 0;
+    map_errno = bind_errno = lock_errno = hugetlb_errno = populate_errno = 0;
     clock_step_ns = n_no_huge = n_advised = 0;
     um__settings_read(&um__settings_now, text);
     um__next_now = (um__next){.malloc = malloc,

@@ -33,7 +33,7 @@ TEST(memory_that_is_used_again_is_zeroed_for_calloc) {
     CHECK(um__large_calloc(SIZE_MAX, 2) == NULL);
 }
 
-TEST(what_is_freed_is_kept_within_bounds) {
+TEST(freed_memory_is_kept_within_bounds) {
     begin_with(THP_SETTINGS);
     void *all[40];
     for (size_t i = 0; i < COUNT(all); i++) {
@@ -94,7 +94,7 @@ TEST(alignments_are_kept) {
     um__large_free(theirs);
 }
 
-TEST(what_cannot_be_placed_goes_to_the_next_allocator) {
+TEST(allocations_that_cannot_be_placed_go_to_the_next_allocator) {
     begin_with(THP_SETTINGS);
     map_errno = ENOMEM;
     uint64_t before = counts_now().n_passed_on;
@@ -106,7 +106,7 @@ TEST(what_cannot_be_placed_goes_to_the_next_allocator) {
     um__large_free(at);
 }
 
-TEST(strict_memory_is_as_asked_or_not_there) {
+TEST(strict_memory_is_as_asked_or_refused) {
     begin_with(THP_SETTINGS " strict=1 lock=1 policy=2:1");
     static _Atomic int *const refusals[] = {&lock_errno, &bind_errno, &map_errno};
     for (size_t i = 0; i < COUNT(refusals); i++) {
@@ -120,7 +120,7 @@ TEST(strict_memory_is_as_asked_or_not_there) {
     }
 }
 
-TEST(what_is_not_strict_is_counted) {
+TEST(downgrades_are_counted_unless_strict) {
     begin_with(THP_SETTINGS " lock=1 policy=2:1");
     um__counts before = counts_now();
     lock_errno = bind_errno = EPERM;
@@ -131,17 +131,23 @@ TEST(what_is_not_strict_is_counted) {
     um__large_free(at);
 }
 
+#define HUGETLB_SETTINGS "1 pages=2m page=4096 thp=2097152 min=1048576 threads=3"
+
+/* Whether the pool has no page, or it promises one that a cgroup refuses when it is touched. */
 TEST(a_pool_without_room_is_replaced_unless_strict) {
-    begin_with("1 pages=2m page=4096 thp=2097152 min=1048576");
-    uint64_t before = counts_now().n_fallback;
-    hugetlb_errno = ENOMEM;
-    void *at = um__large_malloc(20 * MIB);
-    CHECK(um__table_find(at) != NULL);
-    CHECK_EQ(counts_now().n_fallback, before + 1);
-    um__large_free(at);
-    begin_with("1 pages=2m page=4096 thp=2097152 min=1048576 strict=1");
-    hugetlb_errno = ENOMEM;
-    CHECK(um__large_malloc(20 * MIB) == NULL);
+    for (int promises = 0; promises < 2; promises++) {
+        begin_with(HUGETLB_SETTINGS);
+        uint64_t before = counts_now().n_fallback;
+        *(promises ? &populate_errno : &hugetlb_errno) = promises ? EFAULT : ENOMEM;
+        unsigned char *at = um__large_malloc(50 * MIB);
+        CHECK(um__table_find(at) != NULL);
+        CHECK_EQ(counts_now().n_fallback, before + 1);
+        memset(at, 1, 50 * MIB);
+        um__large_free(at);
+        begin_with(HUGETLB_SETTINGS " strict=1");
+        *(promises ? &populate_errno : &hugetlb_errno) = promises ? EFAULT : ENOMEM;
+        CHECK(um__large_malloc(50 * MIB) == NULL);
+    }
 }
 
 TEST(a_forked_child_goes_on_by_itself) {

@@ -29,7 +29,7 @@ enum { SMALL = 1000, N_SHARED = 64 };
 
 static const int ANONYMOUS = MAP_PRIVATE | MAP_ANONYMOUS;
 
-TEST(what_is_large_is_placed_and_what_is_small_is_passed_on) {
+TEST(large_allocations_are_placed_and_small_ones_are_passed_on) {
     REQUIRE(um__settings_now.min_bytes == MIB);
     void *aligned = NULL;
     CHECK_EQ(hook_posix_memalign(&aligned, 64, 2 * MIB), 0);
@@ -80,7 +80,7 @@ TEST(ranges_are_placed_resized_and_given_back) {
 
 /* ---- threads ---- */
 
-/* What one thread allocates and another one frees. */
+/* Memory that one thread allocates and another one frees. */
 static _Atomic(unsigned char *) shared[N_SHARED];
 
 static size_t any_size(worker *w) {

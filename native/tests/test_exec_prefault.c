@@ -12,7 +12,7 @@ static bool is_in_ram(void *at, size_t nbytes) {
     return true;
 }
 
-TEST(memory_is_there_before_it_is_touched) {
+TEST(prefaulted_memory_is_in_ram_before_it_is_touched) {
     static const unsigned threads[] = {1, 2, 5};
     for (size_t i = 0; i < COUNT(threads); i++) {
         char text[200];

@@ -29,7 +29,7 @@ TEST(a_mapping_is_aligned_and_keeps_its_size) {
     CHECK_EQ(known_bytes(at, 8 * MIB), 0);
 }
 
-TEST(what_is_no_plain_memory_is_left_alone) {
+TEST(other_mappings_than_plain_memory_are_left_alone) {
     begin_with(THP_SETTINGS);
     static const struct {
         size_t nbytes;
@@ -52,7 +52,7 @@ TEST(what_is_no_plain_memory_is_left_alone) {
     CHECK(um__ranges_map(NULL, MIB, RW, MAP_PRIVATE, -1, 0) == MAP_FAILED && errno == EBADF);
 }
 
-TEST(parts_come_out_of_the_table) {
+TEST(unmapped_parts_leave_the_table) {
     begin_with(THP_SETTINGS);
     char *at = map(16 * MIB);
     CHECK_EQ(um__ranges_unmap(at + 4 * MIB, MIB), 0);  /* the middle */
@@ -67,7 +67,7 @@ TEST(parts_come_out_of_the_table) {
     CHECK_EQ(um__ranges_unmap(at + 1, 4096), -1);
 }
 
-TEST(a_mapping_is_followed_where_it_moves) {
+TEST(the_table_follows_a_mapping_that_moves) {
     begin_with(THP_SETTINGS);
     char *at = map(4 * MIB), *wall = map(4 * MIB);
     memset(at, 3, 4 * MIB);
@@ -86,7 +86,7 @@ TEST(a_mapping_is_followed_where_it_moves) {
     CHECK_EQ(um__ranges_unmap(wall, 4 * MIB), 0);
 }
 
-TEST(memory_is_given_back_where_it_is_locked) {
+TEST(locked_memory_is_given_back) {
     begin_with(THP_SETTINGS " lock=1");
     char *at = map(MIB);
     memset(at, 1, MIB);

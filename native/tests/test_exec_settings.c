@@ -33,7 +33,7 @@ TEST(each_name_of_pages_is_known) {
     }
 }
 
-TEST(what_is_no_such_text_changes_nothing) {
+TEST(unknown_settings_change_nothing) {
     static const char *texts[] = {NULL, "", "2 pages=thp", "pages=thp", "1 min=10", "1 page=1"};
     for (size_t i = 0; i < COUNT(texts); i++) {
         um__settings read;

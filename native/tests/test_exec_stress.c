@@ -5,7 +5,7 @@
 
 enum { N_SHARED = 64 };
 
-/* What one thread allocates and another one frees. */
+/* Memory that one thread allocates and another one frees. */
 static _Atomic(unsigned char *) shared[N_SHARED];
 
 static void pass_on(worker *w) {

@@ -183,7 +183,7 @@ TEST(hugetlb_steps) {
 
 /* Another mapping reads released memory as zeros. What was written through it to steps that are not
  * committed here is kept. */
-TEST(others_see_it) {
+TEST(other_processes_see_it) {
     AUTO_BLOCK block = make_block(4 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 8 * page)), other;
     memset(block.base, 1, 4 * page);
     CHECK_OK(um_block_attach(&other, block.fd, UM_ACCESS_SHARED, UM_CAT_HISTORY, &test_err));
@@ -200,7 +200,7 @@ TEST(others_see_it) {
     CHECK(is_filled(bytes_of(&block, 6 * page), page, 6));
 }
 
-/* What the kernel refuses once leaves the block as it was: its first list of steps goes again. */
+/* A single refusal of the kernel leaves the block as it was: its first list of steps goes. */
 TEST(release_that_is_undone) {
     AUTO_BLOCK block = make_block(8 * page, of(UM_PAGES_4K, UM_SHARING_MEMFD, 0));
     memset(block.base, 9, block.nbytes);

@@ -584,7 +584,7 @@ TEST(threads) {
 }
 
 #ifndef __SANITIZE_THREAD__ /* it takes every SIGBUS for a fault, also amid its own work */
-/* Of several threads at once. */
+/* Several threads at once. */
 static void count_only(int number) {
     CHECK(number == SIGBUS);
     atomic_fetch_add(&n_called, 1);

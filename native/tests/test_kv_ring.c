@@ -44,7 +44,7 @@ TEST(wrapping) {
         CHECK_EQ(do_append_all(&m, UM_F16), UM_OK);
         check_shown(&m, next > ROWS ? next - ROWS : 0, next);
     }
-    /* Of more tokens than rows the last are kept, in both orders. */
+    /* If there are more tokens than rows, the last ones stay, in both orders. */
     CHECK_EQ(do_append(&m, 0, 2 * ROWS + 5, UM_F16, UM_KV_TOKEN_MAJOR), UM_OK);
     CHECK_EQ(do_append(&m, 1, 2 * ROWS + 5, UM_F16, UM_KV_HEAD_MAJOR), UM_OK);
     CHECK_EQ(do_append(&m, 2, 0, UM_F16, UM_KV_HEAD_MAJOR), UM_OK);

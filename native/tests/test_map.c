@@ -63,7 +63,7 @@ TEST(new_steps_have_the_policy) {
     }
 }
 
-TEST(new_steps_are_as_the_block) {
+TEST(new_steps_are_placed_like_the_block) {
     for (um_sharing sharing = UM_SHARING_NONE; sharing <= UM_SHARING_MEMFD; sharing++) {
         AUTO_BLOCK block = make_block(page, of(UM_PAGES_4K, sharing, 8 * page));
         char *bytes = block.base;

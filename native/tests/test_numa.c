@@ -452,7 +452,7 @@ TEST(huge_pages) {
     CHECK(kernel.n_calls < 40);
 }
 
-/* Where the kernel had no huge pages it spreads small ones, and they are left there. */
+/* If the kernel had no huge pages, it spreads small ones, which stay where they are. */
 TEST(small_pages_of_huge_units) {
     play(HUGE * 20, um_page_bytes(), NOWHERE);
     for (size_t page = 0; page < kernel.n_pages; page++) {
@@ -636,7 +636,7 @@ TEST(faults) {
     }
 }
 
-/* Where the kernel spreads pages itself, the pattern that is found agrees with it. */
+/* If the kernel spreads pages itself, the pattern found agrees with it. */
 TEST(real_kernel) {
     um_block block;
     um_placement placement;

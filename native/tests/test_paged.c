@@ -312,7 +312,7 @@ TEST(large_gather) {
         }
         free(memory);
     }
-    /* What is converted is not copied past the caches, however large. */
+    /* Converted rows are not copied past the caches, however large they are. */
     AUTO_FREE float *wide = allocate(n_values * sizeof *wide);
     CHECK_OK(um_paged_gather(&seq, 0, 0, N, wide, N * DIM * sizeof *wide, UM_F32, &test_err));
     AUTO_FREE float *expected = allocate(n_values * sizeof *expected);
@@ -443,7 +443,7 @@ TEST(cached_blocks_are_let_go) {
     CHECK(p.paged.n_evictable == 3);
 }
 
-/* What other threads may do with other sequences while tokens are written to this one. */
+/* Calls that other threads may make with other sequences while this one is written. */
 TEST(append_in_steps) {
     AUTO_POOL p = make_pool(spec_of(UM_F16, 6));
     AUTO_SEQ a = make_seq(&p), other = make_seq(&p);

@@ -185,7 +185,7 @@ TEST(files) {
     }
 }
 
-/* What is reported to a user who may only read a file of another user. */
+/* The report to a user who may only read another user's file. */
 static bool look_as_nobody(void *arg) {
     int fd = *(const int *)arg;
     um_block block;

@@ -90,7 +90,7 @@ TEST(blocks_of_heads) {
     }
 }
 
-TEST(what_is_refused) {
+TEST(refused_sizes_and_types) {
     static float values[128];
     CHECK_INVALID(um_rotate(values, 128, 32, &test_err));
     CHECK_INVALID(um_rotate(values, 128, 96, &test_err));

@@ -158,7 +158,7 @@ static void *enter_and_leave(void *arg) {
             CHECK(um_marks_begin(&marks, NULL) == UM_OK);
             um_marks_read(marks, most);
             um_marks_end(marks);
-            /* What this thread has mapped is included. */
+            /* This thread's own mappings are included. */
             CHECK(most[UM_CAT_SCRATCH] >= nbytes);
             CHECK(most[UM_CAT_SCRATCH] <= MOST_BYTES);
         }

@@ -83,11 +83,7 @@ class Lifetimes(Generic[TapeT]):
     _is_begun = False
 
     def __init__(
-        self,
-        weights: Any,
-        scratch: Any,
-        history: Any,
-        new_tape: Callable[[Any, str], TapeT],
+        self, weights: Any, scratch: Any, history: Any, new_tape: Callable[[Any, str], TapeT]
     ) -> None:
         # A flag that is set first: converting a size may call the constructor again.
         if self._is_begun:

@@ -14,13 +14,14 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from unimem.base.arguments import file_path, flag, integer, string
+from unimem.base.closing import Closing
 from unimem.base.install_hint import install_hint
 from unimem.base.text import format_bytes
 from unimem.errors import CapacityError, ClosedError, PlacementError
@@ -78,7 +79,7 @@ class NodePlan:
     origin: str
 
 
-class Stager:
+class Stager(Closing):
     """A model staged once on each node of a Ray cluster that has room for it.
 
     Make it in a program that is connected to the cluster (``ray.init``). The constructor asks each
@@ -289,13 +290,9 @@ class Stager:
         for copy in copies.values():
             ray.kill(copy)
 
-    def __enter__(self) -> Self:
+    def _check_open(self) -> None:
         if self.closed:
             raise ClosedError("the Stager is closed: make another one")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if self._is_owner and not self.closed:

@@ -187,38 +187,22 @@ def test_the_default_shape_is_all_that_fits() -> None:
         assert block.as_array([("a", "<u4"), ("b", "u1", 3)]).shape == (PAGE // 7,)
 
 
-@pytest.mark.parametrize(
-    ("error", "arguments"),
-    [
-        *(
-            (ValueError, arguments)
-            for arguments in (
-                ("uint8", PAGE + 1),
-                ("uint8", (2**40, 2**40)),
-                ("uint8", (0, 2**70)),
-                ("uint8", (np.int64(2**40), np.int64(2**40))),
-                ("uint8", (1,) * 33),
-                ("uint8", -1),
-                ("uint8", (2, -1)),
-                ("uint8", None, PAGE + 1),
-                ("uint8", None, -1),
-                ("uint8", None, 2**70),
-                ("float32", 1, 2),
-                ("float64", 1, PAGE - 4),
-                ("<f16", 1),
-                (object, 1),
-                ("V0", 1),
-                ([("a", object)], 1),
-            )
-        ),
-        (TypeError, ("uint8", 1.5)),
-        (TypeError, ("number", 1)),
-    ],
-)
-def test_arrays_that_do_not_fit(error: type[Exception], arguments: tuple[Any, ...]) -> None:
-    match = "expected 'float16'" if "f16" in str(arguments[0]) else None
-    with um.Block(PAGE, name="small") as block, pytest.raises(error, match=match):
-        block.as_array(*arguments)
+SHAPES = [PAGE + 1, (2**40, 2**40), (0, 2**70), (np.int64(2**40),) * 2, (1,) * 33, -1, (2, -1)]
+UNFIT: list[tuple[Any, ...]] = [("uint8", shape) for shape in SHAPES]
+UNFIT += [("uint8", None, offset) for offset in (PAGE + 1, -1, 2**70)]
+UNFIT += [("float32", 1, 2), ("float64", 1, PAGE - 4)]
+UNFIT += [(dtype, 1) for dtype in ("<f16", object, "V0", [("a", object)])]
+
+
+def test_arrays_that_do_not_fit() -> None:
+    with um.Block(PAGE, name="small") as block:
+        for arguments in UNFIT:
+            match = "expected 'float16'" if arguments[0] == "<f16" else None
+            with pytest.raises(ValueError, match=match):
+                block.as_array(*arguments)
+        for dtype, shape in (("uint8", 1.5), ("number", 1)):
+            with pytest.raises(TypeError):
+                block.as_array(dtype, cast(Any, shape))
 
 
 def test_as_array_protocols() -> None:
@@ -370,22 +354,12 @@ def test_a_part_of_a_file_and_a_private_one(file: Path) -> None:
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"offset": 1},
-        {"offset": -PAGE},
-        {"offset": 2**70},
-        {"offset": 100 * PAGE},
-        {"nbytes": 0},
-        {"nbytes": -1},
-        {"nbytes": 64 * 256 + 4},
-        {"mode": "w"},
-        {"offset": PAGE, "nbytes": 2**63 - 1},
-        {"category": "sundries"},
-    ],
-    ids=str,
-)
+RANGES: list[dict[str, Any]] = [{"offset": n} for n in (1, -PAGE, 2**70, 100 * PAGE)]
+RANGES += [{"nbytes": n} for n in (0, -1, 64 * 256 + 4)]
+RANGES += [{"mode": "w"}, {"category": "sundries"}, {"offset": PAGE, "nbytes": 2**63 - 1}]
+
+
+@pytest.mark.parametrize("options", RANGES, ids=str)
 def test_ranges_that_are_not_in_the_file(file: Path, options: dict[str, Any]) -> None:
     n_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=r"expected|multiple|beyond the end"):

@@ -11,6 +11,7 @@ import unimem as um
 from conftest import Run
 from support.kernel import proc_maps
 from support.kernel.huge_pages import eight_huge_pages
+from support.kernel.seccomp import FORBID, NO_SECCOMP
 from support.processes.child_checks import CHECKS
 from unimem.system import limits
 
@@ -97,24 +98,10 @@ def test_a_kernel_that_refuses_policies_is_told(run_python: Run) -> None:
     # What a container's filter of system calls does to mbind, done by a filter of our own.
     done = run_python(
         CHECKS
+        + FORBID
         + """
-import ctypes, platform, struct
-
-mbind = {"x86_64": 237, "aarch64": 235}[platform.machine()]
-def op(code, jt, jf, k):
-    return struct.pack("HBBI", code, jt, jf, k)
-# Load the number of the call; mbind gives EPERM, all others go on.
-program = (op(0x20, 0, 0, 0) + op(0x15, 0, 1, mbind) + op(0x06, 0, 0, 0x00050000 | 1)
-           + op(0x06, 0, 0, 0x7fff0000))
-buffer = ctypes.create_string_buffer(program)
-libc = ctypes.CDLL(None, use_errno=True)
-class Filter(ctypes.Structure):
-    _fields_ = [("n", ctypes.c_ushort), ("program", ctypes.c_void_p)]
-filter = Filter(4, ctypes.addressof(buffer))
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-if libc.prctl(22, 2, ctypes.byref(filter), 0, 0) != 0:
-    print("no seccomp")
-    raise SystemExit(0)
+import platform
+forbid("EPERM", [{"x86_64": 237, "aarch64": 235}[platform.machine()]])  # mbind
 with um.Block(4096, warm=True) as block:
     node = next(iter(block.granted.nodes))
 um.Block(4096, shared=True).close()
@@ -127,5 +114,5 @@ for shared in (False, True, f"unimem-test-mbind-{os.getpid()}"):
 """
     )
     assert done.returncode == 0, done.stderr
-    if "no seccomp" in done.stdout:
+    if NO_SECCOMP in done.stdout:
         pytest.skip("this kernel has no seccomp filters")

@@ -177,17 +177,9 @@ def test_memory_that_is_closed_is_there_while_it_is_viewed(view: Callable[[Any],
 
 def test_what_an_entry_says() -> None:
     with um.Block(MIB + 1, pages="4k", name="mine", category="staging") as block:
-        size = MIB + PAGE
-        assert of(block) == Entry(
-            "staging",
-            "mine",
-            block.address,
-            size,
-            size,
-            dict(block.requested),
-            None,
-            parts=(Part("staging", block.address, size),),
-        )
+        at, size, requested = block.address, MIB + PAGE, dict(block.requested)
+        parts = (Part("staging", at, size),)
+        assert of(block) == Entry("staging", "mine", at, size, size, requested, None, parts)
     with um.Block.map(TINY) as block:
         entry = of(block)
         assert (entry.category, entry.path) == ("weights", str(TINY))

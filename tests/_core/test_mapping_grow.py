@@ -213,14 +213,8 @@ def test_users_of_all_of_it_refuse(make: Views) -> None:
 
 def test_wrong_ranges_and_reserves(tmp_path: Path) -> None:
     with um.Block(10 * PAGE, pages="4k") as block:
-        for offset, nbytes in (
-            (-1, 1),
-            (0, -1),
-            (10 * PAGE, PAGE),
-            (0, 10 * PAGE + 1),
-            (2**63 - 1, 1),
-            (11 * PAGE, None),
-        ):
+        outside = [(10 * PAGE, PAGE), (0, 10 * PAGE + 1), (11 * PAGE, None)]
+        for offset, nbytes in [(-1, 1), (0, -1), (2**63 - 1, 1), *outside]:
             with pytest.raises(ValueError, match=r"offset|nbytes|range|outside"):
                 block.release(offset, nbytes)
         assert block.nbytes == 10 * PAGE

@@ -99,24 +99,6 @@ def test_a_tape_is_taken_from_cleared_and_closed() -> None:
         tape.__exit__()
 
 
-def test_every_cell_is_one_thread_s() -> None:
-    with um.Grid(64, 32, pages="4k") as grid:
-
-        def use(number: int) -> None:
-            for _ in range(N_ROUNDS):
-                cells = []
-                with contextlib.suppress(um.GridFull):
-                    cells = [grid.take() for _ in range(4)]
-                for cell in cells:
-                    cell.as_array()[:] = number
-                for cell in cells:
-                    assert (cell.as_array() == number).all()
-                    grid.give(cell)
-
-        at_once(N_THREADS, use)
-        assert grid.n_available == 32
-
-
 def test_a_cell_is_given_back_once() -> None:
     with um.Grid(64, 4, pages="4k") as grid:
         for _ in range(N_ROUNDS):
@@ -261,16 +243,3 @@ def test_a_scratchpad_loses_no_row(paged: bool) -> None:
         at_once(N_THREADS, append)
         assert len(pad) == N_THREADS * N_ROUNDS - n_refused
         assert pad.as_array().all()
-
-
-def test_the_ledger_is_read_while_memory_comes_and_goes() -> None:
-    def make() -> None:
-        with um.Block(4096, pages="4k", name="of a race") as block, um.Tape(block) as tape:
-            tape.take(10)
-
-    def look() -> None:
-        for entry in entries():
-            assert entry.nbytes >= sum(part.nbytes for part in entry.parts)
-
-    in_turn(make, look)
-    assert not [entry for entry in entries() if entry.name == "of a race"]

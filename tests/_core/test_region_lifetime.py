@@ -165,50 +165,25 @@ def test_a_cell_holds_its_grid(device: Device) -> None:
     assert not device.is_there(address)
 
 
-SIZES: dict[type[Exception], list[tuple[str, tuple[Any, ...]]]] = {
-    ValueError: [
-        ("Block", (0,)),
-        ("Block", (-1,)),
-        ("Block", (2**70,)),
-        ("Tape", (0,)),
-        ("Tape", (-1,)),
-        ("Grid", (0, 1)),
-        ("Grid", (-1, 1)),
-        ("Grid", (1, 0)),
-        ("Grid", (1, -1)),
-        ("Grid", (1, 2**32 - 2)),
-        ("Grid", (2**70, 1)),
-        ("Grid", (1, 2**70)),
-        ("Grid", (2**60, 2**20)),
-    ],
-    MemoryError: [("Block", (2**62,)), ("Grid", (2**40, 2**20))],
-    TypeError: [
-        ("Block", (1.5,)),
-        ("Block", ("1",)),
-        ("Tape", (1.5,)),
-        ("Tape", ("a",)),
-        ("Grid", (1.5, 1)),
-        ("Grid", (1, 1.5)),
-    ],
+VALUES, TYPES = ValueError, TypeError
+SIZES: dict[str, dict[Any, type[Exception]]] = {
+    "Block": {0: VALUES, -1: VALUES, 2**70: VALUES, 2**62: MemoryError, 1.5: TYPES, "1": TYPES},
+    "Tape": {0: VALUES, -1: VALUES, 1.5: TYPES, "a": TYPES},
+    "Grid": {
+        **dict.fromkeys([(0, 1), (-1, 1), (1, 0), (1, -1), (1, 2**32 - 2)], VALUES),
+        **dict.fromkeys([(2**70, 1), (1, 2**70), (2**60, 2**20)], VALUES),
+        **{(2**40, 2**20): MemoryError, (1.5, 1): TYPES, (1, 1.5): TYPES},
+    },
 }
 
 
-@pytest.mark.parametrize(
-    ("device", "kind", "sizes", "error"),
-    [
-        (device, kind, sizes, error)
-        for error, cases in SIZES.items()
-        for kind, sizes in cases
-        for device in ("host", "cuda")
-        if (device, kind) in KINDS
-    ],
-    indirect=["device"],
-)
-def test_refused_sizes_leave_nothing(device: Device, kind: str, sizes: Any, error: Any) -> None:
+@of_every_kind
+def test_refused_sizes_leave_nothing(device: Device, kind: str) -> None:
     before = device.held()
-    with pytest.raises(error):
-        getattr(device.package, kind)(*sizes)
-    assert device.held() == before
+    for sizes, error in SIZES[kind].items():
+        with pytest.raises(error):
+            getattr(device.package, kind)(*(sizes if kind == "Grid" else (sizes,)))
+        assert device.held() == before
 
 
 @of_every_kind

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from conftest import Run
+from support.kernel.seccomp import FORBID, NO_SECCOMP
 from support.processes.child_checks import CHECKS
 
 # What Docker forbids without a capability, and `SystemCallFilter=~@resources @mount @privileged`.
 FILTER = """
-import ctypes, errno, struct
-
 NUMBERS = {
     "mbind": 237, "set_mempolicy": 238, "get_mempolicy": 239, "move_pages": 279,
     "sched_setaffinity": 203, "mount": 165, "umount2": 166, "unshare": 272, "open_tree": 428,
@@ -21,19 +20,7 @@ NUMBERS = {
     "io_uring_setup": 425, "perf_event_open": 298, "userfaultfd": 323, "process_vm_readv": 310,
     "process_madvise": 440, "name_to_handle_at": 303,
 }
-NO_NEW_PRIVS, SECCOMP, FILTER = 38, 22, 2
-LOAD_NUMBER, JUMP_IF, RETURN, FAIL, ALLOW = 0x20, 0x15, 0x06, 0x50000, 0x7FFF0000
-n = len(NUMBERS)
-steps = [(LOAD_NUMBER, 0, 0, 0)]
-steps += [(JUMP_IF, n - i, 0, number) for i, number in enumerate(NUMBERS.values())]
-steps += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, FAIL | getattr(errno, ERROR))]
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", n + 3, ctypes.addressof(code)))
-libc = ctypes.CDLL(None)
-assert libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-if libc.prctl(SECCOMP, FILTER, program, 0, 0) != 0:
-    print("no seccomp")
-    raise SystemExit(0)
+forbid(ERROR, NUMBERS.values())
 """
 USE = """
 import numpy as np
@@ -71,7 +58,8 @@ assert str(um.doctor())
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers of the calls are x86-64's")
 @pytest.mark.parametrize("error", ["EPERM", "ENOSYS"])
 def test_what_a_container_may_not_do(error: str, run_python: Run, tmp_path: Path) -> None:
-    done = run_python(CHECKS + f"os.chdir({str(tmp_path)!r})\nERROR = {error!r}\n{FILTER}{USE}")
+    begin = f"os.chdir({str(tmp_path)!r})\nERROR = {error!r}\n"
+    done = run_python(CHECKS + FORBID + begin + FILTER + USE)
     assert done.returncode == 0, done.stderr
-    if "no seccomp" in done.stdout:
+    if NO_SECCOMP in done.stdout:
         pytest.skip("this kernel has no seccomp filters")

@@ -50,18 +50,8 @@ def figures(tape: Any) -> tuple[int, int, int, int]:
 # ---- taking ----
 
 
-SHAPES: list[Any] = [
-    5,
-    (),
-    (2, 3),
-    [2, 3],
-    (2, 0, 3),
-    0,
-    (1,) * 32,
-    np.int64(4),
-    (np.int32(4), np.uint8(1)),
-    np.array([2, 2]),
-]
+SHAPES: list[Any] = [5, (), (2, 3), [2, 3], (2, 0, 3), 0, (1,) * 32]
+SHAPES += [np.int64(4), (np.int32(4), np.uint8(1)), np.array([2, 2])]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -75,27 +65,12 @@ def test_shapes(device: Device, tape: Any, shape: Any) -> None:
     assert device.address_of(array) == tape.block.address
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        "float16",
-        "float32",
-        "float64",
-        "uint8",
-        "int64",
-        "bool",
-        "complex64",
-        ">f4",
-        "e",
-        np.float16,
-        np.dtype("int16"),
-        np.dtype([("d", "<f2"), ("qs", "i1", 32)]),
-        int,
-        "bfloat16",
-        ml_dtypes.bfloat16,
-        np.dtype(ml_dtypes.bfloat16),
-    ],
-)
+DTYPES: list[Any] = "float16 float32 float64 uint8 int64 bool complex64 >f4 e bfloat16".split()
+DTYPES += [np.float16, np.dtype("int16"), np.dtype([("d", "<f2"), ("qs", "i1", 32)]), int]
+DTYPES += [ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(device: Device, tape: Any, dtype: Any) -> None:
     expected = np.ones(7, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     for _ in range(2):  # the second time from memory
@@ -130,55 +105,39 @@ def test_take_bytes_and_take_address(device: Device, tape: Any) -> None:
         assert device.address_of(large.take(3, align=1 << 15)) % (1 << 15) == 0
 
 
-REFUSED: dict[type[Exception], list[tuple[Any, Any, Any]]] = {
-    um.TapeFull: [
-        (64 * KIB + 1, "uint8", 64),
-        (16 * KIB + 1, "float32", 64),
-        (2**61, "float64", 64),
-        (2**62, "float32", 64),
-        (2**63 - 1, "uint8", 64),
-        (2**64, "uint8", 64),
-        (2**200, "uint8", 64),
-        ((2**32, 2**32), "uint8", 64),
-        (1, "uint8", 1 << 62),
-        ((2**31, 2**31, 4), "float32", 64),
-        ((np.int64(2**40), np.int64(2**40)), "float32", 64),
-        ((np.int32(2**30), np.int32(2**30)), "uint8", 64),
-    ],
-    ValueError: [
-        ((0, 2**63), "uint8", 64),
-        ((2**62, 0, 2**62), "uint8", 64),
-        ((1,) * 33, "uint8", 64),
-        (-1, "uint8", 64),
-        ((3, -1), "uint8", 64),
-        ((-3, -1), "uint8", 64),
-        (1, object, 64),
-        (1, "V0", 64),
-        (1, "U", 64),
-        (1, "uint8", 0),
-        (1, "uint8", 3),
-        (1, "uint8", -64),
-    ],
-    TypeError: [
-        (1.0, "uint8", 64),
-        ((1, 1.5), "uint8", 64),
-        ("3", "uint8", 64),
-        (None, "uint8", 64),
-        (1, "no such type", 64),
-        (1, "uint8", 1.5),
-    ],
+# Shapes of bytes, types of one element, and alignments of one byte.
+REFUSED: dict[type[Exception], tuple[list[Any], list[Any], list[Any]]] = {
+    um.TapeFull: (
+        [64 * KIB + 1, 2**63 - 1, 2**64, 2**200, (2**32, 2**32), (np.int32(2**30),) * 2],
+        [],
+        [1 << 62],
+    ),
+    ValueError: (
+        [(0, 2**63), (2**62, 0, 2**62), (1,) * 33, -1, (3, -1), (-3, -1)],
+        [object, "V0", "U"],
+        [0, 3, -64],
+    ),
+    TypeError: ([1.0, (1, 1.5), "3", None], ["no such type"], [1.5]),
 }
+CASES = [
+    (error, case)
+    for error, (shapes, dtypes, aligns) in REFUSED.items()
+    for case in (
+        *((shape, "uint8", 64) for shape in shapes),
+        *((1, dtype, 64) for dtype in dtypes),
+        *((1, "uint8", align) for align in aligns),
+    )
+]
+LARGE = [(16 * KIB + 1, "f4"), (2**61, "f8"), (2**62, "f4"), ((2**31, 2**31, 4), "f4")]
+CASES += [(um.TapeFull, (*case, 64)) for case in (*LARGE, ((np.int64(2**40),) * 2, "f4"))]
 
 
-@pytest.mark.parametrize(
-    ("error", "shape", "dtype", "align"),
-    [(error, *case) for error, cases in REFUSED.items() for case in cases],
-)
-def test_a_refusal_takes_nothing(tape: Any, error: Any, shape: Any, dtype: Any, align: Any) -> None:
+@pytest.mark.parametrize(("error", "case"), CASES)
+def test_a_refusal_takes_nothing(tape: Any, error: Any, case: tuple[Any, Any, Any]) -> None:
     tape.take_bytes(5)
     before = figures(tape)
     with pytest.raises(error):
-        tape.take(shape, dtype, align=align)
+        tape.take(*case[:2], align=case[2])
     assert figures(tape) == before
 
 
@@ -232,54 +191,40 @@ def test_after_clear_the_same_memory_comes_again_as_it_was(device: Device, tape:
     assert (device.seen(again) == 3).all()  # clear zeroes nothing
 
 
-def test_keep_mark_rewind(tape: Any) -> None:
+# `TapeAgainstModel` tries what these do to a tape in any order.
+
+
+def test_marks_that_are_none(tape: Any) -> None:
     tape.take_bytes(256)
-    mark = tape.mark()
-    tape.take_bytes(256)
-    tape.keep()
-    tape.take_bytes(256)
-    late = tape.mark()
-    tape.rewind(mark)
-    assert tape.used_bytes == 512  # it stops at what is kept
-    for bad in (late, -1, 2**70):
+    for bad in (257, -1, 2**70):
         with pytest.raises(ValueError, match="mark"):
             tape.rewind(bad)
     with pytest.raises(TypeError):
         tape.rewind(1.5)
-    assert figures(tape) == (512, 768, 3, 64 * KIB - 512)
+    assert tape.used_bytes == 256
 
 
-def test_frames(tape: Any) -> None:
+def test_a_frame_whose_tape_was_cleared_or_closed_inside(tape: Any) -> None:
     tape.take_bytes(256)
     with tape.frame() as inner:
         assert inner is tape
-        tape.take_bytes(256)
-        with contextlib.suppress(KeyError), tape.frame():
+        with tape.frame():
             tape.take_bytes(256)
-            raise KeyError
-        assert tape.used_bytes == 512
-    assert tape.used_bytes == 256
-    with tape.frame():
+        assert tape.used_bytes == 256
         tape.clear()
     assert tape.used_bytes == 0
     with tape.frame():
         tape.close()
 
 
-def test_freeze_and_thaw(tape: Any) -> None:
-    tape.take_bytes(64)
+def test_a_frozen_tape_says_so(tape: Any) -> None:
     tape.freeze()
-    assert tape.frozen
     assert "frozen" in repr(tape)
-    before = figures(tape)
     for take in (tape.take, tape.take_address, tape.take_bytes):
         for n in (0, 1):
             with pytest.raises(um.FrozenError, match="frozen"):
                 take(n)
-    assert figures(tape) == before
-    tape.clear()  # goes on
     tape.thaw()
-    assert not tape.frozen
     tape.take(1)
 
 

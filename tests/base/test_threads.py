@@ -55,9 +55,7 @@ def test_the_last_of_several_interrupts_is_raised_at_the_end() -> None:
     assert len(asked) == 6
 
 
-def test_a_failed_thread_start_names_the_limits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failed_thread_start_names_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[None] = []
 
     def start(work: Callable[[], None], given: tuple[()]) -> int:

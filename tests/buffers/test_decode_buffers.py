@@ -11,8 +11,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import unimem as um
 from conftest import Run
@@ -20,7 +18,7 @@ from support.contracts import buffer_sets as bs
 from support.contracts.buffer_sets import DIMS, NAMES, random_dims
 from support.kernel import proc_maps
 from unimem._core.status import counters, ledger
-from unimem.buffers.buffer_set import pack, total_bytes
+from unimem.buffers.buffer_set import total_bytes
 
 pytestmark = pytest.mark.usefixtures("gives_memory_back")
 
@@ -64,17 +62,6 @@ def test_a_real_models_buffers_are_aligned() -> None:
     with um.DecodeBuffers(d) as db:
         odd = {name for name, address in db.addresses().items() if address % 256}
         assert odd <= {*bs.POINTERS, *bs.COUNTS}
-
-
-@given(st.dictionaries(st.text(max_size=3), st.integers(1, 1 << 20), max_size=30))
-def test_packing(sizes: dict[str, int]) -> None:
-    offsets = pack(sizes)
-    assert list(offsets) == list(sizes)
-    end = 0
-    # Sizes with the same power of two, up to 256, keep the given order.
-    for name in sorted(sizes, key=lambda name: -bs.power_of_two(sizes[name])):
-        assert offsets[name] == end
-        end += sizes[name]
 
 
 def test_the_figure_of_the_origin() -> None:

@@ -17,6 +17,7 @@ import pytest
 import unimem as um
 from numa.books import node_bytes
 from support.kernel.cgroups import small_cgroup
+from support.kernel.seccomp import FORBID
 from unimem.system.placement import Pages
 
 MB = 1 << 20
@@ -129,24 +130,8 @@ def test_nodes_that_the_cpuset_forbids_are_named(cpuset_of_node_0: Path) -> None
         assert attempt == {"nodes": [0], "warnings": []}
 
 
-# A container's seccomp filter makes mbind fail with EPERM.
-FORBID = """
-import ctypes, struct
-
-MBIND, NO_NEW_PRIVS, SECCOMP = 237, 38, 22
-LOAD_NUMBER, JUMP_UNLESS, RETURN, EPERM, ALLOW = 0x20, 0x15, 0x06, 0x50001, 0x7FFF0000
-steps = ((LOAD_NUMBER, 0, 0, 0), (JUMP_UNLESS, 0, 1, MBIND), (RETURN, 0, 0, EPERM),
-         (RETURN, 0, 0, ALLOW))
-code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", 4, ctypes.addressof(code)))
-libc = ctypes.CDLL(None)
-assert libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-assert libc.prctl(SECCOMP, 2, program) == 0
-"""
-
-
 def test_a_container_without_the_capability() -> None:
-    refused, taken = run(FORBID + MAKE, "bind:1")["found"][0]
+    refused, taken = run(FORBID + "forbid('EPERM', [237])  # mbind\n" + MAKE, "bind:1")["found"][0]
     for message in (refused["error"], *taken["warnings"]):
         assert "CAP_SYS_NICE" in message
     assert len(taken["warnings"]) == 1

@@ -214,48 +214,29 @@ def nodes() -> list[str]:
 def qemu_command(folder: Path, output: int) -> list[str]:
     """Return QEMU's command line; `output` is the descriptor for the guest's output."""
     boot = f"console=ttyS0 quiet panic=-1 mitigations=off numa_balancing=disable {HUGE_PAGES}"
-    return [
-        QEMU,
-        "-nodefaults",
-        "-no-user-config",
-        "-no-reboot",
-        "-display",
-        "none",
+    shared = "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"
+    options = [
+        ("-display", "none"),
+        ("-machine", "pc"),
         # One thread: with one per CPU, one kernel in 30 died while it patched itself.
-        "-machine",
-        "pc",
-        "-accel",
-        "tcg,thread=single,tb-size=512",
-        "-cpu",
-        "max,la57=off",
-        "-smp",
-        str(sum(NODE_CPUS)),
-        "-m",
-        f"{sum(NODE_MB)}M",
-        *nodes(),
-        "-kernel",
-        str(CACHE / "vmlinux"),
-        "-initrd",
-        str(folder / "ram_disk"),
-        "-append",
-        boot,
-        "-virtfs",
-        "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap",
-        "-chardev",
-        f"file,id=log,path={folder / 'log'}",
-        "-serial",
-        "chardev:log",
-        "-device",
-        "virtio-serial-pci",
-        "-chardev",
-        f"file,id=output,path=/dev/fd/{output}",
-        "-device",
-        "virtserialport,chardev=output,name=output",
-        "-chardev",
-        f"file,id=status,path={folder / 'status'}",
-        "-device",
-        "virtserialport,chardev=status,name=status",
+        ("-accel", "tcg,thread=single,tb-size=512"),
+        ("-cpu", "max,la57=off"),
+        ("-smp", str(sum(NODE_CPUS))),
+        ("-m", f"{sum(NODE_MB)}M"),
+        ("-kernel", str(CACHE / "vmlinux")),
+        ("-initrd", str(folder / "ram_disk")),
+        ("-append", boot),
+        ("-virtfs", shared),
+        ("-chardev", f"file,id=log,path={folder / 'log'}"),
+        ("-serial", "chardev:log"),
+        ("-device", "virtio-serial-pci"),
+        ("-chardev", f"file,id=output,path=/dev/fd/{output}"),
+        ("-device", "virtserialport,chardev=output,name=output"),
+        ("-chardev", f"file,id=status,path={folder / 'status'}"),
+        ("-device", "virtserialport,chardev=status,name=status"),
     ]
+    flags = ["-nodefaults", "-no-user-config", "-no-reboot"]
+    return [QEMU, *flags, *itertools.chain.from_iterable(options), *nodes()]
 
 
 def copy_output(source: int) -> None:
@@ -292,12 +273,8 @@ def run(command: list[str], time_limit: float) -> int:
             return int(answer)
         log = folder / "log"
         tail = log.read_text(errors="replace").splitlines()[-40:] if log.exists() else []
-        print(
-            "vm.py: the machine ended without an answer; its log ends:",
-            *tail,
-            sep="\n",
-            file=sys.stderr,
-        )
+        lines = ["vm.py: the machine ended without an answer; its log ends:", *tail]
+        print("\n".join(lines), file=sys.stderr)
         return NO_ANSWER
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from support.kernel.cgroup_tree import Write, names
 from unimem.system import limits
-from unimem.system.cgroups import Cgroup, cgroups_above
+from unimem.system.cgroups import Cgroup, cgroups_above, sees_all_above
 
 
 def test_a_container_sees_part_of_the_tree(tree: Write) -> None:
@@ -23,6 +23,24 @@ def test_a_container_sees_part_of_the_tree(tree: Write) -> None:
         tree("self", f"0::{hidden}")
         assert names() == ["cgroup /"]
         assert limits.available_bytes() == 3000
+
+
+@pytest.mark.parametrize(("mounts", "kind", "sees"), [
+    ("30 20 0:25 / /cg rw - cgroup2 cgroup2 rw", None, True),
+    ("30 20 0:25 / /cg rw - cgroup2 cgroup2 rw", "domain", False),
+    ("30 20 0:25 /docker/x /cg rw - cgroup2 cgroup2 rw", None, False),
+    ("30 20 0:25 /.. /cg rw - cgroup2 cgroup2 rw", None, False),
+    ("33 20 0:28 / /cg rw - cgroup cgroup rw,hugetlb", "domain", True),
+    ("33 20 0:28 /docker/x /cg rw - cgroup cgroup rw,hugetlb", None, False),
+    ("", None, False),
+])  # fmt: skip
+def test_a_container_knows_that_limits_are_hidden(
+    tree: Write, mounts: str, kind: str | None, sees: bool
+) -> None:
+    tree("proc/self/mountinfo", mounts)
+    if kind is not None:
+        tree("cgroup/cgroup.type", kind)
+    assert sees_all_above("hugetlb") == sees
 
 
 def test_the_lowest_limit_in_the_version_s_files(tmp_path: Path) -> None:

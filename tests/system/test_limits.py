@@ -234,6 +234,36 @@ def test_hugetlb_cgroups(tree: Write, own: str, most: str, used: str) -> None:
     assert limit.path.endswith(most)
 
 
+@pytest.mark.parametrize(
+    ("files", "may_break"),
+    [
+        ({}, False),
+        ({"cgroup/a/hugetlb.2MB.max": "max"}, False),
+        ({"cgroup/a/hugetlb.2MB.max": 5 << 20}, True),
+        ({"cgroup/a/hugetlb.2MB.rsvd.max": 5 << 20}, False),
+        ({"cgroup/hugetlb.2MB.max": 0, "cgroup/a/hugetlb.2MB.rsvd.max": 0}, True),
+        ({"self": "5:hugetlb:/a", "cgroup/huge/a/hugetlb.2MB.limit_in_bytes": 4096}, True),
+        ({"self": "5:hugetlb:/a", "cgroup/huge/a/hugetlb.2MB.rsvd.limit_in_bytes": 1}, False),
+        ({"proc/self/status": "Mems_allowed_list:\t0"}, True),
+        ({"proc/self/status": "Mems_allowed_list:\t0-1"}, False),
+        ({"proc/self/mountinfo": "30 20 0:25 /x /cg rw - cgroup2 cgroup2 rw"}, True),
+        ({f"{POOLS}-2048kB/nr_hugepages": 0, "cgroup/a/hugetlb.2MB.max": 5 << 20}, False),
+    ],
+)
+def test_pages_that_are_promised_and_not_given(
+    tree: Write, files: dict[str, object], may_break: bool
+) -> None:
+    """A cgroup counts pages in use at their first touch, and promised ones at the mapping."""
+    tree(f"{POOLS}-2048kB/nr_hugepages", 10)
+    tree("sys/devices/system/node/online", "0-1")
+    for node in (0, 1):
+        tree(f"sys/devices/system/node/node{node}/hugepages/hugepages-2048kB/nr_hugepages", 5)
+    tree("self", "0::/a")
+    for name, content in files.items():
+        tree(name, content)
+    assert limits.huge_pools()["2m"].may_break_promises == may_break
+
+
 def test_nodes(tree: Write) -> None:
     tree("sys/devices/system/node/online", "0,2,1023")
     tree("proc/self/status", "Mems_allowed_list:\t0,2")

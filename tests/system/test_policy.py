@@ -96,32 +96,11 @@ def test_numa_grammar(text: str, mode: str, nodes: tuple[int, ...]) -> None:
     assert policy.parse_numa(str(wanted)) == wanted
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "bind",
-        "preferred",
-        "bind:",
-        "interleave:",
-        "bind:1024",
-        "bind:0-1024",
-        "bind:3-1",
-        "bind:-1",
-        "bind:1,",
-        "bind:,1",
-        "bind:1--2",
-        "bind:a",
-        "spread:0",
-        "bind: 0",
-        "bind:0 ",
-        "bind:0\n",
-        "BIND:0",
-        "bind:99999999999999999999",
-        "bind:\u0661",
-        "bind:0x1",
-    ],
-)
+LISTS = ("", "1024", "0-1024", "3-1", "-1", "1,", ",1", "1--2", "a", " 0", "0 ", "0\n", "9" * 20)
+WRONG = ["", "bind", "preferred", "interleave:", "spread:0", "BIND:0", "bind:\u0661", "bind:0x1"]
+
+
+@pytest.mark.parametrize("text", [*WRONG, *(f"bind:{nodes}" for nodes in LISTS)])
 def test_numa_grammar_errors_show_the_grammar(text: str) -> None:
     with pytest.raises(ValueError, match=r"bind:NODES.*interleave.*weighted.*0,2-3") as caught:
         policy.parse_numa(text)
@@ -371,6 +350,25 @@ def test_pages_left_after_repair() -> None:
     spread = NumaPolicy("interleave", (0, 1))
     text = policy.misplaced_message("b", spread, MIB, granted("4k", 8, nodes={0: 3, 1: 5}))
     assert "3 B on node 0, 5 B on node 1" in text
+
+
+@pytest.mark.parametrize(
+    ("pages", "numa", "lock", "breaks", "touches"),
+    [
+        ("4k", BIND, True, True, False),
+        ("2m", None, False, False, False),
+        ("2m", None, False, True, True),
+        ("2m", None, "onfault", False, False),
+        ("2m", None, True, False, True),
+        ("1g", BIND, False, False, True),
+        ("1g", NumaPolicy("interleave", (0, 1)), False, False, False),
+    ],
+)
+def test_pages_that_could_be_missing_later_are_touched_at_once(
+    pages: Any, numa: Any, lock: Any, breaks: bool, touches: bool
+) -> None:
+    pools = {"2m": pool(2 * MIB, 4, may_break_promises=breaks), "1g": pool(GIB, 4)}
+    assert policy.is_prefaulted(PlacementChoice(pages, numa, lock), Machine(pools)) == touches
 
 
 # ---- CPUs that warm ----

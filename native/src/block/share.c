@@ -48,6 +48,7 @@ static um_status look_at_file(um_block *block, um_error *err) {
 
 static um_status map_whole(um_block *block, um_error *err) {
     um__space space;
+    UM__TRY(look_at_file(block, err));
     size_t align = um__space_align(block->step_nbytes, block->nbytes);
     UM__TRY(um__space_reserve(&space, block->nbytes, align, 0, block->requested_nbytes, err));
     block->base = space.data;
@@ -66,10 +67,7 @@ um_status um_block_attach(um_block *out, int fd, um_access access, um_category c
     UM__INVALID_IF(access != UM_ACCESS_READ && access != UM_ACCESS_SHARED, err, "access");
     um_block block = {.category = category, .sharing = UM_SHARING_FD, .access = access};
     UM__TRY_OS(um__os_duplicate(fd, &block.fd), err, 0, "fcntl");
-    um_status status = look_at_file(&block, err);
-    if (status == UM_OK) {
-        status = map_whole(&block, err);
-    }
+    um_status status = map_whole(&block, err);
     if (status != UM_OK) {
         um__os_close(block.fd);
         return status;

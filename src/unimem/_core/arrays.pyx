@@ -93,24 +93,9 @@ def as_dtype(dtype: object, among: Collection[str] | None = None,
              what: str = "dtype") -> np.dtype[Any]:
     """Return the NumPy dtype that a user names, in the one vocabulary that all calls share.
 
-    Parameters
-    ----------
-    dtype : dtype-like
-        A dtype of NumPy, ml_dtypes or torch, or a name: NumPy's, or ``"f16"``, ``"f32"``,
-        ``"f64"`` and ``"bf16"``.
-    among : collection of str, optional
-        NumPy's names of the accepted dtypes.
-    what : str
-        The argument's name in messages.
-
-    Returns
-    -------
-    numpy.dtype
-
-    Raises
-    ------
-    ValueError, TypeError
-        It is no dtype, or not among those.
+    It is a dtype of NumPy, ml_dtypes or torch, or a name: NumPy's, or ``"f16"``, ``"f32"``,
+    ``"f64"`` and ``"bf16"``. `among` are NumPy's names of accepted dtypes. ValueError and TypeError
+    name the argument as `what`.
     """
     if among is None:
         return dtype_of(dtype)

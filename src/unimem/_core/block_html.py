@@ -26,13 +26,7 @@ class _Block(Protocol):
 
 
 def block_html(block: _Block) -> Html:
-    """Write what a block was asked to be, and how the kernel says that it is placed.
-
-    Parameters
-    ----------
-    block : Block
-        Open or closed.
-    """
+    """Write what a block was asked to be, and how the kernel says that it is placed."""
     if block.closed:
         return fragment(markup(repr(block)))
     asked, granted = block.requested, block.granted

@@ -19,16 +19,10 @@ __all__ = ["Entry", "Holder", "Part", "enter", "entries", "high_water", "resolve
 
 
 class Part(NamedTuple):
-    """A range of a region with a purpose of its own.
+    """A range of a region with a purpose of its own; its `category` is that of a `Row`.
 
-    Attributes
-    ----------
-    category : str
-        As in a `Row`.
-    address, nbytes : int
-        The range. A whole ring, or a whole block with gaps, is `nbytes` of memory from its start.
-    active_bytes, high_water_bytes : int or None
-        The bytes in use now, and the most that ever were.
+    A whole ring, or a whole block with gaps, is `nbytes` of memory from its start.
+    `high_water_bytes` are the most that ever were in use.
     """
 
     category: str
@@ -41,24 +35,9 @@ class Part(NamedTuple):
 class Entry(NamedTuple):
     """One region: a mapping that unimem has made.
 
-    Attributes
-    ----------
-    category : str
-        As in a `Row`, for memory that no holder names.
-    name : str
-        Its name.
-    address : int
-        Where it begins.
-    nbytes : int
-        Its memory, each byte once, as `um_ledger_read` counts it.
-    reserved_bytes : int
-        Its address space, which is twice the memory for a ring.
-    requested : dict or None
-        The request of its block, if it has one.
-    path : str or None
-        The file that it maps.
-    parts : tuple of Part
-        All of its memory by address, in parts that do not overlap.
+    Its `category` is for memory that no holder names. `nbytes` counts each byte once, as
+    `um_ledger_read` does, and `reserved_bytes` the address space, which is twice that for a ring.
+    `parts` have all of its memory by address, and do not overlap.
     """
 
     category: str

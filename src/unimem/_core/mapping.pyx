@@ -72,15 +72,15 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
     if request.shared:
         options.sharing = um.UM_SHARING_MEMFD if fd < 0 else um.UM_SHARING_FD
     set_numa(&options.numa, choice.numa)
-    # Touching a bound page that its node lacks would end the process; locked memory is in RAM.
-    cdef bint at_once = choice.pages in policy.HUGETLB and policy.is_prefaulted(choice)
+    cdef bint at_once = policy.is_prefaulted(choice, limits)
+    cdef unsigned n_threads = min(limits.thread_count(), MOST_THREADS) if at_once else 1
     with nogil:
         if source is not None:
             status = um.um_block_copy_sealed(&region.block, &source.block, &options, &err)
         else:
             status = um.um_block_map(&region.block, size, &options, &err)
         if status == um.UM_OK and at_once:
-            status = um.um_block_warm(&region.block, 0, region.block.nbytes, 1, NULL, &err)
+            status = um.um_block_warm(&region.block, 0, region.block.nbytes, n_threads, NULL, &err)
     if status == um.UM_OK:
         region.writable = source is None
         if request.shared and region.writable:
@@ -97,7 +97,8 @@ cdef Region _try_map(str name, object request, object choice, um.um_category cat
     elif choice.pages in policy.HUGETLB and status == um.UM_E_NOMEM:
         refused[choice.pages] = (
             "the kernel has too few such pages for this process now: 'grep . "
-            "/sys/kernel/mm/hugepages/*/*' shows the pools")
+            "/sys/kernel/mm/hugepages/*/*' shows the pools, and hugetlb.*.max the limits of "
+            "cgroups")
     else:
         raise_file_status(status, &err, f"Block '{name}' of {size} bytes",
                           None if source is None else source.file)
@@ -129,6 +130,9 @@ cdef Region attach_file(int fd, bint writable, um.um_category category, str labe
                              "sealed or open for reading: attach it with writable=False")
     if status != um.UM_OK:
         raise_status(status, &err, f"attaching {label}")
+    pages = PAGE_NAMES[<int>region.block.requested_pages]
+    if policy.is_prefaulted(policy.PlacementChoice(pages, None, False), limits):
+        warm_region(region, None, None, 0, region.block.nbytes, 1, None)
     return region
 
 
@@ -304,8 +308,9 @@ cdef object explain(Region region, str path, um.um_status status, const um.um_er
                     str doing):
     if status == um.UM_E_NOMEM and region.is_hugetlb():
         raise PlacementError(
-            err.os_errno, f"{doing}: the pool of hugetlb pages is used up: 'grep . "
-            "/sys/kernel/mm/hugepages/*/*' shows it, and more in nr_hugepages makes it larger")
+            err.os_errno, f"{doing}: the pool of hugetlb pages, or a cgroup's limit on them, is "
+            "used up: 'grep . /sys/kernel/mm/hugepages/*/*' shows the pool, and more in "
+            "nr_hugepages makes it larger; hugetlb.*.max of the cgroup is the limit")
     if status == um.UM_E_NOMEM and path is not None:
         raise MemoryError(f"{doing}: no memory for {err.asked} bytes, or {limits.SHM} is full "
                           f"('df {limits.SHM}')")
@@ -347,7 +352,7 @@ cdef int grow(Region region, object choice, str path, list ranges, list missing)
                 explain(region, path, status, &err, what)
             n_undo += 1
         n_undo = len(missing)
-        if hugetlb and policy.is_prefaulted(choice):
+        if hugetlb and policy.is_prefaulted(choice, limits):
             for first, n in missing:
                 warm_region(region, choice, path, first, n, 1, None)
     except BaseException:

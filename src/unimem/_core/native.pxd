@@ -4,76 +4,38 @@ from libc.stdint cimport int16_t, int32_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "unimem.h" nogil:
     enum:
-        UM_VERSION_MAJOR
-        UM_VERSION_MINOR
-        UM_VERSION_PATCH
-        UM_SOVERSION
+        UM_VERSION_MAJOR, UM_VERSION_MINOR, UM_VERSION_PATCH, UM_SOVERSION
 
     const char *um_version()
 
     ctypedef enum um_status:
-        UM_OK
-        UM_E_INVALID
-        UM_E_FULL
-        UM_E_NOMEM
-        UM_E_OS
-        UM_E_FORMAT
-        UM_E_IO
-        UM_E_STATE
+        UM_OK, UM_E_INVALID, UM_E_FULL, UM_E_NOMEM, UM_E_OS, UM_E_FORMAT, UM_E_IO, UM_E_STATE,
         UM_E_BUSY
 
     ctypedef enum um_detail:
-        UM_DETAIL_NONE
-        UM_MARKS_FULL
-        UM_BLOCK_NO_POLICY
-        UM_BLOCK_PAST_FILE
-        UM_TAPE_FULL
-        UM_TAPE_FROZEN
-        UM_GRID_FULL
-        UM_GRID_FREE
-        UM_HEADER_FULL
-        UM_KV_FULL
-        UM_KV_ROWS
-        UM_KV_OVERWRITTEN
-        UM_KV_RESERVED
-        UM_KV_UNRESERVED
-        UM_KV_UNEVEN
-        UM_PAGED_FULL
-        UM_PAGED_UNHELD
-        UM_PAGED_UNEVEN
+        UM_DETAIL_NONE, UM_MARKS_FULL, UM_BLOCK_NO_POLICY, UM_BLOCK_PAST_FILE, UM_TAPE_FULL,
+        UM_TAPE_FROZEN, UM_GRID_FULL, UM_GRID_FREE, UM_HEADER_FULL, UM_KV_FULL, UM_KV_ROWS,
+        UM_KV_OVERWRITTEN, UM_KV_RESERVED, UM_KV_UNRESERVED, UM_KV_UNEVEN, UM_PAGED_FULL,
+        UM_PAGED_UNHELD, UM_PAGED_UNEVEN
 
     ctypedef struct um_error:
         um_status status
         um_detail detail
         int os_errno
-        uint64_t limit
-        uint64_t used
-        uint64_t asked
-        uint64_t offset
+        uint64_t limit, used, asked, offset
         const char *what
 
     const char *um_status_name(um_status status)
 
     ctypedef enum um_category:
-        UM_CAT_OTHER
-        UM_CAT_WEIGHTS
-        UM_CAT_SCRATCH
-        UM_CAT_HISTORY
-        UM_CAT_STAGING
-        UM_CAT_DIAGNOSTICS
-        UM_CAT_LOGITS
-        UM_CAT_TOKENS
-        UM_CAT_COUNT
+        UM_CAT_OTHER, UM_CAT_WEIGHTS, UM_CAT_SCRATCH, UM_CAT_HISTORY, UM_CAT_STAGING,
+        UM_CAT_DIAGNOSTICS, UM_CAT_LOGITS, UM_CAT_TOKENS, UM_CAT_COUNT
 
     ctypedef struct um_ledger_row:
-        uint64_t n_mappings
-        uint64_t mapped_bytes
-        uint64_t high_water_bytes
+        uint64_t n_mappings, mapped_bytes, high_water_bytes
 
     ctypedef struct um_counters:
-        uint64_t n_os_calls
-        uint64_t n_allocations
-        uint64_t allocated_bytes
+        uint64_t n_os_calls, n_allocations, allocated_bytes
 
     um_status um_ledger_read(um_category category, um_ledger_row *out, um_error *err)
     void um_counters_read(um_counters *out)
@@ -87,21 +49,13 @@ cdef extern from "unimem.h" nogil:
     void um_marks_end(unsigned marks)
 
     ctypedef enum um_pages:
-        UM_PAGES_AUTO
-        UM_PAGES_4K
-        UM_PAGES_THP
-        UM_PAGES_2M
-        UM_PAGES_1G
+        UM_PAGES_AUTO, UM_PAGES_4K, UM_PAGES_THP, UM_PAGES_2M, UM_PAGES_1G
 
     enum:
         UM_MAX_NODES
 
     ctypedef enum um_numa_mode:
-        UM_NUMA_NONE
-        UM_NUMA_BIND
-        UM_NUMA_INTERLEAVE
-        UM_NUMA_WEIGHTED
-        UM_NUMA_PREFERRED
+        UM_NUMA_NONE, UM_NUMA_BIND, UM_NUMA_INTERLEAVE, UM_NUMA_WEIGHTED, UM_NUMA_PREFERRED
 
     # Arrays of UM_MAX_NODES / 64 words and of UM_MAX_NODES words.
     ctypedef struct um_numa:
@@ -109,36 +63,21 @@ cdef extern from "unimem.h" nogil:
         uint64_t nodes[16]
 
     ctypedef enum um_lock:
-        UM_LOCK_NONE
-        UM_LOCK_NOW
-        UM_LOCK_ONFAULT
+        UM_LOCK_NONE, UM_LOCK_NOW, UM_LOCK_ONFAULT
 
     ctypedef enum um_sharing:
-        UM_SHARING_NONE
-        UM_SHARING_MEMFD
-        UM_SHARING_FD
+        UM_SHARING_NONE, UM_SHARING_MEMFD, UM_SHARING_FD
 
     ctypedef enum um_access:
-        UM_ACCESS_READ
-        UM_ACCESS_PRIVATE
-        UM_ACCESS_SHARED
+        UM_ACCESS_READ, UM_ACCESS_PRIVATE, UM_ACCESS_SHARED
 
     ctypedef enum um_advice:
-        UM_ADVICE_WILLNEED
-        UM_ADVICE_SEQUENTIAL
-        UM_ADVICE_RANDOM
-        UM_ADVICE_DONTNEED
-        UM_ADVICE_HUGEPAGE
-        UM_ADVICE_NOHUGEPAGE
+        UM_ADVICE_WILLNEED, UM_ADVICE_SEQUENTIAL, UM_ADVICE_RANDOM, UM_ADVICE_DONTNEED,
+        UM_ADVICE_HUGEPAGE, UM_ADVICE_NOHUGEPAGE
 
     ctypedef struct um_placement:
         um_pages pages
-        uint64_t page_bytes
-        uint64_t resident_bytes
-        uint64_t pss_bytes
-        uint64_t huge_bytes
-        uint64_t locked_bytes
-        uint64_t swapped_bytes
+        uint64_t page_bytes, resident_bytes, pss_bytes, huge_bytes, locked_bytes, swapped_bytes
         uint64_t node_bytes[1024]
 
     ctypedef struct um_block_options:
@@ -147,35 +86,25 @@ cdef extern from "unimem.h" nogil:
         um_numa numa
         um_sharing sharing
         int fd
-        size_t reserve_nbytes
-        size_t mirror_nbytes
-        size_t mirror_other_nbytes
-        size_t mirror_run
+        size_t reserve_nbytes, mirror_nbytes, mirror_other_nbytes, mirror_run
         const char *name
 
     ctypedef struct um_block:
         void *base
-        size_t nbytes
-        size_t requested_nbytes
+        size_t nbytes, requested_nbytes
         um_pages requested_pages
         um_category category
         um_numa numa
         um_lock lock
         um_sharing sharing
         um_access access
-        size_t mirror_nbytes
-        size_t mirror_other_nbytes
-        size_t mirror_run
-        size_t step_nbytes
-        size_t reserved_nbytes
+        size_t mirror_nbytes, mirror_other_nbytes, mirror_run, step_nbytes, reserved_nbytes
         size_t committed_nbytes
         uint64_t *committed
         uint64_t *overlaid
         void *map_base
         size_t map_nbytes
-        int fd
-        int is_file
-        int is_cache_hidden
+        int fd, is_file, is_cache_hidden
 
     um_status um_block_map(um_block *out, size_t nbytes, const um_block_options *options,
                            um_error *err)
@@ -206,11 +135,7 @@ cdef extern from "unimem.h" nogil:
     um_status um_block_resident(const um_block *block, size_t offset, size_t nbytes,
                                 uint64_t *out_bytes, um_error *err)
     enum:
-        UM_PAGE_IN_RAM
-        UM_PAGE_MAPPED
-        UM_PAGE_HUGE
-        UM_PAGE_LOCKED
-        UM_PAGE_UNKNOWN
+        UM_PAGE_IN_RAM, UM_PAGE_MAPPED, UM_PAGE_HUGE, UM_PAGE_LOCKED, UM_PAGE_UNKNOWN
 
     um_status um_block_pages(const um_block *block, size_t offset, size_t nbytes,
                              uint8_t *out_pages, int16_t *out_nodes, um_error *err)
@@ -286,22 +211,12 @@ cdef extern from "unimem.h" nogil:
     uint32_t um_grid_n_available(const um_grid *grid)
 
     ctypedef enum um_dtype:
-        UM_F32
-        UM_F16
-        UM_BF16
-        UM_Q8_0
-        UM_Q4_0
-        UM_Q4_1
-        UM_Q5_0
-        UM_Q5_1
-        UM_IQ4_NL
+        UM_F32, UM_F16, UM_BF16, UM_Q8_0, UM_Q4_0, UM_Q4_1, UM_Q5_0, UM_Q5_1, UM_IQ4_NL,
         UM_DTYPE_COUNT
 
     ctypedef struct um_dtype_info:
         const char *name
-        uint32_t block_values
-        uint32_t block_bytes
-        uint32_t ggml_type
+        uint32_t block_values, block_bytes, ggml_type
 
     const um_dtype_info *um_dtype_describe(um_dtype type)
 
@@ -320,40 +235,26 @@ cdef extern from "unimem.h" nogil:
     size_t um_rotation_block(uint32_t head_dim, int v)
 
     enum:
-        UM_ROTATION_LEAST
-        UM_ROTATION_MOST
+        UM_ROTATION_LEAST, UM_ROTATION_MOST
     const uint32_t UM_KV_NO_V
 
     ctypedef struct um_kv_spec:
-        uint32_t n_layers
-        uint32_t n_kv_heads
-        uint32_t head_dim
-        uint32_t batch
-        uint64_t max_seq_len
-        uint64_t window
-        um_dtype type
-        um_dtype v_type
+        uint32_t n_layers, n_kv_heads, head_dim, batch
+        uint64_t max_seq_len, window
+        um_dtype type, v_type
         uint32_t v_head_dim
         int rotate
 
     ctypedef struct um_kv_storage:
         void *base
-        size_t lane_stride
-        size_t v_lane_stride
-        uint64_t n_rows
-        uint64_t usable_rows
+        size_t lane_stride, v_lane_stride
+        uint64_t n_rows, usable_rows
 
     ctypedef struct um_kv:
         um_kv_spec spec
         unsigned char *base
-        size_t row_bytes
-        size_t v_row_bytes
-        size_t lane_stride
-        size_t v_lane_stride
-        uint64_t n_rows
-        uint64_t usable_rows
-        uint64_t shift
-        uint64_t first
+        size_t row_bytes, v_row_bytes, lane_stride, v_lane_stride
+        uint64_t n_rows, usable_rows, shift, first
         um_kv_mover *mover
         void *mover_context
 
@@ -366,8 +267,7 @@ cdef extern from "unimem.h" nogil:
     uint64_t um_kv_row(const um_kv *kv, uint64_t position)
 
     ctypedef enum um_kv_order:
-        UM_KV_TOKEN_MAJOR
-        UM_KV_HEAD_MAJOR
+        UM_KV_TOKEN_MAJOR, UM_KV_HEAD_MAJOR
 
     um_status um_kv_append(um_kv *kv, uint32_t layer, const void *k, const void *v, um_dtype type,
                            um_kv_order order, uint64_t n, um_error *err)
@@ -400,13 +300,8 @@ cdef extern from "unimem.h" nogil:
     um_status um_kv_adopt(um_kv *kv, uint64_t next_position, uint64_t n, um_error *err)
 
     ctypedef struct um_paged_spec:
-        uint32_t n_layers
-        uint32_t n_kv_heads
-        uint32_t head_dim
-        uint32_t n_blocks
-        uint32_t block_tokens
-        um_dtype type
-        um_dtype v_type
+        uint32_t n_layers, n_kv_heads, head_dim, n_blocks, block_tokens
+        um_dtype type, v_type
 
     ctypedef struct um_paged_block:
         pass
@@ -414,13 +309,8 @@ cdef extern from "unimem.h" nogil:
     ctypedef struct um_paged:
         um_paged_spec spec
         unsigned char *base
-        size_t head_bytes
-        size_t v_head_bytes
-        size_t lane_bytes
-        size_t v_lane_bytes
-        size_t block_bytes
-        uint32_t n_free
-        uint32_t n_evictable
+        size_t head_bytes, v_head_bytes, lane_bytes, v_lane_bytes, block_bytes
+        uint32_t n_free, n_evictable
         um_paged_block *blocks
 
     ctypedef struct um_paged_seq:
@@ -433,10 +323,8 @@ cdef extern from "unimem.h" nogil:
         const void *rows[2]
         um_dtype types[2]
         um_kv_order order
-        uint32_t layer
-        uint32_t n_layers
-        uint64_t at
-        uint64_t n
+        uint32_t layer, n_layers
+        uint64_t at, n
         uint32_t first_block
 
     um_status um_paged_storage_bytes(const um_paged_spec *spec, size_t *out, um_error *err)
@@ -478,57 +366,31 @@ cdef extern from "unimem.h" nogil:
 
 cdef extern from "unimem_formats.h" nogil:
     enum:
-        UM_GGUF_MAX_DIMS
-        UM_SAFETENSORS_MAX_DIMS
+        UM_GGUF_MAX_DIMS, UM_SAFETENSORS_MAX_DIMS
 
     ctypedef enum um_gguf_type:
-        UM_GGUF_UINT8
-        UM_GGUF_INT8
-        UM_GGUF_UINT16
-        UM_GGUF_INT16
-        UM_GGUF_UINT32
-        UM_GGUF_INT32
-        UM_GGUF_FLOAT32
-        UM_GGUF_BOOL
-        UM_GGUF_STRING
-        UM_GGUF_ARRAY
-        UM_GGUF_UINT64
-        UM_GGUF_INT64
-        UM_GGUF_FLOAT64
-        UM_GGUF_TYPE_COUNT
+        UM_GGUF_UINT8, UM_GGUF_INT8, UM_GGUF_UINT16, UM_GGUF_INT16, UM_GGUF_UINT32, UM_GGUF_INT32,
+        UM_GGUF_FLOAT32, UM_GGUF_BOOL, UM_GGUF_STRING, UM_GGUF_ARRAY, UM_GGUF_UINT64, UM_GGUF_INT64,
+        UM_GGUF_FLOAT64, UM_GGUF_TYPE_COUNT
 
     ctypedef struct um_gguf_kv:
-        uint64_t key_offset
-        uint64_t key_nbytes
-        uint64_t value_offset
-        uint64_t value_nbytes
-        uint64_t n_items
-        um_gguf_type type
-        um_gguf_type item_type
+        uint64_t key_offset, key_nbytes, value_offset, value_nbytes, n_items
+        um_gguf_type type, item_type
 
     ctypedef struct um_gguf_tensor:
-        uint64_t name_offset
-        uint64_t name_nbytes
-        uint64_t ne[4]
-        uint64_t offset
-        uint64_t nbytes
-        uint32_t n_dims
-        uint32_t type
+        uint64_t name_offset, name_nbytes
+        uint64_t ne[4], offset, nbytes
+        uint32_t n_dims, type
 
     ctypedef struct um_gguf:
         uint32_t version
-        uint64_t alignment
-        uint64_t header_nbytes
-        uint64_t data_offset
-        uint64_t n_kv
-        uint64_t n_tensors
+        uint64_t alignment, header_nbytes, data_offset, n_kv, n_tensors
         um_gguf_kv *kv
         um_gguf_tensor *tensors
 
     ctypedef struct um_gguf_tensor_type:
         const char *name
-        uint32_t block_values
-        uint32_t block_bytes
+        uint32_t block_values, block_bytes
 
     const um_gguf_tensor_type *um_gguf_type_of_tensor(uint32_t type)
     um_status um_gguf_parse(um_gguf *out, const void *data, size_t nbytes, uint64_t file_nbytes,
@@ -536,51 +398,26 @@ cdef extern from "unimem_formats.h" nogil:
     void um_gguf_free(um_gguf *gguf)
 
     ctypedef enum um_safetensors_type:
-        UM_ST_BOOL
-        UM_ST_F4
-        UM_ST_F6_E2M3
-        UM_ST_F6_E3M2
-        UM_ST_U8
-        UM_ST_I8
-        UM_ST_F8_E5M2
-        UM_ST_F8_E4M3
-        UM_ST_F8_E8M0
-        UM_ST_F8_E4M3FNUZ
-        UM_ST_F8_E5M2FNUZ
-        UM_ST_I16
-        UM_ST_U16
-        UM_ST_F16
-        UM_ST_BF16
-        UM_ST_I32
-        UM_ST_U32
-        UM_ST_F32
-        UM_ST_C64
-        UM_ST_F64
-        UM_ST_I64
-        UM_ST_U64
-        UM_ST_TYPE_COUNT
+        UM_ST_BOOL, UM_ST_F4, UM_ST_F6_E2M3, UM_ST_F6_E3M2, UM_ST_U8, UM_ST_I8, UM_ST_F8_E5M2,
+        UM_ST_F8_E4M3, UM_ST_F8_E8M0, UM_ST_F8_E4M3FNUZ, UM_ST_F8_E5M2FNUZ, UM_ST_I16, UM_ST_U16,
+        UM_ST_F16, UM_ST_BF16, UM_ST_I32, UM_ST_U32, UM_ST_F32, UM_ST_C64, UM_ST_F64, UM_ST_I64,
+        UM_ST_U64, UM_ST_TYPE_COUNT
 
     ctypedef struct um_safetensors_text:
-        uint32_t offset
-        uint32_t nbytes
+        uint32_t offset, nbytes
 
     ctypedef struct um_safetensors_kv:
-        um_safetensors_text key
-        um_safetensors_text value
+        um_safetensors_text key, value
 
     ctypedef struct um_safetensors_tensor:
         um_safetensors_text name
-        uint64_t offset
-        uint64_t nbytes
-        uint32_t first_dim
-        uint32_t n_dims
+        uint64_t offset, nbytes
+        uint32_t first_dim, n_dims
         um_safetensors_type type
         uint32_t place
 
     ctypedef struct um_safetensors:
-        uint64_t n_kv
-        uint64_t n_tensors
-        uint64_t n_dims
+        uint64_t n_kv, n_tensors, n_dims
         um_safetensors_kv *kv
         um_safetensors_tensor *tensors
         uint64_t *dims

@@ -75,13 +75,7 @@ SOVERSION = um.UM_SOVERSION
 
 
 def counters() -> CallCounters:
-    """Return what the native library has cost this process since it was loaded.
-
-    Returns
-    -------
-    dict
-        ``os_calls``, ``allocations`` (counts) and ``allocated_bytes``.
-    """
+    """Return what the native library has cost this process since it was loaded."""
     cdef um.um_counters c
     um.um_counters_read(&c)
     return {"os_calls": c.n_os_calls, "allocations": c.n_allocations,
@@ -89,26 +83,15 @@ def counters() -> CallCounters:
 
 
 def row_name(str category) -> str:
-    """Return the name of a category in rows of plans and reports.
+    """Return the name of a category of a ledger in rows of plans and reports.
 
     A runtime's history is its KV cache, which is what users look for.
-
-    Parameters
-    ----------
-    category : str
-        As `ledger` and `device_ledger` have it.
     """
     return "kv" if category == "history" else category
 
 
 def ledger() -> dict[str, LedgerRow]:
-    """Return the present mappings, by category.
-
-    Returns
-    -------
-    dict
-        From category name to a dict of ``n_mappings``, ``mapped_bytes`` and ``high_water_bytes``.
-    """
+    """Return the present mappings, by category."""
     cdef um.um_ledger_row row
     cdef um.um_error err
     rows = {}
@@ -125,12 +108,8 @@ def ledger() -> dict[str, LedgerRow]:
 cdef class Marks:
     """The most that is mapped in each category from now on, until this object goes.
 
-    Any thread may read it. In a forked child it counts the child's mappings.
-
-    Raises
-    ------
-    CapacityError
-        There are 64 of them already.
+    Any thread may read it. In a forked child it counts the child's mappings. CapacityError is
+    raised if there are 64 of them already.
     """
 
     cdef unsigned _number
@@ -147,13 +126,7 @@ cdef class Marks:
             um.um_marks_end(self._number)
 
     def read(self) -> list[int]:
-        """Return the most so far.
-
-        Returns
-        -------
-        list of int
-            Bytes by category, in the order of `ledger`.
-        """
+        """Return the most bytes so far by category, in the order of `ledger`."""
         cdef uint64_t most[um.UM_CAT_COUNT]
         cdef int i
         um.um_marks_read(self._number, most)
@@ -176,21 +149,8 @@ cdef class DeviceEntry:
     """Memory of a device, in the ledger for as long as this object lives.
 
     No handler of a signal runs while it is made or goes. A forked child has no memory of a device,
-    and begins with an empty ledger.
-
-    Parameters
-    ----------
-    device : str
-        Such as ``"cuda:0"``.
-    category : str
-        As for `Block`.
-    nbytes : int
-        How much.
-
-    Raises
-    ------
-    ValueError
-        There is no such category.
+    and begins with an empty ledger. `device` is such as ``"cuda:0"``; ValueError is raised for a
+    category that `Block` does not have.
     """
     #: def __init__(self, device: str, category: str, nbytes: int) -> None: ...
 
@@ -220,14 +180,7 @@ cdef class DeviceEntry:
 
 
 def device_ledger() -> dict[tuple[str, str], DeviceRow]:
-    """Return the present allocations on devices, by device and category.
-
-    Returns
-    -------
-    dict
-        From (device, category) to a dict of ``n_allocations``, ``nbytes`` and
-        ``high_water_bytes``.
-    """
+    """Return the present allocations on devices, by device and category."""
     cdef _DeviceRow row
     rows = {}
     for key, row in sorted(list(_device_rows.items())):

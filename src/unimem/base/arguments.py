@@ -16,21 +16,9 @@ __all__ = ["check_callable", "file_path", "flag", "integer", "one_of", "string"]
 def integer(
     value: object, name: str = "", least: int | None = None, most: int | None = None
 ) -> int:
-    """Return an integer, or an object with ``__index__``, as an `int`.
+    """Return an integer from `least` to `most`, or an object with ``__index__``, as an `int`.
 
-    Parameters
-    ----------
-    value, name : object, str
-        The argument, and its name for messages.
-    least, most : int, optional
-        Its range, both inclusive.
-
-    Raises
-    ------
-    TypeError
-        It is not an integer, or a bool.
-    ValueError
-        It is outside its range.
+    Raise TypeError for anything else, also a bool, and ValueError outside the range.
     """
     start = f"{name}: " if name else ""
     exact = None
@@ -62,12 +50,8 @@ def one_of(value: object, name: str, choices: Collection[str]) -> str:
 def string(value: object, name: str, default: str = "") -> str:
     """Return a string, or the default, if there is one, for None and an empty string.
 
-    Raises
-    ------
-    TypeError
-        It is not a string.
-    ValueError
-        It has half of a surrogate pair, unless that is a byte of a file's name.
+    Raise TypeError for anything else, and ValueError for half of a surrogate pair, unless that is a
+    byte of a file's name.
     """
     if default and (value is None or (isinstance(value, str) and not value)):
         return default
@@ -86,12 +70,8 @@ def string(value: object, name: str, default: str = "") -> str:
 def file_path(value: object, name: str = "path") -> str:
     """Return the path of a file as a string.
 
-    Raises
-    ------
-    TypeError
-        It is not a string, bytes or an `os.PathLike`, such as a descriptor or an open file.
-    ValueError
-        No file can have this path.
+    Raise TypeError for other things, such as a descriptor or an open file, and ValueError if no
+    file can have this path.
     """
     try:
         path = os.fsdecode(value)  # type: ignore[arg-type]

@@ -9,12 +9,12 @@ import os
 import stat
 from collections.abc import Iterator
 from functools import partial
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem.base.arguments import file_path
+from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 
 __all__ = ["NewFile", "remove_unlocked", "write_text"]
@@ -38,7 +38,7 @@ def _attribute_errors(path: str) -> Iterator[None]:
         raise OSError(number, error.strerror or os.strerror(number), path) from error
 
 
-class NewFile:
+class NewFile(Closing):
     """A file that is written beside the old one and then replaces it.
 
     Leaving the ``with`` without `publish` removes it. Any number of threads may write; all other
@@ -47,17 +47,9 @@ class NewFile:
     The file is locked (``flock``) while it is written. The kernel drops the lock of a process that
     dies, so the next writer of the same path can tell which files to remove.
 
-    Parameters
-    ----------
-    path : str
-        The file to make or to replace. Of a symbolic link, the target is replaced. An existing
-        file keeps its permissions.
-
-    Raises
-    ------
-    OSError
-        Nothing can be written there; IsADirectoryError for a folder, and for a path that ends in a
-        separator. Nothing has changed then.
+    The target of a symbolic link is replaced, and an existing file keeps its permissions. OSError
+    is raised if nothing can be written there, IsADirectoryError for a folder and for a path that
+    ends in a separator; nothing has changed then.
     """
 
     def __init__(self, path: str) -> None:
@@ -198,11 +190,8 @@ class NewFile:
     def publish(self) -> None:
         """Bring the file to the disk, and replace the old one durably.
 
-        Raises
-        ------
-        OSError
-            It failed. The old file is there as before, unless only the last step failed, which
-            brings the change of the folder to the disk.
+        After an OSError the old file is there as before, unless only the last step failed, which
+        brings the change of the folder to the disk.
         """
         with _attribute_errors(self.path):
             os.fsync(self._fd)
@@ -226,12 +215,6 @@ class NewFile:
     def __del__(self) -> None:
         if hasattr(self, "_fds"):
             self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def remove_unlocked(path: str | bytes, *, dir_fd: int | None = None) -> None:

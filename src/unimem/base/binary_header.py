@@ -23,25 +23,10 @@ class BinaryHeader:
     The first fields are `magic` (8 bytes) and `version`. If the last one is `header_checksum`, it
     is the XXH3 (64 bits) of all bytes before it.
 
-    Parameters
-    ----------
-    fields : str
-        The code of `struct` and the names of its fields, by semicolons: ``"I version; Q nbytes"``.
-    magic, what : bytes, str
-        The first bytes of each file, and the kind of file for errors.
-    versions : tuple of int
-        The versions that have this layout.
-    newest : int, optional
-        The newest version that this library reads in any layout.
-    error, advice : type, str
-        The error to raise, and what to do about a damaged file.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of the header.
-    offsets, codes : dict
-        Where each field begins, and its code of `struct`.
+    `fields` have the code of `struct` and the names of its fields, by semicolons, as in
+    ``"I version; Q nbytes"``; `offsets` and `codes` have where each begins, and its code. `what` is
+    the kind of file, and `advice` what to do about a damaged one, for errors. `versions` have this
+    layout, and `newest` is the newest that this library reads in any layout.
     """
 
     def __init__(

@@ -12,13 +12,7 @@ from typing import NamedTuple
 
 from unimem.base.atomic_file import remove_unlocked
 
-__all__ = [
-    "BudgetFolder",
-    "CachedFile",
-    "cache_folder",
-    "check_own_folder",
-    "default_bytes",
-]
+__all__ = ["BudgetFolder", "CachedFile", "cache_folder", "check_own_folder", "default_bytes"]
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SHARE_OF_DISK = 10

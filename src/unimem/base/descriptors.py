@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from itertools import starmap
-from typing import Any, Self
+from typing import Any
+
+from unimem.base.closing import Closing
 
 __all__ = ["Descriptors"]
 
 
-class Descriptors(list[int]):
+class Descriptors(list[int], Closing):
     """Open descriptors, closed when the ``with`` or the list ends.
 
     A signal handler may raise between any two lines, such as between the opening of a file and the
@@ -35,12 +37,6 @@ class Descriptors(list[int]):
                 any(map(_close, map(self.pop, [-1] * len(self))))
             except OSError:
                 continue
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partialmethod
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -54,40 +55,23 @@ _VISIBLE_IN_LINES = {code: shown for code, shown in _VISIBLE.items() if chr(code
 class Surface:
     """The medium that text is written on; by default that of ``str()``.
 
-    Attributes
-    ----------
-    width : int
-        Columns of a line.
-    is_colored, has_blocks : bool
-        Whether it shows colours, and the block characters of Unicode.
+    Its width is in columns; it may have colours, and the block characters of Unicode.
     """
 
     width: int = 80
     is_colored: bool = False
     has_blocks: bool = False
 
-    def dim(self, text: str) -> str:
-        """Make text recede."""
-        return self._styled(text, "\x1b[2m")
+    def _styled(self, code: int, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.is_colored else text
 
-    def heading(self, text: str) -> str:
-        """Make text stand out."""
-        return self._styled(text, "\x1b[1m")
-
-    def good(self, text: str) -> str:
-        """Make text green."""
-        return self._styled(text, "\x1b[32m")
-
-    def bad(self, text: str) -> str:
-        """Make text yellow: a notice, not an error."""
-        return self._styled(text, "\x1b[33m")
-
-    def tint(self, text: str) -> str:
-        """Give text the colour of bars."""
-        return self._styled(text, "\x1b[36m")
-
-    def _styled(self, text: str, code: str) -> str:
-        return f"{code}{text}\x1b[0m" if self.is_colored else text
+    # Each takes a text and returns it with its look: prominent, receding, green, yellow (a notice,
+    # not an error), and the colour of bars.
+    heading = partialmethod(_styled, 1)
+    dim = partialmethod(_styled, 2)
+    good = partialmethod(_styled, 32)
+    bad = partialmethod(_styled, 33)
+    tint = partialmethod(_styled, 36)
 
 
 # ---- figures ------------------------------------------------------------------------------------
@@ -278,17 +262,7 @@ def item_lines(surface: Surface, mark: str, text: str) -> Iterator[str]:
 
 
 class Bar(NamedTuple):
-    """A bar at the end of a row of a table.
-
-    Attributes
-    ----------
-    share : float
-        The full part, from 0 to 1.
-    has_rest : bool
-        Whether the rest is shown, too.
-    style : callable, optional
-        The look of the full part.
-    """
+    """A bar at the end of a row of a table: its full part, from 0 to 1, whose look is `style`."""
 
     share: float
     has_rest: bool = False

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from unimem._core import tmpfs
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem.base.arguments import check_callable, file_path, flag, one_of
+from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 from unimem.base.text import format_bytes
 from unimem.errors import CapacityError, ClosedError, FormatError, PlacementError
@@ -74,7 +75,7 @@ class _Files(NamedTuple):
     nbytes: int
 
 
-class Stage:
+class Stage(Closing):
     """A model in sealed shared memory, made by `stage`, until it is closed.
 
     Any number of threads may read its attributes; one thread may close it. A forked child has a
@@ -164,12 +165,8 @@ class Stage:
             block.close()
         self._end()
 
-    def __enter__(self) -> Self:
+    def _check_open(self) -> None:
         self._opened()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_end") and not self.closed:

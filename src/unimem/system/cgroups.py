@@ -11,21 +11,16 @@ from typing import Literal
 
 from unimem.base import kernel_files
 
-__all__ = ["Cgroup", "cgroups_above", "locate"]
+__all__ = ["Cgroup", "cgroups_above", "locate", "sees_all_above"]
 
 _NO_LIMIT = 1 << 60  # version 1 writes "none" as a number near 2**63
 
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """A cgroup.
+    """A cgroup: the folder of its files, its path in the tree, and the tree's version.
 
-    Attributes
-    ----------
-    folder, name : str
-        The folder of its files, and its path in the tree.
-    version : {1, 2}
-        Of its tree. The versions name the same files differently.
+    The versions name the same files differently.
     """
 
     folder: str
@@ -53,14 +48,8 @@ def cgroups_above(
 ) -> Iterator[Cgroup]:
     """Walk up the cgroups above a process, its own first.
 
-    Parameters
-    ----------
-    controller : str
-        Such as "memory"; "" for version 2 only.
-    pid : int, optional
-        The process; by default this one.
-    folder : str, optional
-        Of a cgroup, for a process in it; ValueError as `locate`.
+    The controller is such as "memory", or "" for version 2 only; the process is this one, another
+    one, or one in the cgroup of a folder (ValueError as `locate`).
     """
     if folder is not None:
         version, path = locate(folder)
@@ -84,6 +73,17 @@ def cgroups_above(
         yield from _walk_up(where, above, [] if ".." in parts else parts, 1 if names else 2)
 
 
+def sees_all_above(controller: str) -> bool:
+    """Whether no limit above this process is hidden from it, as that of a container's host is."""
+    version, mount = 1, _mounts().get(controller)
+    if mount is None:
+        version, mount = 2, _mounts().get("")
+    if mount is None or mount[1] != "/":
+        return False
+    # In a namespace of cgroups, "/" is its own; the root of version 2 alone has no type.
+    return version == 1 or kernel_files.read_text(f"{mount[0]}/cgroup.type") is None
+
+
 def _walk_up(mount: str, root: str, parts: list[str], version: Literal[1, 2]) -> Iterator[Cgroup]:
     above = "" if root == "/" else root
     for depth in range(len(parts), -1, -1):
@@ -94,15 +94,8 @@ def _walk_up(mount: str, root: str, parts: list[str], version: Literal[1, 2]) ->
 def locate(folder: str) -> tuple[Literal[1, 2], str]:
     """Return the version of a cgroup's tree, and the path below the tree's mount point.
 
-    Parameters
-    ----------
-    folder : str
-        Of the cgroup; in version 1, in the tree of any controller.
-
-    Raises
-    ------
-    ValueError
-        The folder does not exist, or is in no mounted tree.
+    In version 1, the folder is in the tree of any controller. ValueError is raised if it does not
+    exist, or is in no mounted tree.
     """
     real = os.path.realpath(folder)
     inside = [

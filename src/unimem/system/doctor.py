@@ -16,6 +16,7 @@ from unimem.base import kernel_files
 from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.system import limits
 from unimem.system.cgroups import cgroups_above
+from unimem.system.cpu_features import cpu_features
 from unimem.system.machine import (
     Capabilities,
     Cpu,
@@ -123,7 +124,7 @@ def _cpu(status: Mapping[str, str]) -> Cpu:
     online = set(parse_list(kernel_files.read_text(f"{_CPUS}/online") or ""))
     allowed = online & set(parse_list(status.get("Cpus_allowed_list", "")))
     info = kernel_files.read_fields("/proc/cpuinfo")
-    has = set(f"{info.get('flags', '')} {info.get('Features', '')}".split())
+    has = cpu_features()
     governors = Counter(
         governor
         for policy in kernel_files.list_names(f"{_CPUS}/cpufreq")

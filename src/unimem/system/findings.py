@@ -61,11 +61,14 @@ def _overcommit(machine: MachineFacts) -> Iterator[Finding]:
 
 def _thp(machine: MachineFacts) -> Iterator[Finding]:
     thp, own = machine.thp, machine.thp.size
+    base_pages = (
+        "Blocks get base pages unless a hugetlb pool is reserved: first touch is several times "
+        "slower, and random access misses the TLB."
+    )
     if thp.enabled is None:
         yield Finding(
             "this kernel has no transparent huge pages",
-            "Blocks get base pages unless a hugetlb pool is reserved: first touch is several times "
-            "slower, and random access misses the TLB.",
+            base_pages,
             "boot a kernel with CONFIG_TRANSPARENT_HUGEPAGE=y",
             "blocks get huge pages without a pool",
         )
@@ -75,8 +78,7 @@ def _thp(machine: MachineFacts) -> Iterator[Finding]:
         file = f"hugepages-{(thp.page_bytes or 0) >> 10}kB/enabled" if has_own else "enabled"
         yield Finding(
             "transparent huge pages are off",
-            "Blocks get base pages unless a hugetlb pool is reserved: first touch is several times "
-            "slower, and random access misses the TLB.",
+            base_pages,
             f"echo madvise > {_THP}/{file}",
             "blocks get huge pages; programs that do not ask for them stay as they are",
         )

@@ -20,16 +20,8 @@ _kept: list[bytes] = []
 class MallocBytes(NamedTuple):
     """The bytes that malloc has: `arenas` + `mmapped` equals `in_use` + `free`.
 
-    Attributes
-    ----------
-    arenas : int
-        In its heaps: the kernel calls the first ``[heap]``, and shows others as anonymous.
-    mmapped : int
-        In separate mappings of large pieces; anonymous to the kernel, too.
-    in_use : int
-        Allocated by the program.
-    free : int
-        Kept for later requests.
+    The kernel calls the first of its heaps (arenas) ``[heap]``, and shows others, and the mappings
+    of large pieces, as anonymous.
     """
 
     arenas: int

@@ -20,7 +20,7 @@ from unimem.base import kernel_files
 from unimem.base.kernel_files import parse_kib, parse_list
 from unimem.base.text import format_bytes
 from unimem.errors import CapacityError
-from unimem.system.cgroups import Cgroup, cgroups_above
+from unimem.system.cgroups import Cgroup, cgroups_above, sees_all_above
 
 __all__ = [
     "CpuQuota",
@@ -53,6 +53,7 @@ _NODES = "/sys/devices/system/node"
 _POOLS = "/sys/kernel/mm/hugepages"
 _WEIGHTS = "/sys/kernel/mm/mempolicy/weighted_interleave"
 _CAP_IPC_LOCK = 1 << 14
+_MOST_NODES = 1024
 # The part of a full cgroup that running programs and open files need while memory is filled. The
 # kernel has its low watermark for this; a cgroup has none.
 _FILE_RESERVE_BYTES = 8 << 20
@@ -133,6 +134,9 @@ class HugePool:
         Total and free pages of each node.
     cgroups : tuple of Limit
         Limits of hugetlb cgroups above the process.
+    may_break_promises : bool
+        Whether the first touch of a promised page may fail: cgroups count pages in use only then,
+        and the promise may be a page of a node that a cpuset leaves out.
     """
 
     page_bytes: int
@@ -142,6 +146,7 @@ class HugePool:
     surplus_most: int
     nodes: Mapping[int, tuple[int, int]]
     cgroups: tuple[Limit, ...] = field(default=())
+    may_break_promises: bool = False
 
     @property
     def available_bytes(self) -> int:
@@ -198,15 +203,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class CpuQuota:
-    """The tightest CPU quota of the cgroups above the process.
-
-    Attributes
-    ----------
-    cpus : float
-        The CPUs' worth of time that it leaves.
-    path : str
-        The file that sets it.
-    """
+    """The tightest CPU quota of the cgroups above: the CPUs that it leaves, and its file."""
 
     cpus: float
     path: str
@@ -404,6 +401,7 @@ def huge_pools(cgroup: str | None = None) -> dict[str, HugePool]:
             total = kernel_files.read_number(f"{own}/nr_hugepages")
             if total is not None:
                 per_node[node] = (total, kernel_files.read_number(f"{own}/free_hugepages") or 0)
+        above = tuple(_hugetlb(kib << 10, cgroup)) if pages else ()
         pools[_size_name(kib << 10)] = HugePool(
             page_bytes=kib << 10,
             total=pages,
@@ -411,9 +409,21 @@ def huge_pools(cgroup: str | None = None) -> dict[str, HugePool]:
             reserved=(kernel_files.read_number(f"{folder}/resv_hugepages") or 0) if pages else 0,
             surplus_most=kernel_files.read_number(f"{folder}/nr_overcommit_hugepages") or 0,
             nodes=per_node,
-            cgroups=tuple(_hugetlb(kib << 10, cgroup)) if pages else (),
+            cgroups=above,
+            may_break_promises=pages > 0
+            and not (
+                sees_all_above("hugetlb")
+                and all(".rsvd." in limit.path for limit in above)
+                and _allowed_nodes().issuperset(node for node, (n, _) in per_node.items() if n)
+            ),
         )
     return pools
+
+
+def _allowed_nodes() -> set[int]:
+    """Return the nodes of which this process may have memory; all, if the kernel has no NUMA."""
+    allowed = kernel_files.read_fields("/proc/self/status").get("Mems_allowed_list")
+    return set(range(_MOST_NODES) if allowed is None else parse_list(allowed))
 
 
 def nodes() -> dict[int, Node]:
@@ -421,9 +431,7 @@ def nodes() -> dict[int, Node]:
 
     A kernel without NUMA has one node 0, with all memory and CPUs.
     """
-    allowed = kernel_files.read_fields("/proc/self/status").get("Mems_allowed_list")
-    permitted = None if allowed is None else set(parse_list(allowed))
-    online = _online()
+    permitted, online = _allowed_nodes(), _online()
     if not online:
         online_cpus = parse_list(kernel_files.read_text(f"{_CPUS}/online") or "")
         of_node = online_cpus or tuple(sorted(cpus()))
@@ -433,9 +441,7 @@ def nodes() -> dict[int, Node]:
         folder = f"{_NODES}/node{node}"
         memory = kernel_files.read_fields(f"{folder}/meminfo", prefix=f"Node {node} ")
         free = parse_kib(memory.get("MemFree"))
-        distances = tuple(
-            int(d) for d in (kernel_files.read_text(f"{folder}/distance") or "").split()
-        )
+        distances = (kernel_files.read_text(f"{folder}/distance") or "").split()
         found[node] = Node(
             id=node,
             total_bytes=parse_kib(memory.get("MemTotal")),
@@ -443,7 +449,7 @@ def nodes() -> dict[int, Node]:
             available_bytes=free + parse_kib(memory.get("Inactive(file)", "0")),
             cpus=parse_list(kernel_files.read_text(f"{folder}/cpulist") or ""),
             distances=tuple(map(int, distances)),
-            allowed=permitted is None or node in permitted,
+            allowed=node in permitted,
         )
     with_memory = [node for node in found.values() if node.total_bytes]
     if len(with_memory) == 1:
@@ -636,19 +642,10 @@ def _size_name(nbytes: int) -> str:
 
 
 def limit_reached(nbytes: int) -> str:
-    """Name the limit of its address space that kept this process from taking more bytes.
+    """Name the limit of its address space that kept this process from taking `nbytes` more.
 
-    The kernel's error is ENOMEM, as without free memory.
-
-    Parameters
-    ----------
-    nbytes : int
-        The bytes that were refused.
-
-    Returns
-    -------
-    str
-        The limit, its use, and its remedy; "" if no limit is reached or can be read.
+    The kernel's error is ENOMEM, as without free memory. Return "" if no limit is reached or can be
+    read.
     """
     with suppress(OSError, ValueError, MemoryError):
         return _mappings_reached() or _addresses_reached(nbytes)

@@ -42,18 +42,8 @@ def find_memfds(folder: int, name: str) -> Iterator[int]:
     """Open a process's own memfds of a name, for reading; the caller closes each.
 
     A memfd that a process only reads, as here, is not its own: the creator's descriptor may write.
-
-    Parameters
-    ----------
-    folder : int
-        A descriptor of the process's folder in /proc.
-    name : str
-        Of the memfds.
-
-    Raises
-    ------
-    OSError
-        The process has ended, or is not ours to look at, or one of `CANNOT_LOOK`.
+    `folder` is a descriptor of the process's folder in /proc. OSError is raised if the process has
+    ended, if it is not ours to look at, and for one of `CANNOT_LOOK`.
     """
     link = f"/memfd:{name} (deleted)"
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -44,15 +44,7 @@ class PlacementOptions(TypedDict, total=False):
 
 
 def check_placement(what: str, options: Iterable[str]) -> None:
-    """Raise TypeError for what is no option of memory.
-
-    Parameters
-    ----------
-    what : str
-        What is made, for the message.
-    options : iterable of str
-        The names that were given.
-    """
+    """Raise TypeError for names that are no options of memory; `what` is made, for the message."""
     known = tuple(PlacementOptions.__annotations__)
     if unknown := [repr(option) for option in options if option not in known]:
         raise TypeError(

@@ -449,13 +449,18 @@ def find_mismatches(
     return found
 
 
-def is_prefaulted(choice: PlacementChoice) -> bool:
-    """Whether hugetlb pages are touched as soon as they are mapped.
+def is_prefaulted(choice: PlacementChoice, facts: Facts) -> bool:
+    """Whether pages are touched as soon as they are mapped.
 
-    So are bound pages, since a page that its node lacks would kill the process later, and locked
-    pages.
+    hugetlb pages are if a later touch could fail, which would kill the process: if the pool
+    promises more than cgroups or nodes give, and if they are bound. Locked ones are in RAM at once.
     """
-    return choice.lock is True or (choice.numa is not None and choice.numa.mode == "bind")
+    if choice.pages not in HUGETLB:
+        return False
+    if choice.lock is True or (choice.numa is not None and choice.numa.mode == "bind"):
+        return True
+    pool = facts.huge_pools().get(choice.pages)
+    return pool is not None and pool.may_break_promises
 
 
 def require_growth(

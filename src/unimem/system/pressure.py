@@ -57,12 +57,7 @@ _ROOM_SHARE, _MOST_ROOM_BYTES = 1 / 32, 64 << 20
 class Pressure(NamedTuple):
     """The shares of the last 10 seconds in which work waited for memory (the kernel's PSI).
 
-    Attributes
-    ----------
-    source : str
-        "machine", or "cgroup /a/b".
-    some_percent, full_percent : float
-        Time in which at least one thread waited, and in which all threads with work waited.
+    The source is "machine" or "cgroup /a/b". Some: at least one thread waited; full: all with work.
     """
 
     source: str
@@ -71,18 +66,9 @@ class Pressure(NamedTuple):
 
 
 def memory_pressure(pid: int | None = None) -> tuple[Pressure, ...]:
-    """Return the memory pressure on a process.
+    """Return the memory pressure of the machine, and of a process's cgroup if it has version 2.
 
-    Parameters
-    ----------
-    pid : int, optional
-        Its number; by default this process.
-
-    Returns
-    -------
-    tuple of Pressure
-        Of the machine, and of the process's own cgroup if that has version 2. Empty if the kernel
-        does not count it: without CONFIG_PSI, or with psi=0.
+    Empty if the kernel does not count it: without CONFIG_PSI, or with psi=0.
 
     Examples
     --------
@@ -121,21 +107,10 @@ def paged_in_bytes() -> int | None:
 
 
 def why_exposed(nbytes: int, found: Iterable[Limit], pressures: Iterable[Pressure]) -> str:
-    """Explain why pages of mapped files may be reclaimed.
+    """Explain why pages of mapped files may be reclaimed; "" if they are safe.
 
-    Parameters
-    ----------
-    nbytes : int
-        Bytes of the files.
-    found : iterable of Limit
-        `limits.memory_limits()`. The memory of the machine counts by its pressure alone.
-    pressures : iterable of Pressure
-        `pressure.memory_pressure()`.
-
-    Returns
-    -------
-    str
-        The beginning of a reason; "" if they are safe.
+    `found` are `limits.memory_limits()`, in which the memory of the machine counts by its pressure
+    alone.
 
     Examples
     --------
@@ -176,16 +151,9 @@ def wanted_room(limit_bytes: int) -> int:
 
 
 class Notice(NamedTuple):
-    """A message of a watch.
+    """A message of a watch. `is_pressure` proves that memory is short, else limits have to be read.
 
-    Attributes
-    ----------
-    source : str
-        "machine", or "cgroup /a/b".
-    text : str
-        The event.
-    is_pressure : bool
-        Whether it proves that memory is short. Otherwise the limits have to be read.
+    Its source is "machine" or "cgroup /a/b".
     """
 
     source: str
@@ -194,15 +162,7 @@ class Notice(NamedTuple):
 
 
 class Watch(Protocol):
-    """A descriptor on which the kernel announces events.
-
-    Attributes
-    ----------
-    fd, mask : int
-        For `select.poll`.
-    source, name : str
-        The machine or cgroup that is watched, and by what.
-    """
+    """A descriptor, with a mask for `select.poll`, on which the kernel announces events."""
 
     fd: int
     mask: int
@@ -306,13 +266,8 @@ class _Registered(_OpenFiles):
 def open_watches() -> tuple[list[Watch], list[str]]:
     """Open every watch that announces a shortage of memory to this process.
 
-    Returns
-    -------
-    watches : list of Watch
-        To be closed by the caller. Of the machine, of the process's own cgroup, and of those above
-        that limit memory.
-    refusals : list of str
-        The watches that cannot be opened, and why: mostly permissions.
+    They are of the machine, of the process's own cgroup, and of those above that limit memory; the
+    caller closes them. The texts name those that cannot be opened, and why: mostly permissions.
     """
     watches: list[Watch] = []
     refusals: list[str] = []

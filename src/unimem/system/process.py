@@ -61,31 +61,11 @@ _ENTRY = re.compile(
 class Area(NamedTuple):
     """One entry of smaps: a range of addresses with one access and one backing. It never changes.
 
-    Attributes
-    ----------
-    start, end : int
-        The range.
-    access : str
-        As in ``"rw-p"``.
-    offset, device, inode, path : int, (int, int), int, str
-        The mapped file, as the kernel writes it; the path is empty without one.
-    rss_bytes, pss_bytes : int
-        In RAM, and there by share, without hugetlb pages.
-    hugetlb_bytes, huge_bytes : int
-        In hugetlb pages, and in transparent huge pages.
-    locked_bytes : int
-        Locked in RAM, hugetlb pages included.
-    swapped_bytes : int
-        Swapped out.
-    page_bytes : int
-        Size of the pages of the mapping.
-    nodes : dict of int to int
-        Bytes in RAM on each node that holds some.
-    flags : frozenset of str
-        The words of VmFlags.
-    anonymous_bytes : int
-        In RAM, in pages that are no file's; in a private mapping of a file, copies that were
-        written to.
+    `access` is as in ``"rw-p"``, and `path` empty without a file. `rss_bytes` and `pss_bytes` do
+    not count hugetlb pages, `locked_bytes` does; `huge_bytes` are of transparent huge pages.
+    `nodes` are bytes in RAM by node, `flags` the words of VmFlags.
+    `anonymous_bytes` are in RAM in pages of no file: in a private mapping of a file, copies that
+    were written to.
     """
 
     start: int
@@ -132,20 +112,8 @@ class Area(NamedTuple):
 class Process:
     """A process and its areas at the time of reading. Any number of threads may use it.
 
-    Attributes
-    ----------
-    pid : int
-        Its number.
-    name, command : str
-        As in ``/proc/PID/comm`` and ``cmdline``.
-    started : int
-        Its start, in clock ticks since the boot; it tells processes of one number apart.
-    areas : tuple of Area
-        By address.
-    minor_faults, major_faults : int
-        Page faults since its start, without and with waiting for a disk.
-    n_threads : int
-        Its threads.
+    `name` and `command` are of ``/proc/PID/comm`` and ``cmdline``. `started`, in clock ticks since
+    the boot, tells processes of one number apart. Major faults waited for a disk.
     """
 
     pid: int
@@ -237,18 +205,8 @@ class Process:
 class Counters:
     """Counts of a process so far. The difference of two shows the time between them.
 
-    Attributes
-    ----------
-    pid, started : int
-        As of a `Process`.
-    minor_faults, major_faults : int
-        Page faults, without and with waiting for a disk.
-    read_bytes : int or None
-        Bytes read from disks for it; None if the kernel does not count or show them.
-    cpu_seconds : float
-        Its time on CPUs, with the kernel's for it.
-    n_threads : int
-        Its threads.
+    `read_bytes` are from disks; None if the kernel does not count or show them. `cpu_seconds`
+    include the kernel's for it.
     """
 
     pid: int

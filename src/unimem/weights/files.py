@@ -11,12 +11,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self, TypeAlias, Union
+from typing import Any, NoReturn, TypeAlias, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
 from unimem.base.arguments import file_path
+from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 from unimem.errors import GGUFError, SafetensorsError
 from unimem.weights.gguf import GGUFHeader
@@ -89,7 +90,7 @@ class _Descriptors(Descriptors):
             raise
 
 
-class ModelFiles:
+class ModelFiles(Closing):
     """The opened files of a model, in order. Leaving the ``with`` closes their descriptors.
 
     For one thread. A forked child has the descriptors, too, and closes its own. `fds` are open for
@@ -147,12 +148,6 @@ class ModelFiles:
     def close(self) -> None:
         """Close the descriptors."""
         self.fds.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def open_model(path: str | os.PathLike[str]) -> ModelFiles:

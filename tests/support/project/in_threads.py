@@ -36,7 +36,6 @@ ALONE = set(
     test_taking_makes_no_system_call_and_no_allocation
     test_a_forked_child_has_its_own_copy_but_of_a_ring
     test_a_region_that_is_about_to_go_is_left_out test_every_class_that_is_closed_is_among_them
-    test_the_ledger_is_read_while_memory_comes_and_goes
     test_messages_use_the_hint_and_name_existing_extras
 """.split()
 )

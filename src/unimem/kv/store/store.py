@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from unimem._core.block import Block
 from unimem.base.arguments import file_path, integer, one_of
 from unimem.base.cache_folder import cache_folder, check_own_folder, default_bytes
+from unimem.base.closing import Closing
 from unimem.errors import ClosedError, PlacementError
 from unimem.kv.store.chunk import ChunkShape, Kind, chunk_keys, find_fault, seal
 from unimem.kv.store.copy_rows import Holder, Rows, rows_of
@@ -141,7 +142,7 @@ class _Chunks:
         return n
 
 
-class KVStore:
+class KVStore(Closing):
     """Chunks of KV caches in RAM, on disk and on a server, found by the tokens they were made of.
 
     A conversation that begins like an earlier one takes its first tokens from here, in any process
@@ -570,13 +571,6 @@ class KVStore:
         """
         if self._tiers:
             self._end()
-
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_tiers", None) and not self.closed:

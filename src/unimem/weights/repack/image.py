@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from unimem._core.block import Block
 from unimem._core.load import load as read_parts
 from unimem.base.atomic_file import NewFile
+from unimem.base.closing import Closing
 from unimem.base.descriptors import Descriptors
 from unimem.errors import FormatError
 from unimem.system import limits
@@ -38,7 +39,7 @@ _READERS = 8  # threads that wait for a disk use no CPU
 _NO_HASH = "0" * 32
 
 
-class Image:
+class Image(Closing):
     """An opened image with a checked header. For one thread.
 
     Leaving the ``with`` closes the descriptor; mappings stay. `is_staged` tells whether the image
@@ -194,12 +195,6 @@ class Image:
         """Close the descriptor. Closing twice is no error."""
         self._fds.close()
         self._fd = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_image_header(fd: int, nbytes: int, path: str) -> ImageHeader:
