@@ -10,7 +10,6 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -118,7 +117,7 @@ def greedy(
     opened, vocab = _load(library, model, vocab_only=False)
     params = library.llama_context_default_params()
     params.n_ctx = params.n_batch = ctx
-    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+    params.n_threads = params.n_threads_batch = 1
     params.flash_attn = _ENABLED if flash_attention else _DISABLED
     n_vocab = library.llama_vocab_n_tokens(vocab)
 
