@@ -10,8 +10,8 @@ llama.cpp's ids into ``tests/engine/text/data``, where a test holds the tokenize
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
+import lzma
 import random
 import sys
 import tempfile
@@ -29,13 +29,20 @@ from support.models import tokenizer_models  # noqa: E402
 from unimem.engine.text.pre_tokenizers import PRE_TOKENIZERS  # noqa: E402
 from unimem.engine.text.tokenizer import Tokenizer  # noqa: E402
 
-RECORD = ROOT / "tests/engine/text/data/llama_cpp_ids.json.gz"
+RECORD = ROOT / "tests/engine/text/data/llama_cpp_ids.json.xz"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _ADDED = {
     **dict.fromkeys(("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_end|>|"), _CONTROL),
     **dict.fromkeys(("<mask>", "[MASK]", "<|end|>", "<|endoftext|>", "<|user|>"), _CONTROL),
     **dict.fromkeys(("<tool_call>", "</tool_call>", "    "), _USER_DEFINED),
     "<unk>": _UNKNOWN,
+}
+# Each set ends a generation, or does not, by rules of its own.
+_ENDS = {
+    "harmony": ("<|return|>", "<|call|>", "<|channel|>", "<|message|>", "<|start|>"),
+    "solar": ("<|flush|>", "<|calls|>", "<|constrain|>"),
+    "gemma": ("<turn|>", "<|tool_response>", "<eos>"),
+    "others": ("[e~[", "<|ifm|im_end|>", "[EOS]", "[PAD]", "<｜fim▁end｜>", "<|code_prefix|>"),
 }
 _WORDS = "don't I'LL we've He'S it'd THEY'RE 'tis o'clock l'été HTTPServer camelCase ALLCAPS iPhone"
 _WHOLE = ("internationalization", "\u0120internationalization")  # reached by no merge
@@ -93,7 +100,7 @@ def _text(rng: random.Random, kind: int) -> str:
         words,
         [*_EMOJI, *words[:3]],
         [*spaces, *spaces, *words, *numbers[:2]],
-        [*_ADDED, *_ADDED, " ", "\n", " \n\n", *words[:6]],
+        [*_ADDED, *_ADDED, *sum(_ENDS.values(), ()), " ", "\n", " \n\n", *words[:6]],
     ][kind - 1]
     made = several(pieces + signs[: rng.randint(0, len(signs))][-8:], 2, 12, between)
     return made[: rng.randint(len(made) // 2, len(made))] if kind != 5 else made
@@ -134,11 +141,14 @@ def _trained(raw: bool) -> dict[str, Any]:
 def vocabularies() -> dict[str, dict[str, Any]]:
     """Return the metadata of each vocabulary, without its pre-tokenizer."""
 
-    def whole(model: str, made: dict[str, Any], front: dict[str, int]) -> dict[str, Any]:
+    def whole(
+        model: str, made: dict[str, Any], front: dict[str, int], behind: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
         added = {text: kind for text, kind in _ADDED.items() if text not in front}
+        added |= dict.fromkeys(behind, _NORMAL)
         tokens = [
             *front,
-            *(t for t in made["tokens"] if t not in _ADDED and t not in front),
+            *(t for t in made["tokens"] if t not in added and t not in front),
             *added,
         ]
         types = {**front, **added}
@@ -157,8 +167,10 @@ def vocabularies() -> dict[str, dict[str, Any]]:
     scores = spm.metadata["tokenizer.ggml.scores"].tolist()
     n = len(spm.tokens) - len(tokenizer_models.ADDED)
     made = {"tokens": spm.tokens[:n]}
+    trained, front = _trained(raw=False), dict.fromkeys(_WHOLE, _NORMAL)
     found = {
-        "bytes": whole("gpt2", _trained(raw=False), dict.fromkeys(_WHOLE, _NORMAL)),
+        "bytes": whole("gpt2", trained, front),
+        **{name: whole("gpt2", trained, front, more) for name, more in _ENDS.items()},
         "raw": whole("gpt2", _trained(raw=True), bytes_ | lines),
         "spm": whole("llama", made, dict(zip(spm.tokens[:n], spm.types[:n], strict=True))),
     }
@@ -184,6 +196,7 @@ def cases() -> dict[str, tuple[str, dict[str, str | bool]]]:
     found["model gemma4"] = ("raw", {model: "gemma4"})
     found["lacking bytes"] = ("lacking", {pre: "smollm"})
     found["lacking bytes, whole words"] = ("lacking", {pre: "llama-bpe"})
+    found |= {f"ends of {name}": (name, {pre: "gpt-4o"}) for name in _ENDS}
     found["SentencePiece"] = ("spm", {})
     found["SentencePiece, phi-3"] = ("spm", {"general.name": "Phi-3 mini"})
     found["SentencePiece, no space in front"] = ("spm", {"tokenizer.ggml.add_space_prefix": False})
@@ -236,7 +249,7 @@ def main() -> None:
         for text, ours, theirs in wrong[:2]:
             shown = [[tokenizer._texts[i] for i in ids] for ids in (ours, theirs)]
             print(repr(text), *shown, sep="\n  ", file=sys.stderr)
-        case: dict[str, Any] = {"vocabulary": which, "keys": keys}
+        case: dict[str, Any] = {"vocabulary": which, "keys": keys, "ends": said["eog"]}
         for way in ("plain", "special"):
             case[way] = []
             for known, ids in zip(answers, said[way], strict=True):
@@ -248,7 +261,7 @@ def main() -> None:
     if options.record:
         text = json.dumps(record | {"answers": answers}, ensure_ascii=False, separators=(",", ":"))
         RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+        RECORD.write_bytes(lzma.compress(text.encode(), preset=9))
         print(f"{RECORD}: {RECORD.stat().st_size} bytes", file=sys.stderr)
     sys.exit(differing != 0)
 

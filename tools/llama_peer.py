@@ -148,6 +148,7 @@ def ask(python: str, command: str, **asked: Any) -> Any:
         input=json.dumps(asked),
         capture_output=True,
         text=True,
+        errors="replace",
         check=False,
     )
     if done.returncode:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
+import lzma
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ from unimem.engine.text.tokenizer import Tokenizer
 
 # Written by tools/compare_tokenizers.py --record. An id list of a text is there once: cases have
 # its index.
-RECORD = Path(__file__).parent / "data/llama_cpp_ids.json.gz"
-RECORDED: dict[str, Any] = json.loads(gzip.decompress(RECORD.read_bytes()))
+RECORD = Path(__file__).parent / "data/llama_cpp_ids.json.xz"
+RECORDED: dict[str, Any] = json.loads(lzma.decompress(RECORD.read_bytes()))
 
 
 def recorded_metadata(case: dict[str, Any]) -> dict[str, Any]:
@@ -31,6 +31,7 @@ def recorded_metadata(case: dict[str, Any]) -> dict[str, Any]:
 def test_ids_are_those_that_llama_cpp_gave(name: str) -> None:
     case = RECORDED["cases"][name]
     tokenizer = Tokenizer.from_metadata(recorded_metadata(case))
+    assert sorted(tokenizer.eog_ids) == case["ends"]
     for special in (False, True):
         chosen = case["special" if special else "plain"]
         for text, known, at in zip(RECORDED["texts"], RECORDED["answers"], chosen, strict=True):

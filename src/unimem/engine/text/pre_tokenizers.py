@@ -47,8 +47,9 @@ _GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+|{_SIGNS}|{_SPACES}"
 _ONE, _THREE = r"\p{N}", r"\p{N}{1,3}"
 _LLAMA3 = rf"{_CONTRACTIONS}|{_WORD}|{_THREE}|{_REST}"
 _QWEN2 = rf"{_CONTRACTIONS}|{_WORD}|{_ONE}|{_REST}"
-# Digits in threes from the right; the first three keep the text in front of them.
-_THREES_FROM_RIGHT = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+# Digits in threes from the right; the first of them keep the text in front. The parts before and
+# behind match nothing else: they keep the search linear.
+_THREES_FROM_RIGHT = r"(?<=\p{N})\p{N}{3}|\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\P{N}+\z"
 
 
 def _by_case(letters: str) -> str:
@@ -141,7 +142,9 @@ _TABLE: tuple[tuple[str, PreTokenizer], ...] = (
     ("falcon", PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"))),
     ("poro-chat bloom gpt3-finnish", PreTokenizer((_BLOOM,))),
     ("viking", PreTokenizer((_BLOOM, _ONE))),
-    ("superbpe", PreTokenizer((r"\p{N}+", r"[0-9]{1,3}(?=(?:[0-9]{3})*(?![0-9]))"))),
+    ("superbpe", PreTokenizer((
+        r"\p{N}+", r"(?<=[0-9])[0-9]{3}|[0-9]{1,3}(?=(?:[0-9]{3})*(?![0-9]))"
+    ))),
     ("tekken", PreTokenizer((rf"{_TEKKEN}|{_ONE}|{_SLASH_REST}",), whole_words=True, add_bos=True)),
     ("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
     ("granite-embed-multi-97m", PreTokenizer(
@@ -157,7 +160,7 @@ _TABLE: tuple[tuple[str, PreTokenizer], ...] = (
     ("deepseek-llm", PreTokenizer((
         r"[\r\n]", rf"\s?{_CASED}+",
         r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3001\u3002]+",
-        r"\s+\z", _EAST, r"\p{N}+",
+        r"(?<!\s)\s+\z", _EAST, r"\p{N}+",
     ))),
     ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, _ONE))),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((_THREE, _CJK, _DEEPSEEK3))),
