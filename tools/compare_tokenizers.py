@@ -226,8 +226,8 @@ def main() -> None:
     asked, made = texts(options.seed, options.texts), vocabularies()
     answers: list[list[list[int]]] = [[] for _ in asked]
     record: dict[str, Any] = {"texts": asked, "vocabularies": made, "cases": {}}
+    rows: dict[Any, list[str]] = {}
     differing = 0
-    print("| case | texts | differences |\n|---|--:|--:|")
     for name, (which, keys) in cases().items():
         if options.only not in (None, name):
             continue
@@ -244,7 +244,9 @@ def main() -> None:
         ]
         if sorted(tokenizer.eog_ids) != said["eog"] or tokenizer.add_bos != said["add_bos"]:
             wrong.append(("ends", sorted(tokenizer.eog_ids), said["eog"]))
-        print(f"| `{name}` | {len(asked)} | {len(wrong)} |", flush=True)
+        # Names of one way, with the same result, are one row.
+        rows.setdefault((PRE_TOKENIZERS.get(name, name), len(wrong)), []).append(f"`{name}`")
+        print(name, len(wrong), file=sys.stderr, flush=True)
         differing += bool(wrong)
         for text, ours, theirs in wrong[:2]:
             shown = [[tokenizer._texts[i] for i in ids] for ids in (ours, theirs)]
@@ -258,6 +260,9 @@ def main() -> None:
                 case[way].append(known.index(ids))
         record["cases"][name] = case
         record["llama.cpp"] = said["version"]
+    print("| case | texts | differences |\n|---|--:|--:|")
+    for (_, n_wrong), names in rows.items():
+        print(f"| {', '.join(names)} | {len(asked)} | {n_wrong} |")
     if options.record:
         text = json.dumps(record | {"answers": answers}, ensure_ascii=False, separators=(",", ":"))
         RECORD.parent.mkdir(exist_ok=True)

@@ -221,9 +221,9 @@ def unsupported_tokenizer(metadata: Mapping[str, Any]) -> str | None:
         key, has = "model", "none" if model is None else f"model {reprlib.repr(model)}"
         if is_text and model in _OTHER_KINDS:
             has += f" ({_OTHER_KINDS[model]})"
-    names = ", ".join(map(repr, PRE_TOKENIZERS))
     return (
         f"tokenizer.ggml.{key}: the file has {has}, so its text cannot be tokenized; "
-        f"{_ALL_THE_SAME}. Supported are 'llama' (SentencePiece), 'gemma4', and 'gpt2' (byte-level "
-        f"BPE) with tokenizer.ggml.pre {names}"
+        f"{_ALL_THE_SAME}. Supported are 'llama' (SentencePiece), 'gemma4', 'whitespace', and "
+        f"'gpt2' (byte-level BPE) with {len(PRE_TOKENIZERS)} names of tokenizer.ggml.pre, such as "
+        f"'llama-bpe', 'qwen2' and 'gpt-2'"
     )
