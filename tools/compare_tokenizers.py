@@ -5,6 +5,7 @@
 with both, and prints a table of differences. PYTHON is one that has the wheel of `xllamacpp`; the
 package needs the extras ``run`` and ``test``. ``--record`` writes the vocabularies, the texts and
 llama.cpp's ids into ``tests/engine/text/data``, where a test holds the tokenizer to them.
+``--json FILE --only NAME`` takes the vocabulary of a model's own ``tokenizer.json`` for this name.
 """
 
 from __future__ import annotations
@@ -182,6 +183,27 @@ def vocabularies() -> dict[str, dict[str, Any]]:
     return found
 
 
+def own_vocabulary(path: Path) -> dict[str, Any]:
+    """Return the metadata of a ``tokenizer.json`` of byte pairs."""
+    made = json.loads(path.read_text(encoding="utf-8"))
+    added = {each["id"]: each for each in made["added_tokens"]}
+    of_id = {i: token for token, i in made["model"]["vocab"].items()}
+    of_id |= {i: each["content"] for i, each in added.items()}
+    ids = range(max(of_id) + 1)
+    merges = made["model"]["merges"]
+    return {
+        "model": "gpt2",
+        "tokens": [of_id.get(i, f"[unused {i}]") for i in ids],
+        "token_type": [
+            (_CONTROL if added[i]["special"] else _USER_DEFINED) if i in added else _NORMAL
+            for i in ids
+        ],
+        "bos_token_id": min(added, default=0),
+        "eos_token_id": min(added, default=0),  # llama.cpp's default is 11
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+    }
+
+
 def cases() -> dict[str, tuple[str, dict[str, str | bool]]]:
     """Return the vocabulary of each case, and the keys that it adds."""
     pre = "tokenizer.ggml.pre"
@@ -220,6 +242,7 @@ def main() -> None:
     parser.add_argument("--llama", required=True, help="a Python that has xllamacpp")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--only", help="one case")
+    parser.add_argument("--json", type=Path, help="a tokenizer.json for this case")
     parser.add_argument("--texts", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="of other texts")
     options = parser.parse_args()
@@ -231,7 +254,7 @@ def main() -> None:
     for name, (which, keys) in cases().items():
         if options.only not in (None, name):
             continue
-        whole = metadata(made[which], keys)
+        whole = metadata(own_vocabulary(options.json) if options.json else made[which], keys)
         with tempfile.TemporaryDirectory() as folder:
             model = tokenizer_models.write_model(Path(folder) / "vocab.gguf", whole)
             said = llama_peer.ask(options.llama, "tokenize", model=str(model), texts=asked)
