@@ -160,7 +160,7 @@ _TABLE: tuple[tuple[str, PreTokenizer], ...] = (
     ("deepseek-llm", PreTokenizer((
         r"[\r\n]", rf"\s?{_CASED}+",
         r"\s?[!-/:-~\uFF01-\uFF0F\uFF1A-\uFF5E\u2018-\u201F\u3001\u3002]+",
-        r"(?<!\s)\s+\z", _EAST, r"\p{N}+",
+        r"\s+\z", _EAST, r"\p{N}+",
     ))),
     ("deepseek-coder", PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST, _ONE))),
     ("deepseek-v3 hunyuan-dense joyai-llm hy_v4", PreTokenizer((_THREE, _CJK, _DEEPSEEK3))),
