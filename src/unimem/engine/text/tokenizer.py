@@ -295,18 +295,15 @@ class Tokenizer:
                     cut.append(part)
                     continue
                 if i in self._strip_behind:
-                    texts = re.split(rf"{re.escape(special)}[{_STRIPPED}]*", part)
+                    pieces = re.split(rf"{re.escape(special)}[{_STRIPPED}]*", part)
                 else:
-                    texts = part.split(special)
-                last = len(texts) - 1
-                for j, each in enumerate(texts):
-                    text_before = (
-                        each.rstrip(_STRIPPED) if i in self._strip_front and j < last else each
-                    )
-                    if text_before:
-                        cut.append(text_before)
-                    if j < last:
-                        cut.append(i)
+                    pieces = part.split(special)
+                if i in self._strip_front:
+                    pieces[:-1] = [piece.rstrip(_STRIPPED) for piece in pieces[:-1]]
+                for piece in pieces[:-1]:
+                    cut += [piece, i] if piece else [i]
+                if pieces[-1]:
+                    cut.append(pieces[-1])
             parts = cut
         return parts
 
