@@ -4,22 +4,28 @@ Two libraries merge: ``sentencepiece`` for ``tokenizer.ggml.model = llama`` and 
 ``gpt2``. This module does the rest as llama.cpp does, so that ids are the same: which tokens are
 looked for in the text first, where a space is put in front, which ids end a generation. The source
 of these facts is ``src/llama-vocab.cpp`` of llama.cpp
-(https://github.com/ggml-org/llama.cpp), build b9190.
+(https://github.com/ggml-org/llama.cpp), build b11549.
 """
 
 from __future__ import annotations
 
 import codecs
 import operator
+import re
 import reprlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from unimem.base.arguments import flag, integer, string
 from unimem.base.install_hint import install_hint
+from unimem.engine.text.pre_tokenizers import (
+    PRE_TOKENIZERS,
+    PreTokenizer,
+    unsupported_tokenizer,
+)
 
 try:
     import sentencepiece
@@ -42,50 +48,46 @@ _BYTE_TOKENS = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 _END_TEXTS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>",
     "<|flush|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>",
-    "<turn|>", "<|tool_response>", "<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
-    "<｜end▁of▁sentence｜>",  # noqa: RUF001 - these are the characters of the token
+    "<turn|>", "<|tool_response>", "<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[",
+    "<|ifm|im_end|>", "<\uff5cend▁of▁sentence\uff5c>",
 )  # fmt: skip
+
+# A token that does not end a generation, but is of this type, if others that end it are there: one
+# of each set.
+_NO_END_TEXTS = (
+    ("<|end|>", _USER_DEFINED, ({"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"})),
+    ("</s>", _NORMAL, ({"<|tool_response>", "<|plamo:eos|>"},)),
+)
+# These are shown, and looked for in any text, whatever the file says.
+_SHOWN_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 # Fill-in-the-middle: the token of a role is named by a key, or else has one of these texts, and is
 # a control token. Tokens of the first three roles end a generation.
 _FIM_TEXTS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    "fim_sep": ("<|file_sep|>",),
-    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>"),
-    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>"),
-    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>"),
-}
+    "fim_sep": ("<|file_sep|>", "<|plamo:file_separator|>"),
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim▁begin\uff5c>",
+                "<PRE>", "▁<PRE>", "<|code_prefix|>", "<|prefix|>", "<|plamo:fim_prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim▁hole\uff5c>",
+                "<SUF>", "▁<SUF>", "<|code_suffix|>", "<|suffix|>", "<|plamo:fim_suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim▁end\uff5c>", "<MID>",
+                "▁<MID>", "<|code_middle|>", "<|middle|>", "<|plamo:fim_middle|>"),
+}  # fmt: skip
+# Older names of keys.
+_FIM_KEYS = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}
 _FIM_END_ROLES = ("fim_pad", "fim_rep", "fim_sep")
 
-
-class _PreTokenizer(NamedTuple):
-    """How text is cut into words; bytes are merged within a word (`tokenizer.ggml.pre`)."""
-
-    patterns: tuple[str, ...]  # each is applied to the pieces of the one before
-    whole_words: bool = False  # a word that is a token is taken without merging
-    add_bos: bool = False  # unless the file says otherwise
-
-
-# The expressions are those of the models' own tokenizer.json and of llama.cpp, which spells
-# `(?i:'s|'t|...)` out, because the flag would also match U+017F as an s.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_CONTRACTIONS = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
-_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _PreTokenizer(
-    (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), whole_words=True, add_bos=True
+# White space that a special token takes from the text beside it, as C's `isspace`.
+_STRIPPED = " \t\n\v\f\r"
+# The first of these rules whose key has one of its words decides: the token loses what is in front.
+_STRIPS_IN_FRONT = (
+    ("tokenizer.ggml.pre", ("jina-v2-de", "jina-v2-es", "jina-v2-code", "mmbert"), "<mask>"),
+    ("general.architecture", ("nomic-bert-moe", "jina-bert-v3"), "<mask>"),
+    ("general.name", ("phi-3", "phi3"), None),  # all special tokens but these lose what is behind
+    ("general.name", ("modern-bert",), "[MASK]"),
 )
-_QWEN2 = _PreTokenizer((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",))
-_PRE_TOKENIZERS = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "gpt-2": _PreTokenizer((_GPT2,)),
-    "default": _PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-}
+_STRIP_NOTHING = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _byte_alphabet() -> list[str]:
@@ -103,7 +105,6 @@ def _byte_alphabet() -> list[str]:
 
 _ALPHABET = _byte_alphabet()
 _BYTE_OF = {char: bytes([byte]) for byte, char in enumerate(_ALPHABET)}
-_BYTES_NOT_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 
 class UnsupportedTokenizer(ValueError):  # noqa: N818 - the name is part of the public interface
@@ -140,12 +141,7 @@ class Tokenizer:
             raise ValueError("tokenizer.ggml.tokens: expected at least one token, got none")
         self._texts = [text or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
         self.n_vocab = len(self._texts)
-        ids = {text: i for i, text in enumerate(self._texts)}
-        if len(ids) != self.n_vocab:
-            i, text = next((i, t) for i, t in enumerate(self._texts) if ids[t] != i)
-            raise ValueError(
-                f"tokenizer.ggml.tokens: tokens {i} and {ids[text]} are both {reprlib.repr(text)}"
-            )
+        ids = {text: i for i, text in enumerate(self._texts)}  # the last counts if two are equal
         self._types = _read_types(metadata, self._texts)
 
         # llama.cpp's defaults for `llama`. Its defaults for `gpt2` (11 for both) are no text
@@ -154,6 +150,8 @@ class Tokenizer:
         self.bos_id = _read_id(metadata, "bos", self.n_vocab, default[0])
         self.eos_id = _read_id(metadata, "eos", self.n_vocab, default[1])
         self.add_bos = _read_flag(metadata, "add_bos_token", pre is None or pre.add_bos)
+        if pre is not None and pre.is_raw and pre.add_bos:
+            self.add_bos = True  # of Gemma 4, whose files may deny it
         if self.add_bos and self.bos_id is None:
             raise ValueError(
                 "tokenizer.ggml.add_bos_token is true, but there is no tokenizer.ggml.bos_token_id"
@@ -163,18 +161,24 @@ class Tokenizer:
         self._space_prefix = False
         if pre is None:
             self._space_prefix = _read_flag(metadata, "add_space_prefix", True)
-            self._merge = _sentencepiece(self._texts, _read_scores(metadata, self.n_vocab))
+            unknown = _read_id(metadata, "unknown", self.n_vocab, 0) or 0
+            scores = _read_scores(metadata, self.n_vocab)
+            self._merge = _sentencepiece(self._texts, ids, scores, unknown)
         else:
-            self._merge = _byte_level(ids, _read_texts(metadata, "merges"), pre)
-        self._is_byte_level = pre is not None
+            lowers = pre.drops_cuts and _read_flag(metadata, "normalizer.lowercase", False)
+            merge = _byte_pairs(ids, self.n_vocab, _read_merges(metadata), pre)
+            self._merge = (lambda text: merge(_lower(text))) if lowers else merge
+        self._is_byte_level = pre is not None and not pre.is_raw
+        self._writes_spaces = pre is None or pre.writes_spaces
 
         # The longest are first; control tokens count only if the caller asks for them.
         matched = {_UNKNOWN, _CONTROL, _USER_DEFINED}
         self._special = sorted(
-            (i for i in range(self.n_vocab) if self._types[i] in matched),
-            key=lambda i: -len(self._texts[i].encode()),
+            (i for text, i in ids.items() if self._types[i] in matched),
+            key=lambda i: (-len(self._texts[i].encode()), i),
         )
         self._user_defined = [i for i in self._special if self._types[i] == _USER_DEFINED]
+        self._strip_front, self._strip_behind = self._find_strips(metadata, ids)
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> Tokenizer:
@@ -197,17 +201,42 @@ class Tokenizer:
     def _find_ends(self, metadata: Mapping[str, Any], ids: Mapping[str, int]) -> frozenset[int]:
         """Find the ids that end a generation, and mark tokens known by text as control tokens."""
         ends = {ids[text] for text in _END_TEXTS if text in ids}
-        for i in ends:
-            self._types[i] = _CONTROL
         for role, texts in _FIM_TEXTS.items():
-            token = _read_id(metadata, role, self.n_vocab, None)
+            keys = (role, _FIM_KEYS.get(role, role))
+            named = [_read_id(metadata, key, self.n_vocab, None) for key in keys]
+            token = next((i for i in named if i is not None), None)
             if token is None and (found := [ids[text] for text in texts if text in ids]):
                 token = found[0]
                 self._types[token] = _CONTROL
             if token is not None and role in _FIM_END_ROLES:
                 ends.add(token)
-        named = (self.eos_id, *(_read_id(metadata, n, self.n_vocab, None) for n in ("eot", "eom")))
-        return frozenset(ends.union(i for i in named if i is not None))
+        for text in _END_TEXTS:
+            if text in ids:
+                self._types[ids[text]] = _CONTROL
+        for text in _SHOWN_TEXTS:
+            if text in ids:
+                self._types[ids[text]] = _USER_DEFINED
+        named = [self.eos_id, *(_read_id(metadata, n, self.n_vocab, None) for n in ("eot", "eom"))]
+        ends.update(i for i in named if i is not None)
+        for text, kind, others in _NO_END_TEXTS:
+            has = {self._texts[i] for i in ends}
+            if text in has and all(has & each for each in others):
+                ends.remove(ids[text])
+                self._types[ids[text]] = kind
+        return frozenset(ends)
+
+    def _find_strips(
+        self, metadata: Mapping[str, Any], ids: Mapping[str, int]
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """Find the special tokens that take white space in front of them, and behind them."""
+        for key, words, token in _STRIPS_IN_FRONT:
+            name = str(metadata.get(key, "")).lower()
+            if any(word in name for word in words):
+                if token is not None:
+                    return frozenset({ids[token]} if token in ids else ()), frozenset()
+                keep = {ids.get(text) for text in _STRIP_NOTHING}
+                return frozenset(), frozenset(i for i in self._special if i not in keep)
+        return frozenset(), frozenset()
 
     def encode(self, text: str, *, add_bos: bool | None = None, special: bool = False) -> list[int]:
         """Return the token ids of a text.
@@ -265,13 +294,16 @@ class Tokenizer:
                 if isinstance(part, int):
                     cut.append(part)
                     continue
-                first, *others = part.split(special)
-                if first:
-                    cut.append(first)
-                for other in others:
-                    cut.append(i)
-                    if other:
-                        cut.append(other)
+                if i in self._strip_behind:
+                    pieces = re.split(rf"{re.escape(special)}[{_STRIPPED}]*", part)
+                else:
+                    pieces = part.split(special)
+                if i in self._strip_front:
+                    pieces[:-1] = [piece.rstrip(_STRIPPED) for piece in pieces[:-1]]
+                for piece in pieces[:-1]:
+                    cut += [piece, i] if piece else [i]
+                if pieces[-1]:
+                    cut.append(pieces[-1])
             parts = cut
         return parts
 
@@ -327,7 +359,7 @@ class Tokenizer:
         if self._is_byte_level:
             # Characters outside the alphabet are not from a merge; they mean themselves.
             return b"".join(_BYTE_OF.get(char) or char.encode() for char in text)
-        return text.replace(_SPACE, " ").encode()
+        return (text.replace(_SPACE, " ") if self._writes_spaces else text).encode()
 
 
 class TokenStream:
@@ -346,30 +378,30 @@ class TokenStream:
         return self._decoder.decode(b"", final=True)
 
 
-def _sentencepiece(texts: Sequence[str], scores: Sequence[float]) -> Callable[[str], list[int]]:
+def _sentencepiece(
+    texts: Sequence[str], ids: Mapping[str, int], scores: Sequence[float], unknown_id: int
+) -> Callable[[str], list[int]]:
     """Merge by score, with a SentencePiece model made from the vocabulary.
 
     The library's own treatment of spaces and special symbols is off: the text is cut already, and
-    every token but the bytes is a normal one, since llama.cpp merges into any.
+    every token but the bytes is a normal one, since llama.cpp merges into any. The library wants
+    each text once, and a token for each byte. A token whose text comes again gets one that never
+    matches, since a space is written otherwise; a byte that is missing is the character or the
+    unknown token.
     """
-    missing = _BYTE_TOKENS.difference(texts)
-    if missing:
-        raise ValueError(
-            f"tokenizer.ggml.tokens: expected a token for each byte, <0x00> to <0xFF>; "
-            f"{len(missing)} are missing, first {min(missing)}"
-        )
+    n_vocab = len(texts)
+    names = [text if ids[text] == i else _new(f" {i}", ids) for i, text in enumerate(texts)]
+    missing = sorted(_BYTE_TOKENS.difference(ids))
+    instead = [ids.get(chr(int(name[3:5], 16)), unknown_id) for name in missing]
     # The model is a protocol buffer (sentencepiece_model.proto), whose wire format is
     # (field << 3 | kind), value; kind 0 is an integer, 2 a length and bytes, 5 four bytes.
     pieces = [
-        _message(0x0A, text.encode())
-        + struct.pack("<BfBB", 0x15, score, 0x18, 6 if text in _BYTE_TOKENS else 1)
-        for text, score in zip(texts, scores, strict=True)
+        _message(0x0A, name.encode())
+        + struct.pack("<BfBB", 0x15, score, 0x18, 6 if name in _BYTE_TOKENS else 1)
+        for name, score in zip(names + missing, [*scores, *[0.0] * len(missing)], strict=True)
     ]
     # SentencePiece needs an unknown token, which is never used since all bytes are there.
-    unknown = "<unk>"
-    while unknown in texts:
-        unknown += "?"
-    pieces.append(_message(0x0A, unknown.encode()) + b"\x18\x02")
+    pieces.append(_message(0x0A, _new("<unk>", ids).encode()) + b"\x18\x02")
     model = b"".join(_message(0x0A, piece) for piece in pieces)
     # trainer_spec: model_type (3) = BPE, byte_fallback (35) = true.
     model += _message(0x12, b"\x18\x02" + b"\x98\x02\x01")
@@ -382,10 +414,17 @@ def _sentencepiece(texts: Sequence[str], scores: Sequence[float]) -> Callable[[s
         raise ValueError(f"tokenizer.ggml.tokens: SentencePiece refuses them: {error}") from error
 
     def merge(text: str) -> list[int]:
-        ids: list[int] = processor.encode(text.replace(" ", _SPACE))
-        return ids
+        found: list[int] = processor.encode(text.replace(" ", _SPACE))
+        return [i if i < n_vocab else instead[i - n_vocab] for i in found] if missing else found
 
     return merge
+
+
+def _new(text: str, others: Mapping[str, Any]) -> str:
+    """Return a text like `text` that is none of the others."""
+    while text in others:
+        text += "?"
+    return text
 
 
 def _message(tag: int, data: bytes) -> bytes:
@@ -398,56 +437,97 @@ def _message(tag: int, data: bytes) -> bytes:
     return bytes((tag, *length)) + data
 
 
-def _byte_level(
-    ids: dict[str, int], merges: Sequence[str], pre: _PreTokenizer
+def _byte_pairs(
+    ids: dict[str, int], n_vocab: int, pairs: Sequence[tuple[str, str]], pre: PreTokenizer
 ) -> Callable[[str], list[int]]:
-    """Merge by rank: cut into words, write their bytes in the alphabet, and merge."""
-    missing = [
-        byte
-        for byte, char in enumerate(_ALPHABET)
-        if char not in ids and byte not in _BYTES_NOT_IN_UTF8
-    ]
-    if missing:
-        raise ValueError(
-            f"tokenizer.ggml.tokens: expected a token for each byte; {len(missing)} are missing, "
-            f"first 0x{missing[0]:02X} (written {_ALPHABET[missing[0]]!r})"
-        )
-    # If a merge occurs twice, the first one counts.
-    pairs = [(left, right) for left, _, right in (m.partition(" ") for m in dict.fromkeys(merges))]
+    """Merge by rank: cut into words, write their bytes in the alphabet, and merge.
+
+    The library wants a token for each character and each result of a merge. Those that the
+    vocabulary lacks get ids behind it, and are then spelled: by a token for each byte of the text
+    as it is written, as far as there is one.
+    """
+    alphabet = [] if pre.is_raw else _ALPHABET
+    lacking = [part for pair in pairs for part in (*pair, "".join(pair)) if part not in ids]
+    added = dict.fromkeys([*(char for char in alphabet if char not in ids), *lacking])
+    vocab = ids | {part: n_vocab + i for i, part in enumerate(added)}
+    unknown = _new("<unk>", vocab) if pre.is_raw else None
+    if unknown is not None:
+        vocab[unknown] = n_vocab + len(added)
+    written = "<0x{:02X}>".format if pre.is_raw else lambda byte: chr(byte) if byte < 0x80 else ""
+
+    def spell(text: str) -> list[int]:
+        return [ids[token] for token in map(written, text.encode()) if token in ids]
+
+    spelled = [spell(part) for part in added]
     try:
-        bpe = tokenizers.models.BPE(vocab=ids, merges=pairs, ignore_merges=pre.whole_words)
+        bpe = tokenizers.models.BPE(
+            vocab=vocab, merges=list(pairs), ignore_merges=pre.whole_words, unk_token=unknown
+        )
     except Exception as error:  # the library raises no class of its own
         raise ValueError(f"tokenizer.ggml.merges: {error}") from error
     tokenizer = tokenizers.Tokenizer(bpe)
     steps = tokenizers.pre_tokenizers
-    tokenizer.pre_tokenizer = steps.Sequence(
-        [steps.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
-        + [steps.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    behavior = "removed" if pre.drops_cuts else "isolated"
+    cuts: list[Any] = [steps.Split(tokenizers.Regex(pattern), behavior) for pattern in pre.patterns]
+    if not pre.is_raw:
+        cuts.append(steps.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = steps.Sequence(cuts)
 
     def merge(text: str) -> list[int]:
-        ids: list[int] = tokenizer.encode(text).ids
-        return ids
+        encoding = tokenizer.encode(text)
+        found: list[int] = encoding.ids
+        if max(found, default=0) < n_vocab:
+            return found
+        output: list[int] = []
+        for i, (start, end) in zip(found, encoding.offsets, strict=True):
+            if i < n_vocab:
+                output.append(i)
+            else:
+                known = i - n_vocab < len(spelled)
+                output += spelled[i - n_vocab] if known else spell(text[start:end])
+        return output
 
-    return merge
+    def merge_raw(text: str) -> list[int]:
+        if pre.writes_spaces:
+            text = text.replace(" ", _SPACE)
+        if pre.spaces_lines:
+            text = re.sub(rf"(?<![^\n])(?=[^\n{_SPACE}])", _SPACE, text)
+        if not pre.whole_newlines:
+            return merge(text)
+        output: list[int] = []
+        for part in re.findall(r"\n+|[^\n]+", text):
+            output += [ids[part]] if part[0] == "\n" and part in ids else merge(part)
+        return output
+
+    return merge_raw if pre.is_raw else merge
 
 
-def _read_pre_tokenizer(metadata: Mapping[str, Any]) -> _PreTokenizer | None:
-    """Read how `gpt2` cuts words; None for `llama`, which does not."""
-    model = metadata.get("tokenizer.ggml.model")
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if isinstance(model, str) and model == "llama":
-        return None
-    if isinstance(model, str) and model == "gpt2":
-        if isinstance(pre, str) and pre in _PRE_TOKENIZERS:
-            return _PRE_TOKENIZERS[pre]
-        has = f"model 'gpt2' with tokenizer.ggml.pre {reprlib.repr(pre)}"
-    else:
-        has = "none" if model is None else f"model {reprlib.repr(model)}"
-    raise UnsupportedTokenizer(
-        f"tokenizer.ggml.model: the file has {has}; supported are 'llama' (SentencePiece) and "
-        f"'gpt2' (byte-level BPE) with tokenizer.ggml.pre {', '.join(map(repr, _PRE_TOKENIZERS))}"
-    )
+def _lower(text: str) -> str:
+    """Return a text in small letters, one for each letter."""
+    return "".join(char.lower()[0] for char in text)
+
+
+def _read_pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer | None:
+    """Read how words are cut; None for `llama`, which does not."""
+    problem = unsupported_tokenizer(metadata)
+    if problem is not None:
+        raise UnsupportedTokenizer(problem)
+    model = metadata["tokenizer.ggml.model"]
+    pre = "gemma4" if model == "gemma4" else metadata.get("tokenizer.ggml.pre", "default")
+    return None if model == "llama" else PRE_TOKENIZERS[pre]
+
+
+def _read_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Read the pairs to merge, each once: if one is there twice, the first counts."""
+    merges = dict.fromkeys(_read_texts(metadata, "merges"))
+    spaces = [merge.find(" ", 1) for merge in merges]
+    for merge, at in zip(merges, spaces, strict=True):
+        if at < 0:
+            raise ValueError(
+                f"tokenizer.ggml.merges: expected two parts of the vocabulary with a space "
+                f"between, got {reprlib.repr(merge)}"
+            )
+    return [(merge[:at], merge[at + 1 :]) for merge, at in zip(merges, spaces, strict=True)]
 
 
 def _read_texts(metadata: Mapping[str, Any], name: str) -> list[str]:
